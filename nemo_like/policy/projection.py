@@ -78,6 +78,8 @@ def projection_gradients(
             torch.mm(gradient, weight, out=grad_hidden[part])
         if needs_weight:
             grad_weight = add_weight_gradient(grad_weight, gradient, hidden[part], sum_dtype)
+        # Freed before the logits of the next chunk are computed.
+        del gradient
     # Each rank has the gradient from its own vocabulary rows.
     if grad_hidden is not None and vocab is not None and not vocab.partial_hidden_grad:
         dist.all_reduce(grad_hidden, group=vocab.group)
