@@ -23,11 +23,11 @@ def run_thread_ranks(size: int, function: Callable[[dist.ProcessGroup], ResultT]
     def run(rank: int) -> ResultT:
         group = dist.ProcessGroup(PrefixStore("group", store), rank, size)
         backend = dist.ProcessGroupGloo(
-            PrefixStore("gloo", store), rank, size, timedelta(seconds=20)
+            PrefixStore("gloo", store), rank, size, timedelta(seconds=120)
         )
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
         return function(group)
 
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(run, rank) for rank in range(size)]
-        return [future.result(timeout=30) for future in futures]
+        return [future.result(timeout=180) for future in futures]
