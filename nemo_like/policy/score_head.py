@@ -1,8 +1,8 @@
-"""Scores of the rows of a microbatch from its last hidden states, for either engine."""
+"""The scalar head of a reward model, for either engine; every tensor-parallel rank has it."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor
 from nemo_like.policy.collectives import sum_over
 from nemo_like.policy.engine import TokenLogprobs
 from nemo_like.policy.model_inputs import ModelInputs
+from nemo_like.sampling_filter import SamplingFilter
 
 
 class SequenceShare(NamedTuple):
@@ -18,6 +19,29 @@ class SequenceShare(NamedTuple):
 
     group: dist.ProcessGroup
     rank: int
+
+
+class ScoreHead:
+    """The layer `score` of a model; it has the signature of `VocabularyHead`."""
+
+    def __init__(self, model: Any, share: SequenceShare | None) -> None:
+        self._model = model
+        self._share = share
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        inputs: ModelInputs,
+        temperature: float,
+        with_entropy: bool,
+        token_filter: SamplingFilter | None,
+    ) -> TokenLogprobs:
+        """See `row_scores`; `hidden` is [B, S, D] or [T, 1, D], with sequence parallelism T / tp.
+
+        The other arguments are those of a distribution, which scores do not have.
+        """
+        # Looked up in each call: FSDP replaces the parameters of its modules.
+        return row_scores(hidden.flatten(0, 1), self._model.score.weight, inputs, self._share)
 
 
 def row_scores(

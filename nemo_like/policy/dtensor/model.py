@@ -29,13 +29,13 @@ from nemo_like.policy.dtensor.loading import (
 from nemo_like.policy.dtensor.lora import add_adapters
 from nemo_like.policy.dtensor.parallel import ShardSpec
 from nemo_like.policy.dtensor.quantized import quantize_layers
-from nemo_like.policy.dtensor.score_head import ScoreHead
 from nemo_like.policy.dtensor.vocab_head import VocabularyHead, is_tied
 from nemo_like.policy.engine import TokenLogprobs
 from nemo_like.policy.freezing import frozen_names
 from nemo_like.policy.lora_state import LoraState
 from nemo_like.policy.model_inputs import ModelInputs
 from nemo_like.policy.output_head import meta_model
+from nemo_like.policy.score_head import ScoreHead, SequenceShare
 from nemo_like.policy.varlen_kernels import varlen_kernel
 from nemo_like.sampling_filter import SamplingFilter
 
@@ -157,7 +157,10 @@ def build_model(
             groups.tensor,
         )
     is_compiled = config.compile == "layers"
-    head = ScoreHead(causal_lm, groups)
+    share = None
+    if groups.tensor is not None and groups.tensor.sequence:
+        share = SequenceShare(groups.tensor.group, groups.tensor.rank)
+    head = ScoreHead(causal_lm, share)
     if has_vocabulary:
         chunk_size = config.chunk_size(device.type)
         head = VocabularyHead(causal_lm, groups, chunk_size, compile=is_compiled)

@@ -54,11 +54,11 @@ from nemo_like.policy.megatron.param_map import (
     parallel_coords,
 )
 from nemo_like.policy.megatron.parameters import FullWeightGatherer, ReadBlock
-from nemo_like.policy.megatron.score_head import ScoreHead
 from nemo_like.policy.megatron.timers import ScheduleTimers
 from nemo_like.policy.megatron.vocab_head import VocabularyHead
 from nemo_like.policy.model_inputs import ModelInputs
 from nemo_like.policy.output_head import meta_model, open_config
+from nemo_like.policy.score_head import ScoreHead, SequenceShare
 from nemo_like.sampling_filter import SamplingFilter
 
 
@@ -140,7 +140,10 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
             )
         # The schedules start and stop these timers around each microbatch's forward and backward.
         self._model.config.timers = ScheduleTimers(self.clock)
-        self._head = ScoreHead(self._model, tp_rank, groups)
+        share = None
+        if self._model.config.sequence_parallel:
+            share = SequenceShare(groups.tp, tp_rank)
+        self._head = ScoreHead(self._model, share)
         if head == "vocabulary":
             self._head = VocabularyHead(
                 self._model,
