@@ -41,7 +41,8 @@ from nemo_like.models.pretrained import load_model_config
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.policy import Policy
-from nemo_like.prediction.memory import MemoryModel, Placement
+from nemo_like.prediction.memory import MemoryModel
+from nemo_like.prediction.placement import Placement
 
 _CASES = ("full", "lora", "nf4")
 """All weights, adapters, and adapters beside frozen weights in 4 bits; the first is compared with.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from nemo_like.data.planning.spec import PlanSpec
     from nemo_like.models.spec import ModelSpec
     from nemo_like.prediction.lengths import RowLengths
-    from nemo_like.prediction.memory import Placement
+    from nemo_like.prediction.placement import Placement
 
 
 def grpo_step_request(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nemo_like.models.spec import ModelSpec
     from nemo_like.prediction.grpo_request import GrpoStepRequest, RolloutLengths
     from nemo_like.prediction.lengths import RowLengths
-    from nemo_like.prediction.memory import Placement
+    from nemo_like.prediction.placement import Placement
 
 
 def plan_request(arguments: argparse.Namespace) -> PlanRequest:
@@ -206,7 +206,6 @@ def _configured(
     from nemo_like.models.presets import load_spec
     from nemo_like.policy.batching import plan_spec
     from nemo_like.prediction.placement import placement_of
-    from nemo_like.prediction.teacher_memory import teacher_note
 
     model = _model_spec(arguments, config.policy.model_name)
     assert model is not None, "a config names a model"
@@ -222,11 +221,8 @@ def _configured(
             f"the {config.rows_per_example} rows of a {config.example} are planned independently;"
             " a run keeps them in one microbatch, with slightly more padding"
         )
-    placement = placement_of(config)
-    if config.teacher_names:
-        teachers = [load_spec(name) for name in config.teacher_names]
-        keeps_embeddings = config.keeps_teacher_embeddings
-        notes.append(teacher_note(teachers, placement, keeps_embeddings=keeps_embeddings))
+    teachers = [load_spec(name) for name in config.teacher_names]
+    placement = placement_of(config, teachers)
     notes += reward_model_notes(config)
     request = PlanRequest(
         rows=rows,

@@ -234,7 +234,6 @@ def strategies(
     )
     yield Strategy("dynamic", "dynamic, padded by length", dynamic)
     # Bin packers know no ranks; without a balance their bins are assigned round-robin.
-    # Bin packers know no ranks; without a balance their bins are assigned round-robin.
     packed = [replace(spec, algorithm=name, balance="none") for name in COMPARED_PACKERS]
     for balance in ("tokens", "flops"):
         packed.append(replace(spec, algorithm=PackingAlgorithm.BALANCED, balance=balance))

@@ -11,7 +11,7 @@ import numpy as np
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import PlanSpec
 from nemo_like.models.spec import ModelSpec
-from nemo_like.prediction.memory import Placement
+from nemo_like.prediction.placement import Placement
 from nemo_like.prediction.rollout_time import Batching
 from nemo_like.prediction.step_time import ACHIEVED_FLOPS
 

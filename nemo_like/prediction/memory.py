@@ -2,29 +2,24 @@
 
 Arithmetic from sizes; nothing is allocated. The formulas describe this package: FSDP2 over dp x cp
 with float32 master weights and AdamW, log-probs in chunks, attention that saves no score matrix.
-Activations are the tensors that autograd saves in a Llama-like layer. `MemoryModel.assumptions`
-gives every formula in words.
+`MemoryModel.assumptions` gives every formula in words.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
-from nemo_like.config.lora import LoraConfig
-from nemo_like.config.schema import CUDA_CHUNK_TOKENS, ActivationCheckpointing
 from nemo_like.integer_math import ceil_div
 from nemo_like.models.quantization import BYTES_PER_VALUE
 from nemo_like.models.spec import ModelSpec
-from nemo_like.parallel_layout import EngineName, ParallelLayout
+from nemo_like.prediction.activations import Activations
 from nemo_like.prediction.adapter_sizes import (
-    adapter_activations,
-    adapter_outputs,
     adapter_params,
     largest_linear_params,
     linear_params,
 )
-from nemo_like.prediction.trained_state import TrainedState
+from nemo_like.prediction.placement import Placement
+from nemo_like.prediction.teacher_memory import TeacherMemory
 
 GIB = 1 << 30
 CONTEXT_BYTES = 2 * GIB
@@ -36,40 +31,6 @@ MEASURED = (
     " and float32, with and without checkpointing, the copies of CPU attention counted); no GPU"
     " has been measured"
 )
-
-Precision = Literal["float32", "bfloat16"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Parallel layout, engine and memory-related settings of a model."""
-
-    parallel_layout: ParallelLayout = field(default_factory=ParallelLayout)
-    precision: Precision = "bfloat16"
-    activation_checkpointing: ActivationCheckpointing = "none"
-    engine: EngineName = "dtensor"
-    chunk_size: int = CUDA_CHUNK_TOKENS
-    """Tokens per chunk in which logits are computed."""
-    has_reference: bool = False
-    """A frozen copy of the initial model is kept beside the policy. With adapters there is none."""
-    lora: LoraConfig | None = None
-    """The adapters that are trained instead of the weights."""
-    trained: TrainedState = field(default_factory=TrainedState)
-
-    @property
-    def compute_bytes(self) -> int:
-        """Bytes per value of the compute precision."""
-        return 2 if self.precision == "bfloat16" else 4
-
-    @property
-    def num_shards(self) -> int:
-        """Ranks over which weights, gradients and optimizer state are sharded (FSDP, ZeRO)."""
-        return self.parallel_layout.num_shards
-
-    @property
-    def has_compute_copy(self) -> bool:
-        """True if forward and backward use another copy than the shard of the master weights."""
-        return self.num_shards > 1 or self.precision == "bfloat16"
 
 
 def shown_bytes(num_bytes: float) -> str:
@@ -101,6 +62,8 @@ class MemoryModel:
         # between have less of both.
         stages = {0, self.placement.parallel_layout.pp - 1}
         parts_of_stages = [self._stage(max_tokens, stage) for stage in stages]
+        if self.placement.teachers:
+            parts_of_stages += [self._stage_with_teacher(max_tokens, stage) for stage in stages]
         return max(parts_of_stages, key=lambda parts: sum(parts.values()))
 
     def largest_budget(self, num_bytes: float, multiple: int) -> int:
@@ -131,32 +94,9 @@ class MemoryModel:
         return place.parallel_layout.keeps_unsharded(place.engine, self.spec.num_params)
 
     @property
-    def activation_bytes(self) -> float:
-        """Bytes that autograd saves for the backward pass of one layer, per token of this rank."""
-        spec = self.spec
-        place = self.placement
-        size = place.compute_bytes
-        tp = place.parallel_layout.tp
-        cp = place.parallel_layout.cp
-        query = spec.num_heads * spec.head_dim / tp
-        key = spec.num_kv_heads * spec.head_dim / tp
-        # A norm saves its input in float32, its output, and one float32 number per token.
-        norms = 2 * ((4 + size) * spec.hidden_size + 4) / self._token_shares
-        if spec.has_qk_norm:
-            num_heads = (spec.num_heads + spec.num_kv_heads) / tp
-            norms += (4 + size) * (query + key) + 4 * num_heads
-        # The inputs of attention and feed-forward; each active expert after the first has a copy.
-        num_active_experts = 0 if spec.moe is None else spec.moe.num_active_experts
-        num_copies = max(num_active_experts - 1, 0)
-        inputs = 2 * size * spec.hidden_size * (1 + num_copies / 2)
-        # Context parallelism all-gathers keys and values: those of the own chunks and of all chunks
-        # before them are saved.
-        key_shares = 1 if cp == 1 else cp + 0.5
-        # Query, output, keys and values, and the log-sum-exp of each head in float32.
-        attention = size * (2 * query + 2 * key * key_shares) + 4 * spec.num_heads / tp
-        # Gate, up projection, activation and their product.
-        feed_forward = 4 * size * spec.active_mlp_size / tp
-        return norms + inputs + attention + feed_forward + self._adapter_bytes
+    def activations(self) -> Activations:
+        """Activations per token."""
+        return Activations(self.spec, self.placement)
 
     def assumptions(self) -> list[str]:
         """Return each formula in words, with the place where it was checked."""
@@ -178,7 +118,7 @@ class MemoryModel:
             *self._state_lines(),
             *place.trained.assumptions(self.spec),
             (
-                f"activations: {saved}; a layer saves {self.activation_bytes:,.0f} bytes per"
+                f"activations: {saved}; a layer saves {self.activations.layer_bytes:,.0f} bytes per"
                 " token: norms 2 x (4 + c) x hidden, projection inputs 2 c hidden, attention c (2"
                 " H d + 2 H_kv d) + 4 H, feed-forward 4 c width; c bytes per value. Saved tensors"
                 f" equal autograd's; of the peak, {MEASURED}."
@@ -189,6 +129,7 @@ class MemoryModel:
                 " + 1/2 shares); the first pipeline stage has pp microbatches in flight."
             ),
             self._peak_assumption(),
+            *TeacherMemory(place).assumptions(),
             (
                 f"usable memory: device - {CONTEXT_BYTES / GIB:.0f} GiB (CUDA context, NCCL) -"
                 f" {SAFETY_SHARE:.0%} of the rest (fragmentation). Generation is not included: a"
@@ -245,33 +186,50 @@ class MemoryModel:
         ]
 
     def _stage(self, max_tokens: int, stage: int) -> dict[str, float]:
-        """Return part -> bytes of one pipeline stage at its peak."""
-        spec = self.spec
+        """Return part -> bytes of one pipeline stage at its peak in training."""
         parallel_layout = self.placement.parallel_layout
-        is_first = stage == 0
         is_last = stage == parallel_layout.pp - 1
-        # Layers are rounded up: the stage with one more layer has the peak.
-        num_layers = ceil_div(spec.num_layers, parallel_layout.pp)
-        embedding = spec.embedding_params / parallel_layout.tp
-        # Tied embeddings are one table, unless they are on different stages.
-        is_one_table = spec.is_tied and parallel_layout.pp == 1
-        tables = embedding
-        head = spec.head_params / (parallel_layout.tp if spec.head == "vocabulary" else 1)
-        if not is_one_table:
-            tables = is_first * embedding + is_last * head
-        layer_params = num_layers * spec.layer_params / parallel_layout.tp
-        final_norm = is_last * spec.hidden_size
-        params = layer_params + tables + final_norm
         tokens = max_tokens / parallel_layout.cp
-        parts = self._state(params, head if is_last else 0.0)
+        parts = self._stage_state(stage)
         # 1F1B: the first stage has pp microbatches in flight, the last one has one.
         num_in_flight = parallel_layout.pp - stage
-        parts["activations"] = tokens * num_layers * self._saved_bytes * num_in_flight
+        saved = self.activations.saved_bytes
+        parts["activations"] = tokens * self._stage_layers * saved * num_in_flight
         peaks = {"backward": self._backward(tokens, is_last)}
-        if is_last and spec.head == "vocabulary":
-            peaks["logits"] = self._logits(tokens, embedding)
+        if is_last and self.spec.head == "vocabulary":
+            peaks["logits"] = self._logits(tokens)
         name = max(peaks, key=lambda peak: peaks[peak])
         return parts | {name: peaks[name]}
+
+    def _stage_with_teacher(self, max_tokens: int, stage: int) -> dict[str, float]:
+        """Return part -> bytes of one pipeline stage while a teacher computes."""
+        tokens = max_tokens / self.placement.parallel_layout.cp
+        computing = TeacherMemory(self.placement).computing(tokens)
+        return self._stage_state(stage) | {"teacher": computing}
+
+    @property
+    def _stage_layers(self) -> int:
+        """Layers of the pipeline stage that has the most."""
+        return ceil_div(self.spec.num_layers, self.placement.parallel_layout.pp)
+
+    def _stage_state(self, stage: int) -> dict[str, float]:
+        """Return part -> bytes of one pipeline stage that do not depend on the tokens."""
+        spec = self.spec
+        place = self.placement
+        layout = place.parallel_layout
+        is_first = stage == 0
+        is_last = stage == layout.pp - 1
+        # Tied embeddings are one table, unless they are on different stages.
+        tables = spec.embedding_params / layout.tp
+        head = spec.head_params / (layout.tp if spec.head == "vocabulary" else 1)
+        if not (spec.is_tied and layout.pp == 1):
+            tables = is_first * tables + is_last * head
+        layer_params = self._stage_layers * spec.layer_params / layout.tp
+        final_norm = is_last * spec.hidden_size
+        parts = self._state(layer_params + tables + final_norm, head if is_last else 0.0)
+        if is_last and place.keeps_teacher_embeddings:
+            parts["teacher embeddings"] = TeacherMemory(place).embeddings
+        return parts
 
     def _state(self, params: float, embedding: float) -> dict[str, float]:
         """Return part -> bytes of everything that does not depend on the tokens.
@@ -321,7 +279,7 @@ class MemoryModel:
         """
         place = self.placement
         size = place.compute_bytes
-        num_layers = ceil_div(self.spec.num_layers, place.parallel_layout.pp)
+        num_layers = self._stage_layers
         trained = num_layers * self._adapter_params
         frozen = params
         if self.spec.head == "scores":
@@ -375,60 +333,6 @@ class MemoryModel:
             return 0.0
         return linear_params(self.spec) / self.placement.parallel_layout.tp
 
-    @property
-    def _adapter_bytes(self) -> float:
-        """Bytes per token that autograd saves for the adapters of one layer."""
-        if self.placement.lora is None:
-            return 0.0
-        return self.placement.compute_bytes * adapter_activations(self.spec, self.placement.lora)
-
-    @property
-    def _saved_bytes(self) -> float:
-        """Bytes of one layer that are kept from forward to backward pass, per token."""
-        kind = self.placement.activation_checkpointing
-        if kind == "none":
-            return self.activation_bytes
-        layer_input = self.placement.compute_bytes * self.spec.hidden_size / self._token_shares
-        if kind == "full":
-            return layer_input
-        return layer_input + sum(self._selected_bytes)
-
-    @property
-    def _selected_bytes(self) -> tuple[float, float]:
-        """Bytes per token that selective checkpointing saves besides the input of a layer.
-
-        The first number is of tensors that autograd saves as well, the second of those that it
-        does not.
-        """
-        spec = self.spec
-        size = self.placement.compute_bytes
-        tp = self.placement.parallel_layout.tp
-        query = spec.num_heads * spec.head_dim / tp
-        key = spec.num_kv_heads * spec.head_dim / tp
-        # Values, output and log-sum-exp of attention; gate and up projection.
-        width = spec.active_mlp_size / tp
-        used = size * (key + query + 2 * width) + 4 * spec.num_heads / tp
-        # Queries and keys before the rotary embedding; results of the output and down projection.
-        unused = size * (query + key + 2 * spec.hidden_size)
-        lora = self.placement.lora
-        if lora is not None:
-            unused += size * adapter_outputs(spec, lora, tp)
-        return used + self._adapter_bytes, unused
-
-    @property
-    def _token_shares(self) -> int:
-        """Ranks over which sequence parallelism shards the tokens of norms and residuals."""
-        layout = self.placement.parallel_layout
-        return layout.tp if layout.sequence_parallel else 1
-
-    @property
-    def _head_bytes(self) -> float:
-        """Bytes per token of the last norm and of the hidden states for the log-probs."""
-        size = self.placement.compute_bytes
-        hidden = self.spec.hidden_size
-        norm = ((4 + size) * hidden + 4) / self._token_shares
-        return norm + 2 * size * hidden
-
     def _peak_assumption(self) -> str:
         """Return what has the peak beside state and activations, as a sentence."""
         backward = (
@@ -444,10 +348,13 @@ class MemoryModel:
 
     @property
     def _logit_bytes(self) -> int:
-        """Bytes per logit: float32, beside the compute precision if that is smaller."""
+        """Bytes per logit of a chunk: float32, beside the compute precision if that is smaller."""
+        if self.placement.teachers:
+            # Chunks are a quarter as large, of which up to nine exist in float32.
+            return 9
         return 6 if self.placement.compute_bytes == 2 else 4
 
-    def _logits(self, tokens: float, embedding: float) -> float:
+    def _logits(self, tokens: float) -> float:
         """Return the bytes of one chunk of logits and of the output embedding's gradient."""
         place = self.placement
         size = place.compute_bytes
@@ -456,11 +363,14 @@ class MemoryModel:
         chunk = chunk_tokens * vocab_shard * self._logit_bytes
         # Gradients of several chunks are summed in float32, beside the one of the current chunk.
         is_single = tokens <= place.chunk_size or size == 4
+        embedding = self.spec.embedding_params / place.parallel_layout.tp
         gradient = (size if is_single else 4 + size) * embedding
         if place.lora is not None:
             # The output embedding is frozen.
             gradient = 0.0
-        token_bytes = self._head_bytes + size * self.spec.hidden_size
+        token_bytes = self.activations.head_bytes + size * self.spec.hidden_size
+        if place.keeps_teacher_embeddings:
+            token_bytes += size * max(teacher.hidden_size for teacher in place.teachers)
         return chunk + gradient + tokens * token_bytes
 
     def _backward(self, tokens: float, is_last: bool) -> float:
@@ -476,14 +386,10 @@ class MemoryModel:
         norm = 0.0
         if is_last:
             # Beside what it saved, the norm's backward pass has three float32 tensors and a result.
-            norm = self._head_bytes + (12 * hidden + size * hidden) / self._token_shares
+            activations = self.activations
+            norm = activations.head_bytes + (12 + size) * hidden / activations.token_shares
         layer = 2 * size * spec.active_mlp_size / tp + 2 * size * hidden
-        if place.activation_checkpointing == "full":
-            # One layer at a time is recomputed completely.
-            layer += self.activation_bytes
-        elif place.activation_checkpointing == "selective":
-            # The recomputation of a layer releases what autograd does not need.
-            layer += self.activation_bytes - sum(self._selected_bytes)
+        layer += self.activations.recomputed_bytes
         gradients = 0.0
         if place.engine == "dtensor" and place.has_compute_copy:
             embedding = 0.0

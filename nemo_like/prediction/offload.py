@@ -11,7 +11,6 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.adapter_sizes import num_adapter_params
 from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, SAFETY_SHARE, MemoryModel
 from nemo_like.prediction.placement import placement_of
-from nemo_like.prediction.teacher_memory import teacher_memory
 
 OffloadMode = Literal["auto", "always", "never"]
 
@@ -57,13 +56,7 @@ def policy_peak_bytes(
     teachers: Sequence[ModelSpec] = (),
 ) -> float:
     """Return the predicted peak of a policy worker with microbatches of `max_tokens`."""
-    place = placement_of(config)
-    policy = MemoryModel(spec, place)
-    if not teachers:
-        return policy.peak(max_tokens)
-    keeps_embeddings = config.keeps_teacher_embeddings
-    memory = teacher_memory(teachers, place, keeps_embeddings=keeps_embeddings)
-    return memory.peak(policy, max_tokens)
+    return MemoryModel(spec, placement_of(config, teachers)).peak(max_tokens)
 
 
 def generator_peak_bytes(

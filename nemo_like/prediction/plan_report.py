@@ -29,7 +29,8 @@ from nemo_like.prediction.comparison import Comparison, Outcome, compare
 from nemo_like.prediction.grpo_request import GrpoStepRequest, MeasuredTimes
 from nemo_like.prediction.grpo_step import GrpoStepPrediction, calibrate, predict_grpo_step
 from nemo_like.prediction.lengths import RowLengths
-from nemo_like.prediction.memory import MemoryModel, Placement, usable_bytes
+from nemo_like.prediction.memory import MemoryModel, usable_bytes
+from nemo_like.prediction.placement import Placement
 from nemo_like.prediction.step_time import (
     ACHIEVED_BYTES_PER_S,
     ACHIEVED_FLOPS,
@@ -243,7 +244,6 @@ def base_spec(request: PlanRequest, max_tokens: int | None) -> PlanSpec:
         tp_size=parallel_layout.tp,
         sequence_parallel=parallel_layout.sequence_parallel,
         # Truncation and dropping were applied to the lengths before.
-        # Truncation and dropping were applied to the lengths before.
         oversize=request.oversize if request.oversize == "singleton" else "error",
         cost=CostModel() if request.model is None else CostModel.from_spec(request.model),
         seed=request.seed,
@@ -318,7 +318,6 @@ def _global_batches(request: PlanRequest) -> tuple[np.ndarray, list[str]]:
             " is planned"
         )
         return values, [note]
-    # A smaller last batch would not be a typical step.
     # A smaller last batch would not be a typical step.
     num_left = len(values) % batch_size
     if num_left == 0:
@@ -396,7 +395,6 @@ def _apply_oversize(
     kept = lengths[~is_over]
     if not len(kept):
         raise ConfigError(f"{text}, so none is left; raise it to {longest:,}")
-    # Fewer rows may fill fewer batches; a single smaller batch is kept.
     # Fewer rows may fill fewer batches; a single smaller batch is kept.
     num_full = len(kept) // request.batch_size * request.batch_size
     if num_full > 0:

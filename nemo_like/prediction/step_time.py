@@ -18,7 +18,7 @@ from nemo_like.data.planning.bounds import l2_bound, lockstep_bound, rank_bound
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.integer_math import ceil_div, round_up
-from nemo_like.prediction.memory import Placement
+from nemo_like.prediction.placement import Placement
 
 ACHIEVED_FLOPS = 400e12
 ACHIEVED_BYTES_PER_S = 300e9

@@ -1,84 +1,81 @@
-"""Predicted memory of the teachers of distillation on one GPU."""
+"""Predicted memory of the teachers of distillation on one GPU; see `policy.teachers`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemo_like.models.spec import ModelSpec
-from nemo_like.prediction.memory import MemoryModel, Placement, shown_bytes
+from nemo_like.prediction.placement import Placement
 
 
 @dataclass(frozen=True)
 class TeacherMemory:
-    """Bytes of the teachers on one rank."""
+    """Bytes of the teachers of a placement on one rank, in the parallel layout of the policy.
 
-    computing: float
-    """Of the largest teacher while it computes: its weights, and what FSDP gathers of them."""
-    embeddings: float
-    """Of all teachers while the policy trains: copies of their output embeddings."""
-
-    def peak(self, policy: MemoryModel, max_tokens: int) -> float:
-        """Return the peak bytes of a worker with microbatches of up to `max_tokens`.
-
-        A teacher computes beside the state of the policy, without its activations.
-        """
-        training = policy.peak(max_tokens) + self.embeddings
-        return max(training, policy.peak(0) + self.embeddings + self.computing)
-
-
-def teacher_memory(
-    teachers: Sequence[ModelSpec],
-    place: Placement,
-    *,
-    keeps_embeddings: bool,
-) -> TeacherMemory:
-    """Return the memory of `teachers` in the layout of the policy; see `policy.teachers`.
-
-    With top-k targets `keeps_embeddings` is False.
+    One teacher at a time is on the device, without the activations of the policy.
     """
-    computing = 0.0
-    embeddings = 0.0
-    for spec in teachers:
-        embedding = place.compute_bytes * spec.embedding_params / place.parallel_layout.tp
-        computing = max(computing, _weights(spec, place, embedding))
-        if keeps_embeddings:
-            embeddings += embedding
-    return TeacherMemory(computing, embeddings)
 
+    placement: Placement
 
-def teacher_note(
-    teachers: Sequence[ModelSpec],
-    place: Placement,
-    *,
-    keeps_embeddings: bool,
-) -> str:
-    """Describe the memory that a plan leaves out."""
-    memory = teacher_memory(teachers, place, keeps_embeddings=keeps_embeddings)
-    text = (
-        "the memory is that of the policy; a teacher has"
-        f" {shown_bytes(memory.computing)} per worker beside the state of the policy while it"
-        " computes, and none of the activations"
-    )
-    if keeps_embeddings:
-        text += f"; during training {shown_bytes(memory.embeddings)} of output embeddings stay"
-    return text
+    def computing(self, tokens: float) -> float:
+        """Return the bytes of the largest teacher while it runs forward on `tokens` of this rank.
 
+        They are its weights, what FSDP gathers of them, and the tensors of one layer.
+        """
+        return max(
+            self._weights(teacher) + tokens * self._forward_bytes(teacher)
+            for teacher in self.placement.teachers
+        )
 
-def _weights(
-    spec: ModelSpec,
-    place: Placement,
-    embedding: float,
-) -> float:
-    """Return the bytes of a frozen model on one rank, `embedding` of them its output embedding."""
-    layout = place.parallel_layout
-    size = place.compute_bytes
-    weights = size * spec.num_params / (layout.tp * layout.pp)
-    if place.engine == "megatron":
-        return weights
-    shard = weights / place.num_shards
-    if not place.has_compute_copy:
-        return shard
-    if layout.keeps_unsharded("dtensor", spec.num_params):
-        return shard + weights
-    return shard + embedding + 2 * size * spec.layer_params / layout.tp
+    @property
+    def embeddings(self) -> float:
+        """Bytes of the copies of output embeddings that stay on the device during training.
+
+        With top-k targets there are none.
+        """
+        if not self.placement.keeps_teacher_embeddings:
+            return 0.0
+        return sum(self._embedding(teacher) for teacher in self.placement.teachers)
+
+    def assumptions(self) -> list[str]:
+        """Return the formulas in words; empty without teachers."""
+        if not self.placement.teachers:
+            return []
+        text = (
+            "teachers: one at a time is on the device, beside the state of the policy and without"
+            " its activations, with its weights in compute precision in the layout of the policy"
+            " and the tensors of one layer; "
+        )
+        if self.placement.keeps_teacher_embeddings:
+            return [text + "copies of all output embeddings stay during training."]
+        return [text + "only log-probs of k tokens stay during training."]
+
+    def _embedding(self, teacher: ModelSpec) -> float:
+        """Return the bytes of the output embedding on one tensor-parallel rank."""
+        layout = self.placement.parallel_layout
+        return self.placement.compute_bytes * teacher.embedding_params / layout.tp
+
+    def _weights(self, teacher: ModelSpec) -> float:
+        """Return the bytes of the weights, sharded and gathered."""
+        place = self.placement
+        layout = place.parallel_layout
+        size = place.compute_bytes
+        weights = size * teacher.num_params / (layout.tp * layout.pp)
+        if place.engine == "megatron":
+            return weights
+        shard = weights / place.num_shards
+        if not place.has_compute_copy:
+            return shard
+        if layout.keeps_unsharded("dtensor", teacher.num_params):
+            return shard + weights
+        return shard + self._embedding(teacher) + 2 * size * teacher.layer_params / layout.tp
+
+    def _forward_bytes(self, teacher: ModelSpec) -> float:
+        """Return the bytes per token of the largest tensors that exist at a time in a layer.
+
+        They are the residual, the input of the feed-forward, its gate and up projections and the
+        activation.
+        """
+        tp = self.placement.parallel_layout.tp
+        width = teacher.active_mlp_size / tp
+        return self.placement.compute_bytes * (2 * teacher.hidden_size + 3 * width)

@@ -10,11 +10,13 @@ STYLE = """
   --paper: #fcfcfa; --ink: #20211f; --muted: #6d6e69; --rule: #e3e2dc; --room: #f0efea; --panel: #f6f5f1;
   --real: #35618e; --padding: #e0a458; --mark: #a9a9a2; --budget: #b3452c; --mean: #20211f; --chosen: #eef3f8;
   --weights: #2f5579; --gradients: #4d7ca8; --optimizer: #86a9c9; --ema: #a8c3da; --reference: #8a79a8; --gathered: #4f8f86; --dequantized: #7fb3ab;
+  --teacher: #6f8f4a;
   --activations: #d09a45; --logits: #b9674b; --backward: #b9674b; --on-part: #ffffff; }
 @media (prefers-color-scheme: dark) { :root {
   --paper: #16181b; --ink: #e6e4de; --muted: #9a9b96; --rule: #2d3035; --room: #202327; --panel: #1c1f23;
   --real: #7aa9d6; --padding: #c58a3f; --mark: #63666a; --budget: #e2795d; --mean: #e6e4de; --chosen: #1f2a35;
   --weights: #5c8dbd; --gradients: #3f6c98; --optimizer: #2d4f71; --ema: #24405c; --reference: #77669a; --gathered: #3f7d74; --dequantized: #2c5c55;
+  --teacher: #5d7a3c;
   --activations: #b07f35; --logits: #a9573d; --backward: #a9573d; --on-part: #f4f3ef; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink);
@@ -51,7 +53,7 @@ svg text.on-part { fill: var(--on-part); }
 .axis { stroke: var(--mark); } .grid { stroke: var(--rule); } .mark { stroke: var(--mark); }
 .budget { stroke: var(--budget); stroke-width: 1.4; } .mean { stroke: var(--mean); stroke-dasharray: 3 2.5; stroke-width: 1.2; }
 .part-weights { fill: var(--weights); } .part-gradients { fill: var(--gradients); } .part-optimizer { fill: var(--optimizer); } .part-ema { fill: var(--ema); }
-.part-reference { fill: var(--reference); } .part-gathered { fill: var(--gathered); } .part-dequantized { fill: var(--dequantized); } .part-logits { fill: var(--logits); }
+.part-reference { fill: var(--reference); } .part-gathered { fill: var(--gathered); } .part-dequantized { fill: var(--dequantized); } .part-teacher { fill: var(--teacher); } .part-logits { fill: var(--logits); }
 .part-activations { fill: var(--activations); } .part-backward { fill: var(--backward); }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 20px; font-size: 12.5px; color: var(--muted); margin: 0 0 14px; }
 .legend i { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 7px; vertical-align: -1px; }

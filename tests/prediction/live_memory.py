@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from nemo_like.config.schema import ActivationCheckpointing
 from nemo_like.policy.activation_checkpointing import checkpoint_layers
 from nemo_like.policy.dtensor.groups import Groups
-from nemo_like.policy.dtensor.model import LogprobModel, decoder_layers
+from nemo_like.policy.dtensor.model import LogprobModel, backbone, decoder_layers
 from nemo_like.policy.dtensor.vocab_head import VocabularyHead
 from nemo_like.policy.model_inputs import ModelInputs
 
@@ -55,4 +55,17 @@ def peak_bytes(
     with LiveStorage() as live:
         logprobs = logprob_model(inputs, 1.0, False, None).logprobs
         logprobs.sum().backward()
+    return live.peak
+
+
+def forward_peak_bytes(model: PreTrainedModel, inputs: ModelInputs) -> int:
+    """Peak of a forward pass without gradients, besides the weights."""
+    with torch.no_grad(), LiveStorage() as live:
+        backbone(model)(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            use_cache=False,
+            cu_seqlens=inputs.cu_seqlens,
+            max_seqlen=inputs.max_seqlen,
+        )
     return live.peak

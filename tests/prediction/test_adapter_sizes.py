@@ -14,7 +14,8 @@ from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.presets import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
-from nemo_like.prediction.memory import MemoryModel, Placement
+from nemo_like.prediction.memory import MemoryModel
+from nemo_like.prediction.placement import Placement
 from tests.policy.tiny import context, save_tiny_model
 
 TARGETS = LoraConfig().target_modules

@@ -17,7 +17,7 @@ from nemo_like.integer_math import round_up
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.prediction.comparison import compare
 from nemo_like.prediction.lengths import RowLengths
-from nemo_like.prediction.memory import Placement
+from nemo_like.prediction.placement import Placement
 from nemo_like.prediction.plan_report import PlanReport, PlanRequest, make_plan, max_useful_tokens
 from nemo_like.prediction.step_time import min_microbatch_tokens, train_passes
 

@@ -27,8 +27,8 @@ from nemo_like.prediction.grpo_request import (
     Split,
 )
 from nemo_like.prediction.grpo_step import calibrate, possible_splits, predict_grpo_step
-from nemo_like.prediction.memory import Placement
 from nemo_like.prediction.past_run import read_run
+from nemo_like.prediction.placement import Placement
 from nemo_like.prediction.rollout_time import Batching
 
 MODEL = load_spec("1b")

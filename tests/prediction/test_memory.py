@@ -31,7 +31,8 @@ from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy import attention
 from nemo_like.policy.model_inputs import ModelInputs, build_inputs
 from nemo_like.policy.optim import build_optimizer
-from nemo_like.prediction.memory import GIB, MemoryModel, Placement, usable_bytes
+from nemo_like.prediction.memory import GIB, MemoryModel, usable_bytes
+from nemo_like.prediction.placement import Placement
 from tests.prediction.live_memory import peak_bytes
 
 SIZES: dict[str, Any] = {
@@ -141,7 +142,9 @@ def test_a_layer_saves_what_autograd_saves(name: str, precision: Any):
         for num_layers in (1, 3)
     ]
     saved = [saved_bytes(config, precision) for config in configs]
-    predicted = MemoryModel(shape_of(configs[0]), Placement(precision=precision)).activation_bytes
+    predicted = MemoryModel(
+        shape_of(configs[0]), Placement(precision=precision)
+    ).activations.layer_bytes
     assert (saved[1] - saved[0]) / 2 / 256 == predicted
 
 

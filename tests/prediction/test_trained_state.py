@@ -13,7 +13,8 @@ from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.presets import load_spec
 from nemo_like.models.weight_sizes import weight_sizes
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
-from nemo_like.prediction.memory import MemoryModel, Placement
+from nemo_like.prediction.memory import MemoryModel
+from nemo_like.prediction.placement import Placement
 from nemo_like.prediction.trained_state import TrainedState, frozen_share
 from tests.policy.tiny import context, save_tiny_model
 from tests.prediction.test_memory import ARCHITECTURES, config_of, shape_of
