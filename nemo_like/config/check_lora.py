@@ -44,14 +44,15 @@ def lora_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _weight_sync(config: RunConfig) -> Iterator[Problem]:
     lora = config.policy.lora
+    sends_adapters = lora.sends_adapters(config.policy.precision)
     if lora.weight_sync == "adapter" and not lora.enabled:
         yield Problem(
             ("policy.lora.weight_sync", "policy.lora.enabled"),
             "policy.lora.weight_sync is adapter, but policy.lora.enabled is false, so there are no"
             " adapters to send: set policy.lora.enabled to true, or policy.lora.weight_sync to"
-            " merged",
+            " auto",
         )
-    if lora.sends_adapters and lora.is_quantized:
+    if sends_adapters and lora.is_quantized:
         yield Problem(
             ("policy.lora.weight_sync", "policy.lora.quantization"),
             "policy.lora.weight_sync is adapter, but policy.lora.quantization is"
@@ -60,7 +61,7 @@ def _weight_sync(config: RunConfig) -> Iterator[Problem]:
             " policy.lora.quantization to none",
         )
     is_vllm = config.policy.generation.backend == "vllm"
-    if lora.sends_adapters and is_vllm and lora.rank > MAX_VLLM_RANK:
+    if sends_adapters and is_vllm and lora.rank > MAX_VLLM_RANK:
         yield Problem(
             ("policy.lora.rank", "policy.lora.weight_sync"),
             f"policy.lora.rank is {lora.rank}, but policy.lora.weight_sync is adapter, and vLLM has"

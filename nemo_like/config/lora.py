@@ -52,16 +52,23 @@ class LoraConfig:
     of another run. Its rank, alpha and layers must be those set here. null starts with new
     adapters."""
 
-    weight_sync: Literal["merged", "adapter"] = "merged"
+    weight_sync: Literal["auto", "merged", "adapter"] = "auto"
     """What the generator receives after each step. `merged`: all weights, W + scale B A, rounded to
     `policy.precision`. `adapter`: A and B alone, and the generator computes W x + scale B A x like
     the policy. An update then has far fewer bytes, and small changes are not lost in the rounding
-    of bfloat16 weights; decoding computes the adapters as well."""
+    of bfloat16 weights; decoding computes the adapters as well. `auto` is `adapter` in bfloat16,
+    and `merged` in float32, with `quantization`, and above rank 512."""
 
-    @property
-    def sends_adapters(self) -> bool:
-        """True if weight updates of the generator have the adapters alone."""
-        return self.enabled and self.weight_sync == "adapter"
+    def sends_adapters(self, precision: str) -> bool:
+        """Return True if weight updates of the generator have the adapters alone.
+
+        `precision` is `policy.precision`.
+        """
+        if not self.enabled:
+            return False
+        if self.weight_sync != "auto":
+            return self.weight_sync == "adapter"
+        return precision == "bfloat16" and not self.is_quantized and self.rank <= MAX_VLLM_RANK
 
     @property
     def scale(self) -> float:

@@ -65,8 +65,9 @@ def start_engine(
     if adapters is not None and adapters.has_experts and is_cpu:
         # With LoRA vLLM computes all experts by a kernel of Triton, with and without adapters.
         raise ConfigError(
-            "policy.lora.weight_sync is adapter, and vLLM on CPU cannot compute a model with"
-            " experts while LoRA is enabled: set policy.lora.weight_sync to merged"
+            "the generator receives LoRA adapters (policy.lora.weight_sync), and vLLM on CPU cannot"
+            " compute a model with experts while LoRA is enabled: set policy.lora.weight_sync to"
+            " merged"
         )
     if adapters is not None:
         # Imports vLLM.
@@ -95,8 +96,8 @@ def start_engine(
         if adapters is None or "LoRA" not in str(error):
             raise
         raise ConfigError(
-            "policy.lora.weight_sync is adapter, and vLLM has no adapters for this model"
-            f" ({error}): set policy.lora.weight_sync to merged"
+            "the generator receives LoRA adapters (policy.lora.weight_sync), and vLLM has none for"
+            f" this model ({error}): set policy.lora.weight_sync to merged"
         ) from error
 
 

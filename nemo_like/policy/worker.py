@@ -73,7 +73,9 @@ class PolicyWorker:
             self._engines.append(reference)
         self._logprobs = LogprobStore()
         self._teachers = Teachers(teachers, policy)
-        self._weights = WeightSender(policy, adapters_only=config.lora.sends_adapters)
+        self._weights = WeightSender(
+            policy, adapters_only=config.lora.sends_adapters(config.precision)
+        )
         self._skipped: list[SkippedStep] = []
         self._trained_logprobs: Jagged | None = None
         self._pending_save: WorkerSave | None = None

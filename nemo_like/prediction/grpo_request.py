@@ -159,7 +159,7 @@ def assumptions(request: GrpoStepRequest, calibration: Calibration) -> list[str]
     rollouts = "1 rollout" if num_simulated == 1 else f"the mean of {num_simulated} rollouts"
     lora = request.placement.lora
     sent = "weights"
-    if lora is not None and lora.sends_adapters:
+    if lora is not None and lora.sends_adapters(request.placement.precision):
         sent = "LoRA adapters"
     lines = [
         (

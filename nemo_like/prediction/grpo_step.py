@@ -289,7 +289,7 @@ def _weight_sync_s(request: GrpoStepRequest) -> float:
     """Return the seconds of one copy of the weights, or of the LoRA adapters, over the link."""
     num_params = request.model.num_params
     lora = request.placement.lora
-    if lora is not None and lora.sends_adapters:
+    if lora is not None and lora.sends_adapters(request.placement.precision):
         # The sizes of the adapters of some models are not known.
         num_params = num_adapter_params(request.model, lora) or num_params
     num_bytes = num_params * request.placement.compute_bytes

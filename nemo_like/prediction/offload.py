@@ -83,6 +83,6 @@ def generator_peak_bytes(
     logits = 2 * 4 * num_rows * spec.vocab_size
     num_params = spec.num_params
     lora = config.policy.lora
-    if lora.sends_adapters:
+    if lora.sends_adapters(config.policy.precision):
         num_params += num_adapter_params(spec, lora)
     return float(num_params * num_value_bytes + cache + logits)

@@ -54,7 +54,7 @@ def generation_worker(
         "precision": config.policy.precision,
         "end_token_ids": (*end_token_ids, *generation.stop_token_ids),
     }
-    if config.policy.lora.sends_adapters:
+    if config.policy.lora.sends_adapters(config.policy.precision):
         kwargs["lora"] = config.policy.lora
     if generation.backend == "hf":
         kwargs["batch_size"] = generation.hf.batch_size

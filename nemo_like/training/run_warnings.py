@@ -57,7 +57,8 @@ def precision_warnings(config: RunConfig, cpu_flags: set[str] | None = None) -> 
     lora = config.policy.lora
     # The generator has no 4-bit weights, so with quantization there is no other choice.
     can_send_adapters = lora.enabled and not lora.is_quantized
-    if config.generates and can_send_adapters and not lora.sends_adapters:
+    sends_adapters = lora.sends_adapters(config.policy.precision)
+    if config.generates and can_send_adapters and not sends_adapters:
         yield (
             "policy.lora.weight_sync is merged and policy.precision is bfloat16, so the generator"
             " loses the part of LoRA updates below the last bit of its weights, in the first steps"

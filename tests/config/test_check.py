@@ -17,6 +17,7 @@ from nemo_like.config.batching import StreamableDataConfig as DataConfig
 from nemo_like.config.check import batching_section, derivation, find_problems
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.importance_correction import CorrectionKind
+from nemo_like.config.lora import LoraConfig
 from nemo_like.config.parallel import num_policy_workers
 from nemo_like.config.reward import RewardConfig, RewardFunctionConfig
 from nemo_like.config.schema import (
@@ -477,6 +478,20 @@ def test_every_kind_of_importance_correction_has_legal_defaults() -> None:
         assert problems(GRPO, loss_fn__importance_correction__kind=kind) == []
 
 
+def test_adapters_are_sent_in_bfloat16_where_nothing_prevents_it() -> None:
+    adapters = LoraConfig(enabled=True)
+    assert adapters.sends_adapters("bfloat16")
+    assert not adapters.sends_adapters("float32")
+    assert replace(adapters, weight_sync="adapter").sends_adapters("float32")
+    for changes in (
+        {"enabled": False},
+        {"weight_sync": "merged"},
+        {"quantization": "nf4"},
+        {"rank": 513},
+    ):
+        assert not replace(adapters, **changes).sends_adapters("bfloat16"), changes
+
+
 def test_adapters_need_target_modules() -> None:
     (targets,) = problems(SFT, policy__lora__enabled=True, policy__lora__target_modules=())
     assert targets.startswith("policy.lora.target_modules is empty")
@@ -485,11 +500,13 @@ def test_adapters_need_target_modules() -> None:
     large = {"policy__lora__enabled": True, "policy__lora__rank": 600}
     large["policy__generation__backend"] = "vllm"
     assert problems(GRPO, **large) == []
+    assert problems(GRPO, **large, policy__precision="bfloat16") == []
     (rank,) = problems(GRPO, **large, policy__lora__weight_sync="adapter")
     assert "vLLM has adapters up to rank 512: lower policy.lora.rank" in rank
     quantized = {"policy__lora__enabled": True, "policy__lora__quantization": "nf4"}
     (sync,) = problems(GRPO, **quantized, policy__lora__weight_sync="adapter")
     assert "the policy those in 4 bits. Set policy.lora.weight_sync to merged" in sync
+    assert problems(GRPO, **quantized, policy__precision="bfloat16") == []
     assert problems(SFT, policy__lora__enabled=True) == []
     (disabled,) = problems(SFT, policy__lora__quantization="nf4")
     assert disabled.startswith("policy.lora.quantization is nf4, but policy.lora.enabled is false")

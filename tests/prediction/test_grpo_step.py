@@ -119,7 +119,9 @@ def test_at_most_eight_separate_splits_are_shown_and_the_configured_one_is_among
 
 def test_a_weight_update_has_the_bytes_of_what_is_sent() -> None:
     merged = request()
-    placement = dataclasses.replace(merged.placement, lora=LoraConfig(enabled=True))
+    placement = dataclasses.replace(
+        merged.placement, lora=LoraConfig(enabled=True, weight_sync="merged")
+    )
     adapters = LoraConfig(enabled=True, weight_sync="adapter")
     adapted = dataclasses.replace(merged, placement=dataclasses.replace(placement, lora=adapters))
     merged = dataclasses.replace(merged, placement=placement)

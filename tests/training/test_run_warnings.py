@@ -130,9 +130,11 @@ def test_bfloat16_without_instructions_for_it(recipe: Recipe):
 
 def test_lora_updates_that_bfloat16_weights_of_the_generator_lose(recipe: Recipe):
     keys = ("policy.precision=bfloat16", "policy.lora.enabled=true")
-    [warning] = precision_warnings(recipe.grpo(*keys), set())
+    merged = recipe.grpo(*keys, "policy.lora.weight_sync=merged")
+    [warning] = precision_warnings(merged, set())
     assert "policy.lora.weight_sync is merged" in warning and "to adapter" in warning
     for config in (
+        recipe.grpo(*keys),
         recipe.grpo(*keys, "policy.lora.weight_sync=adapter"),
         recipe.grpo(*keys, "policy.lora.quantization=nf4"),
         recipe.grpo("policy.lora.enabled=true"),
