@@ -62,7 +62,10 @@ class SamplingFilter:
         return self.top_k is not None and self.top_k > 0
 
     def thresholds(self, logits: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-        """Return the smallest logit that is kept at each position, float32 [T]; -inf if all are.
+        """Return a threshold of each position, float32 [T]: logits from it up are kept.
+
+        It is halfway between the smallest kept and the largest removed logit, and -inf if all are
+        kept.
 
         `logits` is float32 [T, V] after the temperature and is not modified. With `group`,
         `logits` are those of this rank's vocabulary shard, of any size; all ranks of the group call
@@ -78,7 +81,7 @@ class SamplingFilter:
             threshold = torch.maximum(threshold, _kth_largest(logits, highest, self.top_k, group))
         if self.top_p < 1:
             threshold = _nucleus_threshold(logits, highest, threshold, self.top_p, group)
-        return threshold
+        return _halfway(logits, threshold, group)
 
 
 def filter_logits(logits: Tensor, token_filter: SamplingFilter) -> Tensor:
@@ -154,6 +157,25 @@ def _nucleus_threshold(
         lowest,
         highest,
     )
+
+
+def _halfway(
+    logits: Tensor,
+    threshold: Tensor,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """Return the threshold [T] halfway from `threshold` down to the largest removed logit.
+
+    It keeps the same tokens. The backward of log-probs computes the logits again, and a matrix
+    product may round differently then: with the smallest kept logit itself as the threshold, that
+    token would be removed in the backward.
+    """
+    is_kept = logits >= threshold[:, None]
+    removed = _highest(logits.masked_fill(is_kept, -torch.inf), group)
+    middle = (threshold + removed) / 2
+    # Between consecutive floats there is no middle.
+    middle = torch.where(middle > removed, middle, threshold)
+    return torch.where(removed == -torch.inf, removed, middle)
 
 
 def _largest_threshold(

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+import nemo_like.policy.logprobs as logprobs_module
+from nemo_like.policy.logit_chunks import scaled_logits
 from nemo_like.policy.logprobs import token_logprobs
 from nemo_like.policy.projection import VocabShard
 from nemo_like.sampling_filter import SamplingFilter
@@ -453,6 +455,25 @@ def test_filtered_values_and_gradients_equal_the_definition_in_float64(
     grad_hidden, grad_weight = ranks[0][1][0], torch.cat([gradients[1] for _, gradients in ranks])
     assert float((grad_hidden - wanted[0]).norm()) <= 1e-5 * max(1.0, float(wanted[0].norm()))
     assert float((grad_weight - wanted[1]).norm()) <= 1e-5 * max(1.0, float(wanted[1].norm()))
+
+
+@pytest.mark.parametrize("factor", [1 - 2e-7, 1 + 2e-7])
+@pytest.mark.parametrize("token_filter", [SamplingFilter(top_k=4), SamplingFilter(top_p=0.6)])
+def test_logits_that_round_differently_in_the_backward_keep_the_same_tokens(
+    token_filter: SamplingFilter, factor: float, monkeypatch: pytest.MonkeyPatch
+):
+    """The least likely kept token stays in the gradient. The factor is a rounding of float32."""
+    hidden, weight, _, labels = random_inputs(16, 8, 33)
+    expected = filtered_by_definition(hidden, weight, labels, 1.0, token_filter)
+    wanted = torch.autograd.grad(filtered_loss(expected, False), hidden)[0]
+    outputs = token_logprobs(hidden, weight, labels, chunk_size=24, token_filter=token_filter)
+
+    def rounded(*inputs: Any) -> Tensor:
+        return scaled_logits(*inputs) * factor
+
+    monkeypatch.setattr(logprobs_module, "scaled_logits", rounded)
+    found = torch.autograd.grad(filtered_loss(outputs, False), hidden)[0]
+    assert float((found - wanted).norm()) <= 1e-5 * float(wanted.norm())
 
 
 def test_a_filter_that_removes_nothing_costs_nothing():
