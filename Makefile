@@ -40,8 +40,9 @@ demo: $(STAMP)
 # Many tests wait for processes that start, so two test processes take much less time than one, even
 # on two cores. Tests of a file share processes and stay together; the files keep their order, which
 # starts with the slowest ones.
+# Bytecode is written in any case: the tests start hundreds of processes that import the package.
 test: lint docs
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # On a machine with a CUDA device; anywhere else every test is skipped and says why.
 test-gpu: $(STAMP)

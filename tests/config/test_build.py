@@ -100,13 +100,13 @@ def read_back(text: str, config_class: type, kind: Literal["sft", "grpo"]) -> An
     return config
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(values(GrpoRunConfig))
 def test_a_grpo_config_survives_yaml(config: GrpoRunConfig) -> None:
     assert read_back(to_yaml(config), GrpoRunConfig, "grpo") == config
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(values(SftRunConfig))
 def test_an_sft_config_survives_yaml_written_from_its_dict(config: SftRunConfig) -> None:
     assert (
@@ -114,7 +114,7 @@ def test_an_sft_config_survives_yaml_written_from_its_dict(config: SftRunConfig)
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(values(SftRunConfig))
 def test_to_dict_holds_only_what_yaml_and_json_know(config: SftRunConfig) -> None:
     def check(value: Any) -> None:

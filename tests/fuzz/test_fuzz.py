@@ -11,7 +11,7 @@ import pytest
 from tests.fuzz.cases import config_case, data_case, run_case
 from tests.fuzz.model_files import model_case
 
-NUM_CASES = int(os.environ.get("NEMO_LIKE_FUZZ_CASES", "400"))
+NUM_CASES = int(os.environ.get("NEMO_LIKE_FUZZ_CASES", "240"))
 
 
 @pytest.mark.parametrize(

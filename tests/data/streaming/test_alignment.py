@@ -183,7 +183,7 @@ def check_aligned(case: Case, steps: list[AlignedStep], num_formed: np.ndarray) 
     check_metrics(steps[-1].own)
 
 
-@settings(max_examples=1600, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(case=cases())
 def test_all_ranks_run_the_same_microbatches_and_every_row_is_used_or_counted(case: Case) -> None:
     group, steps = run(case)
@@ -223,7 +223,7 @@ def test_all_ranks_run_the_same_microbatches_and_every_row_is_used_or_counted(ca
     assert group.num_exchanges == len(steps) + 1
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(case=cases())
 def test_ranks_that_are_restored_at_every_step_continue_identically(case: Case) -> None:
     _, wanted = run(case)
