@@ -1,5 +1,5 @@
-"""Runs of the command on a local Ray cluster, two policy workers: the main job, a killed worker,
-and no room.
+"""Runs of the command on a local Ray cluster, two policy workers: killed workers, a resume in
+one process, and no room.
 """
 
 from __future__ import annotations
@@ -11,17 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from nemo_like.algorithms.grpo.config import GrpoRunConfig
-from nemo_like.algorithms.grpo.loop import run_grpo
-from nemo_like.algorithms.registry import load_config
+from nemo_like.cli import main
 from nemo_like.config.load import to_yaml
-from nemo_like.config.schema import ClusterConfig
 from tests.algorithms.test_runs import read_metrics
 from tests.recipe import Recipe
 from tests.reward_models import save_reward_model
@@ -44,24 +40,7 @@ def environment() -> dict[str, str]:
 @pytest.fixture
 def config(recipe: Recipe) -> Path:
     """GRPO on Ray with two policy workers of half a core each, and packing on."""
-    return written(recipe, "ray.yaml")
-
-
-@pytest.fixture
-def config_with_models(recipe: Recipe) -> Path:
-    """The same with two equal reward models: on the policy's workers, and on one of its own."""
-    reward_model = save_reward_model(recipe.folder / "reward_model")
-    return written(
-        recipe,
-        "with_models.yaml",
-        f"reward.models.shared.model_name={reward_model}",
-        f"reward.models.own.model_name={reward_model}",
-        "reward.models.own.num_workers=1",
-    )
-
-
-def written(recipe: Recipe, name: str, *overrides: str) -> Path:
-    path = recipe.folder / name
+    path = recipe.folder / "ray.yaml"
     path.write_text(
         to_yaml(
             recipe.grpo(
@@ -71,7 +50,6 @@ def written(recipe: Recipe, name: str, *overrides: str) -> Path:
                 "grpo.max_num_steps=6",
                 "grpo.val_period=0",
                 "grpo.val_at_start=false",
-                *overrides,
             )
         )
     )
@@ -85,7 +63,7 @@ def worker_pids(run: Path, group: str) -> list[int]:
 
 
 def wait_for_step(
-    process: subprocess.Popen[str], metrics: Path, step: int, timeout_s: float = 240
+    process: subprocess.Popen[str], metrics: Path, step: int, timeout_s: float = 400
 ) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and process.poll() is None:
@@ -96,12 +74,37 @@ def wait_for_step(
     raise AssertionError(f"step {step} was not reached: {process.communicate()}")
 
 
-def test_a_killed_worker_stops_the_run_with_one_paragraph_and_resume_goes_on(
-    config: Path, config_with_models: Path, recipe: Recipe
+LORA = (
+    "policy.lora.enabled=true",
+    "policy.lora.rank=4",
+    "policy.lora.use_rslora=true",
+    "policy.optimizer.lr=1e-2",
+    "grpo.num_prompts_per_step=4",
+    "policy.generation.max_new_tokens=8",
+    "data.validation_path=null",
+)
+LOCAL = ("cluster.backend=local", "cluster.workers_per_node=1")
+
+
+def test_a_killed_worker_ends_a_megatron_run_with_one_message_and_it_resumes_with_fsdp(
+    config: Path, recipe: Recipe, capfd: pytest.CaptureFixture[str]
 ):
+    """LoRA on two Megatron ranks, with two equal reward models: one on the policy's workers, one on
+    a worker of its own. The checkpoint is of any engine and layout.
+    """
+    reward_model = save_reward_model(recipe.folder / "reward_model")
     run = recipe.folder / "grpo"
     process = subprocess.Popen(
-        command(config_with_models),
+        command(
+            config,
+            *LORA,
+            "policy.engine=megatron",
+            "parallel.tensor=2",
+            "grpo.max_num_steps=9",
+            f"++reward.models.shared.model_name={reward_model}",
+            f"++reward.models.own.model_name={reward_model}",
+            "++reward.models.own.num_workers=1",
+        ),
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -113,33 +116,42 @@ def test_a_killed_worker_stops_the_run_with_one_paragraph_and_resume_goes_on(
     wait_for_step(process, run / "metrics.jsonl", 3)
     assert len(worker_pids(run, "reward_model-own")) == 2
     assert len(worker_pids(run, "reward_model-shared")) == 2
-    for line in read_metrics(run):
-        # Sharded over two workers and on one.
-        own = line["reward/own_mean"]
-        assert line["reward/shared_mean"] == pytest.approx(own, abs=1e-5) and own != 0
     victims = worker_pids(run, "policy")
     assert len(victims) == 2
     os.kill(victims[1], signal.SIGKILL)
-    _, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=120)
     assert process.returncode == 1, errors
     paragraph = next(line for line in errors.splitlines() if line.startswith("error: "))
     for word in ("worker", "policy", "pid", "resume=true"):
         assert word in paragraph, errors
     assert "Traceback" not in errors.split("The last lines of its log")[0]
+    assert "LoRA: rank 4, scale 16" in output
+    assert "packed" in output, "the packing efficiency of each step is in the log"
+    for line in read_metrics(run):
+        # Sharded over two workers and on one.
+        own = line["reward/own_mean"]
+        assert line["reward/shared_mean"] == pytest.approx(own, abs=1e-5) and own != 0
 
-    resumed = subprocess.run(
-        command(config, "resume=true"),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert resumed.returncode == 0, resumed.stderr
-    metrics = read_metrics(run)
-    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
-    assert all(line["packing/utilization"] > 0 and line["policy/grad_norm"] > 0 for line in metrics)
+    saved = int((run / "latest").read_text().rpartition("_")[2])
+    saved_adapter = recipe.folder / "saved"
+    assert main(["export", str(run), "--adapter", "--out", str(saved_adapter)]) == 0
+    steps = f"grpo.max_num_steps={saved + 1}"
+    resumed = main(["grpo", "--config", str(config), *LORA, *LOCAL, "resume=true", steps])
+    assert resumed == 0, capfd.readouterr().err
+    lines = read_metrics(run)
+    assert [line["step"] for line in lines] == list(range(1, saved + 2))
+    for line in lines:
+        assert line["packing/utilization"] > 0 and line["policy/grad_norm"] > 0
+        # The generator has the merged weights.
+        assert line["mismatch/gen_kl_k3"] < 1e-6
+    # The KL to the base model grows on: the last step began with the adapters of the one before.
+    kl = [line["policy/reference_kl_k3"] for line in lines]
+    assert kl[saved] > kl[saved - 1] > 0
     assert json.loads((run / "hf" / "config.json").read_text())["model_type"]
-    assert "packed" in resumed.stdout, "the packing efficiency of each step is in the log"
+    exported = load_file(saved_adapter / "adapter_model.safetensors")
+    continued = load_file(run / "hf" / "adapter" / "adapter_model.safetensors")
+    assert continued.keys() == exported.keys()
+    assert all(float((continued[name] - exported[name]).abs().max()) < 3e-2 for name in exported)
 
 
 def test_more_workers_than_the_cluster_has_is_one_message(config: Path):
@@ -158,44 +170,3 @@ def test_more_workers_than_the_cluster_has_is_one_message(config: Path):
     )
     assert done.returncode == 2, done.stderr
     assert "cluster.workers_per_node" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_a_run_with_lora_on_two_megatron_ranks_continues_in_this_process_with_fsdp(
-    config: Path, recipe: Recipe
-):
-    """The generator gets merged weights; the checkpoint is of any engine and layout."""
-    lora = (
-        "run_name=lora",
-        "policy.lora.enabled=true",
-        "policy.lora.rank=4",
-        "policy.lora.use_rslora=true",
-        "policy.optimizer.lr=1e-2",
-        "grpo.num_prompts_per_step=4",
-        "policy.generation.max_new_tokens=8",
-        "data.validation_path=null",
-    )
-    megatron = ("policy.engine=megatron", "parallel.tensor=2", "grpo.max_num_steps=2")
-    done = subprocess.run(
-        command(config, *lora, *megatron),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "LoRA: rank 4, scale 16" in done.stdout
-    run = recipe.folder / "lora"
-    exported = load_file(run / "hf" / "adapter" / "adapter_model.safetensors")
-    local = load_config(GrpoRunConfig, config, [*lora, "resume=true", "grpo.max_num_steps=3"])
-    local = replace(local, cluster=ClusterConfig(backend="local"))
-    run_grpo(local)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    for line in lines:
-        assert line["policy/grad_norm"] > 0
-        assert line["mismatch/gen_kl_k3"] < 1e-6
-    # The KL to the base model grows on: the third step began with the adapters of the second.
-    assert lines[2]["policy/reference_kl_k3"] > lines[1]["policy/reference_kl_k3"] > 0
-    continued = load_file(run / "hf" / "adapter" / "adapter_model.safetensors")
-    assert continued.keys() == exported.keys()
-    assert all(float((continued[name] - exported[name]).abs().max()) < 3e-2 for name in exported)
