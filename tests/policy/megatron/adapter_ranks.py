@@ -87,18 +87,24 @@ def program(
     worker_context: WorkerContext,
     parallel: ParallelConfig,
     models: dict[str, str],
-    straight: Path,
+    straight: Path | None,
     out: Path,
+    scores: bool,
 ) -> dict[str, Any]:
-    """Every operation of a layout, in one process group."""
+    """Gradients of all models in one process group; of the first model also `use` if there is a
+    checkpoint `straight`, and `use_scores` with `scores`.
+    """
     used, *_ = models
+    uses = straight is not None
     with joined(worker_context, parallel) as rank:
         side = MegatronSide(rank)
         found: dict[str, Any] = {}
         for name, model in models.items():
-            found[name] = look(side, name, model, recomputes=name == used)
-        found["use"] = use(side, used, models[used], straight, out)
-        found["scores"] = use_scores(side, used, models[used], out)
+            found[name] = look(side, name, model, recomputes=uses and name == used)
+        if straight is not None:
+            found["use"] = use(side, used, models[used], straight, out)
+        if scores:
+            found["scores"] = use_scores(side, used, models[used], out)
     return found
 
 
