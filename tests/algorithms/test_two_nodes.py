@@ -5,7 +5,6 @@ workers.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -17,10 +16,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from nemo_like.cli import main
 from nemo_like.config.load import to_yaml
 from tests.recipe import Recipe
-
-_REPOSITORY = Path(__file__).parents[2]
 
 
 def can_unshare() -> bool:
@@ -75,7 +73,10 @@ def contents(run: Path) -> dict[str, bytes]:
 
 
 def test_a_head_that_does_not_share_the_workers_disk_refuses_and_loses_nothing(
-    recipe: Recipe, address: str
+    recipe: Recipe,
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     shared, separate = recipe.folder / "shared", recipe.folder / "separate"
     config = recipe.folder / "two_nodes.yaml"
@@ -89,35 +90,34 @@ def test_a_head_that_does_not_share_the_workers_disk_refuses_and_loses_nothing(
     config.write_text(
         to_yaml(recipe.sft(*options, *steps, f"output_dir={shared}", "sft.max_num_steps=2"))
     )
-    environment = {
-        **os.environ,
-        "RAY_ADDRESS": address,
-        "PYTHONPATH": str(_REPOSITORY),
-        "PYTHONUNBUFFERED": "1",
-    }
+    monkeypatch.setenv("RAY_ADDRESS", address)
 
-    def run(*overrides: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "nemo_like", "sft", "--config", str(config), *overrides]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    def run(*overrides: str) -> int:
+        try:
+            return main(["sft", "--config", str(config), *overrides])
+        finally:
+            ray.shutdown()
 
-    done = run()
-    assert done.returncode == 0, done.stderr
+    assert run() == 0, capfd.readouterr().err
     assert (shared / "sft" / "latest").read_text() == "checkpoints/step_2\n"
     weights = sorted(path.name for path in (shared / "sft/checkpoints/step_2/policy").iterdir())
     assert weights == ["manifest.json", "rank_00000_000.safetensors", "rank_00001_000.safetensors"]
 
     shutil.copytree(shared / "sft", separate / "sft")
     before = contents(separate / "sft")
-    refused = run(f"output_dir={separate}", "resume=true", "sft.max_num_steps=4")
-    assert refused.returncode == 2, refused.stderr
-    error = next(line for line in refused.stderr.splitlines() if line.startswith("error: "))
+    capfd.readouterr()
+    one_worker = "cluster.workers_per_node=1"
+    code = run(f"output_dir={separate}", "resume=true", "sft.max_num_steps=4", one_worker)
+    errors = capfd.readouterr().err
+    assert code == 2, errors
+    error = next(line for line in errors.splitlines() if line.startswith("error: "))
     for part in (
         "output_dir: policy worker 0 on node ",
         f"do not share {separate}/sft",
         "does not see the file",
     ):
         assert part in error
-    assert "Traceback" not in refused.stderr
+    assert "Traceback" not in errors
     assert contents(separate / "sft") == before, (
         "both checkpoints, latest, metrics and config.yaml are as they were"
     )
