@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 
 from nemo_like.algorithms.dpo.loss import PreferenceLoss
@@ -10,19 +13,36 @@ from tests.policy.megatron.reference import assert_step_is
 from tests.policy.preferences import LOSSES, PAIR_LENGTHS, gradients_by_definition, pair_batch
 from tests.policy.test_gradient_equality import dynamic, packed
 
+BATCHING = {"packed": packed(48), "dynamic": dynamic(48)}
+LAYOUTS = {
+    "cp2": ("packed", "dynamic"),
+    "tp2 x pp2 + sp": ("packed",),
+    "pp2 x cp2": ("dynamic",),
+}
+"""Layout -> its ways of batching."""
 
-@pytest.mark.parametrize("parallel", ["cp2", "tp2 x pp2 + sp", "pp2 x cp2"])
-def test_a_layout_does_not_change_the_gradient_of_a_preference(parallel, model_dir, on_ranks):
+
+@pytest.fixture(scope="module")
+def definitions(model_dir) -> dict[str, Any]:
+    """Gradients and loss of each preference loss in float64."""
     model = model_dir("llama_tied")
+    return {
+        name: gradients_by_definition(model, pair_batch(), loss) for name, loss in LOSSES.items()
+    }
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS)
+def test_a_layout_does_not_change_the_gradient_of_a_preference(
+    parallel, model_dir, definitions, on_ranks
+):
     steps = []
-    for config in (packed(48), dynamic(48)):
-        for loss in LOSSES.values():
-            keys = of_model(config, model)
-            assert keys.train_global_batch_size == len(PAIR_LENGTHS)
-            steps.append(Step(keys, pair_batch(), PreferenceLoss(config=loss)))
+    cases = list(itertools.product(LAYOUTS[parallel], LOSSES))
+    for batching, name in cases:
+        keys = of_model(BATCHING[batching], model_dir("llama_tied"))
+        assert keys.train_global_batch_size == len(PAIR_LENGTHS)
+        steps.append(Step(keys, pair_batch(), PreferenceLoss(config=LOSSES[name])))
     ranks = on_ranks(take_steps, parallel, steps)
-    for index in range(len(steps)):
-        name = list(LOSSES)[index % len(LOSSES)]
-        gradients, loss = gradients_by_definition(model, pair_batch(), LOSSES[name])
+    for index, (batching, name) in enumerate(cases):
+        gradients, loss = definitions[name]
         results = [steps_of_rank[index] for steps_of_rank in ranks]
-        assert_step_is(results, gradients, loss, (parallel, name))
+        assert_step_is(results, gradients, loss, (parallel, batching, name))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +65,16 @@ def program(
     return found
 
 
+@pytest.fixture(scope="module")
+def definition() -> Callable[[str], tuple[dict[str, torch.Tensor], float, np.ndarray]]:
+    """`definition(directory)`: gradients, loss and scores of transformers, computed once."""
+    return cache(lambda directory: reward_gradients(directory, reward_batch()))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_does_not_change_scores_and_gradient(layout, model_dir, on_ranks, tmp_path):
+def test_a_layout_does_not_change_scores_and_gradient(
+    layout, model_dir, definition, on_ranks, tmp_path
+):
     models = {"llama_tied": model_dir("llama_tied")}
     if layout in ("one rank", "pp2 x ep2"):
         models["qwen3_moe"] = model_dir("qwen3_moe")
@@ -74,7 +84,7 @@ def test_a_layout_does_not_change_scores_and_gradient(layout, model_dir, on_rank
     batch = reward_batch()
     all_rows = [row.tolist() for row in batch["input_ids"]]
     for model, directory in models.items():
-        expected, loss, scores = reward_gradients(directory, batch)
+        expected, loss, scores = definition(directory)
         for batching in ("packed", "dynamic"):
             _, _, gradients, _ = results[0][model, batching]
             error = relative_error(as_tensors(gradients), expected)
