@@ -122,12 +122,9 @@ def models(tmp_path_factory) -> dict[str, tuple[str, str]]:
     [
         # share: of the model on one rank; copies: tensors of the size of that share.
         ("dtensor", "dense", 2, ParallelConfig(), 1 / 2, 1),
-        ("dtensor", "dense", 4, ParallelConfig(), 1 / 4, 1),
         ("dtensor", "dense", 4, ParallelConfig(tensor=2), 1 / 4, 1),
-        ("megatron", "dense", 2, ParallelConfig(tensor=2), 1 / 2, 2),
         ("megatron", "dense", 4, ParallelConfig(tensor=2, pipeline=2), 1 / 4, 2),
         ("megatron", "experts", 2, ParallelConfig(expert=2), 0.64, 2),
-        ("megatron", "experts", 4, ParallelConfig(expert=4), 0.46, 2),
     ],
 )
 def test_the_peak_of_loading_is_the_shard_and_a_bucket(
