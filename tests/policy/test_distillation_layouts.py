@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from tests.policy.distillation import (
     taught_batch,
 )
 from tests.policy.dtensor.test_layouts import DYNAMIC, PACKED, Rank, gradients
-from tests.policy.tiny import context, relative_error, run_ranks
+from tests.policy.tiny import batching_of_losses, context, relative_error, run_ranks
 
 TOLERANCE = 1e-5
 BATCHING = {"packed": PACKED, "dynamic": DYNAMIC}
@@ -45,9 +46,13 @@ def teachers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def program(
-    worker_context: WorkerContext, parallel: ParallelConfig, model: str, teachers: list[str]
+    worker_context: WorkerContext,
+    parallel: ParallelConfig,
+    model: str,
+    teachers: list[str],
+    losses: dict[str, list[str]],
 ) -> Found:
-    """Gradient and metrics for each way of batching and each divergence."""
+    """Gradient and metrics of the divergences of each way of batching."""
     process_groups.init_process_group(worker_context)
     torch.set_num_threads(1)
     rank = Rank(worker_context, parallel)
@@ -66,36 +71,47 @@ def program(
         )
     worker = PolicyWorker(config, engines[0], None, engines[1:])
     found: Found = {}
-    for batching, batching_config in BATCHING.items():
-        shard = rank.shard(batching_config, taught_batch())
-        for name, settings in SETTINGS.items():
-            handle = worker.compute_targets(shard, settings)
+    for batching, names in losses.items():
+        shard = rank.shard(BATCHING[batching], taught_batch())
+        for name in names:
+            handle = worker.compute_targets(shard, SETTINGS[name])
             found[batching, name] = gradients(worker, shard, LOSS, handle)
     process_groups.destroy()
     return found
 
 
+@pytest.fixture(scope="module")
+def expected(
+    model_dir: Callable[[str], str], teachers: list[str]
+) -> dict[str, tuple[dict[str, torch.Tensor], float]]:
+    """Gradient and loss of each divergence by definition."""
+    return {
+        name: gradients_by_definition(model_dir("qwen3"), teachers, taught_batch(), settings)
+        for name, settings in SETTINGS.items()
+    }
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_does_not_change_the_gradient(
-    layout: str, model_dir, teachers: list[str], rank_pool, meeting: Path
+    layout: str, expected, model_dir, teachers: list[str], rank_pool, meeting: Path
 ):
     world_size, parallel = LAYOUTS[layout]
-    model = model_dir("qwen3")
+    losses = batching_of_losses(BATCHING, SETTINGS, list(LAYOUTS).index(layout))
+    arguments = (parallel, model_dir("qwen3"), teachers, losses)
     if world_size == 1:
-        results = [program(context(0, 1, meeting), parallel, model, teachers)]
+        results = [program(context(0, 1, meeting), *arguments)]
     else:
-        results = run_ranks(rank_pool, program, world_size, meeting, parallel, model, teachers)
-    for name, settings in SETTINGS.items():
-        expected, loss = gradients_by_definition(model, teachers, taught_batch(), settings)
-        for batching in BATCHING:
-            values, metrics = results[0][batching, name]
-            found = {key: torch.from_numpy(value) for key, value in values.items()}
-            assert relative_error(found, expected) < TOLERANCE, (layout, batching, name)
-            assert metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE)
-            for other in results[1:]:
-                assert other[batching, name][1]["policy/divergence"] == pytest.approx(
-                    metrics["policy/divergence"], rel=1e-6
-                )
+        results = run_ranks(rank_pool, program, world_size, meeting, *arguments)
+    assert {name for _, name in results[0]} == expected.keys()
+    for (batching, name), (values, metrics) in results[0].items():
+        gradient, loss = expected[name]
+        found = {key: torch.from_numpy(value) for key, value in values.items()}
+        assert relative_error(found, gradient) < TOLERANCE, (layout, batching, name)
+        assert metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE)
+        for other in results[1:]:
+            assert other[batching, name][1]["policy/divergence"] == pytest.approx(
+                metrics["policy/divergence"], rel=1e-6
+            )
 
 
 def test_targets_of_another_batch_are_refused(model_dir, teachers: list[str], meeting: Path):

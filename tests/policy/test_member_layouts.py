@@ -14,7 +14,13 @@ from nemo_like.distributed.worker_group import WorkerContext
 from tests.policy.dtensor.test_layouts import BASE, DYNAMIC, PACKED, Rank, gradients
 from tests.policy.members import LOSSES, MEMBERS, gradients_by_definition
 from tests.policy.test_gradient_equality import LENGTHS
-from tests.policy.tiny import context, random_batch, relative_error, run_ranks
+from tests.policy.tiny import (
+    batching_of_losses,
+    context,
+    random_batch,
+    relative_error,
+    run_ranks,
+)
 
 TOLERANCE = 1e-5
 BATCHING = {
@@ -32,36 +38,53 @@ LAYOUTS = {
 Found = dict[tuple[str, str], tuple[dict[str, np.ndarray], dict[str, float]]]
 
 
-def program(worker_context: WorkerContext, parallel: ParallelConfig, model: str) -> Found:
-    """Gradient and metrics for each way of batching and each loss; gradients are on rank 0."""
+def program(
+    worker_context: WorkerContext,
+    parallel: ParallelConfig,
+    model: str,
+    losses: dict[str, list[str]],
+) -> Found:
+    """Gradient and metrics of the losses of each way of batching; gradients are on rank 0."""
     process_groups.init_process_group(worker_context)
     torch.set_num_threads(1)
     rank = Rank(worker_context, parallel)
     found: Found = {}
-    for batching, batching_config in BATCHING.items():
-        config = dataclasses.replace(batching_config, model_name=model)
+    for batching, names in losses.items():
+        config = dataclasses.replace(BATCHING[batching], model_name=model)
         worker = rank.worker(config)
         shard = rank.shard(config, random_batch(LENGTHS))
-        for name, loss in LOSSES.items():
-            found[batching, name] = gradients(worker, shard, loss)
+        for name in names:
+            found[batching, name] = gradients(worker, shard, LOSSES[name])
     process_groups.destroy()
     return found
 
 
+@pytest.fixture(scope="module")
+def expected(model_dir) -> dict[str, tuple[dict[str, torch.Tensor], float]]:
+    """Gradient and loss of each member by definition."""
+    batch = random_batch(LENGTHS)
+    return {
+        name: gradients_by_definition(model_dir("qwen3"), batch, config)
+        for name, config in MEMBERS.items()
+    }
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_does_not_change_the_gradient_of_a_member(layout, model_dir, rank_pool, meeting):
+def test_a_layout_does_not_change_the_gradient_of_a_member(
+    layout, expected, model_dir, rank_pool, meeting
+):
     world_size, parallel = LAYOUTS[layout]
-    model = model_dir("qwen3")
+    losses = batching_of_losses(BATCHING, LOSSES, list(LAYOUTS).index(layout))
+    arguments = (parallel, model_dir("qwen3"), losses)
     if world_size == 1:
-        results = [program(context(0, 1, meeting), parallel, model)]
+        results = [program(context(0, 1, meeting), *arguments)]
     else:
-        results = run_ranks(rank_pool, program, world_size, meeting, parallel, model)
-    for name, config in MEMBERS.items():
-        expected, loss = gradients_by_definition(model, random_batch(LENGTHS), config)
-        for batching in BATCHING:
-            values, metrics = results[0][batching, name]
-            found = {key: torch.from_numpy(value) for key, value in values.items()}
-            assert relative_error(found, expected) < TOLERANCE, (layout, batching, name)
-            assert metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE, abs=1e-6)
-            for other in results[1:]:
-                assert other[batching, name][1]["policy/loss"] == metrics["policy/loss"]
+        results = run_ranks(rank_pool, program, world_size, meeting, *arguments)
+    assert {name for _, name in results[0]} == expected.keys()
+    for (batching, name), (values, metrics) in results[0].items():
+        gradient, loss = expected[name]
+        found = {key: torch.from_numpy(value) for key, value in values.items()}
+        assert relative_error(found, gradient) < TOLERANCE, (layout, batching, name)
+        assert metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE, abs=1e-6)
+        for other in results[1:]:
+            assert other[batching, name][1]["policy/loss"] == metrics["policy/loss"]

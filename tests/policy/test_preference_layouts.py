@@ -14,7 +14,7 @@ from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
 from tests.policy.dtensor.test_layouts import BASE, DYNAMIC, PACKED, Rank, gradients
 from tests.policy.preferences import LOSSES, PAIR_LENGTHS, gradients_by_definition, pair_batch
-from tests.policy.tiny import context, relative_error, run_ranks
+from tests.policy.tiny import batching_of_losses, context, relative_error, run_ranks
 
 TOLERANCE = 1e-5
 PADDED = dataclasses.replace(BASE, train_micro_batch_size=2)
@@ -32,43 +32,58 @@ LAYOUTS = {
 Found = dict[tuple[str, str], tuple[dict[str, np.ndarray], dict[str, float]]]
 
 
-def program(worker_context: WorkerContext, parallel: ParallelConfig, model: str) -> Found:
-    """Gradient and metrics for each way of batching and each loss; gradients are on rank 0."""
+def program(
+    worker_context: WorkerContext,
+    parallel: ParallelConfig,
+    model: str,
+    losses: dict[str, list[str]],
+) -> Found:
+    """Gradient and metrics of the losses of each way of batching; gradients are on rank 0."""
     process_groups.init_process_group(worker_context)
     torch.set_num_threads(1)
     rank = Rank(worker_context, parallel)
     found: Found = {}
-    for batching, batching_config in BATCHING.items():
+    for batching, names in losses.items():
         config = dataclasses.replace(
-            batching_config, model_name=model, train_global_batch_size=len(PAIR_LENGTHS)
+            BATCHING[batching], model_name=model, train_global_batch_size=len(PAIR_LENGTHS)
         )
         worker = rank.worker(config)
         shard = rank.shard(config, pair_batch())
-        for name, loss in LOSSES.items():
-            found[batching, name] = gradients(worker, shard, PreferenceLoss(config=loss))
+        for name in names:
+            loss = PreferenceLoss(config=LOSSES[name])
+            found[batching, name] = gradients(worker, shard, loss)
     process_groups.destroy()
     return found
 
 
+@pytest.fixture(scope="module")
+def expected(model_dir) -> dict[str, tuple[dict[str, torch.Tensor], float]]:
+    """Gradient and value of each loss by definition."""
+    return {
+        name: gradients_by_definition(model_dir("qwen3"), pair_batch(), config)
+        for name, config in LOSSES.items()
+    }
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_does_not_change_the_gradient_of_a_preference(
-    layout, model_dir, rank_pool, meeting
+    layout, expected, model_dir, rank_pool, meeting
 ):
     world_size, parallel = LAYOUTS[layout]
-    model = model_dir("qwen3")
+    losses = batching_of_losses(BATCHING, LOSSES, list(LAYOUTS).index(layout))
+    arguments = (parallel, model_dir("qwen3"), losses)
     if world_size == 1:
-        results = [program(context(0, 1, meeting), parallel, model)]
+        results = [program(context(0, 1, meeting), *arguments)]
     else:
-        results = run_ranks(rank_pool, program, world_size, meeting, parallel, model)
-    for name, config in LOSSES.items():
-        expected, loss = gradients_by_definition(model, pair_batch(), config)
-        for batching in BATCHING:
-            values, metrics = results[0][batching, name]
-            found = {key: torch.from_numpy(value) for key, value in values.items()}
-            assert relative_error(found, expected) < TOLERANCE, (layout, batching, name)
-            assert metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE)
-            for other in results[1:]:
-                assert other[batching, name][1]["rewards/margins"] == metrics["rewards/margins"]
+        results = run_ranks(rank_pool, program, world_size, meeting, *arguments)
+    assert {name for _, name in results[0]} == expected.keys()
+    for (batching, name), (values, metrics) in results[0].items():
+        gradient, loss = expected[name]
+        found = {key: torch.from_numpy(value) for key, value in values.items()}
+        assert relative_error(found, gradient) < TOLERANCE, (layout, batching, name)
+        assert metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE)
+        for other in results[1:]:
+            assert other[batching, name][1]["rewards/margins"] == metrics["rewards/margins"]
 
 
 def test_a_pair_in_two_microbatches_is_an_error(model_dir, meeting):

@@ -100,7 +100,7 @@ def program(
         take_steps(resumed._policy, range(2, NUM_STEPS))
         resumed.save(out / "resumed")
         trained = rank.worker(config)
-        losses = [loss for _ in range(4) for loss in train(trained, rank, range(1))]
+        losses = [loss for _ in range(3) for loss in train(trained, rank, range(1))]
         return {"losses": losses, "finite": trained._policy.is_finite(with_moments=True)}
     finally:
         if worker_context.world_size > 1:
