@@ -26,10 +26,12 @@ from nemo_like.policy.megatron.layers import SegmentAttention
 from tests.policy.megatron.ranks import (
     PARALLEL,
     Step,
+    StepResult,
     as_tensors,
     full_gradients,
     joined,
     look_around,
+    meeting_in,
     of_model,
     take_steps,
 )
@@ -53,45 +55,97 @@ from tests.policy.test_gradient_equality import (
     TOLERANCE,
     assert_same_metrics,
 )
-from tests.policy.tiny import random_batch, relative_error
+from tests.policy.tiny import random_batch, relative_error, run_ranks
 
-
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        "one rank",
-        "dp2",
-        "tp2",
-        "tp2 + sp",
-        "pp2",
-        "cp2",
-        "tp2 x cp2 + sp",
-        "pp2 x cp2",
-        "tp2 x pp2 x dp2",
-        "tp2 x pp2 x cp2 + sp",
-    ],
+CASES = (
+    ("qwen3_window", "packed, 4 microbatches"),
+    ("qwen3_window", "packed with activation checkpointing"),
+    ("qwen2_tied", "dynamic, 4 microbatches, rounded"),
+    ("llama_tied", "packed, selective checkpointing"),
+    ("mistral", "padded, 2 rows"),
 )
+CASES_OF = {
+    "one rank": CASES,
+    "dp2": CASES,
+    "tp2": CASES,
+    "tp2 + sp": CASES,
+    "pp2": CASES,
+    "cp2": CASES,
+    "tp2 x cp2 + sp": (CASES[1], CASES[2]),
+    "pp2 x cp2": (CASES[3], CASES[4]),
+    "tp2 x pp2 x dp2": (CASES[0], CASES[2]),
+    "tp2 x pp2 x cp2 + sp": (CASES[0], CASES[2]),
+}
+"""Layout -> architectures and ways of batching; each pair of axes has two of them."""
+WITH_ENTROPY = ("dp2", "tp2", "tp2 x cp2 + sp", "pp2 x cp2")
+"""Layouts of a policy gradient; its reference is one rank."""
+FILTERED = ("tp2", "tp2 + sp", "cp2", "pp2")
+"""Layouts that train the filtered distribution, against transformers in float64."""
+
+
+def step_with_entropy(model_dir) -> Step:
+    config = of_model(LAYOUTS["packed, 4 microbatches"], model_dir("qwen3"))
+    return Step(config, random_batch(LENGTHS), POLICY_GRADIENT)
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(model_dir, pool, tmp_path_factory) -> StepResult:
+    """A policy gradient with entropy on one rank."""
+    world_size, parallel = PARALLEL["one rank"]
+    meeting = meeting_in(tmp_path_factory.mktemp("one"))
+    steps = [step_with_entropy(model_dir)]
+    ((alone,),) = run_ranks(pool, take_steps, world_size, meeting, parallel, steps)
+    return alone
+
+
+@pytest.fixture(scope="module")
+def filtered_gradients(model_dir) -> tuple[dict[str, Tensor], float]:
+    """Gradients and loss of the filtered distribution, by definition."""
+    gradients, loss, _ = gradients_by_definition(model_dir("qwen3_tied"), random_batch(LENGTHS))
+    return gradients, loss
+
+
+@pytest.mark.parametrize("parallel", CASES_OF)
 def test_every_layout_gives_the_gradient_of_transformers_on_unpadded_rows(
-    parallel, model_dir, expected, on_ranks
+    parallel, model_dir, expected, of_one_rank, filtered_gradients, on_ranks
 ):
-    cases = [
-        ("qwen3_window", "packed, 4 microbatches"),
-        ("qwen3_window", "packed with activation checkpointing"),
-        ("qwen2_tied", "dynamic, 4 microbatches, rounded"),
-        ("llama_tied", "packed, selective checkpointing"),
-        ("mistral", "padded, 2 rows"),
-    ]
+    """And, in the same process group, the policy gradient of one rank, and that of the filtered
+    distribution.
+    """
+    batch = random_batch(LENGTHS)
+    cases = CASES_OF[parallel]
     steps = [
-        Step(of_model(LAYOUTS[layout], model_dir(architecture)), random_batch(LENGTHS))
+        Step(of_model(LAYOUTS[layout], model_dir(architecture)), batch)
         for architecture, layout in cases
     ]
+    if parallel in WITH_ENTROPY:
+        steps.append(step_with_entropy(model_dir))
+    if parallel in FILTERED:
+        steps += [
+            Step(filtered(layout, model_dir("qwen3_tied")), batch, FILTERED_LOSS)
+            for layout in (PACKED, DYNAMIC)
+        ]
+    # One list per step: the results of all ranks.
     ranks = on_ranks(take_steps, parallel, steps)
-    for index, (architecture, layout) in enumerate(cases):
-        results = [steps_of_rank[index] for steps_of_rank in ranks]
+    remaining = [list(results) for results in zip(*ranks, strict=True)]
+    for architecture, layout in cases:
+        results = remaining.pop(0)
         gradients, loss = expected(architecture)
         assert_step_is(results, gradients, loss, (architecture, layout))
         accuracy = transformers_accuracy(model_dir(architecture))
         assert results[-1].metrics["policy/token_accuracy"] == pytest.approx(accuracy)
+    if parallel in WITH_ENTROPY:
+        results = remaining.pop(0)
+        error = relative_error(as_tensors(results[0].gradients), as_tensors(of_one_rank.gradients))
+        assert error < TOLERANCE
+        assert_same_metrics(results[-1].metrics, of_one_rank.metrics)
+    if parallel in FILTERED:
+        gradients, loss = filtered_gradients
+        for layout in (PACKED, DYNAMIC):
+            results = remaining.pop(0)
+            assert results[-1].metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE), layout
+            assert relative_error(as_tensors(results[0].gradients), gradients) < TOLERANCE, layout
+    assert remaining == []
 
 
 def test_layers_and_heads_that_do_not_divide_evenly(on_ranks, tmp_path):
@@ -131,24 +185,6 @@ def test_layers_and_heads_that_do_not_divide_evenly(on_ranks, tmp_path):
     for parallel in ("tp2 x pp2", "tp2 x pp2 + sp"):
         ranks = on_ranks(take_steps, parallel, steps)
         assert relative_error(as_tensors(ranks[0][0].gradients), gradients) < TOLERANCE
-
-
-def test_a_policy_gradient_with_entropy_has_the_same_metrics_everywhere(model_dir, on_ranks):
-    steps = [
-        Step(
-            of_model(LAYOUTS["packed, 4 microbatches"], model_dir("qwen3")),
-            random_batch(LENGTHS),
-            POLICY_GRADIENT,
-        )
-    ]
-    (alone,) = on_ranks(take_steps, "one rank", steps)
-    for parallel in ("tp2", "tp2 x cp2 + sp", "pp2 x cp2", "dp2"):
-        ranks = on_ranks(take_steps, parallel, steps)
-        assert (
-            relative_error(as_tensors(ranks[0][0].gradients), as_tensors(alone[0].gradients))
-            < TOLERANCE
-        ), parallel
-        assert_same_metrics(ranks[-1][0].metrics, alone[0].metrics)
 
 
 @pytest.mark.parametrize("parallel", ["dp2", "pp2 x cp2"])
@@ -202,31 +238,10 @@ def test_a_rank_that_waits_for_gradients_is_not_busy(model_dir, on_ranks) -> Non
         assert imbalance > 1.2
 
 
-def test_megatron_trains_the_filtered_distribution(model_dir, on_ranks) -> None:
-    """Against transformers in float64: tensor, sequence, context and pipeline parallelism, packed
-    and padded.
-    """
-    batch = random_batch(LENGTHS)
-    expected, loss, _ = gradients_by_definition(model_dir("qwen3_tied"), batch)
-    layouts = (PACKED, DYNAMIC)
-    steps = [
-        Step(filtered(layout, model_dir("qwen3_tied")), batch, FILTERED_LOSS) for layout in layouts
-    ]
-    for name in ("tp2", "tp2 + sp", "cp2", "pp2"):
-        ranks = on_ranks(take_steps, name, steps)
-        for index, layout in enumerate(layouts):
-            assert ranks[-1][index].metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE), (
-                name,
-                layout,
-            )
-            found = as_tensors(ranks[0][index].gradients)
-            assert relative_error(found, expected) < TOLERANCE, (name, layout)
-
-
 def test_scores_weights_and_groups(model_dir, on_ranks):
     config = of_model(LAYOUTS["packed, 2 microbatches"], model_dir("llama_tied"))
     model = AutoModelForCausalLM.from_pretrained(config.model_name, attn_implementation="eager")
-    for parallel in ("one rank", "tp2 x cp2 + sp", "tp2 x pp2 x cp2 + sp"):
+    for parallel in ("one rank", "tp2 x cp2 + sp", "tp2 x pp2 + sp"):
         world_size, degrees = PARALLEL[parallel]
         ranks = on_ranks(look_around, parallel, config)
         rows = ranks[-1]["rows"]
@@ -254,10 +269,10 @@ def test_scores_weights_and_groups(model_dir, on_ranks):
 
 
 def accumulate(
-    context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig
-) -> dict[str, Any]:
-    """The gradient of a batch in one call of `run`, and in two; and how often attention ran
-    forward.
+    context: WorkerContext, parallel: ParallelConfig, configs: list[PolicyConfig]
+) -> list[dict[str, Any]]:
+    """Of each config the gradient of a batch in one call of `run`, and in two; and how often
+    attention ran forward.
     """
     calls = 0
     attend = SegmentAttention.forward
@@ -270,26 +285,29 @@ def accumulate(
     def loss(inputs: Any, outputs: TokenLogprobs) -> tuple[Tensor, None]:
         return -(outputs.logprobs * inputs.label_mask).sum(), None
 
-    results: dict[str, Any] = {}
+    found = []
     with joined(context, parallel) as rank, pytest.MonkeyPatch.context() as patch:
         patch.setattr(SegmentAttention, "forward", counted)
-        for name, sizes in {"one call": [2], "two calls": [1, 1]}.items():
-            worker = rank.worker(config)
-            shard = rank.shard(config, worker, random_batch(LENGTHS[:4]))
-            microbatches = [
-                worker._rows(shard, shard.plan.spec).inputs(each)
-                for each in shard.plan.microbatches
-            ]
-            assert len(microbatches) == sum(sizes)
-            engine = worker._policy
-            assert isinstance(engine, MegatronEngine)
-            calls = 0
-            while sizes:
-                part, microbatches = microbatches[: sizes[0]], microbatches[sizes.pop(0) :]
-                engine.run(part, loss, backward=True)
-            results[name] = {key: value.numpy() for key, value in full_gradients(engine)}
-            results["forwards"] = calls
-    return results
+        for config in configs:
+            results: dict[str, Any] = {}
+            for name, sizes in {"one call": [2], "two calls": [1, 1]}.items():
+                worker = rank.worker(config)
+                shard = rank.shard(config, worker, random_batch(LENGTHS[:4]))
+                microbatches = [
+                    worker._rows(shard, shard.plan.spec).inputs(each)
+                    for each in shard.plan.microbatches
+                ]
+                assert len(microbatches) == sum(sizes)
+                engine = worker._policy
+                assert isinstance(engine, MegatronEngine)
+                calls = 0
+                while sizes:
+                    part, microbatches = microbatches[: sizes[0]], microbatches[sizes.pop(0) :]
+                    engine.run(part, loss, backward=True)
+                results[name] = {key: value.numpy() for key, value in full_gradients(engine)}
+                results["forwards"] = calls
+            found.append(results)
+    return found
 
 
 def test_gradients_add_up_over_calls_and_recompute_runs_layers_twice(model_dir, on_ranks):
@@ -299,17 +317,13 @@ def test_gradients_add_up_over_calls_and_recompute_runs_layers_twice(model_dir, 
     config = dataclasses.replace(
         config, sequence_packing=dataclasses.replace(config.sequence_packing, train_mb_tokens=32)
     )
-    plain = on_ranks(accumulate, "cp2", config)
-    assert (
-        relative_error(as_tensors(plain[0]["two calls"]), as_tensors(plain[0]["one call"]))
-        < TOLERANCE
-    )
-    for kind in ("selective", "full"):
-        recomputed = on_ranks(
-            accumulate, "cp2", dataclasses.replace(config, activation_checkpointing=kind)
-        )
-        assert recomputed[0]["forwards"] == 2 * plain[0]["forwards"]
-        assert (
-            relative_error(as_tensors(recomputed[0]["one call"]), as_tensors(plain[0]["one call"]))
-            < TOLERANCE
-        )
+    configs = [
+        dataclasses.replace(config, activation_checkpointing=kind)
+        for kind in (config.activation_checkpointing, "selective", "full")
+    ]
+    plain, *recomputed = on_ranks(accumulate, "cp2", configs)[0]
+    assert relative_error(as_tensors(plain["two calls"]), as_tensors(plain["one call"])) < TOLERANCE
+    for each in recomputed:
+        assert each["forwards"] == 2 * plain["forwards"]
+        error = relative_error(as_tensors(each["one call"]), as_tensors(plain["one call"]))
+        assert error < TOLERANCE
