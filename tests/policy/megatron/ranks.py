@@ -227,6 +227,24 @@ class Trained:
     """Step counters of the optimizer shards."""
 
 
+@dataclass(frozen=True)
+class Run:
+    """`num_steps` steps from the checkpoint `start`, or from the model's files, saved to `out`."""
+
+    config: PolicyConfig
+    num_steps: int
+    start: Path | None = None
+    out: Path | None = None
+
+
+def train_runs(
+    context: WorkerContext, parallel: ParallelConfig, runs: Sequence[Run]
+) -> list[Trained]:
+    """Take the steps of each run with a model of its own, all in one process group."""
+    with joined(context, parallel) as rank:
+        return [_train(rank, run) for run in runs]
+
+
 def train(
     context: WorkerContext,
     parallel: ParallelConfig,
@@ -235,31 +253,35 @@ def train(
     start: Path | None = None,
     out: Path | None = None,
 ) -> Trained:
-    """Take steps from the checkpoint `start`, or from the model's files, and save to `out`."""
-    with joined(context, parallel) as rank:
-        worker = rank.worker(config)
-        if start is not None:
-            worker.load(start)
-        shard = rank.shard(config, worker, random_batch(LENGTHS))
-        metrics = [worker.train(shard, None, NllLoss())[0] for _ in range(num_steps)]
-        if out is not None:
-            worker.save(out)
-            worker.export_hf(out / "hf")
-        engine = worker._policy
-        assert isinstance(engine, MegatronEngine)
-        return Trained(
-            losses=[each["policy/loss"].value for each in metrics if "policy/loss" in each],
-            norms=[each["policy/grad_norm"].value for each in metrics],
-            weights={
-                name: tensor.float().numpy()
-                for name, tensor in engine.full_weights(list(engine.weight_shapes()))
-            },
-            counts={
-                float(state["step"])
-                for part in engine.optimizer.sub_optimizers
-                for state in part.adamw.state.values()
-            },
-        )
+    """Take the steps of one run."""
+    (trained,) = train_runs(context, parallel, [Run(config, num_steps, start, out)])
+    return trained
+
+
+def _train(rank: Rank, run: Run) -> Trained:
+    worker = rank.worker(run.config)
+    if run.start is not None:
+        worker.load(run.start)
+    shard = rank.shard(run.config, worker, random_batch(LENGTHS))
+    metrics = [worker.train(shard, None, NllLoss())[0] for _ in range(run.num_steps)]
+    if run.out is not None:
+        worker.save(run.out)
+        worker.export_hf(run.out / "hf")
+    engine = worker._policy
+    assert isinstance(engine, MegatronEngine)
+    return Trained(
+        losses=[each["policy/loss"].value for each in metrics if "policy/loss" in each],
+        norms=[each["policy/grad_norm"].value for each in metrics],
+        weights={
+            name: tensor.float().numpy()
+            for name, tensor in engine.full_weights(list(engine.weight_shapes()))
+        },
+        counts={
+            float(state["step"])
+            for part in engine.optimizer.sub_optimizers
+            for state in part.adamw.state.values()
+        },
+    )
 
 
 def train_dtensor(

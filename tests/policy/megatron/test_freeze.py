@@ -18,7 +18,14 @@ from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.freezing import frozen_parameters
 from nemo_like.policy.megatron.param_map import ModelSharding
-from tests.policy.megatron.ranks import NUM_STEPS, as_tensors, of_model, train, train_dtensor
+from tests.policy.megatron.ranks import (
+    NUM_STEPS,
+    Run,
+    as_tensors,
+    of_model,
+    train_dtensor,
+    train_runs,
+)
 from tests.policy.megatron.reference import train_transformers
 from tests.policy.test_gradient_equality import LAYOUTS, TOLERANCE
 from tests.policy.tiny import context, relative_error, saved_tensors
@@ -71,7 +78,8 @@ def test_the_other_weights_are_trained_as_by_torch_in_every_layout(
     assert frozen and trained
     for place in places:
         saved = tmp_path / place
-        first = on_ranks(train, place, config, 2, None, saved)
+        runs = [Run(config, 2, None, saved), Run(config, NUM_STEPS - 2, saved)]
+        first, ranks = zip(*on_ranks(train_runs, place, runs), strict=True)
         assert first[-1].losses == pytest.approx(losses[:2], rel=TOLERANCE), place
         with open_checkpoint(saved) as reader:
             # A complete model, with the optimizer state of the trained weights.
@@ -80,7 +88,6 @@ def test_the_other_weights_are_trained_as_by_torch_in_every_layout(
                 MOMENTS, trained
             )
             reader.check_partition()
-        ranks = on_ranks(train, place, config, NUM_STEPS - 2, saved)
         assert relative_error(as_tensors(ranks[0].weights), weights) < 10 * TOLERANCE, place
         for name in frozen:
             assert torch.equal(torch.from_numpy(ranks[0].weights[name]), original[name]), name
