@@ -23,6 +23,9 @@ from tests.weight_sync.weight_workers import GeneratorSide, PolicySide
 MAX_BYTES = 2000
 """Below the embedding's size: it gets a bucket of its own."""
 
+DEADLINE_S = 4.0
+"""Of a call of a replica."""
+
 TRANSPORTS: list[Transport] = ["shared_memory", "gloo"]
 
 
@@ -60,7 +63,11 @@ def start_replica(
 @pytest.fixture(scope="module")
 def groups(cluster: RayVirtualCluster) -> Iterator[tuple[RayWorkerGroup, list[RayWorkerGroup]]]:
     """A policy of two ranks, a replica of one rank and a replica of two."""
-    started = [start_policy(cluster), start_replica(cluster), start_replica(cluster, 2)]
+    started = [
+        start_policy(cluster),
+        start_replica(cluster, progress_timeout_s=DEADLINE_S),
+        start_replica(cluster, 2),
+    ]
     yield started[0], started[1:]
     for group in started:
         group.shutdown()
@@ -122,14 +129,21 @@ def test_the_transport_is_selected_and_bounded_by_two_buckets(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_killed_receiver_does_not_fail_the_others_and_is_replaced(
-    cluster: RayVirtualCluster, transport: Transport
+def test_a_killed_and_a_stopped_receiver_do_not_fail_the_others(
+    cluster: RayVirtualCluster,
+    groups: tuple[RayWorkerGroup, list[RayWorkerGroup]],
+    transport: Transport,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    policy = start_policy(cluster)
+    """A stopped receiver is detected at its own deadline, and not when the broadcast times out, for
+    which the others would have to wait.
+    """
+    policy, (healthy, _) = groups
     killed = start_replica(cluster)
-    healthy = start_replica(cluster)
     killed.run_all_workers("die_in_bucket", 2)
-    sync = WeightSync(policy, dtype="float32", max_bucket_bytes=MAX_BYTES, transport=transport)
+    sync = WeightSync(
+        policy, dtype="float32", max_bucket_bytes=MAX_BYTES, transport=transport, timeout_s=30.0
+    )
     report = sync.push([killed, healthy], 4)
     assert list(report.failed) == [0]
     assert isinstance(report.failed[0], WorkerDied)
@@ -137,72 +151,52 @@ def test_a_killed_receiver_does_not_fail_the_others_and_is_replaced(
         report.raise_if_failed()
     check_replicas(policy, [healthy], 4, "float32")
     # It stays dead for the next update, and a new process takes part.
-    replacement = start_replica(cluster)
-    policy.run_all_workers("change_weights", 9)
+    replacement = start_replica(cluster, progress_timeout_s=DEADLINE_S)
+    policy.run_all_workers("change_weights", 9 + len(transport))
     report = sync.push([killed, healthy, replacement], 5)
     assert list(report.failed) == [0]
     check_replicas(policy, [healthy, replacement], 5, "float32")
-    for group in (policy, healthy, replacement):
-        group.shutdown()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_stopped_receiver_is_detected_at_its_own_deadline(
-    cluster: RayVirtualCluster, transport: Transport, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And not when the broadcast times out, for which the others would have to wait."""
-    policy = start_policy(cluster)
-    stopped = start_replica(cluster, progress_timeout_s=4.0)
-    healthy = start_replica(cluster, progress_timeout_s=4.0)
-    stopped.run_all_workers("stop_in_bucket", 1)
-    sync = WeightSync(
-        policy,
-        dtype="float32",
-        max_bucket_bytes=MAX_BYTES,
-        transport=transport,
-        timeout_s=30.0,
-    )
+    replacement.run_all_workers("stop_in_bucket", 1)
+    policy.run_all_workers("change_weights", 29 + len(transport))
     with caplog.at_level("INFO", logger="nemo_like.weight_sync"):
-        report = sync.push([stopped, healthy], 4)
+        report = sync.push([replacement, healthy], 6)
     assert list(report.failed) == [0]
     assert isinstance(report.failed[0], WorkerHung)
     assert "(policy.generation.progress_timeout_s)" in str(report.failed[0])
     assert "took more than" not in caplog.text
-    check_replicas(policy, [healthy], 4, "float32")
-    for group in (policy, healthy):
-        group.shutdown()
+    check_replicas(policy, [healthy], 6, "float32")
 
 
-def check_replica_after_failure(replica: WorkerGroup) -> None:
-    """It has its old version, and neither a slot nor a file is left."""
-    assert replica.run_all_workers("state", "float32")[0][0] == 0
+def check_replica_after_failure(replica: WorkerGroup, version: int) -> None:
+    """It has its old `version`, and neither a slot nor a file is left."""
+    assert replica.run_all_workers("state", "float32")[0][0] == version
     assert set(replica.run_all_workers("mapped_slots")) == {0}
     assert shared_memory_files() == set()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_failed_policy_is_named_and_leaves_nothing(
-    cluster: RayVirtualCluster, transport: Transport
+    cluster: RayVirtualCluster,
+    groups: tuple[RayWorkerGroup, list[RayWorkerGroup]],
+    transport: Transport,
 ) -> None:
-    replica = start_replica(cluster)
+    healthy, (replica, _) = groups
+    version = replica.run_all_workers("state", "float32")[0][0]
     policy = start_policy(cluster)
     policy.run_all_workers("fail_in_last_rank", "layers.3.weight")
     sync = WeightSync(policy, dtype="float32", max_bucket_bytes=MAX_BYTES, transport=transport)
     with pytest.raises(WorkerError, match=r"worker 1 of the policy group failed in .* a shard is"):
-        sync.push([replica], 1)
+        sync.push([replica], 101)
     # The generator has a part of the weights and its old version; the next update completes it.
-    check_replica_after_failure(replica)
+    check_replica_after_failure(replica, version)
     policy = start_policy(cluster)
     policy.run_all_workers("die_in_bucket", 3)
     sync = WeightSync(policy, dtype="float32", max_bucket_bytes=MAX_BYTES, transport=transport)
     with pytest.raises(WorkerDied, match=r"policy group .* died in `send_weight_bucket`"):
-        sync.push([replica], 2)
-    check_replica_after_failure(replica)
-    policy = start_policy(cluster)
-    WeightSync(policy, dtype="float32", transport=transport).push([replica], 3)
-    check_replicas(policy, [replica], 3, "float32")
-    policy.shutdown()
-    replica.shutdown()
+        sync.push([replica], 102)
+    check_replica_after_failure(replica, version)
+    WeightSync(healthy, dtype="float32", transport=transport).push([replica], 103)
+    check_replicas(healthy, [replica], 103, "float32")
 
 
 def worker_of(group: LocalGroup) -> Any:
