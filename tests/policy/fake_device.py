@@ -1,6 +1,5 @@
-"""Training steps on a device that has no memory; a program, as it registers the device for good.
-
-    python -m tests.policy.fake_device MODEL TEACHER TEACHER
+"""Training steps on a device that has no memory, in a process of its own, as it registers the
+device for good.
 
 Tensors are those of `FakeTensorMode`, on a device that Python registers. An operator with tensors
 of two devices is an error there, as on CUDA, and so is reading a value or a shape that depends on
@@ -9,10 +8,12 @@ values, for which the host would wait. On the CPU both pass unnoticed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-import sys
+import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -174,8 +175,14 @@ def main(model: str, teachers: Sequence[str]) -> None:
             print(name)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
-    sys.stdout.flush()
+def run(model: str, teachers: Sequence[str], out: Path) -> None:
+    """Write what `main` prints, or the traceback of its error, to `out` and end the process."""
+    status = 1
+    with out.open("w") as file, contextlib.redirect_stdout(file):
+        try:
+            main(model, teachers)
+            status = 0
+        except Exception:  # noqa: BLE001 (the test prints it)
+            traceback.print_exc(file=file)
     # Without the destructors of the threads that autograd started for the device.
-    os._exit(0)
+    os._exit(status)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,15 @@ from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from tests.policy import fake_device
 from tests.policy.distillation import SETTINGS, save_teachers
 from tests.policy.host_waits import HostWaits
 from tests.policy.preferences import pair_batch
 from tests.policy.test_worker import DYNAMIC, PACKED
 from tests.policy.tiny import context
 
+FEW, MANY = 1, 3
+"""Microbatches of the passes that are compared."""
 LOSSES: dict[str, Loss] = {
     "sft": NllLoss(),
     "grpo": ClippedPolicyGradientLoss(
@@ -94,33 +96,33 @@ def worker(request: pytest.FixtureRequest, model_dir: Any) -> DTensorPolicyWorke
 @pytest.mark.parametrize("name", LOSSES)
 def test_training_waits_at_the_end_of_a_step_only(worker: DTensorPolicyWorker, name: str) -> None:
     counted = {}
-    for num_microbatches in (2, 6):
+    for num_microbatches in (FEW, MANY):
         shard = shard_of(worker, num_microbatches)
         with HostWaits() as counted[num_microbatches]:
             worker.train(shard, None, LOSSES[name])
-    assert counted[2].places, "the norm of a step is read"
-    assert waits_per_microbatch(counted) == 0, sorted(set(counted[6].places))
+    assert counted[FEW].places, "the norm of a step is read"
+    assert waits_per_microbatch(counted) == 0, sorted(set(counted[MANY].places))
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_evaluation_waits_at_its_end_only(worker: DTensorPolicyWorker, name: str) -> None:
     counted = {}
-    for num_microbatches in (2, 6):
+    for num_microbatches in (FEW, MANY):
         shard = shard_of(worker, num_microbatches)
         with HostWaits() as counted[num_microbatches]:
             worker.evaluate(shard, LOSSES[name])
-    assert waits_per_microbatch(counted) == 0, sorted(set(counted[6].places))
+    assert waits_per_microbatch(counted) == 0, sorted(set(counted[MANY].places))
 
 
 def test_log_prob_passes_wait_at_their_end_only(worker: DTensorPolicyWorker) -> None:
     counted = {}
-    for num_microbatches in (2, 6):
+    for num_microbatches in (FEW, MANY):
         shard = shard_of(worker, num_microbatches)
         with HostWaits() as counted[num_microbatches]:
             worker.compute_logprobs(shard)
     # One transfer for each of policy and reference.
-    assert len(counted[2].places) == 2, counted[2].places
-    assert waits_per_microbatch(counted) == 0, sorted(set(counted[6].places))
+    assert len(counted[FEW].places) == 2, counted[FEW].places
+    assert waits_per_microbatch(counted) == 0, sorted(set(counted[MANY].places))
 
 
 def test_padded_microbatches_do_not_wait_either(model_dir: Any) -> None:
@@ -130,11 +132,11 @@ def test_padded_microbatches_do_not_wait_either(model_dir: Any) -> None:
     )
     worker = DTensorPolicyWorker(context(), config=config)
     counted = {}
-    for num_microbatches in (2, 6):
+    for num_microbatches in (FEW, MANY):
         shard = shard_of(worker, num_microbatches)
         with HostWaits() as counted[num_microbatches]:
             worker.train(shard, None, NllLoss())
-    assert waits_per_microbatch(counted) == 0, sorted(set(counted[6].places))
+    assert waits_per_microbatch(counted) == 0, sorted(set(counted[MANY].places))
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +172,7 @@ def test_distillation_waits_at_the_end_of_a_pass_only(
     student: DTensorPolicyWorker, name: str
 ) -> None:
     passes: dict[str, dict[int, HostWaits]] = {"teachers": {}, "train": {}, "evaluate": {}}
-    for num_microbatches in (2, 6):
+    for num_microbatches in (FEW, MANY):
         shard = shard_of(student, num_microbatches)
         shard["teacher"] = np.arange(2 * num_microbatches, dtype=np.int64) % 2
         with HostWaits() as passes["teachers"][num_microbatches]:
@@ -180,35 +182,38 @@ def test_distillation_waits_at_the_end_of_a_pass_only(
         with HostWaits() as passes["evaluate"][num_microbatches]:
             student.evaluate(shard, DistillationLoss(), handle)
     for each, counted in passes.items():
-        assert waits_per_microbatch(counted) == 0, (each, sorted(set(counted[6].places)))
+        assert waits_per_microbatch(counted) == 0, (each, sorted(set(counted[MANY].places)))
 
 
 def test_scores_wait_at_the_end_of_a_pass_only(model_dir: Any) -> None:
     config = dataclasses.replace(PACKED, model_name=model_dir("llama"))
     worker = DTensorPolicyWorker(context(), config=config, head="scores")
     passes: dict[str, dict[int, HostWaits]] = {"scores": {}, "train": {}}
-    for num_microbatches in (2, 6):
+    for num_microbatches in (FEW, MANY):
         shard = shard_of(worker, num_microbatches)
         with HostWaits() as passes["scores"][num_microbatches]:
             worker.compute_scores(shard)
         with HostWaits() as passes["train"][num_microbatches]:
             worker.train(shard, None, BradleyTerryLoss())
     for each, counted in passes.items():
-        assert waits_per_microbatch(counted) == 0, (each, sorted(set(counted[6].places)))
+        assert waits_per_microbatch(counted) == 0, (each, sorted(set(counted[MANY].places)))
 
 
 def test_no_operator_mixes_devices(model_dir: Any, tmp_path: Path) -> None:
     """Steps of all kinds on a fake device: the CPU would not notice a tensor of the wrong one."""
-    command = [sys.executable, "-m", "tests.policy.fake_device", model_dir("llama")]
-    done = subprocess.run(
-        [*command, *save_teachers(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        timeout=300,
+    out = tmp_path / "found"
+    arguments = (model_dir("llama"), save_teachers(tmp_path), out)
+    # Forked from a process that has imported everything, see tests/conftest.py.
+    process = multiprocessing.get_context("forkserver").Process(
+        target=fake_device.run, args=arguments
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = done.stdout.splitlines()
+    process.start()
+    process.join(timeout=300)
+    if process.exitcode is None:
+        process.kill()
+    text = out.read_text()
+    assert process.exitcode == 0, text[-3000:]
+    found = text.splitlines()
     assert found[:3] == [
         "mixed: FakeTensorDeviceMismatchError",
         "item: DataDependentOutputException",
