@@ -31,6 +31,16 @@ OPTIONS = (
     "checkpointing.export_hf=false",
     "sft.val_period=0",
     "sft.val_at_start=false",
+    "data.max_train_rows=200",
+)
+SMALL_GRPO = (
+    "grpo.max_num_steps=2",
+    "grpo.num_prompts_per_step=4",
+    "grpo.val_period=0",
+    "grpo.val_at_start=false",
+    "policy.generation.max_new_tokens=4",
+    "data.max_train_rows=64",
+    "data.validation_path=null",
 )
 
 
@@ -88,14 +98,14 @@ def test_a_refused_resume_changes_nothing_and_a_damaged_checkpoint_is_passed_ove
 
 
 def test_rollouts_after_the_checkpoint_are_removed(recipe: Recipe) -> None:
-    options = ("grpo.val_period=0", "grpo.val_at_start=false", "checkpointing.export_hf=false")
-    run = run_grpo(recipe.grpo(*options, "grpo.max_num_steps=2")).directory
+    options = (*SMALL_GRPO, "checkpointing.export_hf=false")
+    run = run_grpo(recipe.grpo(*options)).directory
     later = run.rollouts(7)
     shutil.copy(run.rollouts(2), later)
     shutil.copy(run.rollout_tokens(2), run.rollout_tokens(7))
     with run.metrics.open("a") as metrics:
         metrics.write('{"step": 3, "policy/loss": 1.0}\n{"step": 4, "pol')
-    run_grpo(recipe.grpo(*options, "grpo.max_num_steps=2", "resume=true"))
+    run_grpo(recipe.grpo(*options, "resume=true"))
     assert sorted(path.name for path in later.parent.iterdir()) == [
         "step_1.jsonl",
         "step_1.safetensors",
@@ -106,9 +116,8 @@ def test_rollouts_after_the_checkpoint_are_removed(recipe: Recipe) -> None:
 
 
 def test_every_file_of_a_run_has_the_permissions_of_the_umask(recipe: Recipe) -> None:
-    run = run_sft(
-        recipe.sft("sft.max_num_steps=1", "sft.val_period=0", "sft.val_at_start=false")
-    ).directory
+    options = ("sft.max_num_steps=1", "sft.val_period=0", "sft.val_at_start=false")
+    run = run_sft(recipe.sft(*options, "data.max_train_rows=64")).directory
     umask = os.umask(0)
     os.umask(umask)
     files = [path for path in run.path.rglob("*") if path.is_file()]
@@ -189,9 +198,7 @@ def test_a_writer_that_fails_ends_the_run_with_one_message(
     message: str,
 ) -> None:
     path = recipe.folder / "faults.yaml"
-    path.write_text(
-        to_yaml(recipe.grpo("grpo.max_num_steps=2", "grpo.val_period=0", "grpo.val_at_start=false"))
-    )
+    path.write_text(to_yaml(recipe.grpo(*SMALL_GRPO)))
     run = recipe.folder / "grpo"
     if when == BEFORE:
         run.mkdir()
