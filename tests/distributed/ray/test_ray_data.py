@@ -5,7 +5,7 @@ bytes in flight, and one clear error for each failure.
 from __future__ import annotations
 
 import logging
-import subprocess
+import os
 import sys
 import threading
 import time
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.config.errors import ConfigError
@@ -37,7 +38,7 @@ ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from nemo_like.distributed.ray.data_source import RayDataSource, split_over_ranks  # noqa: E402
-from nemo_like.distributed.ray.ray_data import FlowLimits, RayDataPool  # noqa: E402
+from nemo_like.distributed.ray.ray_data import FlowLimits, RayDataPool, check_ray_data  # noqa: E402
 from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster  # noqa: E402
 
 MODULE = "tests.distributed.ray.row_encoding"
@@ -160,8 +161,18 @@ def test_no_free_cpu_is_an_error_before_training(cluster: None) -> None:
         start(num_actors=9)
 
 
-def test_a_run_on_two_nodes_equals_the_run_with_processes(
-    cluster: None, recipe: Recipe, caplog: pytest.LogCaptureFixture
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As many threads in this process as a worker with one CPU has, for equal results."""
+    num_threads = torch.get_num_threads()
+    # A worker in this process has a thread per core.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def test_a_run_encoded_on_two_nodes_equals_the_run_with_processes(
+    cluster: None, one_thread: None, recipe: Recipe, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = (
         "sft.val_at_start=false",
@@ -171,14 +182,17 @@ def test_a_run_on_two_nodes_equals_the_run_with_processes(
         "data.batching.kind=online",
         "data.batching.window_rows=24",
         "data.max_train_rows=300",
-        "cluster.backend=ray",
-        "cluster.num_nodes=2",
-        "cluster.cpus_per_worker=0.5",
     )
     processes = run_sft(recipe.sft(*options, "run_name=processes", "data.num_encoding_workers=1"))
     expected = read_metrics(processes.directory.path)
     assert [line["step"] for line in expected] == [1, 2, 3, 4]
-    with_ray_data = (*options, "data.encoding_backend=ray_data")
+    # Ray Data distributes its actors over the nodes.
+    with_ray_data = (
+        *options,
+        "cluster.backend=ray",
+        "data.encoding_backend=ray_data",
+        "data.num_encoding_workers=2",
+    )
     with caplog.at_level(logging.INFO, "nemo_like.distributed.ray.ray_data"):
         run = run_sft(recipe.sft(*with_ray_data)).directory
     assert read_metrics(run.path) == expected
@@ -299,15 +313,11 @@ def test_keys_that_do_not_fit_are_named(
         recipe.sft("data.encoding_backend=ray_data", *changes)
 
 
-def test_a_missing_package_names_the_extra() -> None:
-    script = """
-import sys
-sys.modules["pandas"] = None
-from nemo_like.distributed.ray.ray_data import check_ray_data
-try:
-    check_ray_data("data.encoding_backend=ray_data")
-except ValueError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert "install the extra ray-data: pip install 'nemo-like[ray-data]'" in done.stdout
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    # None in `sys.modules` is a module that cannot be found.
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(
+        ConfigError,
+        match=r"install the extra ray-data: pip install 'nemo-like\[ray-data\]'",
+    ):
+        check_ray_data("data.encoding_backend=ray_data")
