@@ -226,6 +226,9 @@ def test_compiled_layers_have_the_gradients_of_peft(
     assert not torch_counters["graph_break"]
     # The input of the first layer has no gradient, those of the others have one.
     assert metrics["policy/recompilations"] == 2
+    if LORA_OF[architecture].is_quantized:
+        # What follows does not depend on the weights.
+        return
     outputs = compute_and_fetch(worker, shard)
     for ids, row in zip(shard["input_ids"], outputs["reference_logprobs"], strict=True):
         expected = reference(architecture).base_outputs[np.asarray(ids).tobytes()]
