@@ -233,6 +233,7 @@ def test_a_disk_that_fills_is_one_message_and_keeps_the_checkpoint(recipe: Recip
         "sft.max_num_steps=8",
         "sft.val_period=0",
         "sft.val_at_start=false",
+        "data.max_train_rows=200",
         "checkpointing.keep_latest=9",
     )
     config.write_text(to_yaml(recipe.sft(f"output_dir={small}", *options)))

@@ -18,6 +18,7 @@ from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.packing.algorithms import PackingAlgorithm
+from nemo_like.training.run import RunResult
 from tests.recipe import Recipe
 
 _CLOCKS = ("timing/", "performance/", "weight_sync/", "policy/rank_time", "unix_time_s")
@@ -60,6 +61,22 @@ def test_an_interrupted_and_resumed_run_equals_a_straight_one_bit_for_bit(recipe
     assert (resumed.directory.hf / "model.safetensors").read_bytes() == weights
 
 
+ONE_STEP = (
+    "sft.max_num_steps=1",
+    "sft.val_at_start=false",
+    "checkpointing.enabled=false",
+    "data.max_train_rows=200",
+)
+ONE_STEP_OF_GRPO = (
+    "grpo.max_num_steps=1",
+    "grpo.val_at_start=false",
+    "grpo.val_period=0",
+    "checkpointing.enabled=false",
+    "data.max_train_rows=64",
+    "data.validation_path=null",
+)
+
+
 def test_swapping_the_packer_changes_the_plan_and_nothing_else(recipe: Recipe):
     losses, plans = {}, set()
     for algorithm in PackingAlgorithm:
@@ -67,9 +84,7 @@ def test_swapping_the_packer_changes_the_plan_and_nothing_else(recipe: Recipe):
             recipe.sft(
                 f"policy.sequence_packing.algorithm={algorithm}",
                 f"run_name=sft_{algorithm}",
-                "sft.max_num_steps=1",
-                "sft.val_at_start=false",
-                "checkpointing.enabled=false",
+                *ONE_STEP,
             )
         )
         losses[str(algorithm)] = read_metrics(result.directory.path)[0]["policy/loss"]
@@ -78,21 +93,22 @@ def test_swapping_the_packer_changes_the_plan_and_nothing_else(recipe: Recipe):
     assert len(plans) > 1, "the packers should not all agree on these rows"
 
 
-@pytest.mark.parametrize(
-    "mode", ["policy.dynamic_batching.enabled=true", "policy.train_micro_batch_size=4"]
-)
-def test_layouts_agree_on_the_loss(recipe: Recipe, mode: str):
-    options = ("sft.max_num_steps=1", "sft.val_at_start=false", "checkpointing.enabled=false")
-    packed = run_sft(recipe.sft("run_name=packed", *options))
-    padded = run_sft(
-        recipe.sft("run_name=padded", "policy.sequence_packing.enabled=false", mode, *options)
-    )
-    for name in ("policy/loss", "policy/grad_norm", "policy/num_tokens"):
-        assert padded.last[name] == pytest.approx(packed.last[name], rel=1e-5), name
+def test_layouts_agree_on_the_loss(recipe: Recipe):
+    packed = run_sft(recipe.sft("run_name=packed", *ONE_STEP))
+    modes = {
+        "dynamic": "policy.dynamic_batching.enabled=true",
+        "fixed": "policy.train_micro_batch_size=4",
+    }
+    for name, mode in modes.items():
+        options = (f"run_name={name}", mode, *ONE_STEP)
+        padded = run_sft(recipe.sft("policy.sequence_packing.enabled=false", *options))
+        for metric in ("policy/loss", "policy/grad_norm", "policy/num_tokens"):
+            expected = packed.last[metric]
+            assert padded.last[metric] == pytest.approx(expected, rel=1e-5), (name, metric)
 
 
-def test_the_export_is_the_trained_model_and_generates(recipe: Recipe):
-    result = run_grpo(recipe.grpo("grpo.max_num_steps=1"))
+def check_export(result: RunResult, recipe: Recipe) -> None:
+    """The exported model is the trained one, and generates."""
     assert result.export is not None
     model = AutoModelForCausalLM.from_pretrained(result.export)
     tokenizer = AutoTokenizer.from_pretrained(result.export)
@@ -111,7 +127,7 @@ def test_the_export_is_the_trained_model_and_generates(recipe: Recipe):
     assert generated.shape[1] > ids["input_ids"].shape[1]
 
 
-def test_a_grpo_run_leaves_the_promised_directory(recipe: Recipe):
+def test_a_grpo_run_leaves_the_promised_directory_and_a_model_that_generates(recipe: Recipe):
     result = run_grpo(recipe.grpo("grpo.max_num_steps=1"))
     run = result.directory
     for path in (
@@ -150,6 +166,7 @@ def test_a_grpo_run_leaves_the_promised_directory(recipe: Recipe):
         "reward/mean",
     } <= set(result.last)
     assert result.last["mismatch/gen_kl_k3"] < 1e-6, "sampler and policy are the same fp32 model"
+    check_export(result, recipe)
 
 
 def test_the_sampler_uses_the_new_weights_of_every_step(recipe: Recipe):
@@ -183,12 +200,8 @@ def test_filtered_sampling_and_the_policy_have_one_distribution(
         recipe.grpo(
             *options,
             f"loss_fn.reference_policy_kl_penalty={reference_kl}",
-            "grpo.max_num_steps=1",
-            "grpo.val_at_start=false",
-            "grpo.val_period=0",
-            "data.validation_path=null",
             "policy.train_global_batch_size=32",
-            "checkpointing.enabled=false",
+            *ONE_STEP_OF_GRPO,
         )
     )
     assert result.last["mismatch/token_mult_prob_error"] <= 1.001
@@ -218,14 +231,7 @@ def test_filtered_sampling_and_the_policy_have_one_distribution(
 def test_a_log_prob_pass_runs_only_where_its_result_is_used(
     recipe: Recipe, options: tuple[str, ...], num_passes: int
 ) -> None:
-    config = recipe.grpo(
-        *options,
-        "grpo.max_num_steps=1",
-        "grpo.val_at_start=false",
-        "grpo.val_period=0",
-        "data.validation_path=null",
-        "checkpointing.enabled=false",
-    )
+    config = recipe.grpo(*options, *ONE_STEP_OF_GRPO)
     assert config.has_logprob_pass == (num_passes > 0)
     last = run_grpo(config).last
     assert ("timing/logprobs_s" in last) == (num_passes > 0)
@@ -234,9 +240,9 @@ def test_a_log_prob_pass_runs_only_where_its_result_is_used(
 
 
 def test_a_run_name_is_reused_only_with_resume(recipe: Recipe):
-    run_sft(recipe.sft("sft.max_num_steps=1"))
+    run_sft(recipe.sft(*ONE_STEP))
     with pytest.raises(ConfigError, match="resume=true"):
-        run_sft(recipe.sft("sft.max_num_steps=1"))
+        run_sft(recipe.sft(*ONE_STEP))
 
 
 @pytest.mark.parametrize(
