@@ -8,6 +8,7 @@ import dataclasses
 import logging
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters as torch_counters
@@ -37,11 +38,13 @@ def test_compiled_layers_have_the_gradient_of_plain_ones(model_dir):
     counts = []
     for lengths in BATCHES:
         shard = rank.shard(config, random_batch(lengths))
-        expected, _ = gradients(plain, shard)
+        expected, expected_metrics = gradients(plain, shard)
         found, metrics = gradients(compiled, shard)
         error, weight = worst(found, expected)
         # Fused passes round otherwise.
         assert error < 5e-6, weight
+        loss = expected_metrics["policy/loss"]
+        assert metrics["policy/loss"] == pytest.approx(loss, rel=1e-6)
         counts.append(metrics["policy/recompilations"])
     # The log-probs have two functions; the layers share a graph.
     assert counts[0] == 3, counts
