@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 # every process that a test starts.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# By default torch starts a process for compilation that imports torch again, for GPU kernels.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 # One server forks the processes of all tests that use this start method, and it imports what is set
 # when the first of them starts. Without these modules each rank of a test imports torch,
 # transformers and Megatron-Core again, 8 seconds of a core.
