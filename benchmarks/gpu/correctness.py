@@ -31,7 +31,7 @@ def _cells(arguments: PartArguments) -> Iterator[Cell]:
     is_tiny = arguments.size.name == "tiny"
     yield from attention_cells(arguments.device, is_tiny=is_tiny)
     yield from logprob_cells(arguments.device, arguments.size)
-    yield from step_cells(arguments.device, arguments.work, "dtensor")
+    yield from step_cells(arguments.device, arguments.work, "dtensor", is_tiny=is_tiny)
     yield Cell(
         name="pytest tests/gpu",
         measure=partial(run_pytest, ROOT / "tests" / "gpu"),
@@ -39,7 +39,7 @@ def _cells(arguments: PartArguments) -> Iterator[Cell]:
         limit_s=_PYTEST_LIMIT_S + 20,
     )
     # Last: on the CPU Megatron-Core needs changes of its modules that stay in the process.
-    yield from step_cells(arguments.device, arguments.work, "megatron")
+    yield from step_cells(arguments.device, arguments.work, "megatron", is_tiny=is_tiny)
 
 
 def run_pytest(tests: Path) -> Mapping[str, Any]:

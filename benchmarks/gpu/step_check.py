@@ -58,11 +58,14 @@ _NUM_STEPS = 3
 _LONGEST = 64
 
 
-def step_cells(device: str, work: Path, engine: str) -> Iterator[Cell]:
-    """Yield a cell per model and precision."""
+def step_cells(device: str, work: Path, engine: str, *, is_tiny: bool) -> Iterator[Cell]:
+    """Yield a cell per model and precision; if `is_tiny`, bfloat16 with one model only."""
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))["values"]
     for model in MODELS:
         for precision in _PRECISIONS:
+            if is_tiny and precision == "bfloat16" and model != "llama":
+                # A bfloat16 step on a CPU takes three times as long as one in float32.
+                continue
             name = f"{engine} step {model} {precision}"
             expected = recorded[f"{model} {precision}"]
             yield Cell(
