@@ -29,9 +29,12 @@ def test_killed_runs_are_resumed_and_equal_the_reference(tmp_path: Path):
         "4",
         "--workers",
         "1",
+        # The driver is killed early in its start-up, before it has started Ray.
+        "--seed",
+        "1",
         "--plan",
-        "saving:driver",
-        "step:policy",
+        "startup:driver",
+        "saving:policy",
     ]
     code = main([*arguments, "--out", str(report_path), "--folder", str(tmp_path / "runs")])
     report = json.loads(report_path.read_text())
