@@ -103,8 +103,13 @@ def test_a_killed_driver_leaves_no_process_and_no_folder() -> None:
     wait_until(lambda: not any(map(is_running, pids)))
 
 
-@pytest.mark.parametrize("then", ["signal.pause()", "while True: ray.nodes()"])
-def test_a_driver_whose_raylet_dies_reports_it(tmp_path: Path, then: str) -> None:
+SHUT_DOWN = "RayVirtualCluster(ClusterConfig(cpus_per_worker=0.1)).shutdown()"
+
+
+@pytest.mark.parametrize(
+    ("before", "then"), [(SHUT_DOWN, "signal.pause()"), ("", "while True: ray.nodes()")]
+)
+def test_a_driver_whose_raylet_dies_reports_it(tmp_path: Path, before: str, then: str) -> None:
     """Ray ends the driver's process at its next call, without an exception; an idle driver ends
     too.
     """
@@ -114,8 +119,7 @@ def test_a_driver_whose_raylet_dies_reports_it(tmp_path: Path, then: str) -> Non
         from nemo_like.config.schema import ClusterConfig
         from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
         from nemo_like.distributed.ray.connection import raylet_pid
-        cluster = RayVirtualCluster(ClusterConfig(cpus_per_worker=0.1))
-        cluster.shutdown()
+        {before}
         cluster = RayVirtualCluster(ClusterConfig(cpus_per_worker=0.1))
         os.kill(raylet_pid(), signal.SIGKILL)
         {then}
