@@ -23,7 +23,7 @@ from tests.weight_sync.weight_workers import GeneratorSide, PolicySide
 MAX_BYTES = 2000
 """Below the embedding's size: it gets a bucket of its own."""
 
-DEADLINE_S = 4.0
+DEADLINE_S = 8.0
 """Of a call of a replica."""
 
 TRANSPORTS: list[Transport] = ["shared_memory", "gloo"]

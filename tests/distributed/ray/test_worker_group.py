@@ -289,10 +289,10 @@ def test_a_hung_worker_is_distinguished_from_a_slow_one(
     """One rank loops, later one is stopped; both end the call with the rank and its last
     activity.
     """
-    timeouts = dataclasses.replace(cluster.config, progress_timeout_s=4.0, collective_timeout_s=3.0)
+    timeouts = dataclasses.replace(cluster.config, progress_timeout_s=5.0, collective_timeout_s=4.0)
     monkeypatch.setattr(cluster, "config", timeouts)
     group = plain_group(cluster, ParallelLayout(dp=2))
-    assert group.run_all_workers("work", 6.0) == [0, 1], "a slow worker is not taken for a hung one"
+    assert group.run_all_workers("work", 8.0) == [0, 1], "a slow worker is not taken for a hung one"
     pid = group.locations[1].pid
     with pytest.raises(WorkerHung) as caught:
         group.run_all_workers("work", 0.5, hanging_rank=1)
