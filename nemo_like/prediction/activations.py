@@ -94,8 +94,8 @@ class Activations:
     def _selected_bytes(self) -> tuple[float, float]:
         """Bytes that selective checkpointing saves besides the input of a layer.
 
-        The first number is of tensors that autograd saves as well, the second of those that it
-        does not.
+        The first number is of tensors that autograd saves as well, the second of tensors that it
+        does not save.
         """
         spec = self.spec
         size = self.placement.compute_bytes

@@ -34,7 +34,7 @@ from nemo_like.policy.model_inputs import cp_shard_positions
 HIDDEN = ("ray", "megatron", "hydra", "omegaconf", "vllm", "math_verify", "flash_attn")
 """Modules that a machine with a bare PyTorch image lacks."""
 
-# Each cell ends with a collection of garbage, which looks at every object of all imported modules
+# Each cell ends with a collection of garbage, which visits every object of all imported modules
 # but for those that are frozen.
 RUN_PARTS = """
 import gc, importlib, sys

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -25,9 +24,15 @@ from tests.policy.distillation import (
     taught_batch,
 )
 from tests.policy.dtensor.test_layouts import DYNAMIC, PACKED, Rank, gradients
-from tests.policy.tiny import batching_of_losses, context, relative_error, run_ranks
+from tests.policy.layout_losses import (
+    Expected,
+    Found,
+    assert_losses,
+    batching_of_losses,
+    found_on_ranks,
+)
+from tests.policy.tiny import context
 
-TOLERANCE = 1e-5
 BATCHING = {"packed": PACKED, "dynamic": DYNAMIC}
 LAYOUTS = {
     "one rank": (1, ParallelConfig()),
@@ -37,7 +42,6 @@ LAYOUTS = {
     "tp 2 x cp 2, sequence": (4, ParallelConfig(tensor=2, context=2, sequence=True)),
 }
 LOSS = DistillationLoss(sft_weight=SFT_WEIGHT)
-Found = dict[tuple[str, str], tuple[dict[str, np.ndarray], dict[str, float]]]
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +85,7 @@ def program(
 
 
 @pytest.fixture(scope="module")
-def expected(
-    model_dir: Callable[[str], str], teachers: list[str]
-) -> dict[str, tuple[dict[str, torch.Tensor], float]]:
+def expected(model_dir: Callable[[str], str], teachers: list[str]) -> Expected:
     """Gradient and loss of each divergence by definition."""
     return {
         name: gradients_by_definition(model_dir("qwen3"), teachers, taught_batch(), settings)
@@ -98,20 +100,8 @@ def test_a_layout_does_not_change_the_gradient(
     world_size, parallel = LAYOUTS[layout]
     losses = batching_of_losses(BATCHING, SETTINGS, list(LAYOUTS).index(layout))
     arguments = (parallel, model_dir("qwen3"), teachers, losses)
-    if world_size == 1:
-        results = [program(context(0, 1, meeting), *arguments)]
-    else:
-        results = run_ranks(rank_pool, program, world_size, meeting, *arguments)
-    assert {name for _, name in results[0]} == expected.keys()
-    for (batching, name), (values, metrics) in results[0].items():
-        gradient, loss = expected[name]
-        found = {key: torch.from_numpy(value) for key, value in values.items()}
-        assert relative_error(found, gradient) < TOLERANCE, (layout, batching, name)
-        assert metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE)
-        for other in results[1:]:
-            assert other[batching, name][1]["policy/divergence"] == pytest.approx(
-                metrics["policy/divergence"], rel=1e-6
-            )
+    results = found_on_ranks(rank_pool, program, world_size, meeting, *arguments)
+    assert_losses(results, expected, layout, equal_metric="policy/divergence", rel=1e-6)
 
 
 def test_targets_of_another_batch_are_refused(model_dir, teachers: list[str], meeting: Path):

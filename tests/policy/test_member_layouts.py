@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,17 +11,17 @@ from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
 from tests.policy.dtensor.test_layouts import BASE, DYNAMIC, PACKED, Rank, gradients
+from tests.policy.layout_losses import (
+    Expected,
+    Found,
+    assert_losses,
+    batching_of_losses,
+    found_on_ranks,
+)
 from tests.policy.members import LOSSES, MEMBERS, gradients_by_definition
 from tests.policy.test_gradient_equality import LENGTHS
-from tests.policy.tiny import (
-    batching_of_losses,
-    context,
-    random_batch,
-    relative_error,
-    run_ranks,
-)
+from tests.policy.tiny import random_batch
 
-TOLERANCE = 1e-5
 BATCHING = {
     "packed": PACKED,
     "dynamic": DYNAMIC,
@@ -35,7 +34,6 @@ LAYOUTS = {
     "cp 2": (2, ParallelConfig(context=2)),
     "tp 2 x cp 2": (4, ParallelConfig(tensor=2, context=2)),
 }
-Found = dict[tuple[str, str], tuple[dict[str, np.ndarray], dict[str, float]]]
 
 
 def program(
@@ -60,7 +58,7 @@ def program(
 
 
 @pytest.fixture(scope="module")
-def expected(model_dir) -> dict[str, tuple[dict[str, torch.Tensor], float]]:
+def expected(model_dir) -> Expected:
     """Gradient and loss of each member by definition."""
     batch = random_batch(LENGTHS)
     return {
@@ -76,15 +74,5 @@ def test_a_layout_does_not_change_the_gradient_of_a_member(
     world_size, parallel = LAYOUTS[layout]
     losses = batching_of_losses(BATCHING, LOSSES, list(LAYOUTS).index(layout))
     arguments = (parallel, model_dir("qwen3"), losses)
-    if world_size == 1:
-        results = [program(context(0, 1, meeting), *arguments)]
-    else:
-        results = run_ranks(rank_pool, program, world_size, meeting, *arguments)
-    assert {name for _, name in results[0]} == expected.keys()
-    for (batching, name), (values, metrics) in results[0].items():
-        gradient, loss = expected[name]
-        found = {key: torch.from_numpy(value) for key, value in values.items()}
-        assert relative_error(found, gradient) < TOLERANCE, (layout, batching, name)
-        assert metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE, abs=1e-6)
-        for other in results[1:]:
-            assert other[batching, name][1]["policy/loss"] == metrics["policy/loss"]
+    results = found_on_ranks(rank_pool, program, world_size, meeting, *arguments)
+    assert_losses(results, expected, layout, equal_metric="policy/loss", loss_abs=1e-6)

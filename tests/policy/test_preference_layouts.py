@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,10 +12,16 @@ from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
 from tests.policy.dtensor.test_layouts import BASE, DYNAMIC, PACKED, Rank, gradients
+from tests.policy.layout_losses import (
+    Expected,
+    Found,
+    assert_losses,
+    batching_of_losses,
+    found_on_ranks,
+)
 from tests.policy.preferences import LOSSES, PAIR_LENGTHS, gradients_by_definition, pair_batch
-from tests.policy.tiny import batching_of_losses, context, relative_error, run_ranks
+from tests.policy.tiny import context
 
-TOLERANCE = 1e-5
 PADDED = dataclasses.replace(BASE, train_micro_batch_size=2)
 BATCHING = {
     "packed": PACKED,
@@ -29,7 +34,6 @@ LAYOUTS = {
     "tp 2": (2, ParallelConfig(tensor=2)),
     "cp 2": (2, ParallelConfig(context=2)),
 }
-Found = dict[tuple[str, str], tuple[dict[str, np.ndarray], dict[str, float]]]
 
 
 def program(
@@ -57,7 +61,7 @@ def program(
 
 
 @pytest.fixture(scope="module")
-def expected(model_dir) -> dict[str, tuple[dict[str, torch.Tensor], float]]:
+def expected(model_dir) -> Expected:
     """Gradient and value of each loss by definition."""
     return {
         name: gradients_by_definition(model_dir("qwen3"), pair_batch(), config)
@@ -72,18 +76,8 @@ def test_a_layout_does_not_change_the_gradient_of_a_preference(
     world_size, parallel = LAYOUTS[layout]
     losses = batching_of_losses(BATCHING, LOSSES, list(LAYOUTS).index(layout))
     arguments = (parallel, model_dir("qwen3"), losses)
-    if world_size == 1:
-        results = [program(context(0, 1, meeting), *arguments)]
-    else:
-        results = run_ranks(rank_pool, program, world_size, meeting, *arguments)
-    assert {name for _, name in results[0]} == expected.keys()
-    for (batching, name), (values, metrics) in results[0].items():
-        gradient, loss = expected[name]
-        found = {key: torch.from_numpy(value) for key, value in values.items()}
-        assert relative_error(found, gradient) < TOLERANCE, (layout, batching, name)
-        assert metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE)
-        for other in results[1:]:
-            assert other[batching, name][1]["rewards/margins"] == metrics["rewards/margins"]
+    results = found_on_ranks(rank_pool, program, world_size, meeting, *arguments)
+    assert_losses(results, expected, layout, equal_metric="rewards/margins")
 
 
 def test_a_pair_in_two_microbatches_is_an_error(model_dir, meeting):

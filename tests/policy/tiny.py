@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -230,20 +230,6 @@ def run_ranks(
         for rank in range(world_size)
     ]
     return [future.result(timeout=120) for future in futures]
-
-
-def batching_of_losses(
-    batching: Iterable[str], losses: Iterable[str], layout: int
-) -> dict[str, list[str]]:
-    """The losses to be computed with each way of batching: all in layout 0; in each further layout
-    every loss with one way of batching, another one than in the layout before.
-    """
-    names = list(batching)
-    found: dict[str, list[str]] = {name: [] for name in names}
-    for index, loss in enumerate(losses):
-        for name in names if layout == 0 else [names[(layout + index) % len(names)]]:
-            found[name].append(loss)
-    return found
 
 
 def saved_tensors(directory: Path, kind: str) -> dict[str, Tensor]:
