@@ -19,7 +19,7 @@ import torch
 from nemo_like.policy.host_allocator import keep_freed_memory
 
 def allocate() -> None:
-    for _ in range(10):
+    for _ in range(4):
         torch.ones(2**24)  # 64 MiB
 
 
@@ -37,11 +37,14 @@ def measure(mode: str) -> None:
     elif mode == "configured":
         os.environ["MALLOC_ARENA_MAX"] = "4"
         assert not keep_freed_memory()
-    for _ in range(3):
+    # Small allocations between the blocks take parts of free blocks, and the heap grows for some
+    # rounds. Kept memory gives rounds without new pages; returned memory gives none.
+    rounds = []
+    for _ in range(8):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         in_both_threads()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    in_both_threads()
-    print(mode, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, flush=True)
+        rounds.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    print(mode, min(rounds), flush=True)
 
 
 # The settings cannot be undone. Before the first operation there are no threads of OpenMP.
@@ -59,7 +62,7 @@ for mode in sys.argv[1:]:
 
 
 def num_page_faults(*modes: str) -> dict[str, int]:
-    """Page faults of 20 allocations of 64 MiB, after they were made and freed three times."""
+    """Page faults of 8 allocations of 64 MiB in the round that has the fewest."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")
     }
@@ -78,6 +81,5 @@ def num_page_faults(*modes: str) -> dict[str, int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="the settings are those of glibc")
 def test_kept_memory_is_used_again_and_settings_of_the_user_are_kept() -> None:
     found = num_page_faults("keep", "default", "configured")
-    # Not 0: small allocations between the blocks may use parts of them.
     assert found["keep"] < found["default"] / 4
     assert found["keep"] < found["configured"] / 4
