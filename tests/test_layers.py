@@ -35,7 +35,7 @@ LEVELS = {
 }  # fmt: skip
 TOP = 12
 
-HOMES = {
+LIBRARY_PLACES = {
     "ray": ("distributed/ray/",),
     "hydra": ("config/",),
     "omegaconf": ("config/",),
@@ -102,35 +102,35 @@ def imported_names(tree: ast.Module) -> Iterator[str]:
             )
 
 
-def room_of_path(path: str) -> str:
+def part_of_path(path: str) -> str:
     return path.removesuffix(".py").split("/")[0]
 
 
-def room_of_import(name: str) -> str:
-    """The room an imported name of ours lives in; a name of the package itself, like `__version__`,
-    is in its root.
+def part_of_import(name: str) -> str:
+    """Return the part of the package that has an imported name; `__version__` and other names of
+    the package itself are in `__init__`.
     """
-    room = name.split(".")[1] if "." in name else "__init__"
-    return room if room in LEVELS else "__init__"
+    part = name.split(".")[1] if "." in name else "__init__"
+    return part if part in LEVELS else "__init__"
 
 
 def test_every_module_has_a_level() -> None:
-    rooms = {room_of_path(path) for path, _ in sources()}
-    assert rooms <= set(LEVELS), "give the new room a level here, and keep its imports below it"
+    parts = {part_of_path(path) for path, _ in sources()}
+    assert parts <= set(LEVELS), "give the new part a level here, and import lower levels only"
 
 
-def test_imports_point_downward_and_rooms_of_one_level_do_not_meet() -> None:
+def test_imports_point_to_lower_levels_only() -> None:
     wrong = []
     for path, tree in sources():
-        room = room_of_path(path)
+        part = part_of_path(path)
         for name in imported_names(tree):
             if name.split(".")[0] != "nemo_like":
                 continue
-            other = room_of_import(name)
-            is_same_place = other == room or LEVELS[other] == LEVELS[room] == TOP
-            if not is_same_place and LEVELS[other] >= LEVELS[room]:
+            other = part_of_import(name)
+            is_same_place = other == part or LEVELS[other] == LEVELS[part] == TOP
+            if not is_same_place and LEVELS[other] >= LEVELS[part]:
                 wrong.append(
-                    f"{path} (level {LEVELS[room]}) imports {name} (level {LEVELS[other]})"
+                    f"{path} (level {LEVELS[part]}) imports {name} (level {LEVELS[other]})"
                 )
     assert wrong == []
 
@@ -144,12 +144,13 @@ def test_imports_are_absolute() -> None:
     ] == []
 
 
-def test_heavy_libraries_stay_at_home() -> None:
+def test_heavy_libraries_are_imported_in_one_place() -> None:
     wrong = [
-        f"{path} imports {name}, whose home is {' or '.join(HOMES[name.split('.')[0]])}"
+        f"{path} imports {name}, which belongs in {' or '.join(LIBRARY_PLACES[name.split('.')[0]])}"
         for path, tree in sources()
         for name in imported_names(tree)
-        if name.split(".")[0] in HOMES and not path.startswith(HOMES[name.split(".")[0]])
+        if name.split(".")[0] in LIBRARY_PLACES
+        and not path.startswith(LIBRARY_PLACES[name.split(".")[0]])
     ]
     assert wrong == []
 
@@ -175,10 +176,10 @@ def test_nothing_is_unpickled() -> None:
     assert imports + loads == []
 
 
-def test_no_room_is_a_drawer() -> None:
-    drawers = {"utils", "util", "helpers", "helper", "common", "misc"}
+def test_no_module_has_a_name_without_meaning() -> None:
+    meaningless = {"utils", "util", "helpers", "helper", "common", "misc"}
     assert [
-        path for path, _ in sources() if drawers & set(path.removesuffix(".py").split("/"))
+        path for path, _ in sources() if meaningless & set(path.removesuffix(".py").split("/"))
     ] == []
 
 

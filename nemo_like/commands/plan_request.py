@@ -203,7 +203,6 @@ def _configured(
     """Return the request for the batches that a run of `config` would form."""
     from nemo_like.commands.plan_reward_models import reward_model_notes
     from nemo_like.config.parallel import policy_layout
-    from nemo_like.models.presets import load_spec
     from nemo_like.policy.batching import plan_spec
     from nemo_like.prediction.placement import placement_of
 
@@ -221,8 +220,7 @@ def _configured(
             f"the {config.rows_per_example} rows of a {config.example} are planned independently;"
             " a run keeps them in one microbatch, with slightly more padding"
         )
-    teachers = [load_spec(name) for name in config.teacher_names]
-    placement = placement_of(config, teachers)
+    placement = placement_of(config, _teacher_specs(config))
     notes += reward_model_notes(config)
     request = PlanRequest(
         rows=rows,
@@ -257,6 +255,22 @@ def _configured(
         chosen=spec,
         stream=_stream_spec(config, spec),
     )
+
+
+def _teacher_specs(config: RunConfig) -> list[ModelSpec]:
+    """Return the sizes of the teachers. Raises ConfigError that names the key of a wrong one."""
+    from nemo_like.models.presets import load_spec
+
+    specs = []
+    for key, name in config.teachers_by_key.items():
+        try:
+            specs.append(load_spec(name))
+        except ConfigError as error:
+            raise ConfigError(
+                f"{key} is {name!r}, which is not a directory with a config.json here; give the"
+                f" directory of a model, or its size for this plan ({error})"
+            ) from error
+    return specs
 
 
 def _stream_spec(config: RunConfig, spec: PlanSpec) -> StreamSpec | None:

@@ -406,9 +406,14 @@ class RunConfig:
         return self.kind
 
     @property
+    def teachers_by_key(self) -> dict[str, str]:
+        """Models that the workers keep as teachers, directories or hub names by config key."""
+        return {}
+
+    @property
     def teacher_names(self) -> tuple[str, ...]:
-        """Models that the workers keep besides the policy, as teachers."""
-        return ()
+        """Directories or hub names of the teachers; a row has the index of its own."""
+        return tuple(self.teachers_by_key.values())
 
     @property
     def keeps_teacher_embeddings(self) -> bool:

@@ -237,7 +237,11 @@ def row_problem(
 def _sft_problem(row: Row, columns: tuple[str, ...]) -> str | None:
     if columns == ("question", "answer"):
         return _gsm8k_problem(row)
-    if columns in (("input_ids",), ("text",)):
+    if columns == ("text",):
+        if row["text"]:
+            return None
+        return "column 'text' is empty, so there is nothing to learn; remove the row"
+    if columns == ("input_ids",):
         return None
     # The usual case first: this is called for every row of a file.
     has_text = len(columns) == 2 and not isinstance(row[columns[1]], list)

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from nemo_like.config.lora import MAX_VLLM_RANK
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import MAIN_SET, RunConfig
 from nemo_like.config.text import plural
@@ -59,11 +60,7 @@ def precision_warnings(config: RunConfig, cpu_flags: set[str] | None = None) -> 
     can_send_adapters = lora.enabled and not lora.is_quantized
     sends_adapters = lora.sends_adapters(config.policy.precision)
     if config.generates and can_send_adapters and not sends_adapters:
-        yield (
-            "policy.lora.weight_sync is merged and policy.precision is bfloat16, so the generator"
-            " loses the part of LoRA updates below the last bit of its weights, in the first steps"
-            " nearly all; set policy.lora.weight_sync to adapter"
-        )
+        yield _merged_bfloat16_warning(config)
     if config.cluster.gpus_per_node > 0:
         return
     flags = _cpu_flags() if cpu_flags is None else cpu_flags
@@ -73,6 +70,25 @@ def precision_warnings(config: RunConfig, cpu_flags: set[str] | None = None) -> 
             " amx_bf16), so the run is about 20 times slower than in float32; set policy.precision"
             " to float32, or use GPUs (cluster.gpus_per_node)"
         )
+
+
+def _merged_bfloat16_warning(config: RunConfig) -> str:
+    lora = config.policy.lora
+    choice = f"policy.lora.weight_sync is {lora.weight_sync}"
+    if lora.weight_sync == "auto":
+        choice += f", with policy.lora.rank {lora.rank} the same as merged,"
+    solution = "set policy.lora.weight_sync to adapter"
+    if lora.rank > MAX_VLLM_RANK and config.policy.generation.backend == "vllm":
+        # vLLM has no adapters of this rank.
+        solution = (
+            f"set policy.lora.rank to at most {MAX_VLLM_RANK} and policy.lora.weight_sync to"
+            " adapter"
+        )
+    return (
+        f"{choice} and policy.precision is bfloat16, so the generator loses the part of LoRA"
+        " updates below the last bit of its weights, in the first steps nearly all;"
+        f" {solution}"
+    )
 
 
 def _has_answer(row: dict) -> bool:

@@ -382,3 +382,14 @@ def test_a_model_config_with_a_missing_key_is_named(lengths: Path, tmp_path: Pat
         '{"hidden_size": 64, "vocab_size": 10, "num_hidden_layers": 2}'
     )
     assert "num_attention_heads" in message(capsys, "--lengths", lengths, "--model", tmp_path)
+
+
+def test_a_wrong_teacher_is_named_by_its_key(demo: Path, tmp_path: Path, capsys):
+    config = tmp_path / "distill.yaml"
+    config.write_text(
+        f"run_name: a\npolicy: {{model_name: {demo / 'model'}}}\n"
+        f"data: {{train_path: {demo / 'sft_train.jsonl'}}}\n"
+        "distill: {teacher: nowhere/teacher, max_num_steps: 1}\n"
+    )
+    text = message(capsys, "--config", config, "--limit", 8)
+    assert "distill.teacher is 'nowhere/teacher'" in text

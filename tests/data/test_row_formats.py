@@ -323,6 +323,7 @@ def test_rows_without_turns_are_for_sft_only(tmp_path: Path, row: dict) -> None:
             "both 'labels' and 'token_mask'",
         ),
         ({"text": 3}, r"column 'text' is 3 \(int\), not a text"),
+        ({"text": ""}, "column 'text' is empty, .* remove the row"),
     ],
 )
 def test_bad_tokens_are_named(tmp_path: Path, row: dict, message: str) -> None:

@@ -133,6 +133,13 @@ def test_lora_updates_that_bfloat16_weights_of_the_generator_lose(recipe: Recipe
     merged = recipe.grpo(*keys, "policy.lora.weight_sync=merged")
     [warning] = precision_warnings(merged, set())
     assert "policy.lora.weight_sync is merged" in warning and "to adapter" in warning
+    # `auto` sends merged weights above the largest rank of vLLM, which refuses adapters then.
+    [warning] = precision_warnings(recipe.grpo(*keys, "policy.lora.rank=513"), set())
+    assert "weight_sync is auto, with policy.lora.rank 513" in warning
+    assert warning.endswith("; set policy.lora.weight_sync to adapter")
+    vllm = recipe.grpo(*keys, "policy.lora.rank=513", "policy.generation.backend=vllm")
+    [warning] = precision_warnings(vllm, set())
+    assert "set policy.lora.rank to at most 512" in warning
     for config in (
         recipe.grpo(*keys),
         recipe.grpo(*keys, "policy.lora.weight_sync=adapter"),

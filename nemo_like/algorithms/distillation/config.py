@@ -78,9 +78,9 @@ class DistillRunConfig(RunConfig):
         return "grpo" if self.generates else "sft"
 
     @property
-    def teacher_names(self) -> tuple[str, ...]:
-        """Directories or hub names of the teachers; a row has the index of its own."""
-        return tuple(self.named_teachers.values())
+    def teachers_by_key(self) -> dict[str, str]:
+        """Directories or hub names of the teachers by config key."""
+        return {teacher_key(name): path for name, path in self.named_teachers.items()}
 
     @property
     def keeps_teacher_embeddings(self) -> bool:
@@ -132,6 +132,11 @@ class DistillRunConfig(RunConfig):
                 "environment.path is set, but distillation samples completions of one turn; set it"
                 " to null",
             )
+
+
+def teacher_key(name: str) -> str:
+    """Return the config key of a teacher by its name, '' for a single one."""
+    return f"distill.teachers.{name}" if name else "distill.teacher"
 
 
 def _teacher_problems(config: DistillRunConfig) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nemo_like.algorithms.distillation.config import DistillRunConfig
+from nemo_like.algorithms.distillation.config import DistillRunConfig, teacher_key
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.lora import LoraConfig
 from nemo_like.config.paths import model_path
@@ -28,11 +28,6 @@ def resolve_teachers(config: DistillRunConfig) -> DistillRunConfig:
     teacher = None if distill.teacher is None else model_path(distill.teacher)
     teachers = {name: model_path(path) for name, path in distill.teachers.items()}
     return replace(config, distill=replace(distill, teacher=teacher, teachers=teachers))
-
-
-def teacher_key(name: str) -> str:
-    """Return the config key of a teacher."""
-    return f"distill.teachers.{name}" if name else "distill.teacher"
 
 
 def open_teachers(
