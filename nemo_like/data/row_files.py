@@ -31,6 +31,7 @@ _MAX_SHOWN_CHARACTERS = 60
 _ROWS_PER_BATCH = 1000
 """Rows of a parquet or Arrow file that are converted to Python objects at once."""
 _READ_BYTES = 2**20
+_SORTING_ENCODER = json.JSONEncoder(sort_keys=True, default=str)
 # pyarrow's own errors derive from these; conversions to Python add OverflowError and
 # UnicodeDecodeError (a ValueError).
 _ARROW_ERRORS = (
@@ -229,20 +230,45 @@ def _read_arrow(path: Path) -> Iterator[LocatedRow]:
 
 
 def _batch_rows(batches: Any, shown: str) -> Iterator[LocatedRow]:
-    """Convert Arrow record batches to rows."""
+    """Convert Arrow record batches to rows. Columns and keys keep the order of the file."""
     prefix = f"{shown} row "
     number = 0
     for batch in batches:
         _check_columns(batch.schema.names, shown)
         # The conversion of a damaged file could otherwise read outside of its buffers.
         batch.validate(full=True)
+        nested = [field.name for field in batch.schema if field.type.num_fields]
+        is_json = all(_is_json_type(field.type) for field in batch.schema)
         for start in range(0, batch.num_rows, _ROWS_PER_BATCH):
             # A part at a time: Python objects need several times the memory of the batch.
             for row in batch.slice(start, _ROWS_PER_BATCH).to_pylist():
-                content = _content({key: without_nulls(value) for key, value in row.items()})
+                for name in nested:
+                    row[name] = without_nulls(row[name])
+                content = _content(row)
                 # Values that JSON does not have, such as dates, are texts.
-                yield Location(prefix, number), json.loads(content), content
+                values = row if is_json else json.loads(json.dumps(row, default=str))
+                yield Location(prefix, number), values, content
                 number += 1
+
+
+def _is_json_type(kind: Any) -> bool:
+    """Return True if all values of an Arrow type are values of JSON in Python."""
+    from pyarrow import types
+
+    if types.is_struct(kind):
+        return all(_is_json_type(field.type) for field in kind)
+    if types.is_list(kind) or types.is_large_list(kind):
+        return _is_json_type(kind.value_type)
+    scalars = (
+        types.is_string,
+        types.is_large_string,
+        types.is_boolean,
+        types.is_null,
+        types.is_integer,
+        types.is_float32,
+        types.is_float64,
+    )
+    return any(is_type(kind) for is_type in scalars)
 
 
 def _check_columns(names: list[str], shown: str) -> None:
@@ -255,4 +281,4 @@ def _check_columns(names: list[str], shown: str) -> None:
 
 def _content(row: Any) -> bytes:
     """Convert a row to bytes that depend on its values only, for files without lines."""
-    return json.dumps(row, sort_keys=True, default=str).encode()
+    return _SORTING_ENCODER.encode(row).encode()

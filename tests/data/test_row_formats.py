@@ -5,6 +5,7 @@ raw text and rows of token ids.
 from __future__ import annotations
 
 import csv
+import datetime
 import gzip
 import json
 from collections.abc import Mapping, Sequence
@@ -499,3 +500,29 @@ def test_large_batches_of_tables_are_read_in_parts(tmp_path: Path) -> None:
         loaded = load_rows(path, PROMPT_ROWS)
         assert [row["prompt"] for row in loaded] == prompts
         assert loaded.locations[2400].endswith(" row 2400")
+
+
+def test_tables_keep_the_order_of_keys_and_have_only_values_of_json(tmp_path: Path) -> None:
+    function = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "a": None}}
+    row = {
+        "prompt": "a",
+        "answer": "1",
+        "tools": [{"type": "function", "function": function}],
+        "level": 0.5,
+        "is_new": True,
+    }
+    plain = pyarrow.Table.from_pylist([row])
+    dates = pyarrow.array([datetime.date(2026, 1, 2)])
+    halves = pyarrow.array([1.5], pyarrow.float32()).cast(pyarrow.float16())
+    table = plain.append_column("day", dates).append_column("half", halves)
+    pyarrow.parquet.write_table(plain, tmp_path / "plain.parquet")
+    pyarrow.parquet.write_table(table, tmp_path / "table.parquet")
+    del function["parameters"]["a"]
+    # As text: dictionaries with other orders are equal.
+    expected = json.dumps(row)
+    first = dict(load_rows(tmp_path / "plain.parquet", PROMPT_ROWS)[0])
+    second = dict(load_rows(tmp_path / "table.parquet", PROMPT_ROWS)[0])
+    assert json.dumps(first) == expected
+    assert second.pop("day") == "2026-01-02"
+    assert float(second.pop("half")) == 1.5
+    assert json.dumps(second) == expected
