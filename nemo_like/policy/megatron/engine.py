@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.models.adapters import adapter_names, is_adapter
-from nemo_like.models.spec import SCORE_WEIGHT
+from nemo_like.models.adapters import is_adapter
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint import sharded as sharded_checkpoint
 from nemo_like.policy.checkpoint.adapter_reader import open_initial, stored_head
@@ -29,21 +28,12 @@ from nemo_like.policy.checkpoint.sharded_reader import EMA, adam_states
 from nemo_like.policy.engine import ResultT, StepFunction
 from nemo_like.policy.engine_base import EngineBase
 from nemo_like.policy.freezing import frozen_names
-from nemo_like.policy.lora_state import LoraState
 from nemo_like.policy.megatron import checkpoint as megatron_checkpoint
+from nemo_like.policy.megatron.engine_adapters import EngineAdapters
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.families.family import Family
 from nemo_like.policy.megatron.freezing import frozen_parameters
 from nemo_like.policy.megatron.groups import Groups
-from nemo_like.policy.megatron.lora import (
-    AdapterMaps,
-    AdapterSpec,
-    adapter_map,
-    adapter_specs,
-    add_adapters,
-    check_lora,
-    merged,
-)
 from nemo_like.policy.megatron.model import build_model
 from nemo_like.policy.megatron.optimizer import ShardedAdamW
 from nemo_like.policy.megatron.param_map import (
@@ -107,8 +97,6 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
             sequence_parallel=parallel_layout.sequence_parallel,
             recompute=config.activation_checkpointing if trainable else "none",
         )
-        has_adapters = trainable and config.lora.enabled
-        self._model.requires_grad_(trainable and not has_adapters)
         self._param_map = family.param_map(sharding, stage, tp_rank, ep_rank)
         self._parameters = dict(self._model.named_parameters())
         self._check_param_map()
@@ -117,13 +105,10 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         self._trained = self._parameters
         self._trained_map = self._param_map
         """Parameters with gradients; of a frozen engine all its weights."""
-        if trainable and config.freeze:
-            self._freeze(family, sharding, stage)
-        self._adapters: dict[str, list[AdapterSpec]] = {}
-        if has_adapters:
-            check_lora(family, sharding, config.lora)
-            self._add_adapters(tp_rank)
+        self._adapters: EngineAdapters | None = None
+        self._model.requires_grad_(trainable)
         if trainable:
+            self._choose_trained(family, sharding, stage)
             self._optimizer = ShardedAdamW(
                 self._model,
                 self._param_map | self._trained_map,
@@ -132,30 +117,65 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
             )
         self._gatherer = FullWeightGatherer(family, sharding, parallel_layout, rank, device)
         self._check_names()
-        self._adapter_gatherer = None
-        if has_adapters:
-            maps = AdapterMaps(family, config.lora)
-            self._adapter_gatherer = FullWeightGatherer(
-                maps, sharding, parallel_layout, rank, device
-            )
         # The schedules start and stop these timers around each microbatch's forward and backward.
         self._model.config.timers = ScheduleTimers(self.clock)
+        self._head = self._build_head(head, sharding, tp_rank)
+        if self._adapters is not None and head == "scores":
+            initial_weights |= stored_head(config.lora, self.spec.hidden_size)
+        self._load_initial(initial_weights, seed)
+        if trainable:
+            self.start_ema()
+
+    def _choose_trained(
+        self,
+        family: Family,
+        sharding: ModelSharding,
+        stage: int,
+    ) -> None:
+        """Exclude weights that `policy.freeze` matches from training; add LoRA adapters."""
+        if self.config.freeze:
+            self._freeze(family, sharding, stage)
+        if not self.config.lora.enabled:
+            return
+        self._model.requires_grad_(False)
+        self._adapters = EngineAdapters(
+            self._model,
+            self._param_map,
+            family,
+            sharding,
+            lora=self.config.lora,
+            parallel_layout=self.parallel_layout,
+            rank=self.rank,
+            device=self.device,
+            dtype=self._dtype,
+        )
+        self._lora = self._adapters.state
+        self._model.is_embedding_frozen = True
+        self._trained = self._adapters.parameters
+        self._trained_map = self._adapters.param_map
+
+    def _build_head(
+        self,
+        head: OutputHead,
+        sharding: ModelSharding,
+        tp_rank: int,
+    ) -> ScoreHead | VocabularyHead:
+        """Return the head that computes a microbatch's outputs on the last stage."""
+        if head == "vocabulary":
+            chunk_size = self.config.chunk_size(self.device.type)
+            return VocabularyHead(self._model, sharding, tp_rank, self.groups, chunk_size)
         share = None
         if self._model.config.sequence_parallel:
-            share = SequenceShare(groups.tp, tp_rank)
-        self._head = ScoreHead(self._model, share)
-        if head == "vocabulary":
-            self._head = VocabularyHead(
-                self._model,
-                sharding,
-                tp_rank,
-                groups,
-                config.chunk_size(device.type),
-            )
-        if has_adapters and head == "scores":
-            initial_weights |= stored_head(config.lora, self.spec.hidden_size)
+            share = SequenceShare(self.groups.tp, tp_rank)
+        return ScoreHead(self._model, share)
+
+    def _load_initial(self, initial_weights: Mapping[str, Tensor], seed: int) -> None:
+        """Read the weights from the model's files and initialize the adapters.
+
+        `initial_weights` [...] have the values of weights that the files need not have.
+        """
         shapes = self.weight_shapes()
-        with open_model(config.model_name) as files:
+        with open_model(self.config.model_name) as files:
             files.check({name: shapes[name] for name in shapes if name not in initial_weights})
             megatron_checkpoint.fill_weights(
                 self._parameters,
@@ -163,10 +183,13 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
                 partial(_read_weight, initial_weights, files.read),
                 self._optimizer,
             )
-        if has_adapters:
-            self._initialize_adapters(seed)
-        if trainable:
-            self.start_ema()
+        if self._adapters is None:
+            return
+        # A score head has the values of the model's files, or those of `initial_weights`.
+        shapes = {name: shape for name, shape in self._saved_shapes().items() if is_adapter(name)}
+        matrices = {name: each for name, each in self._trained.items() if is_adapter(name)}
+        with open_initial(self.config.lora, shapes, seed) as read:
+            megatron_checkpoint.fill_weights(matrices, self._trained_map, read, self._optimizer)
 
     @property
     def model_config(self) -> Any:
@@ -241,42 +264,26 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
 
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
         """See `Engine.adapter_shapes`."""
-        return {} if self._adapter_gatherer is None else self._saved_shapes()
+        return {} if self._adapters is None else self._saved_shapes()
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.full_weights`; on rank 0 each has its full shape."""
-        adapters = self.adapter_shapes()
-        if names and names[0] in adapters:
-            return self._full_adapters(names, self._dtype)
+        if self._adapters is not None and names and names[0] in self.adapter_shapes():
+            return self._adapters.gather(names, self._saved_shapes(), self._dtype)
+        # q, k and v are parts of one parameter, and gathered one after the other.
+        last: tuple[str, Tensor] | None = None
 
         def local(name: str) -> Tensor:
             """Return this rank's parameter without gradient, in the shape of its spec."""
-            parameter = self._parameters[name].detach()
-            adapters = self._adapters.get(name.removesuffix(".weight"))
-            if adapters is not None:
-                parameter = merged(parameter, adapters, self._trained, self.config.lora.scale)
-            return parameter.view(self._param_map[name].shape)
+            nonlocal last
+            if last is None or last[0] != name:
+                parameter = self._parameters[name].detach()
+                if self._adapters is not None:
+                    parameter = self._adapters.merge(name, parameter)
+                last = name, parameter
+            return last[1].view(self._param_map[name].shape)
 
-        return self._gatherer.gather(
-            names,
-            self.weight_shapes(),
-            self._dtype,
-            local,
-        )
-
-    def _full_adapters(
-        self,
-        names: Sequence[str],
-        dtype: torch.dtype,
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the named matrices of adapters, on rank 0 each with its full shape."""
-        assert self._adapter_gatherer is not None, "the model has adapters"
-        return self._adapter_gatherer.gather(
-            names,
-            self._saved_shapes(),
-            dtype,
-            lambda name: self._trained[name].detach(),
-        )
+        return self._gatherer.gather(names, self.weight_shapes(), self._dtype, local)
 
     def save(self, directory: Path, *, in_background: bool) -> PendingSave:
         """See `Engine.save`."""
@@ -327,7 +334,9 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
 
     def _gather_adapters(self) -> dict[str, Tensor]:
         """See `EngineBase._gather_adapters`."""
-        return dict(self._full_adapters(list(self._saved_shapes()), torch.float32))
+        assert self._adapters is not None, "the model has adapters"
+        shapes = self._saved_shapes()
+        return dict(self._adapters.gather(list(shapes), shapes, torch.float32))
 
     def _freeze(
         self,
@@ -355,50 +364,10 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
             return {}
         return {name: each for name, each in self._param_map.items() if name not in self._trained}
 
-    def _add_adapters(self, tp_rank: int) -> None:
-        """Add the LoRA adapters, which are then the trained parameters, beside a score head."""
-        lora = self.config.lora
-        for spec in adapter_specs(self._param_map, lora, self.spec, tp_rank):
-            self._adapters.setdefault(spec.module, []).append(spec)
-        self._lora = LoraState(lora)
-        add_adapters(
-            self._model,
-            self._adapters,
-            self._lora,
-            device=self.device,
-            dtype=self._dtype,
-            sequence_parallel=self.parallel_layout.sequence_parallel,
-        )
-        self._model.is_embedding_frozen = True
-        self._trained_map = adapter_map(self._param_map, lora, self.spec, tp_rank)
-        parameters = dict(self._model.named_parameters())
-        self._trained = {name: parameters[name] for name in self._trained_map}
-        for parameter in self._trained.values():
-            parameter.requires_grad_(True)
-
-    def _initialize_adapters(self, seed: int) -> None:
-        """Set the matrices of the adapters to their initial values; see `open_initial`."""
-        shapes = {name: shape for name, shape in self._saved_shapes().items() if is_adapter(name)}
-        # A score head has the values of the model's files, or those of `initial_weights`.
-        matrices = {name: each for name, each in self._trained.items() if is_adapter(name)}
-        with open_initial(self.config.lora, shapes, seed) as read:
-            megatron_checkpoint.fill_weights(matrices, self._trained_map, read, self._optimizer)
-
     def _saved_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the full shapes of what checkpoints have: all weights, or what LoRA trains."""
         shapes = self.weight_shapes()
-        if self._adapter_gatherer is None:
-            return shapes
-        saved: dict[str, tuple[int, ...]] = {}
-        for name, shape in shapes.items():
-            names = adapter_names(name)
-            if names.a in self._adapter_gatherer.names:
-                num_outputs, num_inputs = shape
-                saved[names.a] = (self.config.lora.rank, num_inputs)
-                saved[names.b] = (num_outputs, self.config.lora.rank)
-            elif name == SCORE_WEIGHT:
-                saved[name] = shape
-        return saved
+        return shapes if self._adapters is None else self._adapters.shapes(shapes)
 
     def _check_names(self) -> None:
         """Check that the parameter maps of all ranks together name every Hugging Face weight."""

@@ -73,7 +73,7 @@ class MegatronSide:
             return optimizer._gather_full(name, values, writer=0)
 
         shapes = engine._saved_shapes()
-        gathered = engine._adapter_gatherer.gather(list(shapes), shapes, torch.float32, gradient)
+        gathered = engine._adapters.gather(list(shapes), shapes, torch.float32, gradient)
         return {name: tensor.numpy() for name, tensor in gathered}
 
     def frozen(self, engine: Any) -> Iterable[Tensor]:
