@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -295,18 +295,6 @@ def _ray_starter(
             logs=logs,
         )
     )
-    # A replica of the generator is one process, which starts its tensor-parallel ranks itself.
-    groups: dict[str, tuple[BundleSet, ParallelLayout]] = {
-        "policy": ("policy", policy_layout(config)),
-        "generation": ("generation", ParallelLayout()),
-        # Reward functions need no GPU and little CPU, so their workers reserve nothing.
-        "reward": ("anywhere", ParallelLayout(dp=config.reward.num_workers)),
-        "environment": ("anywhere", ParallelLayout()),
-    }
-    # A replica with resources of its own has one bundle, a colocated one those of several workers.
-    bundles_per_replica = 1
-    if config.cluster.generation_workers == 0:
-        bundles_per_replica = workers_per_replica(config)
 
     def start(
         name: str,
@@ -314,32 +302,17 @@ def _ray_starter(
         index: int = 0,
         **kwargs: Any,
     ) -> WorkerGroup:
-        environment = environments[name]
-        progress_timeout_s = None
-        first_bundle = index * bundles_per_replica
-        if name == "reward_model":
-            placement = model_placement(config, index)
-            bundles: BundleSet = "policy" if placement.is_shared else "extra"
-            parallel_layout = placement.parallel_layout
-            first_bundle = placement.first_bundle
-            name = f"reward_model-{list(config.reward.models)[index]}"
-        else:
-            bundles, parallel_layout = groups[name]
-        if name == "generation":
-            name = f"generation-{index}"
-            progress_timeout_s = config.policy.generation.progress_timeout_s
-        if name == "environment":
-            name = f"environment-{index}"
+        placement = _group_placement(config, name, index)
         group = RayWorkerGroup(
             cluster,
             worker_class,
             kwargs,
-            name=name,
-            parallel_layout=parallel_layout,
-            bundles=bundles,
-            first_bundle=first_bundle,
-            progress_timeout_s=progress_timeout_s,
-            environment=environment,
+            name=placement.name,
+            parallel_layout=placement.parallel_layout,
+            bundles=placement.bundles,
+            first_bundle=placement.first_bundle,
+            progress_timeout_s=placement.progress_timeout_s,
+            environment=environments[name],
         )
         closing.callback(group.shutdown)
         # In driver.log, so that the processes of a run can be found on their nodes.
@@ -347,10 +320,53 @@ def _ray_starter(
             logger.info(
                 "worker %d of the %s group: pid %d on node %s",
                 rank,
-                name,
+                placement.name,
                 location.pid,
                 location.ip,
             )
         return group
 
     return start
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GroupPlacement:
+    """Name, layout and resources of a worker group on Ray."""
+
+    name: str
+    bundles: BundleSet
+    parallel_layout: ParallelLayout = field(default_factory=ParallelLayout)
+    first_bundle: int = 0
+    progress_timeout_s: float | None = None
+
+
+def _group_placement(config: RunConfig, name: str, index: int) -> _GroupPlacement:
+    """Return the placement of the group; `index` is that of `group_starter`."""
+    if name == "policy":
+        return _GroupPlacement(name=name, bundles="policy", parallel_layout=policy_layout(config))
+    if name == "generation":
+        # A replica with resources of its own has one bundle, a colocated one those of several
+        # workers. It is one process, which starts its tensor-parallel ranks itself.
+        bundles_per_replica = 1
+        if config.cluster.generation_workers == 0:
+            bundles_per_replica = workers_per_replica(config)
+        return _GroupPlacement(
+            name=f"generation-{index}",
+            bundles="generation",
+            first_bundle=index * bundles_per_replica,
+            progress_timeout_s=config.policy.generation.progress_timeout_s,
+        )
+    if name == "reward_model":
+        placement = model_placement(config, index)
+        return _GroupPlacement(
+            name=f"reward_model-{list(config.reward.models)[index]}",
+            bundles="policy" if placement.is_shared else "extra",
+            parallel_layout=placement.parallel_layout,
+            first_bundle=placement.first_bundle,
+        )
+    # Reward functions and environments need no GPU and little CPU, so their workers reserve
+    # nothing.
+    if name == "environment":
+        return _GroupPlacement(name=f"environment-{index}", bundles="anywhere")
+    layout = ParallelLayout(dp=config.reward.num_workers)
+    return _GroupPlacement(name=name, bundles="anywhere", parallel_layout=layout)
