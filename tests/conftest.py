@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,11 +27,25 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # One server forks the processes of all tests that use this start method, and it imports what is set
 # when the first of them starts. Without these modules each rank of a test imports torch,
 # transformers and Megatron-Core again, 8 seconds of a core.
-multiprocessing.set_forkserver_preload(["tests.policy.megatron.ranks"])
+multiprocessing.set_forkserver_preload(["tests.preload"])
 
 # The duration of an example depends more on the load of the machine than on the code.
 settings.register_profile("untimed", parent=settings(), deadline=None)
 settings.load_profile("untimed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import the tests without garbage collections, and let later ones skip what is imported."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """Let the interpreter free everything, of which extensions print what remains."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -226,10 +227,19 @@ def run_ranks(
     pool.
     """
     futures = [
-        pool.submit(function, context(rank, world_size, meeting), *args)
+        pool.submit(_run_rank, function, context(rank, world_size, meeting), *args)
         for rank in range(world_size)
     ]
     return [future.result(timeout=120) for future in futures]
+
+
+def _run_rank(function: Callable[..., Any], worker_context: WorkerContext, *args: Any) -> Any:
+    try:
+        return function(worker_context, *args)
+    finally:
+        # Engines are in reference cycles. What is left of them holds their process groups, and gloo
+        # has three threads per group, one of which polls.
+        gc.collect()
 
 
 def saved_tensors(directory: Path, kind: str) -> dict[str, Tensor]:

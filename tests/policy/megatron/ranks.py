@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from nemo_like.config.output_head import OutputHead
@@ -162,6 +163,8 @@ def joined(context: WorkerContext, parallel: ParallelConfig) -> Iterator[Rank]:
         _check_groups(groups, parallel_layout, context.rank)
         yield Rank(context, parallel, parallel_layout, device, groups)
     finally:
+        # Megatron-Core would hold the groups, and with them their threads.
+        parallel_state.destroy_model_parallel()
         process_groups.destroy()
 
 
