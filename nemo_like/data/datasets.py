@@ -213,8 +213,9 @@ def row_problem(
     """Describe the problem of a row of this format, or return None."""
     for column in columns:
         if row.get(column) is None:
+            found = "null" if column in row else "missing"
             return (
-                f"column {column!r} is missing; the rows before have {' + '.join(columns)}, this"
+                f"column {column!r} is {found}; the rows before have {' + '.join(columns)}, this"
                 f" one has {_names(row)}"
             )
         if column == "input_ids":
@@ -282,7 +283,9 @@ def _text_problem(value: Any, column: str) -> str | None:
         return f"column 'answer' is {shown_json(value)}, not a text or a finite number"
     if column not in _MESSAGE_COLUMNS:
         return f"column {column!r} is {shown_json(value)}, not a text"
-    if not isinstance(value, list) or not value:
+    if value == []:
+        return f"column {column!r} is an empty list, without a message"
+    if not isinstance(value, list):
         wanted = "a list of messages" if column == "messages" else "a text or a list of messages"
         return f"column {column!r} is {shown_json(value)}, not {wanted}"
     for index, message in enumerate(value):

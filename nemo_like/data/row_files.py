@@ -31,7 +31,6 @@ _MAX_SHOWN_CHARACTERS = 60
 _ROWS_PER_BATCH = 1000
 """Rows of a parquet or Arrow file that are converted to Python objects at once."""
 _READ_BYTES = 2**20
-_SORTING_ENCODER = json.JSONEncoder(sort_keys=True, default=str)
 # pyarrow's own errors derive from these; conversions to Python add OverflowError and
 # UnicodeDecodeError (a ValueError).
 _ARROW_ERRORS = (
@@ -120,10 +119,11 @@ def _parse(data: bytes, location: str | Location) -> Any:
         at = f"column {error.colno}"
         if error.lineno > 1:
             at = f"line {error.lineno} {at}"
+        reason = error.msg
+        if reason == "Extra data" and error.lineno > 1:
+            reason = "further data after the first value (one object per line is a .jsonl file)"
         near = error.doc[max(error.pos - 20, 0) : error.pos + 20]
-        raise ConfigError(
-            f"{location}: not valid JSON at {at}: {error.msg}, near {near!r}"
-        ) from error
+        raise ConfigError(f"{location}: not valid JSON at {at}: {reason}, near {near!r}") from error
     except RecursionError as error:
         raise ConfigError(f"{location}: not readable as JSON: too deeply nested") from error
     except ValueError as error:
@@ -246,7 +246,7 @@ def _batch_rows(batches: Any, shown: str) -> Iterator[LocatedRow]:
                     row[name] = without_nulls(row[name])
                 content = _content(row)
                 # Values that JSON does not have, such as dates, are texts.
-                values = row if is_json else json.loads(json.dumps(row, default=str))
+                values = row if is_json else json.loads(json.dumps(row, default=_json_value))
                 yield Location(prefix, number), values, content
                 number += 1
 
@@ -277,6 +277,23 @@ def _check_columns(names: list[str], shown: str) -> None:
         return
     repeated = next(name for name in names if names.count(name) > 1)
     raise ConfigError(f"{shown}: has the column {repeated!r} twice; rename or remove one")
+
+
+def _json_value(value: Any) -> Any:
+    """Return a value that JSON does not have, such as a date, as a text.
+
+    Bytes are text where they are UTF-8: some writers of Parquet do not mark texts as such. Other
+    bytes are an object, so that a column that should be a text is refused.
+    """
+    if not isinstance(value, bytes):
+        return str(value)
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        return {"bytes": value.hex()}
+
+
+_SORTING_ENCODER = json.JSONEncoder(sort_keys=True, default=_json_value)
 
 
 def _content(row: Any) -> bytes:

@@ -23,7 +23,9 @@ _MASKS_OF_OTHER_TOOLS = ("assistant_masks", "completion_mask", "loss_mask")
 def token_row_problem(row: Row) -> str | None:
     """Describe the problem of a row with `input_ids`, or return None."""
     ids = row["input_ids"]
-    if not isinstance(ids, list) or not ids:
+    if ids == []:
+        return "column 'input_ids' is an empty list, without a token"
+    if not isinstance(ids, list):
         return f"column 'input_ids' is {shown_json(ids)}, not a list of token ids"
     for index, token in enumerate(ids):
         if not _is_int(token) or not 0 <= token <= _MAX_TOKEN_ID:

@@ -298,7 +298,6 @@ def test_rows_without_turns_are_for_sft_only(tmp_path: Path, row: dict) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"input_ids": []}, r"column 'input_ids' is \[\] \(list\), not a list of token ids"),
         ({"input_ids": [5, -1]}, r"input_ids\[1\] is -1 \(int\), not a token id"),
         ({"input_ids": [5, 2**31]}, r"input_ids\[1\] is 2147483648 \(int\), not a token id"),
         ({"input_ids": [5, True]}, r"input_ids\[1\] is true \(bool\), not a token id"),
@@ -324,6 +323,7 @@ def test_rows_without_turns_are_for_sft_only(tmp_path: Path, row: dict) -> None:
             "both 'labels' and 'token_mask'",
         ),
         ({"text": 3}, r"column 'text' is 3 \(int\), not a text"),
+        ({"input_ids": []}, "column 'input_ids' is an empty list, without a token"),
         ({"text": ""}, "column 'text' is empty, .* remove the row"),
     ],
 )
@@ -458,6 +458,12 @@ def test_locations_of_several_files() -> None:
             "jsonl:2: column 'prompt' is missing; the rows before have prompt . answer, this one",
         ),
         (
+            "null.jsonl",
+            b'{"prompt": "a", "answer": "1"}\n{"prompt": "a", "answer": null}\n',
+            "jsonl:2: column 'answer' is null; the rows before have prompt . answer",
+        ),
+        ("none.jsonl", b'{"messages": []}\n', "column 'messages' is an empty list"),
+        (
             "mixed.jsonl",
             b'{"prompt": "a"}\n{"prompt": "a", "answer": "1"}\n',
             "jsonl:2: columns .* are another format than prompt, which the rows before have",
@@ -472,6 +478,17 @@ def test_a_file_that_cannot_be_used_is_named(
     path = tmp_path / name
     path.write_bytes(text)
     with pytest.raises(ConfigError, match=message):
+        load_rows(path, PROMPT_ROWS)
+
+
+def test_bytes_of_a_table_are_texts_if_they_are_utf_8(tmp_path: Path) -> None:
+    """Parquet files of some tools do not mark texts as such."""
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"prompt": ["ä".encode()], "answer": ["1"], "image": [b"\xff"]})
+    pyarrow.parquet.write_table(table, path)
+    assert load_rows(path, PROMPT_ROWS)[0]["prompt"] == "ä"
+    pyarrow.parquet.write_table(table.rename_columns(["image", "answer", "prompt"]), path)
+    with pytest.raises(ConfigError, match=r"row 0: column 'prompt' is .*\(dict\), not a text"):
         load_rows(path, PROMPT_ROWS)
 
 
