@@ -24,6 +24,7 @@ def optimization_problems(config: RunConfig) -> Iterator[Problem]:
     yield from _lengths(scheduler)
     yield from _unused(scheduler)
     yield from _optimizer(config.policy)
+    yield from _ema(config)
     if config.policy.freeze and config.policy.lora.enabled:
         yield Problem(
             ("policy.freeze", "policy.lora.enabled"),
@@ -63,6 +64,25 @@ def _optimizer(policy: PolicyConfig) -> Iterator[Problem]:
             ("policy.optimizer.name", "policy.lora.enabled"),
             "policy.optimizer.name is muon, but policy.lora.enabled is true: Muon updates the"
             " matrices of the model, which are frozen. Set policy.optimizer.name to adamw",
+        )
+
+
+def _ema(config: RunConfig) -> Iterator[Problem]:
+    ema = config.policy.ema
+    if not ema.use_for_validation:
+        return
+    if not ema.enabled:
+        yield Problem(
+            ("policy.ema.use_for_validation", "policy.ema.enabled"),
+            "policy.ema.use_for_validation is true, but policy.ema.enabled is false, so there is no"
+            " average: set policy.ema.enabled to true, or policy.ema.use_for_validation to false",
+        )
+    if config.samples_validation:
+        yield Problem(
+            ("policy.ema.use_for_validation",),
+            "policy.ema.use_for_validation is true, but the completions of this validation are"
+            " sampled by the generator, which has the weights: set it to false, and evaluate the"
+            " averaged model with `nemo-like eval --model <run>/hf_ema`",
         )
 
 

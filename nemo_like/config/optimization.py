@@ -83,3 +83,6 @@ class EmaConfig:
     """Weight of the previous average; 0.999 averages over about 1000 steps."""
     start_step: Annotated[int, AtLeast(0)] = 0
     """Optimizer step until which the average is the weight itself."""
+    use_for_validation: bool = False
+    """Compute validation losses and accuracies with the average instead of the weights. Not for
+    validations that sample completions."""

@@ -396,6 +396,11 @@ class RunConfig:
         return False
 
     @property
+    def samples_validation(self) -> bool:
+        """True if a validation samples completions."""
+        return self.generates
+
+    @property
     def needs_rewards(self) -> bool:
         """True if sampled completions are scored by reward functions."""
         return self.generates

@@ -215,12 +215,14 @@ class PolicyWorker:
         rows = self._rows({**shard, **self._kept_logprobs(shard, logprobs)}, plan.spec, logprobs)
         # Only the metrics are used, so the loss is not normalized.
         step_fn = LossStep(loss, 1.0, self._policy.sum_over_cp)
-        results = self._policy.run(
-            map(rows.inputs, plan.microbatches),
-            step_fn,
-            backward=False,
-            **self._logprob_options(loss),
-        )
+        uses_ema = self.config.ema.use_for_validation
+        with self._policy.ema_weights() if uses_ema else nullcontext():
+            results = self._policy.run(
+                map(rows.inputs, plan.microbatches),
+                step_fn,
+                backward=False,
+                **self._logprob_options(loss),
+            )
         local_metrics = merge_metrics(fetch_metrics([metrics for metrics, _ in results]))
         return merge_metrics(self._policy.gather_over_dp_cp(local_metrics))
 

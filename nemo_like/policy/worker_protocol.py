@@ -144,7 +144,8 @@ class PolicyWorkerProtocol(WeightSource, Protocol):
     ) -> Metrics:
         """Return the loss's metrics over all rows of all dp ranks, without gradients.
 
-        `logprobs` is as in `train`.
+        The weights are the averages with `policy.ema.use_for_validation`. `logprobs` is as in
+        `train`.
         """
         ...
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_like.config.lora import MAX_VLLM_RANK
+from nemo_like.config.optimization import EmaConfig, SchedulerConfig
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import MAIN_SET, RunConfig
 from nemo_like.config.text import plural
@@ -16,6 +17,9 @@ from nemo_like.training.training_sets import training_files, training_name
 
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """Flags of /proc/cpuinfo for bfloat16 instructions: x86 (the first two) and ARM (the last)."""
+
+_LARGE_SHARE = 0.1
+"""Share of the initial weights in an average above which a run warns."""
 
 
 def config_warnings(config: RunConfig) -> Iterator[str]:
@@ -104,7 +108,7 @@ def _has_answer(row: dict) -> bool:
 
 
 def step_warnings(config: RunConfig, num_steps: int) -> Iterator[str]:
-    """Warn of a warm-up that is longer than the run of `num_steps` optimizer steps."""
+    """Warn of lengths that do not fit to a run of `num_steps` optimizer steps."""
     warmup = config.policy.scheduler.warmup_steps
     # The schedule is legal: the learning rate just never reaches its maximum.
     if warmup > num_steps:
@@ -112,6 +116,49 @@ def step_warnings(config: RunConfig, num_steps: int) -> Iterator[str]:
             f"policy.scheduler.warmup_steps is {warmup}, but the run has {num_steps} optimizer"
             f" steps, so the learning rate ends at {num_steps / warmup:.0%} of policy.optimizer.lr;"
             f" set it to {num_steps} or less"
+        )
+
+    yield from _decay_warnings(config.policy.scheduler, num_steps)
+    if config.policy.ema.enabled:
+        yield from _ema_warnings(config.policy.ema, num_steps)
+
+
+def _decay_warnings(scheduler: SchedulerConfig, num_steps: int) -> Iterator[str]:
+    """Warn of a decay or of cycles that do not fit to the steps after warm-up."""
+    num_decaying = (scheduler.decay_steps or num_steps) - scheduler.warmup_steps
+    decay = scheduler.wsd_decay_steps
+    if scheduler.kind == "wsd" and decay is not None and decay > num_decaying > 0:
+        yield (
+            f"policy.scheduler.wsd_decay_steps is {decay}, but the run has {num_decaying} optimizer"
+            " steps after warm-up, so it decays in all of them and has no stable part; set it to"
+            f" less than {num_decaying}"
+        )
+    is_cyclic = scheduler.kind == "cosine_restarts"
+    if is_cyclic and scheduler.num_cycles > num_decaying > 0:
+        yield (
+            f"policy.scheduler.num_cycles is {scheduler.num_cycles}, but the run has {num_decaying}"
+            " optimizer steps after warm-up, so the learning rate stays near its maximum; set it to"
+            f" much less than {num_decaying}"
+        )
+
+
+def _ema_warnings(ema: EmaConfig, num_steps: int) -> Iterator[str]:
+    """Warn of an average that is the last weights, or mostly the first ones."""
+    num_averaged = num_steps - ema.start_step
+    if num_averaged <= 0:
+        yield (
+            f"policy.ema.start_step is {ema.start_step}, but the run has {num_steps} optimizer"
+            " steps, so the averaged weights are the last ones; set it to less than"
+            f" {num_steps}"
+        )
+        return
+    share = ema.decay**num_averaged
+    if share > _LARGE_SHARE:
+        decay = 1 - 10 / num_averaged
+        yield (
+            f"policy.ema.decay is {ema.decay}, and the run has {num_averaged} optimizer steps after"
+            f" policy.ema.start_step, so {share:.0%} of the averaged weights are those of its"
+            f" beginning; set it to {max(decay, 0):.3g} or less"
         )
 
 

@@ -15,7 +15,7 @@ from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.cli import main
 from nemo_like.commands.validate import validate
 from nemo_like.training import run_warnings
-from nemo_like.training.run_warnings import config_warnings, precision_warnings
+from nemo_like.training.run_warnings import config_warnings, precision_warnings, step_warnings
 from tests.recipe import Recipe
 
 INTEL = {"avx2", "avx512f"}
@@ -83,6 +83,30 @@ def test_warmup_longer_than_the_run(recipe: Recipe):
     assert validate(recipe.sft("policy.scheduler.warmup_steps=4")).warnings == ()
     [warning] = validate(recipe.grpo("policy.scheduler.warmup_steps=9")).warnings
     assert "8 optimizer steps" in warning  # 4 steps of 32 rows in batches of 16
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        (("kind=wsd", "wsd_decay_steps=9"), "wsd_decay_steps is 9, but the run has 8 "),
+        (("kind=wsd", "wsd_decay_steps=8"), None),
+        (("kind=cosine_restarts", "num_cycles=9"), "num_cycles is 9, but the run has 8 "),
+    ],
+)
+def test_decays_and_cycles_longer_than_the_run(recipe: Recipe, keys, text):
+    config = recipe.sft(*(f"policy.scheduler.{key}" for key in keys))
+    found = list(step_warnings(config, 10))  # two of them are the warm-up
+    assert len(found) == (text is not None)
+    assert text is None or text in found[0]
+
+
+def test_averages_of_the_wrong_steps(recipe: Recipe):
+    ema = ("policy.ema.enabled=true", "policy.ema.decay=0.99")
+    [warning] = step_warnings(recipe.sft(*ema), 100)
+    assert "37% of the averaged weights are those of its beginning; set it to 0.9" in warning
+    assert list(step_warnings(recipe.sft(*ema), 300)) == []
+    [warning] = step_warnings(recipe.sft(*ema, "policy.ema.start_step=100"), 100)
+    assert "the averaged weights are the last ones" in warning
 
 
 @pytest.mark.parametrize("place", ["a file", "below a file", "a kernel file system"])

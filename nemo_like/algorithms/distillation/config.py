@@ -68,6 +68,11 @@ class DistillRunConfig(RunConfig):
         return self.distill.on_policy_fraction > 0
 
     @property
+    def samples_validation(self) -> bool:
+        """False: a validation computes the divergence from the teacher on its rows."""
+        return False
+
+    @property
     def needs_rewards(self) -> bool:
         """True if completions are scored, which is for the metrics only."""
         return bool(self.reward.functions)

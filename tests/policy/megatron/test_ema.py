@@ -30,13 +30,13 @@ from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.megatron.worker import MegatronPolicyWorker
 from tests.policy.megatron.ranks import of_model
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS, TOLERANCE
-from tests.policy.tiny import context, random_batch, relative_error, saved_tensors
+from tests.policy.tiny import context, random_batch, relative_error, row_loss, saved_tensors
 
 NUM_STEPS = 4
 CONFIG = dataclasses.replace(
     LAYOUTS["packed, 2 microbatches"],
     optimizer=OptimizerConfig(lr=0.02),
-    ema=EmaConfig(enabled=True, decay=0.7, start_step=1),
+    ema=EmaConfig(enabled=True, decay=0.7, start_step=1, use_for_validation=True),
     freeze=("model.layers.0.mlp.*",),
 )
 
@@ -64,13 +64,15 @@ def program(
         assert np.isnan(engine.optimizer_step(1.0, is_loss_finite=False))
         worker.save(out / "skipped")
         worker.export_hf(out / "hf_ema", ema=True)
+        evaluated = worker.evaluate(shard, NllLoss())
         names = list(engine.weight_shapes())
         after = {name: each.float().clone() for name, each in engine.full_weights(names)}
         worker.load(out / "2")
         for _ in range(2, NUM_STEPS):
             worker.train(shard, None, NllLoss())
         worker.save(out / "resumed")
-        return {name: each.numpy() for name, each in after.items()}
+        weights = {name: each.numpy() for name, each in after.items()}
+        return {"weights": weights, "loss": evaluated.get("policy/loss")}
     finally:
         process_groups.destroy()
 
@@ -112,7 +114,7 @@ def test_averages_are_those_of_float64_in_every_layout(model_dir, on_ranks, tmp_
         out = tmp_path / place
         config = of_model(CONFIG, model_dir("llama_tied"))
         config = dataclasses.replace(config, engine=engine, precision=precision)
-        weights = on_ranks(program, layout, config, out)[0]
+        result = on_ranks(program, layout, config, out)[0]
         for step in ("0", "1"):
             assert_equal(saved_averages(out / step), saved_tensors(out / step, "weight"))
         found = saved_averages(out / "4")
@@ -126,8 +128,11 @@ def test_averages_are_those_of_float64_in_every_layout(model_dir, on_ranks, tmp_
         assert_equal(dict(exported.named_parameters()), rounded)
         # The weights are as before the export.
         trained = saved_tensors(out / "4", "weight")
-        after = {name: torch.from_numpy(each) for name, each in weights.items()}
+        after = {name: torch.from_numpy(each) for name, each in result["weights"].items()}
         assert_equal(after, {name: each.to(dtype).float() for name, each in trained.items()})
+        if precision == "float32":
+            loss = row_loss(exported, random_batch(LENGTHS)).item()
+            assert result["loss"].value == pytest.approx(loss, rel=1e-5)
         end[place] = found
     first, second, _ = end.values()
     assert relative_error(first, second) < 10 * TOLERANCE
