@@ -54,6 +54,14 @@ def _check(
     if rows is not None:
         num_tokens = _num_tokens(config, name, files, rows)
         text += f"; {num_tokens} tokens for the answer of {rows.locations[0]} itself"
+        limit = files.max_length
+        if limit is not None and num_tokens > limit and model.oversize_rows == "error":
+            diagnostics.warnings.append(
+                f"reward.models.{name} scores conversations of at most {limit} tokens, and that of"
+                f" {rows.locations[0]} with its own answer has {num_tokens}: raise"
+                f" reward.models.{name}.max_length, or set reward.models.{name}.oversize_rows to"
+                " truncate, which removes the beginning"
+            )
     diagnostics.add_lines("rewards", text)
 
 

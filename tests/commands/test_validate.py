@@ -489,8 +489,11 @@ def test_reward_models_are_opened_and_encode_a_row(
     reward_model = save_reward_model(tmp_path / "reward_model")
     path = write(ROWS)
 
-    def report(**models: Path) -> Any:
-        named = {name: RewardModelConfig(model_name=str(each)) for name, each in models.items()}
+    def report(max_length: int | None = None, **models: Path) -> Any:
+        named = {
+            name: RewardModelConfig(model_name=str(each), max_length=max_length)
+            for name, each in models.items()
+        }
         config = GrpoRunConfig(
             run_name="r",
             policy=policy(model),
@@ -503,6 +506,8 @@ def test_reward_models_are_opened_and_encode_a_row(
     assert found.problems == ()
     (line,) = [line for line in found.sections["rewards"] if line.startswith("quality")]
     assert re.search(r": llama on the policy's workers; \d+ tokens for the answer of", line)
+    [warning] = report(max_length=2, quality=reward_model).warnings
+    assert warning.startswith("reward.models.quality scores conversations of at most 2 tokens")
     found = report(causal=model, missing=tmp_path / "none")
     causal, missing = found.problems
     assert causal.startswith("reward.models.causal.model_name is") and "no score head" in causal
