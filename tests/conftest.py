@@ -59,6 +59,16 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def joined_ray() -> Iterator[None]:
+    """A Ray cluster of one node with two CPUs that runs and `RayVirtualCluster` join."""
+    from tests.distributed.ray_cluster import cluster_of
+
+    with cluster_of({"num_cpus": 2}) as cluster, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", str(cluster.address))
+        yield
+
+
 @pytest.fixture
 def recipe(demo: Path, tmp_path: Path) -> Recipe:
     """Writes configs for the tiny task into a fresh folder."""

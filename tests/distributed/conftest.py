@@ -10,6 +10,8 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from tests.distributed.ray_cluster import cluster_of
+
 NODE: dict[str, Any] = {"num_cpus": 2, "num_gpus": 2}
 
 
@@ -18,9 +20,7 @@ def two_nodes() -> Iterator[Cluster]:
     """Two raylets with two CPUs and two GPUs each, as far as Ray knows, and this process connected
     to them.
     """
-    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
-    cluster.add_node(**NODE)
-    ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+    with cluster_of(NODE, NODE) as cluster:
+        ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
+        yield cluster
+        ray.shutdown()
