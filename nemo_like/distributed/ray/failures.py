@@ -36,7 +36,8 @@ from nemo_like.distributed.ray.actor import Location, Raised
 from nemo_like.distributed.ray.heartbeat import Silence
 from nemo_like.distributed.ray.processes import count_oom_kills, machine_id, process_state
 
-_LOG_LINES = 20
+_LOG_LINES = 50
+"""The name of the signal of a crash is above the stack, which is often deeper than 20 calls."""
 _LOG_CHARACTERS = 300
 _ANSWER_TIMEOUT_S = 60.0
 """Time for a node to start a process that reads the evidence; half a minute on a busy node."""

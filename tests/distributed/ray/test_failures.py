@@ -90,12 +90,12 @@ def test_without_evidence_no_cause_is_claimed() -> None:
 
 def test_evidence_is_read_from_the_log_and_the_process_table(tmp_path: Path) -> None:
     log = tmp_path / "worker.err"
-    log.write_text(":job_id:01000000\n" + "".join(f"line {i}\n" for i in range(40)))
+    log.write_text(":job_id:01000000\n" + "".join(f"line {i}\n" for i in range(80)))
     process = subprocess.Popen(["sleep", "100"])
     os.kill(process.pid, signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)
     evidence = read_evidence(str(log), process.pid)
-    assert evidence.log_tail.splitlines()[0] == "line 20"
+    assert evidence.log_tail.splitlines()[0] == "line 30"
     assert (evidence.process_state, evidence.is_running) == ("T", True)
     process.kill()
     process.wait()
