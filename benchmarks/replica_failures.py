@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ from nemo_like.algorithms.grpo.data import open_source
 from nemo_like.algorithms.registry import load_config
 
 _LOCATION = re.compile(r"worker 0 of the (generation-\d+) group: pid (\d+)")
+_POLL_S = 0.02
 _RESTART = "of the generator failed and is restarted"
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _KINDS = {"kill": ("kill",), "stop": ("stop",), "both": ("kill", "stop")}
@@ -73,42 +74,63 @@ def run_with_failures(
     seed: int,
     max_delay_s: float,
     timeout_s: float,
-    environment: dict[str, str] | None = None,
 ) -> Outcome:
-    """Run `command`, which trains in the directory `run`, and signal a replica in each step.
-
-    The signals take turns in the order of `kinds`.
-    """
-    rng = random.Random(seed)
+    """Run `command`, which trains in the directory `run`, and signal a replica in each step."""
     outcome = Outcome()
     log = run.parent / f"{run.name}.out"
     deadline = time.monotonic() + timeout_s
     with log.open("w") as stream:
-        process = subprocess.Popen(
-            list(command), stdout=stream, stderr=subprocess.STDOUT, env=environment
+        process = subprocess.Popen(list(command), stdout=stream, stderr=subprocess.STDOUT)
+
+        def is_running() -> bool:
+            return process.poll() is None and time.monotonic() < deadline
+
+        outcome.num_signals = signal_replicas(
+            run, is_running, kills=kills, kinds=kinds, seed=seed, max_delay_s=max_delay_s
         )
-        signalled: set[int] = set()
-        last_step = -1
-        while process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-            step = num_steps(run)
-            fresh = [pid for pid in replica_pids(run).values() if pid not in signalled]
-            started = (run / "metrics.jsonl").exists()
-            if outcome.num_signals >= kills or step == last_step or not started or not fresh:
-                continue
-            last_step = step
-            time.sleep(rng.uniform(0.0, max_delay_s))
-            pid = rng.choice(fresh)
-            signalled.add(pid)
-            with suppress(ProcessLookupError):
-                os.kill(pid, _SIGNALS[kinds[outcome.num_signals % len(kinds)]])
-                outcome.num_signals += 1
+        while is_running():
+            time.sleep(_POLL_S)
         if process.poll() is None:
             process.kill()
             outcome.problems.append(f"the run did not end within {timeout_s:g} s")
         outcome.exit_code = process.wait()
     outcome.output = log.read_text()
     return outcome
+
+
+def signal_replicas(
+    run: Path,
+    is_running: Callable[[], bool],
+    *,
+    kills: int,
+    kinds: Sequence[str],
+    seed: int,
+    max_delay_s: float,
+) -> int:
+    """Signal a replica in each step of the run in the directory `run`, `kills` times in total.
+
+    The signals take turns in the order of `kinds`. Returns the number of signals, which is less
+    than `kills` if the run ends first.
+    """
+    rng = random.Random(seed)
+    num_signals = 0
+    signalled: set[int] = set()
+    last_step = -1
+    while is_running() and num_signals < kills:
+        time.sleep(_POLL_S)
+        step = num_steps(run)
+        fresh = [pid for pid in replica_pids(run).values() if pid not in signalled]
+        started = (run / "metrics.jsonl").exists()
+        if step == last_step or not started or not fresh:
+            continue
+        last_step = step
+        time.sleep(rng.uniform(0.0, max_delay_s))
+        pid = rng.choice(fresh)
+        signalled.add(pid)
+        with suppress(ProcessLookupError):
+            os.kill(pid, _SIGNALS[kinds[num_signals % len(kinds)]])
+            num_signals += 1
+    return num_signals
 
 
 def expected_prompts(config: GrpoRunConfig) -> list[list[str]]:

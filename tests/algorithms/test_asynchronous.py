@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from benchmarks.replica_failures import rollout_problems, run_with_failures
+from benchmarks.replica_failures import (
+    num_steps,
+    replica_pids,
+    rollout_problems,
+    signal_replicas,
+)
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.registry import load_config
+from nemo_like.cli import main
 from nemo_like.config.errors import ConfigError
-from tests.algorithms.test_ray_runs import environment
-from tests.algorithms.test_runs import interrupt_at
 from tests.recipe import Recipe
 
 ON_RAY = (
@@ -27,24 +34,6 @@ ON_RAY = (
     "data.validation_path=null",
     "checkpointing.keep_latest=9",
 )
-STEPS = 6
-
-
-def _config(recipe: Recipe, *overrides: str) -> tuple[GrpoRunConfig, list[str]]:
-    """The config and the command that runs it."""
-    options = [*ON_RAY, f"grpo.max_num_steps={STEPS}", *overrides]
-    recipe.grpo(*options)
-    path = recipe.folder / "grpo.yaml"
-    config = load_config(GrpoRunConfig, path, options)
-    return config, [sys.executable, "-m", "nemo_like", "grpo", "--config", str(path), *options]
-
-
-def _run(command: list[str]) -> str:
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
 
 
 def _rollout(run: Path, step: int) -> list[dict]:
@@ -52,74 +41,92 @@ def _rollout(run: Path, step: int) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _prompts(run: Path) -> list[str]:
-    return [row["prompt"] for step in range(1, STEPS + 1) for row in _rollout(run, step)]
+def _in_thread(function: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
 
 
-def test_rollouts_run_ahead_by_max_staleness_and_a_resume_repeats_no_prompt(
-    recipe: Recipe,
+def test_a_lost_replica_stops_the_run_and_a_resume_repeats_no_prompt(
+    recipe: Recipe, joined_ray: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config, command = _config(recipe, "grpo.max_staleness=1", "run_name=ahead")
-    _run(command)
-    run = recipe.folder / "ahead"
+    """With `drain` rollouts run ahead by max_staleness. A replica may not be restarted."""
+    options = [
+        *ON_RAY,
+        "grpo.max_staleness=1",
+        "policy.generation.max_restarts=0",
+        "checkpointing.export_hf=false",
+    ]
+    run = recipe.folder / "grpo"
+
+    def kill_after_step_4() -> None:
+        while num_steps(run) < 4:
+            time.sleep(0.02)
+        os.kill(replica_pids(run)["generation-1"], signal.SIGKILL)
+
+    recipe.grpo(*options)
+    command = ["grpo", "--config", str(recipe.folder / "grpo.yaml"), *options]
+    killer = _in_thread(kill_after_step_4)
+    assert main([*command, "grpo.max_num_steps=200"]) == 1
+    killer.join()
+    output, errors = capfd.readouterr()
+    (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert "policy.generation.max_restarts=0" in line
+    assert "Traceback" not in output + errors
+    saved = int((run / "latest").read_text().rpartition("_")[2])
+    assert saved >= 4
+    # The rollout of the next step had been started when this one was saved.
+    last = f"grpo.max_num_steps={saved + 2}"
+    assert main([*command, last, "resume=true"]) == 0, capfd.readouterr().err
+    config = load_config(GrpoRunConfig, recipe.folder / "grpo.yaml", [*options, last])
     assert rollout_problems(config, run) == []
+    steps = range(1, saved + 3)
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     gaps = {line["step"]: (line["staleness/mean"], line["staleness/max"]) for line in metrics}
-    # The first rollout has no earlier weights; with `drain` every later one is one version behind.
-    assert gaps == {1: (0.0, 0.0)} | dict.fromkeys(range(2, STEPS + 1), (1.0, 1.0))
-    versions = [_rollout(run, step)[0]["weight_versions"] for step in range(1, STEPS + 1)]
-    assert versions == [[0], [0], [1], [2], [3], [4]]
-    prompts = _prompts(run)
-    # The rollout of step 5 had been started when step 4 was saved.
-    interrupt_at(run, 4)
-    _run([*command, "resume=true"])
-    assert _prompts(run) == prompts
-    assert rollout_problems(config, run) == []
+    # The first rollout of each process has no earlier weights; every later one is one behind.
+    first = (1, saved + 1)
+    assert gaps == {step: (0.0, 0.0) if step in first else (1.0, 1.0) for step in steps}
+    versions = [_rollout(run, step)[0]["weight_versions"] for step in steps]
+    assert versions == [[step - 1 if step in first else step - 2] for step in steps]
 
 
-def test_the_completions_of_lost_replicas_are_sampled_by_others(recipe: Recipe) -> None:
+def test_the_completions_of_lost_replicas_are_sampled_by_others(
+    recipe: Recipe, joined_ray: None, capfd: pytest.CaptureFixture[str]
+) -> None:
     """One replica is killed, later one is stopped; updates in flight go on."""
-    config, command = _config(
-        recipe,
+    options = [
+        *ON_RAY,
+        "grpo.max_num_steps=6",
         "grpo.max_staleness=2",
         "grpo.weight_update=in_flight",
         "policy.generation.progress_timeout_s=5",
         "checkpointing.enabled=false",
         "checkpointing.export_hf=false",
-        "run_name=lost",
-    )
-    run = recipe.folder / "lost"
-    outcome = run_with_failures(
-        command,
-        run,
-        kills=2,
-        kinds=("kill", "stop"),
-        seed=1,
-        max_delay_s=0.2,
-        timeout_s=240.0,
-        environment=environment(),
-    )
-    assert outcome.exit_code == 0 and outcome.num_signals == 2, outcome.output[-3000:]
-    assert "failed and is restarted (restart 1 of at most 10)" in outcome.output
-    assert outcome.problems == [] and rollout_problems(config, run) == []
+    ]
+    config = recipe.grpo(*options)
+    run = recipe.folder / "grpo"
+    has_ended = threading.Event()
+    num_signals: list[int] = []
 
+    def signal_two() -> None:
+        num = signal_replicas(
+            run,
+            lambda: not has_ended.is_set(),
+            kills=2,
+            kinds=("kill", "stop"),
+            seed=1,
+            max_delay_s=0.2,
+        )
+        num_signals.append(num)
 
-def test_a_replica_that_may_not_be_restarted_stops_the_run_with_one_message(recipe: Recipe) -> None:
-    _, command = _config(recipe, "policy.generation.max_restarts=0", "run_name=limit")
-    outcome = run_with_failures(
-        command,
-        recipe.folder / "limit",
-        kills=1,
-        kinds=("kill",),
-        seed=1,
-        max_delay_s=0.2,
-        timeout_s=240.0,
-        environment=environment(),
-    )
-    assert outcome.exit_code not in (0, -9)
-    (line,) = [line for line in outcome.output.splitlines() if line.startswith("error: ")]
-    assert "policy.generation.max_restarts=0" in line
-    assert "Traceback" not in outcome.output
+    thread = _in_thread(signal_two)
+    code = main(["grpo", "--config", str(recipe.folder / "grpo.yaml"), *options])
+    has_ended.set()
+    thread.join()
+    output, errors = capfd.readouterr()
+    assert code == 0 and num_signals == [2], (output + errors)[-3000:]
+    assert "failed and is restarted (restart 1 of at most 10)" in output + errors
+    assert rollout_problems(config, run) == []
 
 
 def test_asynchronous_rollouts_need_processes_of_their_own(recipe: Recipe) -> None:
