@@ -7,7 +7,7 @@ import math
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pytest
@@ -71,6 +71,17 @@ RECOMPUTED = {
 TRAINED = dataclasses.replace(
     PACKED, optimizer=OptimizerConfig(lr=1e-2), ema=EmaConfig(enabled=True, decay=0.5)
 )
+
+
+class Part(NamedTuple):
+    """What a layout computes."""
+
+    models: tuple[str, ...]
+    """The gradients of these architectures; everything else is of the first one."""
+    uses: bool = False
+    """Recomputation, training, checkpoints, exports and bfloat16."""
+    scores: bool = False
+    """A reward model."""
 
 
 class Side(Protocol):

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
 
 from nemo_like import parallel_layout as parallel_layout_module
@@ -18,7 +17,6 @@ from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.dtensor.parameters import local_shard
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.worker import PolicyWorker
@@ -50,15 +48,7 @@ class DTensorSide:
     def worker(
         self, config: PolicyConfig, head: OutputHead = "vocabulary", *, initial: bool = False
     ) -> PolicyWorker:
-        rank = self._rank
-        engine = DTensorEngine(
-            config,
-            torch.device("cpu"),
-            rank.parallel_layout,
-            rank.rank,
-            trainable=True,
-            head=head,
-        )
+        engine = self._rank.engine(config, head=head)
         for sharded in () if initial else engine._trained:
             full = adapter_values(sharded.name, sharded.spec.full_shape)
             offset, shape = sharded.block()
@@ -88,26 +78,30 @@ def program(
     worker_context: WorkerContext,
     parallel: ParallelConfig,
     models: dict[str, str],
-    straight: Path,
+    straight: Path | None,
     out: Path,
+    scores: bool,
 ) -> dict[str, Any]:
-    """Every operation of a layout, in one process group; four ranks do the most important ones."""
+    """Gradients of all models in one process group; of `USED` also `use` if there are checkpoints
+    `straight`, and `use_scores` with `scores`.
+    """
+    uses = straight is not None
     if worker_context.world_size > 1:
         process_groups.init_process_group(worker_context)
     try:
         side = DTensorSide(worker_context, parallel)
-        is_complete = worker_context.world_size <= 2
         found: dict[str, Any] = {}
         for name, model in models.items():
-            found[name] = look(side, name, model, recomputes=is_complete and name == USED)
+            found[name] = look(side, name, model, recomputes=uses and name == USED)
         with pytest.MonkeyPatch.context() as patch:
             # As a model too large to stay unsharded does it.
             patch.setattr(parallel_layout_module, "MAX_UNSHARDED_BYTES", 0)
             config = of_architecture(PACKED, USED, models[USED])
             shard = side.shard(config, random_batch(LENGTHS))
             found[USED]["steps"]["sharded"] = step_gradients(side, side.worker(config), shard)
-        found["use"] = use(side, USED, models[USED], straight, out)
-        if is_complete:
+        if straight is not None:
+            found["use"] = use(side, USED, models[USED], straight, out)
+        if scores:
             found["scores"] = use_scores(side, USED, models[USED], out)
         return found
     finally:

@@ -37,6 +37,7 @@ from nemo_like.losses import Loss, NllLoss
 from nemo_like.metrics import metric_values
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.engine import DTensorEngine
+from nemo_like.policy.dtensor.groups import Groups
 from nemo_like.policy.dtensor.parameters import local_shard
 from nemo_like.policy.logprob_store import LogprobHandle
 from nemo_like.policy.worker import PolicyWorker
@@ -120,16 +121,24 @@ class Rank:
         self.rank = worker_context.rank
         self.parallel = parallel
         self.parallel_layout = build_layout(parallel, worker_context.world_size)
+        self._groups: dict[bool, Groups] = {}
 
-    def worker(self, config: PolicyConfig, **options: Any) -> PolicyWorker:
+    def engine(self, config: PolicyConfig, **options: Any) -> DTensorEngine:
+        """All engines share their groups, each of which has a thread that polls."""
+        mixed_precision = config.precision != "float32"
         engine = DTensorEngine(
             config,
             torch.device("cpu"),
             self.parallel_layout,
             self.rank,
+            groups=self._groups.get(mixed_precision),
             **{"trainable": True, **options},
         )
-        return PolicyWorker(config, engine, None)
+        self._groups[mixed_precision] = engine.groups
+        return engine
+
+    def worker(self, config: PolicyConfig, **options: Any) -> PolicyWorker:
+        return PolicyWorker(config, self.engine(config, **options), None)
 
     def shard(self, config: PolicyConfig, batch: BatchedDataDict) -> SlicedDataDict:
         spec = plan_spec(

@@ -27,6 +27,7 @@ from tests.policy.adapters import (
     LORA_OF,
     PACKED,
     TRAINED,
+    Part,
     of_architecture,
     step_gradients,
     train,
@@ -51,13 +52,15 @@ LAYOUTS = {
     "tp 2 x cp 2": (4, ParallelConfig(tensor=2, context=2)),
     "dp 4, replicas 2": (4, ParallelConfig(replicas=2)),
 }
-MODELS = {
-    "dp 2": (USED, "llama"),
-    "tp 2": (USED, "qwen3"),
-    "tp 2, sequence": (USED, "llama"),
-    "cp 2": (USED, "qwen3"),
+PARTS = {
+    "dp 2": Part((USED,), uses=True, scores=True),
+    "tp 2": Part((USED, "qwen3"), scores=True),
+    "tp 2, sequence": Part((USED, "llama"), uses=True),
+    "cp 2": Part((USED,), uses=True, scores=True),
+    "tp 2 x cp 2": Part((USED,)),
+    "dp 4, replicas 2": Part((USED,), uses=True),
 }
-"""Of the other layouts: `USED` alone."""
+"""Each axis of a layout is used in full once."""
 NOT_QUANTIZED = [name for name, lora in LORA_OF.items() if not lora.is_quantized]
 """Of the others is `test_qlora`."""
 
@@ -79,7 +82,7 @@ def straight(model_dir, tmp_path_factory) -> tuple[dict[str, Any], Path]:
     """What one process finds, and its checkpoints."""
     out = tmp_path_factory.mktemp("straight")
     models = {name: model_dir(name) for name in NOT_QUANTIZED}
-    return program(context(), ParallelConfig(), models, out, out), out
+    return program(context(), ParallelConfig(), models, out, out, True), out
 
 
 def test_one_process_has_the_gradients_of_peft(reference, reward_reference, straight):
@@ -106,17 +109,19 @@ def test_a_layout_changes_nothing(
     tmp_path,
 ):
     world_size, parallel = LAYOUTS[layout]
-    names = MODELS.get(layout, (USED,))
+    names, uses, scores = PARTS[layout]
     models = {name: model_dir(name) for name in names}
     single, folder = straight
-    arguments = (parallel, models, folder, tmp_path)
+    arguments = (parallel, models, folder if uses else None, tmp_path, scores)
     ranks = run_ranks(rank_pool, program, world_size, meeting, *arguments)
     for name in names:
         assert_look([rank[name] for rank in ranks], reference(name), (layout, name))
+    if scores:
+        assert_scores([rank["scores"] for rank in ranks], reward_reference, USED, tmp_path)
+    if not uses:
+        return
     losses = single["use"]["losses"]
     assert_use([rank["use"] for rank in ranks], reference(USED), losses, tmp_path)
-    if world_size == 2:
-        assert_scores([rank["scores"] for rank in ranks], reward_reference, USED, tmp_path)
     side = DTensorSide(context(), ParallelConfig())
     alone = side.worker(of_architecture(TRAINED, USED, model_dir(USED)))
     alone.load(tmp_path / "half")
