@@ -5,15 +5,13 @@ worker of the environment that dies.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from nemo_like.algorithms.grpo.loop import run_grpo
+from nemo_like.cli import main
 from nemo_like.commands.validate import validate
-from tests.algorithms.test_ray_runs import environment
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.recipe import Recipe
 
@@ -73,7 +71,9 @@ def test_a_resumed_run_of_conversations_continues_a_straight_one(recipe: Recipe)
     assert found == pytest.approx(expected[2]["policy/grad_norm"], rel=1e-3)
 
 
-def test_an_asynchronous_run_on_ray_survives_a_worker_of_the_environment(recipe: Recipe) -> None:
+def test_an_asynchronous_run_on_ray_survives_a_worker_of_the_environment(
+    recipe: Recipe, joined_ray: None, capfd: pytest.CaptureFixture[str]
+) -> None:
     marker = recipe.folder / "died"
     options = [
         *GAME[2:],
@@ -91,13 +91,10 @@ def test_an_asynchronous_run_on_ray_survives_a_worker_of_the_environment(recipe:
         "data.validation_path=null",
     ]
     recipe.grpo(*options)
-    path = recipe.folder / "grpo.yaml"
-    command = [sys.executable, "-m", "nemo_like", "grpo", "--config", str(path), *options]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "of the environment failed and is restarted with its" in done.stdout
+    code = main(["grpo", "--config", str(recipe.folder / "grpo.yaml"), *options])
+    output, errors = capfd.readouterr()
+    assert code == 0, output[-3000:] + errors[-3000:]
+    assert "of the environment failed and is restarted with its" in output
     assert marker.exists()
     run = recipe.folder / "grpo"
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -8,9 +8,8 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,10 +22,6 @@ from tests.recipe import Recipe
 from tests.reward_models import save_reward_model
 
 _REPOSITORY = Path(__file__).parents[2]
-
-
-def command(config: Path, *overrides: str) -> list[str]:
-    return [sys.executable, "-m", "nemo_like", "grpo", "--config", str(config), *overrides]
 
 
 def environment() -> dict[str, str]:
@@ -62,16 +57,12 @@ def worker_pids(run: Path, group: str) -> list[int]:
     return [int(pid) for pid in re.findall(rf"of the {group} group: pid (\d+)", log)]
 
 
-def wait_for_step(
-    process: subprocess.Popen[str], metrics: Path, step: int, timeout_s: float = 400
-) -> None:
+def wait_for_step(run: Path, step: int, timeout_s: float = 240) -> None:
+    metrics = run / "metrics.jsonl"
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline and process.poll() is None:
-        if metrics.exists() and len(metrics.read_text().splitlines()) >= step:
-            return
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+        assert time.monotonic() < deadline, f"step {step} was not reached"
         time.sleep(0.1)
-    process.kill()
-    raise AssertionError(f"step {step} was not reached: {process.communicate()}")
 
 
 LORA = (
@@ -87,40 +78,41 @@ LOCAL = ("cluster.backend=local", "cluster.workers_per_node=1")
 
 
 def test_a_killed_worker_ends_a_megatron_run_with_one_message_and_it_resumes_with_fsdp(
-    config: Path, recipe: Recipe, capfd: pytest.CaptureFixture[str]
+    config: Path, recipe: Recipe, joined_ray: None, capfd: pytest.CaptureFixture[str]
 ):
     """LoRA on two Megatron ranks, with two equal reward models: one on the policy's workers, one on
     a worker of its own. The checkpoint is of any engine and layout.
     """
     reward_model = save_reward_model(recipe.folder / "reward_model")
     run = recipe.folder / "grpo"
-    process = subprocess.Popen(
-        command(
-            config,
-            *LORA,
-            "policy.engine=megatron",
-            "parallel.tensor=2",
-            "grpo.max_num_steps=9",
-            f"++reward.models.shared.model_name={reward_model}",
-            f"++reward.models.own.model_name={reward_model}",
-            "++reward.models.own.num_workers=1",
-        ),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    wait_for_step(process, run / "metrics.jsonl", 1)
-    # The worker of a reward model: it is started again, and the run goes on.
-    os.kill(worker_pids(run, "reward_model-own")[0], signal.SIGKILL)
-    wait_for_step(process, run / "metrics.jsonl", 3)
-    assert len(worker_pids(run, "reward_model-own")) == 2
-    assert len(worker_pids(run, "reward_model-shared")) == 2
-    victims = worker_pids(run, "policy")
-    assert len(victims) == 2
-    os.kill(victims[1], signal.SIGKILL)
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 1, errors
+    command = ["grpo", "--config", str(config), *LORA]
+
+    def kill_workers() -> list[int]:
+        wait_for_step(run, 1)
+        # The worker of a reward model: it is started again, and the run goes on.
+        os.kill(worker_pids(run, "reward_model-own")[0], signal.SIGKILL)
+        wait_for_step(run, 3)
+        victims = worker_pids(run, "policy")
+        os.kill(victims[1], signal.SIGKILL)
+        groups = ("policy", "reward_model-own", "reward_model-shared")
+        return [len(worker_pids(run, group)) for group in groups]
+
+    with ThreadPoolExecutor() as threads:
+        num_started = threads.submit(kill_workers)
+        code = main(
+            [
+                *command,
+                "policy.engine=megatron",
+                "parallel.tensor=2",
+                "grpo.max_num_steps=9",
+                f"++reward.models.shared.model_name={reward_model}",
+                f"++reward.models.own.model_name={reward_model}",
+                "++reward.models.own.num_workers=1",
+            ]
+        )
+    output, errors = capfd.readouterr()
+    assert code == 1, errors
+    assert num_started.result() == [2, 2, 2]
     paragraph = next(line for line in errors.splitlines() if line.startswith("error: "))
     for word in ("worker", "policy", "pid", "resume=true"):
         assert word in paragraph, errors
@@ -136,7 +128,7 @@ def test_a_killed_worker_ends_a_megatron_run_with_one_message_and_it_resumes_wit
     saved_adapter = recipe.folder / "saved"
     assert main(["export", str(run), "--adapter", "--out", str(saved_adapter)]) == 0
     steps = f"grpo.max_num_steps={saved + 1}"
-    resumed = main(["grpo", "--config", str(config), *LORA, *LOCAL, "resume=true", steps])
+    resumed = main([*command, *LOCAL, "resume=true", steps])
     assert resumed == 0, capfd.readouterr().err
     lines = read_metrics(run)
     assert [line["step"] for line in lines] == list(range(1, saved + 2))
@@ -154,19 +146,10 @@ def test_a_killed_worker_ends_a_megatron_run_with_one_message_and_it_resumes_wit
     assert all(float((continued[name] - exported[name]).abs().max()) < 3e-2 for name in exported)
 
 
-def test_more_workers_than_the_cluster_has_is_one_message(config: Path):
-    cores = len(os.sched_getaffinity(0))
-    too_many = (
-        "cluster.workers_per_node=64",
-        f"cluster.cpus_per_worker={cores}",
-        "cluster.placement_timeout_s=5",
-    )
-    done = subprocess.run(
-        command(config, *too_many, "run_name=crowded"),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 2, done.stderr
-    assert "cluster.workers_per_node" in done.stderr and "Traceback" not in done.stderr
+def test_more_workers_than_the_cluster_has_is_one_message(
+    config: Path, joined_ray: None, capfd: pytest.CaptureFixture[str]
+):
+    too_many = ("cluster.workers_per_node=64", "cluster.placement_timeout_s=1")
+    assert main(["grpo", "--config", str(config), *too_many, "run_name=crowded"]) == 2
+    errors = capfd.readouterr().err
+    assert "cluster.workers_per_node" in errors and "Traceback" not in errors

@@ -186,7 +186,7 @@ def test_requests_go_on_after_the_generator_was_offloaded(model_directory: Path)
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[RayVirtualCluster]:
+def cluster(joined_ray: None) -> Iterator[RayVirtualCluster]:
     with RayVirtualCluster(ClusterConfig(workers_per_node=1, cpus_per_worker=0.5)) as cluster:
         yield cluster
 
