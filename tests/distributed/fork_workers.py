@@ -5,6 +5,7 @@ This module and those that it imports do not import Ray, which reads its environ
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -12,6 +13,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from tests.distributed.send_worker import NUM_FILES
@@ -21,8 +23,13 @@ _SETUP_ARGUMENTS = ("--serialized-runtime-env-context", "--language")
 """Arguments of Ray's own setup program, which its worker program does not know."""
 
 
-def serve(listener: socket.socket) -> None:
-    """Fork a worker for each message of `send_worker.py`, until this process is ended."""
+def serve(listener: socket.socket, modules: Sequence[str]) -> None:
+    """Fork a worker for each message of `send_worker.py`, until this process is ended.
+
+    Each worker has imported `modules`.
+    """
+    for name in modules:
+        importlib.import_module(name)
     # The kernel removes children that have ended.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:

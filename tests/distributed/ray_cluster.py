@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,12 @@ from tests.distributed.send_worker import SOCKET
 
 
 @contextmanager
-def cluster_of(*nodes: dict[str, Any]) -> Iterator[Cluster]:
-    """Start a Ray cluster on this machine with one node per argument; the first is the head."""
-    with _forked_workers():
+def cluster_of(*nodes: dict[str, Any], modules: Sequence[str] = ()) -> Iterator[Cluster]:
+    """Start a Ray cluster on this machine with one node per argument; the first is the head.
+
+    Its workers have also imported `modules`, which must not import Ray.
+    """
+    with _forked_workers(modules):
         # Only the processes of Ray that these tests need.
         options: dict[str, Any] = {
             "include_dashboard": False,
@@ -44,7 +47,7 @@ def cluster_of(*nodes: dict[str, Any]) -> Iterator[Cluster]:
 
 
 @contextmanager
-def _forked_workers() -> Iterator[None]:
+def _forked_workers(modules: Sequence[str]) -> Iterator[None]:
     """Fork the workers of the raylets that are started inside the block."""
     with tempfile.TemporaryDirectory(prefix="fork_") as folder:
         path = f"{folder}/socket"
@@ -53,7 +56,7 @@ def _forked_workers() -> Iterator[None]:
             listener.listen(64)
             # Not a thread of this process: Ray holds the GIL while it waits for a first worker.
             context: Any = multiprocessing.get_context("forkserver")
-            server = context.Process(target=serve, args=(listener,))
+            server = context.Process(target=serve, args=(listener, tuple(modules)))
             server.start()
         os.environ[SOCKET] = path
         try:

@@ -35,11 +35,10 @@ from tests.recipe import Recipe
 pytest.importorskip("pandas", reason="needs the extra ray-data")
 ray = pytest.importorskip("ray")
 
-from ray.cluster_utils import Cluster  # noqa: E402
-
 from nemo_like.distributed.ray.data_source import RayDataSource, split_over_ranks  # noqa: E402
 from nemo_like.distributed.ray.ray_data import FlowLimits, RayDataPool, check_ray_data  # noqa: E402
 from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster  # noqa: E402
+from tests.distributed.ray_cluster import cluster_of  # noqa: E402
 
 MODULE = "tests.distributed.ray.row_encoding"
 LIMITS = FlowLimits(rows_per_block=8, rows_per_actor=16, bytes_per_actor=2000)
@@ -48,14 +47,11 @@ LIMITS = FlowLimits(rows_per_block=8, rows_per_actor=16, bytes_per_actor=2000)
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """Two nodes of two CPUs, to which this process is connected."""
-    nodes = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
-    )
-    nodes.add_node(num_cpus=2)
-    ray.init(address=nodes.address, log_to_driver=False, logging_level=logging.ERROR)
-    yield
-    ray.shutdown()
-    nodes.shutdown()
+    node = {"num_cpus": 2}
+    with cluster_of(node, node, modules=("pandas", "pyarrow.dataset")) as nodes:
+        ray.init(address=nodes.address, log_to_driver=False, logging_level=logging.ERROR)
+        yield
+        ray.shutdown()
 
 
 def num_free_cpus() -> float:
