@@ -32,6 +32,8 @@ class TrainingState:
     """Totals since the start of the run, such as tokens seen."""
     selection: dict[str, Any] = field(default_factory=dict)
     """Best values of the metrics that select checkpoints and end the run."""
+    model: dict[str, str] = field(default_factory=dict)
+    """Identity of frozen weights, which the checkpoint does not have."""
 
     def save(self, directory: Path) -> None:
         """Write `training_state.json`. Raises ValueError for a value that JSON does not support."""
@@ -46,6 +48,7 @@ class TrainingState:
         if isinstance(values, dict):
             # Absent in checkpoints of versions that had no such state.
             values.setdefault("selection", {})
+            values.setdefault("model", {})
         if not isinstance(values, dict) or set(values) != set(expected):
             found = sorted(values) if isinstance(values, dict) else type(values).__name__
             raise CheckpointError(

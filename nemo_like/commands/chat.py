@@ -219,6 +219,9 @@ def _obey(line: str, conversation: Conversation) -> bool:
     elif name == "/system" and argument:
         conversation.system_prompt = argument
         conversation.reset()
+    elif name == "/save" and argument and not conversation.messages:
+        _remark("there is no reply to save yet")
+        return False
     elif name == "/save" and argument:
         conversation.save(Path(argument).expanduser())
         _remark(f"saved to {argument}")

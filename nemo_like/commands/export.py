@@ -34,7 +34,9 @@ from nemo_like.policy.checkpoint.sharded_reader import (
     open_checkpoint,
 )
 from nemo_like.policy.optim import NonFiniteError
+from nemo_like.training.frozen_model import check_frozen_model, frozen_model
 from nemo_like.training.model_files import open_model_config
+from nemo_like.training_state import TrainingState
 
 _CONFIG = "config.yaml"
 
@@ -92,6 +94,8 @@ def export_checkpoint(
         )
     # An adapter is written without its model, which may be on another machine.
     model_config = None if adapter_only else open_model_config(config)
+    if lora.enabled and not adapter_only:
+        _check_frozen_model(step_folder, config)
     try:
         with open_checkpoint(step_folder / "policy") as reader:
             if ema:
@@ -118,6 +122,15 @@ def export_checkpoint(
         cause = str(error) if number is None else os.strerror(number)
         raise ConfigError(f"--out {target} cannot be written: {cause}") from error
     return step_folder
+
+
+def _check_frozen_model(step_folder: Path, config: RunConfig) -> None:
+    """Raise ConfigError if the adapters were trained on other weights than `config` names."""
+    try:
+        saved = TrainingState.load(step_folder).model
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    check_frozen_model(saved, frozen_model(config), config, step_folder)
 
 
 def _write(

@@ -228,9 +228,15 @@ def _load_model_config(
 def _check_model_directory(path: Path, subject: str) -> None:
     """Raise ConfigError for missing or damaged files. `subject` begins the message."""
     if not (path / "config.json").is_file():
-        raise ConfigError(
-            f"{subject}a directory without config.json; give that of a Hugging Face model"
-        )
+        solution = "give that of a Hugging Face model"
+        if (path / "adapter_config.json").is_file():
+            solution = (
+                "it has a LoRA adapter: give the merged model that the run exported (its hf"
+                " directory), or that `nemo-like export` writes"
+            )
+        elif (path / "hf" / "config.json").is_file():
+            solution = f"give the model that this run exported, {shown_path(path / 'hf')}"
+        raise ConfigError(f"{subject}a directory without config.json; {solution}")
     if not any(path.glob("*.safetensors")):
         gguf = next(path.glob("*.gguf"), None)
         solution = "save the model as safetensors"

@@ -19,6 +19,7 @@ from nemo_like.progress import Progress
 from nemo_like.run_directory import log_config_changes, open_run_directory, write_config
 from nemo_like.run_log import run_log
 from nemo_like.tracking import check_logger
+from nemo_like.training.frozen_model import check_frozen_model, frozen_model
 from nemo_like.training.lora_checks import check_resumed_lora
 from nemo_like.training.run import TrainingRun
 from nemo_like.training.run_warnings import precision_warnings
@@ -65,6 +66,7 @@ def open_training_run(
         check_logger(config.logger)
         for warning in precision_warnings(config):
             logger.warning(warning)  # on the console and in driver.log
+        model = frozen_model(config)
         resumed = None
         if config.resume:
             resumed = checkpointer.find_latest(
@@ -72,6 +74,7 @@ def open_training_run(
             )
             if resumed is not None:
                 check_resumed_lora(directory.config, config.policy.lora)
+                check_frozen_model(resumed.state().model, model, config, resumed.path)
             # config.yaml itself is replaced in `start_run_directory`, after the last check.
             log_config_changes(directory, plain)
         else:
@@ -95,6 +98,7 @@ def open_training_run(
                 closing=closing,
                 resolved=plain,
                 stop=stop,
+                frozen_model=model,
             )
             try:
                 yield run

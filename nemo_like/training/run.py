@@ -84,6 +84,8 @@ class TrainingRun:
     resolved: dict[str, Any]
     """The configuration as plain values, for config.yaml and the trackers."""
     stop: StopRequests
+    frozen_model: dict[str, str]
+    """Identity of the frozen weights, for checkpoints."""
     timers: Timers = field(default_factory=Timers)
     pending_metrics: Metrics = field(default_factory=dict)
     """Metrics of the step that is logged next."""
@@ -348,6 +350,7 @@ class TrainingRun:
             loader=position.state_dict(),
             counters=dict(self.counters),
             selection=self.selection.state_dict(),
+            model=self.frozen_model,
         )
         self.saver.save(
             state,

@@ -5,13 +5,14 @@ merged model, replay, and runs that start from an adapter.
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nemo_like.algorithms.dpo.loop import run_dpo
@@ -82,6 +83,8 @@ def test_a_lora_run_from_its_start_to_a_run_that_continues_from_its_adapter(
         assert sent_bytes(directory) == [4 * 20_480] * 2
         assert max(line["mismatch/gen_kl_k3"] for line in expected) < 1e-6
     check_changed_settings(directory, run)
+    if job == "sft":
+        check_changed_model(config, directory, tmp_path)
 
     interrupt_at(directory.path, 1)
     resumed = run(resume=True)
@@ -182,6 +185,23 @@ def check_changed_settings(directory: RunDirectory, run: Any) -> None:
         with pytest.raises(ConfigError, match=message):
             run(resume=True, **changes)
     assert directory.metrics.read_bytes() == before
+
+
+def check_changed_model(config: Any, directory: RunDirectory, folder: Path) -> None:
+    """Adapters are not combined with other frozen weights, which no checkpoint has."""
+    changed = folder / "changed"
+    shutil.copytree(config.policy.model_name, changed)
+    weights = changed / "model.safetensors"
+    values = load_file(weights)
+    save_file({name: each * 1.01 for name, each in values.items()}, weights)
+    policy = replace(config.policy, model_name=str(changed))
+    with pytest.raises(ConfigError, match=r"changed', whose weights are not those that .*step_2"):
+        run_sft(replace(config, resume=True, policy=policy))
+    command = ["export", str(directory.path), "--out", str(folder / "other")]
+    assert main([*command, f"policy.model_name={changed}"]) == 2
+    # A copy at another place is the same model.
+    shutil.copy(Path(config.policy.model_name) / "model.safetensors", weights)
+    assert main([*command, f"policy.model_name={changed}"]) == 0
 
 
 def check_continued(job: str, continued: RunDirectory, first: list[dict[str, float]]) -> None:

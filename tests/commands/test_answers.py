@@ -315,11 +315,12 @@ def test_replies_of_a_pipe_are_those_of_generate(model, tmp_path, capsys, monkey
     _, printed, _ = run(capsys, "generate", *arguments, "--prompts", tmp_path / "prompts.txt")
     expected = [json.loads(line)["completions"][0] for line in printed.splitlines()]
     saved = tmp_path / "saved.jsonl"
-    lines = f"12+7\n/reset\n/unknown\n3+4\n\n/save {saved}\n/exit\n5+5\n"
+    lines = f"12+7\n/reset\n/save {saved}\n/unknown\n3+4\n\n/save {saved}\n/exit\n5+5\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     code, printed, message = run(capsys, "chat", *arguments)
-    # An unknown command is a message without a reply: the lines of a pipe keep their places.
-    assert code == 1 and printed == f"{expected[0]}\n\n{expected[1]}\n"
+    # A refused command is a message without a reply: the lines of a pipe keep their places.
+    assert code == 1 and printed == f"{expected[0]}\n\n\n{expected[1]}\n"
+    assert "[there is no reply to save yet]" in message
     assert "[unknown command; the commands are /reset" in message
     roles = {"user": "3+4", "assistant": expected[1]}
     turns = [{"role": role, "content": text} for role, text in roles.items()]
