@@ -66,20 +66,22 @@ CASES = (
 )
 CASES_OF = {
     "one rank": CASES,
-    "dp2": CASES,
-    "tp2": CASES,
-    "tp2 + sp": CASES,
-    "pp2": CASES,
-    "cp2": CASES,
+    "dp2": (CASES[0], CASES[2]),
+    "tp2": (CASES[0], CASES[2], CASES[4]),
+    "tp2 + sp": (CASES[1], CASES[2], CASES[3]),
+    "pp2": (CASES[1], CASES[2], CASES[3]),
+    "cp2": (CASES[0], CASES[2], CASES[3]),
     "tp2 x cp2 + sp": (CASES[1], CASES[2]),
     "pp2 x cp2": (CASES[3], CASES[4]),
-    "tp2 x pp2 x dp2": (CASES[0], CASES[2]),
-    "tp2 x pp2 x cp2 + sp": (CASES[0], CASES[2]),
+    "tp2 x pp2 x dp2": (CASES[0],),
+    "tp2 x pp2 x cp2 + sp": (CASES[2],),
 }
-"""Layout -> architectures and ways of batching; each pair of axes has two of them."""
+"""Layout -> architectures and ways of batching. Every one is computed with tensor, with pipeline
+and with context parallelism.
+"""
 WITH_ENTROPY = ("dp2", "tp2", "tp2 x cp2 + sp", "pp2 x cp2")
 """Layouts of a policy gradient; its reference is one rank."""
-FILTERED = ("tp2", "tp2 + sp", "cp2", "pp2")
+FILTERED = ("tp2", "cp2", "pp2")
 """Layouts that train the filtered distribution, against transformers in float64."""
 
 

@@ -59,9 +59,9 @@ CASES = (
 )
 CASES_OF = {
     "one rank": CASES,
-    "ep2": CASES,
+    "ep2": (CASES[1], CASES[3]),
     "tp2 + sp": (CASES[0], CASES[2]),
-    "tp2 x ep2 + sp": CASES,
+    "tp2 x ep2 + sp": (CASES[0], CASES[2]),
     "pp2 x ep2": (CASES[1], CASES[2]),
     "tp2 x dp2 x ep2 + sp": (CASES[0], CASES[3]),
     "tp2 x cp2 x ep4 + sp": (CASES[1], CASES[2]),
