@@ -213,11 +213,14 @@ def _load_model_config(
     local_files_only: bool,
 ) -> PretrainedConfig:
     """Load config.json from a directory or the hub. `subject` begins the error message."""
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        _require_config_file(directory, subject)
     try:
         return load_model_config(name, local_files_only=local_files_only or not _is_hub_name(name))
     except (OSError, ValueError) as error:
         # transformers raises ValueError for a bad config.json, also for one in the cache.
-        if Path(name).expanduser().is_dir() or isinstance(error, ValueError):
+        if directory.is_dir() or isinstance(error, ValueError):
             raise ConfigError(f"{subject}whose config.json cannot be used: {error}") from error
         raise ConfigError(
             f"{subject}but there is no such directory, and no model of that name in this"
@@ -225,18 +228,24 @@ def _load_model_config(
         ) from error
 
 
+def _require_config_file(path: Path, subject: str) -> None:
+    """Raise ConfigError for a directory without config.json. `subject` begins the message."""
+    if (path / "config.json").is_file():
+        return
+    solution = "give that of a Hugging Face model"
+    if (path / "adapter_config.json").is_file():
+        solution = (
+            "it has a LoRA adapter: give the merged model that the run exported (its hf"
+            " directory), or that `nemo-like export` writes"
+        )
+    elif (path / "hf" / "config.json").is_file():
+        solution = f"give the model that this run exported, {shown_path(path / 'hf')}"
+    raise ConfigError(f"{subject}a directory without config.json; {solution}")
+
+
 def _check_model_directory(path: Path, subject: str) -> None:
     """Raise ConfigError for missing or damaged files. `subject` begins the message."""
-    if not (path / "config.json").is_file():
-        solution = "give that of a Hugging Face model"
-        if (path / "adapter_config.json").is_file():
-            solution = (
-                "it has a LoRA adapter: give the merged model that the run exported (its hf"
-                " directory), or that `nemo-like export` writes"
-            )
-        elif (path / "hf" / "config.json").is_file():
-            solution = f"give the model that this run exported, {shown_path(path / 'hf')}"
-        raise ConfigError(f"{subject}a directory without config.json; {solution}")
+    _require_config_file(path, subject)
     if not any(path.glob("*.safetensors")):
         gguf = next(path.glob("*.gguf"), None)
         solution = "save the model as safetensors"
