@@ -550,15 +550,14 @@ def test_an_omitted_tensor_is_an_error(engine: Engine, fault: str, name: str) ->
         engine.update(fault=fault)
 
 
-def test_tensor_parallel_ranks_load_their_shards_and_end_with_their_parent(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_tensor_parallel_ranks_load_their_shards_and_end_with_their_parent(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2}
     model: Any = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
     folder = _save(model, tmp_path)
     worker: Any = VLLMProcess(
         FaultyVLLMWorker,
+        errors=tmp_path / "errors",
         model_name=folder,
         max_total_length=MAX_LENGTH,
         config=VLLMGenerationConfig(tensor_parallel_size=2, kv_cache_gib=0.125, max_num_seqs=16),
@@ -597,7 +596,7 @@ def test_tensor_parallel_ranks_load_their_shards_and_end_with_their_parent(
         worker.process.join(timeout=60)
         worker.process.kill()
     assert worker.process.exitcode == 1
-    assert "this worker ends: " in capfd.readouterr().err
+    assert "this worker ends: " in (tmp_path / "errors").read_text()
     assert len(children) >= 2
     _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []

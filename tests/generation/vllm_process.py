@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import os
 import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, cast
 
 from nemo_like.distributed.worker_group import Handle, WorkerGroup
@@ -18,13 +20,16 @@ from nemo_like.parallel_layout import ParallelLayout
 
 
 class VLLMProcess:
-    """Calls the methods of `worker_class(local_context(), **kwargs)` in a child process."""
+    """Calls the methods of `worker_class(local_context(), **kwargs)` in a child process.
 
-    def __init__(self, worker_class: type, **kwargs: Any) -> None:
-        context = multiprocessing.get_context("spawn")
+    Its standard error is written to `errors`, if given; pytest does not capture it.
+    """
+
+    def __init__(self, worker_class: type, *, errors: Path | None = None, **kwargs: Any) -> None:
+        context: Any = multiprocessing.get_context("forkserver")
         self._connection, other = context.Pipe()
         self.process = context.Process(
-            target=_serve, args=(other, worker_class, kwargs), daemon=False
+            target=_serve, args=(other, worker_class, kwargs, errors), daemon=False
         )
         self.process.start()
         other.close()
@@ -72,9 +77,14 @@ class _Group:
         return [handle.value for handle in handles]
 
 
-def _serve(connection: Connection, worker_class: type, kwargs: dict[str, Any]) -> None:
+def _serve(
+    connection: Connection, worker_class: type, kwargs: dict[str, Any], errors: Path | None
+) -> None:
     from nemo_like.distributed.local_group import local_context
 
+    if errors is not None:
+        with errors.open("w") as file:
+            os.dup2(file.fileno(), 2)
     process_context = dataclasses.replace(local_context(num_threads=1), owns_process=True)
     try:
         worker = worker_class(process_context, **kwargs)
