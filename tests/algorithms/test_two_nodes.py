@@ -1,23 +1,18 @@
-"""A Ray cluster whose head, without CPUs, does not share the run directory with the node of the
-workers.
-"""
+"""A Ray cluster whose head, without CPUs, does not share the run directory with the workers."""
 
 from __future__ import annotations
 
-import logging
 import shutil
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 
 from nemo_like.cli import main
 from nemo_like.config.load import to_yaml
+from tests.distributed.ray_cluster import cluster_of
 from tests.recipe import Recipe
 
 
@@ -32,39 +27,14 @@ def can_unshare() -> bool:
 
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
-    """The cluster's address. On the second node `<tmp_path>/separate` is an empty file system of
-    its own.
+    """The cluster's address. Its workers have an empty file system of their own in
+    `<tmp_path>/separate`.
     """
     if not can_unshare():
         pytest.skip("needs unshare and the permission to mount")
     (tmp_path / "separate").mkdir()
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
-    )
-    mount = f"mount -t tmpfs tmpfs {tmp_path}/separate"
-    start = (
-        f"exec {sys.executable} {Path(__file__).with_name('separate_node.py')} {cluster.address}"
-    )
-    node = subprocess.Popen(
-        ["unshare", "-m", "sh", "-c", f"{mount} && {start}"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert node.stdout is not None
-        while "joined" not in (line := node.stdout.readline()):
-            assert line, "the second node did not start"
-        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-        deadline = time.monotonic() + 120
-        while ray.cluster_resources().get("CPU", 0) < 2:
-            assert time.monotonic() < deadline, "the second node did not join"
-            time.sleep(0.2)
-        ray.shutdown()
+    with cluster_of({"num_cpus": 0}, {"num_cpus": 2}, separate=tmp_path / "separate") as cluster:
         yield str(cluster.address)
-    finally:
-        node.communicate("")
-        cluster.shutdown()
 
 
 def contents(run: Path) -> dict[str, bytes]:

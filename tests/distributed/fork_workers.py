@@ -5,12 +5,14 @@ This module and those that it imports do not import Ray, which reads its environ
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,16 +20,24 @@ from typing import Any, NoReturn
 
 from tests.distributed.send_worker import NUM_FILES
 
+_CLONE_NEWNS = 0x20000
+"""Of linux/sched.h: a mount namespace of its own."""
 _MAX_BYTES = 2**20
 _SETUP_ARGUMENTS = ("--serialized-runtime-env-context", "--language")
 """Arguments of Ray's own setup program, which its worker program does not know."""
 
 
-def serve(listener: socket.socket, modules: Sequence[str]) -> None:
+def serve(listener: socket.socket, modules: Sequence[str], separate: str | None) -> None:
     """Fork a worker for each message of `send_worker.py`, until this process is ended.
 
-    Each worker has imported `modules`.
+    Each worker has imported `modules`. In the folder `separate` the workers have an empty file
+    system of their own.
     """
+    if separate is not None:
+        if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS) != 0:
+            raise OSError(ctypes.get_errno(), "unshare")
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", separate], check=True)
     for name in modules:
         importlib.import_module(name)
     # The kernel removes children that have ended.

@@ -24,12 +24,15 @@ from tests.distributed.send_worker import SOCKET
 
 
 @contextmanager
-def cluster_of(*nodes: dict[str, Any], modules: Sequence[str] = ()) -> Iterator[Cluster]:
+def cluster_of(
+    *nodes: dict[str, Any], modules: Sequence[str] = (), separate: Path | None = None
+) -> Iterator[Cluster]:
     """Start a Ray cluster on this machine with one node per argument; the first is the head.
 
-    Its workers have also imported `modules`, which must not import Ray.
+    Its workers have also imported `modules`, which must not import Ray. In the folder `separate`
+    they have an empty file system that they do not share with this process.
     """
-    with _forked_workers(modules):
+    with _forked_workers(modules, separate):
         # Only the processes of Ray that these tests need.
         options: dict[str, Any] = {
             "include_dashboard": False,
@@ -47,7 +50,7 @@ def cluster_of(*nodes: dict[str, Any], modules: Sequence[str] = ()) -> Iterator[
 
 
 @contextmanager
-def _forked_workers(modules: Sequence[str]) -> Iterator[None]:
+def _forked_workers(modules: Sequence[str], separate: Path | None) -> Iterator[None]:
     """Fork the workers of the raylets that are started inside the block."""
     with tempfile.TemporaryDirectory(prefix="fork_") as folder:
         path = f"{folder}/socket"
@@ -56,7 +59,10 @@ def _forked_workers(modules: Sequence[str]) -> Iterator[None]:
             listener.listen(64)
             # Not a thread of this process: Ray holds the GIL while it waits for a first worker.
             context: Any = multiprocessing.get_context("forkserver")
-            server = context.Process(target=serve, args=(listener, tuple(modules)))
+            folder_of_workers = None if separate is None else str(separate)
+            server = context.Process(
+                target=serve, args=(listener, tuple(modules), folder_of_workers)
+            )
             server.start()
         os.environ[SOCKET] = path
         try:
