@@ -47,7 +47,7 @@ class Estimate:
     low: float | None
     high: float | None
     method: Method
-    """`wilson`, `bootstrap` over prompts, or `none` for one prompt that is no trial."""
+    """`wilson`, `bootstrap` over prompts, or `none` where neither applies; see `estimates`."""
 
 
 def estimates(
@@ -61,7 +61,8 @@ def estimates(
     A share of prompts that are right or wrong has the Wilson interval; any other mean the
     percentile interval of a bootstrap that resamples prompts. Where all prompts are right, or all
     wrong, a bootstrap would have an interval of length 0, and the Wilson interval of P trials is
-    taken. Means without weight are left out. Raises ValueError for a confidence outside of (0, 1).
+    taken. Another mean of prompts with equal values, or of one prompt, has no interval. Means
+    without weight are left out. Raises ValueError for a confidence outside of (0, 1).
     """
     if not 0 < confidence < 1:
         raise ValueError(f"the confidence is {confidence}; it must be between 0 and 1")
@@ -74,7 +75,7 @@ def estimates(
         if mean.is_share and _is_binary(mean.totals):
             low, high = wilson_interval(float(mean.totals.sum()), num_prompts, confidence)
             found[name] = Estimate(value=mean.value, low=low, high=high, method="wilson")
-        elif num_prompts < 2:
+        elif num_prompts < 2 or _is_constant(mean):
             found[name] = Estimate(value=mean.value, low=None, high=None, method="none")
         else:
             resampled[name] = mean
@@ -141,6 +142,13 @@ def bootstrap_intervals(
     low, high = np.nanquantile(values, [tail, 1 - tail], axis=0)
     bounds = zip(low.tolist(), high.tolist(), strict=True)
     return dict(zip(means, bounds, strict=True))
+
+
+def _is_constant(mean: PromptMeans) -> bool:
+    """Return True if all prompts with a weight have the same value."""
+    has_weight = mean.weights > 0
+    values = mean.totals[has_weight] / mean.weights[has_weight]
+    return bool((values == values[0]).all())
 
 
 def _is_binary(totals: np.ndarray) -> bool:

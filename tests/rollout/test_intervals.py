@@ -99,6 +99,8 @@ def test_the_method_follows_from_the_values():
     assert method_of([0.0, 0.5, 1.0], is_share=True)[0] == "bootstrap"
     assert method_of([0.0, 1.0, 1.0], is_share=False)[0] == "bootstrap"
     assert method_of([0.5], is_share=True) == ("none", None)
+    # No prompt differs, so a bootstrap would give [2, 2].
+    assert method_of([2.0, 2.0, 2.0], is_share=False)[0] == "none"
     # All ten prompts right: a bootstrap would give [1, 1].
     method, low = method_of([1.0] * 10, is_share=True)
     assert method == "wilson" and low == pytest.approx(0.7225, abs=1e-4)
