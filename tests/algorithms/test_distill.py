@@ -129,10 +129,14 @@ def test_rows_find_their_teacher_by_set_or_column(
     # Before the first step, also where a later row is wrong.
     rows[3]["by"] = "c"
     write_rows(tmp_path / "other.jsonl", rows)
-    with pytest.raises(ConfigError, match=r"other\.jsonl:4: the column 'by' .* is 'c'"):
+    with pytest.raises(ConfigError, match=r"other\.jsonl:4: the column 'by' .* is \"c\" "):
         open_source(recipe.distill(*column, both)).loader()
-    with pytest.raises(ConfigError, match=r"other\.jsonl:1: the column 'by' .* is 'b'"):
+    with pytest.raises(ConfigError, match=r"other\.jsonl:1: the column 'by' .* is \"b\" "):
         open_source(recipe.distill(*column, only)).loader()
+    del rows[3]["by"]
+    write_rows(tmp_path / "other.jsonl", rows)
+    with pytest.raises(ConfigError, match=r"other\.jsonl:4: the column 'by' .* is missing, "):
+        open_source(recipe.distill(*column, both)).loader()
 
 
 def test_problems_of_teachers_are_reported(recipe: Recipe, teachers: list[str], tmp_path: Path):
