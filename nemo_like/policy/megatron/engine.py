@@ -268,8 +268,9 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.full_weights`; on rank 0 each has its full shape."""
-        if self._adapters is not None and names and names[0] in self.adapter_shapes():
-            return self._adapters.gather(names, self._saved_shapes(), self._dtype)
+        shapes = self.adapter_shapes()
+        if self._adapters is not None and names and names[0] in shapes:
+            return self._adapters.gather(names, shapes, self._dtype)
         # q, k and v are parts of one parameter, and gathered one after the other.
         last: tuple[str, Tensor] | None = None
 
