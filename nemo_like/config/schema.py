@@ -208,6 +208,9 @@ class DataConfig:
     assistant turn. A message with `train: false` or `weight: 0` never contributes."""
     shuffle: bool = True
     """Visit the rows in a new random order in every epoch, derived from `seed`."""
+    allow_changed_rows: bool = False
+    """Resume although the training rows are not those of the checkpoint: its epoch begins again
+    with the new rows. Otherwise this is an error."""
     last_batch: Literal["keep", "drop"] = "keep"
     """Rows left at the end of an epoch that do not fill a batch: train a smaller step on them, or
     leave them out."""

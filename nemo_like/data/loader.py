@@ -107,8 +107,8 @@ class BatchLoader(Protocol[Out]):
         """Return the position as JSON values."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the last batch of `state`. Raises ConfigError for other rows."""
+    def load_state_dict(self, state: dict[str, Any], *, allow_changed_rows: bool = False) -> bool:
+        """Continue after the last batch of `state`; see `RowOrder.load_state_dict`."""
         ...
 
     def batch_sources(self) -> BatchSources | None:
@@ -318,7 +318,7 @@ class RowLoader(Generic[Out]):
         """Return JSON values; see `RowOrder.state_dict`."""
         return self._order.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, allow_changed_rows: bool = False) -> bool:
         """Continue after the row of `state`; see `RowOrder.load_state_dict`.
 
         The batch size may differ.
@@ -328,7 +328,7 @@ class RowLoader(Generic[Out]):
                 "resume: the checkpoint was written with another data.batching.kind than fixed, so"
                 " rows wait for their step; resume with that kind, or start a new run"
             )
-        self._order.load_state_dict(state)
+        return self._order.load_state_dict(state, allow_changed_rows=allow_changed_rows)
 
 
 def sources_of(order: RowOrder | MixtureOrder, rows: Sequence[int]) -> BatchSources | None:

@@ -1,32 +1,25 @@
-"""Mixture of several sources of rows by weight, deterministic and exactly resumable.
+"""Mixture of several sources of rows by weight, deterministic and resumable.
 
-The source of every position follows from the weights alone: after n rows, source s with share w_s
-has given c_s rows with |c_s - w_s n| < 1, for every n. The rule is earliest deadline first over the
-windows of Pfair scheduling (Baruah, Cohen, Plaxton, Varvel, "Proportionate Progress", 1996; the
-bound is that of Tijdeman's chairman assignment problem, 1980). For the simpler rule of the largest
-deficit the difference reaches one row, e.g. with weights 1, 20, 18, 1 and 22. Arithmetic is in
-integers, so it is exact at any position.
+Row k (from 0) of a source with weight w has the time (k + 1/2) / w, and the mixture visits the rows
+of all sources by increasing time. After n rows a source with share s of S sources has given s n
+rows, to within 1/2 + s S / 2. The position is the number of rows of each source.
 
-Within a source the rows come in the order of its own `RowOrder`, pass after pass.
+Within a source the rows follow its own `RowOrder`, pass after pass.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.row_order import Curriculum, RowOrder
-
-_MAX_SOURCES = 1024
-_MIN_GROWTH = 1024
-"""Positions by which the computed part of a schedule grows at least."""
 
 
 @dataclass(frozen=True)
@@ -48,76 +41,9 @@ class Mixture:
             )
         if min(self.sizes) < 1:
             raise ValueError(f"every source needs a row, got sizes {self.sizes}")
-
-
-class SourceSchedule:
-    """Source of every position of a mixture.
-
-    Example: with weights 2 and 1 the sources are 0 0 1, repeated.
-    """
-
-    def __init__(self, weights: Sequence[float]) -> None:
-        """Initialize from relative weights. Raises ValueError unless all are finite and above 0."""
-        if not 0 < len(weights) <= _MAX_SOURCES:
-            raise ValueError(f"a mixture has 1 to {_MAX_SOURCES} sources, got {len(weights)}")
-        for weight in weights:
+        for weight in self.weights:
             if not (math.isfinite(weight) and weight > 0):
                 raise ValueError(f"a weight is a finite number above 0, got {weight!r}")
-        # The decimal text: 0.1 is one tenth, not the nearest binary fraction.
-        fractions = [Fraction(str(weight)) for weight in weights]
-        denominator = math.lcm(*(fraction.denominator for fraction in fractions))
-        counts = [int(fraction * denominator) for fraction in fractions]
-        divisor = math.gcd(*counts)
-        self._shares = [count // divisor for count in counts]
-        self.period = sum(self._shares)
-        """Number of positions after which the sources repeat: every source then has its exact
-        share.
-        """
-        self._sources = np.empty(0, np.int16)
-        self._counts = [0] * len(weights)
-
-    def sources(self, start: int, stop: int) -> np.ndarray:
-        """Return the sources of the positions [start, stop), int16 [stop - start]."""
-        self._extend(min(stop, self.period))
-        if stop <= len(self._sources):
-            return self._sources[start:stop]
-        return self._sources[np.arange(start, stop) % self.period]
-
-    def counts(self, position: int) -> np.ndarray:
-        """Return the number of rows of each source before `position`, int64 [S]."""
-        num_periods, rest = divmod(position, self.period)
-        in_period = np.bincount(self.sources(0, rest), minlength=len(self._shares))
-        return num_periods * np.array(self._shares, np.int64) + in_period
-
-    def _extend(self, stop: int) -> None:
-        """Compute the sources of the positions before `stop`, at most one period."""
-        num_known = len(self._sources)
-        if stop <= num_known:
-            return
-        # Growth by a factor: the cost of many short extensions would be quadratic.
-        stop = min(self.period, max(stop, 2 * num_known, _MIN_GROWTH))
-        added = [self._next_source(position) for position in range(num_known, stop)]
-        self._sources = np.concatenate([self._sources, np.array(added, np.int16)])
-
-    def _next_source(self, position: int) -> int:
-        """Return the source of `position`, after those of all positions before.
-
-        Row j (from 1) of source s may come at the positions floor((j - 1) / w_s) up to, but not
-        including, ceil(j / w_s). Of the rows that may come now, that with the earliest end is
-        taken.
-        """
-        best = -1
-        best_deadline = 0
-        for source, share in enumerate(self._shares):
-            count = self._counts[source]
-            if count * self.period >= share * (position + 1):
-                continue
-            deadline = -(-(count + 1) * self.period // share)
-            if best < 0 or deadline < best_deadline:
-                best = source
-                best_deadline = deadline
-        self._counts[best] += 1
-        return best
 
 
 class MixtureOrder:
@@ -147,7 +73,7 @@ class MixtureOrder:
                 f"the sources have {sum(mixture.sizes)} rows together, but {len(digests)} are given"
             )
         self.mixture = mixture
-        self._schedule = SourceSchedule(mixture.weights)
+        self._weights = np.array(mixture.weights, dtype=np.float64)
         self._offsets = np.cumsum([0, *mixture.sizes])[:-1]
         self._orders: list[RowOrder] = []
         for offset, size in zip(self._offsets, mixture.sizes, strict=True):
@@ -165,7 +91,7 @@ class MixtureOrder:
         self._num_rows = len(digests)
         self._epoch = 0
         self._position = 0
-        self._num_taken = 0
+        self._taken = np.zeros(len(mixture.sizes), dtype=np.int64)
 
     def __len__(self) -> int:
         """Number of rows of an epoch."""
@@ -179,7 +105,7 @@ class MixtureOrder:
     @property
     def num_left(self) -> int:
         """Number of rows that this epoch has not visited yet."""
-        # A source may have lost rows between two runs.
+        # Sources may have lost rows between two runs (data.allow_changed_rows).
         return max(self._num_rows - self._position, 0)
 
     @property
@@ -210,8 +136,7 @@ class MixtureOrder:
 
     def copy(self) -> MixtureOrder:
         """Return an order at the same position that advances independently."""
-        twin = MixtureOrder.__new__(MixtureOrder)
-        twin.__dict__.update(self.__dict__)
+        twin = copy.copy(self)
         twin._orders = [order.copy() for order in self._orders]
         return twin
 
@@ -222,26 +147,34 @@ class MixtureOrder:
     def take(self, num_rows: int) -> np.ndarray:
         """Return the next rows of this epoch, int64 [at most `num_rows`], and advance."""
         num_rows = min(num_rows, self.num_left)
-        sources = self._schedule.sources(self._num_taken, self._num_taken + num_rows)
+        sources = self._next_sources(num_rows)
         rows = np.empty(num_rows, dtype=np.int64)
         for source, order in enumerate(self._orders):
             places = np.flatnonzero(sources == source)
             rows[places] = self._offsets[source] + _take_from(order, len(places))
         self._position += num_rows
-        self._num_taken += num_rows
+        self._taken = self._taken + np.bincount(sources, minlength=len(self._orders))
         return rows
+
+    def _next_sources(self, num_rows: int) -> np.ndarray:
+        """Return the source of each of the next rows, int64 [num_rows]."""
+        num_sources = len(self._orders)
+        # At most so many of the next rows are of one source, see the bound above.
+        shares = self._weights / self._weights.sum()
+        limits = np.ceil(shares * (num_rows + num_sources)).astype(np.int64) + 1
+        sources = np.repeat(np.arange(num_sources), limits)
+        rows = np.concatenate([np.arange(n) + k for k, n in zip(self._taken, limits, strict=True)])
+        times = (rows + 0.5) / self._weights[sources]
+        return sources[np.argsort(times, kind="stable")[:num_rows]]
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
         """Restore the position if the block raises."""
-        saved = (self._epoch, self._position, self._num_taken)
+        before = self.copy()
         try:
-            with ExitStack() as stack:
-                for order in self._orders:
-                    stack.enter_context(order.undone_on_error())
-                yield
+            yield
         except BaseException:
-            self._epoch, self._position, self._num_taken = saved
+            self.__dict__.update(before.__dict__)
             raise
 
     def start_epoch(self) -> None:
@@ -258,14 +191,14 @@ class MixtureOrder:
             "mixture": _named_weights(self.mixture),
             "epoch": self._epoch,
             "position": self._position,
-            "num_taken": self._num_taken,
+            "num_taken": self._taken.tolist(),
             "sources": sources,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, allow_changed_rows: bool = False) -> bool:
         """Continue after the last row that was visited when `state` was taken.
 
-        Rows that were not visited may have changed since; see `RowOrder.load_state_dict`. Raises
+        A source whose rows changed begins its pass again; see `RowOrder.load_state_dict`. Raises
         ConfigError for other sources or weights.
         """
         own = _named_weights(self.mixture)
@@ -280,14 +213,17 @@ class MixtureOrder:
                 f" this run has {own}, which is another order of the rows; use the same, or start a"
                 " new run. If none are set, they are the numbers of rows of the files"
             )
+        is_same = True
         for name, order in zip(self.mixture.names, self._orders, strict=True):
+            own_state = state["sources"][name]
             try:
-                order.load_state_dict(state["sources"][name])
+                is_same &= order.load_state_dict(own_state, allow_changed_rows=allow_changed_rows)
             except ConfigError as error:
                 raise ConfigError(f"data.train_sets.{name}: {error}") from error
         self._epoch = int(state["epoch"])
         self._position = int(state["position"])
-        self._num_taken = int(state["num_taken"])
+        self._taken = np.array(state["num_taken"], dtype=np.int64)
+        return is_same
 
 
 def open_order(

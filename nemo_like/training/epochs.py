@@ -11,7 +11,6 @@ from nemo_like.data.loader import RowLoader
 from nemo_like.metrics import Metrics
 from nemo_like.training.dataset import ExampleSource, ExampleT
 from nemo_like.training.evaluation import is_due
-from nemo_like.training.loading import load_position
 from nemo_like.training.open_run import open_training_run
 from nemo_like.training.run import RunResult, TrainingRun
 from nemo_like.training.skipped_steps import stop_if_too_many
@@ -57,7 +56,7 @@ def run_epochs(
             config, source.data.encoder, num_steps=total, num_optimizer_steps=total
         ) as run:
             if not source.encodes_before_run:
-                num_left = max(total - load_position(run.resumed, loader), 0)
+                num_left = max(total - run.load_position(loader), 0)
                 source.start_encoding(loader.upcoming(num_left * loader.batch_size))
             source.finish_encoding(run.progress)
             step = run.resume(loader)

@@ -7,22 +7,19 @@ from nemo_like.data.loader import BatchLoader
 from nemo_like.metrics import Mean, Metrics, Sum
 
 
-def load_position(checkpoint: Checkpoint | None, loader: BatchLoader) -> int:
-    """Move the loader to the position of a checkpoint; return the step, 0 without a checkpoint.
+def load_position(checkpoint: Checkpoint, loader: BatchLoader, *, allow_changed_rows: bool) -> bool:
+    """Move the loader to the position of a checkpoint; return True if the rows are the same.
 
-    Raises CheckpointError for a damaged checkpoint, and ConfigError if the rows before the position
-    changed.
+    Raises CheckpointError for a damaged checkpoint, and ConfigError for changed rows unless
+    `allow_changed_rows` (then the epoch begins again).
     """
-    if checkpoint is None:
-        return 0
     state = checkpoint.state()
     try:
-        loader.load_state_dict(state.loader)
+        return loader.load_state_dict(state.loader, allow_changed_rows=allow_changed_rows)
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{checkpoint.path} has a damaged position of the data loader: {error!r}"
         ) from error
-    return state.step
 
 
 def loader_metrics(loader: BatchLoader) -> Metrics:

@@ -20,7 +20,6 @@ from nemo_like.losses import RolloutLoss, rollout_loss
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.training.dataset import ExampleSource
 from nemo_like.training.evaluation import AnswerSampling, is_due, score_answers, show_rollout
-from nemo_like.training.loading import load_position
 from nemo_like.training.open_run import open_training_run
 from nemo_like.training.run import RunResult, TrainingRun
 from nemo_like.training.skipped_steps import stop_if_too_many
@@ -72,7 +71,7 @@ def _train(
         for warning in asynchronous_warnings(config):
             logger.warning(warning)
         if not source.encodes_before_run:
-            num_done = load_position(run.resumed, loader)
+            num_done = run.load_position(loader)
             source.start_encoding(loader.upcoming(_max_num_prompts(config, num_done)))
         source.finish_encoding(run.progress)
         step = run.resume(loader)

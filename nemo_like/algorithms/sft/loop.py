@@ -20,7 +20,6 @@ from nemo_like.metrics import ExpMean, Mean, Metric, Metrics, merge_metrics
 from nemo_like.policy.policy import Policy
 from nemo_like.training.dataset import ExampleSource
 from nemo_like.training.evaluation import is_due, score_answers
-from nemo_like.training.loading import load_position
 from nemo_like.training.model_files import open_model_spec
 from nemo_like.training.open_run import open_training_run
 from nemo_like.training.run import RunResult, TrainingRun
@@ -58,7 +57,7 @@ def _train(
         closing(source.rows),
     ):
         if not source.encodes_before_run:
-            num_done = load_position(run.resumed, loader)
+            num_done = run.load_position(loader)
             source.start_encoding(_upcoming(config, source, loader, num_done))
         source.finish_encoding(run.progress)
         step = run.resume(loader)

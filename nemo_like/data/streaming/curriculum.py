@@ -17,8 +17,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from nemo_like.data.row_sketch import mix
-
 logger = logging.getLogger(__name__)
 
 
@@ -325,7 +323,15 @@ def _checked_difficulty(difficulty: np.ndarray) -> np.ndarray:
 
 def _row_hashes(row_ids: np.ndarray, seed: int, epoch: int) -> np.ndarray:
     """Hash the seed, the epoch and each row id, integers [n]; uint64 [n], distinct per row."""
-    salt = mix(np.array([seed % 2**64], dtype=np.uint64))
-    salt = mix(salt ^ np.uint64(epoch))
-    # `mix` is bijective, so different rows have different hashes.
-    return mix(salt ^ row_ids.astype(np.uint64))
+    salt = _mix(np.array([seed % 2**64], dtype=np.uint64))
+    salt = _mix(salt ^ np.uint64(epoch))
+    # `_mix` is bijective, so different rows have different hashes.
+    return _mix(salt ^ row_ids.astype(np.uint64))
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """Hash uint64 [N] bijectively: the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    mixed = values + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

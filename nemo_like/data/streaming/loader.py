@@ -182,61 +182,30 @@ class StreamLoader(Generic[Out]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values: the position in the order, and the rows that wait."""
-        digests = self._rows.digests
-        waiting = [[row, int(digests[row])] for row in self._planner.waiting]
-        return {
-            "order": self._order.state_dict(),
-            "planner": self._planner.state_dict(),
-            "waiting": waiting,
-        }
+        return {"order": self._order.state_dict(), "planner": self._planner.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, allow_changed_rows: bool = False
+    ) -> bool:
         """Continue after the last step of `state`, also with another number of ranks.
 
-        Raises ConfigError if rows that were visited changed or disappeared.
+        See `RowOrder.load_state_dict` for rows that changed; rows that waited for their step are
+        then visited again with the epoch.
         """
         if "planner" not in state:
             raise ConfigError(
                 "resume: the checkpoint was written with data.batching.kind=fixed, this run has"
                 " another kind; resume with fixed, or start a new run"
             )
-        self._order.load_state_dict(state["order"])
-        new_index = self._waiting_rows(state["waiting"])
-        planner = dict(state["planner"])
-        planner["window"] = [_moved(row, new_index) for row in planner["window"]]
-        planner["bins"] = [[_moved(row, new_index) for row in rows] for rows in planner["bins"]]
+        is_same = self._order.load_state_dict(state["order"], allow_changed_rows=allow_changed_rows)
         self._planner = StreamingPlanner(self.spec)
+        if not is_same:
+            return False
         try:
-            self._planner.load_state_dict(planner)
+            self._planner.load_state_dict(state["planner"])
         except ValueError as error:
             raise ConfigError(f"resume: {error}") from error
-
-    def _waiting_rows(self, waiting: list[list[int]]) -> dict[int, int]:
-        """Return the index now of each waiting row (index then, digest). Raises ConfigError."""
-        digests = self._rows.digests
-        by_digest: dict[int, list[int]] = {}
-        used: set[int] = set()
-        found: dict[int, int] = {}
-        for row, digest in waiting:
-            if row < len(digests) and int(digests[row]) == digest:
-                found[row] = row
-                used.add(row)
-        for row, digest in waiting:
-            if row in found:
-                continue
-            if not by_digest:
-                for index, value in enumerate(digests.tolist()):
-                    by_digest.setdefault(value, []).append(index)
-            free = [index for index in by_digest.get(digest, ()) if index not in used]
-            if not free:
-                raise ConfigError(
-                    "resume: a row of data.train_path that waited for its step when the checkpoint"
-                    " was written changed or disappeared since; restore the file, or start a new"
-                    " run"
-                )
-            found[row] = free[0]
-            used.add(free[0])
-        return found
+        return True
 
     def _next_step(self) -> PlannedStep | None:
         """Push rows until a step is complete; None after the last epoch."""
@@ -302,8 +271,3 @@ class StreamLoader(Generic[Out]):
             " and data.batching.tail is drop, so there is nothing to train on; set"
             " data.batching.tail=emit, or lower data.batching.microbatches_per_step"
         )
-
-
-def _moved(row: list[int], new_index: Mapping[int, int]) -> list[int]:
-    """Return the numbers of a waiting row with its index now."""
-    return [new_index[row[0]], *row[1:]]

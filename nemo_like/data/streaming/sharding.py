@@ -12,20 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from nemo_like.data.row_order import epoch_permutation
 from nemo_like.integer_math import check_integer
 
 _VERSION = 1
-
-
-def epoch_permutation(num_rows: int, seed: int, epoch: int, *, shuffle: bool = True) -> np.ndarray:
-    """Return the order of the rows of an epoch, int64 [num_rows].
-
-    Independent of the number of ranks, of the global random state and of the platform.
-    """
-    if not shuffle:
-        return np.arange(num_rows)
-    # A sequence as the seed gives independent streams for every pair.
-    return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
 def shard_stride(rank: int, num_ranks: int, worker: int = 0, num_workers: int = 1) -> slice:
