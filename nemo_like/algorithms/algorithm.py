@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from nemo_like.config.schema import RunConfig
 
@@ -83,7 +84,17 @@ class Algorithm:
     """One line for `nemo-like --help`."""
     run_config: type[RunConfig]
     """The keys and the checks of their relations."""
-    import_data: Callable[[], AlgorithmData]
-    """Imports the module `data`."""
-    import_run: Callable[[], Callable[[Any], RunResult]]
-    """Imports the function that trains as configured. It raises ConfigError for wrong input."""
+    package: str
+    """Its package, with the modules `data` and `loop` (see below)."""
+
+    def import_data(self) -> AlgorithmData:
+        """Import the module `data`."""
+        return cast("AlgorithmData", import_module(f"{self.package}.data"))
+
+    def import_run(self) -> Callable[[Any], RunResult]:
+        """Import `run_<package>` of the module `loop`, which trains as configured.
+
+        It raises ConfigError for wrong input.
+        """
+        name = self.package.rpartition(".")[2]
+        return getattr(import_module(f"{self.package}.loop"), f"run_{name}")

@@ -5,11 +5,11 @@ A new algorithm is a package beside `sft` and one entry of `ALGORITHMS`; see doc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TypeVar, overload
 
-from nemo_like.algorithms.algorithm import Algorithm, AlgorithmData
+from nemo_like.algorithms.algorithm import Algorithm
 from nemo_like.algorithms.distillation.config import DistillRunConfig
 from nemo_like.algorithms.dpo.config import DpoRunConfig
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
@@ -18,92 +18,25 @@ from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.keys import JobSchema
 from nemo_like.config.schema import RunConfig
 
-if TYPE_CHECKING:
-    from nemo_like.training.run import RunResult
-
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
 
 
-def _sft_data() -> AlgorithmData:
-    from nemo_like.algorithms.sft import data
-
-    return data
-
-
-def _sft_run() -> Callable[[Any], RunResult]:
-    from nemo_like.algorithms.sft.loop import run_sft
-
-    return run_sft
-
-
-def _grpo_data() -> AlgorithmData:
-    from nemo_like.algorithms.grpo import data
-
-    return data
-
-
-def _grpo_run() -> Callable[[Any], RunResult]:
-    from nemo_like.algorithms.grpo.loop import run_grpo
-
-    return run_grpo
-
-
-def _dpo_data() -> AlgorithmData:
-    from nemo_like.algorithms.dpo import data
-
-    return data
-
-
-def _dpo_run() -> Callable[[Any], RunResult]:
-    from nemo_like.algorithms.dpo.loop import run_dpo
-
-    return run_dpo
-
-
-def _distill_data() -> AlgorithmData:
-    from nemo_like.algorithms.distillation import data
-
-    return data
-
-
-def _distill_run() -> Callable[[Any], RunResult]:
-    from nemo_like.algorithms.distillation.loop import run_distill
-
-    return run_distill
-
-
-def _reward_model_data() -> AlgorithmData:
-    from nemo_like.algorithms.reward_model import data
-
-    return data
-
-
-def _reward_model_run() -> Callable[[Any], RunResult]:
-    from nemo_like.algorithms.reward_model.loop import run_reward_model
-
-    return run_reward_model
-
-
+_PACKAGE = "nemo_like.algorithms"
 ALGORITHMS: dict[str, Algorithm] = {
-    "sft": Algorithm("supervised fine-tuning", SftRunConfig, _sft_data, _sft_run),
+    "sft": Algorithm("supervised fine-tuning", SftRunConfig, f"{_PACKAGE}.sft"),
     "grpo": Algorithm(
-        "reinforcement learning with group-relative advantages",
-        GrpoRunConfig,
-        _grpo_data,
-        _grpo_run,
+        "reinforcement learning with group-relative advantages", GrpoRunConfig, f"{_PACKAGE}.grpo"
     ),
-    "dpo": Algorithm("direct preference optimization", DpoRunConfig, _dpo_data, _dpo_run),
+    "dpo": Algorithm("direct preference optimization", DpoRunConfig, f"{_PACKAGE}.dpo"),
     "distill": Algorithm(
         "distillation of teachers, on rows of data or on completions of the student",
         DistillRunConfig,
-        _distill_data,
-        _distill_run,
+        f"{_PACKAGE}.distillation",
     ),
     "rm": Algorithm(
         "training of a reward model on preferences",
         RewardModelRunConfig,
-        _reward_model_data,
-        _reward_model_run,
+        f"{_PACKAGE}.reward_model",
     ),
 }
 """Algorithms by the name of their command, which is the `kind` of their config."""

@@ -28,7 +28,6 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_like.config.arithmetic import register_arithmetic
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.inherit import inherited_files, inherits_by_path, merge_order, merged
-from nemo_like.config.interpolations import check_interpolations
 from nemo_like.config.keys import JobSchema, field_types, is_section
 from nemo_like.config.text import is_possible_path, shortened, shown_value
 from nemo_like.config.yaml_locations import Sources, read_yaml
@@ -149,8 +148,6 @@ def compose_plain(overrides: Sequence[str], sources: Sources) -> dict[str, Any]:
     """
     with _hydra_errors(None):
         config = compose(_PRIMARY_NAME, list(overrides))
-        # Before anything is resolved, which could take exponential time.
-        check_interpolations(OmegaConf.to_container(config, resolve=False))
     try:
         with _hydra_errors(None):
             plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from nemo_like.algorithms.distillation.data import TaughtRow, open_source
-from nemo_like.algorithms.distillation.loop import is_on_policy, run_distill
+from nemo_like.algorithms.distillation.loop import is_on_policy, run_distillation
 from nemo_like.commands.validate import validate
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.planning.cost import CostModel
@@ -54,7 +54,7 @@ def test_a_resumed_run_equals_a_straight_one_and_approaches_the_teacher(
 ):
     keys = [f"distill.teacher={teachers[0]}", "checkpointing.keep_latest=5"]
     keys += [*ON_POLICY, "policy.optimizer.lr=1e-2"] if is_sampled else ["distill.sft_weight=0.1"]
-    straight = run_distill(recipe.distill(*keys))
+    straight = run_distillation(recipe.distill(*keys))
     expected = read_metrics(straight.directory.path)
     weights = (straight.directory.hf / "model.safetensors").read_bytes()
     assert [line["step"] for line in expected] == [0, 1, 2, 3, 4]
@@ -70,7 +70,7 @@ def test_a_resumed_run_equals_a_straight_one_and_approaches_the_teacher(
     assert kinds == [is_on_policy(config, step) for step in range(4)]
     assert set(kinds) == ({True, False} if is_sampled else {False})
     interrupt_at(straight.directory.path, 2)
-    resumed = run_distill(recipe.distill(*keys, "resume=true"))
+    resumed = run_distillation(recipe.distill(*keys, "resume=true"))
     assert read_metrics(resumed.directory.path) == expected
     assert (resumed.directory.hf / "model.safetensors").read_bytes() == weights
 
@@ -115,8 +115,8 @@ def test_rows_find_their_teacher_by_set_or_column(
         "distill.max_num_steps=1",
     )
     both = f"distill.teachers={{a: {teachers[0]}, b: {teachers[1]}}}"
-    result = run_distill(recipe.distill(*column, both))
-    alone = run_distill(
+    result = run_distillation(recipe.distill(*column, both))
+    alone = run_distillation(
         recipe.distill(
             *column[:3],
             "distill.max_num_steps=1",
@@ -157,7 +157,7 @@ def test_problems_of_teachers_are_reported(recipe: Recipe, teachers: list[str], 
     tokenizer.add_tokens(["%"])
     tokenizer.save_pretrained(teachers[1])
     with pytest.raises(ConfigError, match="it has 1 further tokens"):
-        run_distill(recipe.distill(f"distill.teacher={teachers[1]}"))
+        run_distillation(recipe.distill(f"distill.teacher={teachers[1]}"))
     for keys, message in (
         ((), r"distill\.teacher is not set"),
         (("distill.teachers={code: x}",), "the training sets are train"),
@@ -185,7 +185,7 @@ def test_a_teacher_needs_neither_the_frozen_weights_nor_the_padding_of_the_stude
     # The policy has 21 tokens, fewer than the teacher.
     message = r"distill\.top_k is 21, .* the policy one of 21"
     with pytest.raises(ConfigError, match=message):
-        run_distill(recipe.distill(key, "distill.top_k=21"))
+        run_distillation(recipe.distill(key, "distill.top_k=21"))
 
 
 def test_rows_too_long_as_conversations_are_dropped_from_all_steps_of_a_mixed_run(

@@ -1,4 +1,4 @@
-"""Hostile YAML, interpolations and overrides: refused within the limits, with file and line."""
+"""Hostile YAML and overrides: refused within the limits, with file and line."""
 
 from __future__ import annotations
 
@@ -13,10 +13,6 @@ from nemo_like.config.text import printable, shown_value
 from nemo_like.data.datasets import SFT_ROWS
 from nemo_like.data.row_loading import load_rows
 from tests.fuzz.cases import BASE_CONFIGS, BOMB
-
-DOUBLING = "\n".join(f"b{n}: '${{b{n + 1}}}${{b{n + 1}}}'" for n in range(40)) + "\nb40: x"
-REFERENCE = "${{reward.functions.f{0}.path}}"
-NAMED = "\n".join(f"    f{n}: {{path: '{REFERENCE.format(n + 1) * 2}'}}" for n in range(40))
 
 
 @pytest.mark.parametrize(
@@ -36,11 +32,6 @@ NAMED = "\n".join(f"    f{n}: {{path: '{REFERENCE.format(n + 1) * 2}'}}" for n i
         ('run_name: "\\ud83d"', "surrogate"),
         ("x: " + "y" * 100_000, "bytes"),
         ("<<: x", "merges"),
-        (DOUBLING, "unknown key"),
-        (
-            "reward:\n  functions:\n" + NAMED + "\n    f40: {path: a.b}\ngrpo: {max_num_steps: 1}",
-            "expands to more than",
-        ),
     ],
 )
 def test_hostile_yaml_is_refused_in_little_time(text: str, words: str, tmp_path: Path) -> None:

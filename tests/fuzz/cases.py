@@ -67,7 +67,6 @@ BLOCKS = (
     "run_name: ${run_name}",
     "run_name: ${oc.env:NOWHERE}",
     "run_name: ${" * 40 + "a" + "}" * 40,
-    "\n".join(f"b{n}: '${{b{n + 1}}}${{b{n + 1}}}'" for n in range(40)) + "\nb40: x",
     "--- 1\n--- 2",
     "%YAML 9.9\n---\na: 1",
     "%TAG ! tag:x,2000:\n---\na: !b 1",

@@ -42,7 +42,7 @@ _VALIDATION_NAMES = {
 }
 
 
-def run_distill(config: DistillRunConfig) -> RunResult:
+def run_distillation(config: DistillRunConfig) -> RunResult:
     """Train as configured; return paths and last metrics. Raises ConfigError for wrong input."""
     config = resolve_teachers(resolve_paths(config))
     source = open_source(config)
