@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from nemo_like.algorithms.pair_data import pair_samples
+from nemo_like.data.columns import num_trained_tokens
 from nemo_like.data.loader import RowLoader
 from nemo_like.data.preferences import PreferencePair
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
@@ -64,7 +65,7 @@ class PairTask(Generic[ExampleT]):
             with run.timers("train"):
                 run.add_metrics(train(run, sharded, trained, self.loss, logprobs))
         run.add_metrics(plan_metrics(plan))
-        return StepWork(lengths=batch["length"], num_logprob_passes=int(self.needs_reference))
+        return StepWork.of(plan, num_logprob_passes=int(self.needs_reference))
 
     def validate(self, run: TrainingRun) -> Metrics:
         """Return the metrics of the loss over the pairs of each validation set."""
@@ -82,6 +83,7 @@ class PairTask(Generic[ExampleT]):
                 batch["length"],
                 "evaluate",
                 batch["pair"],
+                num_trained_tokens(batch),
             )
             sharded = run.policy.shard(batch, plan)
             logprobs = _reference_logprobs(run, sharded) if self.needs_reference else None

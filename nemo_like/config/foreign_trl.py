@@ -76,6 +76,12 @@ TRL: dict[str, Entry] = {
     "rpo_alpha": to("loss_fn.sft_loss_weight"),
     "epsilon": to("loss_fn.ratio_clip_min"),
     "epsilon_high": to("loss_fn.ratio_clip_max"),
+    "entropy_coef": to("loss_fn.entropy_coefficient"),
+    **unsupported(
+        "loss_fn.entropy_coefficient is constant",
+        "use_adaptive_entropy",
+        off=("false",),
+    ),
     "scale_rewards": to(
         "grpo.advantage.normalize",
         values={

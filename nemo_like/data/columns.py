@@ -6,7 +6,7 @@ A column is a tensor [B, ...], an array [B, ...], a Jagged or a list of B entrie
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,22 @@ def row_widths(column: Column) -> np.ndarray:
         column.shape[1],
         dtype=np.int64,
     )
+
+
+def num_trained_tokens(columns: Mapping[str, Any]) -> np.ndarray:
+    """Count the tokens of each row with loss, int64 [B].
+
+    They are those of `token_mask` (Jagged) in rows of `row_mask` (bool [B], optional), without the
+    first token of a row, which no position predicts.
+    """
+    mask = columns["token_mask"]
+    has_loss = mask.values != 0
+    has_loss[mask.offsets[:-1][mask.lengths > 0]] = False
+    before = np.concatenate([[0], np.cumsum(has_loss)])
+    counts = np.diff(before[mask.offsets])
+    if "row_mask" in columns:
+        counts = counts * np.asarray(columns["row_mask"], dtype=bool)
+    return counts
 
 
 def take_rows(column: Column, rows: np.ndarray) -> Column:

@@ -90,13 +90,15 @@ class Policy:
         lengths: Sequence[int] | np.ndarray,
         purpose: Purpose = "train",
         groups: np.ndarray | None = None,
+        num_trained: np.ndarray | None = None,
     ) -> BatchPlan:
-        """Assign rows to microbatches and microbatches to dp ranks, from row lengths alone.
+        """Assign rows to microbatches and microbatches to dp ranks, see `plan_batch`.
 
         Everything else that a plan depends on is known to the driver; no worker is called.
         With purpose `evaluate` the batch is one step under the log-prob budget. Rows with an equal
-        id in `groups` int [B] share a microbatch. Raises ValueError
-        for a row above the token limit where `policy.oversize_rows` is `error`.
+        id in `groups` int [B] share a microbatch. `num_trained` int [B] are those of
+        `num_trained_tokens`; None: all tokens. Raises ValueError for a row above the token limit
+        where `policy.oversize_rows` is `error`.
         """
         spec = plan_spec(
             self.config,
@@ -105,7 +107,7 @@ class Policy:
             model=self.model,
             seed=self._seed,
         )
-        return plan_batch(np.asarray(lengths, dtype=np.int64), spec, groups)
+        return plan_batch(np.asarray(lengths, dtype=np.int64), spec, groups, num_trained)
 
     def shard(self, batch: BatchedDataDict, plan: BatchPlan) -> ShardedBatch:
         """Store each dp rank's rows of `batch`, unpadded.

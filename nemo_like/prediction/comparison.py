@@ -92,7 +92,8 @@ class Outcome:
     @cached_property
     def real_work(self) -> np.ndarray:
         """Work of each microbatch without padding, float64 [R, M]."""
-        return by_microbatch(self.plan, self.plan.spec.cost.of(self.plan.lengths))
+        plan = self.plan
+        return by_microbatch(plan, plan.spec.cost.of(plan.lengths, plan.num_trained))
 
     @cached_property
     def metrics(self) -> dict[str, float]:

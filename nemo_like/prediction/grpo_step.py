@@ -255,7 +255,7 @@ def _training_times(
     logprobs = []
     train = []
     for rollout in rollouts:
-        plan = plan_batch(rollout.rows, spec)
+        plan = plan_batch(rollout.rows, spec, num_trained=rollout.completions)
         work = microbatch_work(plan, spec.cost)
         forward = step_times(work, plan, pp_size=layout.pp).sum()
         trained = step_times(work, plan, pp_size=layout.pp, min_work=min_work).sum()

@@ -41,6 +41,8 @@ class PastRun:
     path: Path
     steps: dict[int, np.ndarray]
     """Step -> int64 [B] row lengths, in the order they were planned."""
+    num_trained: dict[int, np.ndarray]
+    """Step -> int64 [B] tokens with loss of each row, for the steps where they were recorded."""
     metrics: dict[int, dict[str, float]]
     """Step -> metric -> value, from metrics.jsonl."""
 
@@ -140,7 +142,10 @@ class PastRun:
                 steps.append(step)
         if not steps:
             return {}
-        planned = [plan_batch(self.steps[step], spec).metrics() for step in steps]
+        planned = []
+        for step in steps:
+            plan = plan_batch(self.steps[step], spec, num_trained=self.num_trained.get(step))
+            planned.append(plan.metrics())
         compared: dict[str, tuple[float, float]] = {}
         for name in COMPARED:
             logged_values = [self.metrics[step][name] for step in steps]
@@ -170,10 +175,14 @@ def read_run(path: Path) -> PastRun:
     recorded = folder / "plan" / "lengths.jsonl"
     first = folder / "plan" / "step_0.json"
     steps: dict[int, np.ndarray] = {}
+    num_trained: dict[int, np.ndarray] = {}
     if recorded.is_file():
         for line in _lines(recorded):
             # A resumed run plans some steps again; the last record counts.
-            steps[int(line["step"])] = np.array(line["lengths"], dtype=np.int64)
+            step = int(line["step"])
+            steps[step] = np.array(line["lengths"], dtype=np.int64)
+            if "num_trained" in line:
+                num_trained[step] = np.array(line["num_trained"], dtype=np.int64)
     elif first.is_file():
         # A run that has recorded no lengths still has the plan of its first step.
         plan = BatchPlan.from_json(first.read_text(encoding="utf-8"))
@@ -190,7 +199,7 @@ def read_run(path: Path) -> PastRun:
     metrics: dict[int, dict[str, float]] = {}
     if logged.is_file():
         metrics = {int(line["step"]): line for line in _lines(logged)}
-    return PastRun(folder, dict(sorted(steps.items())), metrics)
+    return PastRun(folder, dict(sorted(steps.items())), num_trained, metrics)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -97,7 +97,8 @@ class DecodeModel:
 
     def prefill_seconds(self, prompt_length: int) -> float:
         """Return the time until a prompt is in the KV cache."""
-        return float(self.prefill.of(np.array([prompt_length]))[0]) / self.flops_per_s
+        # Only the last position samples a token, and has logits.
+        return float(self.prefill.of([prompt_length], [1])[0]) / self.flops_per_s
 
 
 @dataclass(frozen=True, kw_only=True)

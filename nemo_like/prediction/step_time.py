@@ -67,12 +67,13 @@ def min_microbatch_tokens(placement: Placement, num_params: int) -> float:
 
 def microbatch_work(plan: BatchPlan, cost: CostModel) -> np.ndarray:
     """Return the forward work of each microbatch, padding included, float64 [R, M]."""
-    work = by_microbatch(plan, cost.of(plan.padded_lengths))
+    work = by_microbatch(plan, cost.of(plan.padded_lengths, plan.num_trained))
     num_tail_tokens = plan.num_tokens - by_microbatch(plan, plan.padded_lengths)
     # The alignment tokens at the end of a microbatch are processed, but no row attends to them. A
-    # microbatch without rows is one dummy row.
-    tail_work = cost.linear * num_tail_tokens
-    dummy_work = cost.of(plan.num_tokens)
+    # microbatch without rows is one dummy row. Neither has a loss.
+    without_loss = np.zeros_like(num_tail_tokens)
+    tail_work = cost.products(num_tail_tokens, without_loss)
+    dummy_work = cost.of(plan.num_tokens, without_loss)
     return work + np.where(work > 0, tail_work, dummy_work)
 
 
@@ -106,7 +107,7 @@ def ideal_times(plan: BatchPlan, cost: CostModel) -> np.ndarray:
 
     It is a lower bound of every plan's step time.
     """
-    work = by_microbatch(plan, cost.of(plan.lengths)).sum(axis=0)
+    work = by_microbatch(plan, cost.of(plan.lengths, plan.num_trained)).sum(axis=0)
     step_work = np.add.reduceat(work, plan.step_offsets[:-1])
     return step_work / plan.spec.num_ranks
 
@@ -142,10 +143,11 @@ def time_bounds(plan: BatchPlan, cost: CostModel) -> np.ndarray:
     is_dummy = (np.diff(plan.offsets) == 0).reshape(plan.num_tokens.shape)
     bounds = []
     for step, (start, stop) in enumerate(pairwise(plan.step_offsets)):
-        padded = plan.padded_lengths[rows_of_step(plan, step)]
+        rows = rows_of_step(plan, step)
+        padded = plan.padded_lengths[rows]
         # A row above the capacity runs alone; the bounds need it to fit.
         lengths = np.minimum(padded, capacity)
-        work = cost.of(padded)
+        work = cost.of(padded, None if plan.num_trained is None else plan.num_trained[rows])
         num_microbatches = stop - start
         if spec.sync == "microbatch":
             bound = lockstep_bound(lengths, work, capacity, spec.num_ranks, num_microbatches)

@@ -21,6 +21,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow
+from nemo_like.data.columns import num_trained_tokens
 from nemo_like.data.loader import BatchLoader, Position
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan
@@ -241,21 +242,26 @@ class TrainingRun:
         groups: np.ndarray | None = None,
         plan: BatchPlan | None = None,
     ) -> tuple[BatchPlan, ShardedBatch]:
-        """Plan the batch from its lengths and send each data-parallel rank its rows once.
+        """Plan the batch from its numbers of tokens; send each data-parallel rank its rows once.
 
         Rows with an equal id in `groups` int [B] share a microbatch. A `plan` that the loader made
         is used as it is.
         """
+        num_trained = num_trained_tokens(batch)
         if plan is None:
             with self.timers("plan"):
-                plan = self.policy.plan(batch["length"], groups=groups)
+                plan = self.policy.plan(batch["length"], groups=groups, num_trained=num_trained)
         # In GRPO the rollout is complete here, so a checkpoint is not kept waiting for the step.
         self.saver.publish_if_written()
         if step == 0:
             write_text(self.directory.plan(step), plan.to_json() + "\n")
             self.progress.print_line(str(plan))
         # For `nemo-like plan --metrics`, which plans the steps of a past run again.
-        record = {"step": step + 1, "lengths": batch["length"].tolist()}
+        record = {
+            "step": step + 1,
+            "lengths": batch["length"].tolist(),
+            "num_trained": num_trained.tolist(),
+        }
         self.lengths.append_json(record, f"the row lengths of step {step + 1}")
         with self.timers("shard"):
             sharded = self.policy.shard(batch, plan)

@@ -23,12 +23,25 @@ class StepWork:
 
     lengths: np.ndarray
     """Tokens of each row, prompt and completion, int64 [B]."""
+    num_trained: np.ndarray
+    """Tokens of each row with loss, int64 [B]."""
     num_logprob_passes: int = 0
     """Forward passes of the policy or its reference besides training."""
     num_epochs: int = 1
     """Passes of training over the rows."""
     teacher_flops: float = 0.0
     """Forward FLOPs of the teachers on their rows."""
+
+    @classmethod
+    def of(cls, plan: BatchPlan, *, num_logprob_passes: int = 0, num_epochs: int = 1) -> StepWork:
+        """Return the work on the rows of a plan, in its order, after truncation."""
+        assert plan.num_trained is not None, "the rows of a step have a token mask"
+        return cls(
+            lengths=plan.lengths,
+            num_trained=plan.num_trained,
+            num_logprob_passes=num_logprob_passes,
+            num_epochs=num_epochs,
+        )
 
 
 def throughput_metrics(
@@ -42,13 +55,14 @@ def throughput_metrics(
 ) -> Metrics:
     """Return the rates of one step over all its rows.
 
-    `cost.of` gives the forward FLOPs of a row, causal attention over its own tokens only. MFU = ((3
-    x `num_epochs` + `num_logprob_passes`) x forward FLOPs + `teacher_flops`) / (seconds of all
-    passes x workers x `peak_flops`). With `has_frozen_weights` (LoRA) the gradients of weights are
+    `cost.of` gives the forward FLOPs of a row: causal attention over its own tokens only, and the
+    output projection of tokens with loss only, in log-prob passes too. MFU = ((3 x `num_epochs` +
+    `num_logprob_passes`) x forward FLOPs + `teacher_flops`) / (seconds of all passes x workers x
+    `peak_flops`). With `has_frozen_weights` (LoRA) the gradients of weights are
     not computed, so the products with weights count twice instead of three times. Rates of tokens
     count the rows of a step once.
     """
-    forward_flops = float(cost.of(work.lengths).sum())
+    forward_flops = float(cost.of(work.lengths, work.num_trained).sum())
     num_tokens = float(work.lengths.sum())
     train_s = timers.seconds("train")
     step_s = timers.seconds("step")
@@ -56,7 +70,7 @@ def throughput_metrics(
     compute_s = train_s + timers.seconds("logprobs") + timers.seconds("teacher")
     trained_flops = FLOPS_PER_TRAINED_UNIT * forward_flops
     if has_frozen_weights:
-        trained_flops -= cost.linear * num_tokens
+        trained_flops -= float(cost.products(work.lengths, work.num_trained).sum())
     flops = trained_flops * work.num_epochs + forward_flops * work.num_logprob_passes
     flops += work.teacher_flops
     # A timer that did not run gives 0 s, and then the rate is 0 instead of a division by zero.

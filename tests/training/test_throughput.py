@@ -12,21 +12,28 @@ from nemo_like.training.throughput import StepWork, throughput_metrics
 
 @pytest.mark.parametrize("has_frozen_weights", [False, True])
 def test_flops_count_the_gradients_that_are_computed(has_frozen_weights: bool):
-    cost = CostModel(linear=100.0, quadratic=2.0)
+    cost = CostModel(linear=100.0, quadratic=2.0, head=40.0)
     lengths = np.array([3, 5])
+    num_trained = np.array([1, 4])
     timers = Timers()
     timers.add("train", 3.0)
     timers.add("logprobs", 0.5)
     timers.add("teacher", 1.5)
     metrics = throughput_metrics(
-        StepWork(lengths=lengths, num_logprob_passes=1, num_epochs=2, teacher_flops=77.0),
+        StepWork(
+            lengths=lengths,
+            num_trained=num_trained,
+            num_logprob_passes=1,
+            num_epochs=2,
+            teacher_flops=77.0,
+        ),
         cost,
         timers,
         peak_flops=10.0,
         num_workers=2,
         has_frozen_weights=has_frozen_weights,
     )
-    products = 100.0 * 8
+    products = 60.0 * 8 + 40.0 * 5
     attention = 2.0 * (9 + 25)
     # Forward, gradients of inputs, and of weights unless they are frozen; attention has none.
     trained = (2 if has_frozen_weights else 3) * products + 3 * attention

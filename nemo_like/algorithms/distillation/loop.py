@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,8 +13,10 @@ from nemo_like.algorithms.distillation.data import TaughtRow, open_source, valid
 from nemo_like.algorithms.distillation.teachers import open_teachers, resolve_teachers
 from nemo_like.config.paths import resolve_paths
 from nemo_like.data.collate import EncodedRow, collate
+from nemo_like.data.columns import num_trained_tokens
 from nemo_like.data.loader import RowLoader
 from nemo_like.data.planning.cost import CostModel
+from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.generation.sampling_params import SamplingParams
 from nemo_like.losses.distillation import DistillationLoss
@@ -100,11 +103,14 @@ class _Task:
         _show_rows(run, self._loader)
 
     def train_step(self, run: TrainingRun, step: int) -> StepWork:
-        batch = _step(run, self._config, self._loader, step)
+        batch, plan = _step(run, self._config, self._loader, step)
+        work = StepWork.of(plan)
+        teachers = batch[TEACHER][plan.rows]
         flops = 0.0
         for teacher, cost in enumerate(self._costs):
-            flops += float(cost.of(batch["length"][batch[TEACHER] == teacher]).sum())
-        return StepWork(lengths=batch["length"], teacher_flops=flops)
+            is_own = teachers == teacher
+            flops += float(cost.of(work.lengths[is_own], work.num_trained[is_own]).sum())
+        return replace(work, teacher_flops=flops)
 
     def validate(self, run: TrainingRun) -> Metrics:
         return validate(run, self._config, self._validation)
@@ -115,8 +121,8 @@ def _step(
     config: DistillRunConfig,
     loader: RowLoader[TaughtRow],
     step: int,
-) -> BatchedDataDict:
-    """Train on the next rows; return the batch that was trained."""
+) -> tuple[BatchedDataDict, BatchPlan]:
+    """Train on the next rows; return the batch that was trained, and its plan."""
     rows = run.next_rows(loader, step)
     locations = loader.batch_locations()
     is_sampled = is_on_policy(config, step)
@@ -135,7 +141,7 @@ def _step(
         with run.timers("train"):
             run.add_metrics(train(run, sharded, trained, loss, targets))
     run.add_metrics(plan_metrics(plan))
-    return batch
+    return batch, plan
 
 
 def _conversations(
@@ -238,7 +244,7 @@ def _evaluate(
 ) -> Metrics:
     """Return the metrics of one batch of validation rows."""
     batch = _batch(rows)
-    plan = run.policy.plan(batch["length"], "evaluate")
+    plan = run.policy.plan(batch["length"], "evaluate", num_trained=num_trained_tokens(batch))
     sharded = run.policy.shard(batch, plan)
     targets = run.policy.compute_targets(sharded, settings)
     values = run.policy.evaluate(sharded, DistillationLoss(), targets)

@@ -23,7 +23,6 @@ from nemo_like.training.evaluation import AnswerSampling, is_due, score_answers,
 from nemo_like.training.open_run import open_training_run
 from nemo_like.training.run import RunResult, TrainingRun
 from nemo_like.training.skipped_steps import stop_if_too_many
-from nemo_like.training.throughput import StepWork
 from nemo_like.training.validation_sets import prompt_sets
 
 logger = logging.getLogger(__name__)
@@ -104,12 +103,7 @@ def _train(
                 run.add_generator_metrics()
                 with run.rollouts.background():
                     save_rollout(run, trained, step)
-                    work = StepWork(
-                        lengths=taken.rollout.batch["length"],
-                        num_logprob_passes=trained.num_logprob_passes,
-                        num_epochs=config.grpo.num_epochs_per_rollout,
-                    )
-                    run.log_step(step, work)
+                    run.log_step(step, trained.work)
                     stop_if_too_many(run, step, pipeline.position)
                     run.save_if_due(step, pipeline.position, is_last=step == total)
                 phase.advance()

@@ -21,6 +21,7 @@ from nemo_like.rollout.records import (
 )
 from nemo_like.rollout.rollout import Rollout
 from nemo_like.training.run import TrainingRun
+from nemo_like.training.throughput import StepWork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +37,8 @@ class TrainedRollout:
     """float32 [B]."""
     optimizer_steps: Sequence[Metrics]
     """Metrics of each optimizer step."""
-    num_logprob_passes: int
-    """Log-prob passes before training."""
+    work: StepWork
+    """What was computed before and in training."""
 
 
 def saves_tokens(config: LoggerConfig, step: int) -> bool:

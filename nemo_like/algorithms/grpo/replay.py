@@ -22,7 +22,7 @@ from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.paths import resolve_paths
 from nemo_like.config.schema import CheckpointingConfig
-from nemo_like.data.columns import take_rows
+from nemo_like.data.columns import num_trained_tokens, take_rows
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import rollout_loss
@@ -238,7 +238,8 @@ def _measure(
     with local_policy(config, needs_reference="reference_logprobs" in missing) as policy:
         if weights is not None:
             policy.load(weights)
-        sharded = policy.shard(batch, policy.plan(batch["length"]))
+        plan = policy.plan(batch["length"], num_trained=num_trained_tokens(batch))
+        sharded = policy.shard(batch, plan)
         logprobs = policy.compute_logprobs(sharded, missing) if missing else None
         metrics = metric_values(policy.measure_gradient(sharded, None, loss, logprobs))
     return metrics | _packing_metrics(config, record)
@@ -255,4 +256,4 @@ def _packing_metrics(config: GrpoRunConfig, record: RolloutRecord) -> dict[str, 
         model=open_model_spec(config),
         seed=config.seed,
     )
-    return plan_batch(lengths, spec).metrics()
+    return plan_batch(lengths, spec, num_trained=num_trained_tokens(record.columns)).metrics()

@@ -11,7 +11,7 @@ from nemo_like.algorithms.grpo.overlong import without_truncated
 from nemo_like.algorithms.grpo.records import TrainedRollout, fetch_logprobs
 from nemo_like.algorithms.grpo.rollout_advantages import rollout_advantages
 from nemo_like.algorithms.grpo.step_rollout import StepRollout
-from nemo_like.data.columns import take_rows
+from nemo_like.data.columns import num_trained_tokens, take_rows
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import RolloutLoss
@@ -19,7 +19,7 @@ from nemo_like.metrics import Metrics, merge_metrics
 from nemo_like.policy.logprob_store import LogprobName
 from nemo_like.training.run import TrainingRun
 from nemo_like.training.skipped_steps import TrainedBatch, train_steps
-from nemo_like.training.throughput import plan_metrics
+from nemo_like.training.throughput import StepWork, plan_metrics
 
 
 def train_on_rollout(
@@ -40,13 +40,14 @@ def train_on_rollout(
         rollout = without_truncated(rollout)
     batch = rollout.batch
     if batch.size == 0:
+        no_tokens = np.zeros(0, dtype=np.int64)
         return TrainedRollout(
             rollout=rollout,
             locations=[],
             columns={},
             advantages=np.zeros(0, dtype=np.float32),
             optimizer_steps=[],
-            num_logprob_passes=0,
+            work=StepWork(lengths=no_tokens, num_trained=no_tokens),
         )
     num_epochs = config.grpo.num_epochs_per_rollout
     plan, sharded = run.plan_and_shard(batch, step)
@@ -84,7 +85,7 @@ def train_on_rollout(
         columns={**trained.columns, **recorded},
         advantages=advantages.rows,
         optimizer_steps=steps,
-        num_logprob_passes=len(names),
+        work=StepWork.of(plan, num_logprob_passes=len(names), num_epochs=num_epochs),
     )
 
 
@@ -151,7 +152,8 @@ def _train_again(
 ) -> list[Metrics]:
     """Plan and shard the rows in their new order; return the metrics of each optimizer step."""
     with run.timers("plan"):
-        plan = run.policy.plan(trained.batch["length"])
+        batch = trained.batch
+        plan = run.policy.plan(batch["length"], num_trained=num_trained_tokens(batch))
     with run.timers("shard"):
         sharded = run.policy.shard(trained.batch, plan)
     with run.timers("train"):

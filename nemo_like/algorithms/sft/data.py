@@ -101,7 +101,8 @@ def open_loader(
 
 
 def _row_numbers(row: EncodedRow) -> RowNumbers:
-    return RowNumbers(len(row.input_ids), int(row.token_mask.sum()))
+    # No position predicts the first token.
+    return RowNumbers(len(row.input_ids), int(row.token_mask[1:].sum()))
 
 
 def check_rows(

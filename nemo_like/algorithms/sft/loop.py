@@ -13,6 +13,7 @@ from nemo_like.algorithms.sft.data import SftLoader, open_loader, open_source
 from nemo_like.config.paths import resolve_paths
 from nemo_like.config.text import plural
 from nemo_like.data.collate import EncodedRow, collate
+from nemo_like.data.columns import num_trained_tokens
 from nemo_like.data.streaming.loader import StreamLoader
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import NllLoss
@@ -92,7 +93,7 @@ def _train(
                 run.add_metrics(plan_metrics(plan) | stream_metrics(loader))
                 if is_due(step, config.sft.val_period, is_last=is_last):
                     run.add_metrics(validate(run, validation, step))
-                run.log_step(step, StepWork(lengths=batch["length"]))
+                run.log_step(step, StepWork.of(plan))
                 # After the log, because it can end the run.
                 stop_if_too_many(run, step, loader)
                 run.save_if_due(step, loader, is_last=is_last)
@@ -227,7 +228,7 @@ def evaluate_batches(policy: Policy, batches: Iterable[Sequence[EncodedRow]]) ->
     metrics: Metrics = {}
     for rows in batches:
         batch = BatchedDataDict(collate(rows))
-        plan = policy.plan(batch["length"], "evaluate")
+        plan = policy.plan(batch["length"], "evaluate", num_trained=num_trained_tokens(batch))
         sharded = policy.shard(batch, plan)
         values = policy.evaluate(sharded, NllLoss())
         # Sums and counts are merged, so batches of different size weigh by their tokens.

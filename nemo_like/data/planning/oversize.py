@@ -36,6 +36,8 @@ class FittedRows:
     num_truncated: int
     num_oversize: int
     """Rows above the token limit, under any policy."""
+    num_trained: np.ndarray | None = None
+    """int64 [B]: tokens with loss that remain; None if they are not known."""
 
 
 def checked_groups(
@@ -85,20 +87,46 @@ def checked_groups(
     return number_of[inverse]
 
 
+def checked_trained(
+    num_trained: Sequence[int] | np.ndarray | None,
+    lengths: np.ndarray,
+) -> np.ndarray | None:
+    """Return the tokens with loss of each row, int64 [B]; `lengths` is int64 [B].
+
+    Raises ValueError unless there is one integer from 0 to the length for each row.
+    """
+    if num_trained is None:
+        return None
+    counts = np.asarray(num_trained)
+    if counts.shape != lengths.shape or (counts.size and counts.dtype.kind not in "iu"):
+        raise ValueError(
+            f"num_trained has one integer per row; got {counts.dtype} of shape {counts.shape} for"
+            f" {len(lengths)} rows"
+        )
+    wrong = np.flatnonzero((counts < 0) | (counts > lengths))
+    if len(wrong):
+        row = wrong[0]
+        raise ValueError(
+            f"num_trained of row {row} is {counts[row]}; it is from 0 to its {lengths[row]} tokens"
+        )
+    return counts.astype(np.int64)
+
+
 def fit_rows(
     lengths: np.ndarray,
     groups: np.ndarray | None,
     spec: PlanSpec,
+    num_trained: np.ndarray | None = None,
 ) -> FittedRows:
     """Apply `spec.oversize` to rows and groups above the token limit.
 
-    `lengths` is int64 [B], `groups` int64 [B] from `checked_groups`. Raises ValueError if the
-    policy is "error", otherwise warns.
+    `lengths` is int64 [B], `groups` int64 [B] from `checked_groups`, `num_trained` int64 [B] from
+    `checked_trained`. Raises ValueError if the policy is "error", otherwise warns.
     """
     padded = round_up(lengths, spec.row_multiple)
     no_rows = np.zeros(len(lengths), dtype=bool)
     if spec.capacity is None or len(lengths) == 0:
-        return FittedRows(lengths, padded, no_rows, 0, 0)
+        return FittedRows(lengths, padded, no_rows, 0, 0, num_trained)
     # The padded length counts: padding occupies memory like real tokens.
     is_oversize = padded > spec.capacity
     if groups is not None:
@@ -106,7 +134,7 @@ def fit_rows(
         group_tokens = _group_tokens(padded, groups, spec)
         is_oversize |= group_tokens[groups] > spec.capacity
     if not is_oversize.any():
-        return FittedRows(lengths, padded, no_rows, 0, 0)
+        return FittedRows(lengths, padded, no_rows, 0, 0, num_trained)
     message = _oversize_message(lengths, padded, groups, is_oversize, spec)
     if spec.oversize == "error":
         raise ValueError(message)
@@ -117,9 +145,12 @@ def fit_rows(
         truncated = _truncated_lengths(lengths, groups, is_oversize, spec)
         padded = round_up(truncated, spec.row_multiple)
         num_truncated = int((truncated < lengths).sum())
-        return FittedRows(truncated, padded, no_rows, num_truncated, num_oversize)
+        if num_trained is not None:
+            # Rows end with their trained tokens, and truncation removes the end.
+            num_trained = np.maximum(num_trained - (lengths - truncated), 0)
+        return FittedRows(truncated, padded, no_rows, num_truncated, num_oversize, num_trained)
     is_dropped = is_oversize if spec.oversize == "drop" else no_rows
-    return FittedRows(lengths, padded, is_dropped, 0, num_oversize)
+    return FittedRows(lengths, padded, is_dropped, 0, num_oversize, num_trained)
 
 
 def group_rows(rows: np.ndarray, groups: np.ndarray | None) -> Packing | None:

@@ -1,7 +1,8 @@
 """The batch plan: which rows form which microbatch on which data-parallel rank.
 
-A plan is computed from lengths alone, on one machine or identically on every rank. It has no row
-data, only numbers. Packed tensors, padded tensors, shards and metrics are derived from it.
+A plan is computed from the lengths of rows and, if they are known, their numbers of tokens with
+loss, on one machine or identically on every rank. It has no row data, only numbers. Packed tensors,
+padded tensors, shards and metrics are derived from it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from nemo_like.data.packing.packers import Packing, checked_lengths, prefix_sums
 from nemo_like.data.planning.oversize import (
     FittedRows,
     checked_groups,
+    checked_trained,
     fit_rows,
 )
 from nemo_like.data.planning.plan_step import (
@@ -72,7 +74,7 @@ class BatchPlan:
        singleton with a warning or a drop, as `spec.oversize` selects.
     3. Every rank runs the same number of microbatches in a step, a multiple of
        `spec.microbatch_multiple`; dummies without rows where rows run out.
-    4. The same lengths, groups and spec (which has the seed) give the same plan.
+    4. The same lengths, groups, counts and spec (which has the seed) give the same plan.
     5. No row crosses a global batch: step s has rows s * global_batch_size up to the next; rows of
        a group share a microbatch.
     6. Padded lengths are multiples of `spec.row_multiple` (2 * cp and the configured rounding),
@@ -101,6 +103,8 @@ class BatchPlan:
     """Rows above the token limit that were dropped."""
     num_truncated: int = 0
     num_oversize: int = 0
+    num_trained: np.ndarray | None = None
+    """int64 [n]: tokens with loss of each of `rows`; None: unknown, all positions count as such."""
 
     @property
     def num_steps(self) -> int:
@@ -190,6 +194,7 @@ class BatchPlan:
             is_dropped=np.zeros(self.num_rows, dtype=bool),
             num_truncated=self.num_truncated,
             num_oversize=self.num_oversize,
+            num_trained=None if self.num_trained is None else self._by_row(self.num_trained),
         )
         return join_steps(spec, fitted, steps, self.dropped)
 
@@ -220,7 +225,7 @@ class BatchPlan:
         num_positions = float(tokens.sum())
         num_padding = float(tokens.sum() - self.lengths.sum())
         positions = self.padded_lengths.astype(np.float64)
-        work = self.spec.cost.of(self.padded_lengths)
+        work = self.spec.cost.of(self.padded_lengths, self.num_trained)
         return {
             "packing/utilization": stats["average_utilization"],
             "packing/waste_ratio": stats["waste_ratio"],
@@ -240,6 +245,8 @@ class BatchPlan:
         """Return one JSON object of plain numbers; `from_json` restores an equal plan."""
         values = {}
         for name, value in self._values():
+            if name == "num_trained" and value is None:
+                continue
             # JSON has no arrays of NumPy.
             values[name] = value.tolist() if isinstance(value, np.ndarray) else value
         values["spec"] = self.spec.to_dict()
@@ -249,8 +256,9 @@ class BatchPlan:
     def from_json(cls, text: str) -> BatchPlan:
         """Return the plan that `to_json` wrote."""
         values = json.loads(text)
-        for name in ("rows", "lengths", "padded_lengths", "offsets"):
-            values[name] = np.asarray(values[name], dtype=np.int64)
+        for name in ("rows", "lengths", "padded_lengths", "offsets", "num_trained"):
+            if name in values:
+                values[name] = np.asarray(values[name], dtype=np.int64)
         for name in ("step_offsets", "deferred", "dropped"):
             values[name] = tuple(values[name])
         values["spec"] = PlanSpec.from_dict(values["spec"])
@@ -373,16 +381,19 @@ def plan_batch(
     lengths: Sequence[int] | np.ndarray,
     spec: PlanSpec,
     groups: Sequence[int] | np.ndarray | None = None,
+    num_trained: Sequence[int] | np.ndarray | None = None,
 ) -> BatchPlan:
     """Plan a batch of rows of the given `lengths` int [B].
 
-    Rows with equal id in `groups` int [B] stay in one microbatch. Raises ValueError for a row above
-    the token limit under `oversize="error"` and for a group that cannot stay together.
+    Rows with equal id in `groups` int [B] stay in one microbatch. `num_trained` int [B] are the
+    tokens of each row with loss, for which alone the output projection is computed; None: all.
+    Raises ValueError for a row above the token limit under `oversize="error"` and for a group that
+    cannot stay together.
     """
     row_lengths = checked_lengths(lengths)
     num_rows = len(row_lengths)
     row_groups = checked_groups(groups, num_rows, spec)
-    fitted = fit_rows(row_lengths, row_groups, spec)
+    fitted = fit_rows(row_lengths, row_groups, spec, checked_trained(num_trained, row_lengths))
     rows_per_step = spec.global_batch_size or max(num_rows, 1)
     steps = []
     for start in range(0, num_rows, rows_per_step):
@@ -419,6 +430,7 @@ def join_steps(
         dropped=dropped,
         num_truncated=fitted.num_truncated,
         num_oversize=fitted.num_oversize,
+        num_trained=None if fitted.num_trained is None else fitted.num_trained[bins.perm],
     )
 
 

@@ -46,6 +46,8 @@ class _Items:
     """float64 [I]: work for balancing, in the packed layout of the item, in the padded layout of
     its longest row; None for `balance="none"`.
     """
+    loss_work: np.ndarray
+    """float64 [I]: in the padded layout the work for tokens with loss; see `padded_work`."""
 
 
 def plan_step(
@@ -60,6 +62,7 @@ def plan_step(
     """
     items = _items(
         fitted.padded_lengths[rows],
+        None if fitted.num_trained is None else fitted.num_trained[rows],
         group_rows(rows, groups),
         spec,
     )
@@ -178,43 +181,61 @@ def join_ranks(rank_bins: list[Packing], microbatch_multiple: int) -> StepPlan:
 
 def _items(
     padded: np.ndarray,
+    num_trained: np.ndarray | None,
     groups: Packing | None,
     spec: PlanSpec,
 ) -> _Items:
-    """Build items from padded row lengths int64 [n] and the groups of these rows."""
-    work = row_work(padded, spec)
+    """Build items from rows: padded lengths and tokens with loss int64 [n], and their groups."""
     if groups is None:
-        return _Items(
-            None,
-            np.ones_like(padded),
-            padded,
-            work,
-        )
-    num_rows = np.diff(groups.offsets)
-    if spec.layout == "packed":
-        group_work = None if work is None else groups.loads(work)
-        return _Items(
-            groups,
-            num_rows,
-            groups.loads(padded),
-            group_work,
-        )
-    longest = longest_of(groups, padded)
-    return _Items(
-        groups,
-        num_rows,
-        longest,
-        row_work(longest, spec),
-    )
+        # A group of its own for every row.
+        num_rows = np.ones_like(padded)
+        longest = total = padded
+    else:
+        num_rows = np.diff(groups.offsets)
+        longest = longest_of(groups, padded)
+        total = groups.loads(padded)
+    if spec.layout == "padded":
+        work, loss_work = padded_work(longest, _sums(groups, num_trained), spec)
+        return _Items(groups, num_rows, longest, work, loss_work)
+    work = _sums(groups, row_work(padded, spec, num_trained))
+    return _Items(groups, num_rows, total, work, np.zeros(len(total)))
 
 
-def row_work(lengths: np.ndarray, spec: PlanSpec) -> np.ndarray | None:
-    """Work of rows by which ranks are balanced, float64 [n]; None for `balance="none"`."""
+def _sums(groups: Packing | None, values: np.ndarray | None) -> np.ndarray | None:
+    """Sum `values` [n] of rows over the groups, [I]; without groups they are those of items."""
+    return values if values is None or groups is None else groups.loads(values)
+
+
+def row_work(
+    lengths: np.ndarray,
+    spec: PlanSpec,
+    num_trained: np.ndarray | None = None,
+) -> np.ndarray | None:
+    """Work of rows by which ranks are balanced, float64 [n]; None for `balance="none"`.
+
+    `lengths` and `num_trained`, the tokens with loss, are int64 [n].
+    """
     if spec.balance == "flops":
-        return spec.cost.of(lengths)
+        return spec.cost.of(lengths, num_trained)
     if spec.balance == "tokens":
         return lengths.astype(np.float64)
     return None
+
+
+def padded_work(
+    longest: np.ndarray,
+    num_trained: np.ndarray | None,
+    spec: PlanSpec,
+) -> tuple[np.ndarray | None, np.ndarray]:
+    """Return (work of one row padded to `longest`, work for tokens with loss), float64 [n] each.
+
+    The first grows with padding and the second does not. The second is 0 unless the numbers of
+    tokens with loss, `num_trained` int64 [n], are known.
+    """
+    if num_trained is None:
+        return row_work(longest, spec), np.zeros(len(longest))
+    head = spec.cost.head if spec.balance == "flops" else 0.0
+    return row_work(longest, spec, np.zeros_like(longest)), head * num_trained
 
 
 def _plan_packed(items: _Items, spec: PlanSpec) -> StepPlan:
@@ -257,6 +278,7 @@ def _plan_padded(items: _Items, spec: PlanSpec) -> StepPlan:
         # Every row is padded to the longest one, which is the first of its bin.
         longest_items = bins.perm[bins.offsets[:-1]]
         bin_work = items.work[longest_items] * bins.loads(items.num_rows)
+        bin_work += bins.loads(items.loss_work)
     return assign_to_ranks(bins, bin_work, spec)
 
 

@@ -163,6 +163,7 @@ def planned_step(
     rows = list(chain.from_iterable(bins))
     sizes = np.array([len(members) for members in bins], dtype=np.int64)
     lengths = np.array([row.length for row in rows], dtype=np.int64)
+    trained = np.array([row.num_trained for row in rows], dtype=np.int64)
     plan = plan_bins(
         Packing(np.arange(len(rows)), prefix_sums(sizes)),
         lengths,
@@ -170,9 +171,10 @@ def planned_step(
         num_microbatches=num_microbatches,
         num_truncated=former.step_counts.num_truncated,
         num_oversize=former.step_counts.num_oversize,
+        num_trained=trained,
     )
     if num_trained is None:
-        num_trained = sum(row.num_trained for row in rows)
+        num_trained = int(trained.sum())
     step = former.num_steps - 1
     return PlannedStep(
         step=step,

@@ -100,7 +100,15 @@ def test_a_and_b_of_a_7b_model():
     assert (
         ModelSpec.from_config(QWEN2_5_7B).num_active_params == 7_070_285_824
     )  # 7.62e9 less the 0.545e9 of the embedding table, norms and biases
-    assert cost == CostModel(linear=2.0 * 7_070_285_824, quadratic=2.0 * 28 * 28 * 128)
+    head = 2.0 * 152064 * 3584
+    assert cost == CostModel(linear=2.0 * 7_070_285_824, quadratic=2.0 * 28 * 28 * 128, head=head)
+
+
+def test_a_reward_model_has_no_output_projection():
+    spec = ModelSpec.from_config(QWEN2_5_7B)
+    scores = CostModel.from_spec(spec.with_output_head("scores"))
+    assert scores.head == 0
+    assert scores.of([700])[0] == CostModel.from_spec(spec).of([700], [0])[0]
 
 
 def test_train_flops_are_the_mfu_formula():
@@ -168,6 +176,8 @@ def test_a_config_without_the_needed_keys_is_refused_by_name():
         {"linear": 0, "quadratic": 0},
         {"window": 0},
         {"windowed_share": 1.5, "window": 4},
+        {"linear": 3, "head": 4},
+        {"head": -1},
     ],
 )
 def test_senseless_weights_are_refused(values):
