@@ -1,16 +1,21 @@
-"""Comparison of batching strategies on the same rows: padding, microbatches, balance, step time."""
+"""Comparison of batching strategies on the same rows: padding, microbatches, balance, step time.
+
+Among them are the layouts of transformers, NeMo RL and verl. Times are those of this system's
+engine with such a layout, not measurements of those tools.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.packing.algorithms import PackingAlgorithm
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec, plan_batch
+from nemo_like.data.planning.spec import Balance
 from nemo_like.data.streaming.known_lengths import plan_stream
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.integer_math import ceil_div, round_up
@@ -23,14 +28,21 @@ from nemo_like.prediction.step_time import (
     step_times,
     time_bounds,
 )
+from nemo_like.prediction.verl_layout import plan_verl
 
-COMPARED_PACKERS = (
+_NEMO_RL = (
     PackingAlgorithm.CONCATENATIVE,
     PackingAlgorithm.FIRST_FIT_SHUFFLE,
     PackingAlgorithm.FIRST_FIT_DECREASING,
     PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING,
-    PackingAlgorithm.BEST_FIT_DECREASING,
 )
+"""Packers of NeMo RL, which assigns bins to ranks round-robin."""
+_OWN: tuple[tuple[PackingAlgorithm, Balance], ...] = (
+    (PackingAlgorithm.BEST_FIT_DECREASING, "flops"),
+    (PackingAlgorithm.BALANCED, "tokens"),
+    (PackingAlgorithm.BALANCED, "flops"),
+)
+"""Packers of this system, and the measure of work by which their bins are assigned to ranks."""
 
 
 @dataclass(frozen=True)
@@ -41,25 +53,24 @@ class Strategy:
     """Layout, packer, balance. Example: `packed/first_fit_shuffle/none`."""
     title: str
     spec: PlanSpec
-    is_padded_to_batch: bool = False
-    """Every row is padded to the longest of its global batch, not only of its microbatch."""
+    tool: Literal["", "transformers", "NeMo RL", "verl"] = ""
+    """The tool that forms batches in this way; empty for this system alone."""
     stream: StreamSpec | None = None
     """Settings of a streaming planner, which forms the steps; its `plan` is replaced by `spec`."""
+
+    def plans_as(self, spec: PlanSpec, stream: StreamSpec | None) -> bool:
+        """Return True if a run with `spec` and `stream` has these plans."""
+        # Only verl assigns rows in a way that no spec selects.
+        return self.tool != "verl" and (self.spec, self.stream) == (spec, stream)
 
     def plan(self, lengths: np.ndarray) -> BatchPlan:
         """Plan rows of `lengths` int64 [B]. Raises ValueError for rows that cannot be planned."""
         if self.stream is not None:
             step_spec = replace(self.spec, global_batch_size=None)
             return plan_stream(lengths, replace(self.stream, plan=step_spec))
-        plan = plan_batch(lengths, self.spec)
-        if not self.is_padded_to_batch:
-            return plan
-        batch_size = plan.spec.global_batch_size or len(lengths)
-        starts = np.arange(0, len(lengths), batch_size)
-        step_longest = np.maximum.reduceat(lengths, starts)
-        longest = round_up(step_longest, plan.spec.row_multiple)
-        # Row i of the plan belongs to step i // batch_size.
-        return replace(plan, padded_lengths=longest[plan.rows // batch_size])
+        if self.tool == "verl":
+            return plan_verl(lengths, self.spec)
+        return plan_batch(lengths, self.spec)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,9 +150,9 @@ class Outcome:
     def over_bound(self) -> float | None:
         """Step time, idle time included, over its lower bound for as many microbatches.
 
-        None for padded rows, for which there is no bound.
+        None for padded rows and for verl, which exceeds the budget: there is no bound.
         """
-        if self.plan.spec.layout == "padded":
+        if self.plan.spec.layout == "padded" or self.strategy.tool == "verl":
             return None
         bounds = time_bounds(self.plan, self.plan.spec.cost)
         # Neither pipeline bubble nor communication, which the bounds do not model either.
@@ -178,8 +189,18 @@ class Comparison:
 
     @property
     def baseline(self) -> Outcome:
-        """The reference of speedups: microbatches padded to their longest row."""
-        return self["padded/microbatch"]
+        """The reference of speedups: the fastest layout of another tool."""
+        return min(self.others.values(), key=lambda outcome: outcome.step_time)
+
+    @property
+    def others(self) -> dict[str, Outcome]:
+        """The fastest layout of each other tool, by the name of the tool."""
+        fastest: dict[str, Outcome] = {}
+        for outcome in self.outcomes:
+            tool = outcome.strategy.tool
+            if tool and (tool not in fastest or outcome.step_time < fastest[tool].step_time):
+                fastest[tool] = outcome
+        return fastest
 
     @property
     def num_steps(self) -> int:
@@ -196,8 +217,8 @@ def strategies(
     chosen: PlanSpec | None = None,
     stream: StreamSpec | None = None,
     micro_batch_size: int | None = None,
-) -> Iterator[Strategy]:
-    """Yield every strategy with the token budget of the packed `spec`.
+) -> list[Strategy]:
+    """Return every strategy with the token budget of the packed `spec`.
 
     Algorithm and balance of `spec` are replaced. Padding without dynamic batching takes
     `micro_batch_size` rows at a time, or as many as fit into the budget at the length `longest`.
@@ -220,32 +241,23 @@ def strategies(
         num_rows = max(min(num_fitting, rows_per_rank), 1)
     plain = replace(plain, max_rows=num_rows)
     rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
-    yield Strategy(
-        "padded/batch",
-        f"padded to the batch, {rows}",
-        plain,
-        is_padded_to_batch=True,
-    )
-    yield Strategy("padded/microbatch", f"padded, {rows} at a time", plain)
-    dynamic = replace(
-        spec,
-        layout="padded",
-        algorithm=PackingAlgorithm.BALANCED,
-        balance="flops",
-    )
-    yield Strategy("dynamic", "dynamic, padded by length", dynamic)
-    # Bin packers know no ranks; without a balance their bins are assigned round-robin.
-    packed = [replace(spec, algorithm=name, balance="none") for name in COMPARED_PACKERS]
-    for balance in ("tokens", "flops"):
-        packed.append(replace(spec, algorithm=PackingAlgorithm.BALANCED, balance=balance))
-    for packed_spec in packed:
-        yield Strategy(
-            _key(packed_spec),
-            _title(packed_spec),
-            packed_spec,
-        )
-    if chosen is not None and (stream is not None or chosen not in (*packed, plain, dynamic)):
-        yield Strategy("configured", "as configured", chosen, stream=stream)
+    found = [
+        Strategy("padded/microbatch", f"transformers: {rows}, padded", plain, tool="transformers")
+    ]
+    for algorithm in _NEMO_RL:
+        packed = replace(spec, algorithm=algorithm, balance="none")
+        # The table has to fit into 100 columns.
+        short = str(algorithm).replace("first_fit_decreasing", "FFD")
+        found.append(Strategy(_key(packed), f"NeMo RL: {short}", packed, tool="NeMo RL"))
+    found.append(Strategy("verl", "verl: use_dynamic_bsz", spec, tool="verl"))
+    dynamic = replace(spec, layout="padded", algorithm=PackingAlgorithm.BALANCED, balance="flops")
+    found.append(Strategy("dynamic", "dynamic, padded by length", dynamic))
+    for algorithm, balance in _OWN:
+        packed = replace(spec, algorithm=algorithm, balance=balance)
+        found.append(Strategy(_key(packed), f"{algorithm} by {balance}", packed))
+    if chosen is not None and not any(each.plans_as(chosen, stream) for each in found):
+        found.append(Strategy("configured", "as configured", chosen, stream=stream))
+    return found
 
 
 def compare(
@@ -286,7 +298,7 @@ def compare(
     # The strategy of a config may be one of the compared ones; it then keeps that name.
     chosen_key = balanced_key
     for key, outcome in by_key.items():
-        if outcome.strategy.spec == chosen and outcome.strategy.stream == stream:
+        if chosen is not None and outcome.strategy.plans_as(chosen, stream):
             chosen_key = key
             break
     batches = [lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size)]
@@ -310,9 +322,3 @@ def _max_over_mean(values: np.ndarray, plan: BatchPlan) -> float:
 
 def _key(spec: PlanSpec) -> str:
     return f"packed/{spec.algorithm}/{spec.balance}"
-
-
-def _title(spec: PlanSpec) -> str:
-    if spec.balance == "none":
-        return str(spec.algorithm)
-    return f"{spec.algorithm} by {spec.balance}"

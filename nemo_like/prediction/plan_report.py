@@ -449,8 +449,9 @@ def _time_assumptions(report: PlanReport) -> Iterator[str]:
         times = "two times (the gradients of frozen weights are not computed)"
     yield (
         f"work of a row of L positions, padding included: {cost.linear:.4g} L +"
-        f" {cost.quadratic:.4g} L^2{window}, forward FLOPs of {name} with causal attention; a"
-        f" training step does {times} that."
+        f" {cost.quadratic:.4g} L^2{window}, forward FLOPs of {name} with causal attention and a"
+        " loss at every position (a run plans with its tokens with loss); a training step does"
+        f" {times} that."
     )
     if spec.sync == "microbatch":
         sync = "in every microbatch: sum over microbatches of the slowest rank"
@@ -477,7 +478,12 @@ def _time_assumptions(report: PlanReport) -> Iterator[str]:
             f" at {ACHIEVED_FLOPS / 1e12:.0f} TFLOP/s."
         )
     yield (
+        "transformers, NeMo RL and verl: their layouts, with the work and the synchronization of"
+        " this system; speed: step time of the fastest of them over that of the row. A microbatch"
+        " of verl may exceed the token budget. FFD: first fit decreasing."
+    )
+    yield (
         "over min: microbatches over the lower bound ceil(L2 / ranks) per rank, with L2 of Martello"
         " and Toth. over bound: time over its lower bound for the same number of microbatches (1 is"
-        " optimal; - for padded rows, for which there is no bound)."
+        " optimal; - for padded rows and verl, for which there is no bound)."
     )

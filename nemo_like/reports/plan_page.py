@@ -30,14 +30,13 @@ from nemo_like.reports.terminal import (
     verdict,
 )
 
-_DRAWN = ("padded/microbatch", "dynamic", "packed/modified_first_fit_decreasing/none")
-"""Strategies drawn beside the chosen one: padding, dynamic batching, and a common packer whose bins
-are assigned round-robin.
-"""
+_DRAWN = ("padded/microbatch", "packed/first_fit_decreasing/none", "verl")
+"""Strategies drawn beside the chosen one: those of transformers, NeMo RL and verl."""
 _COLUMNS = (
     "Over min: microbatches over their lower bound. Rank: the max-loaded rank over the mean."
     " Over bound: time over its lower bound. Step time: 1 is the work of the real tokens spread"
-    " evenly. A packer's bins are assigned to ranks round-robin."
+    " evenly. Speed: that of the fastest layout of another tool is 1. NeMo RL assigns bins to ranks"
+    " round-robin."
 )
 _TIMELINE_LEGEND = (
     ("real", "work on tokens"),
@@ -127,12 +126,8 @@ def _figures(report: PlanReport) -> Iterator[tuple[str, str]]:
     comparison = report.comparison
     recommendation = report.recommendation
     chosen = comparison.chosen
-    baseline = comparison.baseline
-    yield f"{comparison.speedup(chosen):.2f}x", f"speed of {baseline.strategy.title}"
-    yield (
-        f"{comparison['padded/batch'].padding_share:.0%}",
-        "padding if rows are padded to the batch's longest",
-    )
+    for outcome in comparison.others.values():
+        yield f"{outcome.step_time / chosen.step_time:.3f}x", f"speed of {outcome.strategy.title}"
     yield f"{chosen.utilization:.1%}", f"of the budget filled by {chosen.strategy.title}"
     yield f"{max(chosen.step_time - 1, 0):.1%}", "of a step spent on padding and idle time"
     if report.memory is not None:

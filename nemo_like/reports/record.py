@@ -15,7 +15,7 @@ from nemo_like.prediction.memory import usable_bytes
 from nemo_like.prediction.plan_report import PlanReport
 from nemo_like.reports.grpo_step import step_record
 
-FORMAT = 1
+FORMAT = 2
 
 
 def to_record(report: PlanReport) -> dict[str, Any]:
@@ -66,6 +66,7 @@ def to_record(report: PlanReport) -> dict[str, Any]:
         # The key keeps the name it had in the first version of the format.
         "least_microbatches": comparison.min_microbatches,
         "chosen": comparison.chosen_key,
+        "baseline": comparison.baseline.strategy.key,
         "strategies": outcomes,
         "memory": _memory(report),
         "logged": logged,

@@ -18,6 +18,8 @@ from nemo_like.reports.grpo_step import step_table, step_verdict
 _PIPE_WIDTH = 100
 _MAX_WIDTH = 120
 """Max width of running text: longer lines are hard to read."""
+_MIN_GAIN = 0.0005
+"""Gain in speed that is shown as more than 0.0%."""
 
 
 def show(report: PlanReport, console: Console | None = None) -> None:
@@ -125,13 +127,15 @@ def memory_budgets(report: PlanReport) -> dict[int, str]:
 def verdict(report: PlanReport) -> str:
     """Return one sentence about the speed of the chosen strategy."""
     comparison = report.comparison
-    chosen, baseline = comparison.chosen, comparison.baseline
-    batch_speedup = comparison["padded/batch"].step_time / chosen.step_time
+    chosen = comparison.chosen
+    speeds = []
+    for tool, outcome in sorted(comparison.others.items(), key=lambda item: item[1].step_time):
+        the_speed = "" if speeds else "the speed "
+        speeds.append(f"{outcome.step_time / chosen.step_time:.3f}x {the_speed}of {tool}")
     has_pipeline = report.request.placement.parallel_layout.pp > 1
     bubble = ", the pipeline bubble included" if has_pipeline else ""
     return (
-        f"{chosen.strategy.title}: {comparison.speedup(chosen):.2f}x the speed of"
-        f" {baseline.strategy.title} ({batch_speedup:.2f}x of padding to the batch),"
+        f"{chosen.strategy.title}: {', '.join(speeds)} (the fastest layout of each),"
         f" {chosen.step_time - 1:.1%} above a step without padding and idle time{bubble}"
     )
 
@@ -146,18 +150,28 @@ def recommendation_lines(recommendation: Recommendation | None, report: PlanRepo
         return [
             f"nothing fits: the weights alone exceed the usable {usable}; use more dp, tp or pp"
         ]
+    outcome = recommendation.outcome
+    chosen = report.comparison.chosen
+    gain = 0.0 if outcome is None else chosen.step_time / outcome.step_time - 1.0
+    if outcome is not None and outcome.max_tokens > report.max_tokens and gain < _MIN_GAIN:
+        lines = [
+            (
+                f"up to {recommendation.max_tokens:,} tokens per microbatch fit into {usable}, but"
+                f" more than {report.max_tokens:,} make no step faster"
+            )
+        ]
+        if report.request.placement.activation_checkpointing != "none":
+            lines.append(_other_checkpointing(recommendation, report))
+        return lines
     lines = [
         (
             f"recommended budget: {recommendation.max_tokens:,} tokens per microbatch, the max"
             f" whose peak fits into {usable}"
         )
     ]
-    outcome = recommendation.outcome
-    chosen = report.comparison.chosen
     if outcome is None:
         lines.append(f"the longest row ({report.lengths.max():,} tokens) does not fit into it")
     elif outcome.max_tokens != report.max_tokens:
-        gain = chosen.step_time / outcome.step_time - 1.0
         lines.append(
             f"with {outcome.max_tokens:,} tokens: {outcome.num_microbatches:.2f} instead of"
             f" {chosen.num_microbatches:.2f} microbatches per step, step time"

@@ -4,6 +4,7 @@ on.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from dataclasses import replace
 from itertools import pairwise
@@ -16,9 +17,11 @@ from hypothesis import strategies as st
 
 from nemo_like.data.packing.algorithms import PackingAlgorithm, get_packer
 from nemo_like.data.packing.metrics import PackingMetrics
+from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.data.planning.plan import BatchPlan, Microbatch, PlanSpec, plan_batch
 from nemo_like.data.planning.spec import Balance
+from nemo_like.models.presets import load_spec
 from nemo_like.parallel_layout import RowLayout, Sync
 
 LENGTHS = np.clip(
@@ -460,3 +463,69 @@ def test_large_batches_keep_every_promise() -> None:
         assert np.array_equal(np.sort(plan.rows), np.arange(12_000))
         assert plan.num_tokens.max() <= 2048 and plan.num_steps == 2
         assert all(count % 2 == 0 for count in np.diff(plan.step_offsets))
+
+
+# Of plans from lengths alone, before rows had a number of trained tokens.
+DIGESTS = {
+    "lockstep": ({"sync": "microbatch"}, "403ece575c8c7a11"),
+    "makespan": ({"sync": "step"}, "0e443bafc901ffc4"),
+    "packer": ({"algorithm": "first_fit_decreasing"}, "d1b0b485732c3c5f"),
+    "padded": ({"layout": "padded"}, "7adb49c81d91eae4"),
+    "context parallel": ({"cp_size": 2}, "d83f66a449b9067c"),
+}
+
+
+def digest(plan: BatchPlan) -> str:
+    arrays = (plan.rows, plan.padded_lengths, plan.offsets)
+    return hashlib.sha256(b"".join(array.astype("<i8").tobytes() for array in arrays)).hexdigest()
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_plans_of_rows_whose_tokens_all_have_a_loss_did_not_change(name: str):
+    keys, expected = DIGESTS[name]
+    lengths = np.random.default_rng(0).integers(1, 2000, 150)
+    cost = CostModel.from_spec(load_spec("0.5b"))
+    spec = PlanSpec(max_tokens=8192, num_ranks=4, global_batch_size=75, cost=cost, **keys)
+    plan = plan_batch(lengths, spec)
+    assert digest(plan)[:16] == expected
+    if name in ("lockstep", "makespan", "packer"):
+        # Elsewhere there is padding, which has no loss.
+        assert digest(plan_batch(lengths, spec, num_trained=lengths))[:16] == expected
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("with_groups", [False, True])
+def test_ranks_are_balanced_by_the_work_of_the_tokens_with_loss(layout: str, with_groups: bool):
+    """Rows of one length, half of them without loss, for a model that is mostly vocabulary."""
+    lengths = np.full(64, 100)
+    num_trained = np.random.default_rng(1).permutation(np.arange(32) % 2 * 99).repeat(2)
+    cost = CostModel(linear=100.0, quadratic=0.0, head=90.0)
+    spec = PlanSpec(layout=layout, max_tokens=400, num_ranks=4, cost=cost, sync="step")  # type: ignore[arg-type]
+    groups = np.arange(64) // 2 if with_groups else None
+    work = 10.0 * lengths + 90.0 * num_trained
+    plan = plan_batch(lengths, spec, groups, num_trained)
+    by_rank = [work[plan.rows_of_rank(rank)].sum() for rank in range(4)]
+    assert max(by_rank) / np.mean(by_rank) == pytest.approx(1.0)
+    assert plan.metrics()["packing/rank_imbalance_flops"] == pytest.approx(1.0)
+    assert plan == BatchPlan.from_json(plan.to_json())
+    in_half = plan.with_budget(200)
+    assert (in_half.num_trained == num_trained[in_half.rows]).all()
+    # Lengths alone give no reason to spread the rows with loss.
+    blind = plan_batch(lengths, spec, groups)
+    blind_work = [work[blind.rows_of_rank(rank)].sum() for rank in range(4)]
+    assert max(blind_work) / np.mean(blind_work) > 1.1
+
+
+def test_truncation_removes_trained_tokens_first():
+    spec = PlanSpec(max_tokens=10, oversize="truncate")
+    with pytest.warns(OversizeWarning):
+        plan = plan_batch([14, 15, 6], spec, num_trained=[8, 3, 2])
+    counts = np.zeros(3, dtype=np.int64)
+    counts[plan.rows] = plan.num_trained
+    assert counts.tolist() == [4, 0, 2]
+
+
+@pytest.mark.parametrize("num_trained", [[1], [1, 2, 3, 9], [1.0, 2.0, 3.0], [-1, 0, 0], [0, 9, 0]])
+def test_wrong_numbers_of_trained_tokens_are_refused(num_trained: list):
+    with pytest.raises(ValueError, match="num_trained"):
+        plan_batch([5, 6, 7], PlanSpec(max_tokens=8), num_trained=num_trained)
