@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nemo_like.config.lora import LoraConfig
 from nemo_like.data.planning.cost import CostModel
-from nemo_like.data.planning.plan import PlanSpec
+from nemo_like.data.planning.plan import PlanSpec, plan_batch
 from nemo_like.models.presets import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.prediction.grpo_request import (
@@ -236,6 +236,24 @@ def test_lengths_and_times_of_a_past_run(tmp_path: Path, has_rollouts: bool) -> 
     # Without the first step, which contains warm-up.
     assert measured.seconds == {"rollout": 25.0, "reward_model": 4.0, "train": 1.0}
     assert (measured.reward_s, measured.num_steps) == (0.5, 2)
+
+
+def test_the_steps_of_a_past_run_are_planned_with_their_trained_tokens(tmp_path: Path) -> None:
+    lengths = [90] * 12
+    num_trained = [80, 0, 0, 80, 1, 0, 80, 80, 0, 2, 0, 80]
+    cost = CostModel(linear=100.0, quadratic=0.0, head=90.0)
+    spec = PlanSpec(max_tokens=90, num_ranks=3, cost=cost)
+    logged = plan_batch(lengths, spec, num_trained=num_trained).metrics()
+    (tmp_path / "plan").mkdir()
+    record = {"step": 1, "lengths": lengths, "num_trained": num_trained}
+    (tmp_path / "plan" / "lengths.jsonl").write_text(json.dumps(record))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, **logged}))
+    compared = read_run(tmp_path).compare(spec)
+    assert len(compared) == 4
+    for name, (value, planned) in compared.items():
+        assert planned == pytest.approx(value), name
+    blind = plan_batch(lengths, spec).metrics()
+    assert blind["packing/rank_imbalance_flops"] != logged["packing/rank_imbalance_flops"]
 
 
 def test_a_run_without_timings_has_no_measured_times(tmp_path: Path) -> None:
