@@ -7,7 +7,8 @@ Runs are real: SFT and GRPO of the demo's task through the command line, each on
 its own. An attempt is killed with SIGKILL (one of the driver, a policy or reward
 worker, the raylet, the GCS) during start-up, a step, or the writing of a checkpoint; the next
 attempt resumes, and is killed as well. When a run is complete it is compared with the reference.
-The exit code is 0 if everything held.
+With `--signal TERM` only the driver receives a signal: it must finish the step, save it, and exit
+with 75. The exit code is 0 if everything held.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ import os
 import random
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks import fault_processes
 from nemo_like.demo_task import build_demo
+from nemo_like.training.stopping import EXIT_STOPPED
 
 _REPOSITORY = Path(__file__).parents[1]
 PHASES = ("startup", "step", "saving")
@@ -190,7 +194,7 @@ class Bench:
         if attempt.process.poll() is None and victims:
             phase, after_s = attempt.phase(), time.monotonic() - attempt.started_at
             attempt.note_shared_memory()
-            if self.rng.choice(victims).kill():
+            if self.rng.choice(victims).kill(signal.Signals[f"SIG{self.options.signal}"]):
                 kill.phase, kill.after_s = phase, round(after_s, 2)
 
     def _await_exit(self, attempt: Attempt, kill: Kill) -> None:
@@ -208,6 +212,8 @@ class Bench:
         errors = attempt.errors()
         kill.message = _message(errors)
         if kill.exit_code is None or (kill.target == "driver" and kill.phase):
+            if self.options.signal == "TERM":
+                kill.problems += attempt.problems_after_stop()
             return
         if kill.exit_code != 0 and not kill.message:
             kill.problems.append(f"exit code {kill.exit_code} without a message")
@@ -252,12 +258,13 @@ class Attempt:
         self.num_steps_before = self.num_steps()
         self._log_size = self._log_path.stat().st_size if self._log_path.exists() else 0
         self.started_at = time.monotonic()
+        command = [sys.executable, "-m", "nemo_like", bench.algorithm, "--config", str(config)]
         with (
             self._errors.open("w") as errors,
             (bench.folder / f"{name}.stdout").open("w") as output,
         ):
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "nemo_like", bench.algorithm, "--config", str(config)],
+                command + bench.options.set,
                 env=environment,
                 cwd=_REPOSITORY,
                 stdout=output,
@@ -304,6 +311,17 @@ class Attempt:
         there.
         """
         self._shared_memory |= fault_processes.shared_memory(fault_processes.marked(self._mark))
+
+    def problems_after_stop(self) -> list[str]:
+        """How the end of a driver that received SIGTERM differs from what is promised."""
+        problems = []
+        if self.process.returncode != EXIT_STOPPED:
+            problems.append(f"exit code {self.process.returncode}, not {EXIT_STOPPED}")
+        latest = self.run / "latest"
+        saved = int(latest.read_text().rpartition("_")[2]) if latest.exists() else 0
+        if saved != self.num_steps():
+            problems.append(f"step {self.num_steps()} was finished, and step {saved} was saved")
+        return problems
 
     def errors(self) -> str:
         return self._errors.read_text(errors="replace")
@@ -387,11 +405,11 @@ def _line(number: int, kill: Kill) -> str:
     )
 
 
-def make_plan(num_kills: int, algorithm: str, rng: random.Random) -> list[tuple[str, str]]:
+def make_plan(num_kills: int, targets: Sequence[str], rng: random.Random) -> list[tuple[str, str]]:
     """Phase and target of each kill: every combination as often as the others, but for one, in
     random order.
     """
-    combinations = [(phase, target) for phase in PHASES for target in TARGETS[algorithm]]
+    combinations = [(phase, target) for phase in PHASES for target in targets]
     plan: list[tuple[str, str]] = []
     while len(plan) < num_kills:
         rng.shuffle(combinations)
@@ -403,6 +421,7 @@ def run_bench(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All kills; the report as JSON values."""
     build_demo(folder / "demo", 0)
     rng = random.Random(options.seed)
+    targets = {"sft": ("driver",), "grpo": ("driver",)} if options.signal == "TERM" else TARGETS
     algorithms = ("sft", "grpo") if options.algorithm == "both" else (options.algorithm,)
     began = time.monotonic()
     kills: list[Kill] = []
@@ -421,7 +440,7 @@ def run_bench(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         plan = (
             [tuple(each.split(":")) for each in options.plan]
             if options.plan
-            else make_plan(num_kills, algorithm, rng)
+            else make_plan(num_kills, targets[algorithm], rng)
         )
         number = 0
         while plan:
@@ -459,6 +478,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--algorithm", choices=("sft", "grpo", "both"), default="both")
     parser.add_argument("--steps", type=int, default=12, help="steps of each run")
     parser.add_argument("--workers", type=int, default=2, help="policy workers")
+    parser.add_argument("--signal", choices=("KILL", "TERM"), default="KILL")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of every run's config"
+    )
     parser.add_argument(
         "--plan", nargs="*", metavar="PHASE:TARGET", help="these kills instead of random ones"
     )

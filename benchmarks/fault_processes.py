@@ -31,12 +31,12 @@ class Process(NamedTuple):
     def is_alive(self) -> bool:
         return _start_time(self.pid) == self.start_time
 
-    def kill(self) -> bool:
-        """Send SIGKILL if it is still this process; returns whether it was."""
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> bool:
+        """Send a signal if it is still this process; returns whether it was."""
         if not self.is_alive:
             return False
         with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, number)
             return True
         return False
 

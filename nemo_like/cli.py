@@ -31,6 +31,7 @@ from nemo_like.commands.argument_parser import CommandParser
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import printable, shortened
+from nemo_like.console import lasting_console
 from nemo_like.files import WriteError
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ def _add_config_command(
         )
 
 
+@lasting_console(stdout=False)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code. Every user error is one message, no traceback.
 
@@ -166,8 +168,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:  # noqa: BLE001 (a bug: one message, the traceback in a file)
         if isinstance(error, BrokenPipeError) and _is_stdout_closed():
-            # The interpreter flushes stdout once more at its exit, which must not fail.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         say_error(_failure_text(error, "".join(traceback.format_exception(error)), None))
         return 1
@@ -233,6 +233,7 @@ def _train(config: RunConfig) -> int:
     return result if isinstance(result, int) else 0
 
 
+@lasting_console()
 def train(config: RunConfig) -> RunResult | int:
     """Run the job of a config; return the result, or the exit code after a failure.
 

@@ -22,6 +22,7 @@ from nemo_like.algorithms.registry import load_config
 from nemo_like.cli import train
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
+from nemo_like.console import lasting_console
 from nemo_like.demo_task import build_demo
 from nemo_like.training.run import RunResult
 
@@ -30,6 +31,7 @@ _ACCURACY = "validation/answer_mean"
 _NUMBER_COLUMNS = ("steps", "accuracy before", "accuracy after", "packed", "padding", "seconds")
 
 
+@lasting_console()
 def main(argv: Sequence[str] | None = None) -> int:
     """Build the task, run both phases, print the table; `--prepare-only` stops after building."""
     parser = argparse.ArgumentParser(prog="python -m nemo_like.demo", description=__doc__)

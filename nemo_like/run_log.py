@@ -9,6 +9,8 @@ from pathlib import Path
 
 from nemo_like.files import AppendedFile, WriteError
 
+logger = logging.getLogger(__name__)
+
 
 class RunLog(logging.Handler):
     """A log file. A failed write is raised by `check`, because logging must not raise."""
@@ -46,13 +48,20 @@ class RunLog(logging.Handler):
 
 @contextmanager
 def run_log(path: Path) -> Iterator[RunLog]:
-    """Write all log records of the block to `path` as well. Raises WriteError."""
+    """Write all log records of the block, and the exception that ends it, to `path` as well.
+
+    Raises WriteError.
+    """
     log = RunLog(path)
     # Warnings of libraries belong to the log too.
     logging.captureWarnings(True)
     logging.getLogger().addHandler(log)
     try:
         yield log
+    except BaseException as error:
+        # The console, where its message is printed, may be closed.
+        logger.info("ended by %s: %s", type(error).__name__, error)
+        raise
     finally:
         logging.getLogger().removeHandler(log)
         log.close()

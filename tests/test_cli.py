@@ -176,6 +176,15 @@ def test_a_reader_that_ends_early_gets_no_message() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
+def test_a_result_that_cannot_be_written_is_one_message() -> None:
+    command = [sys.executable, "-m", "nemo_like", "config", "all"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr and len(done.stderr.splitlines()) == 1
+    Path(done.stderr.rpartition(" is in ")[2].strip()).unlink()
+
+
 def test_the_traceback_of_a_failed_run_goes_to_its_log(files, recipe: Recipe, capsys):
     model = recipe.folder / "damaged"
     model.mkdir()

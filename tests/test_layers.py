@@ -31,7 +31,7 @@ LEVELS = {
     "config": 2, "metrics": 2, "files": 2,
     "sandbox": 3,
     "parallel_layout": 1,
-    "integer_math": 0, "__init__": 0,
+    "integer_math": 0, "console": 0, "__init__": 0,
 }  # fmt: skip
 TOP = 12
 

@@ -33,6 +33,15 @@ def test_records_are_appended_and_the_handler_is_removed(tmp_path: Path) -> None
     ]
 
 
+def test_the_exception_that_ends_a_run_is_in_its_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "nemo_like")
+    with pytest.raises(KeyError), run_log(tmp_path / "driver.log"):
+        raise KeyError("the reason")
+    assert "KeyError: 'the reason'" in (tmp_path / "driver.log").read_text()
+
+
 @pytest.mark.skipif(
     not Path("/dev/full").exists(), reason="needs /dev/full, a file that is always full"
 )

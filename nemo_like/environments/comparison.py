@@ -73,6 +73,8 @@ class AnswerComparer:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=environment,
+                # Signals to the group of the driver, such as Ctrl-C, are for the driver.
+                process_group=0,
             )
         except OSError as error:
             raise RuntimeError(
@@ -140,8 +142,6 @@ class _OutOfTime(BaseException):
 
 def serve() -> None:
     """Run the child process: reply `1` or `0` to each JSON line `[gold, predicted]`."""
-    # Ctrl-C is for the driver, which ends the child.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGVTALRM, _raise_out_of_time)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT_BYTES, _MEMORY_LIMIT_BYTES))

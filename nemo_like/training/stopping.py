@@ -2,7 +2,7 @@
 
 SIGTERM, SIGHUP and `cluster.time_limit` end the run with exit code 75, the first SIGINT with 130. A
 second SIGINT ends the process at once. Before the first step there is nothing to save, and a signal
-ends the run directly.
+ends the run directly. A SIGHUP that was ignored when the run began stays ignored.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class StopRequests:
         self._limit_s = None if time_limit is None else parse_duration(time_limit)
         self._signal: signal.Signals | None = None
         self._finishes_steps = False
+        self.raised: BaseException | None = None
+        """The exception that a signal outside a step has raised."""
 
     @property
     def reason(self) -> str | None:
@@ -65,6 +67,7 @@ class StopRequests:
     def finish_steps(self, *, enabled: bool) -> None:
         """Set whether a signal waits for the end of the step (True) or ends the run directly."""
         self._finishes_steps = enabled
+        self.raised = None
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGTERM, SIGHUP or SIGINT."""
@@ -82,10 +85,14 @@ class StopRequests:
             self._signal = received
         if not self._finishes_steps:
             if received == signal.SIGINT:
-                raise KeyboardInterrupt
-            if is_first:
-                raise RunStopped(f"stopped by {received.name} outside a step", EXIT_STOPPED)
-        elif received == signal.SIGINT:
+                self.raised = KeyboardInterrupt()
+            elif is_first:
+                text = f"stopped by {received.name} outside a step"
+                self.raised = RunStopped(text, EXIT_STOPPED)
+            else:
+                return
+            raise self.raised
+        if received == signal.SIGINT:
             _write_line(
                 "interrupted: the run saves a checkpoint and ends after the current step; press"
                 " Ctrl-C again to exit at once"
@@ -112,12 +119,20 @@ def stop_requests(config: RunConfig) -> Iterator[StopRequests]:
         return
     requests = StopRequests(config.cluster.time_limit)
     _active = requests
-    handled = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    handled = [signal.SIGINT, signal.SIGTERM]
+    # `nohup` ignores SIGHUP, so that the command continues after its terminal is closed.
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        handled.append(signal.SIGHUP)
     if threading.current_thread() is not threading.main_thread():
         handled = []
     before = {number: signal.signal(number, requests.on_signal) for number in handled}
     try:
         yield requests
+    except Exception:
+        # Native code of Ray that a signal interrupts raises SystemError instead.
+        if requests.raised is not None:
+            raise requests.raised from None
+        raise
     finally:
         _active = None
         for number, handler in before.items():

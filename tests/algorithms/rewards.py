@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 from nemo_like.environments.reward import RewardSample
 
@@ -29,6 +30,20 @@ def broken_sometimes(sample: RewardSample) -> float:
     if _num_calls % 8 == 0:
         raise KeyError("no such key in the verifier")
     return digit_share(sample)
+
+
+def slow_digit_share(sample: RewardSample) -> float:
+    """As `digit_share`, in 0.2 s."""
+    time.sleep(0.2)
+    return digit_share(sample)
+
+
+def close_terminal_once(sample: RewardSample) -> float:
+    """As `signal_once`; before the signal it closes the descriptor in TEST_TERMINAL."""
+    terminal = os.environ.pop("TEST_TERMINAL", None)
+    if terminal is not None:
+        os.close(int(terminal))
+    return signal_once(sample)
 
 
 def signal_once(sample: RewardSample) -> float:

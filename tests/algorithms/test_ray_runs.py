@@ -8,6 +8,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -63,6 +65,30 @@ def wait_for_step(run: Path, step: int, timeout_s: float = 240) -> None:
     while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
         assert time.monotonic() < deadline, f"step {step} was not reached"
         time.sleep(0.1)
+
+
+def test_sigterm_of_a_driver_that_joined_a_cluster_lets_it_finish_a_long_step(
+    config: Path, recipe: Recipe, joined_ray: None
+) -> None:
+    """As `ray job stop` sends it to the driver of a job. Ray's own handler aborts after 3 s."""
+    run = recipe.folder / "grpo"
+    options = [
+        "reward.functions.digits.path=tests.algorithms.rewards.slow_digit_share",
+        "checkpointing.save_period=100",
+    ]
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "nemo_like", "grpo", "--config", str(config), *options],
+        env=environment() | {"RAY_ADDRESS": os.environ["RAY_ADDRESS"]},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_step(run, 1)
+    driver.terminate()
+    _, errors = driver.communicate()
+    assert driver.returncode == 75, errors
+    assert "stopped by SIGTERM after step 2" in errors
+    assert (run / "latest").read_text() == "checkpoints/step_2\n"
+    assert read_metrics(run)[1]["timing/step_s"] > 3
 
 
 LORA = (

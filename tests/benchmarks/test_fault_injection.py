@@ -95,7 +95,7 @@ def test_only_processes_with_the_mark_are_found_and_only_the_same_one_is_killed(
 
 @pytest.mark.parametrize("algorithm", TARGETS)
 def test_every_phase_and_target_is_killed_about_as_often(algorithm):
-    plan = make_plan(50, algorithm, random.Random(0))
+    plan = make_plan(50, TARGETS[algorithm], random.Random(0))
     counts = {combination: plan.count(combination) for combination in plan}
     assert len(plan) == 50 and len(counts) == len(PHASES) * len(TARGETS[algorithm])
     assert max(counts.values()) - min(counts.values()) <= 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,16 +24,10 @@ def write(config: RunConfig, folder: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("name", "exit_code"), [("SIGTERM", 75), ("SIGHUP", 75), ("SIGINT", 130)])
-def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
-    recipe: Recipe,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    name: str,
-    exit_code: int,
-) -> None:
+def short_grpo(recipe: Recipe, reward: str) -> str:
+    """Two steps of GRPO in this process with a reward function of the tests; the config's path."""
     config = recipe.grpo(
-        "reward.functions.digits.path=tests.algorithms.rewards.signal_once",
+        f"reward.functions.digits.path=tests.algorithms.rewards.{reward}",
         "grpo.val_at_start=false",
         "grpo.max_num_steps=2",
         "grpo.num_prompts_per_step=2",
@@ -40,7 +36,18 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
         "policy.generation.max_new_tokens=4",
         "checkpointing.export_hf=false",
     )
-    path = write(config, recipe.folder)
+    return write(config, recipe.folder)
+
+
+@pytest.mark.parametrize(("name", "exit_code"), [("SIGTERM", 75), ("SIGHUP", 75), ("SIGINT", 130)])
+def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
+    recipe: Recipe,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    name: str,
+    exit_code: int,
+) -> None:
+    path = short_grpo(recipe, "signal_once")
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setenv("TEST_SIGNAL", name)
     assert main(["grpo", "--config", path]) == exit_code
@@ -53,6 +60,40 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
     if name == "SIGTERM":
         assert main(["grpo", "--config", path, "resume=true"]) == 0
         assert [line["step"] for line in read_metrics(run)] == [1, 2]
+
+
+def test_a_terminal_that_is_closed_ends_the_run_after_the_step_with_a_checkpoint(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = short_grpo(recipe, "close_terminal_once")
+    ours, theirs = os.openpty()
+    monkeypatch.setenv("TEST_SIGNAL", "SIGHUP")
+    monkeypatch.setenv("TEST_TERMINAL", str(ours))
+    with open(theirs, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        patch.setattr(sys, "stderr", terminal)
+        code = main(["grpo", "--config", path])
+    assert code == 75
+    run = recipe.folder / "grpo"
+    assert (run / "latest").read_text() == "checkpoints/step_1\n"
+    log = (run / "logs" / "driver.log").read_text()
+    assert "Input/output error" in log
+    assert "stopped by SIGHUP after step 1" in log
+
+
+def test_a_run_of_nohup_continues_after_its_terminal_is_closed(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = short_grpo(recipe, "signal_once")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    monkeypatch.setenv("TEST_SIGNAL", "SIGHUP")
+    try:
+        assert main(["grpo", "--config", path]) == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert "TEST_SIGNAL" not in os.environ, "the signal was sent"
+    assert (recipe.folder / "grpo" / "latest").read_text() == "checkpoints/step_2\n"
 
 
 def test_the_time_limit_ends_the_run_after_the_step(
@@ -77,6 +118,23 @@ def test_a_signal_before_the_first_step_ends_the_run_without_a_checkpoint(
     )
     assert main(["sft", "--config", path]) == 130
     assert "interrupted. The run has no checkpoint" in capfd.readouterr().err
+
+
+def test_a_signal_whose_exception_native_code_replaces_ends_the_run_as_any_other(
+    recipe: Recipe, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `ray.wait` does."""
+
+    def wait(*_: object, **__: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except BaseException as error:
+            raise SystemError("returned a result with an exception set") from error
+
+    path = write(recipe.sft(), recipe.folder)
+    monkeypatch.setattr("nemo_like.algorithms.sft.loop.open_training_run", wait)
+    assert main(["sft", "--config", path]) == 75
+    assert capfd.readouterr().err == "stopped by SIGTERM outside a step\n"
 
 
 def test_the_age_of_the_process_passes() -> None:

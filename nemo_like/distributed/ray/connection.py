@@ -7,13 +7,16 @@ import os
 import re
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private import services as ray_services
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 
@@ -44,7 +47,7 @@ def connect(logs: Path | None) -> SessionDirectory | None:
     try:
         _join(address)
     except Exception as error:  # Ray raises RuntimeError, ValueError, OSError and types of its own
-        ray.shutdown()
+        disconnect()
         advice = (
             "The head must run (check with `ray status` there; after it ended, start it again or"
             " unset RAY_ADDRESS), and if it was started with RAY_AUTH_MODE=token this needs"
@@ -59,6 +62,12 @@ def connect(logs: Path | None) -> SessionDirectory | None:
     return None
 
 
+def disconnect() -> None:
+    """Disconnect this process from Ray."""
+    with _keep_signal_handlers():
+        ray.shutdown()
+
+
 def raylet_pid() -> int:
     """Return the pid of the raylet that this process started."""
     node: Any = ray_worker._global_node
@@ -68,7 +77,7 @@ def raylet_pid() -> int:
 
 def _join(address: str) -> None:
     with ExitStack() as stack:
-        stack.enter_context(_keep_sigterm_handler())
+        stack.enter_context(_keep_signal_handlers())
         if address != "auto":
             _check_listening(address)
             # If the head dies now, Ray ends the process after 60 s without a message; the
@@ -93,7 +102,7 @@ def _start(logs: Path | None) -> SessionDirectory:
         try:
             _start_session(session, logs)
         except BaseException as error:
-            ray.shutdown()
+            disconnect()
             session.close(logs)
             if not isinstance(error, Exception):
                 raise
@@ -113,8 +122,8 @@ def _start(logs: Path | None) -> SessionDirectory:
 def _start_session(session: SessionDirectory, logs: Path | None) -> None:
     with (
         _loopback_only(),
-        _keep_sigterm_handler(),
-        _blocked(signal.SIGINT, signal.SIGHUP),
+        _keep_signal_handlers(),
+        _own_process_groups(),
         StartupWatch(session, logs),
     ):
         ray.init(
@@ -126,29 +135,43 @@ def _start_session(session: SessionDirectory, logs: Path | None) -> None:
 
 
 @contextmanager
-def _blocked(*signals: signal.Signals) -> Iterator[None]:
-    """Block these signals in processes that start inside the block.
+def _own_process_groups() -> Iterator[None]:
+    """Start each process of Ray inside the block in a process group of its own.
 
-    In this process they are delivered after the block. Ctrl-C and the end of a terminal reach every
-    process of the terminal's foreground group. Workers must survive them, so that the driver can
-    finish the step and save. Processes inherit the mask.
+    Ctrl-C, the end of a terminal, and SIGTERM of `timeout` and of `kill %1` reach every process of
+    the driver's group. Those of Ray must survive them, so that the driver can finish the step and
+    save.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    replaced = ray_services.ConsolePopen
+    ray_services.ConsolePopen = partial(replaced, process_group=0)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        ray_services.ConsolePopen = replaced
 
 
 @contextmanager
-def _keep_sigterm_handler() -> Iterator[None]:
-    """Prevent Ray from setting a SIGTERM handler: its own ends the driver without a message."""
+def _keep_signal_handlers() -> Iterator[None]:
+    """Undo the changes that Ray makes to signal handlers and to the alarm inside the block.
+
+    Ray sets a handler of SIGTERM in Python, which ends the driver without a message. Its native
+    code sets another one, which calls that of Python and has SIGALRM abort the process after 3 s;
+    when it ends, the default action is set.
+    """
     replaced = ray_utils.set_sigterm_handler
     ray_utils.set_sigterm_handler = lambda sigterm_handler: None
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)}
+    alarm = signal.getitimer(signal.ITIMER_REAL)
     try:
         yield
     finally:
         ray_utils.set_sigterm_handler = replaced
+        # Only a main thread can set handlers.
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            # A SIGTERM inside the block has set the alarm.
+            signal.setitimer(signal.ITIMER_REAL, *alarm)
 
 
 @contextmanager

@@ -228,7 +228,8 @@ def _guard(driver_pid: int, directory: Path) -> None:
             verb, _, raylet_pid = command.partition(" ")
             raylet = _open_process(int(raylet_pid)) if verb == "watch" else None
         if raylet is not None and raylet in ready:
-            print(_RAYLET_ENDED.format(pid=raylet_pid), file=sys.stderr, flush=True)
+            with suppress(OSError):  # the terminal is closed
+                print(_RAYLET_ENDED.format(pid=raylet_pid), file=sys.stderr, flush=True)
             raylet = None
         if 0 in ready and not commands:
             break

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -62,7 +63,8 @@ class StartupWatch:
             f" machine{kept_logs_text(self._logs)}. All its processes were stopped, and no file of"
             " the run has changed. Try again.\n"
         )
-        os.write(2, message.encode())
+        with suppress(OSError):  # the terminal is closed
+            os.write(2, message.encode())
         logging.shutdown()
         # The main thread is blocked in Ray's native code, which cannot be interrupted.
         os._exit(1)

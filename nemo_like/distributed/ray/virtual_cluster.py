@@ -28,7 +28,7 @@ from ray.util.placement_group import (
 
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed.errors import ClusterError
-from nemo_like.distributed.ray.connection import connect, raylet_pid
+from nemo_like.distributed.ray.connection import connect, disconnect, raylet_pid
 from nemo_like.distributed.ray.head_monitor import HeadMonitor, end_process
 from nemo_like.distributed.ray.raylet_watch import RayletWatch
 from nemo_like.distributed.ray.resources import Node, ResourceRequest, Resources
@@ -146,7 +146,7 @@ class RayVirtualCluster:
                 remove_placement_group(self._placement_group)
             self._placement_group = None
             if not self._was_connected:
-                ray.shutdown()
+                disconnect()
         if self._session is not None:
             self._session.close(self._logs if keep_logs else None)
             self._session = None

@@ -75,10 +75,10 @@ CLUSTER = """
     layout = ParallelLayout(dp=2)
     group = RayWorkerGroup(cluster, PlainWorker, {}, name="policy", parallel_layout=layout)
     pids = [location.pid for location in group.locations]
-    for number in (signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         os.killpg(0, number)
-    assert group.run_all_workers("multiply", 2) == [0, 2], "the workers survive both signals"
-    os.kill(os.getpid(), signal.SIGTERM)
+    assert group.run_all_workers("multiply", 2) == [0, 2], "the workers survive these signals"
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0), "Ray's alarm would abort this process"
     assert set(received) == {signal.SIGINT, signal.SIGHUP, signal.SIGTERM}, received
     started = Path("/proc/self/task", str(os.getpid()), "children").read_text().split()
     pids += [int(pid) for pid in started]
@@ -103,7 +103,13 @@ def test_a_killed_driver_leaves_no_process_and_no_folder() -> None:
     wait_until(lambda: not any(map(is_running, pids)))
 
 
-SHUT_DOWN = "RayVirtualCluster(ClusterConfig(cpus_per_worker=0.1)).shutdown()"
+SHUT_DOWN = """
+        received = []
+        signal.signal(signal.SIGTERM, lambda *_: received.append(1))
+        RayVirtualCluster(ClusterConfig(cpus_per_worker=0.1)).shutdown()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert received, "the handler is kept"
+"""
 
 
 @pytest.mark.parametrize(
