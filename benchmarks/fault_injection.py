@@ -40,7 +40,14 @@ TARGETS = {
     # A generation replica that dies is replaced within the run: see `replica_failures`.
     "grpo": ("driver", "policy", "reward", "raylet", "gcs"),
 }
-_CLOCKS = ("timing/", "performance/", "policy/rank_time", "policy/peak_memory", "unix_time_s")
+_CLOCKS = (
+    "timing/",
+    "performance/",
+    "policy/rank_time",
+    "policy/peak_memory",
+    "weight_sync/",
+    "unix_time_s",
+)
 _GONE_S = 60.0
 """Ray's processes notice the end of the driver within this time."""
 

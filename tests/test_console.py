@@ -72,6 +72,7 @@ def test_a_lost_console_is_logged_once_and_nothing_else_changes(
         stderr=console if both else subprocess.PIPE,
         text=True,
         check=False,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
     )
     os.close(console)
     assert (done.returncode, done.stderr) == (75, None if both else "printed\nprinted\n")

@@ -105,6 +105,10 @@ def remove_session(directory: Path, keep_logs: Path | None = None) -> None:
     if keep_logs is not None:
         _copy_logs(directory, keep_logs)
     shutil.rmtree(directory, ignore_errors=True)
+    # A process that ends may have created a file meanwhile.
+    while directory.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def remove_all_sessions() -> None:
