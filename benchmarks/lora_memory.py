@@ -158,7 +158,7 @@ def measure(arguments: argparse.Namespace, case: str) -> dict[str, float]:
         optimizer=OptimizerConfig(lr=1e-5),
         lora=lora,
     )
-    model_config = load_model_config(str(arguments.model), local_files_only=True)
+    model_config = load_model_config(str(arguments.model))
     spec = ModelSpec.from_config(model_config, str(arguments.model))
     batch = _batch(num_tokens, spec.vocab_size)
     rss_before = _peak_rss()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    from tests.hub_server import Hub
     from tests.recipe import Recipe
 
 # Several processes with threads share the cores. By default a thread of OpenMP spins while it waits
@@ -75,3 +77,30 @@ def recipe(demo: Path, tmp_path: Path) -> Recipe:
     from tests.recipe import Recipe
 
     return Recipe(demo, tmp_path)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A Hugging Face hub on this machine without repositories, and an empty cache.
+
+    For this process and those that it starts.
+    """
+    from huggingface_hub import constants
+
+    from tests.hub_server import HubServer
+
+    with HubServer() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        address = server.hub.address
+        cache = str(tmp_path / "hub_cache")
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", cache)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        monkeypatch.setenv("HF_HUB_CACHE", cache)
+        yield server.hub
+        server.shutdown()
+        thread.join()

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 from nemo_like.algorithms.registry import load_any_config
 from nemo_like.checkpoint import Checkpointer, CheckpointError
 from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.config.paths import resolve_policy
 from nemo_like.config.schema import PolicyConfig, RunConfig
 from nemo_like.files import WriteError, remove_link, system_error_number
 from nemo_like.policy.checkpoint.adapter import (
@@ -92,8 +93,11 @@ def export_checkpoint(
             f"--adapter: {shown_path(source)} was trained without LoRA (policy.lora.enabled is"
             " false), so it has no adapter; leave --adapter out"
         )
+    model_config = None
     # An adapter is written without its model, which may be on another machine.
-    model_config = None if adapter_only else open_model_config(config)
+    if not adapter_only:
+        config = replace(config, policy=resolve_policy(config.policy, weights=lora.enabled))
+        model_config = open_model_config(config)
     if lora.enabled and not adapter_only:
         _check_frozen_model(step_folder, config)
     try:

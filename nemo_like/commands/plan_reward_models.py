@@ -50,7 +50,7 @@ def _spec(name: str, model: RewardModelConfig) -> ModelSpec:
     from nemo_like.training.model_files import load_checked_config
 
     key = f"reward.models.{name}.model_name"
-    files = load_checked_config(model.model_name, key, local_files_only=True)
+    files = load_checked_config(model.model_name, key)
     return ModelSpec.from_config(files, model.model_name)
 
 

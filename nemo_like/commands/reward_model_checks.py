@@ -48,7 +48,7 @@ def _check(
 ) -> None:
     """Describe one reward model. Raises ConfigError if its files or the row cannot be used."""
     model = config.reward.models[name]
-    files = open_reward_model(name, model, local_files_only=True)
+    files = open_reward_model(name, model)
     num_workers = model.num_workers or "the policy's"
     text = f"{name} ({model.model_name}): {files.spec.model_type} on {num_workers} workers"
     if rows is not None:

@@ -125,6 +125,7 @@ def _with_tokens(
     Raises ConfigError without a record of the token ids or without the tokenizer.
     """
     # Imported here: transformers takes seconds.
+    from nemo_like.config.model_directory import model_directory
     from nemo_like.models.pretrained import load_tokenizer
 
     path = directory.rollout_tokens(step)
@@ -138,7 +139,7 @@ def _with_tokens(
     policy = record.config["policy"]
     name = policy["tokenizer_name"] or policy["model_name"]
     try:
-        tokenizer = load_tokenizer(name, local_files_only=True)
+        tokenizer = load_tokenizer(model_directory("--tokens", name, weights=False))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--tokens: the tokenizer of {name!r} cannot be loaded: {error}"

@@ -70,13 +70,13 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
     if without_torch:
         # After the reward functions, which may need models of transformers.
         import_transformers_without_torch()
-    model = diagnostics.check(lambda: open_model_config(config, local_files_only=True))
+    model = diagnostics.check(lambda: open_model_config(config))
     if model is not None:
         _describe_model(config, model, diagnostics)
     encoder = None
     # Without a model the tokenizer's name is only known if the config sets it.
     if model is not None or config.policy.tokenizer_name is not None:
-        encoder = diagnostics.check(lambda: open_encoder(config, local_files_only=True))
+        encoder = diagnostics.check(lambda: open_encoder(config))
     if encoder is not None and train is not None:
         data = RunData(encoder, train, validation)
         algorithm.check_rows(config, data, model, diagnostics)

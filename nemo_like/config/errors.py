@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,3 +75,22 @@ def shown_path(path: Path) -> str:
     """Return `path` as a user would type it: relative if it is in the working directory."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
+
+
+def similar_path_text(path: Path) -> str:
+    """Return ` (did you mean 'PATH'?)` with the existing path most like `path`, which is missing.
+
+    Empty if no path is similar.
+    """
+    while not path.exists():
+        known = next(parent for parent in path.parents if parent.is_dir())
+        name, *rest = path.relative_to(known).parts
+        try:
+            matches = difflib.get_close_matches(name, os.listdir(known), n=1)
+        except OSError:
+            return ""
+        # Equal names: a file has the place of a directory.
+        if not matches or matches[0] == name:
+            return ""
+        path = known.joinpath(matches[0], *rest)
+    return f" (did you mean {shown_path(path)!r}?)"

@@ -30,7 +30,7 @@ class RewardModelConfig:
     """One reward model: sequence classification with one output, as `nemo-like rm` exports it."""
 
     model_name: Annotated[str, NotEmpty()]
-    """Directory of the model, or a hub name that is in the local cache."""
+    """Directory of the model, or the name of one on the Hugging Face hub, which is downloaded."""
     tokenizer_name: str | None = None
     """Directory or hub name of the tokenizer; null uses the model's."""
     chat_template: str | None = None

@@ -98,7 +98,8 @@ class PolicyConfig:
     """The model that is trained, and how its batches are formed."""
 
     model_name: Annotated[str, NotEmpty()]
-    """Directory of a Hugging Face model, or a hub name that is in the local cache."""
+    """Directory of a Hugging Face model, or the name of one on the hub (OWNER/NAME), which is
+    downloaded."""
     tokenizer_name: str | None = None
     """Directory or hub name of the tokenizer; null uses the model's."""
     chat_template: str | None = None

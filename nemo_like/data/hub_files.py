@@ -16,6 +16,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl
 
 from nemo_like.config.errors import ConfigError
+from nemo_like.config.model_directory import hub_error_text
 from nemo_like.config.paths import HUB_PREFIX
 from nemo_like.config.text import printable, shortened
 
@@ -81,7 +82,6 @@ def fetch_hub_data(path: str, key: str) -> Path:
     """
     # On demand: its import takes half a second, and few runs need it.
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     data = parse_hub_data(path, key)
     try:
@@ -94,13 +94,12 @@ def fetch_hub_data(path: str, key: str) -> Path:
             )
             return Path(local)
         return _fetch_split(data, path, key)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = shortened(printable(" ".join(str(error).split())), 300)
-        raise ConfigError(
-            f"{key}: {path} cannot be read from the Hugging Face hub ({type(error).__name__}:"
-            f" {reason}); check the name and HF_TOKEN, or download the data where the hub is"
-            " reachable and give the path of its files"
-        ) from error
+    except ConfigError:
+        raise
+    except Exception as error:
+        # They depend on the network library below huggingface_hub.
+        text = hub_error_text(error, data.name, is_model=False)
+        raise ConfigError(f"{key} is {path}, {text}") from error
 
 
 def _fetch_split(

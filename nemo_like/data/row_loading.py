@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.config.errors import ConfigError, shown_path, similar_path_text
 from nemo_like.config.text import is_possible_path, shortened
 from nemo_like.data.datasets import Row, Rows, RowSchema, row_digest, row_problem
 from nemo_like.data.hub_files import fetch_hub_data, is_hub_data
@@ -67,7 +67,8 @@ def _local_path(path: str | Path, key: str) -> Path:
     file = Path(path).expanduser()
     if not is_possible_path(str(file)) or not file.exists():
         raise ConfigError(
-            f"{key}: there is no {shortened(repr(str(file)), 300)}; give {SUPPORTED_FILES}"
+            f"{key}: there is no {shortened(repr(str(file)), 300)}{similar_path_text(file)}; give"
+            f" {SUPPORTED_FILES}"
         )
     return file
 

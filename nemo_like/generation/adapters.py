@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_like.config.lora import LoraConfig
-from nemo_like.config.paths import is_local
 from nemo_like.models.adapters import adapter_names, can_have_adapter
+from nemo_like.models.pretrained import load_model_config
 from nemo_like.models.spec import ModelSpec
 
 _INNER = re.compile(r"\.\d+\.")
@@ -36,9 +36,7 @@ class AdapterSettings:
     @classmethod
     def of_files(cls, lora: LoraConfig, model_name: str) -> AdapterSettings:
         """Return the adapters of the model `model_name`, of which only config.json is read."""
-        config = AutoConfig.from_pretrained(
-            model_name, trust_remote_code=False, local_files_only=is_local(model_name)
-        )
+        config = load_model_config(model_name)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         has_experts = ModelSpec.from_config(config).moe is not None

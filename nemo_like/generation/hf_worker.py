@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
 )
 from transformers.utils import logging as transformers_logging
 
 from nemo_like.config.lora import LoraConfig
-from nemo_like.config.paths import is_local, require_model_directory
+from nemo_like.config.model_directory import require_model_directory
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
@@ -33,6 +32,7 @@ from nemo_like.generation.requests import (
     GenerationRequests,
     check_room,
 )
+from nemo_like.models.pretrained import load_tokenizer
 from nemo_like.weight_sync.channel import BucketMessage, ChannelSpec, Endpoint, LoadedBucket
 from nemo_like.weight_sync.coverage import UpdateCoverage
 from nemo_like.weight_sync.receiver import NamedTensors, WeightReceiver
@@ -65,16 +65,15 @@ class HFGenerationWorker:
         self._batch_size = batch_size
         require_model_directory("policy.model_name", model_name)
         tokenizer_name = tokenizer_name or model_name
-        self._tokenizer = AutoTokenizer.from_pretrained(
-            tokenizer_name, trust_remote_code=False, local_files_only=is_local(tokenizer_name)
-        )
+        require_model_directory("policy.tokenizer_name", tokenizer_name, weights=False)
+        self._tokenizer = load_tokenizer(tokenizer_name)
         self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             model_name,
             dtype=getattr(torch, precision),
             attn_implementation="sdpa",
             use_safetensors=True,
             trust_remote_code=False,
-            local_files_only=is_local(model_name),
+            local_files_only=True,
         )
         self._model.eval().requires_grad_(False)
         # Not the model's own `to`, which only adds checks for quantised models and has a signature

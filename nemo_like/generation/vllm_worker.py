@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from nemo_like.config.generation import VLLMGenerationConfig
 from nemo_like.config.lora import LoraConfig
-from nemo_like.config.paths import is_local, require_model_directory
+from nemo_like.config.model_directory import require_model_directory
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
@@ -32,6 +32,7 @@ from nemo_like.generation.vllm_requests import (
     to_completions,
     vllm_prompt,
 )
+from nemo_like.models.pretrained import load_model_config, load_tokenizer
 from nemo_like.weight_sync.channel import BucketMessage, ChannelSpec, Endpoint, LoadedBucket
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class VLLMGenerationWorker:
         self._sleeping: set[str] = set()
         """What is not on the device: the tags `weights` and `kv_cache` of vLLM."""
         tokenizer_name = tokenizer_name or model_name
+        require_model_directory("policy.tokenizer_name", tokenizer_name, weights=False)
         self._end_ids = sorted({*end_token_ids, *_declared_end_ids(model_name, tokenizer_name)})
         others = active_children()
         adapters = None if lora is None else AdapterSettings.of_files(lora, model_name)
@@ -362,18 +364,9 @@ class VLLMGenerationWorker:
 
 def _declared_end_ids(model_name: str, tokenizer_name: str) -> frozenset[int]:
     """Return the end tokens that the files of model and tokenizer declare."""
-    local_files_only = is_local(model_name)
     try:
-        generation_config = GenerationConfig.from_pretrained(
-            model_name, local_files_only=local_files_only
-        )
+        generation_config = GenerationConfig.from_pretrained(model_name, local_files_only=True)
     except OSError:
         # The file is optional; transformers then takes the values of config.json.
-        model_config = AutoConfig.from_pretrained(
-            model_name, trust_remote_code=False, local_files_only=local_files_only
-        )
-        generation_config = GenerationConfig.from_model_config(model_config)
-    tokenizer = AutoTokenizer.from_pretrained(
-        tokenizer_name, trust_remote_code=False, local_files_only=is_local(tokenizer_name)
-    )
-    return declared_end_token_ids(generation_config, tokenizer)
+        generation_config = GenerationConfig.from_model_config(load_model_config(model_name))
+    return declared_end_token_ids(generation_config, load_tokenizer(tokenizer_name))

@@ -52,22 +52,22 @@ def import_transformers_without_torch() -> None:
         logging.disable(disabled)
 
 
-def load_model_config(name: str, *, local_files_only: bool) -> PretrainedConfig:
-    """Return the configuration of the model at a path or of a hub name.
+def load_model_config(directory: str) -> PretrainedConfig:
+    """Return the configuration of the model in a directory.
 
     Raises OSError for files that are missing and ValueError for files that cannot be used, with a
     text of one line.
     """
     from transformers import AutoConfig
 
-    return _open(AutoConfig.from_pretrained, name, local_files_only)
+    return _open(AutoConfig.from_pretrained, directory)
 
 
-def load_tokenizer(name: str, *, local_files_only: bool) -> PreTrainedTokenizerBase:
-    """Return the tokenizer at a path or of a hub name. Raises as `load_model_config`."""
+def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer in a directory. Raises as `load_model_config`."""
     from transformers import AutoTokenizer
 
-    return _open(AutoTokenizer.from_pretrained, name, local_files_only)
+    return _open(AutoTokenizer.from_pretrained, directory)
 
 
 def with_output_head(
@@ -96,13 +96,9 @@ def with_output_head(
     return config
 
 
-def _open(
-    from_pretrained: Callable[..., Any],
-    name: str,
-    local_files_only: bool,
-) -> Any:
+def _open(from_pretrained: Callable[..., Any], directory: str) -> Any:
     try:
-        return from_pretrained(name, local_files_only=local_files_only, trust_remote_code=False)
+        return from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except OSError as error:
         raise OSError(_first_line(error)) from error
     # Corrupt files raise almost any type; the Rust tokenizers raise Exception itself.

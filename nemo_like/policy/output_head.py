@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PretrainedConfig,
@@ -21,8 +20,7 @@ from transformers import (
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.output_head import OutputHead
-from nemo_like.config.paths import is_local
-from nemo_like.models.pretrained import with_output_head
+from nemo_like.models.pretrained import load_model_config, with_output_head
 from nemo_like.models.spec import SCORE_WEIGHT, ModelSpec
 
 
@@ -47,9 +45,7 @@ def open_config(
     for a model that cannot have `head`: a reward model has no output embedding, and a model that is
     not trained needs a score head in its files.
     """
-    stored = AutoConfig.from_pretrained(
-        model_name, trust_remote_code=False, local_files_only=is_local(model_name)
-    )
+    stored = load_model_config(model_name)
     config = with_output_head(stored, head, model_name)
     spec = ModelSpec.from_config(config, model_name)
     if head == "vocabulary" or ModelSpec.from_config(stored, model_name).head == "scores":

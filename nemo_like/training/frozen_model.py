@@ -19,8 +19,7 @@ _DIGEST = "frozen_weights"
 def frozen_model(config: RunConfig) -> dict[str, str]:
     """Return the identity of the frozen weights of a run for its checkpoints.
 
-    It is empty for a run without frozen weights, and for the name of a model on the hub. Raises
-    ConfigError for a file that cannot be read.
+    It is empty for a run without frozen weights. Raises ConfigError for a file that cannot be read.
     """
     directory = Path(config.policy.model_name).expanduser()
     is_frozen = config.policy.lora.enabled or config.needs_reference

@@ -28,7 +28,7 @@ _SAVED_KEYS = ("enabled", "rank", "alpha", "use_rslora", "target_modules", "quan
 def check_lora(policy: PolicyConfig, spec: ModelSpec) -> None:
     """Raise ConfigError for a target that is no layer of the model, and for a wrong adapter.
 
-    Layers are known from the model's files, so those of a hub name are checked by the workers.
+    Layers are known from the model's weights; the workers check those that are not downloaded yet.
     """
     lora = policy.lora
     if not lora.enabled:
@@ -36,7 +36,8 @@ def check_lora(policy: PolicyConfig, spec: ModelSpec) -> None:
     layers = None
     directory = Path(policy.model_name).expanduser()
     if directory.is_dir():
-        layers = linear_layers(directory, spec)
+        layers = linear_layers(directory, spec) or None
+    if layers is not None:
         check_targets(lora, layers)
     if lora.adapter_path is not None:
         check_adapter(lora, layers, spec.head)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from nemo_like.config.errors import ConfigError, raise_problems, shown_path
+from nemo_like.config.model_directory import hub_name, model_directory
 from nemo_like.config.parallel import named_by_keys, policy_layout
 from nemo_like.config.schema import RunConfig
-from nemo_like.config.text import is_possible_path, shown_value
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.models.freezing import frozen_weights
 from nemo_like.models.layout_check import model_problems, vllm_problems
@@ -41,17 +40,15 @@ class TokenizerSection(Protocol):
     def chat_template(self) -> str | None: ...
 
 
-def open_encoder(config: RunConfig, *, local_files_only: bool = False) -> ChatEncoder:
+def open_encoder(config: RunConfig) -> ChatEncoder:
     """Load the policy's tokenizer with its chat template, or with `policy.chat_template`.
 
-    With `local_files_only` a hub name must be in this machine's cache. Raises ConfigError for
-    missing or unusable files.
+    Raises ConfigError for missing or unusable files.
     """
     data = config.data
     return load_encoder(
         config.policy,
         "policy",
-        local_files_only=local_files_only,
         system_prompt=data.system_prompt,
         prompt_template=data.prompt_template,
         # The encoding of SFT rows selects the last turn from all of the assistant.
@@ -63,7 +60,6 @@ def load_encoder(
     section: TokenizerSection,
     section_key: str,
     *,
-    local_files_only: bool = False,
     system_prompt: str | None = None,
     prompt_template: str | None = None,
     train_on: Literal["assistant", "all"] = "assistant",
@@ -74,19 +70,13 @@ def load_encoder(
     """
     key = f"{section_key}.tokenizer_name" if section.tokenizer_name else f"{section_key}.model_name"
     name = section.tokenizer_name or section.model_name
+    directory = model_directory(key, name, weights=False)
     try:
-        tokenizer = load_tokenizer(
-            name, local_files_only=local_files_only or not _is_hub_name(name)
-        )
+        tokenizer = load_tokenizer(directory)
     except (OSError, ValueError) as error:
-        reason = str(error)
-        if not Path(name).expanduser().exists() and not _is_hub_name(name):
-            # transformers describes the form of a hub name instead.
-            reason = "there is no such directory"
         raise ConfigError(
-            f"{key}: no tokenizer can be loaded from {name!r} ({reason}); give the directory of a"
-            " Hugging Face model with its tokenizer, or a hub name such as"
-            " HuggingFaceTB/SmolLM2-135M-Instruct"
+            f"{key}: no tokenizer can be loaded from {name!r} ({error}); give the directory or the"
+            " hub name of a Hugging Face model with its tokenizer"
         ) from error
     if section.chat_template is not None:
         template_key = f"{section_key}.chat_template"
@@ -122,15 +112,15 @@ def _read_chat_template(path: Path, key: str) -> str:
         ) from error
 
 
-def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> PretrainedConfig:
+def open_model_config(config: RunConfig) -> PretrainedConfig:
     """Load the model's configuration and check it against its files, the engine and `parallel`.
 
-    With `local_files_only` a hub name must be in this machine's cache. Raises ConfigError for a
-    missing or damaged file, and for a model that the engine, `parallel` or vLLM does not support.
+    Raises ConfigError for a missing or damaged file, and for a model that the engine, `parallel` or
+    vLLM does not support.
     """
     name = config.policy.model_name
     model_config = with_output_head(
-        load_checked_config(name, "policy.model_name", local_files_only=local_files_only),
+        load_checked_config(name, "policy.model_name"),
         config.output_head,
         name,
     )
@@ -160,19 +150,17 @@ def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> P
     return model_config
 
 
-def load_checked_config(name: str, key: str, *, local_files_only: bool) -> PretrainedConfig:
+def load_checked_config(name: str, key: str) -> PretrainedConfig:
     """Load the configuration of the model that `key` names, and check its files.
 
-    With `local_files_only` a hub name must be in this machine's cache. Raises ConfigError for a
-    missing or damaged file.
+    Raises ConfigError for a missing or damaged file.
     """
-    path = Path(name).expanduser()
+    directory = model_directory(key, name, weights=False)
     subject = f"{key} is {name!r}, "
-    if not is_possible_path(str(path)):
-        raise ConfigError(f"{key} is {shown_value(name)}, which is too long for a path")
-    if path.is_dir():
-        _check_model_directory(path, subject)
-    return _load_model_config(name, subject, local_files_only=local_files_only)
+    # The library checks the size of a download, and a command may not have needed the weights.
+    if hub_name(directory) is None:
+        _check_model_directory(Path(directory), subject)
+    return _load_model_config(directory, subject)
 
 
 def _check_optimizer(config: RunConfig, spec: ModelSpec) -> None:
@@ -201,31 +189,18 @@ def _check_optimizer(config: RunConfig, spec: ModelSpec) -> None:
 def open_model_spec(config: RunConfig) -> ModelSpec:
     """Read the sizes of the model, without further checks. Raises ConfigError as above."""
     name = config.policy.model_name
-    subject = f"policy.model_name is {name!r}, "
-    model_config = _load_model_config(name, subject, local_files_only=False)
+    directory = model_directory("policy.model_name", name, weights=False)
+    model_config = _load_model_config(directory, f"policy.model_name is {name!r}, ")
     return ModelSpec.from_config(model_config, name).with_output_head(config.output_head)
 
 
-def _load_model_config(
-    name: str,
-    subject: str,
-    *,
-    local_files_only: bool,
-) -> PretrainedConfig:
-    """Load config.json from a directory or the hub. `subject` begins the error message."""
-    directory = Path(name).expanduser()
-    if directory.is_dir():
-        _require_config_file(directory, subject)
+def _load_model_config(directory: str, subject: str) -> PretrainedConfig:
+    """Load config.json of a directory. `subject` begins the error message."""
+    _require_config_file(Path(directory), subject)
     try:
-        return load_model_config(name, local_files_only=local_files_only or not _is_hub_name(name))
+        return load_model_config(directory)
     except (OSError, ValueError) as error:
-        # transformers raises ValueError for a bad config.json, also for one in the cache.
-        if directory.is_dir() or isinstance(error, ValueError):
-            raise ConfigError(f"{subject}whose config.json cannot be used: {error}") from error
-        raise ConfigError(
-            f"{subject}but there is no such directory, and no model of that name in this"
-            " machine's Hugging Face cache"
-        ) from error
+        raise ConfigError(f"{subject}whose config.json cannot be used: {error}") from error
 
 
 def _require_config_file(path: Path, subject: str) -> None:
@@ -289,12 +264,3 @@ def _indexed_names(index: Path, subject: str) -> set[str]:
             f"{subject}but its file {shown_path(index)} names files outside of the directory"
         )
     return names
-
-
-def _is_hub_name(name: str) -> bool:
-    """Return True for `owner/model`, unless a local path has that name.
-
-    Only such names are looked up over the network: for a mistyped path the look-up would wait
-    for the timeout of the connection.
-    """
-    return not Path(name).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None

@@ -31,7 +31,7 @@ def run_offload_decision(config: RunConfig, policy: Policy) -> OffloadDecision:
         return OffloadDecision(True, "a reward model shares their GPUs")
     teachers = []
     for name in config.teacher_names:
-        model_config = load_model_config(name, local_files_only=True)
+        model_config = load_model_config(name)
         teachers.append(ModelSpec.from_config(model_config, name))
     max_tokens = _max_microbatch_tokens(config)
     return decide_offload(

@@ -22,21 +22,14 @@ class RewardModelFiles:
     """Max tokens of a conversation; None without a limit."""
 
 
-def open_reward_model(
-    name: str,
-    config: RewardModelConfig,
-    *,
-    local_files_only: bool = False,
-) -> RewardModelFiles:
+def open_reward_model(name: str, config: RewardModelConfig) -> RewardModelFiles:
     """Open the files of `reward.models.<name>`.
 
     Raises ConfigError for missing or damaged files, for a model that is not one for sequence
     classification with one output, and for a limit above the positions of the model.
     """
     key = f"reward.models.{name}"
-    model = load_checked_config(
-        config.model_name, f"{key}.model_name", local_files_only=local_files_only
-    )
+    model = load_checked_config(config.model_name, f"{key}.model_name")
     architecture = str((getattr(model, "architectures", None) or ["model of no architecture"])[0])
     if not architecture.endswith("ForSequenceClassification"):
         raise ConfigError(
@@ -57,5 +50,5 @@ def open_reward_model(
             f"{key}.max_length is {config.max_length}, above the {limit} positions of the model"
             f" {config.model_name!r}: lower it, or set it to null for that number"
         )
-    encoder = load_encoder(config, key, local_files_only=local_files_only)
+    encoder = load_encoder(config, key)
     return RewardModelFiles(spec, encoder, config.max_length or limit)

@@ -24,6 +24,7 @@ from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.commands.validate import validate
 from nemo_like.config.batching import StreamableDataConfig as DataConfig
 from nemo_like.config.generation import GenerationConfig, VLLMGenerationConfig
+from nemo_like.config.lora import LoraConfig
 from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.reward import RewardConfig, RewardFunctionConfig, RewardModelConfig
 from nemo_like.config.schema import (
@@ -33,6 +34,7 @@ from nemo_like.config.schema import (
 from nemo_like.demo_task import build_model, build_tokenizer
 from nemo_like.environments.reward import RewardSample
 from nemo_like.progress import Progress
+from tests.hub_server import Hub, Repository
 from tests.reward_models import save_reward_model
 
 REWARD = RewardConfig(
@@ -257,7 +259,7 @@ def test_what_is_missing_is_told_at_once(tmp_path: Path) -> None:
         f"data.validation_path: there is no '{tmp_path}/validation.jsonl'"
     )
     assert report.problems[2].startswith(
-        f"policy.model_name is '{tmp_path}/model', but there is no such directory, and no model"
+        f"policy.model_name is '{tmp_path}/model', but there is no such directory;"
     )
     assert str(report).endswith("3 problems to solve")
 
@@ -285,12 +287,24 @@ def test_an_incomplete_model_directory(model: Path, write: Write, tmp_path: Path
         "policy.model_name: no tokenizer can be loaded from"
         in validate(sft(folder, train)).problems[0]
     )
-    (problem, *_) = validate(sft(model, train, tokenizer_name="no/such")).problems
-    assert "policy.tokenizer_name: no tokenizer can be loaded from 'no/such'" in problem
     (problem, *_) = validate(sft(model, train, tokenizer_name="runs/no/such")).problems
-    assert "no tokenizer can be loaded from 'runs/no/such' (there is no such directory)" in problem
+    assert "policy.tokenizer_name is 'runs/no/such', but there is no such directory" in problem
     (folder / "config.json").write_text("{}")
     assert "whose config.json cannot be used" in validate(sft(folder, train)).problems[0]
+
+
+def test_a_model_of_the_hub_is_checked_without_its_weights(
+    model: Path, write: Write, hub: Hub
+) -> None:
+    (problem,) = validate(sft("room/tiny", write(ROWS))).problems
+    assert "policy.model_name is 'room/tiny', but the hub" in problem
+    files = {path.name: path.read_bytes() for path in model.iterdir()}
+    hub.repositories["models/room/tiny"] = Repository(files)
+    config = sft("room/tiny", write(ROWS), tokenizer_name="room/tiny")
+    lora = LoraConfig(enabled=True, target_modules=("no_such_layer",))
+    for checked in (config, replace(config, policy=replace(config.policy, lora=lora))):
+        assert validate(checked).problems == ()
+    assert set(hub.downloads()) == {name for name in files if name.endswith((".json", ".jinja"))}
 
 
 Break = Callable[[Path], object]

@@ -1,4 +1,4 @@
-"""Relative paths become absolute on the driver; names of models on a hub stay names."""
+"""Relative paths become absolute on the driver."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.batching import StreamableDataConfig
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.paths import is_local, require_model_directory, resolve_paths
+from nemo_like.config.model_directory import require_model_directory
+from nemo_like.config.paths import resolve_paths
 from nemo_like.config.schema import PolicyConfig
 
 
@@ -40,24 +41,6 @@ def test_relative_paths_are_those_of_the_driver(
     )
 
 
-def test_hub_names_stay_and_directories_win_over_them(config: SftRunConfig, tmp_path: Path) -> None:
-    def resolved(name: str) -> str:
-        return resolve_paths(
-            replace(config, policy=replace(config.policy, model_name=name))
-        ).policy.model_name
-
-    assert resolved("HuggingFaceTB/SmolLM2-135M-Instruct") == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert not is_local("HuggingFaceTB/SmolLM2-135M-Instruct")
-    (tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct").mkdir(parents=True)
-    assert (
-        resolved("HuggingFaceTB/SmolLM2-135M-Instruct")
-        == f"{tmp_path}/HuggingFaceTB/SmolLM2-135M-Instruct"
-    )
-    assert is_local("HuggingFaceTB/SmolLM2-135M-Instruct")
-    assert resolved("./missing/model") == f"{tmp_path}/missing/model"
-    assert is_local(resolved("./missing/model"))
-
-
 def test_a_link_is_kept(config: SftRunConfig, tmp_path: Path) -> None:
     (tmp_path / "current").symlink_to(tmp_path / "models" / "tiny")
     policy = replace(config.policy, model_name="current")
@@ -66,7 +49,6 @@ def test_a_link_is_kept(config: SftRunConfig, tmp_path: Path) -> None:
 
 def test_a_worker_names_its_node_where_the_model_is_missing(tmp_path: Path) -> None:
     require_model_directory("policy.model_name", str(tmp_path))
-    require_model_directory("policy.model_name", "HuggingFaceTB/SmolLM2-135M-Instruct")
     with pytest.raises(
         ConfigError,
         match=rf"policy\.model_name: {tmp_path}/nowhere is not a directory on node \S+,",

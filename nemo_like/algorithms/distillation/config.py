@@ -16,9 +16,9 @@ class DistillConfig(EpochLoopConfig):
     """Distillation: the teachers, the divergence from them, and the loop."""
 
     teacher: str | None = None
-    """Directory of the teacher, a Hugging Face model with the tokenizer of the policy, or a hub
-    name that is in the local cache. It is frozen and has the policy's engine, layout and precision.
-    Excludes `distill.teachers`."""
+    """Directory of the teacher, a Hugging Face model with the tokenizer of the policy, or the
+    name of one on the hub. It is frozen and has the policy's engine, layout and precision. Excludes
+    `distill.teachers`."""
     teachers: dict[str, str] = field(default_factory=dict)
     """Several teachers by name, e.g. `{train: runs/a/hf, code: runs/b/hf}`: each row has the
     teacher whose name is in its column `distill.teacher_column`. Without that key the names are

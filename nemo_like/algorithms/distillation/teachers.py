@@ -11,7 +11,7 @@ import numpy as np
 from nemo_like.algorithms.distillation.config import DistillRunConfig, teacher_key
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.lora import LoraConfig
-from nemo_like.config.paths import model_path
+from nemo_like.config.model_directory import model_directory
 from nemo_like.config.schema import MAIN_SET
 from nemo_like.data.datasets import Rows
 from nemo_like.data.row_files import shown_json
@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 
 
 def resolve_teachers(config: DistillRunConfig) -> DistillRunConfig:
-    """Return the config with absolute paths of the teachers; see `config.paths`."""
-    distill = config.distill
-    teacher = None if distill.teacher is None else model_path(distill.teacher)
-    teachers = {name: model_path(path) for name, path in distill.teachers.items()}
-    return replace(config, distill=replace(distill, teacher=teacher, teachers=teachers))
+    """Return the config with the directories of the teachers; see `config.paths`."""
+    found = {}
+    for name, path in config.named_teachers.items():
+        found[name] = model_directory(teacher_key(name), path, weights=True)
+    # A single teacher has the name ''.
+    return replace(
+        config, distill=replace(config.distill, teacher=found.pop("", None), teachers=found)
+    )
 
 
 def open_teachers(
@@ -48,11 +51,11 @@ def open_teachers(
             config, policy=policy, distill=replace(config.distill, on_policy_fraction=0.0)
         )
         try:
-            model_config = open_model_config(as_policy, local_files_only=True)
+            model_config = open_model_config(as_policy)
         except ConfigError as error:
             raise ConfigError(str(error).replace("policy.model_name", key)) from error
         try:
-            own = load_tokenizer(path, local_files_only=True)
+            own = load_tokenizer(model_directory(key, path, weights=False))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{key}: no tokenizer can be loaded from {path!r} ({error}); a teacher needs the"

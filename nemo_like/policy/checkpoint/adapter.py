@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_like.config.lora import ALL_LINEAR, LoraConfig
+from nemo_like.config.model_directory import hub_name
 from nemo_like.files import finish_library_file, reporting_write_errors, write_json
 from nemo_like.models.adapters import adapter_names, is_adapter
 from nemo_like.models.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, SCORE_MODULE
@@ -95,7 +96,7 @@ def adapter_config(
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if has_score_head else "CAUSAL_LM",
-        "base_model_name_or_path": model_name,
+        "base_model_name_or_path": hub_name(model_name) or model_name,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.use_rslora,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.lora import LoraConfig
-from nemo_like.config.paths import require_model_directory
+from nemo_like.config.model_directory import require_model_directory
 from nemo_like.models.peft_adapter import ADAPTER_WEIGHTS, PREFIX
 from nemo_like.models.spec import SCORE_WEIGHT
 from nemo_like.models.weight_headers import read_shapes

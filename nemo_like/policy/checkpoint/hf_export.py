@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
-    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -27,14 +26,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 from transformers.utils import GENERATION_CONFIG_NAME
-from transformers.utils.hub import cached_file
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.paths import is_local
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.chat_template import ChatTemplate
 from nemo_like.distributed import activity
 from nemo_like.files import finish_library_file, reporting_write_errors, write_json
+from nemo_like.models.pretrained import load_tokenizer
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.optim import NonFiniteError, all_within
 from nemo_like.policy.output_head import meta_model
@@ -167,9 +165,7 @@ def _write_configuration(
         names = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     model_config.architectures = [names[model_config.model_type]]
     name = config.tokenizer_name or config.model_name
-    tokenizer = AutoTokenizer.from_pretrained(
-        name, trust_remote_code=False, local_files_only=is_local(name)
-    )
+    tokenizer = load_tokenizer(name)
     if config.chat_template is not None:
         tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
     if not is_causal:
@@ -210,18 +206,13 @@ def _write_generation_config(
 
     It is edited as JSON, because transformers refuses to write some configurations that it reads.
     """
-    source = cached_file(
-        model_name,
-        GENERATION_CONFIG_NAME,
-        local_files_only=is_local(model_name),
-        _raise_exceptions_for_missing_entries=False,
-    )
-    if source is None:
+    source = Path(model_name) / GENERATION_CONFIG_NAME
+    if not source.is_file():
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         values = {name: getattr(model_config, name, None) for name in names}
         content = {name: value for name, value in values.items() if value is not None}
     else:
-        content = json.loads(Path(source).read_text(encoding="utf-8"))
+        content = json.loads(source.read_text(encoding="utf-8"))
     declared = content.get("eos_token_id")
     ids = declared if isinstance(declared, list) else [declared]
     # A dict keeps the order and removes duplicates.

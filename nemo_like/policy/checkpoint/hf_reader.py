@@ -13,10 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.paths import is_local
 from nemo_like.policy.checkpoint.tensor_files import TensorFiles
 
 Shape = tuple[int, ...]
@@ -156,7 +154,7 @@ class ModelFiles:
 
 @contextmanager
 def open_model(model_name: str) -> Iterator[ModelFiles]:
-    """Open the files of `policy.model_name`, a directory or a cached hub name.
+    """Open the files of `policy.model_name`, a directory.
 
     Raises ConfigError if a file is missing.
     """
@@ -186,11 +184,12 @@ def _expert_tensors(name: str, expert: int) -> list[str]:
 
 
 def _weight_files(model_name: str) -> list[Path]:
-    single = _cached(model_name, SAFE_WEIGHTS_NAME)
-    if single is not None:
+    directory = Path(model_name)
+    single = directory / SAFE_WEIGHTS_NAME
+    if single.is_file():
         return [single]
-    index = _cached(model_name, SAFE_WEIGHTS_INDEX_NAME)
-    if index is None:
+    index = directory / SAFE_WEIGHTS_INDEX_NAME
+    if not index.is_file():
         raise ConfigError(
             f"policy.model_name={model_name} has neither {SAFE_WEIGHTS_NAME} nor"
             f" {SAFE_WEIGHTS_INDEX_NAME};"
@@ -199,22 +198,11 @@ def _weight_files(model_name: str) -> list[Path]:
     names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     paths = []
     for name in names:
-        path = _cached(model_name, name)
-        if path is None:
+        path = directory / name
+        if not path.is_file():
             raise ConfigError(
                 f"policy.model_name={model_name} lacks {name}, which its"
                 f" {SAFE_WEIGHTS_INDEX_NAME} names"
             )
         paths.append(path)
     return paths
-
-
-def _cached(model_name: str, file_name: str) -> Path | None:
-    found = cached_file(
-        model_name,
-        file_name,
-        # A name that is a directory never reaches the network.
-        local_files_only=is_local(model_name),
-        _raise_exceptions_for_missing_entries=False,
-    )
-    return None if found is None else Path(found)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from transformers.utils import logging as transformers_logging
 
+from nemo_like.config.model_directory import require_model_directory
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.parallel import build_layout
-from nemo_like.config.paths import require_model_directory
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed.process_groups import init_process_group, is_joined
 from nemo_like.distributed.worker_group import WorkerContext
@@ -37,11 +37,14 @@ class DTensorPolicyWorker(PolicyWorker):
         """Join the process group and load the model, and its frozen copy if `needs_reference`.
 
         With LoRA adapters no copy is loaded: the reference is the model without them. `teachers`
-        are the directories or hub names of further frozen models. With `head` `scores` the model is
+        are the directories of further frozen models. With `head` `scores` the model is
         a reward model. Without `trainable` it has neither gradients nor an optimizer, and in
         bfloat16 no float32 weights: it computes log-probs or scores only.
         """
         require_model_directory("policy.model_name", config.model_name)
+        if config.tokenizer_name is not None:
+            # For the export, at the end of the run.
+            require_model_directory("policy.tokenizer_name", config.tokenizer_name, weights=False)
         torch.manual_seed(seed)
         transformers_logging.disable_progress_bar()
         parallel_layout = build_layout(parallel, context.world_size)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from transformers.utils import logging as transformers_logging
 
+from nemo_like.config.model_directory import require_model_directory
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.parallel import build_layout
-from nemo_like.config.paths import require_model_directory
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed.process_groups import init_process_group
 from nemo_like.distributed.worker_group import WorkerContext
@@ -48,13 +48,16 @@ class MegatronPolicyWorker(PolicyWorker):
     ) -> None:
         """Join the process groups and load the model, and its frozen copy if `needs_reference`.
 
-        `teachers` are the directories or hub names of further frozen models. `head` and `trainable`
+        `teachers` are the directories of further frozen models. `head` and `trainable`
         are those of `DTensorPolicyWorker`.
         """
         # Megatron-Core relies on this order of communication before the compute that overlaps it,
         # and warns without it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         require_model_directory("policy.model_name", config.model_name)
+        if config.tokenizer_name is not None:
+            # For the export, at the end of the run.
+            require_model_directory("policy.tokenizer_name", config.tokenizer_name, weights=False)
         torch.manual_seed(seed)
         transformers_logging.disable_progress_bar()
         parallel_layout = build_layout(parallel, context.world_size)
