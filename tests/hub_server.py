@@ -1,4 +1,4 @@
-"""A server on this machine that answers the requests of huggingface_hub, with a few repositories."""
+"""A server on this machine that answers the requests of huggingface_hub."""
 
 from __future__ import annotations
 

@@ -150,6 +150,8 @@ class Conversation:
 
 def run(arguments: argparse.Namespace) -> int:
     """Talk until the input ends or /exit. Raises ConfigError, also without a chat template."""
+    if sys.stdin is None:
+        raise ConfigError("the standard input is closed; use a terminal, or a pipe with messages")
     config = answer_config(arguments, files={})
     if arguments.max_length is None and config.policy.max_total_sequence_length > _MAX_LENGTH:
         arguments.max_length = _MAX_LENGTH

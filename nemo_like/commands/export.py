@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from nemo_like.algorithms.registry import load_any_config
 from nemo_like.checkpoint import Checkpointer, CheckpointError
-from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.config.errors import ConfigError, shown_path, similar_path_text
 from nemo_like.config.paths import resolve_policy
 from nemo_like.config.schema import PolicyConfig, RunConfig
 from nemo_like.files import WriteError, remove_link, system_error_number
@@ -188,7 +188,7 @@ def _find(
     if not (run / _CONFIG).is_file():
         raise ConfigError(
             f"{shown_path(source)} is neither a run directory with a {_CONFIG} nor a step folder"
-            " (<run>/checkpoints/step_<N>) of one"
+            f" (<run>/checkpoints/step_<N>) of one{similar_path_text(source.absolute())}"
         )
     config = load_any_config(run / _CONFIG, overrides)
     if is_step:

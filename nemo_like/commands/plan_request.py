@@ -143,7 +143,8 @@ def _from_config(arguments: argparse.Namespace) -> PlanRequest:
         rows = first_lengths(config, arguments.limit, NUM_STEPS)
     except ConfigError as error:
         # A shape of the model is known by its size, its tokenizer is not.
-        has_hint = "no tokenizer" in str(error)
+        keys = ("policy.model_name", "policy.tokenizer_name")
+        has_hint = any(str(error).startswith(key) for key in keys)
         hint = "; or name one for this plan with --tokenizer" if has_hint else ""
         raise ConfigError(f"{error}{hint}") from error
     request = _configured(config, rows, arguments)
@@ -264,7 +265,7 @@ def _teacher_specs(config: RunConfig) -> list[ModelSpec]:
     specs = []
     for key, name in config.teachers_by_key.items():
         try:
-            specs.append(load_spec(name))
+            specs.append(load_spec(name, key))
         except ConfigError as error:
             raise ConfigError(
                 f"{key} is {name!r}, which is not a directory with a config.json here; give the"
@@ -317,7 +318,7 @@ def _model_spec(arguments: argparse.Namespace, model_name: str | None = None) ->
     if model_name is None:
         return None
     try:
-        return load_spec(model_name)
+        return load_spec(model_name, "policy.model_name")
     except ConfigError as error:
         raise ConfigError(
             f"policy.model_name is {model_name!r}, which is not a directory with a config.json"

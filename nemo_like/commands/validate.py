@@ -23,6 +23,7 @@ from nemo_like.diagnostics.environment_checks import check_environment
 from nemo_like.diagnostics.report import Diagnostics, Report
 from nemo_like.environments.calling import BadReward, score_samples
 from nemo_like.environments.loading import load_reward_functions
+from nemo_like.environments.reward import RewardError
 from nemo_like.models.pretrained import import_transformers_without_torch
 from nemo_like.models.spec import ModelSpec
 from nemo_like.progress import Progress
@@ -181,9 +182,8 @@ def _check_rewards(
         try:
             (value,) = score_samples(function, [sample], name)
         except BadReward as error:
-            diagnostics.problems.append(
-                f"reward.functions.{name}.path {path} {error} on this sample:\n{sample}"
-            )
+            problem = RewardError.from_sample(name, path, str(error), sample)
+            diagnostics.problems.append(str(problem))
         else:
             diagnostics.add_lines(
                 "rewards",

@@ -82,15 +82,16 @@ def similar_path_text(path: Path) -> str:
 
     Empty if no path is similar.
     """
-    while not path.exists():
-        known = next(parent for parent in path.parents if parent.is_dir())
-        name, *rest = path.relative_to(known).parts
-        try:
+    try:
+        while not path.exists():
+            known = next(parent for parent in path.parents if parent.is_dir())
+            name, *rest = path.relative_to(known).parts
             matches = difflib.get_close_matches(name, os.listdir(known), n=1)
-        except OSError:
-            return ""
-        # Equal names: a file has the place of a directory.
-        if not matches or matches[0] == name:
-            return ""
-        path = known.joinpath(matches[0], *rest)
+            # Equal names: a file has the place of a directory.
+            if not matches or matches[0] == name:
+                return ""
+            path = known.joinpath(matches[0], *rest)
+    except OSError:
+        # A directory that cannot be read, or a name that is too long.
+        return ""
     return f" (did you mean {shown_path(path)!r}?)"

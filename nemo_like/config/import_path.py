@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import sysconfig
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from nemo_like.config.errors import ConfigError
 
+_INSTALLED = (
+    *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    f"{Path(__file__).parents[1]}/",
+    "<frozen ",
+)
+"""Beginnings of the paths of code that is not the user's."""
 _PATH_HINT = "If it is a file of your own, put its directory on PYTHONPATH (on every node)"
 
 
@@ -25,8 +35,8 @@ def import_function(key: str, path: str, example: str, argument: str) -> Callabl
     except (Exception, SystemExit) as error:
         # The import of a user's module can fail in any way.
         raise ConfigError(
-            f"{key} is {path!r}, but importing {module_name!r} failed with {type(error).__name__}:"
-            f" {error}. {_PATH_HINT}"
+            f"{key} is {path!r}, but importing {module_name!r} failed with"
+            f" {_import_error_text(error, module_name)}"
         ) from error
     function = getattr(module, attribute, None)
     if function is None:
@@ -73,10 +83,33 @@ def check_module(key: str, path: str) -> None:
     except (Exception, SystemExit) as error:
         # The import of a parent package can fail in any way.
         raise ConfigError(
-            f"{key} is {path!r}, but {module_name!r} cannot be found: {type(error).__name__}:"
-            f" {error}. {_PATH_HINT}"
+            f"{key} is {path!r}, but {module_name!r} cannot be found:"
+            f" {_import_error_text(error, module_name)}"
         ) from error
     if spec is None:
         raise ConfigError(
             f"{key} is {path!r}, but there is no module {module_name!r}. {_PATH_HINT}"
         )
+
+
+def user_error_text(error: BaseException) -> str:
+    """Return type, text and line of an exception that code of the user raised.
+
+    The line is the last one outside of installed packages and this one, which the user can correct;
+    the last one of all where there is no other. Example: `KeyError: 'a' (my_rewards.py:12)`.
+    """
+    if isinstance(error, SyntaxError) and os.path.isfile(error.filename or ""):
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    own_frames = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
+    text = f"{type(error).__name__}: {error}"
+    for frame in (own_frames or frames)[-1:]:
+        text += f" ({frame.filename}:{frame.lineno})"
+    return text
+
+
+def _import_error_text(error: BaseException, module_name: str) -> str:
+    """Return the text of an exception of an import, with a hint if `module_name` was not found."""
+    if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+        return f"{type(error).__name__}: {error}. {_PATH_HINT}"
+    return user_error_text(error)

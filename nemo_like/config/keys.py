@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -249,18 +249,24 @@ def suggest_keys(root: type, path: str) -> list[str]:
     if not similar:
         matches = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
         similar = [names[match] for match in matches]
-    foreign = _FOREIGN_NAMES.get(name)
-    translated: list[str] = []
-    if foreign is not None:
-        translated = [key for key in keys if key == foreign or key.endswith(f".{foreign}")]
     same_name = [key for key in keys if key.rpartition(".")[2] == name]
-    found = translated or [*similar, *same_name]
+    found = _translated(name, keys) or [*similar, *same_name]
+    if not found:
+        # A misspelled name of another tool, such as `lerning_rate`.
+        for match in difflib.get_close_matches(name, _FOREIGN_NAMES, n=1, cutoff=0.85):
+            found = _translated(match, keys)
     if not found:
         # A long common path alone would make the ratio of two paths high, so the last names must be
         # similar as well.
         similar_names = [key for key in keys if _ratio(name, key.rpartition(".")[2]) >= 0.6]
         found = difflib.get_close_matches(path, similar_names, n=1, cutoff=0.7)
     return list(dict.fromkeys(found))[:_MAX_SUGGESTIONS]
+
+
+def _translated(name: str, keys: Sequence[str]) -> list[str]:
+    """Return the keys that the name of another tool stands for."""
+    own = _FOREIGN_NAMES.get(name)
+    return [key for key in keys if own is not None and f".{key}".endswith(f".{own}")]
 
 
 def _ratio(first: str, second: str) -> float:

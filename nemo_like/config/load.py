@@ -123,8 +123,12 @@ def detect_kind(
     if guess is not None:
         return guess
     sections = "; ".join(f"`{kind}` has {names}" for kind, names in _own_sections(jobs).items())
-    problem = "has sections of several jobs" if found else "has no section that only one job has"
-    raise ConfigError(f"{shown_path(path)} {problem} ({sections}); pass --kind or change the file")
+    problem = "has no section that only one job has"
+    fix = "add the section of its job"
+    if found:
+        problem = "has sections of several jobs"
+        fix = "remove those of the other jobs"
+    raise ConfigError(f"{shown_path(path)} {problem} ({sections}); {fix}, or pass --kind")
 
 
 def _own_sections(jobs: Mapping[str, type[RunConfig]]) -> dict[str, str]:

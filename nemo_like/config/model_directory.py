@@ -89,24 +89,26 @@ def hub_error_text(error: Exception, repository: str, *, is_model: bool = True) 
     page = f"{constants.ENDPOINT}/{'' if is_model else 'datasets/'}{repository}"
     if isinstance(error, GatedRepoError):
         return (
-            f"a gated {kind}: accept its license at {page}, and set HF_TOKEN to a token of the"
+            f"it is gated: accept the license of this {kind} at {page}, and set HF_TOKEN to a token of the"
             f" account that accepted it ({constants.ENDPOINT}/settings/tokens)"
         )
     if isinstance(error, RepositoryNotFoundError):
         return (
-            f"but the hub {constants.ENDPOINT} has no such {kind}: correct the name, or set"
-            " HF_TOKEN to a token that can read it if it is private"
+            f"the hub {constants.ENDPOINT} has no such {kind}: correct the name, or set HF_TOKEN to"
+            " a token that can read it if it is private"
         )
     copy = f"hf download {'' if is_model else '--repo-type dataset '}{repository}"
     elsewhere = f"run `{copy}` on a machine that can, and give the path of the files"
     if constants.HF_HUB_OFFLINE:
         return (
-            f"whose files are not all in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE"
+            f"its files are not all in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE"
             f" forbids to download them: unset it, or {elsewhere}"
         )
-    reason = shortened(printable(" ".join(str(error).split())), 300)
+    # The library describes a failed connection in several sentences.
+    cause = error.__cause__ or error
+    reason = shortened(printable(" ".join(str(cause).split())), 300)
     return (
-        f"which cannot be downloaded from {constants.ENDPOINT} ({type(error).__name__}: {reason});"
+        f"it cannot be downloaded from {constants.ENDPOINT} ({type(cause).__name__}: {reason});"
         f" check the connection, HF_ENDPOINT and HF_TOKEN, or {elsewhere}"
     )
 
@@ -125,7 +127,7 @@ def _download(
     from huggingface_hub.errors import GatedRepoError
 
     fetch = partial(snapshot_download, repository, cache_dir=cache, ignore_patterns=_FOLDERS)
-    subject = f"{key} is {repository!r}, "
+    subject = f"{key} is {repository!r}"
     try:
         path = fetch(revision=commit, allow_patterns=list(_DESCRIPTION), tqdm_class=_hidden_bar())
         if weights and _has_missing_weights(repository, path, cache, subject):
@@ -134,11 +136,10 @@ def _download(
         raise
     except Exception as error:
         # They depend on the network library below huggingface_hub.
-        text = subject + hub_error_text(error, repository)
         if commit is None and not isinstance(error, GatedRepoError):
-            similar = similar_path_text(Path(repository).absolute())
-            text += f". There is no directory of this name either{similar}"
-        raise ConfigError(text) from error
+            # The name may as well be a mistyped path.
+            subject += f", which is no directory{similar_path_text(Path(repository).absolute())}"
+        raise ConfigError(f"{subject}; {hub_error_text(error, repository)}") from error
     return path
 
 
@@ -164,11 +165,11 @@ def _has_missing_weights(
     patterns = {"allow_patterns": _WEIGHTS, "ignore_patterns": _FOLDERS}
     files: list[RepoFile] = list(filter_repo_objects(tree, **patterns, key=lambda file: file.path))
     if not files:
-        names = ", ".join(file.path for file in tree if file.path.endswith((".bin", ".gguf")))
+        others = [file.path for file in tree if file.path.endswith((".bin", ".gguf"))]
         raise ConfigError(
-            f"{subject}which has no *.safetensors weights ({shortened(names) or 'or others'}), and"
-            " files of other formats can execute code or have no equal weights: use a model that"
-            " has them, or save it with `save_pretrained` of transformers and give the directory"
+            f"{subject}, which has no {_WEIGHTS} ({shortened(', '.join(others)) or 'no weights'});"
+            " pickle files can execute code and are not read: use a model that has safetensors, or"
+            " save it with `save_pretrained` of transformers and give the directory"
         )
     missing = [file.size for file in files if not os.path.isfile(os.path.join(path, file.path))]
     if missing:

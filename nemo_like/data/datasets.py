@@ -95,7 +95,8 @@ class RowSchema:
                 return columns
         raise ConfigError(
             f"{location}: columns {_names(row)} are no format that is understood."
-            f" Understood: {self.understood}"
+            f" Understood: {self.understood}. Columns of other names are given by data.columns"
+            f" (prompt: NAME){_preference_hint(row)}"
         )
 
 
@@ -250,7 +251,15 @@ def _sft_problem(row: Row, columns: tuple[str, ...]) -> str | None:
         return None
     return (
         f"there is no assistant turn to learn from in {' + '.join(columns)}; SFT needs {UNDERSTOOD}"
+        f"{_preference_hint(row)}"
     )
+
+
+def _preference_hint(row: Row) -> str:
+    """Return the commands for a preference pair, which other jobs cannot use; else nothing."""
+    if row.get("chosen") is None or row.get("rejected") is None:
+        return ""
+    return ". The columns chosen and rejected are for `nemo-like dpo` and `nemo-like rm`"
 
 
 def _prompt_problem(row: Row, columns: tuple[str, ...]) -> str | None:

@@ -99,7 +99,7 @@ def fetch_hub_data(path: str, key: str) -> Path:
     except Exception as error:
         # They depend on the network library below huggingface_hub.
         text = hub_error_text(error, data.name, is_model=False)
-        raise ConfigError(f"{key} is {path}, {text}") from error
+        raise ConfigError(f"{key} is {path}; {text}") from error
 
 
 def _fetch_split(

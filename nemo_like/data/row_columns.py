@@ -111,7 +111,7 @@ def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
             names = shortened(printable(str(sorted(map(str, row)))), 300)
             raise ConfigError(
                 f"data.columns gives {own_name!r} as the column of {column!r}, but the row has"
-                f" {names}; correct the name"
+                f" {names}; correct the name, or rename the column: data.columns is for all files"
             )
         values[column] = value
     own_names = set(columns.values())

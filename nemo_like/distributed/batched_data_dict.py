@@ -67,15 +67,20 @@ class BatchedDataDict(UserDict[str, Any]):
 
     # Container
 
+    def __setitem__(self, name: str, column: Any) -> None:
+        """Set a column. Raises ValueError unless it has as many rows as the others."""
+        sizes = {each: num_rows(each, self.data[each]) for each in self.data if each != name}
+        sizes[name] = num_rows(name, column)
+        if len(set(sizes.values())) > 1:
+            text = ", ".join(f"{each} {size}" for each, size in sizes.items())
+            raise ValueError(f"columns disagree on the number of rows: {text}")
+        super().__setitem__(name, column)
+
     @property
     def size(self) -> int:
-        """Number of rows, 0 without columns. Raises ValueError if the columns disagree."""
-        sizes = {name: num_rows(name, column) for name, column in self.data.items()}
-        if len(set(sizes.values())) > 1:
-            text = ", ".join(f"{name} {size}" for name, size in sizes.items())
-            raise ValueError(f"columns disagree on the number of rows: {text}")
+        """Number of rows, 0 without columns."""
         # All columns agree, so the first one decides.
-        return next(iter(sizes.values()), 0)
+        return next((num_rows(name, column) for name, column in self.data.items()), 0)
 
     @classmethod
     def from_batches(

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from inspect import isawaitable, iscoroutinefunction
 from typing import Any, Literal, NoReturn, cast
 
+from nemo_like.config.import_path import user_error_text
 from nemo_like.distributed import activity
 from nemo_like.environments.reward import RewardFunction, RewardSample
 
@@ -265,7 +266,7 @@ def _reported(sample: RewardSample) -> Iterator[None]:
         if isinstance(error, asyncio.CancelledError) and _is_cancelled():
             # Another sample failed, and its BadReward is the one to report.
             raise
-        raise BadReward(f"raised {type(error).__name__}: {error}", sample) from error
+        raise BadReward(f"raised {user_error_text(error)}", sample) from error
 
 
 def _is_cancelled() -> bool:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.import_path import import_class
+from nemo_like.config.import_path import import_class, user_error_text
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.environments.environment import Environment, EnvironmentFailure, State
@@ -68,7 +68,7 @@ def load_environment(config: EnvironmentConfig) -> Environment:
         # The constructor is code of the user.
         raise ConfigError(
             f"environment.options: {config.path}(**{config.options}) failed with"
-            f" {type(error).__name__}: {error}; give the arguments that the class takes"
+            f" {user_error_text(error)}; give the arguments that the class takes"
         ) from error
 
 
@@ -202,7 +202,7 @@ class EnvironmentWorker:
             raise failure(self._path, f"{method} {error}", conversation) from error
         except _Raised as raised:
             cause = raised.cause
-            problem = f"{method} raised {type(cause).__name__}: {cause}"
+            problem = f"{method} raised {user_error_text(cause)}"
             raise failure(self._path, problem, conversation) from cause
         except Exception as error:
             # What was returned is an object of the user, whose own methods may raise.

@@ -76,7 +76,10 @@ class RewardError(Exception):
 
         With section `models` it is that of a reward model, and `path` its `model_name`.
         """
-        return cls(f"reward.{section}.{name} ({path}) {problem} on this sample:\n{sample}")
+        return cls(
+            f"reward.{section}.{name} ({path}) {problem} on this sample:\n{sample}\n"
+            "  reward.on_error=zero or drop continues a run in spite of such samples"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.import_path import import_function
+from nemo_like.config.import_path import import_function, user_error_text
 from nemo_like.config.loss import LogprobName
 from nemo_like.config.text import shown_value
 from nemo_like.losses.reduce import GlobalCounts, Loss, LossInputs, LossTerms
@@ -93,7 +93,7 @@ def load_custom_loss(path: str, options: Mapping[str, Any]) -> Loss:
         # Code of the user can fail in any way.
         raise ConfigError(
             f"{_KEY} is {path!r}, but calling it with loss_fn.options {shown_value(dict(options))}"
-            f" as keyword arguments failed with {type(error).__name__}: {error}"
+            f" as keyword arguments failed with {user_error_text(error)}"
         ) from error
     missing = [name for name in _MEMBERS if not hasattr(loss, name)]
     if not callable(loss):

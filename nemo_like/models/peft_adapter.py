@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.config.errors import ConfigError, shown_path, similar_path_text
 from nemo_like.config.lora import ALL_LINEAR, LoraConfig
 from nemo_like.config.output_head import OutputHead
 from nemo_like.models.spec import SCORE_WEIGHT
@@ -72,7 +72,8 @@ def check_adapter(
 def _check_files(directory: Path) -> None:
     if not directory.is_dir():
         raise ConfigError(
-            f"{_KEY}: there is no directory {str(directory)!r}; give that of an adapter in the"
+            f"{_KEY}: there is no directory {str(directory)!r}"
+            f"{similar_path_text(directory.absolute())}; give that of an adapter in the"
             f" format of PEFT, with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
         )
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):

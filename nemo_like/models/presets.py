@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.config.model_directory import model_directory
 from nemo_like.models.spec import ModelSpec
 
 
@@ -51,12 +52,15 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
 """Size on the command line -> (the model with these published sizes, its configuration)."""
 
 
-def load_spec(model: str) -> ModelSpec:
-    """Return the spec of a model directory, a `config.json`, or a size of `PRESETS`.
+def load_spec(model: str, key: str = "--model") -> ModelSpec:
+    """Return the spec of a model directory, a `config.json`, a hub name, or a size of `PRESETS`.
 
-    Raises ConfigError for anything else and for files that cannot be used.
+    Raises ConfigError for anything else and for files that cannot be used; `key` names a model that
+    cannot be downloaded.
     """
     path = Path(model).expanduser()
+    if "/" in model and not path.exists():
+        path = Path(model_directory(key, model, weights=False))
     # A path has priority: a directory may have the name of a preset.
     if path.is_dir():
         path = path / "config.json"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.import_path import import_function
+from nemo_like.config.import_path import import_function, user_error_text
 from nemo_like.data.datasets import Row, Rows
 from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.row_order import Curriculum
@@ -68,7 +68,7 @@ def _number(measure: Callable[[Row], Any], row: Row, place: str) -> float:
         value = measure(row)
     except Exception as error:
         # A function of the user can fail in any way.
-        raise ConfigError(f"{place} failed with {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{place} failed with {user_error_text(error)}") from error
     is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
     if not is_number or not np.isfinite(np.float32(value)):
         raise ConfigError(f"{place} is {value!r}; every row needs a finite number")

@@ -213,7 +213,12 @@ def _require_config_file(path: Path, subject: str) -> None:
             "it has a LoRA adapter: give the merged model that the run exported (its hf"
             " directory), or that `nemo-like export` writes"
         )
-    elif (path / "hf" / "config.json").is_file():
+    elif any((path / part).is_dir() for part in ("checkpoints", "policy")):
+        solution = (
+            f"it is a run or one of its checkpoints: give the model that `nemo-like export"
+            f" {shown_path(path)} --out DIR` writes"
+        )
+    if (path / "hf" / "config.json").is_file():
         solution = f"give the model that this run exported, {shown_path(path / 'hf')}"
     raise ConfigError(f"{subject}a directory without config.json; {solution}")
 

@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +326,12 @@ def test_replies_of_a_pipe_are_those_of_generate(model, tmp_path, capsys, monkey
     roles = {"user": "3+4", "assistant": expected[1]}
     turns = [{"role": role, "content": text} for role, text in roles.items()]
     assert read(saved) == [{"messages": turns}]
+
+
+def test_a_closed_input_is_refused(model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["chat", "--model", str(model)]) == 2
+    assert "the standard input is closed" in capsys.readouterr().err
 
 
 def test_a_message_that_is_not_utf8_is_refused(model, capsys, monkeypatch):

@@ -264,6 +264,25 @@ def test_what_is_missing_is_told_at_once(tmp_path: Path) -> None:
     assert str(report).endswith("3 problems to solve")
 
 
+def test_a_mistyped_path_of_data_names_the_nearest_one(
+    model: Path, write: Write, tmp_path: Path
+) -> None:
+    write(ROWS)
+    (problem,) = validate(sft(model, f"{tmp_path}/trian.jsonl")).problems
+    assert f"did you mean '{tmp_path}/train.jsonl'?" in problem
+
+
+def test_a_run_directory_is_told_from_a_model(model: Path, write: Write, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step_2" / "policy").mkdir(parents=True)
+    for directory in (run, run / "checkpoints" / "step_2"):
+        (problem,) = validate(sft(directory, write(ROWS))).problems
+        assert f"`nemo-like export {directory} --out" in problem
+    shutil.copytree(model, run / "hf")
+    (problem,) = validate(sft(run, write(ROWS))).problems
+    assert problem.endswith(f"give the model that this run exported, {run}/hf")
+
+
 def test_an_incomplete_model_directory(model: Path, write: Write, tmp_path: Path) -> None:
     train, folder = write(ROWS), tmp_path / "folder"
     folder.mkdir()
@@ -297,7 +316,7 @@ def test_a_model_of_the_hub_is_checked_without_its_weights(
     model: Path, write: Write, hub: Hub
 ) -> None:
     (problem,) = validate(sft("room/tiny", write(ROWS))).problems
-    assert "policy.model_name is 'room/tiny', but the hub" in problem
+    assert "policy.model_name is 'room/tiny', which is no directory; the hub" in problem
     files = {path.name: path.read_bytes() for path in model.iterdir()}
     hub.repositories["models/room/tiny"] = Repository(files)
     config = sft("room/tiny", write(ROWS), tokenizer_name="room/tiny")
@@ -399,6 +418,9 @@ def test_a_tokenizer_of_another_model(model: Path, write: Write, tmp_path: Path)
         ([*ROWS, '{"prompt": "1'], "train.jsonl:41: not valid JSON"),
         ([{"line": "1+1=2"}], "train.jsonl:1: columns ['line'] are no format that is understood"),
         ([{"prompt": "1+1"}], "train.jsonl:1: there is no assistant turn to learn from"),
+        ([{"prompt": "1+1", "chosen": "2", "rejected": "3"}], "`nemo-like dpo` and `nemo-like rm`"),
+        ([{"chosen": "1+1=2", "rejected": "1+1=3"}], "`nemo-like dpo` and `nemo-like rm`"),
+        ([{"problem": "1+1", "solution": "2"}], "given by data.columns"),
     ],
 )
 def test_data_that_cannot_be_used(
@@ -468,9 +490,10 @@ def test_reward_functions_are_tried_on_the_data(model: Path, write: Write) -> No
         grpo(model, train, RewardConfig(functions={"mine": RewardFunctionConfig(path=path)}))
     ).problems
     assert problems[0].startswith(
-        f"reward.functions.mine.path {path} raised KeyError: 'ground_truth' on this sample:\n "
-        f" prompt: '0+1'"
+        f"reward.functions.mine ({path}) raised KeyError: 'ground_truth' ({__file__}:"
+        f"{broken_reward.__code__.co_firstlineno + 2}) on this sample:\n  prompt: '0+1'"
     )
+    assert "reward.on_error=zero" in problems[0]
     missing = RewardConfig(functions={"mine": RewardFunctionConfig(path="no_such_module.reward")})
     assert "reward.functions.mine.path" in validate(grpo(model, train, missing)).problems[0]
     no_answers = validate(grpo(model, write([{"prompt": "1+1"}] * 8)))

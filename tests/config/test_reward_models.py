@@ -50,12 +50,14 @@ def test_workers_that_the_cluster_cannot_have() -> None:
 def test_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "reward").mkdir(parents=True)
-    models = {"quality": replace(MODEL, chat_template="chat.jinja", tokenizer_name="org/tokens")}
+    for name in ("tokens", GRPO.policy.model_name):
+        (tmp_path / name).mkdir()
+    models = {"quality": replace(MODEL, chat_template="chat.jinja", tokenizer_name="tokens")}
     resolved = resolve_paths(replace(GRPO, reward=RewardConfig(models=models)))
     model = resolved.reward.models["quality"]
     assert model.model_name == str(tmp_path / "models" / "reward")
     assert model.chat_template == str(tmp_path / "chat.jinja")
-    assert model.tokenizer_name == "org/tokens"
+    assert model.tokenizer_name == str(tmp_path / "tokens")
 
 
 @pytest.mark.parametrize(

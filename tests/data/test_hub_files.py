@@ -54,7 +54,7 @@ def test_splits_and_files_are_downloaded_once(sums: Hub, monkeypatch: pytest.Mon
     assert prompts(f"hf://{NAME}/train.jsonl") == ["a file"]
     with pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE forbids .* give the path of the files"):
         prompts(f"hf://{NAME}/other.jsonl")
-    with pytest.raises(ConfigError, match=r"hf://room/none\?split=train, whose files are not"):
+    with pytest.raises(ConfigError, match=r"hf://room/none\?split=train; its files are not"):
         prompts("hf://room/none?split=train")
     assert len(sums.requests) == num_requests
 
@@ -62,7 +62,9 @@ def test_splits_and_files_are_downloaded_once(sums: Hub, monkeypatch: pytest.Mon
 def test_a_gated_data_set_needs_its_license(sums: Hub) -> None:
     sums.repositories[f"datasets/{NAME}"].is_gated = True
     page = f"{sums.address}/datasets/{NAME}"
-    with pytest.raises(ConfigError, match=f"accept its license at {page}, and set HF_TOKEN"):
+    with pytest.raises(
+        ConfigError, match=f"accept the license of this data set at {page}, and set HF_TOKEN"
+    ):
         prompts(f"hf://{NAME}/train.jsonl")
 
 

@@ -84,9 +84,13 @@ def test_size_is_that_of_every_column() -> None:
     assert make_batch([3, 1, 2]).size == 3
     assert BatchedDataDict().size == 0
     with pytest.raises(ValueError, match="columns disagree on the number of rows: a 2, b 3"):
-        _ = BatchedDataDict(a=[1, 2], b=np.zeros(3)).size
+        BatchedDataDict(a=[1, 2], b=np.zeros(3))
     with pytest.raises(TypeError, match="column 'a' is a str"):
-        _ = BatchedDataDict(a="no column").size
+        BatchedDataDict(a="no column")
+    batch = make_batch([3, 1, 2])
+    with pytest.raises(ValueError, match=r"columns disagree .* reward 2"):
+        batch["reward"] = np.zeros(2)
+    assert len(batch["reward"]) == 3
 
 
 def test_from_batches_pads_what_is_wide_and_joins_the_rest() -> None:

@@ -50,10 +50,9 @@ class PackingAlgorithm(StrEnum):
             return cls(name)
         # Not a known name in lower case either, so suggest the closest one.
         close = get_close_matches(name, list(cls), n=1)
-        hint = f"; did you mean {str(close[0])!r}?" if close else ""
+        hint = f"; did you mean {str(close[0])!r}?" if close else "."
         raise ValueError(
-            f"{value!r} is no packing algorithm{hint} policy.sequence_packing.algorithm is one of"
-            f" {', '.join(cls)}"
+            f"{value!r} is no packing algorithm{hint} The algorithms are {', '.join(cls)}"
         )
 
 

@@ -298,11 +298,10 @@ def test_names_in_any_case_and_members() -> None:
         assert get_packer(algorithm.name, 10).pack(lengths) == get_packer(algorithm, 10).pack(
             lengths
         )
-    with pytest.raises(
-        ValueError,
-        match=r"'first_fit_decrasing' is no packing algorithm; did you mean 'first_fit_decreasing'",
-    ):
+    with pytest.raises(ValueError, match=r"; did you mean 'first_fit_decreasing'\? The algorithms"):
         get_packer("first_fit_decrasing", 10)
+    with pytest.raises(ValueError, match=r"'best' is no packing algorithm\. The algorithms are \w"):
+        get_packer("best", 10)
 
 
 @pytest.mark.parametrize("algorithm", PackingAlgorithm)
