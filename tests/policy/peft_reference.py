@@ -159,6 +159,15 @@ def nf4_rounded(weight: np.ndarray) -> np.ndarray:
     return (NF4_VALUES[codes] * largest).reshape(weight.shape)
 
 
+def nf4_values(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """The float32 values of blocks of 64, [blocks, 64]: two per byte of `codes`, upper bits first.
+
+    `scales`, float32 of any shape, has the largest magnitude of each block.
+    """
+    indices = np.stack([codes >> 4, codes & 15], axis=-1)
+    return NF4_VALUES[indices].reshape(-1, 64) * scales.reshape(-1, 1)
+
+
 @torch.no_grad()
 def round_layers(model: Any) -> None:
     """Round the weights of all linear layers but the output embedding to NF4."""
@@ -166,6 +175,27 @@ def round_layers(model: Any) -> None:
         if isinstance(module, nn.Linear) and name != "lm_head":
             rounded = nf4_rounded(module.weight.float().numpy())
             module.weight.copy_(torch.from_numpy(rounded))
+
+
+@torch.no_grad()
+def dequantize_layers(model: Any) -> None:
+    """Replace the layers of bitsandbytes by linear layers with the values of their codes.
+
+    Its own products have the precision of bfloat16 on CPUs with instructions for it.
+    """
+    # Not imported above: it is an extra, and this module is also for LoRA without quantization.
+    from bitsandbytes.nn import Linear4bit
+
+    modules = dict(model.named_modules())
+    layers = {name: each for name, each in modules.items() if isinstance(each, Linear4bit)}
+    assert layers
+    for name, layer in layers.items():
+        state: Any = layer.weight.quant_state
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=False)
+        values = nf4_values(layer.weight.numpy(), state.absmax.numpy())
+        plain.weight = nn.Parameter(torch.from_numpy(values.reshape(state.shape)))
+        plain.bias = layer.bias
+        model.set_submodule(name, plain)
 
 
 @torch.no_grad()
@@ -249,6 +279,8 @@ def assert_files(out: Path, reference: Reference) -> None:
         )
     base = AutoModelForCausalLM.from_pretrained(reference.model, **options, **quantization)
     adapted = PeftModel.from_pretrained(base, str(out / "hf" / "adapter"))
+    if reference.is_quantized:
+        dequantize_layers(adapted)
     merged = AutoModelForCausalLM.from_pretrained(out / "hf", **options)
     for model in (adapted, merged):
         for ids, logits in row_logits(model, reference.batch).items():

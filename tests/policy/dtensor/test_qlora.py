@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoConfig
 
 from nemo_like.config.errors import ConfigError
@@ -21,9 +22,10 @@ from nemo_like.models.quantization import BYTES_PER_VALUE
 from nemo_like.policy.checkpoint.adapter import open_merged
 from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.nf4 import dequantize
 from tests.policy.adapters import NF4, PACKED, TRAINED, look, of_architecture, train, use
 from tests.policy.dtensor.adapter_ranks import DTensorSide
-from tests.policy.peft_reference import Reference, assert_look, assert_use
+from tests.policy.peft_reference import Reference, assert_look, assert_use, nf4_values
 from tests.policy.test_gradient_equality import TOLERANCE
 from tests.policy.tiny import context, run_ranks
 
@@ -76,6 +78,17 @@ def test_one_process_has_the_gradients_of_peft_on_nf4(reference, straight):
     assert_look([found], reference, MODEL)
     assert_use([found["use"]], reference, found["use"]["losses"], out)
     assert found["use"]["losses"][-1] != found["use"]["losses"][0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes_have_the_published_values(dtype):
+    """The library has other kernels for CPUs with AVX-512."""
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 256, (5, 96), dtype=np.uint8)
+    scales = rng.uniform(0.01, 3.0, (5, 3)).astype(np.float32)
+    found = dequantize(torch.from_numpy(codes), torch.from_numpy(scales), dtype)
+    expected = torch.from_numpy(nf4_values(codes, scales).reshape(5, 192))
+    torch.testing.assert_close(found, expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=0.0)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
