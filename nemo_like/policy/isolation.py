@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from nemo_like.config.errors import ConfigError
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
 from nemo_like.integer_math import round_up
@@ -31,6 +32,7 @@ and bfloat16 has a precision of 8 bits.
 """
 
 _NUM_ATTEMPTS = 3
+_NOT_FINITE = "the log-probs of a row alone are not finite"
 
 
 class IsolationError(ValueError):
@@ -58,6 +60,8 @@ def probe_isolation(
 ) -> IsolationReport:
     """Check three properties; raises IsolationError for the first that fails. Every rank calls.
 
+    Raises ConfigError for a model whose log-probs are not finite even for a row alone.
+
     1. Changing a token of one row leaves the log-probs of all other rows bit-equal.
     2. Changing the token id of the padding leaves all log-probs bit-equal.
     3. A row has the same log-probs, up to rounding, in the microbatch and alone.
@@ -74,6 +78,11 @@ def probe_isolation(
         findings = [each for each in engine.gather_over_world(finding) if each]
         if not findings:
             return IsolationReport(layout, len(_LENGTHS), difference)
+    if _NOT_FINITE in findings:
+        raise ConfigError(
+            f"policy.model_name gives log-probs that are not finite in {precision}, although its"
+            " weights are finite; use another model, or policy.precision=float32"
+        )
     raise _leak(layout, findings[0])
 
 
@@ -96,6 +105,8 @@ def _measure(
         alone += _compute_logprobs(engine, [row], "padded")
     if not together:
         return "", math.nan
+    if not all(np.isfinite(row).all() for row in alone):
+        return _NOT_FINITE, math.nan
     # Comparisons are written as `not a <= b`, so that NaN fails them.
     for row, outputs in enumerate(changed):
         for other in range(len(rows)):

@@ -447,21 +447,20 @@ def test_scores_do_not_wait_for_queued_requests(engine: Engine) -> None:
     ids = np.arange(num_rows, dtype=np.int64)
     engine.worker.start_rollout()
     engine.worker.submit(GenerationRequests(ids, prompts, _seeds(num_rows), sampling, MAX_LENGTH))
-    num_sampled = sum(engine.worker.poll(0.0).num_tokens for _ in range(3))
-    assert num_sampled == 3 * MAX_ROWS
+    # A completion may end with its first tokens, so the completions of every poll count.
+    polls = [engine.worker.poll(0.0) for _ in range(3)]
+    assert [progress.num_tokens for progress in polls] == [MAX_ROWS] * 3
     engine.change_weights(seed=12)
     engine.update()
     assert engine.score_error() < TOLERANCE
     # The step that scores, and the step of the poll.
-    progress = engine.worker.poll(0.0)
-    assert 0 < progress.num_tokens <= 2 * MAX_ROWS
-    finished = [progress]
-    while finished[-1].num_unfinished:
-        finished.append(engine.worker.poll(60.0))
-    num_sampled += sum(progress.num_tokens for progress in finished)
-    completions = Completions.concat([progress.completions for progress in finished])
+    polls.append(engine.worker.poll(0.0))
+    assert 0 < polls[-1].num_tokens <= 2 * MAX_ROWS
+    while polls[-1].num_unfinished:
+        polls.append(engine.worker.poll(60.0))
+    completions = Completions.concat([progress.completions for progress in polls])
     assert len(completions) == num_rows
-    assert num_sampled == len(completions.token_ids.values)
+    assert sum(progress.num_tokens for progress in polls) == len(completions.token_ids.values)
 
 
 def test_a_sleeping_engine_keeps_its_requests(engine: Engine) -> None:

@@ -58,6 +58,15 @@ def test_an_adapter_with_the_settings_of_the_config_is_accepted_and_read(tmp_pat
         full = read(name, (0, 0), (6, 2))
         assert full.any()
         assert torch.equal(read(name, (2, 1), (3, 1)), full[2:5, 1:])
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    tensors[f"base_model.model.{name}"][5, 1] = float("nan")
+    save_file(tensors, path)
+    with (
+        open_initial(lora, shapes, seed=0) as read,
+        pytest.raises(ConfigError, match=rf"{name} has values that are NaN"),
+    ):
+        read(name, (0, 0), (6, 2))
     needed = r"lora_B\.weight as \(6, 2\), and the model needs \(7, 2\)"
     with pytest.raises(ConfigError, match=needed), open_initial(lora, shapes | {name: (7, 2)}, 0):
         pass

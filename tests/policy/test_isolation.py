@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy import attention
@@ -92,6 +93,14 @@ def test_positions_that_do_not_restart_are_noticed(model_dir):
     )
     with pytest.raises(IsolationError, match="differ from those of each row alone"):
         probe_isolation(shifted, layout="packed", vocab_size=VOCABULARY, precision="float32")
+
+
+def test_log_probs_that_overflow_are_no_leak(model_dir):
+    overflowing = engine(model_dir("llama"))
+    for weight in overflowing.local_weights():
+        weight.data *= 1e18
+    with pytest.raises(ConfigError, match="log-probs that are not finite"):
+        probe_isolation(overflowing, layout="packed", vocab_size=VOCABULARY, precision="float32")
 
 
 def with_changed_calls(tested: DTensorEngine, changed_calls: Container[int]) -> DTensorEngine:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,14 @@ from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.checkpoint.hf_export import split_by_bytes
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
-from tests.policy.tiny import ARCHITECTURES, compute_and_fetch, context, random_batch, run_ranks
+from tests.policy.tiny import (
+    ARCHITECTURES,
+    compute_and_fetch,
+    context,
+    random_batch,
+    run_ranks,
+    save_with_value,
+)
 from tests.weight_sync.received import received_weights
 
 LENGTHS = [9, 14, 6, 23, 2, 17, 1, 12]
@@ -298,3 +307,36 @@ def test_a_model_whose_files_lack_a_weight_is_one_sentence(model_dir, tmp_path: 
         ConfigError, match=rf"the files of policy\.model_name=.*model have no {name}, which"
     ):
         DTensorPolicyWorker(context(), config=dataclasses.replace(PACKED, model_name=str(path)))
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 1e30])
+def test_a_weight_that_is_not_finite_is_named(value, model_dir, tmp_path):
+    config = dataclasses.replace(PACKED, model_name=model_dir("llama"))
+    name = save_with_value(config.model_name, tmp_path / "bad", value)
+    damaged = dataclasses.replace(PACKED, model_name=str(tmp_path / "bad"))
+    expected = rf"bad/model\.safetensors: {re.escape(name)} has values that are NaN"
+    for options in (
+        {"config": damaged},
+        {"config": damaged, "head": "scores"},
+        {"config": config, "teachers": [damaged.model_name]},
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            DTensorPolicyWorker(context(), **options)
+
+
+def opening_message(worker_context: WorkerContext, config: PolicyConfig) -> str:
+    """The error of one rank that opens a model; "" without one."""
+    try:
+        DTensorPolicyWorker(worker_context, config=config)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        process_groups.destroy()
+    return ""
+
+
+def test_the_rank_that_reads_the_value_reports_it(model_dir, rank_pool, meeting, tmp_path):
+    name = save_with_value(model_dir("llama"), tmp_path / "bad", math.nan)
+    damaged = dataclasses.replace(PACKED, model_name=str(tmp_path / "bad"))
+    first, second = run_ranks(rank_pool, opening_message, 2, meeting, damaged)
+    assert first == "" and name in second

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -116,6 +118,17 @@ def save_tiny_model(directory: Path, architecture: str) -> Path:
         tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>", unk_token="<unk>"
     ).save_pretrained(directory)
     return directory
+
+
+def save_with_value(model: str, directory: Path, value: float) -> str:
+    """A copy of a model with `value` as the last element of one weight, whose name is returned."""
+    shutil.copytree(model, directory)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if "gate_proj" in name)
+    tensors[name][-1, -1] = value
+    save_file(tensors, path, metadata={"format": "pt"})
+    return name
 
 
 def random_batch(lengths: list[int], seed: int = 0) -> BatchedDataDict:

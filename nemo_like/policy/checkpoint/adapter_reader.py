@@ -17,7 +17,7 @@ from nemo_like.models.peft_adapter import ADAPTER_WEIGHTS, PREFIX
 from nemo_like.models.spec import SCORE_WEIGHT
 from nemo_like.models.weight_headers import read_shapes
 from nemo_like.policy.checkpoint.adapter import initial_matrix
-from nemo_like.policy.checkpoint.tensor_files import TensorFiles
+from nemo_like.policy.checkpoint.tensor_files import TensorFiles, check_values
 
 _KEY = "policy.lora.adapter_path"
 Shape = tuple[int, ...]
@@ -126,4 +126,5 @@ def _stored_block(
     for start, length in zip(offset, shape, strict=True):
         index.append(slice(start, start + length))
     files.read_into(block, path, PREFIX + name, index)
+    check_values(block, path, PREFIX + name)
     return block

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.policy.checkpoint.tensor_files import TensorFiles
+from nemo_like.policy.checkpoint.tensor_files import TensorFiles, check_values
 
 Shape = tuple[int, ...]
 
@@ -79,7 +79,8 @@ class ModelFiles:
     ) -> Tensor:
         """Read a block [*shape] at `offset`, on the CPU and in the files' dtype.
 
-        Only the block is read, and of an MoE layer with one tensor per expert each expert.
+        Only the block is read, and of an MoE layer with one tensor per expert each expert. Raises
+        ConfigError for values that are not finite.
         """
         if self._key(name) in self._tensors:
             return self._read(name, offset, shape)
@@ -101,14 +102,12 @@ class ModelFiles:
         """Copy the block at `offset` into `target` [*shape of the block], in its precision.
 
         Unlike `read` this needs no memory for the block, unless experts are stored one by one.
+        Raises ConfigError for values that are not finite.
         """
-        shape = tuple(target.shape)
-        key = self._key(name)
-        if key in self._tensors:
-            path = self._tensors[key].path
-            self._files.read_into(target, path, key, _slices(offset, shape))
+        if self._key(name) in self._tensors:
+            self._fill(target, name, offset)
         else:
-            target.copy_(self.read(name, offset, shape))
+            target.copy_(self.read(name, offset, tuple(target.shape)))
 
     def close(self) -> None:
         """Close the files."""
@@ -121,11 +120,16 @@ class ModelFiles:
 
     def _read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         """Read a block [*shape] of a stored tensor."""
-        key = self._key(name)
-        stored = self._tensors[key]
-        block = torch.empty(shape, dtype=_DTYPES[stored.dtype])
-        self._files.read_into(block, stored.path, key, _slices(offset, shape))
+        block = torch.empty(shape, dtype=_DTYPES[self._tensors[self._key(name)].dtype])
+        self._fill(block, name, offset)
         return block
+
+    def _fill(self, target: Tensor, name: str, offset: Shape) -> None:
+        """Copy the block at `offset` of a stored tensor into `target` [*shape of the block]."""
+        key = self._key(name)
+        path = self._tensors[key].path
+        self._files.read_into(target, path, key, _slices(offset, tuple(target.shape)))
+        check_values(target, path, key)
 
     def _check_tensor(self, name: str, expected: Shape) -> None:
         stored = self._tensors[self._key(name)]

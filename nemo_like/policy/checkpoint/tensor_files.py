@@ -10,6 +10,9 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
+from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.policy.optim import LARGEST, all_within
+
 _MAX_MAPPED_BYTES = 2**25
 _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2}
 
@@ -69,3 +72,15 @@ class TensorFiles:
         if self._num_mapped_bytes + num_bytes > self._max_mapped_bytes:
             self.close()
         self._num_mapped_bytes += num_bytes
+
+
+def check_values(tensor: Tensor, path: Path, key: str) -> None:
+    """Raise ConfigError for NaN, infinity and values above `LARGEST` in a part of a weight.
+
+    A model with such a weight would fail later, with a message about something else.
+    """
+    if tensor.is_floating_point() and not all_within([tensor], LARGEST):
+        raise ConfigError(
+            f"{shown_path(path)}: {key} has values that are NaN, infinite or larger than"
+            f" {LARGEST:.2g}; download or save the model again, or use another one"
+        )

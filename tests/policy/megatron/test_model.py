@@ -40,7 +40,7 @@ from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.worker import MegatronPolicyWorker
 from tests.policy.megatron.ranks import of_model
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS
-from tests.policy.tiny import compute_and_fetch, random_batch
+from tests.policy.tiny import compute_and_fetch, random_batch, save_with_value
 from tests.weight_sync.received import received_weights
 
 ROPE = {"rope_theta": 1e4, "factor": 2.0}
@@ -184,6 +184,24 @@ def work(context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig)
         "after": after,
         "weights": {name: each.numpy() for name, each in weights.items()},
     }
+
+
+def opening_message(context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig) -> str:
+    """The error of a rank that opens a model; "" without one."""
+    try:
+        MegatronPolicyWorker(context, config=config, parallel=parallel)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        process_groups.destroy()
+    return ""
+
+
+def test_the_rank_that_reads_a_weight_that_is_not_finite_names_it(model_dir, on_ranks, tmp_path):
+    name = save_with_value(model_dir("llama"), tmp_path / "bad", float("nan"))
+    config = of_model(LAYOUTS["packed, 2 microbatches"], str(tmp_path / "bad"))
+    first, second = on_ranks(opening_message, "tp2", config)
+    assert first == "" and f"{name} has values that are NaN" in second
 
 
 def test_a_worker_keeps_its_reference_and_hands_out_weights(model_dir, on_ranks):
