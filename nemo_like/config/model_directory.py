@@ -89,8 +89,8 @@ def hub_error_text(error: Exception, repository: str, *, is_model: bool = True) 
     page = f"{constants.ENDPOINT}/{'' if is_model else 'datasets/'}{repository}"
     if isinstance(error, GatedRepoError):
         return (
-            f"it is gated: accept the license of this {kind} at {page}, and set HF_TOKEN to a token of the"
-            f" account that accepted it ({constants.ENDPOINT}/settings/tokens)"
+            f"it is gated: accept the license of this {kind} at {page}, and set HF_TOKEN to a token"
+            f" of the account that accepted it ({constants.ENDPOINT}/settings/tokens)"
         )
     if isinstance(error, RepositoryNotFoundError):
         return (
