@@ -386,7 +386,7 @@ def _kept_files(run: Path) -> list[Path]:
 
 
 def _metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
 
 
 def _without_clocks(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -81,7 +81,7 @@ def read_prompts(path: Path, template: str) -> list[dict[str, str]]:
     `template` is a format string with `{prompt}`. Answers are reduced to the number after `####`.
     """
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         row = json.loads(line)
         prompt = row["prompt"] if "prompt" in row else row["question"]
         answer = str(row["answer"]).rpartition("####")[2].strip()
@@ -177,7 +177,7 @@ def run(
         command = [sys.executable, "-m", "nemo_like", "grpo"]
         command += ["--config", str(folder / "config.yaml"), *task.overrides]
     _execute(command, folder, environment, variant, timeout_s)
-    lines = records.read_text(encoding="utf-8").splitlines()
+    lines = records.read_bytes().splitlines()
     steps = read_steps([json.loads(line) for line in lines], task.rows_per_step)
     if len(steps) != num_steps:
         raise RuntimeError(f"{variant} recorded {len(steps)} steps instead of {num_steps}")

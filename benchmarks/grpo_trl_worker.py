@@ -106,7 +106,7 @@ def main(request: dict[str, Any]) -> None:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         row = json.loads(line)
         prompt = [{"role": "user", "content": row["prompt"]}]
         rows.append({"prompt": prompt, "answer": row["answer"]})

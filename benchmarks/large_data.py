@@ -138,7 +138,7 @@ def logged(run: Path) -> list[Any]:
     for line in (run / "metrics.jsonl").read_text().splitlines():
         values = json.loads(line)
         records.append({name: values[name] for name in values if not name.startswith(_CLOCKS)})
-    records += map(json.loads, (run / "plan" / "lengths.jsonl").read_text().splitlines())
+    records += map(json.loads, (run / "plan" / "lengths.jsonl").read_bytes().splitlines())
     return records
 
 

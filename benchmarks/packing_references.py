@@ -71,7 +71,7 @@ def read_lengths(path: Path, columns: list[str]) -> np.ndarray:
         with path.open(newline="") as file:
             rows: list[dict[str, Any]] = list(csv.DictReader(file))
     elif path.suffix in (".jsonl", ".json"):
-        rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        rows = [json.loads(line) for line in path.read_bytes().splitlines() if line.strip()]
     else:
         rows = [{"length": word} for word in path.read_text().split()]
     if rows and not columns:

@@ -107,7 +107,7 @@ def _run(
     assert isinstance(config, SftRunConfig)
     with redirect_stdout(io.StringIO()):
         run = run_sft(config).directory
-    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    records = [json.loads(line) for line in run.metrics.read_bytes().splitlines()]
     return [record for record in records if "policy/rank_time_worst_over_mean" in record][1:]
 
 

@@ -61,7 +61,7 @@ def num_steps(run: Path) -> int:
     metrics = run / "metrics.jsonl"
     if not metrics.exists():
         return 0
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    steps = [json.loads(line)["step"] for line in metrics.read_bytes().splitlines()]
     return max(steps, default=0)
 
 
@@ -155,7 +155,7 @@ def rollout_problems(config: GrpoRunConfig, run: Path) -> list[str]:
         if not path.exists():
             problems.append(f"step {step} has no rollout")
             continue
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = [json.loads(line) for line in path.read_bytes().splitlines()]
         expected = [prompt for prompt in prompts for _ in range(group_size)]
         if [row["prompt"] for row in rows] != expected:
             problems.append(f"step {step} has {len(rows)} rows that are not those of its prompts")

@@ -23,7 +23,7 @@ def test_the_preferences_follow_the_true_reward(tmp_path: Path) -> None:
     for split, count in (("train", NUM_PREFERENCES), ("validation", NUM_HELD_OUT)):
         file = tmp_path / "a" / f"preferences_{split}.jsonl"
         assert file.read_text() == (tmp_path / "b" / file.name).read_text()
-        pairs = [json.loads(line) for line in file.read_text().splitlines()]
+        pairs = [json.loads(line) for line in file.read_bytes().splitlines()]
         assert len(pairs) == count
         for pair in pairs:
             margin = mean_digit(pair["chosen"]) - mean_digit(pair["rejected"])

@@ -53,7 +53,7 @@ def lines_of(run: RunDirectory) -> list[dict]:
         raise AssertionError(f"{constant} is not JSON")
 
     return [
-        json.loads(line, parse_constant=refuse) for line in run.metrics.read_text().splitlines()
+        json.loads(line, parse_constant=refuse) for line in run.metrics.read_bytes().splitlines()
     ]
 
 

@@ -73,7 +73,9 @@ def parse_rows(text: str, num_rows: int) -> list[int]:
 def _read_records(directory: RunDirectory, step: int) -> Iterator[dict[str, Any]]:
     path = directory.rollouts(step)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not `splitlines`: texts may contain other line separators, such as U+2028.
+        with path.open(encoding="utf-8") as file:
+            lines = list(file)
     except FileNotFoundError as error:
         steps = recorded_steps(path.parent, ".jsonl")
         if steps:

@@ -215,7 +215,7 @@ def _output(result: SandboxResult) -> str:
 def _reports(text: str, num_tests: int) -> list[dict[str, Any]]:
     """Return the reported line of each test, {} where there is none; the program may forge them."""
     reports: list[dict[str, Any]] = [{} for _ in range(num_tests)]
-    for line in text.splitlines():
+    for line in text.split("\n"):
         try:
             report = json.loads(line)
         except (ValueError, RecursionError):

@@ -32,8 +32,9 @@ def main() -> None:
     evaluate, execute, build = eval, exec, compile
     program = _read_program(read)
     position = seek(_MESSAGE, 0, os.SEEK_CUR)
-    # For the source lines of a traceback.
-    linecache.cache[_NAME] = (len(program), None, program.splitlines(keepends=True), _NAME)
+    # For the source lines of a traceback. `splitlines` would also split at form feeds.
+    lines = [f"{line}\n" for line in program.split("\n")]
+    linecache.cache[_NAME] = (len(program), None, lines, _NAME)
     module = ModuleType("program")
     sys.modules["program"] = module
     namespace = vars(module)

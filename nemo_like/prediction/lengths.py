@@ -105,7 +105,7 @@ def _read_text(path: Path) -> str:
 
 
 def _plain_lengths(text: str, shown: str) -> Iterator[tuple[int, int]]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield (
                 number,
@@ -121,7 +121,7 @@ def _plain_hint(text: str) -> Callable[[], str]:
     """Return a function that makes a hint from the first line of the file, on an error only."""
 
     def hint() -> str:
-        first = text.lstrip().splitlines()[0]
+        first = text.lstrip().partition("\n")[0]
         if first.startswith("{"):
             return "name the field of a JSONL file: --field NAME"
         if "," in first:
@@ -173,7 +173,7 @@ def _field_lengths(
     shown: str,
     field: str,
 ) -> Iterator[tuple[int, int]]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         place = f"{shown}:{number}"

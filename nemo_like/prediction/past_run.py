@@ -204,7 +204,8 @@ def read_run(path: Path) -> PastRun:
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a JSONL file; an incomplete last line, left by a kill, is skipped."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    with path.open(encoding="utf-8") as file:
+        lines = list(file)
     for number, line in enumerate(lines, 1):
         try:
             yield json.loads(line)

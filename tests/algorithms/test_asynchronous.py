@@ -38,7 +38,7 @@ ON_RAY = (
 
 def _rollout(run: Path, step: int) -> list[dict]:
     path = run / "rollouts" / f"step_{step}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def _in_thread(function: Callable[[], object]) -> threading.Thread:
@@ -81,7 +81,7 @@ def test_a_lost_replica_stops_the_run_and_a_resume_repeats_no_prompt(
     config = load_config(GrpoRunConfig, recipe.folder / "grpo.yaml", [*options, last])
     assert rollout_problems(config, run) == []
     steps = range(1, saved + 3)
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
     gaps = {line["step"]: (line["staleness/mean"], line["staleness/max"]) for line in metrics}
     # The first rollout of each process has no earlier weights; every later one is one behind.
     first = (1, saved + 1)

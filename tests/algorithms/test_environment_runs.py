@@ -25,7 +25,7 @@ GAME = (
 
 def _rollout(run: Path, step: int) -> list[dict]:
     path = run / "rollouts" / f"step_{step}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def _check_records(records: list[dict]) -> None:
@@ -97,7 +97,7 @@ def test_an_asynchronous_run_on_ray_survives_a_worker_of_the_environment(
     assert "of the environment failed and is restarted with its" in output
     assert marker.exists()
     run = recipe.folder / "grpo"
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     for line in steps:
         _check_records(_rollout(run, line["step"]))

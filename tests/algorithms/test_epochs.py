@@ -28,7 +28,7 @@ def first_rows(recipe: Recipe, name: str, num_rows: int) -> Path:
 def rows_per_step(run: Path) -> list[int]:
     return [
         len(json.loads(line)["lengths"])
-        for line in (run / "plan" / "lengths.jsonl").read_text().splitlines()
+        for line in (run / "plan" / "lengths.jsonl").read_bytes().splitlines()
     ]
 
 

@@ -20,7 +20,7 @@ def test_a_run_goes_on_without_the_completions_whose_reward_failed(recipe: Recip
     # One of eight calls fails: 4 of 32 completions.
     assert result.last["reward/num_errors"] == result.last["reward/num_errors_raised"] == 4
     assert result.last["reward/num_dropped"] == 4
-    lines = result.directory.rollouts(1).read_text().splitlines()
+    lines = result.directory.rollouts(1).read_bytes().splitlines()
     records = [json.loads(line) for line in lines]
     failed = [record for record in records if "error" in record]
     assert len(records) == 32 and len(failed) == 4

@@ -40,7 +40,7 @@ def never_unequal(sample: RewardSample) -> float:
 
 def rollout_of(run: Path, step: int) -> list[dict]:
     path = run / "rollouts" / f"step_{step}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def check_groups(run: Path, line: dict[str, float], max_refills: int) -> None:

@@ -165,7 +165,7 @@ def test_prompts_are_selected_by_pass_rate_and_length(recipe: Recipe) -> None:
     assert len(kept) == 15
     seen = set()
     for path in sorted((result.directory.path / "rollouts").glob("step_*.jsonl")):
-        seen |= {json.loads(line)["prompt"] for line in path.read_text().splitlines()}
+        seen |= {json.loads(line)["prompt"] for line in path.read_bytes().splitlines()}
     assert seen == kept
     lines = read_metrics(result.directory.path)
     assert sum(line["data/num_dropped"] for line in lines) == 5

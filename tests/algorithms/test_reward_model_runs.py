@@ -34,7 +34,7 @@ def test_the_scores_of_a_model_are_a_component_of_the_reward(
     result = run_grpo(config)
     reference = ReferenceScores(reward_model)
     for step in (1, 2):
-        lines = result.directory.rollouts(step).read_text().splitlines()
+        lines = result.directory.rollouts(step).read_bytes().splitlines()
         records = [json.loads(line) for line in lines]
         assert len(records) == 32
         for record in records:

@@ -26,7 +26,7 @@ _CLOCKS = ("timing/", "performance/", "weight_sync/", "policy/rank_time", "unix_
 
 def read_metrics(run: Path) -> list[dict[str, float]]:
     """Every logged step without the measures of time, which no two runs share."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
     return [
         {name: value for name, value in line.items() if not name.startswith(_CLOCKS)}
         for line in lines
@@ -140,7 +140,7 @@ def test_a_grpo_run_leaves_the_promised_directory_and_a_model_that_generates(rec
     ):
         assert path.is_file(), path
     assert list(run.tensorboard.glob("events.*"))
-    records = [json.loads(line) for line in run.rollouts(1).read_text().splitlines()]
+    records = [json.loads(line) for line in run.rollouts(1).read_bytes().splitlines()]
     assert len(records) == 32 and {
         "prompt",
         "completion",
@@ -176,7 +176,7 @@ def test_the_sampler_uses_the_new_weights_of_every_step(recipe: Recipe):
         "stale weights would show here"
     )
     versions = [
-        json.loads(result.directory.rollouts(step).read_text().splitlines()[0])["weight_versions"]
+        json.loads(result.directory.rollouts(step).read_bytes().splitlines()[0])["weight_versions"]
         for step in (1, 2, 3, 4)
     ]
     assert versions == [[0], [1], [2], [3]]

@@ -69,7 +69,7 @@ def test_a_run_over_epochs_ends_after_its_last_step(
     )
     result = run_sft(recipe.sft(*changes))
     lines = read_metrics(result.directory.path)
-    records = [json.loads(line) for line in result.directory.lengths.read_text().splitlines()]
+    records = [json.loads(line) for line in result.directory.lengths.read_bytes().splitlines()]
     num_rows = sum(len(record["lengths"]) for record in records)
     assert result.step == len(lines) == len(records)
     assert "validation/loss" in lines[-1], "the last step was recognized as the last"

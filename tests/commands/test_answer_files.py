@@ -16,5 +16,5 @@ def test_a_resume_with_fewer_rows_keeps_the_finished_ones(tmp_path: Path):
     first.close()
     second = AnswerFile(path, {"seed": 0}, resume=True)
     assert [record["row"] for record in second.finish([("", 0)])] == [0]
-    rows = [json.loads(line)["row"] for line in path.read_text().splitlines()]
+    rows = [json.loads(line)["row"] for line in path.read_bytes().splitlines()]
     assert rows == [0, 1, 2]

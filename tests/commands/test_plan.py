@@ -93,7 +93,9 @@ def test_columns_are_added_up_and_fields_counted(tmp_path: Path, capsys):
         == 35
     )
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"input_ids": [1, 2, 3], "n": 7}\n{"input_ids": [1], "n": 8}\n')
+    # The separator of lines that JSON does not escape is part of the text.
+    text = '{"input_ids": [1, 2, 3], "n": 7, "text": "a\u2028b"}\n{"input_ids": [1], "n": 8}\n'
+    rows.write_text(text, encoding="utf-8")
     assert plan(capsys, "--lengths", rows, "--field", "input_ids")["rows"]["num_tokens"] == 4
     assert plan(capsys, "--lengths", rows, "--field", "n", "--limit", 1)["rows"]["num_tokens"] == 7
 
@@ -308,7 +310,7 @@ def test_a_grpo_step_is_predicted_from_a_config_and_calibrated_by_a_run(recipe: 
     measured = plan(capsys, "--metrics", metrics)["grpo_step"]
     assert "2 steps of the run" in measured["calibrated_with"]
     (split,) = measured["splits"]
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    records = [json.loads(line) for line in metrics.read_bytes().splitlines()]
     times = [record["timing/train_s"] for record in records if "timing/train_s" in record]
     assert split["train_s"] == pytest.approx(sum(times[1:]) / 2)
     rates = ("--tflops", 2, "--memory-gb-per-s", 3, "--link-gb-per-s", 4)

@@ -71,7 +71,7 @@ def test_another_difficulty_cannot_resume() -> None:
 
 
 def lengths_of_steps(path: Path) -> list[list[int]]:
-    return [json.loads(line)["lengths"] for line in path.read_text().splitlines()]
+    return [json.loads(line)["lengths"] for line in path.read_bytes().splitlines()]
 
 
 @pytest.mark.parametrize("kind", ["fixed", "token_budget"])

@@ -117,7 +117,7 @@ def poisoned(recipe: Recipe) -> tuple[str, ...]:
 def records(run: Path, step: int) -> list[dict]:
     return [
         json.loads(line)
-        for line in (run / "skipped" / f"step_{step}.jsonl").read_text().splitlines()
+        for line in (run / "skipped" / f"step_{step}.jsonl").read_bytes().splitlines()
     ]
 
 
@@ -178,7 +178,7 @@ def large_reward(sample: RewardSample) -> float:
 
 def test_grpo_skips_an_update_with_gradients_that_overflow_and_lists_its_rows(recipe: Recipe):
     lines = [
-        json.loads(line) for line in (recipe.demo / "grpo_train.jsonl").read_text().splitlines()
+        json.loads(line) for line in (recipe.demo / "grpo_train.jsonl").read_bytes().splitlines()
     ]
     starting = [row for row in lines if row["prompt"].startswith("1")]
     others = [row for row in lines if not row["prompt"].startswith("1")]
