@@ -20,9 +20,9 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat_check import check_rendered
-from nemo_like.data.chat_spans import Span, common_prefix, exact_spans
+from nemo_like.data.chat_spans import Span, exact_spans
 from nemo_like.data.chat_structure import Frame, Structures
-from nemo_like.data.chat_template import PROBE, ChatTemplate
+from nemo_like.data.chat_template import PROBE, ChatTemplate, common_prefix
 from nemo_like.data.collate import EncodedRow
 from nemo_like.data.template_limits import check_chat_template, check_prompt_template
 from nemo_like.data.tools import Message, Tool
@@ -323,8 +323,13 @@ class ChatEncoder:
         frame = self._check(messages, tools, full, trains=True)
         spans = None if frame is None else frame.spans(messages, tools, full)
         if spans is None:
-            spans = exact_spans(self.template, messages, tools, full)
-        if self.train_on == "all" and messages[-1]["role"] != "assistant":
+            try:
+                spans = exact_spans(self.template, messages, tools, full)
+            except ConfigError:
+                if self.train_on != "all":
+                    raise
+                spans = []
+        if self.train_on == "all" and (not spans or messages[-1]["role"] != "assistant"):
             return full, spans
         start, end = spans[-1]
         text = full[:end]
@@ -342,14 +347,24 @@ class ChatEncoder:
         trains: bool,
     ) -> Frame | None:
         """Return the frame of the structure. Raises ConfigError if `text` is incomplete."""
-        check_rendered(messages, tools, text, trains=trains)
         facts = self._structures.facts(messages, tools)
+        check_rendered(
+            messages, tools, text, trains=trains, drops_call_texts=facts.drops_call_texts
+        )
         if facts.dropped is not None:
             roles = [message["role"] for message in messages]
             raise ConfigError(
                 f"the chat template drops {facts.dropped} in a conversation of {roles}; give a"
                 f" policy.chat_template that"
                 " renders it, or remove it from the row"
+            )
+        needs_spans = trains and self.train_on == "assistant" and not self._marks_generation
+        if needs_spans and facts.misplaced is not None:
+            roles = [message["role"] for message in messages]
+            raise ConfigError(
+                f"the chat template writes {facts.misplaced} into another turn in a conversation of"
+                f" {roles}, so the assistant's turns cannot be told apart; mark them in the"
+                " template with {% generation %}, or set data.train_on=all"
             )
         return facts.frame
 

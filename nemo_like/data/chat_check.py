@@ -23,16 +23,18 @@ def check_rendered(
     text: str,
     *,
     trains: bool,
+    drops_call_texts: bool = False,
 ) -> None:
     """Raise ConfigError if a content, a tool call or a tool does not appear in `text`.
 
     White space is not compared. Strings may be escaped as in JSON, and a tool's JSON result may be
-    written anew. Templates drop the reasoning of earlier turns; with `trains` that of the last
-    assistant turn must be there, as it is learned.
+    written anew. Templates drop the reasoning of earlier turns, of which the text beside a tool
+    call is a part with `drops_call_texts`; with `trains` that of the last assistant turn must be
+    there, as it is learned.
     """
     # Each part is first searched after the previous one; some templates change the order.
     squeezed = _squeeze(text)
-    parts = list(_parts(messages, trains=trains))
+    parts = list(_parts(messages, trains=trains, drops_call_texts=drops_call_texts))
     position = 0
     for index, (message, what, part) in enumerate(parts):
         found = _find(part, squeezed, position)
@@ -58,7 +60,9 @@ def check_rendered(
             )
 
 
-def _parts(messages: Sequence[Message], *, trains: bool) -> Iterator[tuple[Message, str, str]]:
+def _parts(
+    messages: Sequence[Message], *, trains: bool, drops_call_texts: bool
+) -> Iterator[tuple[Message, str, str]]:
     """Yield (message, kind of text, text) of everything that must be rendered, in order."""
     answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     for turn, message in enumerate(messages):
@@ -74,7 +78,9 @@ def _parts(messages: Sequence[Message], *, trains: bool) -> Iterator[tuple[Messa
             reasoning, _, content = content.rpartition(_END_THINK)
             if is_last:
                 yield message, "reasoning", reasoning.strip().removeprefix(_THINK)
-        yield message, "content", content
+        is_reasoning = drops_call_texts and "tool_calls" in message and not is_last
+        if not is_reasoning:
+            yield message, "content", content
 
 
 def _check_call(function: dict[str, Any], squeezed: str) -> None:

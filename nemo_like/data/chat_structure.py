@@ -11,11 +11,12 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat_check import REASONING_KEYS
-from nemo_like.data.chat_spans import Span, common_prefix, exact_spans
-from nemo_like.data.chat_template import PROBE, ChatTemplate
+from nemo_like.data.chat_spans import Span, exact_spans
+from nemo_like.data.chat_template import PROBE, ChatTemplate, common_prefix
 from nemo_like.data.tools import Message, Tool
 
 _MAX_STRUCTURES = 4096
@@ -73,6 +74,15 @@ class Frame:
         return spans
 
 
+class Word(NamedTuple):
+    """A text of a probe conversation."""
+
+    text: str
+    turn: int
+    what: str
+    """Description for error messages."""
+
+
 @dataclass(frozen=True)
 class Facts:
     """Facts about all conversations of one structure."""
@@ -83,6 +93,12 @@ class Facts:
     """
     frame: Frame | None
     """None if the exact method is needed to find the spans."""
+    misplaced: str | None = None
+    """Description of the first text that the template writes in the wrong turn."""
+    drops_call_texts: bool = False
+    """True if the template drops the text beside a tool call once there is a later answer: it is
+    reasoning to the template (gpt-oss).
+    """
 
 
 class Structures:
@@ -112,28 +128,50 @@ class Structures:
         except ConfigError:
             return Facts(None, None)
         # The words are distinct, so each proves that its own message is rendered.
-        missing = [what for word, what in words if word not in full]
+        missing = [word for word in words if word.text not in full]
+        reasoning = [word for word in missing if self._is_reasoning(messages, tools, word)]
+        dropped = [word.what for word in missing if word not in reasoning]
         if has_tools and _TOOL not in full:
-            missing.append("the row's tools")
-        frame = self._verified_frame(messages, tools, full)
-        return Facts(missing[0] if missing else None, frame)
-
-    def _verified_frame(
-        self,
-        messages: list[Message],
-        tools: list[Tool] | None,
-        full: str,
-    ) -> Frame | None:
-        """Return the frame if it gives the exact spans of the probe conversation, else None."""
-        frame = learn_frame(self._template)
-        if frame is None:
-            return None
+            dropped.append("the row's tools")
         try:
             exact = exact_spans(self._template, messages, tools, full)
         except ConfigError:
-            return None
+            return Facts(dropped[0] if dropped else None, None)
+        frame = learn_frame(self._template)
         # The fast method is only used for a structure for which it was verified once.
-        return frame if frame.spans(messages, tools, full) == exact else None
+        if frame is not None and frame.spans(messages, tools, full) != exact:
+            frame = None
+        return Facts(
+            dropped[0] if dropped else None,
+            frame,
+            misplaced=_misplaced(messages, words, full, exact),
+            drops_call_texts=bool(reasoning),
+        )
+
+    def _is_reasoning(self, messages: list[Message], tools: list[Tool] | None, word: Word) -> bool:
+        """Return True for a text beside a call that the template drops because of later turns."""
+        message = messages[word.turn]
+        is_text = message.get("content") == word.text and "tool_calls" in message
+        if not is_text or word.turn + 1 == len(messages):
+            return False
+        try:
+            return word.text in self._template.render(messages[: word.turn + 1], tools)
+        except ConfigError:
+            return False
+
+
+def _misplaced(
+    messages: Sequence[Message], words: Sequence[Word], full: str, spans: Sequence[Span]
+) -> str | None:
+    """Describe the first text that is in the span of another turn, or not in that of its own."""
+    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    parts = {turn: full[start:end] for turn, (start, end) in zip(turns, spans, strict=True)}
+    for word in words:
+        is_outside = word.turn in parts and word.text in full and word.text not in parts[word.turn]
+        others = [turn for turn in parts if turn != word.turn and word.text in parts[turn]]
+        if is_outside or others:
+            return word.what
+    return None
 
 
 def learn_frame(template: ChatTemplate) -> Frame | None:
@@ -200,13 +238,10 @@ def _compressed(kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:
     return tuple(distinct[ord(letter) - 0x100] for letter in text)
 
 
-def _distinct_words(kinds: Sequence[Kind]) -> tuple[list[Message], list[tuple[str, str]]]:
-    """Build a conversation of these kinds in which every text is a distinct word.
-
-    Returns (messages, (word, description) of each text).
-    """
+def _distinct_words(kinds: Sequence[Kind]) -> tuple[list[Message], list[Word]]:
+    """Build a conversation of these kinds in which every text is a distinct word."""
     messages: list[Message] = []
-    words: list[tuple[str, str]] = []
+    words: list[Word] = []
     open_calls: list[str] = []
     for turn, kind in enumerate(kinds):
         role, has_content, has_thought, has_reasoning, num_calls, names_call = kind
@@ -217,7 +252,7 @@ def _distinct_words(kinds: Sequence[Kind]) -> tuple[list[Message], list[tuple[st
             if has_thought:
                 # Templates may remove thoughts, so only the word after them must be rendered.
                 message["content"] = f"<think>\n{_THOUGHT}{turn}\n</think>\n\n{word}"
-            words.append((word, f"the content of a message of role {role!r}"))
+            words.append(Word(word, turn, f"the content of a message of role {role!r}"))
         elif not num_calls:
             # A message with calls may lack the key, which some templates distinguish.
             message["content"] = ""
@@ -231,7 +266,7 @@ def _distinct_words(kinds: Sequence[Kind]) -> tuple[list[Message], list[tuple[st
                 function = call["function"]
                 ((key, value),) = function["arguments"].items()
                 for word in (function["name"], key, value):
-                    words.append((word, "a tool call"))
+                    words.append(Word(word, turn, "a tool call"))
         if names_call:
             # Some templates check that a result refers to a call before it.
             message["name"] = "qznamezq"

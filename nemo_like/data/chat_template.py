@@ -6,8 +6,10 @@ Probe conversations are rendered to find out the properties of a template.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 _USER = {"role": "user", "content": "qzuserzq"}
 _ANSWER = "qzanswerzq"
 _NAME, _KEY, _VALUE = "qznamezq", "qzkeyzq", "qzvaluezq"
+_RESULT = {"role": "tool", "name": _NAME, "tool_call_id": "qzidzqabc", "content": "qzresultzq"}
 PROBE: tuple[Message, ...] = (_USER, {"role": "assistant", "content": _ANSWER})
 """The shortest conversation that every chat template renders."""
 
@@ -104,10 +107,7 @@ class ChatTemplate:
         Added tokens without the special flag, such as `<think>`, may occur in the text of a model
         or a user.
         """
-        added = [
-            str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special
-        ]
-        return tuple(sorted({*self.tokenizer.all_special_tokens, *added, *self.end_texts}))
+        return tuple(sorted({*self._special, *self.end_texts}))
 
     @cached_property
     def generation_prompt(self) -> str:
@@ -124,29 +124,105 @@ class ChatTemplate:
 
     @cached_property
     def end_of_turn(self) -> str | None:
-        """Special token after an assistant's text, for example `<|im_end|>`; None without one."""
+        """Special tokens that end an assistant's text, for example `<|im_end|>`; None without one.
+
+        They are several where the eos token directly follows others, as in Command R:
+        `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`.
+        """
+        behind = self._behind(PROBE, _ANSWER)
+        first = self._first_special(behind)
+        if first is None:
+            return None
+        tokens = self._token_run(behind[behind.find(first) :])
+        if self._eos_text in tokens:
+            tokens = tokens[: tokens.index(self._eos_text) + 1]
+        else:
+            # The tokens before a question begin a turn.
+            header = self.opening.partition(str(_USER["content"]))[0]
+            others = takewhile(lambda token: token not in header, tokens[1:])
+            tokens = [first, *others]
+        # What the template writes in every position. Some end only the last turn with a token.
+        followed = self._behind((*PROBE, _USER), _ANSWER)
+        pairs = zip(tokens, self._token_run(followed.lstrip()), strict=False)
+        common = [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        return "".join(common or tokens)
+
+    @cached_property
+    def end_of_call(self) -> str | None:
+        """Special tokens that end a turn with tool calls; None without one."""
         if not self.exists:
             return None
-        try:
-            _, found, behind = self.render(PROBE).rpartition(_ANSWER)
-        except ConfigError:
-            return None
-        return self._first_special(behind) if found else None
+        call = _probe_call("text" if self._wants_text_arguments else "dict")
+        behind = self._behind((_USER, call), _VALUE)
+        followed = self._behind((_USER, call, _RESULT), _VALUE)
+        if followed:
+            behind = behind[: self.common_prefix(behind, followed)]
+        tokens = [match for match in self.special_pattern.finditer(behind) if match.group()]
+        ends = {self._eos_text}
+        if self.end_of_turn is not None:
+            ends.add(self._token_run(self.end_of_turn)[-1])
+        for index, token in enumerate(tokens):
+            if token.group() in ends:
+                start = index
+                while start and tokens[start - 1].end() == tokens[start].start():
+                    start -= 1
+                return behind[tokens[start].start() : token.end()]
+        # Another end than that of a text; tokens of a prompt begin the next turn.
+        last = tokens[-1].group() if tokens else ""
+        if last in self._special and behind.rstrip().endswith(last) and last not in self.opening:
+            return last
+        return None
+
+    @cached_property
+    def ends(self) -> tuple[str, ...]:
+        """Texts that end an assistant turn: after a text, and after tool calls if different."""
+        ends = (self.end_of_turn, self.end_of_call)
+        return tuple(dict.fromkeys(end for end in ends if end is not None))
 
     @cached_property
     def end_texts(self) -> tuple[str, ...]:
-        """Tokens that end an assistant turn: after a text, and after tool calls if different."""
-        ends = [] if self.end_of_turn is None else [self.end_of_turn]
+        """The last token of each of `ends`."""
+        return tuple(dict.fromkeys(self._token_run(end)[-1] for end in self.ends))
+
+    @cached_property
+    def opening(self) -> str:
+        """The shortest prompt: a question and the generation prompt."""
         try:
-            text = self.render([_USER, _probe_call("dict")]) if self.exists else ""
+            return self.render([_USER], opening=True) if self.exists else ""
         except ConfigError:
-            text = ""
-        _, found, behind = text.rpartition(_VALUE)
-        # Some templates end tool calls with another token than texts.
-        if found and not any(end in behind for end in ends):
-            last = [special for special in self.special_texts if behind.rstrip().endswith(special)]
-            ends += sorted(last, key=len)[-1:]
-        return tuple(ends)
+            return ""
+
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Pattern of `special_texts`; longer texts come first, as one may begin another."""
+        texts = sorted(filter(None, self.special_texts), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)))
+
+    def common_prefix(self, left: str, right: str) -> int:
+        """Length of the common prefix, which does not end within a special token."""
+        size = common_prefix(left, right)
+        for text in (left, right):
+            for match in self.special_pattern.finditer(text):
+                if match.start() < size < match.end():
+                    size = match.start()
+        return size
+
+    def end_of_tail(self, tail: str, message: Message) -> int:
+        """Return the length of the part of `tail` that belongs to the turn of `message`.
+
+        The tail is what the template writes after the texts and calls of the turn.
+        """
+        ended = {token for end in self.ends for token in self._token_run(end)}
+        for match in self.special_pattern.finditer(tail):
+            if match.group() in self.opening and match.group() not in ended:
+                tail = tail[: match.start()]
+                break
+        end = self.end_of_turn
+        if message.get("tool_calls") and self.end_of_call is not None:
+            end = self.end_of_call
+        if end is None or end not in tail:
+            return len(tail)
+        return tail.index(end) + len(end)
 
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:
@@ -208,16 +284,44 @@ class ChatTemplate:
                 continue
         return ""
 
+    @property
+    def _eos_text(self) -> str:
+        return str(self.tokenizer.eos_token)
+
+    @cached_property
+    def _special(self) -> frozenset[str]:
+        """Texts of special tokens, without other added tokens."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        marked = (str(token) for token in added if token.special)
+        return frozenset(filter(None, (*self.tokenizer.all_special_tokens, *marked)))
+
     def _first_special(self, text: str) -> str | None:
         """Return the first special token in `text`, else the first added token, else None."""
-        special = [
-            str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special
-        ]
-        for texts in ({*self.tokenizer.all_special_tokens, *special}, self.special_texts):
-            found = [(text.find(each), -len(each), each) for each in texts if each and each in text]
+        for texts in (self._special, filter(None, self.special_texts)):
+            found = [(text.find(each), -len(each), each) for each in texts if each in text]
             if found:
                 return min(found)[2]
         return None
+
+    def _token_run(self, text: str) -> list[str]:
+        """Return the special and added tokens at the start of `text` that directly follow each
+        other.
+        """
+        tokens = []
+        position = 0
+        while (match := self.special_pattern.match(text, position)) and match.group():
+            tokens.append(match.group())
+            position = match.end()
+        return tokens
+
+    def _behind(self, messages: Sequence[Message], word: str) -> str:
+        """Render and return the text after the last copy of `word`; empty if there is none."""
+        try:
+            text = self.render(messages) if self.exists else ""
+        except ConfigError:
+            return ""
+        _, found, behind = text.rpartition(word)
+        return behind if found else ""
 
     def _render(
         self,
@@ -265,3 +369,17 @@ def _with_text_arguments(call: Any) -> Any:
             "arguments": json.dumps(function["arguments"], ensure_ascii=False),
         },
     }
+
+
+def common_prefix(left: str, right: str) -> int:
+    """Length of the common prefix."""
+    # Bisection over slices: comparing slices is much faster than a loop over characters.
+    low = 0
+    high = min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

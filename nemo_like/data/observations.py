@@ -130,7 +130,7 @@ class ObservationEncoder:
 
     def _without_end(self, text: str) -> str:
         """Remove the end of the model's turn, which the turn itself has already."""
-        for end in self._end_texts:
+        for end in self._ends:
             before, found, after = text.partition(end)
             # White space before the end token was not sampled and is left out.
             if found and not before.strip():
@@ -138,15 +138,15 @@ class ObservationEncoder:
         return text
 
     @cached_property
-    def _end_texts(self) -> tuple[str, ...]:
-        """Texts of the tokens with which the template ends a turn of the model."""
+    def _ends(self) -> tuple[str, ...]:
+        """Texts with which the template ends a turn of the model."""
         if not self._template.exists:
             return (str(self._encoder.tokenizer.eos_token),)
-        return self._template.end_texts
+        return self._template.ends
 
     @cached_property
     def _end_token_ids(self) -> frozenset[int]:
-        """Ids of `_end_texts`."""
+        """Ids of the tokens that end a turn of the model."""
         if not self._template.exists:
             return frozenset({self._encoder.eos_token_id})
         return frozenset(self._template.end_token_ids)

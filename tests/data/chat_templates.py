@@ -96,3 +96,94 @@ GEMMA = (
     " %}"
 )
 """As Gemma."""
+
+COMMAND = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|start|>' + message.role + '<|/start|>' }}"
+    "{% if message.role == 'assistant' %}{{ '<|im_start|>' + message.content + '<|im_end|>' }}"
+    "{% else %}{{ message.content }}{% endif %}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant<|/start|><|im_start|>' }}{% endif %}"
+)
+"""As Command R and Aya: a token that closes the text is followed by eos, which ends every turn."""
+
+COMMAND_TOOLS = (
+    "{{ bos_token }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for message in messages %}{{ '<|start|>' + message.role + '<|/start|>' }}"
+    "{% if message.tool_calls %}{{ message.content or '' }}{% for call in message.tool_calls %}"
+    "{{ '\\nAction: ' + call.function.name + (call.function.arguments | tojson) + '\\n' }}"
+    "{% endfor %}{% else %}{{ message.content + '<|eot|>' }}{% endif %}{% endfor %}"
+    "{{ '<|start|>system<|/start|>Write an action.<|eot|>' }}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant<|/start|>' }}{% endif %}"
+)
+"""As Command R with tools: an instruction ends the conversation, and no token ends a call."""
+
+ALWAYS_OPEN = (
+    "{{ bos_token }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for message in messages %}{{ '<|start|>' + message.role + '<|/start|>' }}"
+    "{% if message.tool_calls %}{% for call in message.tool_calls %}"
+    "{{ '<|im_start|>' + call.function.name + (call.function.arguments | tojson) }}{% endfor %}"
+    "{{ '<|im_end|>' }}{% elif message.role == 'assistant' %}{{ message.content + '<|eot|>' }}"
+    "{% else %}{{ message.content }}{% endif %}{{ eos_token + '\\n' }}{% endfor %}"
+    "{{ '<|start|>assistant<|/start|>' }}"
+)
+"""As Command R7B: the generation prompt is always there, calls and texts are closed differently."""
+
+GPT_OSS = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}"
+    "{% if message.role == 'assistant' and message.tool_calls %}{% set later = namespace(text=0) %}"
+    "{% for other in messages[loop.index:] %}{% if other.role == 'assistant' and not"
+    " other.tool_calls %}{% set later.text = 1 %}{% endif %}{% endfor %}"
+    "{% if message.content and not later.text %}"
+    "{{ '<|start|>assistant analysis<|/start|>' + message.content + '<|eot|>' }}{% endif %}"
+    "{% set call = message.tool_calls[0].function %}"
+    "{{ '<|start|>assistant to=' + call.name + '<|/start|>' + (call.arguments | tojson) +"
+    " '<|im_end|>' }}"
+    "{% elif message.role == 'assistant' and loop.last and not add_generation_prompt %}"
+    "{{ '<|start|>assistant final<|/start|>' + message.content + eos_token }}"
+    "{% else %}{{ '<|start|>' + message.role + ' final<|/start|>' + message.content + '<|eot|>' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
+"""As gpt-oss: another token ends the last turn than an earlier one, and another a call; the text
+beside a call is a thought, which is dropped once there is a later answer.
+"""
+
+HEADER_AFTER_RESULT = (
+    "{% set last = namespace(tool=false) %}{{ bos_token }}{% for message in messages %}"
+    "{% if message.role == 'tool' %}{{ '<result>' + message.content + '</result>' }}"
+    "{% set last.tool = true %}{% elif message.role == 'assistant' and message.tool_calls %}"
+    "{{ '<|Assistant|>' + (message.content or '') }}{% for call in message.tool_calls %}"
+    "{{ 'call:' + call.function.name + (call.function.arguments | tojson) }}{% endfor %}"
+    "{{ eos_token }}{% set last.tool = false %}{% elif message.role == 'assistant' %}"
+    "{{ ('' if last.tool else '<|Assistant|>') + message.content + eos_token }}"
+    "{% set last.tool = false %}{% else %}{{ '<|User|>' + message.content }}"
+    "{% set last.tool = false %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and not last.tool %}{{ '<|Assistant|>' }}{% endif %}"
+)
+"""As DeepSeek-V3: an answer after a result has no header, but a call after a result has one."""
+
+TEXT_AFTER_RESULT = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'tool' %}"
+    "{% elif message.role == 'assistant' and message.tool_calls %}{{ '<|start|>model\\n' }}"
+    "{% set call = message.tool_calls[0].function %}"
+    "{{ 'call:' + call.name + (call.arguments | tojson) }}"
+    "{% if not loop.last %}{{ 'result:' + messages[loop.index].content }}{% endif %}"
+    "{{ (message.content or '') + '<|eot|>\\n' }}{% else %}"
+    "{{ '<|start|>' + message.role + '\\n' + message.content + '<|eot|>\\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>model\\n' }}{% endif %}"
+)
+"""As Gemma 4: the result of a call stands within the turn of the call, before the turn's text."""
+
+MISTRAL_TOOLS = (
+    "{% set questions = messages | selectattr('role', 'equalto', 'user') | list %}{{ bos_token }}"
+    "{% set turns = namespace(count=0) %}{% for message in messages %}"
+    "{% if message.role != 'tool' and not message.tool_calls %}"
+    "{% if (message.role == 'user') != (turns.count % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set turns.count = turns.count + 1 %}{% endif %}{% endfor %}{% for message in messages %}"
+    "{% if message.role == 'user' %}{% if tools and message == questions[-1] %}"
+    "{{ '[TOOLS] ' + (tools | tojson) + '[/TOOLS]' }}{% endif %}"
+    "{{ '[INST] ' + message.content + ' [/INST]' }}{% elif message.tool_calls %}"
+    "{{ '[CALLS] ' + (message.tool_calls[0].function | tojson) + eos_token }}"
+    "{% elif message.role == 'assistant' %}{{ ' ' + message.content + eos_token }}"
+    "{% else %}{{ '[RESULT] ' + message.content + '[/RESULT]' }}{% endif %}{% endfor %}"
+)
+"""As Mistral with tools: tools stand before the last question, roles alternate but for calls."""
