@@ -19,6 +19,9 @@ class ConfigError(ValueError):
     exit code is 2.
     """
 
+    problems: tuple[str, ...] = ()
+    """The problems, if the message lists several."""
+
 
 @dataclass(frozen=True, slots=True)
 class Location:
@@ -68,7 +71,9 @@ def raise_problems(problems: Sequence[Problem]) -> None:
             shown.append(f"  - and {len(problems) - len(shown)} more")
             break
         shown.append(line)
-    raise ConfigError(f"{len(problems)} problems:\n" + "\n".join(shown))
+    error = ConfigError(f"{len(problems)} problems:\n" + "\n".join(shown))
+    error.problems = tuple(map(str, problems))
+    raise error
 
 
 def shown_path(path: Path) -> str:

@@ -24,6 +24,7 @@ from nemo_like.data.chat_spans import Span, exact_spans
 from nemo_like.data.chat_structure import Frame, Structures
 from nemo_like.data.chat_template import PROBE, ChatTemplate, common_prefix
 from nemo_like.data.collate import EncodedRow
+from nemo_like.data.roles import check_roles, template_roles
 from nemo_like.data.template_limits import check_chat_template, check_prompt_template
 from nemo_like.data.tools import Message, Tool
 
@@ -72,6 +73,7 @@ class ChatEncoder:
             tokenizer.chat_template and _GENERATION_BLOCK.search(str(tokenizer.chat_template))
         )
         self._bos_text = _bos_text(tokenizer)
+        self._roles = template_roles(tokenizer.chat_template)
         check_prompt_template(prompt_template)
         if isinstance(tokenizer.chat_template, str):
             check_chat_template(tokenizer.chat_template, repr(tokenizer.name_or_path))
@@ -93,8 +95,8 @@ class ChatEncoder:
     ) -> EncodedRow:
         """Encode up to the end of the last assistant turn (`train_on="all"`: of the conversation).
 
-        Raises ConfigError if there is no assistant turn, or the template refuses or drops messages
-        or tools.
+        Raises ConfigError if there is no assistant turn, or the template does not know a role, or
+        refuses or drops messages or tools.
         """
         messages = self._prepare(messages)
         if self._marks_generation and self.train_on == "assistant":
@@ -142,8 +144,9 @@ class ChatEncoder:
     def render_prompt(self, messages: Sequence[Message]) -> str:
         """Render the messages, without the configured prompts, and the generation prompt.
 
-        Raises ConfigError if the template refuses the messages.
+        Raises ConfigError if the template does not know a role or refuses the messages.
         """
+        check_roles(messages, self._roles)
         if not self.template.exists:
             return self._plain(list(messages), None)[0]
         return self.template.render(messages, opening=True)
@@ -204,7 +207,10 @@ class ChatEncoder:
         )
 
     def _prepare(self, messages: Sequence[Message]) -> list[Message]:
-        """Add the system prompt and apply the prompt template."""
+        """Add the system prompt and apply the prompt template. Raises ConfigError for a role that
+        the chat template does not know.
+        """
+        check_roles(messages, self._roles)
         return prepare_messages(
             messages,
             system_prompt=self._system_prompt,

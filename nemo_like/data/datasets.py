@@ -22,6 +22,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.text import printable, shortened
 from nemo_like.data.loss_flags import flags_problem
 from nemo_like.data.mixture import Mixture
+from nemo_like.data.roles import unknown_roles
 from nemo_like.data.row_files import UNDERSTOOD, Row, shown_json
 from nemo_like.data.row_locations import Locations
 from nemo_like.data.token_rows import token_row_problem
@@ -35,6 +36,7 @@ from nemo_like.data.tools import (
 )
 
 __all__ = [
+    "MESSAGE_COLUMNS",
     "PROMPT_ROWS",
     "SFT_ROWS",
     "Message",
@@ -47,7 +49,7 @@ __all__ = [
 ]
 
 _SURROGATE = re.compile("[\\ud800-\\udfff]")
-_MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
+MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 """Columns that may have a list of messages."""
 _PROMPT_FORMATS = (
     ("messages",),
@@ -247,11 +249,12 @@ def _sft_problem(row: Row, columns: tuple[str, ...]) -> str | None:
         return None
     # The usual case first: this is called for every row of a file.
     has_text = len(columns) == 2 and not isinstance(row[columns[1]], list)
-    if has_text or any(turn["role"] == "assistant" for turn in flagged_conversation(row)):
+    roles = [] if has_text else [turn["role"] for turn in flagged_conversation(row)]
+    if has_text or "assistant" in roles:
         return None
-    return (
-        f"there is no assistant turn to learn from in {' + '.join(columns)}; SFT needs {UNDERSTOOD}"
-        f"{_preference_hint(row)}"
+    unknown = unknown_roles(roles)
+    return f"there is no assistant turn to learn from in {' + '.join(columns)}; " + (
+        unknown or f"SFT needs {UNDERSTOOD}{_preference_hint(row)}"
     )
 
 
@@ -290,7 +293,7 @@ def _text_problem(value: Any, column: str) -> str | None:
         if not isinstance(value, float) or math.isfinite(value):
             return None
         return f"column 'answer' is {shown_json(value)}, not a text or a finite number"
-    if column not in _MESSAGE_COLUMNS:
+    if column not in MESSAGE_COLUMNS:
         return f"column {column!r} is {shown_json(value)}, not a text"
     if value == []:
         return f"column {column!r} is an empty list, without a message"

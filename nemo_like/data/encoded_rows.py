@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
+from nemo_like.data.bad_rows import MAX_LISTED, BadRows
 from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import Row, Rows
 from nemo_like.data.encoding_pool import EncodingPool, RowPool, StartPool
@@ -53,6 +54,8 @@ _TRIAL_S = 1.0
 _MIN_POOL_S = 5.0
 """Estimated time from which worker processes are used: starting them takes about as long."""
 _MAX_AUTO_PROCESSES = 8
+_COLLECTING_S = 5.0
+"""Time for which further bad rows are sought after the first one."""
 _TODO = 0
 _DONE = 1
 _DROPPED = 2
@@ -90,11 +93,16 @@ class EncodedRows:
         self._state = np.zeros(len(rows), dtype=np.uint8)
         self._cache = _Cache(len(rows))
         self._pool: RowPool | None = None
-        # Guards `_state`, `_cache` and `_problem`, which threads of the pool change.
+        # Guards `_state`, `_cache`, `_problems` and `_failure`, which threads of the pool change.
         self._changed = threading.Condition()
         # int64; a view of the order, because a list of a million indices needs 40 MB.
         self._queue = np.empty(0, np.int64)
-        self._problem: tuple[int, str] | None = None
+        self._failure: str | None = None
+        """Problem of the pool or of the file of encoded rows."""
+        self._problems: dict[int, str] = {}
+        """Bad row -> its problem."""
+        self._found_s = 0.0
+        """Time at which the first bad row was found."""
         self.num_started = 0
         """Number of rows given to `start`."""
         self.is_finished = True
@@ -121,10 +129,7 @@ class EncodedRows:
         return int(np.count_nonzero(self.is_kept))
 
     def start(self, order: np.ndarray) -> None:
-        """Begin to encode the rows `order` int64 [n].
-
-        Raises ConfigError for a bad row that is found at once.
-        """
+        """Begin to encode the rows `order` int64 [n]."""
         # Rows can be encoded already, for example because a curriculum needed their lengths.
         is_missing = self._state[order] == _TODO
         self._queue = order if is_missing.all() else order[is_missing]
@@ -171,7 +176,7 @@ class EncodedRows:
         """Wait until the rows given to `start` are encoded, at most `timeout_s` seconds.
 
         Returns True if they are. `advance` is called with the number of rows encoded since its last
-        call. Raises ConfigError for a bad row.
+        call. Raises ConfigError for bad rows: at the end, or earlier if they are many.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         num_reported = self._num_before
@@ -182,10 +187,12 @@ class EncodedRows:
             elif self._pool is not None:
                 with self._changed:
                     self._changed.wait(0.2)
-            self._raise_problem()
+            is_idle = not len(self._queue) and (self._pool is None or self._pool.is_idle)
+            if is_idle or self._has_enough_problems:
+                self._raise_problem()
             advance(self.num_encoded - num_reported)
             num_reported = self.num_encoded
-            if not len(self._queue) and (self._pool is None or self._pool.is_idle):
+            if is_idle:
                 self.close()
                 self.is_finished = True
                 return True
@@ -206,12 +213,13 @@ class EncodedRows:
             missing = [row for row in missing if self._state[row] == _TODO]
         # The pool may have ended without these rows; then they are encoded here.
         self._encode_here(missing)
+        self._raise_problem()
         return [self._cache.get(row) if self._state[row] == _DONE else None for row in rows]
 
     def _wait_for(self, rows: list[int]) -> None:
         """Wait until the pool has encoded `rows`, has a problem, or is idle."""
         with self._changed:
-            while self._problem is None and any(self._state[row] == _TODO for row in rows):
+            while not self._has_problem and any(self._state[row] == _TODO for row in rows):
                 # The timeout covers a pool that ends without a notification.
                 self._changed.wait(1.0)
                 if self._pool is None or self._pool.is_idle:
@@ -230,10 +238,11 @@ class EncodedRows:
     def _encode_here(self, rows: Sequence[int]) -> None:
         """Encode `rows` in this process, except those that are encoded already."""
         for row in rows:
+            if self._has_enough_problems:
+                return
             if self._state[row] == _TODO:
                 encoded, problem = encode_row(self._encode, self._rows[row])
                 self._receive(row, encoded, problem)
-                self._raise_problem()
 
     def _receive(
         self,
@@ -243,10 +252,13 @@ class EncodedRows:
     ) -> None:
         """Store the result of one row, from any thread. Row -1 is a problem of the pool itself."""
         with self._changed:
-            if problem is not None:
-                # Of several bad rows the first of the file is reported.
-                if self._problem is None or row < self._problem[0]:
-                    self._problem = (row, problem)
+            if problem is not None and row < 0:
+                self._failure = self._failure or problem
+            elif problem is not None:
+                if not self._problems:
+                    self._found_s = time.monotonic()
+                if len(self._problems) < MAX_LISTED:
+                    self._problems[row] = problem
             elif row >= 0 and self._state[row] == _TODO:
                 self._store(row, encoded)
             self._changed.notify_all()
@@ -260,19 +272,35 @@ class EncodedRows:
             self._cache.put(row, encoded)
         except OSError as error:
             folder = tempfile.gettempdir()
-            text = f"encoded rows cannot be kept in {folder}: {error}; set TMPDIR"
-            self._problem = (-1, text)
+            self._failure = f"encoded rows cannot be kept in {folder}: {error}; set TMPDIR"
             return
         self._state[row] = _DONE
+
+    @property
+    def _has_problem(self) -> bool:
+        return bool(self._problems) or self._failure is not None
+
+    @property
+    def _has_enough_problems(self) -> bool:
+        """True if no further bad rows are sought."""
+        is_late = time.monotonic() - self._found_s >= _COLLECTING_S
+        has_many = is_late or len(self._problems) >= MAX_LISTED
+        return self._failure is not None or (bool(self._problems) and has_many)
 
     def _raise_problem(self) -> None:
         """Raise ConfigError if a problem was received."""
         with self._changed:
-            problem = self._problem
-        if problem is not None:
-            self.close()
-            row, text = problem
-            raise ConfigError(text if row < 0 else f"{self.location(row)}: {text}")
+            failure = self._failure
+            problems = sorted(self._problems.items())
+        if failure is None and not problems:
+            return
+        self.close()
+        if failure is not None:
+            raise ConfigError(failure)
+        bad = BadRows()
+        for row, problem in problems:
+            bad.add(self.location(row), problem)
+        raise ConfigError(bad.text(f" among {self.num_encoded + len(problems):,} encoded"))
 
 
 def encode_row(encode: Encode, row: Row) -> tuple[EncodedRow | None, str | None]:

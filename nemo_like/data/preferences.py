@@ -14,6 +14,7 @@ from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import RowSchema, turns
 from nemo_like.data.loss_flags import is_trained
+from nemo_like.data.roles import unknown_roles
 from nemo_like.data.row_files import Row, shown_json
 from nemo_like.data.tools import Message, row_tools
 
@@ -138,7 +139,10 @@ def _preference_problem(row: Row, columns: tuple[str, ...]) -> str | None:
         return "'chosen' and 'rejected' do not begin with the same turn, so there is no prompt"
     for column, completion in (("chosen", texts.chosen), ("rejected", texts.rejected)):
         if not completion or completion[-1]["role"] != "assistant":
-            return f"column {column!r} does not end with an assistant turn after the prompt"
+            unknown = unknown_roles(message["role"] for message in completion)
+            return f"column {column!r} does not end with an assistant turn after the prompt" + (
+                f": {unknown}" if unknown else ""
+            )
         if completion[0]["role"] in ("system", "user") and texts.prompt[-1]["role"] == "user":
             return (
                 f"column {column!r} begins with a turn of the {completion[0]['role']}, which does"

@@ -13,6 +13,7 @@ from typing import Any
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.text import printable, shortened
+from nemo_like.data.roles import MEANT
 from nemo_like.data.row_files import Row, shown_json
 from nemo_like.data.tools import Message
 
@@ -39,20 +40,6 @@ KNOWN_COLUMNS = (
     "pass_rate",
 )
 """Columns that have a meaning, so the possible keys of `data.columns`."""
-_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-}
-"""Values of ShareGPT's `from`."""
 _MISSING = object()
 _JSON_COLUMNS = ("messages", "conversations", "input_ids", "labels", "token_mask", "history")
 """Columns of lists, which a CSV file has as JSON text."""
@@ -176,10 +163,10 @@ def _sharegpt_messages(value: Any, column: str) -> list[Message]:
 def _sharegpt_message(turn: dict[str, Any], place: str) -> Message:
     """Convert one turn. Raises ConfigError for an unknown role or without a text."""
     name = turn["from"]
-    role = _ROLES.get(name) if isinstance(name, str) else None
+    role = MEANT.get(name) if isinstance(name, str) else None
     if role is None:
         raise ConfigError(
-            f"{place}.from is {shown_json(name)}; understood: {', '.join(sorted(_ROLES))}"
+            f"{place}.from is {shown_json(name)}; understood: {', '.join(sorted(MEANT))}"
         )
     content = turn.get("value")
     if not isinstance(content, str):

@@ -14,8 +14,8 @@ from nemo_like.data.text_files import format_suffix, open_decompressed, read_csv
 from nemo_like.data.tools import without_nulls
 
 Row = dict[str, Any]
-LocatedRow = tuple[Location, Row, bytes]
-"""(location of the row, the row, its content as bytes)"""
+LocatedRow = tuple[Location, Row | ConfigError, bytes]
+"""(location of the row, the row or the reason why it is none, its content as bytes)"""
 
 UNDERSTOOD = (
     "messages [+ answer]; prompt + completion; prompt + answer; question + answer with"
@@ -85,7 +85,12 @@ def _read_jsonl(path: Path) -> Iterator[LocatedRow]:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 location = Location(prefix, number)
-                yield location, _object(_parse(line, location), location), line.strip()
+                row: Row | ConfigError
+                try:
+                    row = _object(_parse(line, location), location)
+                except ConfigError as error:
+                    row = error
+                yield location, row, line.strip()
 
 
 def _read_json(path: Path) -> Iterator[LocatedRow]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError, shown_path, similar_path_text
 from nemo_like.config.text import is_possible_path, shortened
+from nemo_like.data.bad_rows import BadRows
 from nemo_like.data.datasets import Row, Rows, RowSchema, row_digest, row_problem
 from nemo_like.data.hub_files import fetch_hub_data, is_hub_data
 from nemo_like.data.row_columns import known_row, missing_value_problem
@@ -39,14 +40,23 @@ def load_rows(
 
     `columns` are those of `data.columns`; `selection` leaves out some of the `max_rows`. `advance`
     is called with the number of rows read since its last call. Raises ConfigError that names `key`
-    and the path, or the file, the line and the problem of the row.
+    and the path, or the file, the line and the problem of the first bad rows.
     """
     file = _local_path(path, key)
     loading = _Loading(schema, columns or {}, selection, format_suffix(file))
-    for number, located in enumerate(islice(read_rows(file, key), max_rows), 1):
-        loading.add(located)
-        if advance is not None and number % _ROWS_PER_ADVANCE == 0:
-            advance(_ROWS_PER_ADVANCE)
+    bad = BadRows()
+    try:
+        for number, located in enumerate(islice(read_rows(file, key), max_rows), 1):
+            loading.add(located, bad)
+            if advance is not None and number % _ROWS_PER_ADVANCE == 0:
+                advance(_ROWS_PER_ADVANCE)
+    except ConfigError as error:
+        # The rest of the file cannot be read.
+        if not bad.num_rows:
+            raise
+        raise ConfigError(f"{bad.text()}\n{error}") from error
+    if bad.num_rows:
+        raise ConfigError(bad.text())
     if advance is not None:
         advance((len(loading.rows) + loading.num_left_out) % _ROWS_PER_ADVANCE)
     if not loading.rows:
@@ -97,10 +107,14 @@ class _Loading:
         self._digests = array("Q")
         self._format: tuple[str, ...] = ()
 
-    def add(self, located: LocatedRow) -> None:
-        """Check a row and keep it if it is selected. Raises ConfigError for a bad row."""
+    def add(self, located: LocatedRow, bad: BadRows) -> None:
+        """Check a row and keep it if it is selected; add it to `bad` if it cannot be used."""
         location, own_row, content = located
-        row = self._checked(own_row, location)
+        try:
+            row = self._checked(own_row, location)
+        except ConfigError as error:
+            bad.add(location, str(error).removeprefix(f"{location}: "))
+            return
         if self._selection is not None and not self._selection.keeps(row):
             self.num_left_out += 1
             return
@@ -109,12 +123,11 @@ class _Loading:
         self._locations.append(location)
         self._digests.append(row_digest(content + self._renaming))
 
-    def _checked(self, own_row: Row, location: Location) -> Row:
+    def _checked(self, own_row: Row | ConfigError, location: Location) -> Row:
         """Return a row with the columns of this project. Raises ConfigError for a bad row."""
-        try:
-            row = known_row(own_row, self._columns)
-        except ConfigError as error:
-            raise ConfigError(f"{location}: {error}") from error
+        if isinstance(own_row, ConfigError):
+            raise own_row
+        row = known_row(own_row, self._columns)
         # The first row decides the format of the file.
         self._format = self._format or self._schema.recognize(row, str(location))
         problem = row_problem(row, self._format, self._schema)
@@ -123,7 +136,7 @@ class _Loading:
         if problem is None and self._selection is not None:
             problem = self._selection.problem(row)
         if problem is not None:
-            raise ConfigError(f"{location}: {problem}")
+            raise ConfigError(problem)
         return row
 
     def result(self) -> Rows:

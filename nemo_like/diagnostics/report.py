@@ -75,7 +75,7 @@ class Diagnostics:
             return function()
         except ConfigError as error:
             # The remaining checks still run: a user wants to see all problems at once.
-            self.problems.append(str(error))
+            self.problems += error.problems or [str(error)]
             return None
 
     def report(self) -> Report:

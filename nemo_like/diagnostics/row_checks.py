@@ -1,7 +1,8 @@
 """Checks of `validate` on encoded rows: encoding errors, lengths, token budgets, vocabulary.
 
 Not every row is encoded, so that the checks take seconds: the longest rows of each source by text,
-where the longest row by tokens is, and a random sample of the others.
+where the longest row by tokens is, the first rows of each set of roles, and a random sample of the
+others.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import numpy as np
 
 from nemo_like.config.check import batching_section, padding_multiples
 from nemo_like.config.schema import RunConfig
+from nemo_like.data.bad_rows import MAX_LISTED, BadRows
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.datasets import Row, Rows, question
+from nemo_like.data.datasets import MESSAGE_COLUMNS, Row, Rows, question
 from nemo_like.data.encoded_rows import ROW_ERRORS, row_error_text
 from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.progress import Progress
@@ -29,6 +31,7 @@ NUM_SAMPLES = 3
 _NUM_LONGEST = 512
 _NUM_RANDOM = 256
 _MIN_PER_SOURCE = 64
+_MAX_ROLE_SETS = 64
 
 Value = TypeVar("Value")
 
@@ -38,29 +41,25 @@ def encode_sample(
     encode: Callable[[Row], Value],
     diagnostics: Diagnostics,
 ) -> dict[int, Value]:
-    """Encode the longest rows by text, the first rows and a random sample; return index -> result.
+    """Encode a sample of the rows; return index -> result.
 
-    All rows that cannot be encoded become one problem, which quotes the first.
+    All rows that cannot be encoded become one problem, which lists the first.
     """
     chosen: list[int] = []
     for indices in rows.sources.values():
         chosen += _chosen_rows(rows, indices, len(rows.sources))
     encoded: dict[int, Value] = {}
-    failures: list[str] = []
+    bad = BadRows()
     with Progress(sys.stderr).phase("encoding rows", len(chosen)) as phase:
         for index in chosen:
             try:
                 encoded[index] = encode(rows[index])
             # Any other exception is a bug, and not a property of the row.
             except ROW_ERRORS as error:
-                failures.append(f"{rows.locations[index]}: {row_error_text(error)}")
+                bad.add(rows.locations[index], row_error_text(error))
             phase.advance()
-    if failures:
-        problem = failures[0]
-        if len(failures) > 1:
-            num_others = len(failures) - 1
-            problem += f" (and {num_others} more of the {len(chosen)} rows sampled)"
-        diagnostics.problems.append(problem)
+    if bad.num_rows:
+        diagnostics.problems.append(bad.text(f" of the {len(chosen)} rows sampled"))
     return encoded
 
 
@@ -70,14 +69,31 @@ def _chosen_rows(
     num_sources: int,
 ) -> list[int]:
     """Return the indices of the rows of one source to encode, ascending."""
-    # The number of characters is cheap, and close to proportional to the number of tokens.
-    sizes = [len(str(rows[index])) for index in indices]
+    sizes = []
+    # An unknown role may be in a single row.
+    by_roles: dict[frozenset[str], list[int]] = {}
+    for index in indices:
+        row = rows[index]
+        # The number of characters is cheap, and close to proportional to the number of tokens.
+        sizes.append(len(str(row)))
+        roles = _roles(row)
+        same = by_roles.get(roles, [])
+        if len(same) < MAX_LISTED and (same or len(by_roles) < _MAX_ROLE_SETS):
+            by_roles[roles] = [*same, index]
+    first_of_roles = [index for same in by_roles.values() for index in same]
     num_longest = max(_NUM_LONGEST // num_sources, _MIN_PER_SOURCE)
     by_size = sorted(indices, key=lambda index: -sizes[index - indices.start])
     # A fixed seed: the same rows are checked in every call.
     num_random = max(_NUM_RANDOM // num_sources, _MIN_PER_SOURCE)
     others = random.Random(0).sample(indices, min(len(indices), num_random))
-    return sorted({*by_size[:num_longest], *others, *indices[:NUM_SAMPLES]})
+    return sorted({*by_size[:num_longest], *others, *first_of_roles, *indices[:NUM_SAMPLES]})
+
+
+def _roles(row: Row) -> frozenset[str]:
+    """Return the roles of all messages of a row."""
+    columns = (row.get(name) for name in MESSAGE_COLUMNS)
+    lists = (column for column in columns if isinstance(column, list))
+    return frozenset(message["role"] for messages in lists for message in messages)
 
 
 def encode_prompt_of(encoder: ChatEncoder, row: Row) -> np.ndarray:

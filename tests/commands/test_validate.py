@@ -146,9 +146,11 @@ def test_a_model_that_vllm_would_refuse_is_a_problem(model: Path, write: Write) 
         generation=with_vllm(tensor_parallel_size=3),
         max_total_sequence_length=257,
     )
-    (problem,) = validate(config).problems
-    assert "2 attention heads and 2 key-value heads" in problem
-    assert "policy.max_total_sequence_length 257 is above the 256 positions" in problem
+    report = validate(config)
+    heads, length = report.problems
+    assert "2 attention heads and 2 key-value heads" in heads
+    assert "policy.max_total_sequence_length 257 is above the 256 positions" in length
+    assert str(report).endswith("2 problems to solve")
     # The same model and length with the embedded generator: a warning.
     assert validate(grpo(model, train, max_total_sequence_length=257)).problems == ()
 
@@ -432,6 +434,48 @@ def test_data_that_cannot_be_used(
     assert report.samples == ()
 
 
+def chat(*roles: str) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": "1+1"} for role in roles]}
+
+
+def test_a_role_that_the_template_does_not_know_is_found_in_one_row_of_many(
+    model: Path, write: Write
+) -> None:
+    """The sample of rows that are encoded is chosen by length and at random; this row is short."""
+    usual = chat("user", "assistant", "user", "assistant")
+    odd = chat("human", "assistant")
+    (problem,) = validate(sft(model, write([usual] * 3000 + [odd] + [usual] * 500))).problems
+    assert "train.jsonl:3001: unknown role 'human' (write user)" in problem
+    prompts = [{**chat("user"), "answer": "1"}] * 2000 + [{**chat("Human"), "answer": "1"}]
+    (problem,) = validate(grpo(model, write(prompts))).problems
+    assert "train.jsonl:2001: unknown role 'Human' (write user)" in problem
+
+
+def test_rows_without_an_assistant_name_the_roles_that_stand_for_it(
+    model: Path, write: Write
+) -> None:
+    (problem,) = validate(sft(model, write([chat("human", "gpt")]))).problems
+    assert "train.jsonl:1: " in problem
+    assert "'human' (write user)" in problem and "'gpt' (write assistant)" in problem
+
+
+def test_all_bad_rows_of_a_file_are_listed_and_counted(model: Path, write: Write) -> None:
+    rows: list[Any] = list(ROWS)
+    rows[1] = '{"prompt": "1'
+    rows[4] = [1]
+    for index in range(6, 40, 2):
+        rows[index] = {"prompt": "1+1"}
+    rows += [{**ROWS[0], "tools": "["}, {**ROWS[0], "completion": 7}]
+    report = validate(sft(model, write(rows)))
+    (problem,) = report.problems
+    assert problem.startswith("21 bad rows:") and problem.endswith("and 1 more")
+    listed = [int(line) for line in re.findall(r"train\.jsonl:(\d+)", problem)]
+    assert listed == [2, 5, *range(7, 41, 2), 41]
+    # Rows with the same problem are listed with it once.
+    assert problem.count("column 'completion' is missing") == 1
+    assert str(report).endswith("1 problem to solve")
+
+
 def test_a_row_above_the_cap_under_each_policy(model: Path, write: Write) -> None:
     train = write([*ROWS, {"prompt": "1" * 60, "completion": "2" * 27}])
     told = (
@@ -506,9 +550,10 @@ def test_rows_without_a_trained_token_are_told(model: Path, write: Write, tmp_pa
         "{% for m in messages %}{{ m.content }}{% generation %}{% endgeneration %}{% endfor %}"
     )
     report = validate(sft(model, write(ROWS[:8]), chat_template=str(template)))
+    assert "8 bad rows of the 8 rows sampled" in report.problems[0]
     assert (
-        "mark no token of this conversation (and 7 more of the 8 rows sampled)"
-        in report.problems[0]
+        "train.jsonl:8: the chat template's {% generation %} blocks mark no token"
+        in (report.problems[0])
     )
 
 

@@ -333,3 +333,18 @@ def test_real_gsm8k_from_file_to_batch() -> None:
     assert encoder.marked_text(encoder.encode_sft(conversation(rows[0]))).endswith(
         f"#### {answer}\n<|eos|>⟧"
     )
+
+
+def test_a_role_is_one_of_four_or_one_that_the_template_names() -> None:
+    """ChatML writes every role, so any other one would be trained as text without a message."""
+    developer = {"role": "developer", "content": "Be brief."}
+    for template in (CHATML, None):
+        encoder = ChatEncoder(tiny_tokenizer(template))
+        for encode in (encoder.encode_sft, encoder.encode_prompt, encoder.encode_conversation):
+            with pytest.raises(ConfigError, match=r"unknown role 'developer' \(write system\)"):
+                encode([developer, USER, ASSISTANT])
+    naming = CHATML.replace("message.role +", "(message.role if 'developer' else 'system') +")
+    encoder = ChatEncoder(tiny_tokenizer(naming))
+    assert "developer" in encoder.marked_text(encoder.encode_sft([developer, USER, ASSISTANT]))
+    with pytest.raises(ConfigError, match=r"unknown roles 'gpt' .write assistant., 'narrator';"):
+        encoder.encode_sft([{**USER, "role": "gpt"}, {**USER, "role": "narrator"}, ASSISTANT])

@@ -114,6 +114,24 @@ def test_a_bad_row_is_reported_with_its_line_before_it_is_reached(
     assert children() == before
 
 
+@pytest.mark.parametrize("num_processes", [0, 1])
+def test_the_first_bad_rows_are_listed_together(tmp_path: Path, num_processes: int) -> None:
+    texts = ["fine"] * 60
+    for index in (5, 40, 12):
+        texts[index] = "bad"
+    encoded = opened(rows_of(tmp_path, texts), num_processes)
+    encoded.start(np.arange(60))
+    with pytest.raises(ConfigError, match="3 bad rows among 60 encoded") as error:
+        encoded.finish()
+    listed = [line for line in str(error.value).split() if "rows.jsonl:" in line]
+    assert [line.strip(",:").rpartition(":")[2] for line in listed] == ["6", "13", "41"]
+    encoded = opened(rows_of(tmp_path, ["bad"] * 1000), 0)
+    encoded.start(np.arange(1000))
+    with pytest.raises(ConfigError, match="20 bad rows among 20 encoded") as error:
+        encoded.finish()
+    assert str(error.value).count("rows.jsonl:") == 20
+
+
 def test_only_requested_rows_are_encoded(tmp_path: Path) -> None:
     encoded = opened(rows_of(tmp_path, ["fine", "bad", "fine"]), 0)
     encoded.start(np.array([0, 2]))

@@ -199,7 +199,7 @@ def test_rows_with_own_columns_are_not_changed(values: dict[str, str]) -> None:
         (
             {"conversations": [{"from": "alien", "value": "x"}]},
             {},
-            r"conversations\[0\]\.from is .alien. \(str\); understood: assistant, chatgpt",
+            r"conversations\[0\]\.from is .alien. \(str\); understood: ai, assistant, bot",
         ),
         (
             {"conversations": [{"from": "gpt", "value": 3}]},
