@@ -4,6 +4,7 @@ submitted.
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
@@ -11,10 +12,13 @@ import re
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -226,32 +230,45 @@ def test_a_head_is_not_started_on_an_occupied_port(copied: Path, listener: int) 
     assert not (copied / "was_called").exists()
 
 
-def start_named(port: int, **environment: str) -> subprocess.Popen[bytes]:
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        servers = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [server.getsockname()[1] for server in servers]
+
+
+def start_named(port: str, **environment: str) -> subprocess.Popen[bytes]:
     """A process that looks like a head: it has its name and its port argument."""
     command = f"exec -a 'gcs_server --gcs_server_port={port}' sleep 1000"
-    return subprocess.Popen(
+    process = subprocess.Popen(
         ["bash", "-c", command], env=os.environ | environment, start_new_session=True
     )
+    while not Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(b"gcs_server"):
+        time.sleep(0.01)
+    return process
 
 
 def test_an_existing_head_is_named_and_only_a_head_of_the_script_is_stopped(copied: Path) -> None:
     write_ray(copied, f"touch {copied}/was_called")
     start, stop = copied / "ray_jobs" / "start_head.sh", copied / "ray_jobs" / "stop_head.sh"
-    foreign = start_named(64999)
-    own = start_named(64998, NEMO_LIKE_HEAD="64998")
-    time.sleep(0.5)
+    foreign_port, own_port = map(str, free_ports(2))
+    foreign = start_named(foreign_port)
+    own = start_named(own_port, NEMO_LIKE_HEAD=own_port)
     try:
-        done = subprocess.run([start, "--port", "64999"], capture_output=True, text=True)
+        done = subprocess.run([start, "--port", foreign_port], capture_output=True, text=True)
         assert done.returncode == 1
         assert (
-            f"a Ray head with port 64999 already runs on this machine (pid {foreign.pid})"
+            f"a Ray head with port {foreign_port} already runs on this machine (pid {foreign.pid})"
             in done.stderr
         )
-        done = subprocess.run([stop, "64999"], capture_output=True, text=True)
+        done = subprocess.run([stop, foreign_port], capture_output=True, text=True)
         assert done.returncode == 1
-        assert "no head with port 64999 that ray_jobs/start_head.sh started" in done.stderr
+        assert (
+            f"no head with port {foreign_port} that ray_jobs/start_head.sh started" in done.stderr
+        )
         assert foreign.poll() is None
-        own_stop = subprocess.Popen([stop, "64998"])
+        own_stop = subprocess.Popen([stop, own_port])
         assert own.wait(timeout=60) == -signal.SIGTERM
         assert own_stop.wait(timeout=60) == 0
     finally:
@@ -262,6 +279,7 @@ def test_an_existing_head_is_named_and_only_a_head_of_the_script_is_stopped(copi
 
 
 def test_a_head_that_fails_to_start_leaves_no_process(copied: Path) -> None:
+    """Beside the Ray of a run, whose head has the port argument 0."""
     write_ray(
         copied,
         f"""
@@ -272,9 +290,18 @@ def test_a_head_that_fails_to_start_leaves_no_process(copied: Path) -> None:
         exit 3""",
     )
     script = copied / "ray_jobs" / "start_head.sh"
-    done = subprocess.run(
-        [script, "--port=0", "--dashboard-port=0"], capture_output=True, text=True, timeout=60
-    )
+    ray_of_a_run = start_named("0")
+    try:
+        done = subprocess.run(
+            [script, "--port=0", "--dashboard-port=0"],
+            env=os.environ | {"RAY_TMPDIR": str(copied)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    finally:
+        ray_of_a_run.kill()
+        ray_of_a_run.wait()
     assert done.returncode == 1
     assert "the reason" in done.stderr
     assert "the processes it had started were stopped" in done.stderr
@@ -287,3 +314,61 @@ def test_a_head_that_fails_to_start_leaves_no_process(copied: Path) -> None:
         time.sleep(0.1)
     else:
         assert not Path(f"/proc/{child}").exists()
+
+
+@pytest.fixture
+def heads() -> Iterator[list[tuple[str, str]]]:
+    """Two heads that run at the same time: (what `start_head.sh` printed, address) of each."""
+    ports = free_ports(4)
+    scripts = []
+    with tempfile.TemporaryDirectory(prefix="nl_") as folder:  # short, for the paths of sockets
+        try:
+            for port, dashboard_port in (ports[:2], ports[2:]):
+                options = [f"--port={port}", f"--dashboard-port={dashboard_port}", "--num-cpus=1"]
+                command = [ROOT / "ray_jobs" / "start_head.sh", *options]
+                environment = os.environ | {"RAY_TMPDIR": folder}
+                scripts.append(
+                    subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+                )
+            started = []
+            for port, script in zip(ports[::2], scripts, strict=True):
+                printed, _ = script.communicate()
+                assert script.returncode == 0
+                match = re.search(rf"head runs at (\S+:{port}),", printed)
+                assert match is not None
+                started.append((printed, match.group(1)))
+            for each in Path(folder).iterdir():
+                assert stat.S_IMODE(each.stat().st_mode) == 0o700, "Ray's own directory is 0777"
+            yield started
+        finally:
+            stop = ROOT / "ray_jobs" / "stop_head.sh"
+            stops = [subprocess.Popen([stop, str(port)]) for port in ports[::2]]
+            assert [each.wait() for each in stops] == [0, 0]
+
+
+def call_api(address: str, path: str, body: object = None) -> dict[str, str]:
+    token = (Path.home() / ".ray" / "auth_token").read_text().strip()
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{address}/api/jobs/{path}", data, headers)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=60) as response:
+        return json.load(response)
+
+
+def test_of_two_heads_each_gives_its_jobs_its_own_address(heads: list[tuple[str, str]]) -> None:
+    """`start_head.sh` prints what a job and `ray status` need, without the advice of Ray."""
+    jobs = []
+    for printed, _ in heads:
+        assert "ray stop" not in printed
+        match = re.search(r"RAY_API_SERVER_ADDRESS=(\S+) \S+/submit.sh", printed)
+        assert match is not None
+        job = call_api(match.group(1), "", {"entrypoint": "printenv RAY_ADDRESS"})
+        jobs.append((match.group(1), job["submission_id"]))
+    for (_, address), (api, job_id) in zip(heads, jobs, strict=True):
+        while call_api(api, job_id)["status"] in ("PENDING", "RUNNING"):
+            time.sleep(0.2)
+        assert address in call_api(api, f"{job_id}/logs")["logs"].splitlines()
+    status = re.search("RAY_AUTH_MODE=token .* status .*", heads[0][0])
+    assert status is not None
+    subprocess.run(status.group(), shell=True, check=True)

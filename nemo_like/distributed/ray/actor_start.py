@@ -92,8 +92,8 @@ def locate_actors(
         raise ClusterError(
             f"only {len(started)} of the {len(actors)} workers of the {name} group started within"
             f" {timeout_s:g} s (cluster.placement_timeout_s), although the resources are reserved;"
-            " the logs of the Ray nodes have the reason (in logs/ray of the run, or under"
-            " /tmp/ray/session_latest/logs on the nodes of a cluster that was joined)"
+            " the logs of the Ray nodes have the reason (in logs/ray of the run, or in the"
+            " directory of logs that the start of a cluster printed)"
         )
     try:
         return tuple(ray.get(locations))
