@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import signal
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,9 +51,10 @@ def connect(logs: Path | None) -> SessionDirectory | None:
     except Exception as error:  # Ray raises RuntimeError, ValueError, OSError and types of its own
         disconnect()
         advice = (
-            "The head must run (check with `ray status` there; after it ended, start it again or"
-            " unset RAY_ADDRESS), and if it was started with RAY_AUTH_MODE=token this needs"
-            " RAY_AUTH_MODE=token and the same token, in ~/.ray/auth_token or RAY_AUTH_TOKEN"
+            f"The head must run (check with `RAY_AUTH_MODE=token ray status --address {address}`;"
+            " after it ended, start it again or unset RAY_ADDRESS), and if it was started with"
+            " RAY_AUTH_MODE=token this needs RAY_AUTH_MODE=token and the same token, in"
+            " ~/.ray/auth_token or RAY_AUTH_TOKEN"
         )
         if "ersion mismatch" in str(error):
             advice = "Install the same versions of Ray and Python here and on the cluster"
@@ -92,12 +95,13 @@ def _start(logs: Path | None) -> SessionDirectory:
     attempt = 1
     while True:
         try:
+            _create_token()
             session = SessionDirectory()
         except OSError as error:
             raise ClusterError(
-                "Ray cannot be started on this machine: its directory cannot be created"
-                f" ({error}). Free some space there, or set RAY_TMPDIR to a short path that can be"
-                " written"
+                f"Ray cannot be started on this machine: its files cannot be created ({error})."
+                " Free some space there, or set RAY_TMPDIR to a short path that can be written, or"
+                " for the token RAY_AUTH_TOKEN"
             ) from error
         try:
             _start_session(session, logs)
@@ -119,6 +123,26 @@ def _start(logs: Path | None) -> SessionDirectory:
         return session
 
 
+def _create_token() -> None:
+    """Create the file of Ray's token, without which Ray creates one that all users can read."""
+    names = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
+    if names & os.environ.keys() or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    if path.exists():
+        # A file of Ray, or of a version without this function; a mounted one cannot be changed.
+        with suppress(OSError):
+            path.chmod(0o600)
+        return
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    # A link to a complete file: another run that starts now must not read a part of it.
+    with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:
+        file.write(secrets.token_hex(32))
+        file.flush()
+        with suppress(FileExistsError):
+            os.link(file.name, path)
+
+
 def _start_session(session: SessionDirectory, logs: Path | None) -> None:
     with (
         _loopback_only(),
@@ -130,7 +154,7 @@ def _start_session(session: SessionDirectory, logs: Path | None) -> None:
             address="local",
             include_dashboard=False,
             logging_level=logging.ERROR,
-            _temp_dir=str(session.path),
+            _temp_dir=str(session.temp_dir),
         )
 
 

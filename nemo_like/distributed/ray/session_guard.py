@@ -25,6 +25,7 @@ from pathlib import Path
 
 _PREFIX = "nemo_like_ray_"
 _LOCK = "lock"
+_TEMP_DIR = "ray"
 _POLL_S = 1.0
 _END_S = 10.0
 """How long processes may take to disappear after SIGKILL."""
@@ -41,7 +42,11 @@ _open_sessions: set[SessionDirectory] = set()
 
 
 class SessionDirectory:
-    """The directory of one Ray session, guarded by a process until `close`."""
+    """The directory of one Ray session, guarded by a process until `close`.
+
+    Only this user can read it. Ray makes its own directory readable and writable by all users, so
+    it gets `temp_dir`, inside.
+    """
 
     def __init__(self) -> None:
         """Create the directory and start its guard; remove directories of runs that are gone."""
@@ -49,6 +54,7 @@ class SessionDirectory:
         base.mkdir(parents=True, exist_ok=True)
         remove_stale(base)
         self.path = base / f"{_PREFIX}{secrets.token_hex(3)}"
+        self.temp_dir = self.path / _TEMP_DIR
         # `remove_stale` of another run sees only the final name, so the directory gets it with
         # its lock taken.
         created = Path(tempfile.mkdtemp(prefix="new_", dir=base))
@@ -202,7 +208,7 @@ def _open_files(process: str) -> Iterator[tuple[int, str]]:
 
 def _copy_logs(directory: Path, target: Path) -> None:
     """Copy the last megabyte of every log that is not empty. Ignores a full disk."""
-    for log in directory.glob("session_2*/logs/*.*"):
+    for log in directory.glob(f"{_TEMP_DIR}/session_2*/logs/*.*"):
         try:
             if log.suffix not in (".err", ".out", ".log") or log.stat().st_size == 0:
                 continue

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -86,15 +87,19 @@ CLUSTER = """
 """
 
 
-def test_a_killed_driver_leaves_no_process_and_no_folder() -> None:
+def test_a_killed_driver_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
     """The workers survive signals to the process group; one is stopped when the driver is
-    killed.
+    killed. Other users can read neither its folder nor its token.
     """
-    driver = start_python(CLUSTER + "    signal.pause()\n")
+    driver = start_python(CLUSTER + "    signal.pause()\n", HOME=str(tmp_path))
     assert driver.stdout is not None
     folder, pids = json.loads(driver.stdout.readline())
     assert Path(folder).name.startswith("nemo_like_ray_")
     assert len(pids) >= 5, "two workers, the GCS, the raylet, the guard"
+    token = tmp_path / ".ray" / "auth_token"
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (Path(folder), token)]
+    assert modes == [0o700, 0o600]
+    assert not any(path.name.startswith("session_") for path in Path(folder).iterdir())
     assert all(map(is_running, pids))
     os.kill(pids[0], signal.SIGSTOP)
     driver.kill()
@@ -169,7 +174,7 @@ def test_a_session_whose_guard_is_gone_too_is_removed_by_the_next_run(
     assert not Path(folder).exists()
     assert not is_running(worker)
     assert other.path.is_dir()
-    logs = other.path / "session_2026" / "logs"
+    logs = other.temp_dir / "session_2026" / "logs"
     logs.mkdir(parents=True)
     (logs / "raylet.err").write_text("why")
     other.close(keep_logs=tmp_path / "kept")
