@@ -6,13 +6,16 @@ methods become methods of vLLM's worker, so their names must not be methods of t
 
 from __future__ import annotations
 
+import glob
 import signal
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
+from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
@@ -33,6 +36,25 @@ from nemo_like.weight_sync.receiver import NamedTensors, WeightReceiver
 
 _MAX_NAMES = 5
 """Names that an error message lists."""
+
+
+_init_segments = _CPUSHMDistributed._init_cpu_shm
+
+
+def _init_unnamed_segments(communicator: _CPUSHMDistributed) -> int:
+    """Map the segments in `/dev/shm`, 8 MB per rank on CPU, and remove their names.
+
+    vLLM never removes them. Every rank has mapped them here, so the system frees them with the last
+    process, whatever ends it.
+    """
+    handle = _init_segments(communicator)
+    for segment in Path("/dev/shm").glob(f"{glob.escape(communicator.group_name)}*"):
+        segment.unlink(missing_ok=True)
+    return handle
+
+
+# vLLM imports this module in every rank before it creates the segments.
+_CPUSHMDistributed._init_cpu_shm = _init_unnamed_segments
 
 
 class VLLMWorkerExtension:
