@@ -153,6 +153,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # torch.
     arguments.owns_process = argv is None
     try:
+        Path.cwd()
+    except FileNotFoundError:
+        say_error("error: the working directory was removed; change to another one with cd")
+        return 2
+    try:
         code = _run(arguments)
         # Output that is still in the buffer must fail here and not while the interpreter exits.
         sys.stdout.flush()

@@ -32,8 +32,8 @@ _NO_DIRECTORY_SYNC = (
     errno.EISDIR,
 )
 """Errors of file systems (SMB, some FUSE) that cannot synchronize a directory."""
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")
-"""The form in which libraries written in Rust report the system's error number."""
+_OS_ERROR = re.compile(r"\(os error (\d+)\)|Error code (\d+) \(")
+"""The forms in which libraries written in Rust, and torch, report the system's error number."""
 
 
 class WriteError(RuntimeError):
@@ -88,6 +88,11 @@ def describe_write_error(
     if number in _DISK_FULL:
         cause = f"{cause}{_free_space(directory)}"
         solution = f"Free some space or {move}"
+    elif number == errno.ENOMEM:
+        solution = (
+            "Free some memory of the machine, raise the limit of the process (ulimit -v) or of its"
+            " container, or set checkpointing.async_save=false, which needs less"
+        )
     elif number == errno.EROFS:
         solution = f"Make it writable again or {move}"
     elif number in (errno.EACCES, errno.EPERM):
@@ -111,14 +116,16 @@ def describe_write_error(
 
 
 def system_error_number(error: BaseException) -> int | None:
-    """Return the system's error number of a failed file operation in the causes of `error`."""
+    """Return the system's error number in the causes of `error`: of a file operation, or ENOMEM."""
     for cause in _causes(error):
         # Errors of connections are OSErrors as well, but not of a file.
         if isinstance(cause, OSError) and not isinstance(cause, (ConnectionError, TimeoutError)):
             return cause.errno
+        if isinstance(cause, MemoryError):
+            return errno.ENOMEM
         match = _OS_ERROR.search(str(cause))
         if match is not None:
-            return int(match[1])
+            return int(match[1] or match[2])
     return None
 
 

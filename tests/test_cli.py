@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -164,6 +166,35 @@ def test_a_bug_is_one_message_with_the_place_of_the_traceback(files, capsys, mon
     path = Path(message.rpartition(" is in ")[2].strip())
     assert "ZeroDivisionError" in path.read_text()
     path.unlink()
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo", "dpo", "rm", "distill"])
+def test_a_token_that_the_model_does_not_have_is_found_before_anything_starts(
+    kind: str, recipe: Recipe, capsys
+):
+    model = recipe.folder / "model"
+    shutil.copytree(recipe.demo / "model", model)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["+"] = 900
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    options = [f"policy.model_name={model}"]
+    if kind == "distill":
+        options.append(f"distill.teacher={model}")
+    getattr(recipe, kind)(*options)
+    code, message = run(capsys, kind, "--config", str(recipe.folder / f"{kind}.yaml"), *options)
+    assert code == 2
+    assert re.search(r"error: \S+\.jsonl:\d+: the tokenizer makes token 900 \('\+'\)", message)
+
+
+def test_a_removed_working_directory_is_one_message(files, capsys, monkeypatch, tmp_path: Path):
+    directory = tmp_path / "removed"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    directory.rmdir()
+    code, message = run(capsys, "validate", "--config", files["sft"])
+    assert code == 2
+    assert message.startswith("error: the working directory was removed")
+    assert len(message.splitlines()) == 1
 
 
 def test_a_reader_that_ends_early_gets_no_message() -> None:

@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
 import shutil
 import stat
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -131,11 +134,25 @@ def test_a_full_disk_is_named_with_what_was_written(tmp_path: Path) -> None:
         (errno.EACCES, "Permission denied for user", "write permission"),
         (errno.ENOENT, "was removed or replaced", "Do not move or remove"),
         (errno.EIO, "Input/output error", "Check the file system"),
+        (errno.ENOMEM, "Cannot allocate memory", "Free some memory"),
     ],
 )
 def test_each_cause_has_its_remedy(tmp_path: Path, number: int, cause: str, remedy: str) -> None:
     text = describe_write_error(tmp_path / "metrics.jsonl", number)
     assert cause in text and remedy in text and str(tmp_path) in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "allocate", [partial(mmap.mmap, -1), bytearray, torch.empty], ids=["system", "Python", "torch"]
+)
+def test_no_memory_for_a_save_is_no_fault_of_the_file_system(
+    tmp_path: Path, allocate: Callable[[int], object]
+) -> None:
+    with (
+        pytest.raises(WriteError, match=r"weights: Cannot allocate memory\. Free some memory"),
+        reporting_write_errors(tmp_path / "weights", "the model"),
+    ):
+        allocate(2**50)
 
 
 def test_errors_of_other_libraries_are_recognised(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.loss import PolicyGradientLossConfig
+from nemo_like.config.text import error_text
 from nemo_like.losses import (
     ClippedPolicyGradientLoss,
     GlobalCounts,
@@ -62,7 +63,7 @@ def example_lines(
         # Code of the user can fail in any way.
         raise ConfigError(
             f"loss_fn.path is {config.path!r}, whose loss failed on the example with"
-            f" {type(error).__name__}: {error}"
+            f" {error_text(error)}"
         ) from error
     lines = list(_token_lines(inputs, gradient))
     if isinstance(loss, ClippedPolicyGradientLoss):

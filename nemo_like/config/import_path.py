@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.config.errors import ConfigError
+from nemo_like.config.text import error_text
 
 _INSTALLED = (
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -102,7 +103,7 @@ def user_error_text(error: BaseException) -> str:
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
     own_frames = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
-    text = f"{type(error).__name__}: {error}"
+    text = error_text(error)
     for frame in (own_frames or frames)[-1:]:
         text += f" ({frame.filename}:{frame.lineno})"
     return text
@@ -111,5 +112,5 @@ def user_error_text(error: BaseException) -> str:
 def _import_error_text(error: BaseException, module_name: str) -> str:
     """Return the text of an exception of an import, with a hint if `module_name` was not found."""
     if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
-        return f"{type(error).__name__}: {error}. {_PATH_HINT}"
+        return f"{error_text(error)}. {_PATH_HINT}"
     return user_error_text(error)

@@ -38,6 +38,16 @@ def shown_value(value: Any) -> str:
     return shortened(text)
 
 
+def error_text(error: BaseException) -> str:
+    """Return type and message of an exception, also of a user's own whose `__str__` raises."""
+    name = type(error).__name__
+    try:
+        text = str(error)
+    except Exception as failure:  # noqa: BLE001 (whatever the code of the user raises)
+        text = f"(its text raises {type(failure).__name__})"
+    return f"{name}: {text}" if text else name
+
+
 def shortened(text: str, limit: int = _MAX_SHOWN) -> str:
     """Return `text` if it has at most `limit` characters, else its beginning and its length."""
     if len(text) <= limit:

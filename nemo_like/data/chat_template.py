@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.template_limits import rendering_limit
+from nemo_like.config.text import error_text
+from nemo_like.data.template_limits import RenderingLimitError, rendering_limit
 from nemo_like.data.tools import Message, Tool
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ class ChatTemplate:
         """
         try:
             return self._render(self._adapt(messages), tools, opening)
-        except (TemplateError, TypeError) as error:
+        except TemplateError as error:
             raise self._refusal(messages, error) from error
 
     def render_marked(
@@ -73,7 +75,7 @@ class ChatTemplate:
         tool_list: Any = None if tools is None else list(tools)
         try:
             special_tokens: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
-            with rendering_limit(repr(self.tokenizer.name_or_path)):
+            with self._rendering():
                 rendered: Any = render_jinja_template(
                     conversations=[adapted],
                     tools=tool_list,
@@ -81,7 +83,7 @@ class ChatTemplate:
                     return_assistant_tokens_mask=True,
                     **special_tokens,
                 )
-        except (TemplateError, TypeError) as error:
+        except TemplateError as error:
             raise self._refusal(messages, error) from error
         texts, spans = rendered
         return texts[0], spans[0]
@@ -249,7 +251,7 @@ class ChatTemplate:
         message = _probe_call(form)
         try:
             self._render([_USER, message], None, False)
-        except (TemplateError, TypeError):
+        except TemplateError:
             return True
         return False
 
@@ -280,7 +282,7 @@ class ChatTemplate:
         for content in ({}, {"content": ""}):
             try:
                 return self._render([_USER, {**_probe_call(form), **content}], None, False)
-            except (TemplateError, TypeError):
+            except TemplateError:
                 continue
         return ""
 
@@ -323,13 +325,25 @@ class ChatTemplate:
         _, found, behind = text.rpartition(word)
         return behind if found else ""
 
+    @contextmanager
+    def _rendering(self) -> Iterator[None]:
+        """Limit the time of the block; convert every exception of a template to TemplateError."""
+        try:
+            with rendering_limit(repr(self.tokenizer.name_or_path)):
+                yield
+        except (TemplateError, RenderingLimitError, MemoryError):
+            raise
+        except Exception as error:
+            # A template is a program: its filters and operators raise exceptions of any type.
+            raise TemplateError(error_text(error)) from error
+
     def _render(
         self,
         messages: Sequence[Message],
         tools: Sequence[Tool] | None,
         opening: bool,
     ) -> str:
-        with rendering_limit(repr(self.tokenizer.name_or_path)):
+        with self._rendering():
             return str(
                 self.tokenizer.apply_chat_template(
                     list(messages),

@@ -47,11 +47,16 @@ environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
 )
 environment.filters["tojson"] = lambda value, **options: json.dumps(value)
 environment.globals.update(raise_exception=refuse, strftime_now=lambda form: form)
-resource.setrlimit(resource.RLIMIT_AS, ({MEMORY_LIMIT_BYTES}, {MEMORY_LIMIT_BYTES}))
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+def lower(kind, limit):
+    hard = resource.getrlimit(kind)[1]
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(kind, (limit, limit))
+
 used = resource.getrusage(resource.RUSAGE_SELF)
-limit = int(used.ru_utime + used.ru_stime) + {CPU_LIMIT_S}
-resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+lower(resource.RLIMIT_AS, {MEMORY_LIMIT_BYTES})
+lower(resource.RLIMIT_CORE, 0)
+lower(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + {CPU_LIMIT_S})
 for variables in probes:
     size = 0
     try:

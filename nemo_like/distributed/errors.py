@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from nemo_like.config.text import error_text
+
 
 class ClusterError(RuntimeError):
     """The cluster cannot be reached, or has not the resources that `cluster.*` requests."""
@@ -37,9 +39,7 @@ class WorkerError(WorkerFailure):
         traceback_text: str,
         advice: str = "",
     ) -> None:
-        message = f"worker {rank} of the {group} group failed in `{method}`: {type(cause).__name__}"
-        if str(cause):
-            message += f": {cause}"
+        message = f"worker {rank} of the {group} group failed in `{method}`: {error_text(cause)}"
         if advice:
             message += f"\n{advice}"
         super().__init__(

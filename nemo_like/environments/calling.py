@@ -251,7 +251,7 @@ def timed_out(timeout_s: float | None, sample: RewardSample) -> BadReward:
 
 @contextmanager
 def _reported(sample: RewardSample) -> Iterator[None]:
-    """Convert exceptions of user code to BadReward, but not Ctrl-C and the end of the run."""
+    """Convert exceptions of user code to BadReward, but not Ctrl-C."""
     try:
         yield
     except SystemExit as error:
@@ -260,7 +260,7 @@ def _reported(sample: RewardSample) -> Iterator[None]:
     except _OsExit as error:
         problem = f"called os._exit({error}), which would end the run,"
         raise BadReward(problem, sample, "ended") from error
-    except (BadReward, KeyboardInterrupt, GeneratorExit):
+    except (BadReward, KeyboardInterrupt):
         raise
     except BaseException as error:
         if isinstance(error, asyncio.CancelledError) and _is_cancelled():

@@ -21,6 +21,8 @@ import time
 from contextlib import suppress
 from types import FrameType
 
+from nemo_like.sandbox.isolation import lower_limit
+
 CPU_LIMIT_S = 2.0
 """CPU time of one comparison, after which it counts as unequal."""
 _HARD_CPU_LIMIT_S = 3.0
@@ -144,8 +146,8 @@ def serve() -> None:
     """Run the child process: reply `1` or `0` to each JSON line `[gold, predicted]`."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGVTALRM, _raise_out_of_time)
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT_BYTES, _MEMORY_LIMIT_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    lower_limit(resource.RLIMIT_AS, _MEMORY_LIMIT_BYTES, _MEMORY_LIMIT_BYTES)
+    lower_limit(resource.RLIMIT_CORE, 0, 0)
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     # Output of the libraries must not be read as a reply.
     os.dup2(2, 1)

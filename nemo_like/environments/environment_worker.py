@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.import_path import import_class, user_error_text
+from nemo_like.config.text import error_text
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.environments.environment import Environment, EnvironmentFailure, State
@@ -178,6 +179,8 @@ class EnvironmentWorker:
         if step.done():
             if step.cancelled():
                 raise failure(self._path, "step was cancelled by its own code", task.conversation)
+            if isinstance(step.exception(), GeneratorExit):
+                raise failure(self._path, "step raised GeneratorExit", task.conversation)
             return step.result()
         step.add_done_callback(_read_exception)
         step.cancel()
@@ -206,9 +209,7 @@ class EnvironmentWorker:
             raise failure(self._path, problem, conversation) from cause
         except Exception as error:
             # What was returned is an object of the user, whose own methods may raise.
-            problem = (
-                f"{method} returned a value whose check raised {type(error).__name__}: {error}"
-            )
+            problem = f"{method} returned a value whose check raised {error_text(error)}"
             raise failure(self._path, problem, conversation) from error
 
     async def _call(self, function: Callable[[Any], Any], argument: Any) -> Any:
@@ -266,7 +267,7 @@ class _Raised(Exception):
     """A method of the environment raised `cause`."""
 
     def __init__(self, cause: BaseException) -> None:
-        super().__init__(str(cause))
+        super().__init__()
         self.cause = cause
 
 

@@ -82,6 +82,14 @@ def enter_root(
     linux.change_root(root)
 
 
+def lower_limit(kind: int, soft: int, hard: int) -> None:
+    """Set a resource limit of this process, but not above its present one."""
+    present = resource.getrlimit(kind)[1]
+    if present != resource.RLIM_INFINITY:
+        soft, hard = min(soft, present), min(hard, present)
+    resource.setrlimit(kind, (soft, hard))
+
+
 def apply_limits(limits: dict[str, int | float], num_other_tasks: int) -> None:
     """Set the resource limits of this process, which its descendants inherit.
 
@@ -104,7 +112,7 @@ def apply_limits(limits: dict[str, int | float], num_other_tasks: int) -> None:
         (resource.RLIMIT_RTPRIO, 0, 0),
         (resource.RLIMIT_NOFILE, int(limits["max_open_files"]), int(limits["max_open_files"])),
     ):
-        resource.setrlimit(name, (soft, hard))
+        lower_limit(name, soft, hard)
 
 
 def restrict(

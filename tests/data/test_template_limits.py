@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import resource
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.batching import StreamableDataConfig as DataConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import PolicyConfig
+from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import PROMPT_ROWS, SFT_ROWS
 from nemo_like.data.row_loading import load_rows
 from nemo_like.data.template_limits import check_chat_template, check_prompt_template
@@ -83,7 +86,7 @@ def test_a_template_that_is_slow_for_the_content_of_one_row_is_a_bad_row(
         data=DataConfig(train_path=str(data), num_encoding_workers=num_processes),
     )
     rows = open_training_rows(
-        config, open_encoder(config), load_rows(data, SFT_ROWS), encode_conversation
+        config, open_encoder(config, None), load_rows(data, SFT_ROWS), encode_conversation
     )
     before = time.process_time()
     rows.start(np.arange(2))
@@ -114,13 +117,30 @@ def test_a_template_that_fills_the_memory_for_one_row_is_a_bad_row(tmp_path: Pat
         data=DataConfig(train_path=str(data), num_encoding_workers=1),
     )
     rows = open_training_rows(
-        config, open_encoder(config), load_rows(data, PROMPT_ROWS), encode_question
+        config, open_encoder(config, None), load_rows(data, PROMPT_ROWS), encode_question
     )
     rows.start(np.arange(2))
     with pytest.raises(
         ConfigError, match=r"rows\.jsonl:2: the row cannot be encoded \(MemoryError"
     ):
         rows.finish()
+
+
+def test_templates_are_checked_below_a_lower_limit_of_the_user() -> None:
+    script = (
+        "from nemo_like.data.template_limits import check_chat_template as check; check('a','')"
+    )
+    command = f'ulimit -v 900000 && exec {sys.executable} -c "{script}"'
+    subprocess.run(command, shell=True, check=True)
+
+
+@pytest.mark.parametrize("template", ["{{ ''|xmlattr }}", "{{ messages[9].content[1:]['x'] + 1 }}"])
+def test_any_exception_of_a_template_is_a_refusal(template: str) -> None:
+    encoder = ChatEncoder(tiny_tokenizer("{% if messages|length > 1 %}" + template + "{% endif %}"))
+    messages = [{"role": "user", "content": "2"}, {"role": "assistant", "content": "4"}]
+    with pytest.raises(ConfigError, match=r"refuses turns of \['user', 'assistant'\]: \w+"):
+        encoder.encode_sft(messages)
+    assert encoder.end_token_ids == (encoder.eos_token_id,)
 
 
 def test_an_error_of_a_template_is_left_to_its_use() -> None:

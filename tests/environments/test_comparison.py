@@ -70,6 +70,18 @@ def test_a_child_that_cannot_start_is_an_error_and_not_a_wrong_answer(
         AnswerComparer().is_equal("1/2", "0.5")
 
 
+def test_answers_are_compared_below_a_lower_limit_of_the_user() -> None:
+    script = (
+        "from nemo_like.environments.comparison import AnswerComparer as A;"
+        " from nemo_like.sandbox.limits import SandboxLimits as L;"
+        " from nemo_like.sandbox.sandbox import Sandbox as S;"
+        " assert A().is_equal('1/2', '0.5');"
+        " assert S(L(memory_mb=4096)).run('print(1)').reason == 'ok'"
+    )
+    command = f'ulimit -v 3000000 && exec {sys.executable} -c "{script}"'
+    subprocess.run(command, shell=True, check=True)
+
+
 def test_the_child_ends_with_its_parent() -> None:
     script = (
         "import os, signal; from nemo_like.environments.comparison import AnswerComparer as A; a ="

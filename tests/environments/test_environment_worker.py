@@ -94,6 +94,8 @@ def test_a_step_that_does_not_end_ends_its_own_conversation(kind: str) -> None:
         ("metric", r"step returned the name 'a/b' in metrics"),
         ("state", "reset returned a state that is not JSON"),
         ("interrupt", "step raised KeyboardInterrupt"),
+        ("unreadable", r"step raised Unreadable: \(its text raises IndexError\)"),
+        ("close", "step raised GeneratorExit"),
         ("large", "step returned a value whose check raised OverflowError"),
         ("array", "step returned a value whose check raised ValueError"),
     ],

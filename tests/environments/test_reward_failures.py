@@ -73,6 +73,17 @@ def infinite_float32(sample): return 1e39 if is_bad(sample) else 1.0
 def raises_base(sample):
     if is_bad(sample): raise BaseException("no Exception")
     return 1.0
+class Unreadable(Exception):
+    def __str__(self): return self.args[1]
+def raises_unreadable(sample):
+    if is_bad(sample): raise Unreadable("one argument")
+    return 1.0
+def raises_exit(sample):
+    if is_bad(sample): raise GeneratorExit
+    return 1.0
+async def raises_exit_async(sample):
+    await asyncio.sleep(0)
+    return raises_exit(sample)
 async def is_cancelled(sample):
     if is_bad(sample): raise asyncio.CancelledError
     return 1.0
@@ -141,7 +152,10 @@ _FAILURES = [
     ("too_large", "value", f"returned {'1' + 199 * '0'}..., which is not a finite number"),
     ("infinite_float32", "value", "returned 1e+39, which is not a finite number"),
     ("raises_base", "raised", "raised BaseException: no Exception"),
-    ("is_cancelled", "raised", "raised CancelledError: "),
+    ("is_cancelled", "raised", "raised CancelledError"),
+    ("raises_unreadable", "raised", "raised Unreadable: (its text raises IndexError)"),
+    ("raises_exit", "raised", "raised GeneratorExit"),
+    ("raises_exit_async", "raised", "raised GeneratorExit"),
 ]
 
 

@@ -86,6 +86,11 @@ class Hanging:
         return StepResult(reward=1.0, done=True)
 
 
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
 class Misbehaving:
     """Returns or raises what the row names."""
 
@@ -100,6 +105,10 @@ class Misbehaving:
             raise SystemExit(3)
         if do == "interrupt":
             return self._interrupt()
+        if do == "unreadable":
+            raise Unreadable("one argument")
+        if do == "close":
+            return self._close()
         return {
             "nothing": None,
             "silent": StepResult(),
@@ -115,6 +124,9 @@ class Misbehaving:
     async def _interrupt(self) -> StepResult:
         # asyncio ends its loop at this exception.
         raise KeyboardInterrupt
+
+    async def _close(self) -> StepResult:
+        raise GeneratorExit
 
 
 class Blocking:

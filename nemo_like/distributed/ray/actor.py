@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from nemo_like.config.text import error_text
 from nemo_like.distributed import activity
 from nemo_like.distributed.advice import is_collective_error
 from nemo_like.distributed.ray.heartbeat import start_heartbeat
@@ -160,5 +161,5 @@ def _picklable(error: Exception) -> Exception:
         # takes other arguments than it passes to Exception.
         copy.deepcopy(error)
     except Exception:  # noqa: BLE001 (whatever its constructor raises)
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        return RuntimeError(error_text(error))
     return error
