@@ -33,7 +33,7 @@ def open_encode(setup: dict[str, Any]) -> Callable[[Row], tuple[EncodedRow | Non
     )
     encode = ALGORITHMS[setup["kind"]].import_data().encode_row
     # The driver has loaded the same files, so they are in the cache of this machine.
-    encoder = open_encoder(config)
+    encoder = open_encoder(config, setup["vocab_size"])
     return partial(encode_row, partial(encode, encoder, config))
 
 

@@ -26,7 +26,6 @@ from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.diagnostics.row_checks import (
     NUM_SAMPLES,
     check_lengths,
-    check_vocabulary,
     encode_sample,
 )
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
@@ -142,8 +141,6 @@ def check_pairs(
         lengths = {index: max(_lengths(pair)) for index, pair in pairs.items()}
         check_lengths(config, rows, lengths, diagnostics)
         if rows is data.train:
-            token_ids = [encoded.input_ids for pair in pairs.values() for encoded in pair]
-            check_vocabulary(model, token_ids, diagnostics)
             for index in sorted(pairs)[:NUM_SAMPLES]:
                 diagnostics.samples += pair_samples(encoder, pairs[index])
     if len(diagnostics.problems) == num_problems_before:

@@ -26,7 +26,7 @@ from nemo_like.generation.requests import GenerationRequests
 from nemo_like.generation.sampling_params import SamplingParams
 from nemo_like.generation.worker_protocol import GenerationWorkerProtocol
 from nemo_like.rollout.rollout import row_seeds
-from nemo_like.training.model_files import open_encoder
+from nemo_like.training.model_files import open_encoder, open_model_spec
 from nemo_like.training.rollout_workers import generation_worker
 
 _HELP = "/reset, /system TEXT, /save FILE, /exit; Ctrl-C stops a reply"
@@ -156,7 +156,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.max_length is None and config.policy.max_total_sequence_length > _MAX_LENGTH:
         arguments.max_length = _MAX_LENGTH
         config = answer_config(arguments, files={})
-    encoder = open_encoder(config)
+    encoder = open_encoder(config, open_model_spec(config).vocab_size)
     if not encoder.template.exists:
         raise ConfigError(
             f"the tokenizer of {config.policy.model_name} has no chat template, so turns of a"

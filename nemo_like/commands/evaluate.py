@@ -32,7 +32,7 @@ from nemo_like.files import reporting_write_errors, write_text
 from nemo_like.progress import Progress
 from nemo_like.rollout.answers import Answer
 from nemo_like.training.evaluation import AnswerSampling
-from nemo_like.training.model_files import open_encoder
+from nemo_like.training.model_files import open_encoder, open_model_spec
 
 RESULTS = "results.json"
 ANSWERS = "answers.jsonl"
@@ -129,7 +129,7 @@ def _score(
             f" {', '.join(INCLUDED)}, or --reward-model"
         )
     models = open_models(config)
-    encoder = open_encoder(config)
+    encoder = open_encoder(config, open_model_spec(config).vocab_size)
     files = open_prompts(config, encoder, paths, "--data")
     progress = Progress(sys.stderr)
     request = AnswerRequest(

@@ -25,7 +25,7 @@ def first_lengths(
     The rows are those of about `num_rows` rows, or of `num_steps` steps if it is None. Raises
     ConfigError for files that cannot be read.
     """
-    encoder = open_encoder(config)
+    encoder = open_encoder(config, None)
     algorithm = ALGORITHMS[config.kind].import_data()
     progress = Progress(sys.stderr)
     data = RunData(encoder, load_training(config, algorithm.ROW_SCHEMA, progress))

@@ -15,7 +15,7 @@ from nemo_like.commands.answer_rows import PromptFile, left_out_text, open_promp
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.progress import Progress
 from nemo_like.rollout.answers import Answer
-from nemo_like.training.model_files import open_encoder
+from nemo_like.training.model_files import open_encoder, open_model_spec
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.resume and arguments.out is None:
         raise ConfigError("--resume continues a file; name it with --out")
     config = answer_config(arguments, files={"": arguments.prompts})
-    encoder = open_encoder(config)
+    encoder = open_encoder(config, open_model_spec(config).vocab_size)
     files = open_prompts(config, encoder, {"": arguments.prompts}, "--prompts")
     progress = Progress(sys.stderr)
     request = AnswerRequest(

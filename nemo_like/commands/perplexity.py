@@ -20,7 +20,7 @@ from nemo_like.metrics import Metrics, metric_values
 from nemo_like.progress import Progress
 from nemo_like.rollout.intervals import Estimate
 from nemo_like.training.encoding import encode_conversation
-from nemo_like.training.model_files import open_encoder
+from nemo_like.training.model_files import open_encoder, open_model_spec
 from nemo_like.training.workers import local_policy
 
 _BATCH_ROWS = 64
@@ -38,7 +38,7 @@ def measure_perplexity(
             "--perplexity runs in one process; set --replicas and --tensor-parallel to 1"
         )
     config = _packed(answer_config(arguments, files=files, base=base))
-    encoder = open_encoder(config)
+    encoder = open_encoder(config, open_model_spec(config).vocab_size)
     encoded: dict[str, list[EncodedRow]] = {}
     sizes: dict[str, int] = {}
     for name, path in files.items():

@@ -77,7 +77,8 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
     encoder = None
     # Without a model the tokenizer's name is only known if the config sets it.
     if model is not None or config.policy.tokenizer_name is not None:
-        encoder = diagnostics.check(lambda: open_encoder(config))
+        vocab_size = None if model is None else model.get_text_config().vocab_size
+        encoder = diagnostics.check(lambda: open_encoder(config, vocab_size))
     if encoder is not None and train is not None:
         data = RunData(encoder, train, validation)
         algorithm.check_rows(config, data, model, diagnostics)

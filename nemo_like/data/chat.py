@@ -49,11 +49,13 @@ class ChatEncoder:
         system_prompt: str | None = None,
         prompt_template: str | None = None,
         train_on: Literal["assistant", "all"] = "assistant",
+        vocab_size: int | None = None,
     ) -> None:
         """Initialize with the prompts of the configuration.
 
         `system_prompt` is the first turn of conversations without a system turn; `prompt_template`
-        is a format string applied to every user turn.
+        is a format string applied to every user turn. `vocab_size` is that of the model, whose
+        token ids are below it; None accepts all.
 
         Raises ConfigError for a tokenizer without an end-of-sequence token and for a template that
         is not a format string with `{prompt}`.
@@ -65,6 +67,7 @@ class ChatEncoder:
             )
         self.tokenizer = tokenizer
         self.train_on = train_on
+        self.vocab_size = vocab_size
         self._system_prompt = system_prompt
         self._prompt_template = prompt_template
         self.template = ChatTemplate(tokenizer)
@@ -77,6 +80,21 @@ class ChatEncoder:
         check_prompt_template(prompt_template)
         if isinstance(tokenizer.chat_template, str):
             check_chat_template(tokenizer.chat_template, repr(tokenizer.name_or_path))
+
+    def checked_ids(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Return token ids as int32 [L]. Raises ConfigError for one that the model does not have.
+
+        In the model it would be an IndexError, or a device assertion that ends the process.
+        """
+        ids = np.array(token_ids, dtype=np.int32)
+        if self.vocab_size is not None and len(ids) and ids.max() >= self.vocab_size:
+            raise ConfigError(
+                f"the tokenizer makes token {ids.max()}"
+                f" ({self.tokenizer.convert_ids_to_tokens(int(ids.max()))!r}), but the model's"
+                f" vocabulary ends at {self.vocab_size - 1}; tokenizer and model do not belong"
+                " together (tokenizer_name, model_name)"
+            )
+        return ids
 
     @property
     def eos_token_id(self) -> int:
@@ -269,7 +287,7 @@ class ChatEncoder:
         for ids, (_, follows) in zip(encoded, pieces, strict=True):
             # The first token is the eos token that was put in front.
             own_ids = ids[1:] if follows else ids
-            tokenized.append(np.array(own_ids, dtype=np.int32))
+            tokenized.append(self.checked_ids(own_ids))
         return tokenized
 
     def _call_tokenizer(self, text: str | list[str]) -> Any:
@@ -303,7 +321,7 @@ class ChatEncoder:
         text, spans = self.template.render_marked(messages, tools)
         self._check(messages, tools, text, trains=True)
         encoding = self._call_tokenizer(text)
-        ids = np.array(encoding["input_ids"], dtype=np.int32)
+        ids = self.checked_ids(encoding["input_ids"])
         mask = np.zeros(len(ids), dtype=np.uint8)
         for start, end in spans:
             first = _first_token(encoding, range(start, end))

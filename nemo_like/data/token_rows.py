@@ -81,9 +81,9 @@ def trained_tokens(row: Row) -> np.ndarray:
 def encode_token_row(encoder: ChatEncoder, row: Row) -> EncodedRow:
     """Return the tokens of a row with `input_ids`; nothing is added.
 
-    Raises ConfigError for an id that the tokenizer does not have.
+    Raises ConfigError for an id that the tokenizer or the model does not have.
     """
-    ids = np.array(row["input_ids"], dtype=np.int32)
+    ids = encoder.checked_ids(row["input_ids"])
     num_tokens = len(encoder.tokenizer)
     if ids.max() >= num_tokens:
         raise ConfigError(
@@ -107,7 +107,7 @@ def encode_text(encoder: ChatEncoder, text: str) -> EncodedRow:
         del ids[0]
     if not ids or ids[-1] != encoder.eos_token_id:
         ids.append(encoder.eos_token_id)
-    return EncodedRow(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=np.uint8))
+    return EncodedRow(encoder.checked_ids(ids), np.ones(len(ids), dtype=np.uint8))
 
 
 def _mask_problem(

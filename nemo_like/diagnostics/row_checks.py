@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,9 +22,6 @@ from nemo_like.data.datasets import MESSAGE_COLUMNS, Row, Rows, question
 from nemo_like.data.encoded_rows import ROW_ERRORS, row_error_text
 from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.progress import Progress
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 NUM_SAMPLES = 3
 """Rows that are shown decoded."""
@@ -199,24 +196,6 @@ def _add_long_prompts(
         diagnostics.problems.append(
             f"{text}; raise it above {lengths[longest]}, or set policy.oversize_rows to truncate"
             " (remove the beginning) or drop (leave the rows out)"
-        )
-
-
-def check_vocabulary(
-    model: PretrainedConfig | None,
-    rows: Iterable[np.ndarray],
-    diagnostics: Diagnostics,
-) -> None:
-    """Check that every token id of `rows`, int [L] each, is in the model's vocabulary."""
-    if model is None:
-        return
-    vocabulary_size = model.get_text_config().vocab_size
-    max_id = max((int(row.max()) for row in rows if len(row)), default=0)
-    if max_id >= vocabulary_size:
-        diagnostics.problems.append(
-            f"the tokenizer makes token {max_id}, but the model's vocabulary ends at"
-            f" {vocabulary_size - 1}; tokenizer and model do not belong together"
-            " (policy.tokenizer_name, policy.model_name)"
         )
 
 

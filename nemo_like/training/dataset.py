@@ -55,10 +55,11 @@ def open_data(
     The validation rows have the formats of `schema` as well by default.
     """
     # The model first: its check is faster than reading the data.
-    open_model_config(config)
+    model = open_model_config(config)
     train = load_training(config, schema, Progress())
     validation = load_validation(config, validation_schema or schema)
-    return RunData(open_encoder(config), train, validation)
+    encoder = open_encoder(config, model.get_text_config().vocab_size)
+    return RunData(encoder, train, validation)
 
 
 class ExampleSource(Generic[ExampleT]):

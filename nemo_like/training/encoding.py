@@ -162,12 +162,13 @@ class PromptRows:
         return self._encoded.location(row)
 
 
-def encoding_setup(config: RunConfig) -> dict[str, Any]:
-    """Return the part of a config that the encoding of a row depends on, as JSON values."""
+def encoding_setup(config: RunConfig, vocab_size: int | None) -> dict[str, Any]:
+    """Return what the encoding of a row depends on, as JSON values."""
     # A job can have further keys in its section, which no encoding depends on.
     data_keys = [field.name for field in dataclasses.fields(DataConfig)]
     return {
         "kind": config.encoded_as,
+        "vocab_size": vocab_size,
         "policy": {key: getattr(config.policy, key) for key in _POLICY_KEYS},
         "max_new_tokens": config.policy.generation.max_new_tokens,
         # JSON, because the encoding processes get the setup through a pipe.
@@ -185,18 +186,19 @@ def open_training_rows(
 
     Raises ConfigError if `data.encoding_backend=ray_data` needs a package that is not installed.
     """
+    setup = encoding_setup(config, encoder.vocab_size)
     start_pool = None
     if encodes_on_cluster(config):
         # Imported on demand: a run without Ray Data does not need Ray here.
         from nemo_like.distributed.ray.ray_data import check_ray_data
 
         check_ray_data("data.encoding_backend=ray_data")
-        start_pool = partial(_start_ray_data, config)
+        start_pool = partial(_start_ray_data, setup, config.data.num_encoding_workers)
     return EncodedRows(
         rows,
         partial(encode, encoder, config),
         module=_WORKER_MODULE,
-        setup=encoding_setup(config),
+        setup=setup,
         num_processes=config.data.num_encoding_workers,
         start_pool=start_pool,
     )
@@ -209,7 +211,8 @@ def encodes_on_cluster(config: RunConfig) -> bool:
 
 
 def _start_ray_data(
-    config: RunConfig,
+    setup: dict[str, Any],
+    num_actors: int | None,
     rows: Sequence[Row],
     receive: Receive,
 ) -> RowPool:
@@ -218,10 +221,10 @@ def _start_ray_data(
 
     return RayDataPool(
         _WORKER_MODULE,
-        encoding_setup(config),
+        setup,
         rows,
         receive,
-        num_actors=config.data.num_encoding_workers,
+        num_actors=num_actors,
     )
 
 

@@ -40,15 +40,17 @@ class TokenizerSection(Protocol):
     def chat_template(self) -> str | None: ...
 
 
-def open_encoder(config: RunConfig) -> ChatEncoder:
+def open_encoder(config: RunConfig, vocab_size: int | None) -> ChatEncoder:
     """Load the policy's tokenizer with its chat template, or with `policy.chat_template`.
 
-    Raises ConfigError for missing or unusable files.
+    `vocab_size` is that of the model, None if it is not known. Raises ConfigError for missing or
+    unusable files.
     """
     data = config.data
     return load_encoder(
         config.policy,
         "policy",
+        vocab_size,
         system_prompt=data.system_prompt,
         prompt_template=data.prompt_template,
         # The encoding of SFT rows selects the last turn from all of the assistant.
@@ -59,6 +61,7 @@ def open_encoder(config: RunConfig) -> ChatEncoder:
 def load_encoder(
     section: TokenizerSection,
     section_key: str,
+    vocab_size: int | None,
     *,
     system_prompt: str | None = None,
     prompt_template: str | None = None,
@@ -87,6 +90,7 @@ def load_encoder(
             system_prompt=system_prompt,
             prompt_template=prompt_template,
             train_on=train_on,
+            vocab_size=vocab_size,
         )
     except ConfigError:
         raise

@@ -50,5 +50,5 @@ def open_reward_model(name: str, config: RewardModelConfig) -> RewardModelFiles:
             f"{key}.max_length is {config.max_length}, above the {limit} positions of the model"
             f" {config.model_name!r}: lower it, or set it to null for that number"
         )
-    encoder = load_encoder(config, key)
+    encoder = load_encoder(config, key, spec.vocab_size)
     return RewardModelFiles(spec, encoder, config.max_length or limit)

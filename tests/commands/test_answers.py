@@ -344,7 +344,7 @@ def test_a_message_that_is_not_utf8_is_refused(model, capsys, monkeypatch):
 
 
 def test_a_reply_is_streamed_and_can_be_stopped(settings):
-    encoder = open_encoder(settings)
+    encoder = open_encoder(settings, None)
     worker_class, kwargs = generation_worker(settings, encoder.end_token_ids)
     worker = worker_class(local_context(), **kwargs)
     worker._end_ids = frozenset()

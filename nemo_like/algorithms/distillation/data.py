@@ -23,7 +23,6 @@ from nemo_like.diagnostics.row_checks import (
     NUM_SAMPLES,
     check_lengths,
     check_prompts,
-    check_vocabulary,
     encode_prompt_of,
     encode_sample,
 )
@@ -192,7 +191,7 @@ def check_rows(
     if num_steps is not None:
         diagnostics.add_lines("data", describe_run(config, num_steps, len(data.train)))
         diagnostics.warnings += step_warnings(config, num_steps)
-    _check_lengths(config, data, model, diagnostics)
+    _check_lengths(config, data, diagnostics)
     if len(diagnostics.problems) > num_problems_before:
         return
     batch = diagnostics.check(lambda: next(source.loader())) or []
@@ -219,7 +218,6 @@ def _check_format(config: DistillRunConfig, data: RunData) -> None:
 def _check_lengths(
     config: DistillRunConfig,
     data: RunData,
-    model: PretrainedConfig | None,
     diagnostics: Diagnostics,
 ) -> None:
     """Check the lengths of a sample of the rows, and show the first ones."""
@@ -228,7 +226,6 @@ def _check_lengths(
         prompts = encode_sample(data.train, lambda row: encode_prompt_of(encoder, row), diagnostics)
         lengths = {index: len(token_ids) for index, token_ids in prompts.items()}
         check_prompts(config, data.train, lengths, diagnostics)
-        check_vocabulary(model, prompts.values(), diagnostics)
     for rows in (data.train, *data.validation.values()):
         if config.generates and rows is data.train:
             continue
@@ -238,7 +235,6 @@ def _check_lengths(
         lengths = {index: len(row.input_ids) for index, row in encoded.items()}
         check_lengths(config, rows, lengths, diagnostics)
         if rows is data.train:
-            check_vocabulary(model, [row.input_ids for row in encoded.values()], diagnostics)
             for index in sorted(encoded)[:NUM_SAMPLES]:
                 diagnostics.samples.append(Sample(encoder.segments(encoded[index])))
 

@@ -18,7 +18,6 @@ from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.diagnostics.row_checks import (
     NUM_SAMPLES,
     check_prompts,
-    check_vocabulary,
     encode_prompt_of,
     encode_sample,
 )
@@ -113,8 +112,6 @@ def check_rows(
         lengths = {index: len(token_ids) for index, token_ids in encoded.items()}
         check_prompts(config, rows, lengths, diagnostics)
         check_conversation_prompts(config, rows, lengths, diagnostics)
-        if rows is data.train:
-            check_vocabulary(model, encoded.values(), diagnostics)
     if len(diagnostics.problems) > num_problems_before:
         return
     source = open_source(config, data)

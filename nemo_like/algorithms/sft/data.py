@@ -21,7 +21,6 @@ from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.diagnostics.row_checks import (
     NUM_SAMPLES,
     check_lengths,
-    check_vocabulary,
     encode_sample,
 )
 from nemo_like.models.spec import ModelSpec
@@ -130,7 +129,6 @@ def check_rows(
         lengths = {index: len(row.input_ids) for index, row in encoded.items()}
         check_lengths(config, rows, lengths, diagnostics)
         if rows is data.train:
-            check_vocabulary(model, [row.input_ids for row in encoded.values()], diagnostics)
             _check_trained(config, rows, encoded, diagnostics)
             for index in sorted(encoded)[:NUM_SAMPLES]:
                 diagnostics.samples.append(Sample(encoder.segments(encoded[index])))
