@@ -1,4 +1,4 @@
-"""Console output of a run: progress bars or plain lines, step summaries, samples.
+"""Console output of a run: progress bars or plain lines, and samples.
 
 Nothing here computes a metric or writes a file. All output of a run goes through one `Progress`,
 because lines and bars would overwrite each other otherwise.
@@ -22,19 +22,6 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_like.config.text import printable
-
-STEP_LINE = (
-    ("reward/mean", "reward", ".3f"),
-    ("policy/loss", "loss", ".4f"),
-    ("policy/grad_norm", "grad norm", ".3g"),
-    ("policy/lr", "lr", ".3g"),
-    ("policy/approx_kl_k3", "kl", ".2g"),
-    ("generation/completion_length_mean", "length", ".0f"),
-    ("packing/utilization", "packed", ".1%"),
-    ("performance/tokens_per_s", "tokens/s", ",.0f"),
-    ("timing/step_s", "step s", ".1f"),
-)
-"""Metrics of the one-line summary, if a step has them; all validation metrics follow."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +51,14 @@ class Phase:
         total: int | None,
         unit: str,
         done: int = 0,
+        *,
+        has_eta: bool = True,
     ) -> None:
         self.name = name
         self.total = total
         self.unit = unit
         self.done = done
+        self._has_eta = has_eta
         self._done_before = done
         self._started_at = time.monotonic()
         self._lock = threading.Lock()
@@ -80,10 +70,10 @@ class Phase:
             self.done += count
 
     def eta_s(self) -> float | None:
-        """Return the estimated seconds left; None before the first item or without a total."""
+        """Return the estimated seconds left; None before the first item or without an estimate."""
         # Only items of this process: those of an earlier one took time that is not measured here.
         done_here = self.done - self._done_before
-        if self.total is None or done_here == 0:
+        if self.total is None or done_here == 0 or not self._has_eta:
             return None
         elapsed_s = time.monotonic() - self._started_at
         num_left = max(self.total - self.done, 0)
@@ -109,9 +99,9 @@ class Phase:
 class Progress:
     """Shows phases, step lines and samples on `stream`; with bars if it is a terminal.
 
-    Without a terminal, a line is printed every `interval_s` seconds while a phase runs, also
-    without progress, so that a log always shows the current phase. Phases nest; one thread opens
-    and closes them.
+    Without a terminal, the state of the phases is printed after `interval_s` seconds without
+    another line, so that a log always shows the current phase. Phases nest; one thread opens and
+    closes them.
     """
 
     def __init__(
@@ -119,8 +109,9 @@ class Progress:
         stream: TextIO | None = None,
         *,
         interval_s: float = 10.0,
-        num_steps: int | None = None,
+        step_interval_s: float = 2.0,
     ) -> None:
+        """`step_interval_s` is the min time between two lines of `show_step`."""
         # No highlighting and no wrapping: lines in a log must be those that were printed.
         self._console = Console(
             file=stream or sys.stdout,
@@ -128,7 +119,11 @@ class Progress:
             soft_wrap=True,
         )
         self._interval_s = interval_s
-        self._num_steps = num_steps
+        self._step_interval_s = step_interval_s
+        self._printed_at = -interval_s
+        self._step_shown_at = -step_interval_s
+        self._held_line: str | None = None
+        """The last step line, if it was not printed."""
         self._phases: list[Phase] = []
         self._is_terminal = self._console.is_terminal and not self._console.is_dumb_terminal
 
@@ -140,12 +135,14 @@ class Progress:
         *,
         unit: str = "rows",
         done: int = 0,
+        has_eta: bool = True,
     ) -> Iterator[Phase]:
         """Show a phase while the block runs; the block calls `advance` on the yielded phase.
 
         `total` is None if it is unknown; `done` counts the items of an earlier process of the run.
+        Pass `has_eta` False for items that take unequal times.
         """
-        phase = Phase(name, total, unit, done)
+        phase = Phase(name, total, unit, done, has_eta=has_eta)
         self._phases.append(phase)
         try:
             # The outermost phase starts the display, which shows all nested phases.
@@ -153,14 +150,32 @@ class Progress:
                 yield phase
         finally:
             self._phases.remove(phase)
+            if not self._phases:
+                self._print_held_line()
 
     def print_line(self, text: str) -> None:
         """Print one message above the bars, with control characters escaped."""
         self._console.print(Text(self._printable(text)))
+        self._printed_at = time.monotonic()
 
-    def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the one-line summary of a step; `Tracker` calls it."""
-        self.print_line(step_line(step, metrics, self._num_steps))
+    def show_step(self, line: str, *, always: bool = False) -> None:
+        """Print the line of a step, with the time left in a log.
+
+        Steps that follow a printed one within `step_interval_s` are left out, except the last step
+        of the phase and those with `always`.
+        """
+        eta_s = self._phases[0].eta_s() if self._phases and not self._is_terminal else None
+        if eta_s is not None and eta_s >= 1:
+            line += f"  {_duration(eta_s)} left"
+        self._held_line = line
+        if always or time.monotonic() - self._step_shown_at >= self._step_interval_s:
+            self._print_held_line()
+
+    def _print_held_line(self) -> None:
+        if self._held_line is not None:
+            self.print_line(self._held_line)
+            self._held_line = None
+            self._step_shown_at = time.monotonic()
 
     def show_samples(self, samples: Sequence[Sample], title: str) -> None:
         """Print decoded samples; trained text is green on a terminal, else between ⟦ and ⟧."""
@@ -187,6 +202,8 @@ class Progress:
 
         def tick() -> None:
             while not stopped.wait(self._interval_s):
+                if time.monotonic() - self._printed_at < self._interval_s:
+                    continue
                 # A copy of the list: the main thread opens and closes phases.
                 states = [f"{phase.name}: {phase.status()}" for phase in list(self._phases)]
                 self.print_line(" | ".join(states))
@@ -237,26 +254,6 @@ class Progress:
         Completions of a model may have any character.
         """
         return printable(text, self._console.encoding)
-
-
-def step_line(
-    step: int,
-    metrics: Mapping[str, float],
-    num_steps: int | None = None,
-) -> str:
-    """Return the one-line summary of a step.
-
-    Example: `step 3/100  reward 0.531  loss 0.0124  tokens/s 1,200`.
-    """
-    parts = [f"step {step}" if num_steps is None else f"step {step}/{num_steps}"]
-    for name, label, form in STEP_LINE:
-        if name in metrics:
-            parts.append(f"{label} {metrics[name]:{form}}")
-    # Validation metrics depend on the reward functions, so they are not listed by name.
-    for name, value in metrics.items():
-        if name.startswith("validation/"):
-            parts.append(f"{name.replace('/', ' ')} {value:.4g}")
-    return "  ".join(parts)
 
 
 def sample_text(sample: Sample, heading: str) -> str:

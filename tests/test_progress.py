@@ -8,10 +8,11 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
-from nemo_like.progress import Phase, Progress, Sample, sample_text, step_line
+from nemo_like.progress import Phase, Progress, Sample, sample_text
 
 SAMPLE = Sample((("2+2=", False), ("4", True)), reward=1.0, notes={"answer": "4"})
 
@@ -57,15 +58,44 @@ def without_styles(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
-def test_step_line_shows_what_there_is_in_a_fixed_order() -> None:
-    metrics = {
-        "policy/loss": 0.01236,
-        "reward/mean": 0.531,
-        "other/thing": 1.0,
-        "packing/utilization": 0.987,
-    }
-    assert step_line(3, metrics, 100) == "step 3/100  reward 0.531  loss 0.0124  packed 98.7%"
-    assert step_line(0, {"validation/accuracy": 0.25}) == "step 0  validation accuracy 0.25"
+def test_quick_steps_are_left_out_except_the_last_and_those_that_must_be_shown() -> None:
+    stream = io.StringIO()
+    progress = Progress(stream, step_interval_s=3600)
+    with progress.phase("grpo", 6, unit="steps"):
+        for step in range(1, 7):
+            progress.show_step(f"step {step}", always=step == 3)
+    assert stream.getvalue().splitlines() == ["step 1", "step 3", "step 6"]
+    stream.truncate(0)
+    with pytest.raises(KeyError), progress.phase("grpo", 6, unit="steps"):
+        progress.show_step("the step before the error")
+        raise KeyError
+    assert "the step before the error" in stream.getvalue()
+
+
+def test_slow_steps_are_all_shown_in_a_log_with_the_time_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("nemo_like.progress.time", clock)
+    stream = io.StringIO()
+    progress = Progress(stream, interval_s=3600)
+    with progress.phase("grpo", 3, unit="steps") as phase:
+        for step in range(1, 4):
+            now[0] += 30
+            phase.advance()
+            progress.show_step(f"step {step}")
+    assert stream.getvalue() == "step 1  1:00 left\nstep 2  0:30 left\nstep 3\n"
+
+
+def test_a_log_with_recent_lines_gets_no_states_of_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_like.progress.time", SimpleNamespace(monotonic=lambda: 100.0))
+    stream = io.StringIO()
+    progress = Progress(stream, interval_s=0.01)
+    with progress.phase("grpo", 3, unit="steps"):
+        progress.print_line("a line")
+        threading.Event().wait(0.1)
+    assert stream.getvalue() == "a line\n"
 
 
 def test_sample_text_makes_the_mask_visible() -> None:
@@ -92,6 +122,12 @@ def test_what_was_done_before_a_resume_does_not_count_for_the_pace() -> None:
     phase.advance(5)
     eta = phase.eta_s()
     assert eta is not None and 0.05 <= eta <= 0.5
+
+
+def test_a_phase_of_unequal_items_shows_no_time_left() -> None:
+    phase = Phase("starting workers", 3, "groups", has_eta=False)
+    phase.advance()
+    assert phase.eta_s() is None and phase.status() == "1/3 groups, 0:00"
 
 
 def test_a_phase_without_a_total_shows_its_time() -> None:
@@ -175,7 +211,7 @@ def test_terminal_shows_bars_lines_above_them_and_leaves_only_the_lines() -> Non
             rows.advance(16)
             steps.advance(1)
             time.sleep(0.6)  # two refreshes
-            progress.show_step(1, {"policy/loss": 0.5})
+            progress.show_step("step 1  loss 0.5000")
         progress.print_line("done")
 
     text = without_styles(on_terminal(show))

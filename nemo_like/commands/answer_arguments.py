@@ -208,7 +208,7 @@ def _add_model(
         metavar="DIR",
         help="directory of a Hugging Face model, or a hub name",
     )
-    group.add_argument("--tokenizer", metavar="DIR", help="default: that of the model")
+    group.add_argument("--tokenizer", metavar="DIR", help="default: the model's")
     group.add_argument(
         "--chat-template",
         metavar="FILE",
@@ -251,7 +251,11 @@ def _add_model(
 
 def _add_sampling(command: CommandParser, temperature: float | None) -> None:
     group = command.add_argument_group("sampling")
-    shown = "0, with --from-config that of its validation" if temperature is None else temperature
+    shown = (
+        "0, with --from-config the temperature of its validation"
+        if temperature is None
+        else temperature
+    )
     group.add_argument(
         "--temperature",
         type=float,
@@ -318,7 +322,7 @@ def _add_rows(command: CommandParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="copies of the model, each on a GPU or CPU worker of its own, on Ray; default 1",
+        help="copies of the model, each on a separate GPU or CPU worker, on Ray; default 1",
     )
     group.add_argument(
         "--tensor-parallel",

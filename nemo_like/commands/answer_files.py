@@ -133,7 +133,7 @@ def _read(path: Path) -> dict[Key, Record]:
             records[record_key(record)] = record
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"--resume: {shown_path(path)}:{number} is no record of this command ({error});"
+                f"--resume: {shown_path(path)}:{number} is not a record of this command ({error});"
                 " choose another --out"
             ) from error
     return records

@@ -14,6 +14,7 @@ from nemo_like.commands.answer_config import AnswerRunConfig, with_longest_promp
 from nemo_like.commands.answer_files import AnswerFile, Key, Record
 from nemo_like.commands.answer_rows import PromptFile
 from nemo_like.config.errors import shown_path
+from nemo_like.config.text import counted
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.generation.sampling_params import SamplingParams
 from nemo_like.progress import Progress
@@ -77,7 +78,7 @@ def collect_records(request: AnswerRequest, progress: Progress) -> list[Record]:
             _finish(request, keys, places, answer_file.records)
         except BaseException:
             progress.print_line(
-                f"{len(answer_file.records):,} of {len(keys):,} prompts are finished in"
+                f"{len(answer_file.records):,} of {counted(len(keys), 'prompt')} finished in"
                 f" {shown_path(request.out)}; --resume continues"
             )
             raise

@@ -33,7 +33,7 @@ and the `config.py` of each algorithm by
 `nemo-like config all --markdown > docs/configuration.md`; a test compares the two.
 
 Keys are written as nested sections in YAML (`policy: {{optimizer: {{lr: 1.0e-4}}}}`) and with
-dots on the command line (`policy.optimizer.lr=1e-4`). `null` stands for no value. `NAME` is a name
+dots on the command line (`policy.optimizer.lr=1e-4`). `null` means no value. `NAME` is a name
 of your choice.
 """
 

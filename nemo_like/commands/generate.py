@@ -13,6 +13,7 @@ from nemo_like.commands.answer_files import Record
 from nemo_like.commands.answer_records import AnswerRequest, collect_records, prompt_record
 from nemo_like.commands.answer_rows import PromptFile, left_out_text, open_prompts
 from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.config.text import counted
 from nemo_like.progress import Progress
 from nemo_like.rollout.answers import Answer
 from nemo_like.training.model_files import open_encoder, open_model_spec
@@ -44,7 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
             print(json.dumps(record))
     num_completions = sum(len(record["completions"]) for record in records)
     place = "" if arguments.out is None else f" in {shown_path(arguments.out)}"
-    progress.print_line(f"{num_completions:,} completions of {len(records):,} prompts{place}")
+    progress.print_line(
+        f"{counted(num_completions, 'completion')} of {counted(len(records), 'prompt')}{place}"
+    )
     left_out = left_out_text(files)
     if left_out is not None:
         progress.print_line(left_out)

@@ -165,7 +165,7 @@ def _symbol_lines(config: GrpoRunConfig) -> Iterator[str]:
     if has_prev and not config.has_many_optimizer_steps:
         yield "l_prev,t: l_t without gradient, since each rollout has one optimizer step"
     elif has_prev:
-        yield "l_prev,t: l_t before the first optimizer step of the rollout, from a pass of its own"
+        yield "l_prev,t: l_t before the first optimizer step of the rollout, from a separate pass"
     if kind != "none":
         yield "l_gen,t: log-prob that the generator recorded when it sampled the token"
     if loss.needs_reference:
@@ -203,4 +203,4 @@ def _advantage_lines(config: GrpoRunConfig) -> Iterator[str]:
     )
     yield f"A_row: advantage of the row (grpo.advantage: {keys})"
     if not is_bypass:
-        yield "l_old,s: l_s before the first optimizer step of the rollout, from a pass of its own"
+        yield "l_old,s: l_s before the first optimizer step of the rollout, from a separate pass"

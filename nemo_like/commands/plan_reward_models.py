@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.parallel import num_policy_workers
+from nemo_like.config.text import counted
 
 if TYPE_CHECKING:
     from nemo_like.config.reward import RewardModelConfig
@@ -65,7 +66,7 @@ def _note(config: RunConfig, name: str, model: RewardModelConfig) -> str:
     num_workers = model.num_workers or num_policy_workers(config.cluster)
     num_value_bytes = 2 if model.precision == "bfloat16" else 4
     shown = shown_bytes(spec.num_params * num_value_bytes / num_workers)
-    where = f"on {num_workers} workers of its own"
+    where = f"on {counted(num_workers, 'separate worker')}"
     if model.num_workers == 0:
         where = "on each policy worker"
         if config.cluster.gpus_per_node > 0:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 
 from nemo_like.algorithms.grpo.replay import ReplayReport, replay_step
-from nemo_like.config.text import printable
+from nemo_like.config.text import counted, printable
 
 _FIRST = (
     "policy/loss",
@@ -52,7 +52,7 @@ def report_text(report: ReplayReport) -> str:
     """
     title = (
         f"step {report.step}, optimizer step 1 of {report.num_optimizer_steps}:"
-        f" {report.num_rows} rows, weights of {report.weights}"
+        f" {counted(report.num_rows, 'row')}, weights of {report.weights}"
     )
     lines = [
         title,

@@ -6,6 +6,7 @@ from functools import partial
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
+from nemo_like.config.text import counted
 from nemo_like.data.datasets import Rows, conversation, question
 from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.environments.reward import RewardSample
@@ -49,8 +50,8 @@ def _check(
     """Describe one reward model. Raises ConfigError if its files or the row cannot be used."""
     model = config.reward.models[name]
     files = open_reward_model(name, model)
-    num_workers = model.num_workers or "the policy's"
-    text = f"{name} ({model.model_name}): {files.spec.model_type} on {num_workers} workers"
+    workers = counted(model.num_workers, "worker") if model.num_workers else "the policy's workers"
+    text = f"{name} ({model.model_name}): {files.spec.model_type} on {workers}"
     if rows is not None:
         num_tokens = _num_tokens(config, name, files, rows)
         text += f"; {num_tokens} tokens for the answer of {rows.locations[0]} itself"

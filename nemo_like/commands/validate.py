@@ -17,6 +17,7 @@ from nemo_like.algorithms.registry import ALGORITHMS
 from nemo_like.commands.reward_model_checks import answered_sample, check_reward_models
 from nemo_like.config.check import derivation
 from nemo_like.config.schema import RunConfig
+from nemo_like.config.text import counted
 from nemo_like.data.datasets import Rows, RowSchema
 from nemo_like.data.row_columns import check_columns
 from nemo_like.diagnostics.environment_checks import check_environment
@@ -140,7 +141,7 @@ def _describe_rows(
     diagnostics: Diagnostics,
 ) -> None:
     columns = " + ".join(rows.format)
-    diagnostics.add_lines("data", f"{path}: {len(rows):,} rows of {columns}")
+    diagnostics.add_lines("data", f"{path}: {counted(len(rows), 'row')} of {columns}")
 
 
 def _describe_model(

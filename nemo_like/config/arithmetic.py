@@ -36,7 +36,9 @@ def _resolver(name: str, operation: Callable[[Any, Any], Number]) -> Callable[..
             is_number = isinstance(argument, int | float) and not isinstance(argument, bool)
             # Written so that NaN is refused as well: every comparison with it is False.
             if not is_number or not abs(argument) < 10**_MAX_DIGITS:
-                raise ValueError(f"{shown} takes two finite numbers, and {text!r} is none")
+                raise ValueError(
+                    f"{shown} takes two finite numbers, but {text!r} is not a finite number"
+                )
         if name == "div" and arguments[1] == 0:
             raise ValueError(f"{shown} divides by zero")
         result = operation(*arguments)

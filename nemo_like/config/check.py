@@ -30,7 +30,7 @@ from nemo_like.config.schema import (
     RunConfig,
     SequencePackingConfig,
 )
-from nemo_like.config.text import plural, quotient
+from nemo_like.config.text import counted, plural, quotient
 from nemo_like.integer_math import ceil_div, nearest_multiples
 from nemo_like.parallel_layout import PaddingMultiples
 
@@ -118,14 +118,15 @@ def derivation(config: RunConfig) -> str:
         return "\n".join([*lines, *_microbatch_lines(config, 0)])
     if replicas == workers:
         lines.append(
-            f"{batch} rows / {workers} {plural(workers, 'worker')} = {quotient(batch / workers)}"
-            f" rows each"
+            f"{counted(batch, 'row')} / {counted(workers, 'worker')} ="
+            f" {quotient(batch / workers)} {plural(batch // workers, 'row')} each"
         )
     else:
         size = layout.replica_size
         ranks = f"{replicas} data-parallel {plural(replicas, 'rank')}"
         lines.append(f"{workers} workers / {size} per model replica = {ranks}")
-        lines.append(f"{batch} rows / {ranks} = {quotient(batch / replicas)} rows each")
+        share = f"{quotient(batch / replicas)} {plural(batch // replicas, 'row')} each"
+        lines.append(f"{counted(batch, 'row')} / {ranks} = {share}")
     lines += _microbatch_lines(config, ceil_div(batch, replicas))
     return "\n".join(lines)
 
@@ -141,9 +142,9 @@ def _microbatch_lines(config: RunConfig, rows: int) -> Iterator[str]:
         is_training = name == "training"
         if mode is None:
             size = policy.train_micro_batch_size if is_training else policy.logprob_batch_size
-            count = ceil_div(rows, size)
-            microbatches = f"{count} {plural(count, 'microbatch', 'microbatches')}"
-            yield f"{name}: {rows} rows / {size} rows per microbatch = {microbatches}"
+            microbatches = counted(ceil_div(rows, size), "microbatch", "microbatches")
+            share = f"{counted(size, 'row')} per microbatch"
+            yield f"{name}: {counted(rows, 'row')} / {share} = {microbatches}"
             continue
         section_name, section = mode
         verb = "packed" if section_name.endswith("packing") else "padded together"
@@ -185,8 +186,8 @@ def _compilation(config: RunConfig) -> Iterator[Problem]:
     if config.policy.compile != "none" and config.policy.engine == "megatron":
         yield Problem(
             ("policy.compile", "policy.engine"),
-            f"policy.compile is {config.policy.compile}, but policy.engine megatron has fused"
-            " functions of its own: set policy.compile to none, or policy.engine to dtensor",
+            f"policy.compile is {config.policy.compile}, but policy.engine megatron has its own"
+            " fused functions: set policy.compile to none, or policy.engine to dtensor",
         )
 
 
@@ -233,7 +234,7 @@ def _environment(config: RunConfig) -> Iterator[Problem]:
         key = f"cluster.env.{name}"
         if _VARIABLE.fullmatch(name) is None:
             yield Problem(
-                (key,), f"{key} is no name of a variable, which has letters, digits and '_' only"
+                (key,), f"{key} is not the name of a variable: use letters, digits and '_' only"
             )
         elif name in _VARIABLES_SET_ELSEWHERE:
             yield Problem((key,), f"{key} has no effect: {_VARIABLES_SET_ELSEWHERE[name]}")

@@ -59,14 +59,14 @@ class GenerationConfig:
     """Sample from the k most probable tokens; null, 0 and -1 turn the filter off."""
     min_p: Annotated[float, AtLeast(0), AtMost(1)] = 0.0
     """Sample from tokens whose probability is at least this fraction of the largest one; 0 turns it
-    off. The filters apply in the order min_p, top_k, top_p, and the policy's log-probs are those of
-    the filtered distribution."""
+    off. The filters apply in the order min_p, top_k, top_p, and the policy's log-probs are taken
+    from the filtered distribution."""
     stop_strings: Annotated[tuple[str, ...], NoEmptyTexts()] = ()
     """A completion ends with the token that completes one of these texts. The end-of-sequence token
     always ends it."""
     stop_token_ids: tuple[Annotated[int, AtLeast(0)], ...] = ()
-    """Tokens that end a completion, in addition to those that model, tokenizer and chat template
-    declare."""
+    """Tokens that end a completion, in addition to the end tokens that model, tokenizer and chat
+    template declare."""
     hf: HFGenerationConfig = field(default_factory=HFGenerationConfig)
     vllm: VLLMGenerationConfig = field(default_factory=VLLMGenerationConfig)
     check_weights: bool = True

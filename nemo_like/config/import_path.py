@@ -20,7 +20,7 @@ _INSTALLED = (
     "<frozen ",
 )
 """Beginnings of the paths of code that is not the user's."""
-_PATH_HINT = "If it is a file of your own, put its directory on PYTHONPATH (on every node)"
+_PATH_HINT = "If it is your own file, put its directory on PYTHONPATH (on every node)"
 
 
 def import_function(key: str, path: str, example: str, argument: str) -> Callable[..., Any]:
@@ -66,7 +66,7 @@ def import_class(key: str, path: str, example: str, methods: Sequence[str]) -> t
     imported = import_function(key, path, example, "conversation")
     wanted = f"name a class with the methods {' and '.join(methods)}, e.g. {example}"
     if not isinstance(imported, type):
-        raise ConfigError(f"{key} is {path!r}, which is no class; {wanted}")
+        raise ConfigError(f"{key} is {path!r}, which is not a class; {wanted}")
     missing = [name for name in methods if not callable(getattr(imported, name, None))]
     if missing:
         raise ConfigError(f"{key} is {path!r}, which has no {' and no '.join(missing)}; {wanted}")

@@ -31,9 +31,9 @@ _KEY = "loss_fn.importance_correction"
 
 @dataclass(frozen=True, kw_only=True)
 class ImportanceCorrectionConfig:
-    """Correction for completions that were sampled by other kernels, in another precision or with
-    older weights than those that train. The weight of a token is w = exp(l_prev - l_generation);
-    it multiplies the surrogate loss, not the KL penalty or the entropy bonus.
+    """Correction for completions that were sampled with other kernels, in another precision or with
+    older weights than the training pass uses. The weight of a token is w = exp(l_prev -
+    l_generation); it multiplies the surrogate loss, not the KL penalty or the entropy bonus.
     """
 
     kind: CorrectionKind = "none"

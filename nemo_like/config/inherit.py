@@ -61,8 +61,8 @@ def inherited_files(path: Path, root: yaml.MappingNode | None) -> Iterator[tuple
         is_path = isinstance(entry, yaml.ScalarNode)
         if not is_path or any(mark in entry.value for mark in ("@", " ", "${")):
             raise ConfigError(
-                f"{shown_path(path)}:{line} defaults entry is no path of a YAML file; a config that"
-                " is inherited by path cannot choose from Hydra groups"
+                f"{shown_path(path)}:{line} defaults entry is not the path of a YAML file; a"
+                " config that is inherited by path cannot choose from Hydra groups"
             )
         if entry.value == _SELF:
             has_self = True
@@ -79,7 +79,7 @@ def resolved(path: Path, name: str) -> Path:
     file = _with_suffix(name)
     if file is None:
         raise ConfigError(
-            f"{shown_path(path)}: defaults entry {shown_value(name)} is no path of a YAML file"
+            f"{shown_path(path)}: defaults entry {shown_value(name)} is not the path of a YAML file"
         )
     return file if file.is_absolute() else path.parent / file
 

@@ -80,7 +80,7 @@ class PolicyGradientLossConfig:
     more passes over the logits of each chunk. An entropy bonus logs it as well.
     `policy/entropy_estimate` costs nothing and is always logged."""
     path: Annotated[str | None, ImportPath()] = None
-    """Import path of a loss of your own, a class or function that returns one, e.g.
+    """Import path of a custom loss, a class or function that returns one, e.g.
     `my_package.losses.MyLoss`; null is the built-in loss. Excludes the other keys of `loss_fn` but
     `options`, `logprobs` and those of a KL penalty in the reward."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class PolicyGradientLossConfig:
             if getattr(self, name):
                 yield Problem(
                     (f"loss_fn.{name}", "loss_fn.path"),
-                    f"loss_fn.{name} is set, but loss_fn.path is null, and only a loss of your own"
+                    f"loss_fn.{name} is set, but loss_fn.path is null, and only a custom loss"
                     f" reads it: remove loss_fn.{name}, or set loss_fn.path",
                 )
         yield from _clip_problems(self)

@@ -50,10 +50,10 @@ class RewardModelConfig:
     """Conversations above `max_length`: `error` is a failed reward, for which `reward.on_error`
     decides; `truncate` removes the beginning, because the score is read at the last token."""
     mb_tokens: Annotated[int, AtLeast(1)] = 8192
-    """Max tokens per packed microbatch; a longer conversation has a microbatch of its own."""
+    """Max tokens per packed microbatch; a longer conversation has a separate microbatch."""
     num_workers: Annotated[int, AtLeast(0)] = 0
-    """Workers with resources of their own, over which the model is sharded; 0 runs it on those of
-    the policy, and in host memory while it does not score."""
+    """Separate workers over which the model is sharded; 0 runs it on the policy's workers and keeps
+    it in host memory while it does not score."""
     max_restarts: Annotated[int, AtLeast(0)] = 1
     """Number of times in a run that the workers are started again after one died or hung. The next
     failure stops the run."""

@@ -30,6 +30,7 @@ from nemo_like.config.lora import LoraConfig
 from nemo_like.config.optimization import EmaConfig, OptimizerConfig, SchedulerConfig
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.reward import RewardConfig
+from nemo_like.config.text import counted
 
 PackingName = Literal[
     "balanced",
@@ -125,7 +126,7 @@ class PolicyConfig:
     oversize_rows: Literal["error", "truncate", "drop", "singleton"] = "error"
     """Treatment of rows above `max_total_sequence_length`: `error` stops, `truncate` removes the
     end of a conversation or the beginning of a prompt, `drop` leaves the row out, `singleton` runs
-    it as a microbatch of its own with a warning (needs sequence packing or dynamic batching)."""
+    it in a separate microbatch with a warning (needs sequence packing or dynamic batching)."""
     logprob_chunk_size: Annotated[int | None, AtLeast(1)] = None
     """Tokens per chunk in which logits are computed; null is 4096 on CUDA and 1024 elsewhere. The
     full [tokens, vocabulary] matrix is never materialized."""
@@ -205,8 +206,9 @@ class DataConfig:
     system_prompt: str | None = None
     """System message put in front of every conversation that has none."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
-    """Tokens that contribute to the SFT loss: those of assistant turns, all, or those of the last
-    assistant turn. A message with `train: false` or `weight: 0` never contributes."""
+    """Tokens that contribute to the SFT loss: of all assistant turns (`assistant`), of all turns
+    (`all`), or of the last assistant turn (`last`).
+    A message with `train: false` or `weight: 0` never contributes."""
     shuffle: bool = True
     """Visit the rows in a new random order in every epoch, derived from `seed`."""
     allow_changed_rows: bool = False
@@ -260,7 +262,7 @@ class ClusterConfig:
     cpus_per_worker: Annotated[float, Above(0)] = 1.0
     """CPU cores reserved per policy worker; a colocated generation worker shares them."""
     generation_workers: Annotated[int, AtLeast(0)] = 0
-    """Generation workers with resources of their own; 0 colocates generation with the policy
+    """Generation workers with separate resources; 0 colocates generation with the policy
     workers."""
     offload: Literal["auto", "always", "never"] = "auto"
     """Whether policy and generator that share GPUs move to host memory while the other runs. `auto`
@@ -286,7 +288,7 @@ class ClusterConfig:
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Parallel layout of the policy. Data-parallel size = workers / (tensor x context x pipeline);
-    each data-parallel rank trains on rows of its own.
+    each data-parallel rank trains on different rows.
     """
 
     tensor: Annotated[int, AtLeast(1)] = 1
@@ -357,8 +359,8 @@ class LoggerConfig:
     after it to `rollouts/step_<N>.safetensors`, for `nemo-like replay`; 0 writes none. Needs
     `logger.save_rollouts`. About 20 bytes per token."""
     keep_rollout_tokens: Annotated[int | None, AtLeast(1)] = 10
-    """Number of the newest of these files that are kept, besides those of a step that starts with
-    the weights of a kept checkpoint or of the initial model; null keeps all."""
+    """Number of the newest of these files that are kept. Files of steps that start with the weights
+    of a kept checkpoint or of the initial model are kept as well; null keeps all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -454,13 +456,18 @@ class RunConfig:
         """Rows of one step."""
         return self.policy_in_rows.train_global_batch_size
 
+    @property
+    def equal_rewards_advice(self) -> str | None:
+        """What to do if the rewards of most groups are equal; None if groups are not compared."""
+        return None
+
     def batch_lines(self) -> list[str]:
         """Return the arithmetic from the examples of a step to optimizer steps, one line each."""
         batch = self.policy.train_global_batch_size
         if self.rows_per_example == 1:
-            return [f"{batch} rows per step = 1 optimizer step"]
+            return [f"{counted(batch, 'row')} per step = 1 optimizer step"]
         rows = self.rows_per_step
-        product = f"{batch} {self.example}s x {self.rows_per_example} rows"
+        product = f"{counted(batch, self.example)} x {counted(self.rows_per_example, 'row')}"
         return [f"{product} = {rows} rows per step = 1 optimizer step"]
 
     def job_problems(self) -> Iterator[Problem]:

@@ -83,3 +83,8 @@ def plural(
     if count == 1:
         return word
     return plural_word or f"{word}s"
+
+
+def counted(count: int, word: str, plural_word: str | None = None) -> str:
+    """Return a count with its noun. Examples: `1 row`, `2,048 rows`."""
+    return f"{count:,} {plural(count, word, plural_word)}"

@@ -96,9 +96,9 @@ class RowSchema:
             if all(row.get(column) is not None for column in columns):
                 return columns
         raise ConfigError(
-            f"{location}: columns {_names(row)} are no format that is understood."
-            f" Understood: {self.understood}. Columns of other names are given by data.columns"
-            f" (prompt: NAME){_preference_hint(row)}"
+            f"{location}: columns {_names(row)} match no known format. Known: {self.understood}."
+            f" Columns of other names are given by data.columns (prompt: NAME)"
+            f"{_preference_hint(row)}"
         )
 
 

@@ -50,8 +50,8 @@ def check_columns(columns: Mapping[str, str], key: str = "data.columns") -> None
     for column in columns:
         if column not in KNOWN_COLUMNS:
             raise ConfigError(
-                f"{key}: {column!r} is no column with a meaning; give `meaning: column of the"
-                f" file` with a meaning of {', '.join(KNOWN_COLUMNS)}"
+                f"{key}: {column!r} is not a known meaning; give `meaning: column of the"
+                f" file`, where the meaning is one of {', '.join(KNOWN_COLUMNS)}"
             )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from nemo_like.config.check import batching_section
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import PolicyConfig, RunConfig
+from nemo_like.config.text import counted
 from nemo_like.data.planning.balance import few_plans
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.diagnostics.report import Diagnostics
@@ -53,11 +54,11 @@ def describe_plan(
     if batching_section(config) is not None:
         padding_share = plain_metrics["packing/padding_share"]
         num_rows = policy.train_micro_batch_size
-        padding += f" ({padding_share:.1%} if {num_rows} rows at a time were padded)"
+        padding += f" ({padding_share:.1%} if padded {counted(num_rows, 'row')} at a time)"
     diagnostics.add_lines(
         "plan",
-        f"{title}: {len(lengths):,} rows, {int(lengths.sum()):,} tokens, {padding}; microbatches"
-        f" per worker and optimizer step: {metrics['packing/num_microbatches']:g}",
+        f"{title}: {counted(len(lengths), 'row')}, {int(lengths.sum()):,} tokens, {padding};"
+        f" microbatches per worker and optimizer step: {metrics['packing/num_microbatches']:g}",
     )
 
 

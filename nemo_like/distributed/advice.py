@@ -17,7 +17,7 @@ SAVE_GENERATION_MEMORY = (
 SAVE_REWARD_MODEL_MEMORY = (
     "Give a microbatch fewer tokens (reward.models.NAME.mb_tokens), limit the conversations"
     " (reward.models.NAME.max_length), set reward.models.NAME.precision to bfloat16, or give the"
-    " reward model workers of its own (reward.models.NAME.num_workers)."
+    " reward model separate workers (reward.models.NAME.num_workers)."
 )
 _COLLECTIVE = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|timed"

@@ -182,7 +182,7 @@ def _as_list(values: Any, sample: RewardSample) -> list[Any]:
     if hasattr(values, "tolist"):
         values = values.tolist()
     if isinstance(values, Mapping | Set):
-        problem = f"returned a {type(values).__name__}, which is no list of numbers,"
+        problem = f"returned a {type(values).__name__}, which is not a list of numbers,"
         raise BadReward(problem, sample, "value")
     if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
         return [values]

@@ -112,7 +112,7 @@ def literal(value: Any, depth: int = 0) -> str:
             pairs.append(f"{literal(key, depth + 1)}: {literal(item, depth + 1)}")
         return "{" + ", ".join(pairs) + "}"
     if not isinstance(value, list | tuple | set | frozenset):
-        raise TypeError(f"the value is a {type(value).__name__}, which is no plain data")
+        raise TypeError(f"the value is a {type(value).__name__}, which is not plain data")
     items = [literal(item, depth + 1) for item in value]
     if isinstance(value, list):
         return "[" + ", ".join(items) + "]"

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from nemo_like.config.text import counted
 from nemo_like.distributed.errors import WorkerDied, WorkerFailure, WorkerHung
 from nemo_like.distributed.worker_calls import submit_one
 from nemo_like.distributed.worker_group import Handle, WorkerGroup
@@ -142,8 +143,8 @@ class EnvironmentWorkers:
         """Start another process with the worker's tasks. Raises WorkerFailure beyond the limit."""
         if self.num_restarts >= self._max_restarts:
             raise WorkerFailure(
-                f"a worker of the environment failed and {self.num_restarts} restarts were made,"
-                f" which is all that environment.max_restarts={self._max_restarts} allows:"
+                f"a worker of the environment failed after {counted(self.num_restarts, 'restart')},"
+                f" the limit of environment.max_restarts={self._max_restarts}:"
                 f" {failure}",
                 group=failure.group,
                 rank=0,
@@ -152,7 +153,7 @@ class EnvironmentWorkers:
         self.num_restarts += 1
         self._report(
             f"worker {worker.index} of the environment failed and is restarted with its"
-            f" {len(worker.tasks)} conversations (restart {self.num_restarts} of at most"
+            f" {counted(len(worker.tasks), 'conversation')} (restart {self.num_restarts} of at most"
             f" {self._max_restarts}): {failure}"
         )
         worker.submits.clear()

@@ -60,7 +60,7 @@ class BadStep(Exception):
 def checked_state(value: Any) -> State:
     """Return the state that `reset` returned. Raises BadStep unless it consists of JSON values."""
     if not isinstance(value, Mapping):
-        raise BadStep(f"returned {_shown(value)}, which is no mapping; return {{}} for no state")
+        raise BadStep(f"returned {_shown(value)}, which is not a mapping; return {{}} for no state")
     try:
         json.dumps(dict(value))
     except (TypeError, ValueError, RecursionError) as error:
@@ -150,7 +150,7 @@ def _message_problem(message: Any) -> str | None:
         return "only the model has turns of role assistant; use user or tool"
     content = message.get("content")
     if not isinstance(content, str):
-        return "its content is no text"
+        return "its content is not text"
     try:
         json.dumps(message)
     except (TypeError, ValueError, RecursionError) as error:

@@ -13,6 +13,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from nemo_like.config.text import counted
 from nemo_like.distributed.errors import ClusterError, WorkerDied, WorkerFailure, WorkerHung
 from nemo_like.distributed.worker_calls import submit_all
 from nemo_like.distributed.worker_group import Handle, WorkerGroup
@@ -190,8 +191,9 @@ class ReplicaSet:
         """Start a new process for a replica. Raises WorkerFailure beyond `max_restarts`."""
         if self.num_restarts >= self._max_restarts:
             raise WorkerFailure(
-                f"a replica of the generator failed and {self.num_restarts} restarts were made,"
-                f" which is all that policy.generation.max_restarts={self._max_restarts} allows:"
+                f"a replica of the generator failed after"
+                f" {counted(self.num_restarts, 'restart')}, the limit of"
+                f" policy.generation.max_restarts={self._max_restarts}:"
                 f" {failure}",
                 group=f"generation-{replica.index}",
                 rank=0,

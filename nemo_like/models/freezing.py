@@ -42,7 +42,7 @@ def _nearest(pattern: str, names: Mapping[str, str]) -> str:
     for other in (f"model.{pattern}", f"{pattern}.*", f"{pattern}*", f"*.{pattern}*"):
         if any(fnmatchcase(name, other) for name in names):
             return (
-                f"a pattern is a complete name, in which * stands for any text: {other!r} matches"
+                f"a pattern is a complete name, in which * matches any text: {other!r} is possible"
             )
     nearest = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
     return f"names of weights are e.g. {', '.join(nearest or list(names)[:3])}"

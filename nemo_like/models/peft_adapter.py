@@ -73,7 +73,7 @@ def _check_files(directory: Path) -> None:
     if not directory.is_dir():
         raise ConfigError(
             f"{_KEY}: there is no directory {str(directory)!r}"
-            f"{similar_path_text(directory.absolute())}; give that of an adapter in the"
+            f"{similar_path_text(directory.absolute())}; give the directory of an adapter in the"
             f" format of PEFT, with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
         )
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
@@ -169,8 +169,8 @@ def _adapted_layers(directory: Path) -> set[str]:
         match = _MATRIX.fullmatch(name)
         if match is None:
             raise ConfigError(
-                f"{_KEY}: {shown_path(path)} has the tensor {name}, which is no matrix A or B of a"
-                " linear layer and no score head; only these are supported"
+                f"{_KEY}: {shown_path(path)} has the tensor {name}, which is neither a matrix A or"
+                " B of a linear layer nor a score head; only these are supported"
             )
         layers.add(match[1])
     return layers

@@ -118,7 +118,7 @@ def _measure(
     difference = _mean_difference(alone, together)
     if not difference <= _MAX_MEAN_DIFFERENCE[precision]:
         finding = (
-            "log-probs in a microbatch differ from those of each row alone by"
+            "log-probs of rows in a microbatch differ from the log-probs of each row alone by"
             f" {difference:.2g} on average"
         )
         return finding, difference

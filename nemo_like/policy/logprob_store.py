@@ -96,10 +96,10 @@ class LogprobStore:
         latest = self._num_passes - 1
         # The values of an older pass are gone, and those of the latest belong to other rows.
         if handle.pass_index != latest:
-            kept = "none" if latest < 0 else f"those of pass {latest}"
+            kept = "none" if latest < 0 else f"pass {latest}"
             raise ValueError(
-                f"the log-probs of pass {handle.pass_index} were released: a worker keeps those of"
-                f" its latest pass only, here {kept}; call compute_logprobs for this batch again,"
+                f"the log-probs of pass {handle.pass_index} were released: a worker keeps only"
+                f" its latest pass, here {kept}; call compute_logprobs for this batch again,"
                 " with all names that train needs in one call"
             )
         for name, column in self._columns.items():

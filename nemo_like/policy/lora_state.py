@@ -36,7 +36,7 @@ def check_targets(config: LoraConfig, layers: Iterable[str]) -> None:
         if not any(f".{name}".endswith(f".{target}") for name in names):
             ends = sorted({name.rpartition(".")[2] for name in names})
             raise ConfigError(
-                f"policy.lora.target_modules: {target!r} is no linear layer that can have an"
+                f"policy.lora.target_modules: {target!r} is not a linear layer that can have an"
                 f" adapter; these are {', '.join(ends)} (experts, routers, and in models with"
                 " experts all feed-forward layers, have none)"
             )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nemo_like.config.text import counted
 from nemo_like.integer_math import ceil_div
 from nemo_like.reports.svg import Drawing, Scale, spread_labels
 
@@ -55,7 +56,7 @@ def length_histogram(
         y.ticks(4),
     )
     for count, low, up in zip(counts.tolist(), edges[:-1], edges[1:], strict=True):
-        share = f"{count:,} rows of {low:,.0f} to {up:,.0f} tokens"
+        share = f"{counted(count, 'row')} of {low:,.0f} to {up:,.0f} tokens"
         drawing.rect(
             x(low) + 0.5,
             y(count),
@@ -199,7 +200,8 @@ def _fill_panel(
     drawing.text(
         left,
         y(0) + 15,
-        f"{len(real):,} microbatches of {panel.real.shape[0]} ranks, fullest first{thinned}",
+        f"{counted(len(real), 'microbatch', 'microbatches')} of"
+        f" {counted(panel.real.shape[0], 'rank')}, fullest first{thinned}",
     )
     drawing.text(
         left + width,

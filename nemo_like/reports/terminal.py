@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_like.config.text import printable
+from nemo_like.config.text import counted, printable
 from nemo_like.prediction.memory import GIB
 from nemo_like.prediction.plan_report import PlanReport, Recommendation
 from nemo_like.reports.grpo_step import step_table, step_verdict
@@ -78,16 +78,15 @@ def headline(report: PlanReport) -> list[str]:
     if request.model is not None:
         num_params = format_count(request.model.num_params)
         model = f"{request.model.name} ({num_params} parameters), "
-    steps = "step" if comparison.num_steps == 1 else "steps"
-    rows_per_step = f"{comparison.batch_size:,} rows"
+    rows_per_step = counted(comparison.batch_size, "row")
     if comparison.chosen.strategy.stream is not None:
         mean_rows = len(lengths) / comparison.num_steps
-        others = f"the other strategies: {comparison.batch_size:,} rows"
+        others = f"the other strategies: {rows_per_step}"
         rows_per_step = f"about {mean_rows:,.0f} rows as configured ({others})"
     return [
         (
-            f"{len(lengths):,} rows from {request.rows.source}: {comparison.num_steps:,} {steps}"
-            f" of {rows_per_step}"
+            f"{counted(len(lengths), 'row')} from {request.rows.source}:"
+            f" {counted(comparison.num_steps, 'step')} of {rows_per_step}"
         ),
         (
             f"tokens per row: mean {lengths.mean():,.0f}, median {median:,.0f}, p99 {p99:,.0f},"

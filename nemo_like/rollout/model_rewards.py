@@ -18,6 +18,7 @@ import numpy as np
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.reward import RewardConfig, RewardModelConfig
 from nemo_like.config.schema import DataConfig
+from nemo_like.config.text import counted
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.oversize import OversizeWarning
@@ -172,9 +173,9 @@ class RewardModel:
         limit = self.config.max_restarts
         if self._num_restarts >= limit:
             raise WorkerFailure(
-                f"a worker of the reward model {self.name} failed and {self._num_restarts} restarts"
-                f" were made, which is all that reward.models.{self.name}.max_restarts={limit}"
-                f" allows: {failure}",
+                f"a worker of the reward model {self.name} failed after"
+                f" {counted(self._num_restarts, 'restart')}, the limit of"
+                f" reward.models.{self.name}.max_restarts={limit}: {failure}",
                 group=failure.group,
                 rank=failure.rank,
                 method="restart",

@@ -106,7 +106,7 @@ class Rollout:
         if gaps.min(initial=0.0) < 0:
             raise ValueError(
                 f"version_gap has the value {gaps.min():g}; it must be at least 0: a token cannot"
-                " be sampled with weights newer than those that train on it"
+                " be sampled with newer weights than the weights that train on it"
             )
         return Jagged(gaps, self.batch["input_ids"].offsets)
 

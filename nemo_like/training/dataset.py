@@ -12,7 +12,7 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import EpochLoopConfig, RunConfig
-from nemo_like.config.text import plural
+from nemo_like.config.text import counted, plural
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import Rows, RowSchema
 from nemo_like.data.encoded_rows import EncodedRows
@@ -233,7 +233,7 @@ def describe_run(
         batch_size,
         f"{config.example}s",
     )
-    return f"{num_steps:,} {plural(num_steps, 'step')}; {epoch}"
+    return f"{counted(num_steps, 'step')}; {epoch}"
 
 
 def describe_epoch(

@@ -94,7 +94,7 @@ def fit_row(encoded: EncodedRow, config: RunConfig) -> EncodedRow | None:
     raise ConfigError(
         f"the row has {length} tokens, policy.max_total_sequence_length is {limit}; raise it, or"
         " set policy.oversize_rows to truncate (remove the end), drop (skip the row) or singleton"
-        " (a microbatch of its own)"
+        " (a separate microbatch)"
     )
 
 
@@ -265,9 +265,9 @@ def start_encoding(
     progress = Progress()
     if len(rows) > MAX_ROWS_AWAITED:
         progress.print_line(
-            f"all {len(rows):,} rows are encoded before the first step, because the number of steps"
-            f" depends on those that are left out; with {config.kind}.max_num_steps training starts"
-            " at once"
+            f"all {len(rows):,} rows are encoded before the first step, because the number of"
+            f" steps depends on the rows that are left out; with {config.kind}.max_num_steps"
+            " training starts at once"
         )
     finish_encoding(config, rows, progress)
 

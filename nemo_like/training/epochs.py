@@ -53,7 +53,7 @@ def run_epochs(
         total = source.last_step(limits, loader, 0)
         task = open_task()
         with open_training_run(
-            config, source.data.encoder, num_steps=total, num_optimizer_steps=total
+            config, source.data, num_steps=total, num_optimizer_steps=total
         ) as run:
             if not source.encodes_before_run:
                 num_left = max(total - run.load_position(loader), 0)
@@ -86,6 +86,7 @@ def _train(
             with run.timers("step"):
                 work = task.train_step(run, step)
             step += 1
+            phase.advance()
             is_last = step >= total or source.is_exhausted(limits, loader)
             if is_due(step, limits.val_period, is_last=is_last):
                 run.add_metrics(task.validate(run))
@@ -93,5 +94,4 @@ def _train(
             # After the log, because it can end the run.
             stop_if_too_many(run, step, loader)
             run.save_if_due(step, loader, is_last=is_last)
-            phase.advance()
     return step

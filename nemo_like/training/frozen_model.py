@@ -49,7 +49,7 @@ def check_frozen_model(
     if config.policy.lora.enabled:
         role = "the frozen weights of its adapters"
     raise ConfigError(
-        f"policy.model_name is {config.policy.model_name!r}, whose weights are not those that"
-        f" {shown_path(checkpoint)} was trained with as {role}: set it back, or restore the files,"
-        " or start a new run"
+        f"policy.model_name is {config.policy.model_name!r}, whose weights differ from the weights"
+        f" that {shown_path(checkpoint)} was trained with as {role}: set it back, or restore the"
+        " files, or start a new run"
     )

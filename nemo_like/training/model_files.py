@@ -211,11 +211,11 @@ def _require_config_file(path: Path, subject: str) -> None:
     """Raise ConfigError for a directory without config.json. `subject` begins the message."""
     if (path / "config.json").is_file():
         return
-    solution = "give that of a Hugging Face model"
+    solution = "give the directory of a Hugging Face model"
     if (path / "adapter_config.json").is_file():
         solution = (
             "it has a LoRA adapter: give the merged model that the run exported (its hf"
-            " directory), or that `nemo-like export` writes"
+            " directory), or the one that `nemo-like export` writes"
         )
     elif any((path / part).is_dir() for part in ("checkpoints", "policy")):
         solution = (

@@ -12,16 +12,18 @@ from dataclasses import replace
 from nemo_like.checkpoint import Checkpointer
 from nemo_like.config.load import to_dict
 from nemo_like.config.schema import RunConfig
-from nemo_like.data.chat import ChatEncoder
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
 from nemo_like.policy.optim import resolve_decay_steps
 from nemo_like.progress import Progress
 from nemo_like.run_directory import log_config_changes, open_run_directory, write_config
 from nemo_like.run_log import run_log
 from nemo_like.tracking import check_logger
+from nemo_like.training.dataset import RunData
 from nemo_like.training.frozen_model import check_frozen_model, frozen_model
 from nemo_like.training.lora_checks import check_resumed_lora
+from nemo_like.training.model_files import open_model_spec
 from nemo_like.training.run import TrainingRun
+from nemo_like.training.run_lines import header_lines
 from nemo_like.training.run_warnings import precision_warnings
 from nemo_like.training.saving import policy_directory
 from nemo_like.training.stopping import stop_requests
@@ -34,7 +36,7 @@ logger = logging.getLogger(__name__)
 @contextmanager
 def open_training_run(
     config: RunConfig,
-    encoder: ChatEncoder,
+    data: RunData,
     *,
     num_steps: int | None,
     num_optimizer_steps: int | None,
@@ -48,7 +50,7 @@ def open_training_run(
     plain = to_dict(config)
     # The directory keeps the config as the user wrote it, without the resolved steps.
     config = replace(config, policy=resolve_decay_steps(config.policy, num_optimizer_steps))
-    progress = Progress(num_steps=num_steps)
+    progress = Progress()
     with (
         stop_requests(config) as stop,
         open_run_directory(config.output_dir, config.run_name, resume=config.resume) as directory,
@@ -66,6 +68,9 @@ def open_training_run(
         check_logger(config.logger)
         for warning in precision_warnings(config):
             logger.warning(warning)  # on the console and in driver.log
+        spec = open_model_spec(config)
+        for line in header_lines(config, directory.path, spec, len(data.train), num_steps):
+            progress.print_line(line)
         model = frozen_model(config)
         resumed = None
         if config.resume:
@@ -83,16 +88,17 @@ def open_training_run(
             config,
             progress,
             logs=directory.logs / "ray",
-            end_token_ids=encoder.end_token_ids,
+            end_token_ids=data.encoder.end_token_ids,
         ) as workers:
-            check_workers(config, encoder, workers, directory, progress)
+            check_workers(config, data.encoder, workers, directory, progress)
             run = TrainingRun(
                 config=config,
                 directory=directory,
                 checkpointer=checkpointer,
                 resumed=resumed,
                 progress=progress,
-                encoder=encoder,
+                encoder=data.encoder,
+                num_steps=num_steps,
                 workers=workers,
                 log_file=log_file,
                 closing=closing,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +19,7 @@ import numpy as np
 from nemo_like.checkpoint import Checkpoint, Checkpointer
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
+from nemo_like.config.text import counted
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow
 from nemo_like.data.columns import num_trained_tokens
@@ -41,6 +42,8 @@ from nemo_like.tracking import Tracker
 from nemo_like.training.collector import open_collector
 from nemo_like.training.export import export_model
 from nemo_like.training.loading import load_position, loader_metrics
+from nemo_like.training.rollout_warnings import RolloutWarnings
+from nemo_like.training.run_lines import step_line
 from nemo_like.training.saving import CheckpointSaver, policy_directory
 from nemo_like.training.selection import Selection
 from nemo_like.training.stopping import RunStopped, StopRequests
@@ -78,6 +81,8 @@ class TrainingRun:
     """The checkpoint that the run continues; None if it starts at step 0."""
     progress: Progress
     encoder: ChatEncoder
+    num_steps: int | None
+    """Steps of the run, for its output; None if it does not know them in advance."""
     workers: RunWorkers
     log_file: RunLog
     closing: ExitStack
@@ -94,6 +99,7 @@ class TrainingRun:
     last: dict[str, float] = field(default_factory=dict)
     saver: CheckpointSaver = field(init=False)
     selection: Selection = field(init=False)
+    rollout_warnings: RolloutWarnings = field(init=False)
     tracker: Tracker = field(init=False)
     lengths: AppendedFile = field(init=False)
     counters: dict[str, float] = field(default_factory=lambda: {"num_tokens": 0.0, "num_rows": 0.0})
@@ -106,6 +112,7 @@ class TrainingRun:
     def __post_init__(self) -> None:
         self.saver = CheckpointSaver(self.checkpointer, self.workers, self.timers)
         self.selection = Selection(self.config)
+        self.rollout_warnings = RolloutWarnings(self.config)
 
     @property
     def policy(self) -> Policy:
@@ -133,7 +140,7 @@ class TrainingRun:
             self.config.logger,
             self.resolved,
             resumed_step=resumed_step,
-            show=self.progress.show_step,
+            show=self._show_step,
         )
         self.tracker = self.closing.enter_context(tracker)
         if self.workers.rollout_workers is not None and resumed_step is None:
@@ -150,6 +157,14 @@ class TrainingRun:
         # From here on a signal waits for the end of a step, so that the step can be saved.
         self.stop.finish_steps(enabled=True)
         return resumed_step or 0
+
+    def _show_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the line of a step, and warn of completions that teach the policy little."""
+        line = step_line(self.config.kind, step, self.num_steps, metrics)
+        is_validated = any(name.startswith("validation/") for name in metrics)
+        self.progress.show_step(line, always=is_validated)
+        for warning in self.rollout_warnings.observe(step, metrics):
+            logger.warning(warning)
 
     def _load(self, checkpoint: Checkpoint, loader: BatchLoader) -> int:
         """Restore policy, loader and counters; return the step of the checkpoint."""
@@ -255,7 +270,7 @@ class TrainingRun:
         self.saver.publish_if_written()
         if step == 0:
             write_text(self.directory.plan(step), plan.to_json() + "\n")
-            self.progress.print_line(str(plan))
+            self.progress.print_line(f"first batch: {plan}")
         # For `nemo-like plan --metrics`, which plans the steps of a past run again.
         record = {
             "step": step + 1,
@@ -426,7 +441,7 @@ class TrainingRun:
                 with_ema=self.config.policy.ema.enabled,
             )
         self.log_file.check()
-        text = f"done: {step} steps, run directory {self.directory.path}"
+        text = f"done: {counted(step, 'step')}, run directory {self.directory.path}"
         if export is not None:
             text += f", model {export}"
         self.progress.print_line(text)

@@ -10,7 +10,7 @@ from nemo_like.config.lora import MAX_VLLM_RANK
 from nemo_like.config.optimization import EmaConfig, SchedulerConfig
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import MAIN_SET, RunConfig
-from nemo_like.config.text import plural
+from nemo_like.config.text import counted
 from nemo_like.data.datasets import Rows, conversation
 from nemo_like.integer_math import nearest_multiples
 from nemo_like.training.training_sets import training_files, training_name
@@ -35,7 +35,7 @@ def rows_warnings(config: RunConfig, rows: Rows) -> Iterator[str]:
     num_rows = len(rows)
     if config.has_fixed_batches and num_rows < batch_size:
         yield (
-            f"{training_name(config)} has {num_rows} {plural(num_rows, 'row')}, fewer than one"
+            f"{training_name(config)} has {counted(num_rows, 'row')}, fewer than one"
             f" batch ({key} {batch_size}); set {key} to at most {num_rows}, or add rows"
         )
 
@@ -113,9 +113,9 @@ def step_warnings(config: RunConfig, num_steps: int) -> Iterator[str]:
     # The schedule is legal: the learning rate just never reaches its maximum.
     if warmup > num_steps:
         yield (
-            f"policy.scheduler.warmup_steps is {warmup}, but the run has {num_steps} optimizer"
-            f" steps, so the learning rate ends at {num_steps / warmup:.0%} of policy.optimizer.lr;"
-            f" set it to {num_steps} or less"
+            f"policy.scheduler.warmup_steps is {warmup}, but the run has"
+            f" {counted(num_steps, 'optimizer step')}, so the learning rate ends at"
+            f" {num_steps / warmup:.0%} of policy.optimizer.lr; set it to {num_steps} or less"
         )
 
     yield from _decay_warnings(config.policy.scheduler, num_steps)
@@ -129,16 +129,16 @@ def _decay_warnings(scheduler: SchedulerConfig, num_steps: int) -> Iterator[str]
     decay = scheduler.wsd_decay_steps
     if scheduler.kind == "wsd" and decay is not None and decay > num_decaying > 0:
         yield (
-            f"policy.scheduler.wsd_decay_steps is {decay}, but the run has {num_decaying} optimizer"
-            " steps after warm-up, so it decays in all of them and has no stable part; set it to"
-            f" less than {num_decaying}"
+            f"policy.scheduler.wsd_decay_steps is {decay}, but the run has"
+            f" {counted(num_decaying, 'optimizer step')} after warm-up, so it decays in all of"
+            f" them and has no stable part; set it to less than {num_decaying}"
         )
     is_cyclic = scheduler.kind == "cosine_restarts"
     if is_cyclic and scheduler.num_cycles > num_decaying > 0:
         yield (
-            f"policy.scheduler.num_cycles is {scheduler.num_cycles}, but the run has {num_decaying}"
-            " optimizer steps after warm-up, so the learning rate stays near its maximum; set it to"
-            f" much less than {num_decaying}"
+            f"policy.scheduler.num_cycles is {scheduler.num_cycles}, but the run has"
+            f" {counted(num_decaying, 'optimizer step')} after warm-up, so the learning rate stays"
+            f" near its maximum; set it to much less than {num_decaying}"
         )
 
 
@@ -147,18 +147,19 @@ def _ema_warnings(ema: EmaConfig, num_steps: int) -> Iterator[str]:
     num_averaged = num_steps - ema.start_step
     if num_averaged <= 0:
         yield (
-            f"policy.ema.start_step is {ema.start_step}, but the run has {num_steps} optimizer"
-            " steps, so the averaged weights are the last ones; set it to less than"
-            f" {num_steps}"
+            f"policy.ema.start_step is {ema.start_step}, but the run has"
+            f" {counted(num_steps, 'optimizer step')}, so the averaged weights are the last ones;"
+            f" set it to less than {num_steps}"
         )
         return
     share = ema.decay**num_averaged
     if share > _LARGE_SHARE:
         decay = 1 - 10 / num_averaged
         yield (
-            f"policy.ema.decay is {ema.decay}, and the run has {num_averaged} optimizer steps after"
-            f" policy.ema.start_step, so {share:.0%} of the averaged weights are those of its"
-            f" beginning; set it to {max(decay, 0):.3g} or less"
+            f"policy.ema.decay is {ema.decay}, and the run has"
+            f" {counted(num_averaged, 'optimizer step')} after policy.ema.start_step, so"
+            f" {share:.0%} of the averaged weights come from its beginning; set it to"
+            f" {max(decay, 0):.3g} or less"
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from nemo_like.config.text import counted
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.loader import Position
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
@@ -215,5 +216,5 @@ def _summary(
 ) -> str:
     share = "" if num_steps == 1 else f" ({num_skipped} of {num_steps})"
     num_rows = sum(record["cause"] == "loss" for record in records)
-    cause = f"the loss of {num_rows} rows is" if num_rows else "the gradients are"
+    cause = f"the loss of {counted(num_rows, 'row')} is" if num_rows else "the gradients are"
     return f"optimizer step skipped{share}, weights unchanged: {cause} not finite"

@@ -122,7 +122,7 @@ def row_sources(
     num_sources = len(set(sources))
     if num_sources > MAX_SOURCES:
         raise ConfigError(
-            f"data.source_column {column!r} has {num_sources} different values in {key}, and each"
-            f" has metrics of its own; at most {MAX_SOURCES} are possible"
+            f"data.source_column {column!r} has {num_sources} different values in {key}, each"
+            f" of which has separate metrics; at most {MAX_SOURCES} are possible"
         )
     return sources

@@ -9,6 +9,7 @@ import numpy as np
 
 from nemo_like.config.parallel import is_colocated
 from nemo_like.config.schema import RunConfig
+from nemo_like.config.text import counted
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.generation.generator import Generator
@@ -70,9 +71,9 @@ class GeneratorWeights:
         report = self._sync.push([replica.group for replica in replicas], version)
         if report.transport is not None and report.transport != previous_transport:
             self._report(
-                f"weights are sent to {len(replicas)} generator replicas over"
-                f" {report.transport}: {report.num_bytes / 1e6:,.0f} MB in {report.num_buckets}"
-                f" buckets, {report.total_s:.2f} s"
+                f"weights are sent to {counted(len(replicas), 'generator replica')} over"
+                f" {report.transport}: {report.num_bytes / 1e6:,.0f} MB in"
+                f" {counted(report.num_buckets, 'bucket')}, {report.total_s:.2f} s"
             )
         updated = []
         for position, replica in enumerate(replicas):

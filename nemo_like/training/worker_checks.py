@@ -8,7 +8,6 @@ from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.progress import Progress
 from nemo_like.run_directory import RunDirectory
-from nemo_like.training.lora_checks import lora_line
 from nemo_like.training.workers import RunWorkers
 
 logger = logging.getLogger(__name__)
@@ -23,19 +22,15 @@ def check_workers(
 ) -> None:
     """Check chat template, shared directory and row isolation before the first step.
 
-    With LoRA the number of trained parameters is printed.
-
     Raises ConfigError, or WorkerError for a model whose packed rows see each other.
     """
     difference = encoder.prompt_difference()
     if difference is not None:
         logger.warning("the chat template makes rollouts and SFT rows differ: %s", difference)
-    if config.policy.lora.enabled:
-        progress.print_line(lora_line(config.policy.lora, workers.policy.model))
     if config.checkpointing.enabled or config.checkpointing.export_hf:
         workers.policy.check_shared_directory(directory.path)
     with (
-        progress.phase("checking that packed rows cannot see each other", unit="checks"),
+        progress.phase("checking that rows are isolated", unit="checks"),
         workers.policy_onloaded(),
     ):
         # A kernel that attends across rows would train without an error, and wrongly.

@@ -135,7 +135,7 @@ def start_workers(
             load_environment(config.environment)
     with ExitStack() as closing:
         with progress.phase(
-            "starting workers", 3 if config.generates else 1, unit="groups"
+            "starting workers", 3 if config.generates else 1, unit="groups", has_eta=False
         ) as phase:
             start = group_starter(config, closing, progress, logs=logs)
             policy = _start_policy(config, start, needs_reference=config.needs_reference)

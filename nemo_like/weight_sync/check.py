@@ -134,9 +134,9 @@ class LogprobCheck:
         num_not_finite = int((~np.isfinite(actual)).sum())
         if num_not_finite:
             raise WeightSyncError(
-                f"{title}: {num_not_finite} of {len(actual)} log-probs are not finite, those of the"
-                " policy are. Weights in the replica are NaN or inf: the transfer damaged them, or"
-                " they overflow in its dtype"
+                f"{title}: {num_not_finite} of {len(actual)} log-probs are not finite, while the"
+                " policy's are. Weights in the replica are NaN or inf: the transfer damaged them,"
+                " or they overflow in its dtype"
             )
         errors = np.abs(actual - _scored(policy))
         distance = self._distance(errors)

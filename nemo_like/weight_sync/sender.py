@@ -74,7 +74,7 @@ class WeightSender:
         """See `WeightSource.plan_weights`. Raises ValueError for an unknown dtype."""
         wire_dtype = getattr(torch, dtype, None)
         if not isinstance(wire_dtype, torch.dtype):
-            raise ValueError(f"dtype {dtype!r} is no dtype of torch; use float32 or bfloat16")
+            raise ValueError(f"dtype {dtype!r} is not a dtype of torch; use float32 or bfloat16")
         shapes = self._owner.weight_shapes()
         if self._adapters_only:
             shapes = self._owner.adapter_shapes()

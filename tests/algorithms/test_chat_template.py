@@ -36,7 +36,7 @@ def test_a_run_knows_the_end_of_a_turn_and_reports_how_prompts_differ(
         caplog.at_level(logging.WARNING),
         open_training_run(
             config,
-            source.data.encoder,
+            source.data,
             num_steps=1,
             num_optimizer_steps=1,
         ) as run,

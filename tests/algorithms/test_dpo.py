@@ -85,7 +85,7 @@ def test_conversations_compare_the_turns_after_the_common_ones(recipe: Recipe, t
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "1+1", "chosen": "2"}, "columns .* are no format"),
+        ({"prompt": "1+1", "chosen": "2"}, "columns .* match no known format"),
         ({"prompt": "1+1", "chosen": "2", "rejected": "2"}, "are equal"),
         ({"chosen": "2", "rejected": "3"}, "there is no column 'prompt'"),
         ({"prompt": "1+1", "chosen": 2, "rejected": "3"}, r"'chosen' is 2 \(int\), not a text"),

@@ -32,7 +32,7 @@ REJECTED = [
             "grpo.max_staleness=1",
             "cluster.backend=ray",
         ],
-        "those of later steps, whose rollouts have started already",
+        "belong to later steps, whose rollouts have already started",
     ),
     (
         [

@@ -5,11 +5,13 @@ an updated reference, in this process.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 
 from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.algorithms.grpo.update import epoch_order
@@ -87,8 +89,9 @@ def test_dynamic_sampling_refills_and_resumes_without_losing_a_prompt(recipe: Re
 
 
 def test_a_step_without_unequal_rewards_trains_nothing(
-    recipe: Recipe, capsys: pytest.CaptureFixture[str]
+    recipe: Recipe, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The console tells what the run is, and warns once of completions that teach nothing."""
     result = run_grpo(
         recipe.grpo(
             *PLAIN,
@@ -106,6 +109,17 @@ def test_a_step_without_unequal_rewards_trains_nothing(
     assert [line["reward/mean"] for line in metrics] == [1, 1]
     assert all("policy/loss" not in line for line in metrics)
     assert rollout_of(result.directory.path, 1) == []
+    shown = capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(recipe.demo / "model")
+    assert shown.startswith(f"grpo run in {result.directory.path}\n")
+    assert f", {model.num_parameters():,} parameters, all trained\ndevice: CPU, 1 worker" in shown
+    assert "2 steps; 4 prompts x 4 generations = 16 rows per step\n" in shown
+    assert re.search(r"step 1/2  reward 1.000  equal rewards 100%  truncated \d+%  length", shown)
+    assert min(line["generation/truncated_share"] for line in metrics) > 0.5
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    [truncated] = [text for text in warnings if "policy.generation.max_new_tokens (now 4)" in text]
+    [equal] = [text for text in warnings if "grpo.num_generations_per_prompt (now 4)" in text]
+    assert truncated.startswith("step 1: ") and equal.startswith("step 1: 100% of the groups")
     assert main(["show", str(result.directory.path), "--step", "1"]) == 2
     assert "step 1 trained no rows: dynamic sampling found no" in capsys.readouterr().err
 

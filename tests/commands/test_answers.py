@@ -84,7 +84,7 @@ def test_completions_are_recorded_and_continued(model, prompts, tmp_path, capsys
     monkeypatch.setattr(AnswerFile, "add", interrupted)
     code, _, message = run(capsys, *arguments, "--out", stopped, "--token-ids", "--batch-size", 4)
     monkeypatch.undo()
-    assert code == 130 and "2 of 6 prompts are finished" in message and "--resume" in message
+    assert code == 130 and "2 of 6 prompts finished" in message and "--resume" in message
     assert len(read(stopped)) == 2
     with stopped.open("a") as file:
         file.write('{"row": 5, "comple')

@@ -178,7 +178,7 @@ def test_a_sound_sft_config(model: Path, write: Write) -> None:
         in report.sections["lengths"][0]
     )  # type: ignore[arg-type]
     assert report.sections["plan"][0].startswith("the first step: 8 rows, ")
-    assert "if 4 rows at a time were padded)" in report.sections["plan"][0]
+    assert "if padded 4 rows at a time)" in report.sections["plan"][0]
     assert report.samples[1].segments == (
         ("<bos><user>1+1<assistant>", False),
         ("1+1+0=02\n#### 2<eos>", True),
@@ -418,7 +418,7 @@ def test_a_tokenizer_of_another_model(model: Path, write: Write, tmp_path: Path)
     [
         ([], "has no rows"),
         ([*ROWS, '{"prompt": "1'], "train.jsonl:41: not valid JSON"),
-        ([{"line": "1+1=2"}], "train.jsonl:1: columns ['line'] are no format that is understood"),
+        ([{"line": "1+1=2"}], "train.jsonl:1: columns ['line'] match no known format"),
         ([{"prompt": "1+1"}], "train.jsonl:1: there is no assistant turn to learn from"),
         ([{"prompt": "1+1", "chosen": "2", "rejected": "3"}], "`nemo-like dpo` and `nemo-like rm`"),
         ([{"chosen": "1+1=2", "rejected": "1+1=3"}], "`nemo-like dpo` and `nemo-like rm`"),

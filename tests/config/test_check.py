@@ -422,19 +422,19 @@ def test_the_derivation_is_spelled_out() -> None:
     ) == (
         "8 prompts x 4 generations = 32 rows per step\n"
         "32 rows / 16 rows per optimizer step = 2 optimizer steps\n"
-        "100 steps = 200 optimizer steps over 3200 rows\n"
+        "100 steps = 200 optimizer steps over 3,200 rows\n"
         "16 rows / 2 workers = 8 rows each\n"
         "training: 8 rows / 4 rows per microbatch = 2 microbatches\n"
         "log-probs: 8 rows / 4 rows per microbatch = 2 microbatches"
     )
     single_step = derivation(GRPO)
     assert "1 optimizer step\n" in single_step
-    assert "previous log-probs: those of the training pass" in single_step
+    assert "previous log-probs: from the training pass" in single_step
     assert "log-probs: 32 rows" not in single_step
     bypass = {"loss_fn.importance_correction.kind": "bypass"}
     for batch in (16, 32):
         text = derivation(with_keys(GRPO, {**bypass, "policy.train_global_batch_size": batch}))
-        assert "previous log-probs: those of the generator\n" in text
+        assert "previous log-probs: from the generator\n" in text
         assert "log-probs: 32 rows" not in text
     penalty = {"loss_fn.reference_policy_kl_penalty": 0.1}
     assert "log-probs: 32 rows / 4" in derivation(with_keys(GRPO, {**bypass, **penalty}))

@@ -151,7 +151,7 @@ GOOD = {"prompt": "a", "answer": "1"}
         (
             [{"body": "x", "label": 1}],
             (
-                r"jsonl:1: columns \['body', 'label'\] are no format that is understood."
+                r"jsonl:1: columns \['body', 'label'\] match no known format."
                 r" Understood:"
                 r" messages"
             ),

@@ -271,7 +271,7 @@ def test_a_renamed_column_may_be_in_an_object(tmp_path: Path) -> None:
 
 def test_a_renamed_column_needs_a_meaning() -> None:
     check_columns({"prompt": "problem"})
-    with pytest.raises(ConfigError, match=r"data\.columns: 'prompts' is no column with a meaning"):
+    with pytest.raises(ConfigError, match=r"data\.columns: 'prompts' is not a known meaning"):
         check_columns({"prompts": "problem"})
 
 
@@ -291,7 +291,7 @@ TOKENS = {"input_ids": [5, 6, 7]}
 )
 def test_rows_without_turns_are_for_sft_only(tmp_path: Path, row: dict) -> None:
     assert load_one(tmp_path, row) == row
-    with pytest.raises(ConfigError, match="are no format that is understood"):
+    with pytest.raises(ConfigError, match="match no known format"):
         load_one(tmp_path, row, PROMPT_ROWS)
 
 

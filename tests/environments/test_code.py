@@ -199,7 +199,7 @@ def test_a_program_is_checked_by_its_output(sandbox: Sandbox) -> None:
                 "class Equal:\n    def __eq__(self, other):\n        return True\n"
                 "    def __repr__(self):\n        return '4'\ndef double(x):\n    return Equal()"
             ),
-            "no plain data",
+            "not plain data",
         ),
         (
             (

@@ -90,7 +90,7 @@ def test_a_step_that_does_not_end_ends_its_own_conversation(kind: str) -> None:
         ("nan", "step returned nan as the reward, which is not a finite number"),
         ("text", "step returned '1' as the reward, which is not a finite number"),
         ("assistant", "only the model has turns of role assistant"),
-        ("no content", "its content is no text"),
+        ("no content", "its content is not text"),
         ("metric", r"step returned the name 'a/b' in metrics"),
         ("state", "reset returned a state that is not JSON"),
         ("interrupt", "step raised KeyboardInterrupt"),

@@ -217,7 +217,7 @@ def test_a_timeout_stops_the_run_with_the_sample() -> None:
         ("batch_array", [1.0, 0.0, 1.0], "returned nan"),
         ("batch_tensor", [2.0, 2.0, 2.0], ""),
         ("batch_too_short", [0.0, 0.0, 0.0], "returned 1 values for a batch of 3 samples"),
-        ("batch_mapping", [0.0, 0.0, 0.0], "returned a dict, which is no list of numbers"),
+        ("batch_mapping", [0.0, 0.0, 0.0], "returned a dict, which is not a list of numbers"),
         ("batch_raises", [0.0, 0.0, 0.0], "raised ZeroDivisionError"),
     ],
 )

@@ -91,7 +91,7 @@ def test_positions_that_do_not_restart_are_noticed(model_dir):
     rotary.forward = lambda x, position_ids: forward(
         x, torch.arange(x.shape[1])[None].expand(x.shape[:2]) ** 2
     )
-    with pytest.raises(IsolationError, match="differ from those of each row alone"):
+    with pytest.raises(IsolationError, match="differ from the log-probs of each row alone"):
         probe_isolation(shifted, layout="packed", vocab_size=VOCABULARY, precision="float32")
 
 

@@ -47,7 +47,7 @@ def test_layers_of_the_files_are_those_of_the_model_and_give_the_number_of_param
     for target in ("lm_head", "q_projection", "gate", "embed_tokens"):
         wrong = LoraConfig(enabled=True, target_modules=("q_proj", target))
         with pytest.raises(
-            ConfigError, match=rf"'{target}' is no linear layer.*k_proj, o_proj, q_proj"
+            ConfigError, match=rf"'{target}' is not a linear layer.*k_proj, o_proj, q_proj"
         ):
             check_lora(PolicyConfig(model_name=str(directory), lora=wrong), spec)
 

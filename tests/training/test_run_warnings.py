@@ -103,7 +103,7 @@ def test_decays_and_cycles_longer_than_the_run(recipe: Recipe, keys, text):
 def test_averages_of_the_wrong_steps(recipe: Recipe):
     ema = ("policy.ema.enabled=true", "policy.ema.decay=0.99")
     [warning] = step_warnings(recipe.sft(*ema), 100)
-    assert "37% of the averaged weights are those of its beginning; set it to 0.9" in warning
+    assert "37% of the averaged weights come from its beginning; set it to 0.9" in warning
     assert list(step_warnings(recipe.sft(*ema), 300)) == []
     [warning] = step_warnings(recipe.sft(*ema, "policy.ema.start_step=100"), 100)
     assert "the averaged weights are the last ones" in warning

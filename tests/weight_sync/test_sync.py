@@ -274,7 +274,7 @@ def test_errors_of_configuration() -> None:
     context = local_context(num_threads=1)
     policy = LocalGroup(PolicySide, {}, context)
     replica = LocalGroup(GeneratorSide, {}, context)
-    with pytest.raises(WorkerError, match="dtype 'fp32' is no dtype of torch"):
+    with pytest.raises(WorkerError, match="dtype 'fp32' is not a dtype of torch"):
         WeightSync(policy, dtype="fp32").push([replica], 1)
     with pytest.raises(WorkerError, match="cuda_ipc needs a GPU; the policy is on cpu"):
         WeightSync(policy, dtype="float32", transport="cuda_ipc").push([replica], 1)

@@ -21,8 +21,8 @@ class DistillConfig(EpochLoopConfig):
     `distill.teachers`."""
     teachers: dict[str, str] = field(default_factory=dict)
     """Several teachers by name, e.g. `{train: runs/a/hf, code: runs/b/hf}`: each row has the
-    teacher whose name is in its column `distill.teacher_column`. Without that key the names are
-    those of the training sets, where `train` is `data.train_path` and `data.validation_path`."""
+    teacher whose name is in its column `distill.teacher_column`. Without that key the names are the
+    names of the training sets, where `train` is `data.train_path` and `data.validation_path`."""
     teacher_column: str | None = None
     """Column of the rows that names the teacher among `distill.teachers`."""
     divergence: Literal["reverse_kl", "forward_kl", "mixed_kl", "jsd"] = "reverse_kl"

@@ -21,7 +21,7 @@ def dynamic_sampling_problems(config: GrpoRunConfig) -> Iterator[Problem]:
         yield Problem(
             (key, "grpo.max_staleness"),
             f"{key} is true and grpo.max_staleness {staleness}: the prompts that would replace"
-            " dropped groups are those of later steps, whose rollouts have started already. Set"
+            " dropped groups belong to later steps, whose rollouts have already started. Set"
             " grpo.max_staleness to 0, or dynamic sampling to false",
         )
     if config.grpo.advantage.baseline == "none":
@@ -55,7 +55,7 @@ def reward_name_problems(config: GrpoRunConfig) -> Iterator[Problem]:
             yield Problem(
                 (f"reward.{section}.{name}", "environment.path"),
                 f"reward.{section} has the name {name}, but names that begin with environment are"
-                " those of the rewards of environment.path: choose another name",
+                " reserved for the rewards of environment.path: choose another name",
             )
 
 
@@ -106,7 +106,7 @@ def reference_problems(config: GrpoRunConfig) -> Iterator[Problem]:
                 (key, f"policy.generation.{name}"),
                 f"{key} is reward and policy.generation.{name} {getattr(generation, name)}: the KL"
                 " needs the policy's log-probs in the unfiltered distribution, and the log-prob"
-                f" pass computes those of the distribution that is sampled from. Set {key} to"
+                f" pass computes them in the distribution that is sampled from. Set {key} to"
                 f" loss, or remove policy.generation.{name}",
             )
 

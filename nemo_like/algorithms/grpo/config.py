@@ -22,7 +22,7 @@ from nemo_like.config.errors import Problem
 from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.parallel import is_colocated, policy_layout
 from nemo_like.config.schema import RunConfig
-from nemo_like.config.text import either, plural, quotient
+from nemo_like.config.text import counted, either, quotient
 from nemo_like.integer_math import nearest_multiples
 
 
@@ -131,6 +131,19 @@ class GrpoRunConfig(RunConfig):
         """Completions of one step."""
         return self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
 
+    @property
+    def equal_rewards_advice(self) -> str | None:
+        """What to do if the rewards of most groups are equal; None if groups are not compared."""
+        if self.grpo.advantage.baseline == "none":
+            return None
+        advice = (
+            "use prompts of other difficulty, or raise grpo.num_generations_per_prompt (now"
+            f" {self.grpo.num_generations_per_prompt})"
+        )
+        if not self.grpo.dynamic_sampling.enabled:
+            advice += ", or set grpo.dynamic_sampling.enabled to true"
+        return advice
+
     def batch_lines(self) -> list[str]:
         """Return the arithmetic from prompts to optimizer steps, one line each."""
         prompts = self.grpo.num_prompts_per_step
@@ -141,34 +154,38 @@ class GrpoRunConfig(RunConfig):
         # A whole number, or `_group_problems` has refused the config.
         updates = rows // batch
         epochs = self.grpo.num_epochs_per_rollout
-        steps_noun = plural(updates, "step")
+        optimizer_steps = counted(updates, "optimizer step")
+        generations = f"{counted(prompts, 'prompt')} x {counted(group, 'generation')}"
+        num_rows = counted(rows, "row")
         lines = [
-            f"{prompts} prompts x {group} generations = {rows} rows per step",
-            f"{rows} rows / {batch} rows per optimizer step = {updates} optimizer {steps_noun}",
+            f"{generations} = {num_rows} per step",
+            f"{num_rows} / {counted(batch, 'row')} per optimizer step = {optimizer_steps}",
         ]
         if epochs > 1:
             lines.append(
-                f"{updates} optimizer {steps_noun} x {epochs} epochs per rollout ="
+                f"{optimizer_steps} x {epochs} epochs per rollout ="
                 f" {updates * epochs} optimizer steps per step"
             )
             updates *= epochs
-        lines.append(f"{steps} steps = {steps * updates} optimizer steps over {steps * rows} rows")
+        lines.append(
+            f"{counted(steps, 'step')} = {counted(steps * updates, 'optimizer step')} over"
+            f" {counted(steps * rows, 'row')}"
+        )
         if self.grpo.dynamic_sampling.enabled:
             tries = 1 + self.grpo.dynamic_sampling.max_refills
             lines.append(
-                f"dynamic sampling: up to {tries} x {prompts} prompts per step; a step that stays"
-                " short has fewer optimizer steps"
+                f"dynamic sampling: up to {tries} x {counted(prompts, 'prompt')} per step; a step"
+                " that stays short has fewer optimizer steps"
             )
         read = self.loss_fn.logprob_names(is_single_step=False)
         has_no_ratio = "prev_logprobs" not in read
         if self.loss_fn.importance_correction.kind == "bypass":
-            lines.append("previous log-probs: those of the generator")
+            lines.append("previous log-probs: from the generator")
         elif has_no_ratio:
             lines.append("previous log-probs: the loss does not read them")
         elif not self.computes_prev_logprobs:
             lines.append(
-                "previous log-probs: those of the training pass, as each rollout has 1 optimizer"
-                " step"
+                "previous log-probs: from the training pass, as each rollout has 1 optimizer step"
             )
         return lines
 
@@ -207,7 +224,7 @@ def _validation_problems(config: GrpoRunConfig) -> Iterator[Problem]:
         yield Problem(
             ("grpo.val_num_samples", "grpo.val_temperature"),
             f"grpo.val_num_samples is {num_samples} and grpo.val_temperature is 0: greedy answers"
-            " to one prompt are all equal, so avg@n and pass@k would be those of one answer; set"
+            " to one prompt are all equal, so avg@n and pass@k would be equal to one answer's; set"
             " grpo.val_temperature above 0, usually to 0.6 to 1, or grpo.val_num_samples to 1",
         )
 

@@ -63,7 +63,7 @@ def _train(
     loss = rollout_loss(config.loss_fn, config.policy.generation.max_new_tokens)
     with open_training_run(
         config,
-        source.data.encoder,
+        source.data,
         num_steps=total,
         num_optimizer_steps=num_optimizer_steps(config, source),
     ) as run:
@@ -94,6 +94,7 @@ def _train(
                         show_rollout(run, taken.rollout, "rollout sample")
                     trained = _update(run, config, pipeline, taken, loss, step)
                 step += 1
+                phase.advance()
                 if step < total and config.grpo.max_staleness > 0:
                     # Now, so that the generator has work while this step is logged and saved.
                     pipeline.start(step)
@@ -106,7 +107,6 @@ def _train(
                     run.log_step(step, trained.work)
                     stop_if_too_many(run, step, pipeline.position)
                     run.save_if_due(step, pipeline.position, is_last=step == total)
-                phase.advance()
         return run.finalize(step)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.parallel import policy_layout
-from nemo_like.config.text import plural
+from nemo_like.config.text import counted, plural
 from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import SFT_ROWS, Rows, conversation
 from nemo_like.data.loader import RowLoader
@@ -168,11 +168,9 @@ def _describe_stream(config: SftRunConfig, num_rows: int) -> str:
     """Describe the length of a run whose steps have different numbers of rows."""
     batching = config.data.batching
     limits = config.sft
-    length = (
-        f"{limits.max_num_epochs} {plural(limits.max_num_epochs, 'epoch')} of {num_rows:,} rows"
-    )
+    length = f"{counted(limits.max_num_epochs, 'epoch')} of {counted(num_rows, 'row')}"
     if limits.max_num_steps is not None:
-        steps = f"{limits.max_num_steps:,} {plural(limits.max_num_steps, 'step')}"
+        steps = counted(limits.max_num_steps, "step")
         length = f"{steps}" if batching.tail == "wrap" else f"{length}, at most {steps}"
     return (
         f"{length}; data.batching.kind {batching.kind} forms steps of"
@@ -211,7 +209,7 @@ def _describe_first_step(
     num_microbatches = step.plan.num_microbatches
     diagnostics.add_lines(
         "plan",
-        f"the first step: {len(rows):,} rows, {int(step.plan.lengths.sum()):,} tokens,"
+        f"the first step: {counted(len(rows), 'row')}, {int(step.plan.lengths.sum()):,} tokens,"
         f" {metrics['packing/padding_share']:.1%} padding,"
         f" {metrics['packing/utilization']:.1%} of the token budget used; microbatches per worker"
         f" and optimizer step: {num_microbatches}",

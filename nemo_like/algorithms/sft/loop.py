@@ -51,9 +51,7 @@ def _train(
     mixture = source.data.train.mixture
     loss = NllLoss(sources=() if mixture is None else mixture.names)
     with (
-        open_training_run(
-            config, source.data.encoder, num_steps=total, num_optimizer_steps=total
-        ) as run,
+        open_training_run(config, source.data, num_steps=total, num_optimizer_steps=total) as run,
         # Actors that encode rows are stopped before this process leaves their cluster.
         closing(source.rows),
     ):
@@ -89,6 +87,7 @@ def _train(
                             metrics | _perplexity("policy/perplexity", metrics["policy/loss"])
                         )
                 step += 1
+                phase.advance()
                 is_last = _is_last(config, source, loader, step, total)
                 run.add_metrics(plan_metrics(plan) | stream_metrics(loader))
                 if is_due(step, config.sft.val_period, is_last=is_last):
@@ -97,7 +96,6 @@ def _train(
                 # After the log, because it can end the run.
                 stop_if_too_many(run, step, loader)
                 run.save_if_due(step, loader, is_last=is_last)
-                phase.advance()
         _report_dropped_tail(run, source, loader)
         return run.finalize(step)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from nemo_like.config.text import counted
 from nemo_like.data.packing.metrics import bin_stats
 from nemo_like.data.packing.packers import Packing, checked_lengths, prefix_sums
 from nemo_like.data.planning.oversize import (
@@ -35,9 +36,6 @@ from nemo_like.data.planning.spec import Microbatch, PlanSpec
 from nemo_like.integer_math import ceil_div, round_up
 
 __all__ = ["BatchPlan", "Microbatch", "PlanSpec", "RankPlan", "plan_batch"]
-
-_MAX_LINES_SHOWN = 16
-_MAX_MICROBATCHES_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -276,41 +274,33 @@ class BatchPlan:
         return hash((self.spec, self.num_rows, self.step_offsets, *arrays))
 
     def __str__(self) -> str:
-        return "\n".join([self._headline(), *self._table()])
+        """Describe the size, the limits and the balance in one line.
 
-    def _headline(self) -> str:
-        """One line: size, limits and the main metrics."""
+        Example: `64 rows, 4 ranks, 3 microbatches per rank of at most 2,048 tokens (packed), 0.4%
+        padding, max-loaded rank 1.02 times the mean work`.
+        """
         limits = []
         if self.spec.max_tokens:
-            limits.append(f"{self.spec.max_tokens} tokens")
+            limits.append(counted(self.spec.max_tokens, "token"))
         if self.spec.max_rows:
-            limits.append(f"{self.spec.max_rows} rows")
+            limits.append(counted(self.spec.max_rows, "row"))
         metrics = self.metrics()
+        size = counted(self.num_rows, "row")
+        microbatches = counted(self.num_microbatches, "microbatch", "microbatches")
+        if self.num_steps != 1:
+            size += f", {counted(self.num_steps, 'optimizer step')}"
+        balance = ""
+        if self.spec.num_ranks > 1:
+            size += f", {self.spec.num_ranks} ranks"
+            microbatches += " per rank"
+            imbalance = metrics["packing/rank_imbalance_flops"]
+            balance = f", max-loaded rank {imbalance:.2f} times the mean work"
+        if self.dropped:
+            balance += f", {counted(len(self.dropped), 'row')} dropped"
         return (
-            f"{self.num_rows} rows on {self.spec.num_ranks} ranks, {self.num_steps} steps,"
-            f" {self.num_microbatches} microbatches "
-            f"each ({self.spec.layout}, at most {' and '.join(limits)}); "
-            f"{metrics['packing/padding_share']:.1%} padding, max-loaded rank"
-            f" {metrics['packing/rank_imbalance_flops']:.3f}x "
-            f"the mean in work, {metrics['packing/num_dummies']:.0f} dummies, {len(self.dropped)}"
-            f" dropped"
+            f"{size}, {microbatches} of at most {' and '.join(limits)} ({self.spec.layout}),"
+            f" {metrics['packing/padding_share']:.1%} padding{balance}"
         )
-
-    def _table(self) -> list[str]:
-        """One line per step and rank: positions (and number of rows) of each microbatch."""
-        num_rows = np.diff(self.offsets).reshape(self.num_tokens.shape)
-        lines = []
-        for step, (start, stop) in enumerate(pairwise(self.step_offsets)):
-            for rank in range(self.spec.num_ranks):
-                if len(lines) == _MAX_LINES_SHOWN:
-                    return [*lines, "..."]
-                shown = range(start, min(stop, start + _MAX_MICROBATCHES_SHOWN))
-                cells = " ".join(
-                    f"{self.num_tokens[rank, m]:>7} ({num_rows[rank, m]})" for m in shown
-                )
-                more = " ..." if stop - start > _MAX_MICROBATCHES_SHOWN else ""
-                lines.append(f"step {step} rank {rank}: {cells}{more}")
-        return lines
 
     def _imbalance(self, work: np.ndarray) -> float:
         """Sum over steps of the max-loaded rank's work over that of the mean rank.

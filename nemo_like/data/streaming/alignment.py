@@ -339,7 +339,7 @@ class AlignedPlanner:
         if len(positions_in_stream) > 1:
             raise ValueError(
                 "the states are from different steps"
-                f" {[state['num_steps'] for state in states]}; pass those of one checkpoint"
+                f" {[state['num_steps'] for state in states]}; pass the states of one checkpoint"
             )
         self._former = MicrobatchFormer(self.spec, self.spec.microbatches_per_step)
         self._former.start_at(int(states[0]["num_steps"]))

@@ -289,7 +289,7 @@ def check_target(length: int | None, multiple: int, overflow: str) -> None:
     check_positive("the length to pad to", length)
     if length % multiple != 0:
         raise ValueError(
-            f"the length to pad to, {length}, is no multiple of the pad multiple {multiple}; use"
+            f"the length to pad to, {length}, is not a multiple of the pad multiple {multiple}; use"
             f" {round_up(length, multiple)}"
         )
 

@@ -123,7 +123,7 @@ class MapFeed(Generic[Sample]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after `state` of the same rank and number of ranks."""
         if "order" not in state:
-            raise ValueError("the state is that of an iterable dataset, this one is map-style")
+            raise ValueError("the state belongs to an iterable dataset, but this one is map-style")
         self._order.load_state_dict(state["order"])
 
     def load_global_state(
@@ -195,7 +195,7 @@ class IterableFeed(Generic[Sample]):
         """Continue after `state`, with the same number of workers."""
         check_stateful(self._dataset)
         if "order" in state:
-            raise ValueError("the state is that of a map-style dataset, this one is iterable")
+            raise ValueError("the state belongs to a map-style dataset, but this one is iterable")
         if state["num_workers"] != self._options.num_workers:
             raise ValueError(
                 f"the state was written with num_workers={state['num_workers']}, here it is"

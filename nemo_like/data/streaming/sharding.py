@@ -202,7 +202,7 @@ def _check_group(states: Sequence[Mapping[str, Any]]) -> None:
     ranks = [state["rank"] for state in states]
     if ranks != list(range(len(states))):
         raise ValueError(
-            f"the states are those of the ranks {ranks}; one state of each of the {len(states)}"
+            f"the states belong to the ranks {ranks}; one state of each of the {len(states)}"
             " ranks is needed"
         )
     for state in states:

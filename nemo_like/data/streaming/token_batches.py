@@ -244,7 +244,9 @@ def _ordered(
             (np.sort(positions) == np.arange(num_rows)).all()
         )
         if not is_permutation:
-            raise ValueError(f"order is no permutation of the {num_rows} rows: give each row once")
+            raise ValueError(
+                f"order is not a permutation of the {num_rows} rows: give each row once"
+            )
         return positions
     if order == "given":
         return np.arange(num_rows)

@@ -343,7 +343,7 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
     )
     if not is_valid:
         raise CheckpointError(
-            f"{path} is damaged: its entries are not those of a policy checkpoint"
+            f"{path} is damaged: its entries are not the entries of a policy checkpoint"
         )
     return manifest
 

@@ -434,8 +434,12 @@ def test_a_larger_logprob_budget_needs_fewer_microbatches() -> None:
 
 
 def test_a_plan_prints_what_it_does() -> None:
-    text = str(plan_batch(LENGTHS, PlanSpec(max_tokens=2048, num_ranks=2, global_batch_size=128)))
-    assert text.startswith("256 rows on 2 ranks, 2 steps") and "step 1 rank 1:" in text
+    plan = plan_batch(LENGTHS, PlanSpec(max_tokens=2048, num_ranks=2, global_batch_size=128))
+    sizes = f"256 rows, 2 optimizer steps, 2 ranks, {plan.num_microbatches} microbatches per rank"
+    assert str(plan).startswith(f"{sizes} of at most 2,048 tokens (packed), ")
+    assert "max-loaded rank" in str(plan) and "\n" not in str(plan)
+    one_row = plan_batch([5], PlanSpec(max_tokens=8))
+    assert str(one_row) == "1 row, 1 microbatch of at most 8 tokens (packed), 0.0% padding"
 
 
 def test_ranks_and_steps_out_of_range_are_named() -> None:

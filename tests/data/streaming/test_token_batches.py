@@ -123,7 +123,7 @@ def test_no_rows() -> None:
         ({"length_multiple": 16}, "length_multiple is 16: give at most max_tokens, 8"),
         ({"counts": "tokens"}, "counts is 'tokens': give padded or summed"),
         ({"order": "seqlen"}, "order is 'seqlen': give given, random, length"),
-        ({"order": np.array([0, 0])}, "order is no permutation of the 2 rows"),
+        ({"order": np.array([0, 0])}, "order is not a permutation of the 2 rows"),
         ({"oversized": "skip"}, "oversized is 'skip': give error, drop"),
     ],
 )

@@ -182,7 +182,7 @@ def test_a_resumed_run_equals_a_straight_one_bit_for_bit(model_dir, tmp_path):
 def test_a_target_that_is_no_layer_is_refused(architecture, target, model_dir):
     lora = LoraConfig(enabled=True, target_modules=("q_proj", "all-linear", target))
     config = dataclasses.replace(PACKED, model_name=model_dir(architecture), lora=lora)
-    with pytest.raises(ConfigError, match=rf"'{target}' is no linear layer that.*v_proj"):
+    with pytest.raises(ConfigError, match=rf"'{target}' is not a linear layer that.*v_proj"):
         DTensorPolicyWorker(context(), config=config)
 
 

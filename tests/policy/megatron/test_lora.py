@@ -119,8 +119,8 @@ def test_heads_of_keys_and_values_that_tensor_ranks_share_are_refused(on_ranks, 
     ("architecture", "target", "message"),
     [
         ("qwen3", "layers.1.self_attn.q_proj", "no layer of pipeline stage 0"),
-        ("qwen3", "lm_head", "'lm_head' is no linear layer"),
-        ("qwen3_moe_mixed", "down_proj", "'down_proj' is no linear layer"),
+        ("qwen3", "lm_head", "'lm_head' is not a linear layer"),
+        ("qwen3_moe_mixed", "down_proj", "'down_proj' is not a linear layer"),
     ],
 )
 def test_targets_of_all_stages_are_checked(architecture, target, message, model_dir):

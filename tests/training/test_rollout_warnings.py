@@ -1,0 +1,47 @@
+"""Warnings about truncated completions and groups with equal rewards: once, and after a change."""
+
+from __future__ import annotations
+
+from nemo_like.training.rollout_warnings import RolloutWarnings
+from tests.recipe import Recipe
+
+NO_BASELINE = ("grpo.advantage.baseline=none", "grpo.advantage.normalize=none")
+
+
+def warned_steps(warnings: RolloutWarnings, name: str, shares: list[float]) -> list[int]:
+    return [
+        step for step, share in enumerate(shares) if list(warnings.observe(step, {name: share}))
+    ]
+
+
+def test_a_share_is_reported_again_only_after_a_change(recipe: Recipe) -> None:
+    warnings = RolloutWarnings(recipe.grpo())
+    # Grown by a quarter at step 4; small in between at step 7.
+    shares = [0.4, 0.6, 0.5, 0.8, 0.9, 1.0, 0.3, 0.2, 0.55]
+    assert warned_steps(warnings, "generation/truncated_share", shares) == [1, 4, 8]
+    shares = [0.75, 0.85, 1.0, 0.5, 0.9, 0.3, 0.8]
+    assert warned_steps(warnings, "reward/frac_groups_zero_std", shares) == [1, 6]
+
+
+def test_generated_validation_answers_are_watched_in_other_runs(recipe: Recipe) -> None:
+    warnings = RolloutWarnings(recipe.sft())
+    assert warned_steps(warnings, "validation/generation_truncated_share", [1.0, 1.0]) == [0]
+
+
+def test_groups_of_runs_without_a_baseline_are_not_compared(recipe: Recipe) -> None:
+    warnings = RolloutWarnings(recipe.grpo(*NO_BASELINE))
+    assert warned_steps(warnings, "reward/frac_groups_zero_std", [1.0]) == []
+
+
+def test_the_key_is_that_of_the_limit_which_was_reached(recipe: Recipe) -> None:
+    metrics = {"generation/truncated_share": 1.0, "generation/completion_length_max": 24.0}
+    [text] = RolloutWarnings(recipe.grpo()).observe(1, metrics)
+    assert "raise policy.generation.max_new_tokens (now 24)" in text
+    metrics["generation/completion_length_max"] = 20.0
+    [text] = RolloutWarnings(recipe.grpo()).observe(1, metrics)
+    assert "raise policy.max_total_sequence_length (now 96)" in text
+    conversation = recipe.grpo(
+        "environment.path=nemo_like.environments.calculator.Calculator", "environment.max_tokens=64"
+    )
+    [text] = RolloutWarnings(conversation).observe(1, metrics)
+    assert "policy.generation.max_new_tokens (now 24) or environment.max_tokens (now 64)" in text
