@@ -133,7 +133,16 @@ def test_the_site_loads_nothing_from_a_network() -> None:
     # The other themes and this switch would add a content delivery network or remote fonts.
     assert settings["theme"]["name"] == "readthedocs"
     assert settings["theme"]["highlightjs"] is False
-    assert not {"extra_css", "extra_javascript", "plugins", "hooks"} & set(settings)
+    assert not {"extra_javascript", "plugins", "hooks"} & set(settings)
+    for name in settings["extra_css"]:
+        assert not re.search(r"@import|url\(|//", (DOCS / name).read_text())
+
+
+def test_cells_of_tables_wrap() -> None:
+    """The theme sets `white-space: nowrap`, which hides the last columns of wide tables."""
+    [style] = yaml.safe_load(read("mkdocs.yml"))["extra_css"]
+    rule = r"\.wy-table-responsive table td[^{]*\{[^}]*white-space:\s*normal"
+    assert re.search(rule, (DOCS / style).read_text())
 
 
 # Names
