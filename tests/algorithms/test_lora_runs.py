@@ -195,7 +195,7 @@ def check_changed_model(config: Any, directory: RunDirectory, folder: Path) -> N
     values = load_file(weights)
     save_file({name: each * 1.01 for name, each in values.items()}, weights)
     policy = replace(config.policy, model_name=str(changed))
-    with pytest.raises(ConfigError, match=r"changed', whose weights differ from the weights that .*step_2"):
+    with pytest.raises(ConfigError, match=r"changed', whose weights differ .*step_2"):
         run_sft(replace(config, resume=True, policy=policy))
     command = ["export", str(directory.path), "--out", str(folder / "other")]
     assert main([*command, f"policy.model_name={changed}"]) == 2
