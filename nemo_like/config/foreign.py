@@ -21,6 +21,7 @@ from nemo_like.config.foreign_entries import (
     is_off,
 )
 from nemo_like.config.foreign_nemo_rl import NEMO_RL, ON_WHEN_DISABLED, SAME_KEYS
+from nemo_like.config.foreign_tools import has_key, other_tool, value_at
 from nemo_like.config.foreign_trl import COSMOS_RL, TRL
 from nemo_like.config.foreign_verl import VERL
 from nemo_like.config.keys import (
@@ -39,6 +40,8 @@ TOOLS: dict[str, dict[str, Entry]] = {
     "TRL": TRL,
     "Cosmos-RL": COSMOS_RL,
 }
+_MIN_KNOWN_SHARE = 0.75
+"""Share of the keys that a table has to have, or the config is one of another tool."""
 TABLE: dict[str, Entry] = {
     **NEMO_RL,
     **VERL,
@@ -74,8 +77,10 @@ class Findings:
 
     job: JobSchema
     found: list[Finding] = field(default_factory=list)
-    tools: tuple[str, ...] = ()
-    """The tools whose keys they are, the likeliest first."""
+    tool: str = ""
+    """The tool whose config it is; empty if no tool is known."""
+    similar: str = ""
+    """The tool with a table that has most of the keys; empty if none has one."""
 
     @property
     def are_foreign(self) -> bool:
@@ -100,41 +105,6 @@ class Findings:
             if finding.path == path or is_below or is_above:
                 return True
         return False
-
-
-def guess_kind(tree: Mapping[str, Any]) -> str | None:
-    """Return the job of a config of verl, TRL or Cosmos-RL, by keys that only one job has.
-
-    None if there are none.
-    """
-    grpo = {
-        "actor_rollout_ref",
-        "algorithm",
-        "critic",
-        "rollout",
-        "num_generations",
-        "max_completion_length",
-        "reward_funcs",
-    }
-    sft = {
-        "optim",
-        "packing",
-        "assistant_only_loss",
-        "completion_only_loss",
-        "max_length",
-        "max_seq_length",
-    }
-    if {"distillation", "teacher_model_name_or_path"} & set(tree):
-        return "distill"
-    policy = _value_at(tree, "train.train_policy.type")
-    if policy in ("sft", "grpo"):
-        return policy
-    if grpo & set(tree):
-        return "grpo"
-    is_reward_model = canonical(tree.get("lora_task_type")) == "seq_cls"
-    if is_reward_model or "center_rewards_coefficient" in tree:
-        return "rm"
-    return "sft" if sft & set(tree) else None
 
 
 def unknown_text(job: JobSchema, path: str) -> str:
@@ -164,9 +134,31 @@ def find_foreign(job: JobSchema, tree: Mapping[str, Any]) -> Findings:
         num_known = sum(_is_in_table(finding.path, table) for finding in found)
         if num_known > 0:
             counts[name] = num_known
-    # The tool with most of the keys comes first; the tables have keys in common.
-    tools = sorted(counts, key=lambda name: -counts[name])
-    return Findings(job, found, tuple(tools))
+    # The tables have keys in common.
+    similar = max(counts, key=lambda name: counts[name], default="")
+    num_unknown = sum(finding.group == "unknown" for finding in found)
+    is_known = num_unknown <= (1 - _MIN_KNOWN_SHARE) * len(found)
+    # A config of this package with mistakes has its sections.
+    num_own = sum(type_at(job.run_config, name) is not None for name in tree)
+    tool = other_tool(tree) or ""
+    if not tool and (is_known or num_own > len(tree) / 2):
+        tool = similar
+    if tool not in TOOLS:
+        found = [_of_unknown_tool(tree, finding) for finding in found]
+    return Findings(job, found, tool, similar)
+
+
+def _of_unknown_tool(tree: Mapping[str, Any], finding: Finding) -> Finding:
+    """Return the finding for a key of a tool without a table.
+
+    That a key of the same name has no effect in a tool, or a section no counterpart, is then no
+    reason to delete it.
+    """
+    value = value_at(tree, finding.path)
+    is_section = finding.group == "unsupported" and isinstance(value, Mapping)
+    if is_section or (finding.group == "deletable" and not is_off(value)):
+        return Finding(finding.path, "unknown", is_recognized=finding.is_recognized)
+    return finding
 
 
 def _renamed_targets(found: Sequence[Finding]) -> set[str]:
@@ -192,20 +184,20 @@ def missing_keys(
     targets = _renamed_targets(found)
     needed = ["run_name", "policy.model_name", "data.train_path"]
     has_models = any(target.startswith("reward.models.") for target in targets)
-    if job.kind == "grpo" and not has_models and not _value_at(tree, "reward.models"):
+    if job.kind == "grpo" and not has_models and not value_at(tree, "reward.models"):
         needed.append("reward.functions")
     # The period of validation may be set under its own or under a foreign name.
     period_key = f"{job.kind}.val_period"
-    periods = [_value_at(tree, period_key)]
+    periods = [value_at(tree, period_key)]
     for finding in found:
         if period_key in finding.targets:
-            periods.append(_value_at(tree, finding.path))
+            periods.append(value_at(tree, finding.path))
     # 0 here and -1 in verl turn validation off.
     if any(period not in (None, "0", 0, "-1") for period in periods):
         needed.append("data.validation_path")
     missing = []
     for key in needed:
-        if key not in targets and _value_at(tree, key) in (None, "", {}):
+        if key not in targets and value_at(tree, key) in (None, "", {}):
             missing.append(key)
     return missing
 
@@ -314,6 +306,11 @@ def _judged(
     # A key without effect needs no new name.
     if _is_without_effect(tree, entry):
         return Finding(path, "deletable")
+    # The tool's default of the switch may be off, but so may the config be of another tool.
+    if entry.switch is not None and not has_key(tree, entry.switch):
+        targets = " and ".join(entry.targets)
+        text = f"set {targets} if {entry.switch} is on, which the config does not set"
+        return Finding(path, "unsupported", text=text)
     old = canonical(value)
     note = entry.note
     new = None
@@ -345,9 +342,10 @@ def _judged(
 def _is_without_effect(tree: Mapping[str, Any], entry: Renamed) -> bool:
     """Return True if another key of the config turns this one off."""
     off = ("null", "false", "0")
-    if entry.switch is not None and canonical(_value_at(tree, entry.switch)) in off:
+    switch = entry.switch
+    if switch is not None and has_key(tree, switch) and canonical(value_at(tree, switch)) in off:
         return True
-    return entry.unless is not None and canonical(_value_at(tree, entry.unless)) not in off
+    return entry.unless is not None and canonical(value_at(tree, entry.unless)) not in off
 
 
 def _is_unchanged(finding: Finding, entry: Entry) -> bool:
@@ -410,10 +408,3 @@ def _moves(job: JobSchema, reference: str) -> bool:
     if reference.startswith("."):
         return True
     return ":" not in reference and type_at(job.run_config, reference) is None
-
-
-def _value_at(tree: Mapping[str, Any], path: str) -> Any:
-    value: Any = tree
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value

@@ -41,5 +41,8 @@ TRL_DISTILLATION: dict[str, Entry] = {
     "teacher_model_name_or_path": to("distill.teacher"),
     "lmbda": to("distill.on_policy_fraction"),
     **unsupported("the rows of the data may be completions of the teacher", "seq_kd"),
-    **obsolete("teacher_model_init_kwargs"),
+    **unsupported(
+        "a teacher has the engine, the layout and the precision of the policy",
+        "teacher_model_init_kwargs",
+    ),
 }

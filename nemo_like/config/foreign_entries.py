@@ -168,11 +168,4 @@ SCHEDULES = {
 }
 WSD_SHAPES = {"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt", "minus_sqrt": "sqrt"}
 RECOMPUTED = {"true": "full", "false": None}
-# None: leaving the key out has the same effect.
-DTYPES = {
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp32": "float32",
-    "float32": "float32",
-    "auto": None,
-}
+DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}

@@ -35,7 +35,7 @@ _TRANSPORT = "the transport of the weights follows from the layout of the worker
 _LOGPROBS = "the recorded log-probs are those of the distribution that is sampled from"
 _IS_ASYNC = f"rollouts run ahead of training with {_STALENESS} above 0"
 _NO_ASYNC = "this setting of asynchronous training has no counterpart"
-_EACH_STEP = "the generator gets new weights after every step"
+EACH_STEP = "the generator gets new weights after every step"
 _SERVER = f"vLLM runs in workers of the run, on GPUs of their own with {_WORKERS}"
 _END = "the end-of-sequence token always ends a completion"
 _NO_PENALTY = "completions are sampled without penalties for repeated tokens"
@@ -213,7 +213,7 @@ VERL_GENERATION: dict[str, Entry] = {
     "actor_rollout_ref.actor.use_rollout_log_probs": to(
         "loss_fn.importance_correction.kind", values=_BYPASS
     ),
-    **unsupported(_EACH_STEP, f"{_ASYNC}.trigger_parameter_sync_step", off=("1",)),
+    **unsupported(EACH_STEP, f"{_ASYNC}.trigger_parameter_sync_step", off=("1",)),
     **unsupported(_STEP_PROMPTS, f"{_ASYNC}.require_batches", off=()),
     **obsolete(
         f"{_ASYNC}.checkpoint_engine",
@@ -283,7 +283,7 @@ TRL_GENERATION: dict[str, Entry] = {
         "loss_fn.importance_correction.upper", switch="vllm_importance_sampling_correction"
     ),
     "max_staleness": to(_STALENESS),
-    **unsupported(_EACH_STEP, "weight_sync_steps", off=("1",)),
+    **unsupported(EACH_STEP, "weight_sync_steps", off=("1",)),
     **obsolete("max_inflight_tasks", "queue_maxsize"),
 }
 

@@ -95,11 +95,11 @@ for _section in ("policy.dtensor_cfg.lora_cfg", "policy.megatron_cfg.peft"):
     NEMO_RL_LORA |= {
         **unsupported(_NAMED_LAYERS, f"{_section}.exclude_modules"),
         **unsupported(_NO_DROPOUT, f"{_section}.dropout", off=("0",)),
+        **unsupported("adapters are trained in float32", f"{_section}.lora_dtype"),
         # Without dropout and with the products of torch they have no effect.
         **obsolete(
             f"{_section}.a2a_experimental",
             f"{_section}.dropout_position",
-            f"{_section}.lora_dtype",
             f"{_section}.use_triton",
         ),
         **unsupported(

@@ -70,8 +70,8 @@ _JOBS: dict[str, Entry] = {
         "there is no other estimator than that of GRPO", "grpo.adv_estimator.name", off=("grpo",)
     ),
     "grpo.max_val_samples": to("data.max_validation_rows"),
+    **unsupported("this setting of the advantage has no counterpart", "grpo.adv_estimator"),
     **obsolete(
-        "grpo.adv_estimator",
         "grpo.val_batch_size",
         "sft.val_global_batch_size",
         "sft.val_micro_batch_size",
@@ -247,7 +247,16 @@ _DATA: dict[str, Entry] = {
     **unsupported(
         _LENGTH, "data.max_input_seq_length", off=("${policy.max_total_sequence_length}",)
     ),
-    **obsolete("data.num_workers", "data.add_bos", "data.add_eos", "data.add_generation_prompt"),
+    **obsolete("data.num_workers"),
+    **unsupported(
+        "the chat template decides on the tokens around a text",
+        "data.add_bos",
+        "data.add_eos",
+        off=("true",),
+    ),
+    **unsupported(
+        "the chat template decides on the tokens around a text", "data.add_generation_prompt"
+    ),
     **unsupported(
         "a step has rows of all sets, by data.train_weights", "data.use_multiple_dataloader"
     ),

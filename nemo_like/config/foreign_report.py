@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_like.config.errors import Location, Problem
-from nemo_like.config.foreign import Finding, Findings, Group, missing_keys
+from nemo_like.config.foreign import TOOLS, Finding, Findings, Group, missing_keys
 from nemo_like.config.keys import JobSchema, child_types, misspelled_key, type_at
 from nemo_like.config.text import shortened
 from nemo_like.config.yaml_locations import Sources
@@ -30,7 +30,12 @@ def foreign_text(
 ) -> str:
     """Return the text of the error for the config `source`; problems of other keys come last."""
     places = {key: _place(written.location, source) for key, written in sources.by_key.items()}
-    looks = f", as {findings.tools[0]} has them" if findings.tools else ""
+    looks = f", as {findings.tool} has them" if findings.tool else ""
+    if findings.tool not in TOOLS:
+        tool = f"{findings.tool}," if findings.tool else "a tool"
+        looks = f", of {tool} whose keys are not known"
+        if findings.similar:
+            looks += f" (the others have the names of {findings.similar}; check their meaning)"
     lines = [f"{source} has {len(findings.found)} keys to change or delete{looks}"]
     # The order of the headings: what must be decided comes before what can be deleted.
     for group, heading in _HEADINGS.items():

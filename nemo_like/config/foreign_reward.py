@@ -18,13 +18,13 @@ NEMO_RL_REWARD: dict[str, Entry] = {
     ),
     f"{_ENV}.precision": to(f"{_MODEL}.precision", values=DTYPES),
     f"{_ENV}.max_model_len": to(f"{_MODEL}.max_length"),
-    **obsolete(
-        f"{_ENV}.enabled",
-        f"{_ENV}.checkpoint_path",
-        f"{_ENV}.reward_model_cfg",
+    **unsupported(
+        "the score head is a linear layer with one output",
         f"{_ENV}.reward_model_type",
-        f"{_ENV}.dtensor_cfg",
+        f"{_ENV}.reward_model_cfg.reward_model_type",
+        off=("bradley_terry",),
     ),
+    **obsolete(f"{_ENV}.enabled", f"{_ENV}.reward_model_cfg.enabled", f"{_ENV}.dtensor_cfg"),
     **unsupported(_PACKED, f"{_ENV}.batch_size", f"{_ENV}.logprob_batch_size"),
     **unsupported(_WORKERS, f"{_ENV}.resources"),
     **unsupported("this setting of the reward model has no counterpart", _ENV),

@@ -30,7 +30,11 @@ from nemo_like.config.foreign_entries import (
     to,
     unsupported,
 )
-from nemo_like.config.foreign_generation import COSMOS_RL_GENERATION, TRL_GENERATION
+from nemo_like.config.foreign_generation import (
+    COSMOS_RL_GENERATION,
+    EACH_STEP,
+    TRL_GENERATION,
+)
 from nemo_like.config.foreign_lora import COSMOS_RL_LORA, TRL_LORA
 from nemo_like.config.foreign_reward import TRL_REWARD
 from nemo_like.config.foreign_reward_training import TRL_REWARD_TRAINING
@@ -133,8 +137,12 @@ TRL: dict[str, Entry] = {
         "ref_model_mixup_alpha",
         off=("1",),
     ),
-    # A period above 0 turns the updates on.
-    **obsolete("sync_ref_model"),
+    # TRL's default of `ref_model_sync_steps` is 512.
+    "sync_ref_model": to(
+        "grpo.reference_update_period",
+        values={"true": "512", "false": None},
+        unless="ref_model_sync_steps",
+    ),
     **unsupported("the precision is float32 or bfloat16 (policy.precision)", "fp16"),
     "delta": to("loss_fn.ratio_clip_c"),
     "importance_sampling_level": to(
@@ -237,14 +245,14 @@ COSMOS_RL: dict[str, Entry] = {
         "data.columns.answer", sft="data.columns.completion"
     ),
     **unsupported(NO_OFFLOAD, "train.fsdp_offload"),
+    **unsupported("gradients are added in float32", "train.fsdp_reduce_dtype", off=("float32",)),
+    **unsupported(EACH_STEP, "train.sync_weight_interval", off=("1",)),
     **obsolete(
         "redis",
         "train.async_tp_enabled",
         "train.compile",
-        "train.fsdp_reduce_dtype",
         "train.fsdp_reshard_after_forward",
         "train.optm_impl",
-        "train.sync_weight_interval",
         "train.train_policy.type",
         "train.ckpt.save_mode",
     ),

@@ -68,8 +68,8 @@ def _model(prefix: str) -> dict[str, Entry]:
             f"{prefix}.use_fused_kernels",
             f"{prefix}.fused_kernel_options",
             f"{prefix}.strategy",
-            f"{prefix}.override_config",
         ),
+        **unsupported("the model's own configuration is used", f"{prefix}.override_config"),
         **unsupported("this setting of the model has no counterpart", prefix),
     }
 
@@ -89,11 +89,13 @@ def _optimizer(prefix: str) -> dict[str, Entry]:
         f"{prefix}.warmup_style": to("policy.scheduler.kind", values=SCHEDULES),
         f"{prefix}.total_training_steps": to("policy.scheduler.decay_steps", values=_ROW_CAP),
         f"{prefix}.optimizer": to("policy.optimizer.name", values=OPTIMIZERS),
-        **obsolete(
-            f"{prefix}.optimizer_impl",
+        **unsupported(ONLY_ADAMW, f"{prefix}.optimizer_impl", off=("torch.optim",)),
+        **unsupported(
+            "a cosine schedule has half a cycle; policy.scheduler.num_cycles counts restarts",
             f"{prefix}.num_cycles",
-            f"{prefix}._target_",
+            off=("0.5",),
         ),
+        **obsolete(f"{prefix}._target_"),
         **unsupported(
             WARMUP_RATIO,
             f"{prefix}.lr_warmup_steps_ratio",
@@ -163,13 +165,14 @@ _ACTOR_KEYS: dict[str, Entry] = {
         f"{_ACTOR}.rollout_n",
         f"{_ACTOR}.use_torch_compile",
         f"{_ACTOR}.checkpoint",
-        f"{_ACTOR}.data_loader_seed",
-        f"{_ACTOR}.shuffle",
         f"{_ACTOR}.calculate_entropy",
         f"{_ACTOR}.use_fused_kernels",
         f"{_ACTOR}.profiler",
-        f"{_ACTOR}.tau_pos",
-        f"{_ACTOR}.tau_neg",
+    ),
+    **unsupported(
+        "the order of the rows of a rollout follows from `seed`",
+        f"{_ACTOR}.shuffle",
+        f"{_ACTOR}.data_loader_seed",
     ),
     f"{_ACTOR}.ppo_epochs": to("grpo.num_epochs_per_rollout"),
     **unsupported(
@@ -228,7 +231,6 @@ _DATA_KEYS: dict[str, Entry] = {
     ),
     **obsolete(
         "data.use_shm",
-        "data.gen_batch_size",
         "data.val_batch_size",
         "data.return_raw_input_ids",
         "data.return_raw_chat",
@@ -239,8 +241,13 @@ _DATA_KEYS: dict[str, Entry] = {
         "data.validation_shuffle",
         "data.image_patch_size",
         "data.balance_dp_token",
-        "data.tool_config_path",
     ),
+    **unsupported(
+        "a step samples for as many prompts as it trains on, and refills as many as it lacks",
+        "data.gen_batch_size",
+        off=("1",),
+    ),
+    **unsupported("tools are in the column `tools` of each row", "data.tool_config_path"),
 }
 
 _ALGORITHM_KEYS: dict[str, Entry] = {
@@ -267,16 +274,14 @@ _ALGORITHM_KEYS: dict[str, Entry] = {
         note="minus 1: the first prompts of a step are not counted",
         switch="algorithm.filter_groups.enable",
     ),
-    # A group is dropped if its rewards are equal.
-    **obsolete("algorithm.filter_groups"),
-    # They have an effect only with a critic, or with another KL in the reward than k1.
-    **obsolete(
-        "algorithm.gamma",
-        "algorithm.lam",
-        "algorithm.kl_penalty",
-        "algorithm.kl_ctrl",
-        "algorithm._target_",
+    **unsupported(
+        "a group is dropped if its rewards are equal",
+        "algorithm.filter_groups",
+        off=("seq_reward", "seq_final_reward"),
     ),
+    **unsupported("the KL in the reward is k1", "algorithm.kl_penalty", off=("kl", "k1")),
+    # They have an effect only with a critic, or with a KL penalty that is not constant.
+    **obsolete("algorithm.gamma", "algorithm.lam", "algorithm.kl_ctrl", "algorithm._target_"),
     f"{_CORRECTION}.rollout_is": to(
         f"{_IMPORTANCE}.kind",
         values={"null": None, "token": "token_truncate", "sequence": "sequence_truncate"},
@@ -293,7 +298,6 @@ _ALGORITHM_KEYS: dict[str, Entry] = {
         f"{_CORRECTION}.rollout_rs",
         off=("null", "false"),
     ),
-    **obsolete("algorithm.pf_ppo"),
     **unsupported("this setting of the algorithm has no counterpart", "algorithm"),
     **unsupported(NO_CRITIC, "critic"),
     **unsupported(REWARD, "reward_model", "reward_manager", "custom_reward_function"),
@@ -318,12 +322,12 @@ _TRAINER_KEYS: dict[str, Entry] = {
         "resume", values={"auto": "true", "disable": None}, note="resume continues a run_name"
     ),
     **unsupported(TRACKERS, "trainer.logger"),
+    **unsupported(NO_CRITIC, "trainer.critic_warmup", off=("0",)),
     **unsupported("a run is resumed by its run_name, with resume", "trainer.resume_from_path"),
     **unsupported("`nemo-like` trains; nothing only validates", "trainer.val_only"),
     **obsolete(
         "trainer.balance_batch",
         "trainer.device",
-        "trainer.critic_warmup",
         "trainer.max_critic_ckpt_to_keep",
         "trainer.ray_wait_register_center_timeout",
         "trainer.esi_redundant_time",

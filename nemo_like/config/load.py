@@ -24,8 +24,9 @@ from nemo_like.config.compose import (
     missing_file_text,
 )
 from nemo_like.config.errors import ConfigError, Problem, raise_problems, shown_path
-from nemo_like.config.foreign import find_foreign, guess_kind
+from nemo_like.config.foreign import find_foreign
 from nemo_like.config.foreign_report import foreign_text
+from nemo_like.config.foreign_tools import guess_kind
 from nemo_like.config.keys import JobSchema, field_types, type_at
 from nemo_like.config.overrides import (
     check_override_keys,
@@ -200,7 +201,10 @@ def _config_file(path: Path) -> Path:
     if not path.is_file():
         raise ConfigError(f"config file {missing_file_text(path)}")
     if path.suffix != ".yaml":
-        raise ConfigError(f"config file {shown_path(path)} must be named .yaml")
+        raise ConfigError(
+            f"config file {shown_path(path)} must be a YAML file named .yaml; write one with the"
+            " keys of docs/configuration.md"
+        )
     return path
 
 
