@@ -372,3 +372,16 @@ def test_of_two_heads_each_gives_its_jobs_its_own_address(heads: list[tuple[str,
     status = re.search("RAY_AUTH_MODE=token .* status .*", heads[0][0])
     assert status is not None
     subprocess.run(status.group(), shell=True, check=True)
+    # Ray would choose one of all clusters of the machine.
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from nemo_like.distributed.ray import connection as c; c.connect(None)",
+        ],
+        env=os.environ | {"RAY_ADDRESS": "auto", "RAY_AUTH_MODE": "token"},
+        capture_output=True,
+        text=True,
+    )
+    error = done.stderr.splitlines()[-1]
+    assert "ClusterError" in error and all(address in error for _, address in heads)

@@ -41,14 +41,14 @@ _MAX_NAMES = 5
 _init_segments = _CPUSHMDistributed._init_cpu_shm
 
 
-def _init_unnamed_segments(communicator: _CPUSHMDistributed) -> int:
+def _init_unnamed_segments(self: _CPUSHMDistributed) -> int:
     """Map the segments in `/dev/shm`, 8 MB per rank on CPU, and remove their names.
 
     vLLM never removes them. Every rank has mapped them here, so the system frees them with the last
     process, whatever ends it.
     """
-    handle = _init_segments(communicator)
-    for segment in Path("/dev/shm").glob(f"{glob.escape(communicator.group_name)}*"):
+    handle = _init_segments(self)
+    for segment in Path("/dev/shm").glob(f"{glob.escape(self.group_name)}*"):
         segment.unlink(missing_ok=True)
     return handle
 

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants
-from ray._private import services as ray_services
+from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 
@@ -56,6 +55,8 @@ def connect(logs: Path | None) -> SessionDirectory | None:
             " RAY_AUTH_MODE=token this needs RAY_AUTH_MODE=token and the same token, in"
             " ~/.ray/auth_token or RAY_AUTH_TOKEN"
         )
+        if "clusters run here" in str(error):
+            advice = "Set RAY_ADDRESS to the address of one of them"
         if "ersion mismatch" in str(error):
             advice = "Install the same versions of Ray and Python here and on the cluster"
         raise ClusterError(
@@ -81,7 +82,12 @@ def raylet_pid() -> int:
 def _join(address: str) -> None:
     with ExitStack() as stack:
         stack.enter_context(_keep_signal_handlers())
-        if address != "auto":
+        if address == "auto":
+            # Ray would choose one of them at random.
+            found = services.find_gcs_addresses()
+            if len(found) > 1:
+                raise ValueError(f"{len(found)} clusters run here: {', '.join(sorted(found))}")
+        else:
             _check_listening(address)
             # If the head dies now, Ray ends the process after 60 s without a message; the
             # monitor does so earlier.
@@ -166,12 +172,12 @@ def _own_process_groups() -> Iterator[None]:
     the driver's group. Those of Ray must survive them, so that the driver can finish the step and
     save.
     """
-    replaced = ray_services.ConsolePopen
-    ray_services.ConsolePopen = partial(replaced, process_group=0)
+    replaced = services.ConsolePopen
+    services.ConsolePopen = partial(replaced, process_group=0)
     try:
         yield
     finally:
-        ray_services.ConsolePopen = replaced
+        services.ConsolePopen = replaced
 
 
 @contextmanager
