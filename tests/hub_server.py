@@ -60,7 +60,10 @@ class HubServer(ThreadingHTTPServer):
 
 
 class _Request(BaseHTTPRequestHandler):
-    server: HubServer
+    @property
+    def _hub(self) -> Hub:
+        assert isinstance(self.server, HubServer)
+        return self.server.hub
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -71,15 +74,15 @@ class _Request(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         path = unquote(self.path.partition("?")[0])
         requested = f"{self.command} {path} {self.headers.get('Range', '')}".strip()
-        self.server.hub.requests.append(requested)
+        self._hub.requests.append(requested)
         if match := _API.fullmatch(path):
-            repository = self.server.hub.repositories.get(f"{match[1]}/{match[2]}")
+            repository = self._hub.repositories.get(f"{match[1]}/{match[2]}")
             if repository is not None:
                 self._describe(match[2], repository, is_tree=match[3].startswith("/tree/"))
                 return
         elif match := _FILE.fullmatch(path):
             kind = "datasets" if match[1] else "models"
-            repository = self.server.hub.repositories.get(f"{kind}/{match[2]}")
+            repository = self._hub.repositories.get(f"{kind}/{match[2]}")
             if repository is not None and repository.is_gated:
                 self._refuse(403, "GatedRepo")
                 return
@@ -112,7 +115,7 @@ class _Request(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         self._send_head(206 if start else 200, len(content) - start, headers)
         if self.command == "GET":
-            end = self.server.hub.interrupted.pop(name, len(content))
+            end = self._hub.interrupted.pop(name, len(content))
             self.wfile.write(content[start:end])
             # The client waits for the bytes that are missing until the connection ends.
             self.close_connection = True

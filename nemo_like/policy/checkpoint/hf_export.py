@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -175,7 +175,7 @@ def _write_configuration(
         model_config.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
     if is_causal:
-        end_ids = (tokenizer.eos_token_id, *ChatTemplate(tokenizer).end_token_ids)
+        end_ids: list[Any] = [tokenizer.eos_token_id, *ChatTemplate(tokenizer).end_token_ids]
         _write_generation_config(model_config, config.model_name, end_ids, directory)
 
 
