@@ -92,7 +92,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), arguments)
         results = measure(Path(folder), rows, arguments)
-        flops = train_flops(ModelSpec.from_config(AutoConfig.from_pretrained(folder)), rows)
+        spec = ModelSpec.from_config(AutoConfig.from_pretrained(folder))
+        # No position predicts the first token of a row.
+        flops = train_flops(spec, rows, rows - 1)
     peak, source = peak_flops(torch.device(arguments.device))
     print(f"MFU is of {peak / 1e12:.3g} TFLOP/s ({source})")
     print(

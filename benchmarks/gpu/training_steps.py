@@ -148,7 +148,8 @@ def throughput(
 ) -> dict[str, Any]:
     """Return tokens/s and MFU of a step over rows of `lengths`, int64 [B]."""
     peak, source = peak_flops(torch.device(device))
-    flops = train_flops(load_spec(str(folder)), lengths)
+    # No position predicts the first token of a row.
+    flops = train_flops(load_spec(str(folder)), lengths, lengths - 1)
     return {
         "num_rows": len(lengths),
         "num_tokens": int(lengths.sum()),

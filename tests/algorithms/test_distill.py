@@ -78,10 +78,12 @@ def test_a_resumed_run_equals_a_straight_one_and_approaches_the_teacher(
 def check_model_flops(run: RunResult, student: Path, teacher: str, *, has_lora: bool) -> None:
     """Compare the logged FLOP/s of the last step with the work of both models on its rows."""
     last_line = run.directory.lengths.read_text().splitlines()[-1]
-    lengths = json.loads(last_line)["lengths"]
+    record = json.loads(last_line)
+    rows = (record["lengths"], record["num_trained"])
+    assert 0 < sum(record["num_trained"]) < sum(record["lengths"])
     forward = CostModel.from_spec(load_spec(str(student)))
-    flops = 3 * forward.of(lengths).sum() - has_lora * forward.linear * sum(lengths)
-    flops += CostModel.from_spec(load_spec(teacher)).of(lengths).sum()
+    flops = 3 * forward.of(*rows).sum() - has_lora * forward.products(*rows).sum()
+    flops += CostModel.from_spec(load_spec(teacher)).of(*rows).sum()
     seconds = run.last["timing/train_s"] + run.last["timing/teacher_s"]
     logged = run.last["performance/train_tflops_per_s_per_worker"]
     assert logged * 1e12 * seconds == pytest.approx(flops)

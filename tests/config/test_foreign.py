@@ -254,6 +254,8 @@ OWN_WORKERS = "write the number of workers that only generate"
                 "use_vllm: true -> policy.generation.backend: vllm  ",
                 f"vllm_gpu_memory_utilization -> {VLLM}.gpu_memory_utilization  ",
                 f"vllm_tensor_parallel_size -> {VLLM}.tensor_parallel_size  ",
+                "entropy_coef -> loss_fn.entropy_coefficient  ",
+                "loss_fn.entropy_coefficient is constant: use_adaptive_entropy",
             ],
         ),
         (

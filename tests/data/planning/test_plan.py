@@ -525,6 +525,7 @@ def test_truncation_removes_trained_tokens_first():
     with pytest.warns(OversizeWarning):
         plan = plan_batch([14, 15, 6], spec, num_trained=[8, 3, 2])
     counts = np.zeros(3, dtype=np.int64)
+    assert plan.num_trained is not None
     counts[plan.rows] = plan.num_trained
     assert counts.tolist() == [4, 0, 2]
 
