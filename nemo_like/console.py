@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 class _ConsoleFile(io.FileIO):
     """A descriptor of the console; after a failed write /dev/null takes its place."""
 
-    def __init__(self, descriptor: int, label: str) -> None:
+    def __init__(self, descriptor: int, name: str) -> None:
         super().__init__(descriptor, "w", closefd=False)
-        self._label = label
+        self.name = name
 
     def write(self, data: bytes) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Write all of `data`, or drop it."""
@@ -33,7 +33,7 @@ class _ConsoleFile(io.FileIO):
                 written = super().write(rest)
             except OSError as error:
                 _discard_output(self.fileno())
-                logger.warning("%s is closed from here on: %s", self._label, error.strerror)
+                logger.warning("%s is closed from here on: %s", self.name, error.strerror)
                 break
             if written is None:
                 # Another process that has the descriptor open has set it to non-blocking.

@@ -77,7 +77,7 @@ def test_a_terminal_that_is_closed_ends_the_run_after_the_step_with_a_checkpoint
     run = recipe.folder / "grpo"
     assert (run / "latest").read_text() == "checkpoints/step_1\n"
     log = (run / "logs" / "driver.log").read_text()
-    assert "Input/output error" in log
+    assert "is closed from here on: Input/output error" in log
     assert "stopped by SIGHUP after step 1" in log
 
 
