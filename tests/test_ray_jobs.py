@@ -306,7 +306,7 @@ def test_a_head_that_fails_to_start_leaves_no_process(copied: Path) -> None:
     assert "the reason" in done.stderr
     assert "the processes it had started were stopped" in done.stderr
     child = int((copied / "child").read_text())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
         state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
         if state == "Z":

@@ -243,7 +243,7 @@ def run_ranks(
         pool.submit(_run_rank, function, context(rank, world_size, meeting), *args)
         for rank in range(world_size)
     ]
-    return [future.result(timeout=120) for future in futures]
+    return [future.result(timeout=600) for future in futures]
 
 
 def _run_rank(function: Callable[..., Any], worker_context: WorkerContext, *args: Any) -> Any:

@@ -121,7 +121,7 @@ def test_a_hostile_program_scores_0_and_leaves_nothing_behind(
     solution = f"{attack}\ndef solve():\n    return 1\n"
     tested = asyncio.run(check_code(solution, parse_tests("assert solve() == 1"), sandbox))
     # The time limit, twice, and the end of the processes.
-    assert time.monotonic() - start < 2 * _WALL_S + 20
+    assert time.monotonic() - start < 2 * _WALL_S + 120
     assert not result.is_ok and result.summary()
     assert result.reason in _REASONS.get(name, {"error"}), result
     assert tested.share == 0.0 and tested.problem

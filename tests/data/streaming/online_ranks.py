@@ -33,9 +33,9 @@ class ThreadCoordinator:
 
     def all_gather(self, values: Sequence[int]) -> np.ndarray:
         self._gathered[self.rank] = list(values)
-        self._barrier.wait(timeout=30)
+        self._barrier.wait(timeout=120)
         result = np.array(self._gathered, dtype=np.int64)
-        self._barrier.wait(timeout=30)
+        self._barrier.wait(timeout=120)
         return result
 
 

@@ -681,7 +681,7 @@ def test_process_groups_give_the_steps_of_simulated_ranks(
             pool.submit(run_rank, rank, num_ranks, tmp_path / "meeting", cases)
             for rank in range(num_ranks)
         ]
-        results = [future.result(timeout=120) for future in futures]
+        results = [future.result(timeout=600) for future in futures]
     for rank, (outcomes, (uninitialized, failure, other_group)) in enumerate(results):
         for (spec, join, shards), outcome in zip(cases, outcomes, strict=True):
             rows = [[Row(length, length // 2, 0) for length in shard] for shard in shards]

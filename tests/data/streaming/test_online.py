@@ -474,7 +474,7 @@ def test_gloo_processes(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(2, mp_context=context) as pool:
         futures = [pool.submit(run_gloo_rank, rank, 2, tmp_path / "meeting") for rank in range(2)]
-        first, second = [future.result(timeout=120) for future in futures]
+        first, second = [future.result(timeout=600) for future in futures]
     for case in ("map", "workers", "after a failure"):
         assert len(first[case]) == len(second[case])
         assert sorted(rows_of(first[case]) + rows_of(second[case])) == list(range(11))

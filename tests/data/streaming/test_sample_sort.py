@@ -149,7 +149,7 @@ def test_processes(world_size: int, tmp_path: Path) -> None:
             pool.submit(run_process_rank, str(tmp_path / "rendezvous"), rank, cases)
             for rank in range(world_size)
         ]
-        of_ranks = [future.result(timeout=120) for future in futures]
+        of_ranks = [future.result(timeout=600) for future in futures]
     for number, (ranks, _, num_samples) in enumerate(cases):
         check(ranks, [results[number] for results in of_ranks], num_samples)
 

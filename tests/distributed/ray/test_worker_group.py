@@ -239,7 +239,7 @@ def test_an_exception_of_one_rank_stops_those_that_wait_for_it(cluster: RayVirtu
         match=r"worker 1 .*`fail_while_others_wait`: ValueError: row 7 is bad on rank 1",
     ):
         group.run_all_workers("fail_while_others_wait", 1)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 500, "the other rank sleeps for 1000 seconds"
     for location in group.locations:
         wait_for_end(location.pid)
 
@@ -343,7 +343,7 @@ def test_collectives_cross_nodes_until_a_worker_is_killed(cluster: RayVirtualClu
     start = time.monotonic()
     with pytest.raises(WorkerDied) as caught:
         group.run_all_workers("all_reduce_forever")
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 50, "a collective times out after 60 seconds"
     message = str(caught.value)
     assert message.startswith(
         f"worker 2 of the policy group (pid {location.pid} on node {location.ip}) died in `all_"
@@ -355,7 +355,7 @@ def test_collectives_cross_nodes_until_a_worker_is_killed(cluster: RayVirtualClu
         group.run_all_workers("describe")
 
 
-def wait_for_end(pid: int, timeout_s: float = 10.0) -> None:
+def wait_for_end(pid: int, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:

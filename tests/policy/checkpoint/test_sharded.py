@@ -54,7 +54,7 @@ def random_model(shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, Tenso
 
 def save_blocks(directory: Path, ranks: Sequence[Iterable[Block]], **options: Any) -> None:
     """`save` and `finish` on as many ranks as there are lists of blocks."""
-    barrier = threading.Barrier(len(ranks), timeout=10)
+    barrier = threading.Barrier(len(ranks), timeout=60)
 
     def wait() -> None:
         barrier.wait()
