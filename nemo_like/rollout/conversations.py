@@ -64,7 +64,8 @@ class ConversationRow:
     weight_versions: list[np.ndarray] = field(default_factory=list)
     """int32 [L] for each turn of the model."""
     finish_reason: FinishReason = "stop"
-    """Of the last turn of the model."""
+    """Of the last turn of the model; `length` also for a conversation without room for the next
+    turn."""
     state: State = field(default_factory=dict)
     rewards: dict[str, float] = field(default_factory=dict)
     """Components of the environment's reward, summed over turns."""
@@ -149,6 +150,7 @@ class ConversationRow:
         """Append an observation, `token_ids` int32 [L], or end without room for another turn."""
         if self.num_tokens + len(token_ids) >= limits.max_tokens:
             self.ended_by = "tokens"
+            self.finish_reason = "length"
             return
         self.segments.append(token_ids)
         self.messages += messages

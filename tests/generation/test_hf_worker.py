@@ -254,7 +254,7 @@ def test_stop_strings_end_with_the_token_that_completes_one(model_directory: Pat
     worker = _worker(model_directory)
     prompts, seeds = _prompts(12, seed=4), _seeds(12)
     free = worker.generate(prompts, seeds, SamplingParams(max_new_tokens=60), max_total_length=128)
-    texts = [worker._tokenizer.decode(row) for row in free.token_ids]
+    texts = [str(worker._tokenizer.decode(row)) for row in free.token_ids]
     stops = (texts[0][7:10], texts[1][11:16])
     stopped = worker.generate(
         prompts, seeds, SamplingParams(max_new_tokens=60, stop_strings=stops), max_total_length=128
@@ -262,8 +262,8 @@ def test_stop_strings_end_with_the_token_that_completes_one(model_directory: Pat
     for row in range(12):
         token_ids = stopped.token_ids[row]
         assert token_ids.tolist() == free.token_ids[row][: len(token_ids)].tolist()
-        before = worker._tokenizer.decode(token_ids[:-1])
-        text = worker._tokenizer.decode(token_ids)
+        before = str(worker._tokenizer.decode(token_ids[:-1]))
+        text = str(worker._tokenizer.decode(token_ids))
         assert not any(stop in before for stop in stops)
         assert any(stop in text for stop in stops) or len(token_ids) == len(free.token_ids[row])
     assert stopped.finish_reasons[:2] == ["stop", "stop"]

@@ -184,15 +184,16 @@ def dequantize_layers(model: Any) -> None:
     Its own products have the precision of bfloat16 on CPUs with instructions for it.
     """
     # Not imported above: it is an extra, and this module is also for LoRA without quantization.
-    from bitsandbytes.nn import Linear4bit
+    from bitsandbytes.nn.modules import Linear4bit
 
     modules = dict(model.named_modules())
     layers = {name: each for name, each in modules.items() if isinstance(each, Linear4bit)}
     assert layers
     for name, layer in layers.items():
-        state: Any = layer.weight.quant_state
+        weight: Any = layer.weight
+        state = weight.quant_state
         plain = nn.Linear(layer.in_features, layer.out_features, bias=False)
-        values = nf4_values(layer.weight.numpy(), state.absmax.numpy())
+        values = nf4_values(weight.numpy(), state.absmax.numpy())
         plain.weight = nn.Parameter(torch.from_numpy(values.reshape(state.shape)))
         plain.bias = layer.bias
         model.set_submodule(name, plain)

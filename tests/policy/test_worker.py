@@ -315,13 +315,12 @@ def test_a_weight_that_is_not_finite_is_named(value, model_dir, tmp_path):
     name = save_with_value(config.model_name, tmp_path / "bad", value)
     damaged = dataclasses.replace(PACKED, model_name=str(tmp_path / "bad"))
     expected = rf"bad/model\.safetensors: {re.escape(name)} has values that are NaN"
-    for options in (
-        {"config": damaged},
-        {"config": damaged, "head": "scores"},
-        {"config": config, "teachers": [damaged.model_name]},
-    ):
-        with pytest.raises(ConfigError, match=expected):
-            DTensorPolicyWorker(context(), **options)
+    with pytest.raises(ConfigError, match=expected):
+        DTensorPolicyWorker(context(), config=damaged)
+    with pytest.raises(ConfigError, match=expected):
+        DTensorPolicyWorker(context(), config=damaged, head="scores")
+    with pytest.raises(ConfigError, match=expected):
+        DTensorPolicyWorker(context(), config=config, teachers=[damaged.model_name])
 
 
 def opening_message(worker_context: WorkerContext, config: PolicyConfig) -> str:

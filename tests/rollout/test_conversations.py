@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_like.algorithms.grpo.overlong import without_truncated
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.reward import RewardConfig, RewardFunctionConfig
@@ -30,6 +31,7 @@ from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.generation.requests import Completions
 from nemo_like.generation.sampling_params import SamplingParams
 from nemo_like.metrics import metric_values
+from nemo_like.rollout.answer_metrics import answer_metrics
 from nemo_like.rollout.collector import RolloutCollector
 from nemo_like.rollout.conversation_driver import ConversationDriver
 from nemo_like.rollout.conversations import ConversationLimits, ConversationRow, turn_seed
@@ -85,10 +87,15 @@ def _prompts(rows: Sequence[dict[str, Any]]) -> list[Prompt]:
     return prompts
 
 
-def _rollout(collector: RolloutCollector, prompts: list[Prompt], group_size: int = 1) -> Rollout:
+def _rollout(
+    collector: RolloutCollector,
+    prompts: list[Prompt],
+    group_size: int = 1,
+    sampling: SamplingParams = SAMPLING,
+) -> Rollout:
     seeds = row_seeds(3, 0, len(prompts) * group_size)
     job = collector.start(
-        prompts, group_size=group_size, sampling=SAMPLING, max_total_length=512, seeds=seeds
+        prompts, group_size=group_size, sampling=sampling, max_total_length=512, seeds=seeds
     )
     while not job.is_done:
         collector.advance()
@@ -196,6 +203,35 @@ def test_limits_end_a_conversation(
         assert len(conversation.segments) == 2 * conversation.num_turns
     values = metric_values(rollout.metrics())
     assert values[f"conversation/ended_by_{reason}_share"] == pytest.approx(2 / 3)
+
+
+def test_conversations_that_a_token_limit_ends_are_truncated(generator: Generator) -> None:
+    """That on a turn, or that on the conversation, which ends the first one after a whole turn."""
+    workers = _environment("Scripted")
+    prompts = _prompts(_scripted([9, 9, 1, 9, 1, 2]))
+    # A turn that reaches no limit ends with its first digit.
+    sampling = SamplingParams(max_new_tokens=3, stop_strings=tuple("0123456789"))
+    collector = _collector(generator, workers, max_turns=4, max_tokens=22)
+    rollout = _rollout(collector, prompts, sampling=sampling)
+    workers.shutdown()
+    conversations = rollout.conversations
+    assert conversations is not None
+    last_turns = [str(each.messages[-1]["content"]) for each in conversations]
+    is_whole = [text[-1:].isdigit() for text in last_turns]
+    assert conversations[0].ended_by == "tokens" and is_whole[0]
+    is_truncated = [
+        each.ended_by == "tokens" or not whole
+        for each, whole in zip(conversations, is_whole, strict=True)
+    ]
+    assert 0 < sum(is_truncated) < len(is_truncated)
+    assert without_truncated(rollout).batch["row_mask"].tolist() == np.invert(is_truncated).tolist()
+    share = pytest.approx(np.mean(is_truncated))
+    assert metric_values(rollout.metrics())["generation/truncated_share"] == share
+    rows = np.arange(len(is_truncated))
+    values = metric_values(answer_metrics(rollout, rows, num_samples=1, pass_reward=1.0))
+    assert values["generation_truncated_share"] == share
+    reasons = [record["finish_reason"] == "length" for record in rollout.records()]
+    assert reasons == is_truncated
 
 
 def test_a_tool_that_hangs_ends_its_own_conversation(generator: Generator) -> None:

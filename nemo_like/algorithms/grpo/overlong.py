@@ -32,7 +32,7 @@ def overlong_penalty(
 
 
 def is_truncated(rollout: Rollout) -> np.ndarray:
-    """Return True for completions that reached the length limit, bool [B]."""
+    """Return True for completions and conversations that reached a token limit, bool [B]."""
     return np.array(rollout.completions.finish_reasons) == "length"
 
 

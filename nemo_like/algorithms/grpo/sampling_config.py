@@ -29,7 +29,8 @@ class OverlongConfig:
     """Completions that reach the length limit (DAPO)."""
 
     filter: bool = False
-    """Give truncated completions no loss. Their rewards stay in the baseline of their group."""
+    """Give truncated completions no loss, and conversations that `environment.max_tokens` ended.
+    Their rewards stay in the baseline of their group."""
     penalty_buffer: Annotated[int, AtLeast(0)] = 0
     """Tokens before `policy.generation.max_new_tokens` in which the soft penalty grows from 0 to
     `grpo.overlong.penalty_factor`; 0 turns it off."""
