@@ -201,10 +201,8 @@ def _config_file(path: Path) -> Path:
     if not path.is_file():
         raise ConfigError(f"config file {missing_file_text(path)}")
     if path.suffix != ".yaml":
-        raise ConfigError(
-            f"config file {shown_path(path)} must be a YAML file named .yaml; write one with the"
-            " keys of docs/configuration.md"
-        )
+        other = "; TOML and other formats are not read" if path.suffix != ".yml" else ""
+        raise ConfigError(f"config file {shown_path(path)} must be named .yaml{other}")
     return path
 
 
