@@ -166,7 +166,9 @@ class Progress:
         """
         eta_s = self._phases[0].eta_s() if self._phases and not self._is_terminal else None
         if eta_s is not None and eta_s >= 1:
-            line += f"  {_duration(eta_s)} left"
+            # After the metrics of the step; those of a validation are on a second line.
+            first, line_break, rest = line.partition("\n")
+            line = f"{first}  {_duration(eta_s)} left{line_break}{rest}"
         self._held_line = line
         if always or time.monotonic() - self._step_shown_at >= self._step_interval_s:
             self._print_held_line()

@@ -84,8 +84,9 @@ def test_slow_steps_are_all_shown_in_a_log_with_the_time_left(
         for step in range(1, 4):
             now[0] += 30
             phase.advance()
-            progress.show_step(f"step {step}")
-    assert stream.getvalue() == "step 1  1:00 left\nstep 2  0:30 left\nstep 3\n"
+            progress.show_step(f"step {step}\nvalidation")
+    lines = ["step 1  1:00 left", "step 2  0:30 left", "step 3"]
+    assert stream.getvalue() == "".join(f"{line}\nvalidation\n" for line in lines)
 
 
 def test_a_log_with_recent_lines_gets_no_states_of_phases(monkeypatch: pytest.MonkeyPatch) -> None:

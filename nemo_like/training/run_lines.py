@@ -13,50 +13,50 @@ from nemo_like.prediction.trained_state import frozen_share
 from nemo_like.training.lora_checks import lora_line
 
 _OPTIMIZER = (
-    ("policy/grad_norm", "grad norm", ".3g"),
-    ("policy/lr", "lr", ".3g"),
-    ("packing/utilization", "packed", ".0%"),
+    ("policy/grad_norm", "grad norm {:.3g}"),
+    ("policy/lr", "lr {:.3g}"),
+    ("packing/utilization", "packed {:.0%}"),
 )
 _GENERATION = (
-    ("generation/truncated_share", "truncated", ".0%"),
-    ("generation/completion_length_mean", "length", ".0f"),
+    ("generation/truncated_share", "truncated {:.0%}"),
+    ("generation/completion_length_mean", "length {:.0f}"),
 )
 _STEP_COLUMNS = {
-    "sft": (("policy/loss", "loss", ".4f"), *_OPTIMIZER),
+    "sft": (("policy/loss", "loss {:.4f}"), *_OPTIMIZER),
     "grpo": (
-        ("reward/mean", "reward", ".3f"),
-        ("reward/frac_groups_zero_std", "equal rewards", ".0%"),
+        ("reward/mean", "reward {:.3f}"),
+        ("reward/frac_groups_zero_std", "equal rewards {:.0%}"),
         *_GENERATION,
         # Only one of them is logged, and none without a KL term.
-        ("policy/reference_kl_k1", "kl", ".2g"),
-        ("policy/reference_kl_k2", "kl", ".2g"),
-        ("policy/reference_kl_k3", "kl", ".2g"),
-        ("policy/grad_norm", "grad norm", ".3g"),
+        ("policy/reference_kl_k1", "kl {:.2g}"),
+        ("policy/reference_kl_k2", "kl {:.2g}"),
+        ("policy/reference_kl_k3", "kl {:.2g}"),
+        ("policy/grad_norm", "grad norm {:.3g}"),
     ),
     "dpo": (
-        ("policy/loss", "loss", ".4f"),
-        ("rewards/accuracies", "accuracy", ".0%"),
-        ("rewards/margins", "margin", ".3g"),
+        ("policy/loss", "loss {:.4f}"),
+        ("rewards/accuracies", "accuracy {:.0%}"),
+        ("rewards/margins", "margin {:.3g}"),
         *_OPTIMIZER,
     ),
     "rm": (
-        ("policy/loss", "loss", ".4f"),
-        ("rm/accuracy", "accuracy", ".0%"),
-        ("rm/margin", "margin", ".3g"),
+        ("policy/loss", "loss {:.4f}"),
+        ("rm/accuracy", "accuracy {:.0%}"),
+        ("rm/margin", "margin {:.3g}"),
         *_OPTIMIZER,
     ),
     "distill": (
-        ("policy/loss", "loss", ".4f"),
-        ("reward/mean", "reward", ".3f"),
+        ("policy/loss", "loss {:.4f}"),
+        ("reward/mean", "reward {:.3f}"),
         *_GENERATION,
         *_OPTIMIZER,
     ),
 }
-"""(metric, label, format) of the step line of each job. The loss of GRPO is not in it: its value is
+"""(metric, format) of the step line of each job. The loss of GRPO is not in it: its value is
 about 0 in every step, because the mean advantage is."""
 _TIME = (
-    ("performance/tokens_per_s", "tokens/s", ",.0f"),
-    ("timing/step_s", "step s", ".1f"),
+    ("performance/tokens_per_s", "{:,.0f} tokens/s"),
+    ("timing/step_s", "{:.1f} s"),
 )
 
 
@@ -103,16 +103,16 @@ def step_line(
 ) -> str:
     """Return the lines of a step of the job `kind`, without those that it has no metrics for.
 
-    Example: `step 3/100  loss 1.2345  grad norm 2.1  lr 1e-05  tokens/s 1,200  step s 4.1` and
+    Example: `step 3/100  loss 1.2345  grad norm 2.1  lr 1e-05  1,200 tokens/s  4.1 s` and
     `step 3/100  validation: loss 1.1, perplexity 3`.
     """
     start = f"step {step}" if num_steps is None else f"step {step}/{num_steps}"
     parts = []
-    for name, label, form in (*_STEP_COLUMNS[kind], *_TIME):
+    # An algorithm without an entry shows its loss.
+    for name, form in (*_STEP_COLUMNS.get(kind, _STEP_COLUMNS["sft"]), *_TIME):
         if name in metrics:
-            parts.append(f"{label} {metrics[name]:{form}}")
-        if name == "reward/mean":
-            parts += _reward_functions(metrics)
+            rewards = _rewards_shown(metrics) if name == "reward/mean" else ""
+            parts.append(form.format(metrics[name]) + rewards)
     lines = ["  ".join([start, *parts])] if parts else []
     # Validation metrics depend on the sets and the rewards, so they are not listed by name.
     prefix = "validation/"
@@ -126,12 +126,12 @@ def step_line(
     return "\n".join(lines)
 
 
-def _reward_functions(metrics: Mapping[str, float]) -> list[str]:
-    """Return the mean of each reward, if there are several."""
+def _rewards_shown(metrics: Mapping[str, float]) -> str:
+    """Return the mean of each reward, if there are several. Example: ` (answer 0.5, format 1.0)`."""
     means = []
     for name, value in metrics.items():
         reward = name.removeprefix("reward/").removesuffix("_mean")
         # Penalties have no standard deviation.
         if name == f"reward/{reward}_mean" and f"reward/{reward}_std" in metrics:
             means.append(f"{reward} {value:.3f}")
-    return [f"({', '.join(means)})"] if len(means) > 1 else []
+    return f" ({', '.join(means)})" if len(means) > 1 else ""

@@ -19,12 +19,12 @@ GRPO = {
 
 
 def test_a_grpo_step_shows_the_quality_of_its_completions() -> None:
-    line = "step 3/9  reward 0.530  equal rewards 25%  truncated 100%  length 48  step s 4.2"
+    line = "step 3/9  reward 0.530  equal rewards 25%  truncated 100%  length 48  4.2 s"
     assert step_line("grpo", 3, 9, GRPO) == line
 
 
 def test_the_kl_to_the_reference_is_shown_where_the_loss_has_it() -> None:
-    assert "length 48  kl 0.013  step s" in step_line(
+    assert "length 48  kl 0.013  4.2 s" in step_line(
         "grpo", 3, 9, GRPO | {"policy/reference_kl_k3": 0.0131}
     )
 
@@ -36,7 +36,7 @@ def test_several_rewards_are_shown_one_by_one_without_penalties() -> None:
         "reward/overlong_penalty_mean": -0.2,
     }
     line = step_line("grpo", 3, None, GRPO | rewards)
-    assert line.startswith("step 3  reward 0.530  (answer 0.500, format 0.030)  equal rewards")
+    assert line.startswith("step 3  reward 0.530 (answer 0.500, format 0.030)  equal rewards")
 
 
 def test_pairs_show_accuracy_and_margin() -> None:
@@ -45,6 +45,10 @@ def test_pairs_show_accuracy_and_margin() -> None:
     assert step_line("dpo", 1, 2, metrics) == line
     of_model = {"policy/loss": 0.5, "rm/accuracy": 0.75, "rm/margin": 1.234}
     assert step_line("rm", 1, 2, of_model) == line
+
+
+def test_another_algorithm_shows_its_loss() -> None:
+    assert step_line("mine", 1, 2, {"policy/loss": 1.5}) == "step 1/2  loss 1.5000"
 
 
 def test_validation_has_a_line_of_its_own() -> None:
