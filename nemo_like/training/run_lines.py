@@ -127,7 +127,7 @@ def step_line(
 
 
 def _rewards_shown(metrics: Mapping[str, float]) -> str:
-    """Return the mean of each reward, if there are several. Example: ` (answer 0.5, format 1.0)`."""
+    """Return the mean of each reward if there are several: ` (answer 0.500, format 1.000)`."""
     means = []
     for name, value in metrics.items():
         reward = name.removeprefix("reward/").removesuffix("_mean")
