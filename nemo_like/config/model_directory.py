@@ -113,6 +113,24 @@ def hub_error_text(error: Exception, repository: str, *, is_model: bool = True) 
     )
 
 
+def connection_error(repository: str, *, is_model: bool = True) -> Exception | None:
+    """Return why the hub does not answer; None if it does, with the repository or an error.
+
+    The requests of `snapshot_download` have no time limit; it is then called for the cache alone.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    kind = "model" if is_model else "dataset"
+    try:
+        HfApi().repo_info(repository, repo_type=kind, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except HfHubHTTPError:
+        return None
+    except Exception as error:  # noqa: BLE001 (of the network library below huggingface_hub)
+        return error
+    return None
+
+
 def _download(
     key: str,
     repository: str,
@@ -126,7 +144,15 @@ def _download(
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError
 
-    fetch = partial(snapshot_download, repository, cache_dir=cache, ignore_patterns=_FOLDERS)
+    # A commit that is in the cache needs no request.
+    unreachable = None if commit is not None else connection_error(repository)
+    fetch = partial(
+        snapshot_download,
+        repository,
+        cache_dir=cache,
+        ignore_patterns=_FOLDERS,
+        local_files_only=unreachable is not None,
+    )
     subject = f"{key} is {repository!r}"
     try:
         path = fetch(revision=commit, allow_patterns=list(_DESCRIPTION), tqdm_class=_hidden_bar())
@@ -139,7 +165,8 @@ def _download(
         if commit is None and not isinstance(error, GatedRepoError):
             # The name may as well be a mistyped path.
             subject += f", which is no directory{similar_path_text(Path(repository).absolute())}"
-        raise ConfigError(f"{subject}; {hub_error_text(error, repository)}") from error
+        text = hub_error_text(unreachable or error, repository)
+        raise ConfigError(f"{subject}; {text}") from error
     return path
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.model_directory import hub_error_text
+from nemo_like.config.model_directory import connection_error, hub_error_text
 from nemo_like.config.paths import HUB_PREFIX
 from nemo_like.config.text import printable, shortened
 
@@ -84,6 +84,7 @@ def fetch_hub_data(path: str, key: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     data = parse_hub_data(path, key)
+    unreachable = connection_error(data.name, is_model=False)
     try:
         if data.file is not None:
             local = hf_hub_download(
@@ -91,14 +92,15 @@ def fetch_hub_data(path: str, key: str) -> Path:
                 data.file,
                 repo_type="dataset",
                 revision=data.revision,
+                local_files_only=unreachable is not None,
             )
             return Path(local)
-        return _fetch_split(data, path, key)
+        return _fetch_split(data, path, key, local_files_only=unreachable is not None)
     except ConfigError:
         raise
     except Exception as error:
         # They depend on the network library below huggingface_hub.
-        text = hub_error_text(error, data.name, is_model=False)
+        text = hub_error_text(unreachable or error, data.name, is_model=False)
         raise ConfigError(f"{key} is {path}; {text}") from error
 
 
@@ -106,12 +108,14 @@ def _fetch_split(
     data: HubData,
     path: str,
     key: str,
+    *,
+    local_files_only: bool,
 ) -> Path:
     """Download the parquet files of a split; return their directory."""
     from huggingface_hub import snapshot_download
 
     revision = data.revision or _CONVERTED
-    known = _listed_splits(data.name, revision)
+    known = [] if local_files_only else _listed_splits(data.name, revision)
     configs = [config for config, split in known if split == data.split]
     config = data.config
     if config is None:
@@ -127,6 +131,7 @@ def _fetch_split(
         repo_type="dataset",
         revision=revision,
         allow_patterns=f"{config}/{data.split}/*.parquet",
+        local_files_only=local_files_only,
     )
     directory = Path(snapshot) / config / str(data.split)
     if not directory.is_dir():
@@ -138,16 +143,9 @@ def _fetch_split(
 
 
 def _listed_splits(name: str, revision: str) -> list[tuple[str, str]]:
-    """Return (configuration, split) of the parquet files of a data set on the hub.
-
-    Empty if the hub cannot be reached: the cache may have them.
-    """
+    """Return (configuration, split) of the parquet files of a data set on the hub."""
     from huggingface_hub import HfApi
 
-    try:
-        files = HfApi().list_repo_files(name, repo_type="dataset", revision=revision)
-    except Exception:  # noqa: BLE001
-        # They depend on the network library below; the download that follows reports the cause.
-        return []
+    files = HfApi().list_repo_files(name, repo_type="dataset", revision=revision)
     parts = [file.split("/") for file in files if file.endswith(".parquet")]
     return sorted({(part[0], part[1]) for part in parts if len(part) == 3})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -94,19 +95,18 @@ def test_files_of_an_interrupted_download_are_kept(tiny: Repository, hub: Hub) -
     assert hub.downloads() == [WEIGHTS[1]]
 
 
-@pytest.mark.parametrize("weights", [False, True])
 def test_processes_of_a_node_without_the_files_download_them_once(
-    tiny: Repository, hub: Hub, weights: bool, tmp_path: Path
+    tiny: Repository, hub: Hub, tmp_path: Path
 ) -> None:
     # The path that the driver sends, on a node with an empty cache.
     path = f"{tmp_path}/hub_cache/models--room--tiny/snapshots/{COMMIT}"
     code = (
         "import sys; from nemo_like.config.model_directory import require_model_directory;"
-        f"require_model_directory('{KEY}', sys.argv[1], weights={weights})"
+        f"require_model_directory('{KEY}', sys.argv[1])"
     )
     workers = [subprocess.Popen([sys.executable, "-c", code, path]) for _ in range(3)]
     assert [worker.wait() for worker in workers] == [0, 0, 0]
-    assert hub.downloads() == sorted(DESCRIPTION + (WEIGHTS if weights else []))
+    assert hub.downloads() == sorted([*DESCRIPTION, *WEIGHTS])
     assert (Path(path) / "config.json").read_bytes() == tiny.files["config.json"]
 
 
@@ -162,6 +162,18 @@ def test_without_the_hub_the_message_has_the_command_that_downloads(
     offline(monkeypatch)
     with pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE forbids .*`hf download room/tiny`"):
         model_directory(KEY, NAME, weights=True)
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(
+    tiny: Repository, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = model_directory(KEY, NAME, weights=True)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.1)
+        assert model_directory(KEY, NAME, weights=True) == found
+        with pytest.raises(ConfigError, match=r"cannot be downloaded .*\(ReadTimeout"):
+            model_directory(KEY, "room/other", weights=True)
 
 
 def test_weights_that_are_missing_are_an_error_without_network(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -57,6 +59,19 @@ def test_splits_and_files_are_downloaded_once(sums: Hub, monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match=r"hf://room/none\?split=train; its files are not"):
         prompts("hf://room/none?split=train")
     assert len(sums.requests) == num_requests
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(
+    sums: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = f"hf://{NAME}?split=train&config=main"
+    expected = prompts(split)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.1)
+        assert prompts(split) == expected
+        with pytest.raises(ConfigError, match=r"cannot be downloaded .*\(ReadTimeout"):
+            prompts("hf://room/none?split=train")
 
 
 def test_a_gated_data_set_needs_its_license(sums: Hub) -> None:
