@@ -10,7 +10,7 @@ import numpy as np
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import EpochLoopConfig, RunConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.collate import EncodedRow, collate
+from nemo_like.data.collate import EncodedRow, TokenCounts, collate, count_tokens
 from nemo_like.data.datasets import Message, Row, Rows
 from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.preferences import (
@@ -145,8 +145,8 @@ def check_pairs(
                 diagnostics.samples += pair_samples(encoder, pairs[index])
     if len(diagnostics.problems) == num_problems_before:
         batch = diagnostics.check(lambda: next(source.loader())) or []
-        lengths_of_step = _flat_lengths([pair_of(example) for example in batch])
-        describe_plan(config, "the first step", lengths_of_step, model, diagnostics)
+        counts = _count_tokens([pair_of(example) for example in batch])
+        describe_plan(config, "the first step", counts, model, diagnostics)
 
 
 def pair_samples(encoder: ChatEncoder, pair: PreferencePair) -> list[Sample]:
@@ -159,12 +159,14 @@ def pair_samples(encoder: ChatEncoder, pair: PreferencePair) -> list[Sample]:
 
 def pair_lengths(pairs: Sequence[PreferencePair], name: str) -> RowLengths:
     """Return the lengths of the rows of pairs of the training set `name`, in their order."""
-    return RowLengths(_flat_lengths(pairs), f"{name}, two rows per pair", is_ordered=True)
+    lengths, num_trained = _count_tokens(pairs)
+    description = f"{name}, two rows per pair"
+    return RowLengths(lengths, description, is_ordered=True, num_trained=num_trained)
 
 
-def _flat_lengths(pairs: Sequence[PreferencePair]) -> np.ndarray:
-    """Return the lengths of the 2N rows of N pairs, int64 [2N]."""
-    return np.array([_lengths(pair) for pair in pairs], dtype=np.int64).ravel()
+def _count_tokens(pairs: Sequence[PreferencePair]) -> TokenCounts:
+    """Count the tokens of the 2N rows of N pairs."""
+    return count_tokens([row for pair in pairs for row in pair])
 
 
 def _lengths(pair: PreferencePair) -> tuple[int, int]:

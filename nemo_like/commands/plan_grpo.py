@@ -85,14 +85,14 @@ def comparable_times(
 
 
 def guessed_rollouts(rows: RowLengths, rows_per_step: int) -> list[RolloutLengths]:
-    """Return the rollouts of rows whose completions were drawn; none if prompts are unknown."""
-    if rows.prompts is None:
+    """Return the rollouts of rows whose completions, the tokens with loss, were drawn."""
+    if rows.num_trained is None:
         return []
     rollouts = []
     for start in range(0, len(rows.values) - rows_per_step + 1, rows_per_step):
         step = slice(start, start + rows_per_step)
-        prompts = rows.prompts[step]
-        rollouts.append(RolloutLengths(prompts, rows.values[step] - prompts))
+        completions = rows.num_trained[step]
+        rollouts.append(RolloutLengths(rows.values[step] - completions, completions))
     return rollouts
 
 

@@ -11,6 +11,7 @@ from nemo_like.config.check import batching_section
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import PolicyConfig, RunConfig
 from nemo_like.config.text import counted
+from nemo_like.data.collate import TokenCounts
 from nemo_like.data.planning.balance import few_plans
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.diagnostics.report import Diagnostics
@@ -24,15 +25,16 @@ if TYPE_CHECKING:
 def describe_plan(
     config: RunConfig,
     title: str,
-    lengths: np.ndarray,
+    counts: TokenCounts,
     model: PretrainedConfig | None,
     diagnostics: Diagnostics,
 ) -> None:
-    """Add one line about the plan of a step with rows of `lengths`, int64 [B].
+    """Add one line about the plan of a step with these rows.
 
     The rows of an example are consecutive; `model` gives the work of a row. With packing or dynamic
     batching the line also has the padding without them.
     """
+    lengths = counts.lengths
     if len(lengths) == 0:
         return
     policy = config.policy_in_rows
@@ -45,8 +47,8 @@ def describe_plan(
     try:
         # Two plans do not pay for the import of numba.
         with few_plans():
-            metrics = _plan_metrics(config, policy, lengths, spec)
-            plain_metrics = _plan_metrics(config, plain, lengths, spec)
+            metrics = _plan_metrics(config, policy, counts, spec)
+            plain_metrics = _plan_metrics(config, plain, counts, spec)
     except ValueError as error:
         diagnostics.problems.append(f"{title} cannot be planned: {error}")
         return
@@ -65,13 +67,10 @@ def describe_plan(
 def _plan_metrics(
     config: RunConfig,
     policy: PolicyConfig,
-    lengths: np.ndarray,
+    counts: TokenCounts,
     model: ModelSpec | None,
 ) -> dict[str, float]:
-    """Return the metrics `packing/*` of a training step; ValueError if it cannot be planned.
-
-    `lengths` is int64 [B].
-    """
+    """Return the metrics `packing/*` of a training step; ValueError if it cannot be planned."""
     spec = plan_spec(
         policy,
         purpose="train",
@@ -82,5 +81,5 @@ def _plan_metrics(
     groups = None
     # The rows of a preference pair must share a microbatch.
     if config.rows_per_example > 1:
-        groups = np.arange(len(lengths)) // config.rows_per_example
-    return plan_batch(lengths, spec, groups=groups).metrics()
+        groups = np.arange(len(counts.lengths)) // config.rows_per_example
+    return plan_batch(counts.lengths, spec, groups, counts.num_trained).metrics()

@@ -63,14 +63,17 @@ class Strategy:
         # Only verl assigns rows in a way that no spec selects.
         return self.tool != "verl" and (self.spec, self.stream) == (spec, stream)
 
-    def plan(self, lengths: np.ndarray) -> BatchPlan:
-        """Plan rows of `lengths` int64 [B]. Raises ValueError for rows that cannot be planned."""
+    def plan(self, lengths: np.ndarray, num_trained: np.ndarray | None = None) -> BatchPlan:
+        """Plan rows of `lengths`, with their tokens with loss if they are known; int64 [B] each.
+
+        Raises ValueError for rows that cannot be planned.
+        """
         if self.stream is not None:
             step_spec = replace(self.spec, global_batch_size=None)
-            return plan_stream(lengths, replace(self.stream, plan=step_spec))
+            return plan_stream(lengths, replace(self.stream, plan=step_spec), num_trained)
         if self.tool == "verl":
-            return plan_verl(lengths, self.spec)
-        return plan_batch(lengths, self.spec)
+            return plan_verl(lengths, self.spec, num_trained)
+        return plan_batch(lengths, self.spec, num_trained=num_trained)
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,6 +267,7 @@ def compare(
     lengths: np.ndarray,
     spec: PlanSpec,
     *,
+    num_trained: np.ndarray | None = None,
     chosen: PlanSpec | None = None,
     stream: StreamSpec | None = None,
     balance: str = "flops",
@@ -273,6 +277,7 @@ def compare(
 ) -> Comparison:
     """Plan `lengths` int64 [B] in batches of `spec.global_batch_size` with every strategy.
 
+    `num_trained` int64 [B] are the tokens with loss of each row; None: they are not known.
     The strategy that the report describes is `chosen`, whose steps `stream` forms if it is given;
     without `chosen` it is `balanced` with `balance`. Raises ConfigError for rows that cannot be
     planned.
@@ -289,7 +294,7 @@ def compare(
         micro_batch_size=micro_batch_size,
     ):
         try:
-            plan = strategy.plan(lengths)
+            plan = strategy.plan(lengths, num_trained)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         outcomes.append(Outcome(strategy, plan, spec.max_tokens, pp_size, min_work))

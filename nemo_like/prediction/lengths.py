@@ -33,8 +33,8 @@ class RowLengths:
     """File and line of each row. Example: `conv.csv:17`."""
     is_ordered: bool = False
     """Rows are in the order of a run and are not shuffled."""
-    prompts: np.ndarray | None = None
-    """int64 [B]: tokens of each row's prompt, for rows with a sampled completion."""
+    num_trained: np.ndarray | None = None
+    """int64 [B]: tokens of each row with loss; None if they are not known."""
 
     def location(self, row: int) -> str:
         """Return file and line of a row, or its number if these are not known."""

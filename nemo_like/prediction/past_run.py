@@ -56,10 +56,14 @@ class PastRun:
         The last step of an epoch may have fewer rows; it would not be a typical batch.
         """
         max_rows = max(map(len, self.steps.values()))
-        full = [lengths for lengths in self.steps.values() if len(lengths) == max_rows]
+        full = [step for step, lengths in self.steps.items() if len(lengths) == max_rows]
         steps = "steps" if len(full) > 1 else "step"
         source = f"{len(full):,} {steps} of the run {shown_path(self.path)}"
-        return RowLengths(np.concatenate(full), source, is_ordered=True)
+        lengths = np.concatenate([self.steps[step] for step in full])
+        num_trained = None
+        if all(step in self.num_trained for step in full):
+            num_trained = np.concatenate([self.num_trained[step] for step in full])
+        return RowLengths(lengths, source, is_ordered=True, num_trained=num_trained)
 
     def rollouts(self) -> tuple[list[RolloutLengths], str]:
         """Return the lengths of prompts and completions of every full step, and their source.

@@ -16,8 +16,9 @@ from typing import Literal
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
+from nemo_like.data.collate import TokenCounts
 from nemo_like.data.planning.cost import CostModel
-from nemo_like.data.planning.oversize import OversizeWarning
+from nemo_like.data.planning.oversize import OversizeWarning, trained_after_truncation
 from nemo_like.data.planning.plan import PlanSpec
 from nemo_like.data.planning.spec import Oversize
 from nemo_like.data.streaming.spec import StreamSpec
@@ -172,13 +173,13 @@ class PlanReport:
 def make_plan(request: PlanRequest) -> PlanReport:
     """Plan the rows with every strategy. Raises ConfigError if they cannot be planned."""
     _check(request)
-    lengths, notes = _global_batches(request)
+    counts, notes = _global_batches(request)
     # A budget that is no multiple of the alignment could not be used completely.
     multiple = math.lcm(_BUDGET_MULTIPLE, base_spec(request, None).total_multiple)
     memory = None if request.model is None else MemoryModel(request.model, request.placement)
     max_tokens = request.max_tokens
     if max_tokens is None:
-        max_tokens, note = _default_budget(request, lengths, memory, multiple)
+        max_tokens, note = _default_budget(request, counts.lengths, memory, multiple)
         notes.append(note)
     try:
         spec = base_spec(request, max_tokens)
@@ -186,7 +187,7 @@ def make_plan(request: PlanRequest) -> PlanReport:
         # The planner names the key; the user may have given a flag.
         text = str(error).replace("policy.sequence_packing.train_mb_tokens", request.budget_name)
         raise ConfigError(text) from error
-    lengths, more_notes = _apply_oversize(request, lengths, spec)
+    (lengths, num_trained), more_notes = _apply_oversize(request, counts, spec)
     chosen = None
     if request.chosen is not None:
         chosen = replace(request.chosen, **_shared(spec, request.chosen))
@@ -196,6 +197,7 @@ def make_plan(request: PlanRequest) -> PlanReport:
         comparison = compare(
             lengths,
             spec,
+            num_trained=num_trained,
             chosen=chosen,
             stream=None if chosen is None else request.stream,
             micro_batch_size=request.micro_batch_size,
@@ -306,24 +308,26 @@ def _check(request: PlanRequest) -> None:
         raise ConfigError("; ".join(problem.text() for problem in problems))
 
 
-def _global_batches(request: PlanRequest) -> tuple[np.ndarray, list[str]]:
-    """Return the lengths int64 [B] in the order of the steps, full batches only, and notes."""
-    values = request.rows.values
-    if not request.rows.is_ordered:
-        values = np.random.default_rng(request.seed).permutation(values)
-    batch_size = request.batch_size
-    if len(values) < batch_size:
-        note = (
-            f"only {len(values):,} rows are there for a batch of {batch_size:,}: one smaller batch"
-            " is planned"
-        )
-        return values, [note]
+def _global_batches(request: PlanRequest) -> tuple[TokenCounts, list[str]]:
+    """Return the rows in the order of the steps, full batches only, and notes."""
+    rows = request.rows
+    num_rows = len(rows.values)
+    order = np.arange(num_rows)
+    if not rows.is_ordered:
+        order = np.random.default_rng(request.seed).permutation(num_rows)
+    notes = []
     # A smaller last batch would not be a typical step.
-    num_left = len(values) % batch_size
-    if num_left == 0:
-        return values, []
-    note = f"{num_left:,} rows do not fill a batch and are not planned"
-    return values[: len(values) - num_left], [note]
+    num_left = num_rows % request.batch_size
+    if num_rows < request.batch_size:
+        notes.append(
+            f"only {num_rows:,} rows are there for a batch of {request.batch_size:,}: one smaller"
+            " batch is planned"
+        )
+    elif num_left:
+        notes.append(f"{num_left:,} rows do not fill a batch and are not planned")
+        order = order[: num_rows - num_left]
+    num_trained = None if rows.num_trained is None else rows.num_trained[order]
+    return TokenCounts(rows.values[order], num_trained), notes
 
 
 def _default_budget(
@@ -362,18 +366,19 @@ def _default_budget(
 
 def _apply_oversize(
     request: PlanRequest,
-    lengths: np.ndarray,
+    counts: TokenCounts,
     spec: PlanSpec,
-) -> tuple[np.ndarray, list[str]]:
+) -> tuple[TokenCounts, list[str]]:
     """Apply the oversize policy to rows above the budget, once for every strategy.
 
-    Returns the lengths int64 [B] to plan and notes; raises ConfigError with the policy `error`.
+    Returns the rows to plan and notes; raises ConfigError with the policy `error`.
     """
+    lengths, num_trained = counts
     padded = round_up(lengths, spec.row_multiple)
     is_over = padded > spec.max_row_tokens
     num_over = int(is_over.sum())
     if not num_over:
-        return lengths, []
+        return counts, []
     longest = int(lengths.max())
     # `lengths` are shuffled; the location is that of the row in its file.
     row = int(np.flatnonzero(request.rows.values == longest)[0])
@@ -389,17 +394,20 @@ def _apply_oversize(
             " microbatch of its own)"
         )
     if request.oversize == "singleton":
-        return lengths, [f"{text} and are microbatches of their own, above the budget"]
+        return counts, [f"{text} and are microbatches of their own, above the budget"]
     if request.oversize == "truncate":
-        return np.minimum(lengths, spec.max_row_tokens), [f"{text} and their ends are removed"]
-    kept = lengths[~is_over]
+        kept = np.minimum(lengths, spec.max_row_tokens)
+        num_trained = trained_after_truncation(num_trained, lengths, kept)
+        return TokenCounts(kept, num_trained), [f"{text} and their ends are removed"]
+    kept = np.flatnonzero(~is_over)
     if not len(kept):
         raise ConfigError(f"{text}, so none is left; raise it to {longest:,}")
     # Fewer rows may fill fewer batches; a single smaller batch is kept.
     num_full = len(kept) // request.batch_size * request.batch_size
     if num_full > 0:
         kept = kept[:num_full]
-    return kept, [f"{text} and are left out"]
+    num_trained = None if num_trained is None else num_trained[kept]
+    return TokenCounts(lengths[kept], num_trained), [f"{text} and are left out"]
 
 
 def _shared(spec: PlanSpec, chosen: PlanSpec) -> dict[str, object]:
@@ -427,9 +435,11 @@ def _outcome_with(outcome: Outcome, max_tokens: int) -> Outcome:
     spec = outcome.strategy.spec.with_budget(max_tokens, None)
     strategy = replace(outcome.strategy, spec=spec)
     # The plan has lengths in execution order; planning needs them in the order of the rows.
-    lengths = np.zeros(outcome.plan.num_rows, dtype=np.int64)
-    lengths[outcome.plan.rows] = outcome.plan.lengths
-    plan = strategy.plan(lengths)
+    of_row = np.argsort(outcome.plan.rows)
+    num_trained = outcome.plan.num_trained
+    plan = strategy.plan(
+        outcome.plan.lengths[of_row], None if num_trained is None else num_trained[of_row]
+    )
     return replace(
         outcome,
         strategy=strategy,
@@ -444,14 +454,17 @@ def _time_assumptions(report: PlanReport) -> Iterator[str]:
     pp_size = request.placement.parallel_layout.pp
     name = "a dense 7B model (no model was given)" if request.model is None else request.model.name
     window = f" (sliding window {cost.window})" if cost.window else ""
+    unknown = ""
+    if report.comparison.chosen.plan.num_trained is None:
+        unknown = " (not known here: none)"
     times = "three times"
     if request.placement.lora is not None:
         times = "two times (the gradients of frozen weights are not computed)"
     yield (
         f"work of a row of L positions, padding included: {cost.linear:.4g} L +"
-        f" {cost.quadratic:.4g} L^2{window}, forward FLOPs of {name} with causal attention and a"
-        " loss at every position (a run plans with its tokens with loss); a training step does"
-        f" {times} that."
+        f" {cost.quadratic:.4g} L^2{window}, forward FLOPs of {name} with causal attention, less"
+        f" {cost.head:.4g} for each position without loss{unknown}; a training step does {times}"
+        " that."
     )
     if spec.sync == "microbatch":
         sync = "in every microbatch: sum over microbatches of the slowest rank"

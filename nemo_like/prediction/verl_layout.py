@@ -24,9 +24,16 @@ _LINEAR_WORK = 24576
 """Work of a token over that of a token squared: a 7B model, whatever the trained model is."""
 
 
-def plan_verl(lengths: np.ndarray, spec: PlanSpec) -> BatchPlan:
-    """Plan rows of `lengths` int64 [B] as verl does, in the packed layout of `spec`."""
-    fitted = fit_rows(lengths, None, spec)
+def plan_verl(
+    lengths: np.ndarray,
+    spec: PlanSpec,
+    num_trained: np.ndarray | None = None,
+) -> BatchPlan:
+    """Plan rows of `lengths` int64 [B] as verl does, in the packed layout of `spec`.
+
+    `num_trained` int64 [B] are the tokens with loss of each row; verl does not use them.
+    """
+    fitted = fit_rows(lengths, None, spec, num_trained)
     rows_per_step = spec.global_batch_size or max(len(lengths), 1)
     steps = []
     for start in range(0, len(lengths), rows_per_step):

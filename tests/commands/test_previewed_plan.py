@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import numpy as np
 import pytest
 
 from nemo_like import parallel_layout
@@ -16,10 +15,11 @@ from nemo_like.commands.plan_request import plan_request
 from nemo_like.commands.validate import validate
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import RunConfig
-from nemo_like.data.planning.plan import BatchPlan, PlanSpec, plan_batch
+from nemo_like.data.planning.plan import BatchPlan, plan_batch
 from nemo_like.diagnostics import plan_preview
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.policy import Policy
+from nemo_like.prediction.lengths import RowLengths
 from nemo_like.prediction.plan_report import make_plan
 from nemo_like.training.model_files import open_model_spec
 from tests.recipe import Recipe
@@ -56,19 +56,19 @@ class UnreachableGroup:
         raise AssertionError(f"planning used `{name}` of the worker group")
 
 
-def plan_of_run(config: RunConfig, lengths: np.ndarray) -> BatchPlan:
+def plan_of_run(config: RunConfig, rows: RowLengths) -> BatchPlan:
     """Plan a step as a run does."""
     group: Any = UnreachableGroup(policy_layout(config))
     policy = Policy(group, config.policy, open_model_spec(config), seed=config.seed)
-    return policy.plan(lengths)
+    return policy.plan(rows.values, num_trained=rows.num_trained)
 
 
 def plan_of_validate(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> BatchPlan:
     """The plan behind the line about the first step."""
     plans = []
 
-    def record(lengths: np.ndarray, spec: PlanSpec, groups: np.ndarray | None) -> BatchPlan:
-        plans.append(plan_batch(lengths, spec, groups))
+    def record(*arguments: Any) -> BatchPlan:
+        plans.append(plan_batch(*arguments))
         return plans[-1]
 
     with monkeypatch.context() as patch:
@@ -109,9 +109,9 @@ def test_the_previewed_plan_is_that_of_the_run(
         *LAYOUTS[layout],
     )
     config = recipe.sft(*overrides)
-    lengths = first_lengths(config, BATCH_SIZE, 1).values
-    plan = plan_of_run(config, lengths)
-    assert len(lengths) == BATCH_SIZE
+    rows = first_lengths(config, BATCH_SIZE, 1)
+    plan = plan_of_run(config, rows)
+    assert len(rows.values) == BATCH_SIZE
     waits_often = "pp 2" in layout or (is_large and "megatron" not in layout)
     assert plan.spec.sync == ("microbatch" if waits_often else "step")
     assert plan_of_validate(config, monkeypatch).to_json() == plan.to_json()
@@ -120,7 +120,7 @@ def test_the_previewed_plan_is_that_of_the_run(
 
 def test_a_run_makes_the_previewed_plan(recipe: Recipe) -> None:
     config = recipe.sft("sft.max_num_steps=1", "sft.val_at_start=false", "sft.val_period=0")
-    lengths = first_lengths(config, BATCH_SIZE, 1).values
+    rows = first_lengths(config, BATCH_SIZE, 1)
     result = run_sft(config)
     saved = (result.directory.path / "plan" / "step_0.json").read_text()
-    assert BatchPlan.from_json(saved).to_json() == plan_of_run(config, lengths).to_json()
+    assert BatchPlan.from_json(saved).to_json() == plan_of_run(config, rows).to_json()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from nemo_like.rollout.records import RolloutRecord
 from nemo_like.run_directory import RunDirectory
 from tests.recipe import Recipe
 
+ROOT = Path(__file__).parents[2]
 OPTIONS = (
     "grpo.max_num_steps=3",
     "grpo.val_period=0",
@@ -99,6 +101,21 @@ def test_a_replay_gives_the_logged_loss_of_a_step_with_one_optimizer_step(
 
     record = RolloutRecord.load(run.rollout_tokens(2))
     assert record.weights_version == 1 and "policy_logprobs" in record.columns
+    # This run takes one optimizer step per rollout, as that of the demo.
+    documented = []
+    for page in ("README.md", "docs/replay.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        documented += re.findall(
+            r"^nemo-like replay runs/demo_grpo .*(loss_fn\S+)", text, re.MULTILINE
+        )
+    assert len(documented) == 3
+    for override in documented:
+        changed = replay_step(run.path, 2, [override])
+        assert changed.overridden is not None
+        for name in ("policy/loss", "policy/grad_norm"):
+            unchanged = pytest.approx(changed.replayed[name], rel=1e-4)
+            assert changed.overridden[name] != unchanged, (override, name)
+
     capsys.readouterr()
     assert main(["replay", str(run.path), "--step", "2", "loss_fn.ratio_clip_max=0.3"]) == 0
     text = capsys.readouterr().out

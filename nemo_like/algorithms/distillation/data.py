@@ -13,7 +13,7 @@ from nemo_like.algorithms.distillation.teachers import TeacherOfRow, open_teache
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.collate import EncodedRow
+from nemo_like.data.collate import EncodedRow, TokenCounts, count_tokens
 from nemo_like.data.datasets import PROMPT_ROWS, SFT_ROWS, Row, Rows, RowSchema, conversation
 from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.diagnostics.chat_checks import check_prompts_agree, check_texts, prompt_messages
@@ -198,8 +198,7 @@ def check_rows(
     title = "the first step"
     if config.generates:
         title = "a step with completions of the max length"
-    lengths = _row_lengths(config, batch, longest=True)
-    describe_plan(config, title, lengths, model, diagnostics)
+    describe_plan(config, title, _count_tokens(config, batch, longest=True), model, diagnostics)
 
 
 def _check_format(config: DistillRunConfig, data: RunData) -> None:
@@ -248,35 +247,31 @@ def first_lengths(
     """Return the row lengths of the first steps; those of completions are drawn at random."""
     source = open_source(config, data)
     rows = source.first_examples(min(num_steps, source.num_steps(config.distill)), progress)
-    lengths = _row_lengths(config, rows, longest=False)
+    lengths, num_trained = _count_tokens(config, rows, longest=False)
     description = training_name(config)
     if config.generates:
         description = (
             f"prompts of {training_name(config)}, completion lengths drawn uniformly from 1 to"
             f" {config.policy.generation.max_new_tokens:,} tokens"
         )
-    return RowLengths(lengths, description, is_ordered=True)
+    return RowLengths(lengths, description, is_ordered=True, num_trained=num_trained)
 
 
-def _row_lengths(
+def _count_tokens(
     config: DistillRunConfig,
     rows: Sequence[TaughtRow],
     *,
     longest: bool,
-) -> np.ndarray:
-    """Return the lengths of rows, int64 [B], with completions of the max or of random length."""
-    lengths = []
-    for row in rows:
-        if isinstance(row.example, Prompt):
-            lengths.append(len(row.example.token_ids))
-        else:
-            lengths.append(len(row.example.input_ids))
-    values = np.array(lengths, dtype=np.int64)
+) -> TokenCounts:
+    """Count the tokens of rows, with completions of the max or of random length."""
     if not config.generates:
-        return values
+        return count_tokens([row.example for row in rows if isinstance(row.example, EncodedRow)])
+    examples = [row.example for row in rows]
+    prompts = [len(each.token_ids) for each in examples if isinstance(each, Prompt)]
+    values = np.array(prompts, dtype=np.int64)
     limit = config.policy.max_total_sequence_length - values
-    max_completions = np.minimum(limit, config.policy.generation.max_new_tokens)
-    if longest:
-        return values + max_completions
-    rng = np.random.default_rng(config.seed % 2**64)
-    return values + rng.integers(1, max_completions + 1)
+    completions = np.minimum(limit, config.policy.generation.max_new_tokens)
+    if not longest:
+        rng = np.random.default_rng(config.seed % 2**64)
+        completions = rng.integers(1, completions + 1)
+    return TokenCounts(values + completions, completions)

@@ -10,6 +10,7 @@ import numpy as np
 from nemo_like.algorithms.grpo.config import GrpoRunConfig, asynchronous_warnings
 from nemo_like.config.import_path import check_module
 from nemo_like.data.chat import ChatEncoder
+from nemo_like.data.collate import TokenCounts
 from nemo_like.data.datasets import PROMPT_ROWS, Rows
 from nemo_like.diagnostics.chat_checks import check_prompts_agree, check_texts, prompt_messages
 from nemo_like.diagnostics.environment_checks import check_conversation_prompts
@@ -145,20 +146,19 @@ def first_lengths(
     """Return row lengths of the first steps, with completion lengths drawn at random."""
     prompts = open_source(config, data).first_examples(num_steps, progress)
     prompt_lengths = np.array([len(prompt.token_ids) for prompt in prompts], dtype=np.int64)
-    lengths, _ = rollout_lengths(config, prompt_lengths)
+    (lengths, num_trained), _ = rollout_lengths(config, prompt_lengths)
     max_new_tokens = config.policy.generation.max_new_tokens
     description = (
         f"prompts of {training_name(config)}, completion lengths drawn uniformly from 1 to"
         f" {max_new_tokens:,} tokens"
     )
-    row_prompts = np.repeat(prompt_lengths, config.grpo.num_generations_per_prompt)
-    return RowLengths(lengths, description, is_ordered=True, prompts=row_prompts)
+    return RowLengths(lengths, description, is_ordered=True, num_trained=num_trained)
 
 
 def rollout_lengths(
     config: GrpoRunConfig, prompt_lengths: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return two guesses of the row lengths of rollouts, int64 [P x G] each.
+) -> tuple[TokenCounts, TokenCounts]:
+    """Return two guesses of the tokens of P x G rows of rollouts, of which completions have a loss.
 
     `prompt_lengths` is int [P]. In the first guess completion lengths are drawn uniformly from 1 to
     `max_new_tokens`, or to the tokens left in the row; in the second all have that maximum.
@@ -172,4 +172,7 @@ def rollout_lengths(
         max_completions = np.minimum(max_completions, max_new_tokens)
     rng = np.random.default_rng(config.seed % 2**64)
     completions = rng.integers(1, max_completions + 1)
-    return prompts + completions, prompts + max_completions
+    return (
+        TokenCounts(prompts + completions, completions),
+        TokenCounts(prompts + max_completions, max_completions),
+    )

@@ -11,7 +11,7 @@ import numpy as np
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.text import counted, plural
-from nemo_like.data.collate import EncodedRow
+from nemo_like.data.collate import EncodedRow, count_tokens
 from nemo_like.data.datasets import SFT_ROWS, Rows, conversation
 from nemo_like.data.loader import RowLoader
 from nemo_like.data.streaming.loader import RowNumbers, StreamLoader
@@ -101,7 +101,7 @@ def open_loader(
 
 def _row_numbers(row: EncodedRow) -> RowNumbers:
     # No position predicts the first token.
-    return RowNumbers(len(row.input_ids), int(row.token_mask[1:].sum()))
+    return RowNumbers(len(row.input_ids), np.count_nonzero(row.token_mask[1:]))
 
 
 def check_rows(
@@ -140,8 +140,7 @@ def check_rows(
         return
     loader = diagnostics.check(lambda: open_loader(config, source, None))
     batch = None if loader is None else diagnostics.check(lambda: next(loader))
-    lengths_of_step = np.array([len(row.input_ids) for row in batch or ()], dtype=np.int64)
-    describe_plan(config, "the first step", lengths_of_step, model, diagnostics)
+    describe_plan(config, "the first step", count_tokens(batch or ()), model, diagnostics)
 
 
 def _check_trained(
@@ -236,5 +235,5 @@ def first_lengths(
     curriculum = open_curriculum(config.data.curriculum, data.train, source.rows, progress)
     num_batches = min(num_steps, source.num_steps(config.sft))
     rows = source.first_examples(num_batches, progress, curriculum)
-    lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
-    return RowLengths(lengths, training_name(config), is_ordered=True)
+    lengths, num_trained = count_tokens(rows)
+    return RowLengths(lengths, training_name(config), is_ordered=True, num_trained=num_trained)

@@ -145,12 +145,24 @@ def fit_rows(
         truncated = _truncated_lengths(lengths, groups, is_oversize, spec)
         padded = round_up(truncated, spec.row_multiple)
         num_truncated = int((truncated < lengths).sum())
-        if num_trained is not None:
-            # Rows end with their trained tokens, and truncation removes the end.
-            num_trained = np.maximum(num_trained - (lengths - truncated), 0)
+        num_trained = trained_after_truncation(num_trained, lengths, truncated)
         return FittedRows(truncated, padded, no_rows, num_truncated, num_oversize, num_trained)
     is_dropped = is_oversize if spec.oversize == "drop" else no_rows
     return FittedRows(lengths, padded, is_dropped, 0, num_oversize, num_trained)
+
+
+def trained_after_truncation(
+    num_trained: np.ndarray | None,
+    lengths: np.ndarray,
+    truncated: np.ndarray,
+) -> np.ndarray | None:
+    """Return the tokens with loss of rows whose `lengths` became `truncated`, int64 [B] each.
+
+    Truncation removes the end of a row, where its trained tokens usually are.
+    """
+    if num_trained is None:
+        return None
+    return np.maximum(num_trained - (lengths - truncated), 0)
 
 
 def group_rows(rows: np.ndarray, groups: np.ndarray | None) -> Packing | None:
