@@ -141,18 +141,10 @@ class PlanReport:
         if planned >= longest:
             outcome = _outcome_with(self.comparison.chosen, planned)
         is_off = request.placement.activation_checkpointing == "none"
-        other = replace(
-            request.placement,
-            activation_checkpointing="full" if is_off else "none",
-        )
+        other_kind = "full" if is_off else "none"
+        other = replace(request.placement, activation_checkpointing=other_kind)
         other_budget = MemoryModel(memory.spec, other).largest_budget(usable, multiple)
-        return Recommendation(
-            budget,
-            usable / 2**30,
-            useful,
-            outcome,
-            other_budget,
-        )
+        return Recommendation(budget, usable / 2**30, useful, outcome, other_budget)
 
     def peak_gib(self, outcome: Outcome) -> float | None:
         """Return the predicted peak memory of one GPU in GiB: that of the largest microbatch."""
@@ -270,11 +262,7 @@ def _num_params(request: PlanRequest) -> int:
     return _ASSUMED_PARAMS if request.model is None else request.model.num_params
 
 
-def max_useful_tokens(
-    lengths: np.ndarray,
-    request: PlanRequest,
-    multiple: int,
-) -> int:
+def max_useful_tokens(lengths: np.ndarray, request: PlanRequest, multiple: int) -> int:
     """Return a budget with which every step is one microbatch per rank, for `lengths` int64 [B].
 
     Assigning each row to the rank with the least tokens gives no rank more than the mean plus one
@@ -440,12 +428,7 @@ def _outcome_with(outcome: Outcome, max_tokens: int) -> Outcome:
     plan = strategy.plan(
         outcome.plan.lengths[of_row], None if num_trained is None else num_trained[of_row]
     )
-    return replace(
-        outcome,
-        strategy=strategy,
-        plan=plan,
-        max_tokens=max_tokens,
-    )
+    return replace(outcome, strategy=strategy, plan=plan, max_tokens=max_tokens)
 
 
 def _time_assumptions(report: PlanReport) -> Iterator[str]:

@@ -12,7 +12,6 @@ from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.algorithms.grpo.replay import replay_step
 from nemo_like.cli import main
 from nemo_like.config.errors import ConfigError
-from nemo_like.files import write_json_lines
 from nemo_like.rollout.records import RolloutRecord
 from nemo_like.run_directory import RunDirectory
 from tests.recipe import Recipe
@@ -89,7 +88,7 @@ def test_a_replay_gives_the_logged_loss_of_a_step_with_one_optimizer_step(
             "loss_fn.reference_policy_kl_penalty=0",
         )
     ).directory
-    logged = [json.loads(line) for line in run.metrics.read_bytes().splitlines()][1]
+    logged = [json.loads(line) for line in run.metrics.read_text().splitlines()][1]
     report = replay_step(run.path, 2, ["loss_fn.reference_policy_kl_penalty=0.1"])
     for name in ("policy/loss", "policy/grad_norm", "mismatch/gen_kl_k3"):
         assert report.replayed[name] == pytest.approx(logged[name], rel=1e-6, abs=1e-12)
@@ -105,9 +104,7 @@ def test_a_replay_gives_the_logged_loss_of_a_step_with_one_optimizer_step(
     documented = []
     for page in ("README.md", "docs/replay.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
-        documented += re.findall(
-            r"^nemo-like replay runs/demo_grpo .*(loss_fn\S+)", text, re.MULTILINE
-        )
+        documented += re.findall(r"\nnemo-like replay runs/demo_grpo .*(loss_fn\S+)", text)
     assert len(documented) == 3
     for override in documented:
         changed = replay_step(run.path, 2, [override])
@@ -137,7 +134,7 @@ def test_a_replay_refuses_another_kl_in_the_reward(recipe: Recipe) -> None:
 
 
 def check_show(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    records = [json.loads(line) for line in run.rollouts(2).read_bytes().splitlines()]
+    records = [json.loads(line) for line in run.rollouts(2).read_text().splitlines()]
     assert len(records) == 32
     for record in records:
         assert record["source"].rpartition(":")[0].endswith("grpo_train.jsonl")
@@ -174,21 +171,3 @@ def test_a_directory_without_records_is_one_message(
     assert "logger.save_rollout_tokens_every" in capsys.readouterr().err
     assert main(["show", str(tmp_path), "--step", "1"]) == 2
     assert "with logger.save_rollouts" in capsys.readouterr().err
-
-
-def test_texts_with_other_line_separators_are_shown(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """JSON escapes line feeds only; other characters at which Python splits lines stay in texts."""
-    separators = "".join(filter(lambda c: len(f"a{c}a".splitlines()) == 2, map(chr, range(0x3000))))
-    assert {"\x0b", "\x0c", "\x85", "\u2028", "\u2029"} < set(separators)
-    record = {"prompt": "p", "answer": separators, "reward": 1.0, "finish_reason": "stop"}
-    rows = [{**record, "completion": f"before{each}after"} for each in separators]
-    path = RunDirectory(tmp_path).rollouts(1)
-    path.parent.mkdir()
-    write_json_lines(path, rows, "the rollouts of step 1")
-    assert main(["show", str(tmp_path), "--step", "1"]) == 0
-    text = capsys.readouterr().out
-    assert text.count("before") == text.count("after") == len(separators)
-    assert f"--- step 1, rollout {len(separators)}/{len(separators)}" in text
