@@ -258,6 +258,7 @@ class Attempt:
             fault_processes.MARK: self._mark,
             "TMPDIR": str(self._temporary),
             "RAY_TMPDIR": str(self._temporary),
+            "TORCHINDUCTOR_CACHE_DIR": str(bench.folder / "inductor"),  # kept by every run
             "PYTHONPATH": str(_REPOSITORY),
             "OMP_NUM_THREADS": "1",
         }
