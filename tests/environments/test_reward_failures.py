@@ -172,8 +172,12 @@ def test_a_failure_under_each_policy(function: str, kind: str, text: str) -> Non
         assert scored.rewards.tolist() == [3.0, 3.0, 5.0]
         assert scored.components["mine"].tolist() == [1.0, 0.0, 1.0]
         assert scored.problems[0] is None and scored.problems[2] is None
-        problem = RewardProblem("mine", f"failing_rewards.{function}", kind, text)
-        assert scored.problems[1] == problem
+        problem = scored.problems[1]
+        assert problem is not None and problem.text.startswith(text)
+        # The text of an exception ends with the line of the function.
+        assert ("failing_rewards.py:" in problem.text) == (kind == "raised")
+        path = f"failing_rewards.{function}"
+        assert problem == RewardProblem("mine", path, kind, problem.text)
 
 
 def test_a_bool_is_0_or_1_and_a_scalar_of_a_library_a_number() -> None:
