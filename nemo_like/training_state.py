@@ -33,7 +33,7 @@ class TrainingState:
     selection: dict[str, Any] = field(default_factory=dict)
     """Best values of the metrics that select checkpoints and end the run."""
     model: dict[str, str] = field(default_factory=dict)
-    """Identity of frozen weights, which the checkpoint does not have."""
+    """Identities of frozen models by config key; the checkpoint does not have their weights."""
 
     def save(self, directory: Path) -> None:
         """Write `training_state.json`. Raises ValueError for a value that JSON does not support."""

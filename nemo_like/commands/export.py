@@ -35,7 +35,7 @@ from nemo_like.policy.checkpoint.sharded_reader import (
     open_checkpoint,
 )
 from nemo_like.policy.optim import NonFiniteError
-from nemo_like.training.frozen_model import check_frozen_model, frozen_model
+from nemo_like.training.frozen_models import check_frozen_models, frozen_models
 from nemo_like.training.model_files import open_model_config
 from nemo_like.training_state import TrainingState
 
@@ -134,7 +134,7 @@ def _check_frozen_model(step_folder: Path, config: RunConfig) -> None:
         saved = TrainingState.load(step_folder).model
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    check_frozen_model(saved, frozen_model(config), config, step_folder)
+    check_frozen_models(saved, frozen_models(config, policy_only=True), config, step_folder)
 
 
 def _write(

@@ -19,7 +19,7 @@ from nemo_like.run_directory import log_config_changes, open_run_directory, writ
 from nemo_like.run_log import run_log
 from nemo_like.tracking import check_logger
 from nemo_like.training.dataset import RunData
-from nemo_like.training.frozen_model import check_frozen_model, frozen_model
+from nemo_like.training.frozen_models import check_frozen_models, frozen_models
 from nemo_like.training.lora_checks import check_resumed_lora
 from nemo_like.training.model_files import open_model_spec
 from nemo_like.training.run import TrainingRun
@@ -71,7 +71,7 @@ def open_training_run(
         spec = open_model_spec(config)
         for line in header_lines(config, directory.path, spec, len(data.train), num_steps):
             progress.print_line(line)
-        model = frozen_model(config)
+        identities = frozen_models(config)
         resumed = None
         if config.resume:
             resumed = checkpointer.find_latest(
@@ -79,7 +79,8 @@ def open_training_run(
             )
             if resumed is not None:
                 check_resumed_lora(directory.config, config.policy.lora)
-                check_frozen_model(resumed.state().model, model, config, resumed.path)
+                saved = resumed.state().model
+                check_frozen_models(saved, identities, config, resumed.path)
             # config.yaml itself is replaced in `start_run_directory`, after the last check.
             log_config_changes(directory, plain)
         else:
@@ -104,7 +105,7 @@ def open_training_run(
                 closing=closing,
                 resolved=plain,
                 stop=stop,
-                frozen_model=model,
+                frozen_models=identities,
             )
             try:
                 yield run

@@ -90,8 +90,8 @@ class TrainingRun:
     resolved: dict[str, Any]
     """The configuration as plain values, for config.yaml and the trackers."""
     stop: StopRequests
-    frozen_model: dict[str, str]
-    """Identity of the frozen weights, for checkpoints."""
+    frozen_models: dict[str, str]
+    """Identities of frozen models by config key, for checkpoints."""
     timers: Timers = field(default_factory=Timers)
     pending_metrics: Metrics = field(default_factory=dict)
     """Metrics of the step that is logged next."""
@@ -390,7 +390,7 @@ class TrainingRun:
             loader=position.state_dict(),
             counters=dict(self.counters),
             selection=self.selection.state_dict(),
-            model=self.frozen_model,
+            model=self.frozen_models,
         )
         self.saver.save(
             state,

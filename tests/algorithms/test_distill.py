@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from nemo_like.algorithms.distillation.data import TaughtRow, open_source
@@ -70,9 +71,24 @@ def test_a_resumed_run_equals_a_straight_one_and_approaches_the_teacher(
     assert kinds == [is_on_policy(config, step) for step in range(4)]
     assert set(kinds) == ({True, False} if is_sampled else {False})
     interrupt_at(straight.directory.path, 2)
+    if not is_sampled:
+        check_changed_teacher(recipe, keys, teachers[0])
     resumed = run_distillation(recipe.distill(*keys, "resume=true"))
     assert read_metrics(resumed.directory.path) == expected
     assert (resumed.directory.hf / "model.safetensors").read_bytes() == weights
+
+
+def check_changed_teacher(recipe: Recipe, keys: list[str], teacher: str) -> None:
+    """A run does not resume with other weights in the directory of its teacher."""
+    weights = Path(teacher) / "model.safetensors"
+    content = weights.read_bytes()
+    values = load_file(weights)
+    save_file({name: each * 1.01 for name, each in values.items()}, weights)
+    with pytest.raises(
+        ConfigError, match=r"distill\.teacher is .*teacher_0', whose weights are not"
+    ):
+        run_distill(recipe.distill(*keys, "resume=true"))
+    weights.write_bytes(content)
 
 
 def check_model_flops(run: RunResult, student: Path, teacher: str, *, has_lora: bool) -> None:

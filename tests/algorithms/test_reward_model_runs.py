@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.algorithms.registry import load_config
+from nemo_like.config.errors import ConfigError
 from tests.recipe import Recipe
 from tests.reward_models import ReferenceScores, save_reward_model
 
@@ -57,6 +60,8 @@ def test_the_scores_of_a_model_are_a_component_of_the_reward(
 def test_a_model_may_be_the_only_reward_also_in_bfloat16(
     recipe: Recipe, reward_model: Path
 ) -> None:
+    """The run does not resume with other weights in the directory of the model."""
+    reward_model = shutil.copytree(reward_model, recipe.folder / "reward_model")
     path = recipe.folder / "grpo.yaml"
     recipe.grpo()
     text = path.read_text()
@@ -69,9 +74,15 @@ def test_a_model_may_be_the_only_reward_also_in_bfloat16(
         "policy.precision=bfloat16",
         "grpo.max_num_steps=1",
         "grpo.val_at_start=false",
-        "checkpointing.enabled=false",
         "checkpointing.export_hf=false",
     ]
     result = run_grpo(load_config(GrpoRunConfig, path, overrides))
     assert result.last["reward/mean"] == pytest.approx(result.last["reward/quality_mean"])
     assert result.last["reward/std"] > 0
+    weights = reward_model / "model.safetensors"
+    values = load_file(weights)
+    save_file({name: each * 1.01 for name, each in values.items()}, weights)
+    with pytest.raises(
+        ConfigError, match=r"reward\.models\.quality\.model_name is .* whose weights"
+    ):
+        run_grpo(load_config(GrpoRunConfig, path, [*overrides, "resume=true"]))
