@@ -206,7 +206,7 @@ def test_limits_end_a_conversation(
 
 
 def test_conversations_that_a_token_limit_ends_are_truncated(generator: Generator) -> None:
-    """That on a turn, or that on the conversation, which ends the first one after a whole turn."""
+    """The limit of the conversation ends the first one after a complete turn."""
     workers = _environment("Scripted")
     prompts = _prompts(_scripted([9, 9, 1, 9, 1, 2]))
     # A turn that reaches no limit ends with its first digit.
@@ -217,11 +217,11 @@ def test_conversations_that_a_token_limit_ends_are_truncated(generator: Generato
     conversations = rollout.conversations
     assert conversations is not None
     last_turns = [str(each.messages[-1]["content"]) for each in conversations]
-    is_whole = [text[-1:].isdigit() for text in last_turns]
-    assert conversations[0].ended_by == "tokens" and is_whole[0]
+    is_complete = [text[-1:].isdigit() for text in last_turns]
+    assert conversations[0].ended_by == "tokens" and is_complete[0]
     is_truncated = [
-        each.ended_by == "tokens" or not whole
-        for each, whole in zip(conversations, is_whole, strict=True)
+        each.ended_by == "tokens" or not complete
+        for each, complete in zip(conversations, is_complete, strict=True)
     ]
     assert 0 < sum(is_truncated) < len(is_truncated)
     assert without_truncated(rollout).batch["row_mask"].tolist() == np.invert(is_truncated).tolist()
