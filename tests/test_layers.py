@@ -48,7 +48,8 @@ LIBRARY_PLACES = {
     "tensorboard": ("tracking.py",),
     "wandb": ("tracking.py",),
     "mlflow": ("tracking.py",),
-    "math_verify": ("environments/",),
+    "math_verify": ("environments/expressions.py",),
+    "pint": ("environments/expressions.py",),
 }
 """Where each heavy library may be imported, as the beginnings of paths in the package."""
 

@@ -20,7 +20,7 @@ from nemo_like.progress import Progress
 from tests.recipe import Recipe
 
 HEAVY = {
-    "torch", "ray", "vllm", "megatron", "tensorboard", "sympy", "math_verify", "numba",
+    "torch", "ray", "vllm", "megatron", "tensorboard", "sympy", "math_verify", "pint", "numba",
     "accelerate", "wandb", "mlflow", "pyarrow", "pandas", "scipy", "PIL",
 }  # fmt: skip
 """What `validate` on the demo needs none of."""

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
@@ -155,26 +156,31 @@ def serve() -> None:
     import logging
 
     # Slow, so it is imported before the time of the first comparison starts.
-    import math_verify  # noqa: F401
+    from nemo_like.environments.expressions import expressions_equal
 
     logging.disable()
     replies.write(b"ready\n")
     for line in sys.stdin.buffer:
         gold, predicted = json.loads(line)
-        replies.write(b"1\n" if _is_equal_within_limit(gold, predicted) else b"0\n")
+        is_equal = _within_limit(expressions_equal, gold, predicted)
+        replies.write(b"1\n" if is_equal else b"0\n")
 
 
 def _raise_out_of_time(number: int, frame: FrameType | None) -> None:
     raise _OutOfTime
 
 
-def _is_equal_within_limit(gold: str, predicted: str) -> bool:
+def _within_limit(
+    compare: Callable[[str, str], bool],
+    gold: str,
+    predicted: str,
+) -> bool:
     try:
         signal.setitimer(signal.ITIMER_PROF, _HARD_CPU_LIMIT_S)
         # Repeated every 0.5 s, in case a library handles the first exception.
         signal.setitimer(signal.ITIMER_VIRTUAL, CPU_LIMIT_S, 0.5)
         try:
-            return _is_equal(gold, predicted)
+            return compare(gold, predicted)
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     except (Exception, _OutOfTime):  # noqa: BLE001
@@ -183,16 +189,6 @@ def _is_equal_within_limit(gold: str, predicted: str) -> bool:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _is_equal(gold: str, predicted: str) -> bool:
-    from math_verify import parse, verify
-
-    # The limits of the libraries are off (0): they use the real-time timer, which counts waiting
-    # time as well, and interrupt less than the limits here.
-    gold_values = parse(f"\\boxed{{{gold}}}", parsing_timeout=0)
-    predicted_values = parse(f"\\boxed{{{predicted}}}", parsing_timeout=0)
-    return bool(verify(gold_values, predicted_values, timeout_seconds=0))
 
 
 shared_comparer = AnswerComparer()

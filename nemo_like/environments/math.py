@@ -17,7 +17,14 @@ from nemo_like.environments.answers import (
     num_marked_answers,
 )
 from nemo_like.environments.comparison import shared_comparer
-from nemo_like.environments.quantities import Quantity, as_number, as_quantity, bare, normalize
+from nemo_like.environments.quantities import (
+    Quantity,
+    as_number,
+    as_quantity,
+    bare,
+    normalize,
+    units_match,
+)
 from nemo_like.environments.reward import RewardSample
 
 __all__ = [
@@ -93,16 +100,16 @@ def _is_text(answer: str) -> bool:
 
 
 def _quantities_equal(gold: Quantity, predicted: Quantity) -> bool:
-    if gold.unit and predicted.unit and gold.unit != predicted.unit:
-        return False
-    if gold.value == predicted.value:
-        return True
-    if "%" not in (gold.unit, predicted.unit) or gold.unit == predicted.unit:
-        return False
+    units = (gold.unit, predicted.unit)
+    is_equal = gold.value == predicted.value
     # Exactly one is a percentage: 50% equals 0.5.
-    if gold.unit == "%":
-        return _hundredth(gold.value) == predicted.value
-    return _hundredth(predicted.value) == gold.value
+    if units == ("%", ""):
+        is_equal |= _hundredth(gold.value) == predicted.value
+    elif units == ("", "%"):
+        is_equal |= _hundredth(predicted.value) == gold.value
+    if not is_equal or units_match(*units):
+        return is_equal
+    return _is_equal_expression(f"1 {gold.unit}", f"1 {predicted.unit}")
 
 
 def _hundredth(value: Decimal) -> Decimal:

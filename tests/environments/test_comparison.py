@@ -22,6 +22,7 @@ from nemo_like.environments.math import answers_equal
 HOSTILE = [
     "9**9**9**9", "100000!!", "(" * 140 + "1" + ")" * 140, "\\frac{" * 40 + "1" + "}{2}" * 40,
     "(x+1)^{99999}", "\ud83d", "\0", "{" * 200, "1e999999999x",
+    "5 m^9 m^9 m^9 m^9", "\\frac{1}{2} m^{99999999}", "1/2 " + "kg/" * 99,
 ]  # fmt: skip
 
 
@@ -112,7 +113,7 @@ def test_symbolic_libraries_are_not_imported_with_the_rewards() -> None:
     script = (
         "import sys, nemo_like.environments.math as m; m.answers_equal('2', '2.0');"
         " m.answers_equal('a b', 'A b');"
-        "print([n for n in ('sympy', 'math_verify') if n in sys.modules])"
+        "print([n for n in ('sympy', 'math_verify', 'pint') if n in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -77,6 +79,33 @@ def test_last_number(text: str, number: str | None) -> None:
 )
 def test_answers_equal(gold: str, predicted: str, is_equal: bool) -> None:
     assert answers_equal(gold, predicted) is is_equal
+
+
+CASES: dict[str, list[dict]] = {}
+for line in Path(__file__).with_name("answer_cases.jsonl").read_text(encoding="utf-8").splitlines():
+    case = json.loads(line)
+    CASES.setdefault(case["category"], []).append(case)
+
+
+@pytest.mark.parametrize("category", CASES)
+def test_answers_of_a_category(category: str) -> None:
+    """The verdicts were written by hand, for spellings that models give and for near misses."""
+    wrong = []
+    for case in CASES[category]:
+        for is_equal, key in ((True, "equal"), (False, "unequal")):
+            for predicted in case[key]:
+                if answers_equal(case["gold"], predicted) is not is_equal:
+                    wrong.append((case["gold"], predicted, is_equal))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("category", ["degrees", "units", "percents", "currencies"])
+def test_equality_is_symmetric(category: str) -> None:
+    for case in CASES[category]:
+        for predicted in case["equal"]:
+            assert answers_equal(predicted, case["gold"]), (predicted, case["gold"])
+        for predicted in case["unequal"]:
+            assert not answers_equal(predicted, case["gold"]), (predicted, case["gold"])
 
 
 @settings(max_examples=50, deadline=None)
