@@ -85,9 +85,9 @@ def check_changed_teacher(recipe: Recipe, keys: list[str], teacher: str) -> None
     values = load_file(weights)
     save_file({name: each * 1.01 for name, each in values.items()}, weights)
     with pytest.raises(
-        ConfigError, match=r"distill\.teacher is .*teacher_0', whose weights are not"
+        ConfigError, match=r"distill\.teacher is .*teacher_0', whose weights differ"
     ):
-        run_distill(recipe.distill(*keys, "resume=true"))
+        run_distillation(recipe.distill(*keys, "resume=true"))
     weights.write_bytes(content)
 
 
