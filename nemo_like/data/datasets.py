@@ -96,7 +96,7 @@ class RowSchema:
             if all(row.get(column) is not None for column in columns):
                 return columns
         raise ConfigError(
-            f"{location}: columns {_names(row)} match no known format. Known: {self.understood}."
+            f"{location}: columns {_names(row)} match no known format. Understood: {self.understood}."
             f" Columns of other names are given by data.columns (prompt: NAME)"
             f"{_preference_hint(row)}"
         )

@@ -101,7 +101,7 @@ def open_loader(
 
 def _row_numbers(row: EncodedRow) -> RowNumbers:
     # No position predicts the first token.
-    return RowNumbers(len(row.input_ids), np.count_nonzero(row.token_mask[1:]))
+    return RowNumbers(len(row.input_ids), int(np.count_nonzero(row.token_mask[1:])))
 
 
 def check_rows(
