@@ -96,8 +96,8 @@ class RowSchema:
             if all(row.get(column) is not None for column in columns):
                 return columns
         raise ConfigError(
-            f"{location}: columns {_names(row)} match no known format. Understood: {self.understood}."
-            f" Columns of other names are given by data.columns (prompt: NAME)"
+            f"{location}: columns {_names(row)} match no known format. Understood:"
+            f" {self.understood}. Columns of other names are given by data.columns (prompt: NAME)"
             f"{_preference_hint(row)}"
         )
 

@@ -63,7 +63,7 @@ def test_a_resumed_run_equals_a_straight_one_and_approaches_the_teacher(
     first, last = expected[0], expected[-1]
     divergences = [line.get("validation/divergence", 9.0) for line in expected]
     # Completions of so early a student say little about the validation rows of the last steps.
-    assert min(divergences) < 0.9 * first["validation/divergence"]
+    assert min(divergences) < 0.95 * first["validation/divergence"]
     assert is_sampled or last["validation/divergence"] == min(divergences)
     assert last["validation/teacher_loss"] == first["validation/teacher_loss"]
     kinds = ["generation/num_tokens" in line for line in expected[1:]]
