@@ -212,8 +212,8 @@ class DataConfig:
     shuffle: bool = True
     """Visit the rows in a new random order in every epoch, derived from `seed`."""
     allow_changed_rows: bool = False
-    """Resume although the training rows are not those of the checkpoint: its epoch begins again
-    with the new rows. Otherwise this is an error."""
+    """Resume although the training rows changed since the checkpoint, which is otherwise an error.
+    If the number of rows changed, or with `data.batching`, the epoch begins again."""
     last_batch: Literal["keep", "drop"] = "keep"
     """Rows left at the end of an epoch that do not fill a batch: train a smaller step on them, or
     leave them out."""

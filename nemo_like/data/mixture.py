@@ -182,6 +182,12 @@ class MixtureOrder:
         self._epoch += 1
         self._position = 0
 
+    def restart_epoch(self) -> None:
+        """Go back to the first row of this epoch, and of the pass of each source."""
+        for order in self._orders:
+            order.restart_epoch()
+        self._position = 0
+
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values; their size does not depend on the number of rows."""
         sources = {}
@@ -198,8 +204,8 @@ class MixtureOrder:
     def load_state_dict(self, state: dict[str, Any], *, allow_changed_rows: bool = False) -> bool:
         """Continue after the last row that was visited when `state` was taken.
 
-        A source whose rows changed begins its pass again; see `RowOrder.load_state_dict`. Raises
-        ConfigError for other sources or weights.
+        For changed rows of a source see `RowOrder.load_state_dict`. Raises ConfigError for other
+        sources or weights.
         """
         own = _named_weights(self.mixture)
         if "mixture" not in state:

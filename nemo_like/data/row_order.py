@@ -137,6 +137,10 @@ class RowOrder:
             order = order[np.argsort(self._curriculum.difficulty[order], kind="stable")]
         self._order = order
 
+    def restart_epoch(self) -> None:
+        """Go back to the first row of this epoch."""
+        self.start_epoch(self._epoch)
+
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values; their size does not depend on the number of rows."""
         return {
@@ -144,6 +148,7 @@ class RowOrder:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "curriculum": None if self._curriculum is None else self._curriculum.name,
+            "num_rows": len(self),
             "rows": hashlib.blake2b(self._digests.tobytes(), digest_size=16).hexdigest(),
             "epoch": self._epoch,
             "num_visited": self._position,
@@ -152,8 +157,9 @@ class RowOrder:
     def load_state_dict(self, state: dict[str, Any], *, allow_changed_rows: bool = False) -> bool:
         """Continue after the last row that was visited when `state` was taken.
 
-        With `allow_changed_rows` the epoch of `state` begins again if the rows are not the same,
-        and False is returned. Raises ConfigError for other rows without it, and for another order.
+        Return False if the rows changed, which needs `allow_changed_rows`. The position is kept if
+        their number is the same, for example after a correction; otherwise the epoch begins again.
+        Raises ConfigError for changed rows without `allow_changed_rows`, and for another order.
         """
         if "mixture" in state:
             raise ConfigError(
@@ -179,11 +185,11 @@ class RowOrder:
             raise ConfigError(
                 "resume: the rows of the training data (data.train_path, data.train_sets,"
                 " data.max_train_rows, filters) are not the rows that the checkpoint was written"
-                " with; restore them, or set data.allow_changed_rows=true to begin the epoch again"
-                " with the new rows"
+                " with; restore them, or set data.allow_changed_rows=true to continue with the new"
+                " rows (the epoch begins again if their number is another one)"
             )
         self.start_epoch(int(state["epoch"]))
-        if is_same:
+        if state["num_rows"] == len(self):
             self._position = int(state["num_visited"])
         return is_same
 

@@ -11,7 +11,7 @@ def load_position(checkpoint: Checkpoint, loader: BatchLoader, *, allow_changed_
     """Move the loader to the position of a checkpoint; return True if the rows are the same.
 
     Raises CheckpointError for a damaged checkpoint, and ConfigError for changed rows unless
-    `allow_changed_rows` (then the epoch begins again).
+    `allow_changed_rows`.
     """
     state = checkpoint.state()
     try:

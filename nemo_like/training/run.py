@@ -190,8 +190,8 @@ class TrainingRun:
         if not is_same and not self._has_warned_of_rows:
             self._has_warned_of_rows = True
             self.progress.print_line(
-                "resume: the training rows changed since the checkpoint; epoch"
-                f" {loader.epoch + 1} begins again with the new rows (data.allow_changed_rows)"
+                "resume: the training rows changed since the checkpoint; the run continues in epoch"
+                f" {loader.epoch + 1} with the new rows (data.allow_changed_rows)"
             )
         return self.resumed.state().step
 
@@ -303,8 +303,8 @@ class TrainingRun:
             # The loader still has its position before the bad row.
             self.save_if_due(step, loader, is_last=True)
             raise ConfigError(
-                f"{error}. The run stopped after step {step} and saved it: resume=true continues"
-                " with the corrected file"
+                f"{error}. The run stopped after step {step} and saved it: resume=true with"
+                " data.allow_changed_rows=true continues with the corrected file"
             ) from error
         self.add_metrics(loader_metrics(loader))
         return rows

@@ -205,21 +205,20 @@ def test_a_bad_row_that_is_found_during_the_run_saves_what_was_done(recipe: Reci
         "sft.max_num_steps=4",
         "checkpointing.save_period=1000",
     )
-    for number in range(100):  # until the bad row has its place in the third step of 16 rows
-        bad = json.dumps({"prompt": f"{number}+1", "completion": "1" * 200})
-        path.write_text("\n".join([*good, bad]) + "\n")
-        order = sft_data.open_source(recipe.sft(*options)).loader().order.tolist()
-        if 32 <= order.index(63) < 48:
-            break
-    with pytest.raises(
-        ConfigError,
-        match=r"late\.jsonl:64: .* stopped after step 2 and saved it: resume=true continues",
-    ):
+    path.write_text("\n".join([*good, good[0]]) + "\n")
+    order = sft_data.open_source(recipe.sft(*options)).loader().order.tolist()
+    # The bad row is in the third step of 16 rows.
+    bad = json.dumps({"prompt": "1+1", "completion": "1" * 200})
+    number = order[40]
+    good.insert(number, good[0])
+    path.write_text("\n".join([*good[:number], bad, *good[number + 1 :]]) + "\n")
+    message = rf"late\.jsonl:{number + 1}: .* stopped after step 2 and saved it"
+    with pytest.raises(ConfigError, match=rf"{message}.* data\.allow_changed_rows=true"):
         run_sft(recipe.sft(*options))
     run = recipe.folder / "sft"
     assert sorted(path.name for path in (run / "checkpoints").glob("step_*")) == ["step_2"]
     path.write_text("\n".join(good) + "\n")
-    resumed = run_sft(recipe.sft(*options, "resume=true"))
+    resumed = run_sft(recipe.sft(*options, "resume=true", "data.allow_changed_rows=true"))
     straight = run_sft(recipe.sft(*options, "run_name=straight"))
     assert resumed.step == straight.step == 4
     weights = [result.directory.hf / "model.safetensors" for result in (resumed, straight)]

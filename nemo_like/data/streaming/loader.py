@@ -189,8 +189,8 @@ class StreamLoader(Generic[Out]):
     ) -> bool:
         """Continue after the last step of `state`, also with another number of ranks.
 
-        See `RowOrder.load_state_dict` for rows that changed; rows that waited for their step are
-        then visited again with the epoch.
+        If rows changed, the epoch begins again: the rows that waited for their step may be others.
+        See `RowOrder.load_state_dict`.
         """
         if "planner" not in state:
             raise ConfigError(
@@ -200,6 +200,7 @@ class StreamLoader(Generic[Out]):
         is_same = self._order.load_state_dict(state["order"], allow_changed_rows=allow_changed_rows)
         self._planner = StreamingPlanner(self.spec)
         if not is_same:
+            self._order.restart_epoch()
             return False
         try:
             self._planner.load_state_dict(state["planner"])
