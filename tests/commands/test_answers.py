@@ -236,7 +236,7 @@ def _without_scores(record: dict[str, Any]) -> dict[str, Any]:
         ("generate", ["--prompts", "{prompts}", "--max-length", "300"], "has 256 positions"),
         ("generate", ["--prompts", "{prompts}", "--resume"], "name it with --out"),
         ("generate", ["--prompts", "{prompts}", "--num-samples", "0"], "--num-samples is 0"),
-        ("generate", ["--prompts", "{prompts}", "--column", "x=y"], "'x' is no column"),
+        ("generate", ["--prompts", "{prompts}", "--column", "x=y"], "'x' is not a known meaning"),
         ("generate", ["--prompts", "{prompts}", "--tensor-parallel", "2"], "needs --backend vllm"),
         ("eval", ["--data", "{prompts}"], "give --reward, e.g. one of answer, format"),
         ("eval", ["--data", "{prompts}", "--reward", "answers"], "functions are answer, format"),
