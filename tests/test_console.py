@@ -24,12 +24,12 @@ with lasting_console():
     progress = Progress(interval_s=0.01)
     with progress.phase("work", 2):
         for step in (1, 2):
-            progress.show_step(step, {})
+            progress.print_line(f"step {step}")
             print("printed", file=sys.stderr, flush=True)
             with open(sys.argv[1] + ".data", "a") as data:
                 assert data.fileno() > 2, "of no standard stream"
                 subprocess.run(["echo", "from another program"], check=True)
-            sys.stdin.read()
+            assert sys.stdin is None or sys.stdin.read() == ""
     logging.info("end")
 sys.stdout.write("after the block")
 sys.exit(75)
