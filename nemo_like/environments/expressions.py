@@ -97,7 +97,7 @@ def _units_equal(first: str, second: str) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _size(unit: str) -> pint.Quantity | None:
+def _size(unit: str) -> Any:
     """Return one of the unit in root units; None for a text that pint does not know."""
     match = _TEMPERATURE.fullmatch(unit)
     if match is not None:

@@ -25,9 +25,9 @@ def test_patterns_select_weights_by_complete_names():
 @pytest.mark.parametrize(
     ("pattern", "hint"),
     [
-        ("layers.3.*", "'model.layers.3.*' matches"),
-        ("model.layers.3", "'model.layers.3.*' matches"),
-        ("embed_tokens", "'*.embed_tokens*' matches"),
+        ("layers.3.*", "'model.layers.3.*' is possible"),
+        ("model.layers.3", "'model.layers.3.*' is possible"),
+        ("embed_tokens", "'*.embed_tokens*' is possible"),
         ("model.embed_token.weight", f"names of weights are e.g. {EMBEDDING}"),
         ("*.wte.*", "names of weights are e.g."),
     ],
