@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,14 @@ def short_grpo(recipe: Recipe, reward: str) -> str:
         "checkpointing.export_hf=false",
     )
     return write(config, recipe.folder)
+
+
+@pytest.fixture(autouse=True)
+def default_sighup() -> Iterator[None]:
+    """The tests may run under `nohup`, where the signal is ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(("name", "exit_code"), [("SIGTERM", 75), ("SIGHUP", 75), ("SIGINT", 130)])
