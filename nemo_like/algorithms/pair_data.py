@@ -58,7 +58,7 @@ def encode_row(
             return None
         # Position 0 predicts nothing, so its token is never compared.
         # A pair without one of its completions would train towards an arbitrary margin.
-        if not fitted.token_mask[1:].any():
+        if fitted.num_trained == 0:
             raise ConfigError(
                 f"the {name} completion has no token within policy.max_total_sequence_length"
                 f" {config.policy.max_total_sequence_length}; raise it, set policy.oversize_rows to"

@@ -128,7 +128,7 @@ def detect_kind(
     fix = "add the section of its job"
     if found:
         problem = "has sections of several jobs"
-        fix = "remove those of the other jobs"
+        fix = "remove the sections of the other jobs"
     raise ConfigError(f"{shown_path(path)} {problem} ({sections}); {fix}, or pass --kind")
 
 

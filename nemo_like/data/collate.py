@@ -21,6 +21,11 @@ class EncodedRow(NamedTuple):
     token_mask: np.ndarray
     """uint8 [L], 1 for a trained token."""
 
+    @property
+    def num_trained(self) -> int:
+        """Number of tokens with loss; no position predicts the first one."""
+        return int(np.count_nonzero(self.token_mask[1:]))
+
 
 class TokenCounts(NamedTuple):
     """What a plan needs to know of rows."""
@@ -32,9 +37,9 @@ class TokenCounts(NamedTuple):
 
 
 def count_tokens(rows: Sequence[EncodedRow]) -> TokenCounts:
-    """Count the tokens of rows, and those with loss; no position predicts the first one."""
+    """Count the tokens of rows, and their tokens with loss."""
     lengths = [len(row.input_ids) for row in rows]
-    num_trained = [np.count_nonzero(row.token_mask[1:]) for row in rows]
+    num_trained = [row.num_trained for row in rows]
     return TokenCounts(np.array(lengths, dtype=np.int64), np.array(num_trained, dtype=np.int64))
 
 

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,11 @@ class RowOrder:
         # The arrays are replaced as a unit, never changed.
         return copy.copy(self)
 
+    @cached_property
+    def _content(self) -> str:
+        """Digest of all rows. Cached, because every saved position has it."""
+        return hashlib.blake2b(self._digests.tobytes(), digest_size=16).hexdigest()
+
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
         """Restore the position if the block raises."""
@@ -149,7 +155,7 @@ class RowOrder:
             "shuffle": self.shuffle,
             "curriculum": None if self._curriculum is None else self._curriculum.name,
             "num_rows": len(self),
-            "rows": hashlib.blake2b(self._digests.tobytes(), digest_size=16).hexdigest(),
+            "rows": self._content,
             "epoch": self._epoch,
             "num_visited": self._position,
         }

@@ -104,7 +104,6 @@ class TrainingRun:
     lengths: AppendedFile = field(init=False)
     counters: dict[str, float] = field(default_factory=lambda: {"num_tokens": 0.0, "num_rows": 0.0})
     last_logged_s: float = field(default_factory=time.monotonic)
-    _has_warned_of_rows: bool = False
     num_skipped_in_a_row: int = 0
     """Longest sequence of skipped optimizer steps that ends in the latest step; see
     `skipped_steps`."""
@@ -171,7 +170,12 @@ class TrainingRun:
         state = checkpoint.state()
         with self.progress.phase(f"loading step {state.step}"), self.workers.policy_onloaded():
             self.policy.load(policy_directory(checkpoint.path))
-        self.load_position(loader)
+        allow_changed_rows = self.config.data.allow_changed_rows
+        if not load_position(checkpoint, loader, allow_changed_rows=allow_changed_rows):
+            self.progress.print_line(
+                "resume: the training rows changed since the checkpoint; the run continues in epoch"
+                f" {loader.epoch + 1} with the new rows (data.allow_changed_rows)"
+            )
         self.counters.update(state.counters)
         self.selection.load_state_dict(state.selection)
         self.progress.print_line(f"resumed from {checkpoint.path}")
@@ -184,15 +188,8 @@ class TrainingRun:
         """
         if self.resumed is None:
             return 0
-        is_same = load_position(
-            self.resumed, loader, allow_changed_rows=self.config.data.allow_changed_rows
-        )
-        if not is_same and not self._has_warned_of_rows:
-            self._has_warned_of_rows = True
-            self.progress.print_line(
-                "resume: the training rows changed since the checkpoint; the run continues in epoch"
-                f" {loader.epoch + 1} with the new rows (data.allow_changed_rows)"
-            )
+        allow_changed_rows = self.config.data.allow_changed_rows
+        load_position(self.resumed, loader, allow_changed_rows=allow_changed_rows)
         return self.resumed.state().step
 
     @cached_property

@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.text import counted, plural
@@ -100,8 +98,7 @@ def open_loader(
 
 
 def _row_numbers(row: EncodedRow) -> RowNumbers:
-    # No position predicts the first token.
-    return RowNumbers(len(row.input_ids), int(np.count_nonzero(row.token_mask[1:])))
+    return RowNumbers(len(row.input_ids), row.num_trained)
 
 
 def check_rows(
