@@ -188,11 +188,7 @@ def _run(
 
 
 def _task(
-    arguments: argparse.Namespace,
-    *,
-    num_prompts: int,
-    num_generations: int,
-    max_prompt_tokens: int,
+    arguments: argparse.Namespace, *, num_prompts: int, num_generations: int, max_prompt_tokens: int
 ) -> Task:
     """Return the task with the numbers of the arguments, or else these."""
     num_prompts = arguments.prompts or num_prompts

@@ -185,20 +185,12 @@ def run(
 
 
 def _execute(
-    command: list[str],
-    folder: Path,
-    environment: dict[str, str],
-    variant: str,
-    timeout_s: float,
+    command: list[str], folder: Path, environment: dict[str, str], variant: str, timeout_s: float
 ) -> None:
     log = folder / "log.txt"
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
-            command,
-            env=environment,
-            cwd=folder,
-            stdout=output,
-            stderr=subprocess.STDOUT,
+            command, env=environment, cwd=folder, stdout=output, stderr=subprocess.STDOUT
         )
         try:
             code = process.wait(timeout_s)
@@ -213,13 +205,7 @@ def _execute(
 
 
 def trl_request(
-    variant: str,
-    task: Task,
-    prompts: Path,
-    folder: Path,
-    *,
-    num_steps: int,
-    seed: int,
+    variant: str, task: Task, prompts: Path, folder: Path, *, num_steps: int, seed: int
 ) -> dict[str, Any]:
     """Return the request of `grpo_trl_worker.py`."""
     return {
@@ -246,13 +232,7 @@ def trl_request(
 
 
 def nemo_like_config(
-    variant: str,
-    task: Task,
-    prompts: Path,
-    folder: Path,
-    *,
-    num_steps: int,
-    seed: int,
+    variant: str, task: Task, prompts: Path, folder: Path, *, num_steps: int, seed: int
 ) -> dict[str, Any]:
     """Return the config of `nemo-like grpo` with the settings of `trl_request`."""
     return {

@@ -198,12 +198,7 @@ def write_model(folder: Path) -> None:
 
 
 def config_text(
-    job: str,
-    folder: Path,
-    path: Path,
-    batch: int,
-    steps: int,
-    save_period: int,
+    job: str, folder: Path, path: Path, batch: int, steps: int, save_period: int
 ) -> str:
     """Return the YAML of a run."""
     text = f"""
@@ -230,11 +225,7 @@ checkpointing: {{save_period: {save_period}, export_hf: false, async_save: false
     )
 
 
-def child(
-    arguments: argparse.Namespace,
-    config: Path,
-    *options: str,
-) -> dict[str, float]:
+def child(arguments: argparse.Namespace, config: Path, *options: str) -> dict[str, float]:
     """Run the job in a new process; return what it measured."""
     command = [sys.executable, __file__, "--child", str(config), "--job", arguments.job]
     options = (*arguments.options, *options)

@@ -115,10 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _measure_apart(
-    arguments: argparse.Namespace,
-    precision: str,
-    tokens: str,
-    case: str,
+    arguments: argparse.Namespace, precision: str, tokens: str, case: str
 ) -> dict[str, float]:
     """Run one case in a fresh process; return its measurements in MB."""
     command = [
@@ -140,9 +137,7 @@ def measure(arguments: argparse.Namespace, case: str) -> dict[str, float]:
     num_tokens = int(arguments.tokens)
     is_lora = case != "full"
     lora = LoraConfig(
-        enabled=is_lora,
-        rank=arguments.rank,
-        quantization="nf4" if case == "nf4" else "none",
+        enabled=is_lora, rank=arguments.rank, quantization="nf4" if case == "nf4" else "none"
     )
     config = PolicyConfig(
         model_name=str(arguments.model),
@@ -151,9 +146,7 @@ def measure(arguments: argparse.Namespace, case: str) -> dict[str, float]:
         max_total_sequence_length=num_tokens,
         activation_checkpointing=arguments.activation_checkpointing,
         sequence_packing=SequencePackingConfig(
-            enabled=True,
-            train_mb_tokens=num_tokens,
-            logprob_mb_tokens=num_tokens,
+            enabled=True, train_mb_tokens=num_tokens, logprob_mb_tokens=num_tokens
         ),
         optimizer=OptimizerConfig(lr=1e-5),
         lora=lora,

@@ -35,11 +35,7 @@ def lognormal_lengths(num_rows: int, max_tokens: int) -> np.ndarray:
 
 
 def count_streamed(
-    lengths: np.ndarray,
-    layout: RowLayout,
-    rule: Selection,
-    window_rows: int,
-    max_tokens: int,
+    lengths: np.ndarray, layout: RowLayout, rule: Selection, window_rows: int, max_tokens: int
 ) -> int:
     """Microbatches of the streaming planner for `lengths` int64 [n]."""
     spec = StreamSpec(

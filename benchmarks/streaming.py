@@ -167,12 +167,7 @@ def _streamed_method(
 
 
 def _known_method(
-    name: str,
-    layout: RowLayout,
-    bins: Packing,
-    lengths: np.ndarray,
-    budget: int,
-    microbatches: int,
+    name: str, layout: RowLayout, bins: Packing, lengths: np.ndarray, budget: int, microbatches: int
 ) -> Method:
     """Return steps of given microbatches in random order."""
     spec = PlanSpec(layout=layout, max_tokens=budget)
@@ -212,10 +207,7 @@ def print_training(lengths: np.ndarray, arguments: argparse.Namespace) -> None:
 
 def _open(folder: str, layout: str, lengths: np.ndarray, arguments: argparse.Namespace) -> Policy:
     options = SimpleNamespace(
-        precision="float32",
-        budget=arguments.budget,
-        activation_checkpointing=False,
-        device="cpu",
+        precision="float32", budget=arguments.budget, activation_checkpointing=False, device="cpu"
     )
     mode = "packed" if layout == "packed" else "dynamic"
     return open_policy(Path(folder), mode, lengths, options)  # pyright: ignore[reportArgumentType]

@@ -301,9 +301,7 @@ def measure_vllm(cluster: RayVirtualCluster, model: str, repeats: int) -> None:
     from nemo_like.generation.vllm_worker import VLLMGenerationWorker
 
     config = load_config(
-        GrpoRunConfig,
-        _CONFIG,
-        [f"policy.model_name={model}", "policy.generation.backend=vllm"],
+        GrpoRunConfig, _CONFIG, [f"policy.model_name={model}", "policy.generation.backend=vllm"]
     )
     group = RayWorkerGroup(
         cluster,
@@ -363,13 +361,7 @@ def print_row(name: str, row: tuple[float, ...]) -> None:
 
 
 def vars_of(result: Result) -> tuple[float, ...]:
-    return (
-        result.gather_s,
-        result.transfer_s,
-        result.load_s,
-        result.total_s,
-        result.buffer_bytes,
-    )
+    return (result.gather_s, result.transfer_s, result.load_s, result.total_s, result.buffer_bytes)
 
 
 def main() -> None:

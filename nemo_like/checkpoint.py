@@ -45,13 +45,7 @@ from nemo_like.files import (
 )
 from nemo_like.training_state import STATE_FILE, TrainingState
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "Checkpointer",
-    "OpenCheckpoint",
-    "incomplete_reason",
-]
+__all__ = ["Checkpoint", "CheckpointError", "Checkpointer", "OpenCheckpoint", "incomplete_reason"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,14 +68,7 @@ class Checkpoint:
 class OpenCheckpoint:
     """A checkpoint directory while it is written; report every rank's files with `add`."""
 
-    def __init__(
-        self,
-        path: Path,
-        step: int,
-        *,
-        prunes: bool,
-        is_best: bool = False,
-    ) -> None:
+    def __init__(self, path: Path, step: int, *, prunes: bool, is_best: bool = False) -> None:
         self.path = path
         self.step = step
         self.is_best = is_best
@@ -123,13 +110,7 @@ class Checkpointer:
         steps = reversed(self._steps())
         return [step for step in steps if (self._directory(step) / MANIFEST).exists()]
 
-    def should_save(
-        self,
-        step: int,
-        *,
-        is_last: bool = False,
-        is_best: bool = False,
-    ) -> bool:
+    def should_save(self, step: int, *, is_last: bool = False, is_best: bool = False) -> bool:
         """Return True every `save_period` steps, at the end, and for the best step so far.
 
         False if `latest` is this step.
@@ -140,11 +121,7 @@ class Checkpointer:
 
     @contextmanager
     def writing(
-        self,
-        step: int,
-        *,
-        prunes: bool = True,
-        is_best: bool = False,
+        self, step: int, *, prunes: bool = True, is_best: bool = False
     ) -> Iterator[OpenCheckpoint]:
         """Create an empty directory that becomes checkpoint `step` when the block ends.
 
@@ -155,13 +132,7 @@ class Checkpointer:
             yield checkpoint
         self.publish(checkpoint)
 
-    def begin(
-        self,
-        step: int,
-        *,
-        prunes: bool = True,
-        is_best: bool = False,
-    ) -> OpenCheckpoint:
+    def begin(self, step: int, *, prunes: bool = True, is_best: bool = False) -> OpenCheckpoint:
         """Create the empty directory of a checkpoint, to be filled and then published.
 
         `prunes=False` keeps the older checkpoints, whatever `keep_latest` is, until the next one
@@ -389,12 +360,7 @@ class Checkpointer:
                 # The new checkpoint is safe; a directory that remains costs space only.
                 logger.warning("could not remove %s: %s", directory, error)
 
-    def _failure_message(
-        self,
-        error: BaseException,
-        step: int,
-        directory: Path,
-    ) -> str | None:
+    def _failure_message(self, error: BaseException, step: int, directory: Path) -> str | None:
         """Return the message for a failed write; None for any other error."""
         num_bytes = _num_bytes(directory)
         if is_disk_full(error, self.path, num_bytes):

@@ -28,11 +28,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read. The message has the cause and the solution."""
 
 
-def write_manifest(
-    directory: Path,
-    step: int,
-    reported: Mapping[str, FileRecord],
-) -> None:
+def write_manifest(directory: Path, step: int, reported: Mapping[str, FileRecord]) -> None:
     """Check that this process sees every reported file, and write the manifest of all files.
 
     `reported` has the files of the policy's ranks by their path relative to `directory`, with sizes
@@ -56,14 +52,7 @@ def write_manifest(
             name = path.relative_to(directory).as_posix()
             record = reported.get(name) or file_record(path)
             entries[name] = {"size": record.size, "sha256": record.sha256}
-    write_json(
-        directory / MANIFEST,
-        {
-            "format": _FORMAT,
-            "step": step,
-            "files": entries,
-        },
-    )
+    write_json(directory / MANIFEST, {"format": _FORMAT, "step": step, "files": entries})
 
 
 def incomplete_reason(directory: Path, step: int, *, checks_content: bool = True) -> str | None:
@@ -138,11 +127,7 @@ def _checked_files(manifest: Any) -> dict[str, tuple[int, str | None]]:
     return checked
 
 
-def _checked_entry(
-    name: str,
-    entry: Any,
-    format_number: int,
-) -> tuple[int, str | None]:
+def _checked_entry(name: str, entry: Any, format_number: int) -> tuple[int, str | None]:
     parts = PurePosixPath(name).parts
     # A copied checkpoint must not direct reads to files outside of it.
     is_relative = bool(parts) and not name.startswith("/") and ".." not in parts
@@ -160,11 +145,7 @@ def _checked_entry(
     return size, checksum
 
 
-def _size_problem(
-    root: Path,
-    path: Path,
-    size: int,
-) -> str | None:
+def _size_problem(root: Path, path: Path, size: int) -> str | None:
     try:
         if not path.resolve().is_relative_to(root):
             return f"{path.name} is a link to a path outside the checkpoint"

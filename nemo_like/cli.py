@@ -55,10 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"nemo-like {__version__}")
     commands = parser.add_subparsers(
-        dest="command",
-        required=True,
-        metavar="COMMAND",
-        parser_class=CommandParser,
+        dest="command", required=True, metavar="COMMAND", parser_class=CommandParser
     )
     for kind, algorithm in ALGORITHMS.items():
         _add_config_command(commands, kind, algorithm.summary)
@@ -66,9 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_config_command(commands, "validate", text, has_kind=True)
     text = "checks of the system on a config's own model and layout"
     checks = commands.add_parser("check", help=text, description=text).add_subparsers(
-        dest="what",
-        required=True,
-        metavar="WHAT",
+        dest="what", required=True, metavar="WHAT"
     )
     text = "compare engine and parallel layout with plain transformers, on a tiny copy of the model"
     _add_config_command(checks, "parity", text, has_kind=True)
@@ -103,13 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_config_command(
-    commands: Any,
-    name: str,
-    text: str,
-    *,
-    has_kind: bool = False,
-) -> None:
+def _add_config_command(commands: Any, name: str, text: str, *, has_kind: bool = False) -> None:
     """Add a command that takes a config; with `has_kind` it has a flag for the job."""
     command = commands.add_parser(name, help=text, description=text)
     command.add_argument(
@@ -293,11 +282,7 @@ def train(config: RunConfig) -> RunResult | int:
         raise
     except Exception as error:  # noqa: BLE001 (a bug: the traceback goes to the run's log)
         say_error(
-            _failure_text(
-                error,
-                "".join(traceback.format_exception(error)),
-                _driver_log(config),
-            )
+            _failure_text(error, "".join(traceback.format_exception(error)), _driver_log(config))
         )
         return 1
 
@@ -315,11 +300,7 @@ def say_error(text: str) -> None:
     print(printable(text, sys.stderr.encoding or "utf-8"), file=sys.stderr)
 
 
-def _failure_text(
-    error: BaseException,
-    traceback_text: str,
-    log: Path | None,
-) -> str:
+def _failure_text(error: BaseException, traceback_text: str, log: Path | None) -> str:
     """Return the message for an unexpected exception, after writing its traceback.
 
     The traceback goes to `log`, or to a new file if that cannot be written.
@@ -342,10 +323,7 @@ def _write_traceback(text: str, log: Path | None) -> str:
         except OSError:  # the run's directory is gone or full
             pass
     with tempfile.NamedTemporaryFile(
-        "wb",
-        prefix="nemo_like_",
-        suffix=".log",
-        delete=False,
+        "wb", prefix="nemo_like_", suffix=".log", delete=False
     ) as file:
         file.write(data)
         return file.name
@@ -372,8 +350,6 @@ def _log_to_console() -> None:
     console = logging.StreamHandler()
     console.setLevel(os.environ.get("NEMO_LIKE_LOG_LEVEL", "WARNING"))
     logging.basicConfig(
-        level=logging.WARNING,
-        format="%(levelname)s %(name)s: %(message)s",
-        handlers=[console],
+        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[console]
     )
     logging.getLogger("nemo_like").setLevel(logging.INFO)

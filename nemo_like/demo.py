@@ -36,10 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Build the task, run both phases, print the table; `--prepare-only` stops after building."""
     parser = argparse.ArgumentParser(prog="python -m nemo_like.demo", description=__doc__)
     parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="seed of the data, the model and both runs",
+        "--seed", type=int, default=0, help="seed of the data, the model and both runs"
     )
     parser.add_argument(
         "--prepare-only", action="store_true", help="only build the model and the data in runs/demo"
@@ -56,16 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (Path("runs") / name).exists():
             print(f"replacing the earlier runs/{name}")
             shutil.rmtree(Path("runs") / name)
-    sft_config = load_config(
-        "sft",
-        _CONFIGS / "demo_sft.yaml",
-        [f"seed={arguments.seed}"],
-    )
-    grpo_config = load_config(
-        "grpo",
-        _CONFIGS / "demo_grpo.yaml",
-        [f"seed={arguments.seed}"],
-    )
+    sft_config = load_config("sft", _CONFIGS / "demo_sft.yaml", [f"seed={arguments.seed}"])
+    grpo_config = load_config("grpo", _CONFIGS / "demo_grpo.yaml", [f"seed={arguments.seed}"])
     # GRPO starts from the model that the SFT run exports.
     sft = _run("sft", sft_config, arguments.seed)
     if isinstance(sft, int):
@@ -74,20 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     grpo = _run("grpo", grpo_config, arguments.seed)
     if isinstance(grpo, int):
         return grpo
-    _report(
-        sft,
-        grpo,
-        sft_done - started,
-        time.monotonic() - sft_done,
-    )
+    _report(sft, grpo, sft_done - started, time.monotonic() - sft_done)
     return 0
 
 
-def _run(
-    kind: str,
-    config: RunConfig,
-    seed: int,
-) -> RunResult | int:
+def _run(kind: str, config: RunConfig, seed: int) -> RunResult | int:
     """Run one phase; after a failure print how to continue, and return the exit code."""
     try:
         result = train(config)
@@ -111,12 +91,7 @@ def _run(
     return result
 
 
-def _report(
-    sft: RunResult,
-    grpo: RunResult,
-    sft_s: float,
-    grpo_s: float,
-) -> None:
+def _report(sft: RunResult, grpo: RunResult, sft_s: float, grpo_s: float) -> None:
     table = Table(title="Results (held-out arithmetic, greedy answers)")
     table.add_column("phase")
     for heading in _NUMBER_COLUMNS:

@@ -17,10 +17,7 @@ _ALIGNMENT = 256
 """Bytes; kernels read vectors of 16 bytes, and torch's own allocations are aligned like this."""
 
 
-def to_device(
-    arrays: Mapping[str, np.ndarray],
-    device: str | torch.device,
-) -> dict[str, Tensor]:
+def to_device(arrays: Mapping[str, np.ndarray], device: str | torch.device) -> dict[str, Tensor]:
     """Copy `arrays` of any shapes and dtypes to `device`, in one transfer; shapes are kept.
 
     On a CUDA device the results are views of one buffer, copied from pinned memory. The copy is
@@ -103,11 +100,7 @@ def _slots(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, _Slot], int]:
     return slots, end
 
 
-def _pack(
-    arrays: Mapping[str, np.ndarray],
-    slots: Mapping[str, _Slot],
-    buffer: Tensor,
-) -> None:
+def _pack(arrays: Mapping[str, np.ndarray], slots: Mapping[str, _Slot], buffer: Tensor) -> None:
     """Copy `arrays` into `buffer`, uint8 [num_bytes] in host memory."""
     target = buffer.numpy()
     for name, array in arrays.items():

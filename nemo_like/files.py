@@ -72,11 +72,7 @@ def reporting_write_errors(path: Path, content: str | None = None) -> Iterator[N
         raise WriteError(describe_write_error(path, number, content)) from error
 
 
-def describe_write_error(
-    path: Path,
-    number: int,
-    content: str | None = None,
-) -> str:
+def describe_write_error(path: Path, number: int, content: str | None = None) -> str:
     """Return the file, the cause and the solution; `number` is the system's error number."""
     subject = f"{path} cannot be written"
     if content:
@@ -129,11 +125,7 @@ def system_error_number(error: BaseException) -> int | None:
     return None
 
 
-def is_disk_full(
-    error: BaseException,
-    path: Path,
-    num_written_bytes: int,
-) -> bool:
+def is_disk_full(error: BaseException, path: Path, num_written_bytes: int) -> bool:
     """Return True if a write failed because of a full disk.
 
     The evidence is the error's number, its text, or the free space at `path`.
@@ -182,11 +174,7 @@ def replacing(path: Path, content: str | None = None) -> Iterator[Path]:
         sync_directory(path.parent)
 
 
-def write_bytes(
-    path: Path,
-    data: bytes,
-    content: str | None = None,
-) -> FileRecord:
+def write_bytes(path: Path, data: bytes, content: str | None = None) -> FileRecord:
     """Replace `path` durably and atomically, with the permissions of the umask.
 
     Raises WriteError.
@@ -200,21 +188,13 @@ def write_bytes(
     return FileRecord(len(data), hashlib.sha256(data).hexdigest())
 
 
-def write_text(
-    path: Path,
-    text: str,
-    content: str | None = None,
-) -> FileRecord:
+def write_text(path: Path, text: str, content: str | None = None) -> FileRecord:
     """Replace `path` by UTF-8 text durably and atomically. Raises WriteError."""
     # A lone surrogate, which UTF-8 does not support, becomes its JSON and YAML escape.
     return write_bytes(path, text.encode("utf-8", errors="backslashreplace"), content)
 
 
-def write_json(
-    path: Path,
-    value: Any,
-    content: str | None = None,
-) -> FileRecord:
+def write_json(path: Path, value: Any, content: str | None = None) -> FileRecord:
     """Write plain JSON values durably and atomically.
 
     Raises WriteError, and ValueError for a value that JSON does not support (NaN, a tensor).
@@ -227,11 +207,7 @@ def write_json(
     return write_text(path, text, content)
 
 
-def write_json_lines(
-    path: Path,
-    records: Iterable[Any],
-    content: str | None = None,
-) -> FileRecord:
+def write_json_lines(path: Path, records: Iterable[Any], content: str | None = None) -> FileRecord:
     """Write one JSON object per line durably and atomically. Raises WriteError."""
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
     return write_text(path, "".join(lines), content)
@@ -274,11 +250,7 @@ class AppendedFile:
         with reporting_write_errors(self.path, content):
             status = os.stat(self.path)
             if (status.st_dev, status.st_ino) != self._identity:
-                raise FileNotFoundError(
-                    errno.ENOENT,
-                    os.strerror(errno.ENOENT),
-                    str(self.path),
-                )
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
 
     def append_json(self, record: Any, content: str | None = None) -> None:
         """Append one strict JSON object and a newline."""

@@ -184,16 +184,7 @@ class ParallelLayout:
             )
             problem = LayoutProblem(("tp", "cp", "pp", "workers"), text)
             raise LayoutError([problem, *_sequence_problems(tp, sequence_parallel)])
-        return cls(
-            pp,
-            dp,
-            cp,
-            tp,
-            ep,
-            sequence_parallel,
-            num_replicas,
-            reshard,
-        )
+        return cls(pp, dp, cp, tp, ep, sequence_parallel, num_replicas, reshard)
 
     @property
     def shape(self) -> Coordinates:
@@ -208,14 +199,7 @@ class ParallelLayout:
         """Ranks of one model replica."""
         return self.pp * self.cp * self.tp
 
-    def rank(
-        self,
-        *,
-        pp: int = 0,
-        dp: int = 0,
-        cp: int = 0,
-        tp: int = 0,
-    ) -> int:
+    def rank(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
         """Return the global rank at these coordinates. Raises ValueError outside the layout."""
         coordinates = Coordinates(pp, dp, cp, tp)
         for axis, coordinate, size in zip(AXES, coordinates, self.shape, strict=True):
@@ -383,12 +367,7 @@ class ParallelLayout:
 
 
 def engine_problems(
-    engine: EngineName,
-    *,
-    pp: int,
-    ep: int,
-    num_replicas: int = 1,
-    reshard: Reshard = "auto",
+    engine: EngineName, *, pp: int, ep: int, num_replicas: int = 1, reshard: Reshard = "auto"
 ) -> list[LayoutProblem]:
     """Return a problem for each of these axes and options that the engine does not have."""
     if engine == "megatron":

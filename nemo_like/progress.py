@@ -46,13 +46,7 @@ class Phase:
     """
 
     def __init__(
-        self,
-        name: str,
-        total: int | None,
-        unit: str,
-        done: int = 0,
-        *,
-        has_eta: bool = True,
+        self, name: str, total: int | None, unit: str, done: int = 0, *, has_eta: bool = True
     ) -> None:
         self.name = name
         self.total = total
@@ -113,11 +107,7 @@ class Progress:
     ) -> None:
         """`step_interval_s` is the min time between two lines of `show_step`."""
         # No highlighting and no wrapping: lines in a log must be those that were printed.
-        self._console = Console(
-            file=stream or sys.stdout,
-            highlight=False,
-            soft_wrap=True,
-        )
+        self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._interval_s = interval_s
         self._step_interval_s = step_interval_s
         self._printed_at = -interval_s
@@ -190,11 +180,7 @@ class Progress:
 
     def _shown(self) -> AbstractContextManager[object]:
         if self._is_terminal:
-            return Live(
-                get_renderable=self._bars,
-                console=self._console,
-                transient=True,
-            )
+            return Live(get_renderable=self._bars, console=self._console, transient=True)
         return self._ticking()
 
     @contextmanager
@@ -210,11 +196,7 @@ class Progress:
                 states = [f"{phase.name}: {phase.status()}" for phase in list(self._phases)]
                 self.print_line(" | ".join(states))
 
-        ticker = threading.Thread(
-            target=tick,
-            name="progress",
-            daemon=True,
-        )
+        ticker = threading.Thread(target=tick, name="progress", daemon=True)
         ticker.start()
         try:
             yield
@@ -225,16 +207,8 @@ class Progress:
     def _bars(self) -> Table:
         table = Table.grid(padding=(0, 1))
         for phase in list(self._phases):
-            bar = ProgressBar(
-                total=phase.total,
-                completed=phase.done,
-                width=30,
-            )
-            table.add_row(
-                Text(phase.name),
-                bar,
-                Text(phase.status()),
-            )
+            bar = ProgressBar(total=phase.total, completed=phase.done, width=30)
+            table.add_row(Text(phase.name), bar, Text(phase.status()))
         return table
 
     def _panel(self, sample: Sample, heading: str) -> Panel:
@@ -243,12 +217,7 @@ class Progress:
             # Brightness as well as colour marks trained text.
             text.append(self._printable(segment), style="bold green" if is_trained else "dim")
         details = Text(self._printable(_details(sample)))
-        return Panel(
-            text,
-            title=Text(heading),
-            subtitle=details or None,
-            title_align="left",
-        )
+        return Panel(text, title=Text(heading), subtitle=details or None, title_align="left")
 
     def _printable(self, text: str) -> str:
         """Escape control characters and characters that the stream cannot encode.

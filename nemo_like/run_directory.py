@@ -94,12 +94,7 @@ class RunDirectory:
 
 
 @contextmanager
-def open_run_directory(
-    output_dir: str,
-    run_name: str,
-    *,
-    resume: bool,
-) -> Iterator[RunDirectory]:
+def open_run_directory(output_dir: str, run_name: str, *, resume: bool) -> Iterator[RunDirectory]:
     """Create or open a run's directory and lock it inside the block.
 
     Files of an existing run are not changed. Raises ConfigError if a run of this name has written
@@ -132,9 +127,7 @@ def write_config(directory: RunDirectory, config: Mapping[str, Any]) -> None:
 
 
 def start_run_directory(
-    directory: RunDirectory,
-    config: Mapping[str, Any],
-    resumed_step: int | None,
+    directory: RunDirectory, config: Mapping[str, Any], resumed_step: int | None
 ) -> None:
     """Remove the records after `resumed_step`, which the run writes again; write config.yaml.
 
@@ -187,12 +180,7 @@ def keep_records(path: Path, last_step: int) -> None:
             for line in lines:
                 if _is_kept(line, last_step):
                     kept.write(line.rstrip(b"\n") + b"\n")
-    logger.info(
-        "removed %d records after step %d from %s",
-        num_removed,
-        max(last_step, 0),
-        path,
-    )
+    logger.info("removed %d records after step %d from %s", num_removed, max(last_step, 0), path)
 
 
 def log_config_changes(directory: RunDirectory, config: Mapping[str, Any]) -> None:

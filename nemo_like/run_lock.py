@@ -116,11 +116,7 @@ def _acquire(path: Path) -> int:
     )
 
 
-def _refusal(
-    path: Path,
-    owner: LockOwner | None,
-    flock: str,
-) -> str:
+def _refusal(path: Path, owner: LockOwner | None, flock: str) -> str:
     """Return the reason not to take over the lock; empty if its process is known to be gone."""
     if owner is None:
         if flock == "acquired":

@@ -44,11 +44,7 @@ class SamplingFilter:
         """Return the filter of training rollouts; None without filters or with greedy sampling."""
         if config.temperature == 0:
             return None
-        token_filter = cls(
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-        )
+        token_filter = cls(top_k=config.top_k, top_p=config.top_p, min_p=config.min_p)
         return token_filter if token_filter.is_active else None
 
     @property
@@ -107,10 +103,7 @@ def _highest(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _kth_largest(
-    logits: Tensor,
-    highest: Tensor,
-    k: int,
-    group: dist.ProcessGroup | None,
+    logits: Tensor, highest: Tensor, k: int, group: dist.ProcessGroup | None
 ) -> Tensor:
     """Return the k-th largest logit of each position over all ranks, [T]; -inf if fewer exist."""
     lowest = torch.full_like(highest, -torch.inf)
@@ -123,20 +116,11 @@ def _kth_largest(
         """Count the logits of each position from `threshold` [T] up, over all ranks: int64 [T]."""
         return _sum((logits >= threshold[:, None]).sum(dim=1), group)
 
-    return _largest_threshold(
-        count_from,
-        torch.full_like(highest, k),
-        lowest,
-        highest,
-    )
+    return _largest_threshold(count_from, torch.full_like(highest, k), lowest, highest)
 
 
 def _nucleus_threshold(
-    logits: Tensor,
-    highest: Tensor,
-    lowest: Tensor,
-    top_p: float,
-    group: dist.ProcessGroup | None,
+    logits: Tensor, highest: Tensor, lowest: Tensor, top_p: float, group: dist.ProcessGroup | None
 ) -> Tensor:
     """Return the largest t [T] with sum(exp(z) for z >= t) >= `top_p` * the sum for z >= `lowest`.
 
@@ -151,19 +135,10 @@ def _nucleus_threshold(
         # float64, so that the order of the sum does not change the result.
         return _sum(weights.masked_fill(is_below, 0.0).sum(dim=1, dtype=torch.float64), group)
 
-    return _largest_threshold(
-        mass_from,
-        top_p * mass_from(lowest),
-        lowest,
-        highest,
-    )
+    return _largest_threshold(mass_from, top_p * mass_from(lowest), lowest, highest)
 
 
-def _halfway(
-    logits: Tensor,
-    threshold: Tensor,
-    group: dist.ProcessGroup | None,
-) -> Tensor:
+def _halfway(logits: Tensor, threshold: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return the threshold [T] halfway from `threshold` down to the largest removed logit.
 
     It keeps the same tokens. The backward of log-probs computes the logits again, and a matrix
@@ -179,10 +154,7 @@ def _halfway(
 
 
 def _largest_threshold(
-    measure: Callable[[Tensor], Tensor],
-    target: Tensor,
-    lowest: Tensor,
-    highest: Tensor,
+    measure: Callable[[Tensor], Tensor], target: Tensor, lowest: Tensor, highest: Tensor
 ) -> Tensor:
     """Return the largest t [T] in [lowest, highest] with measure(t) >= target, else `lowest`.
 
@@ -218,9 +190,5 @@ def _ordinal(values: Tensor) -> Tensor:
 
 def _from_ordinal(ordinals: Tensor) -> Tensor:
     """Invert `_ordinal`: int64 [T] to float32 [T]."""
-    bits = torch.where(
-        ordinals >= 0,
-        ordinals,
-        ordinals ^ 0x7FFFFFFF,
-    )
+    bits = torch.where(ordinals >= 0, ordinals, ordinals ^ 0x7FFFFFFF)
     return bits.to(torch.int32).view(torch.float32)

@@ -18,9 +18,7 @@ _VISIBLE_WITHIN_S = 5.0
 
 
 def check_shared(
-    directory: Path,
-    call_workers: Callable[[str, str], Sequence[str]],
-    nodes: Sequence[str],
+    directory: Path, call_workers: Callable[[str, str], Sequence[str]], nodes: Sequence[str]
 ) -> None:
     """Raise ConfigError unless the driver and every worker read and write the same `directory`.
 
@@ -79,11 +77,7 @@ def _probe_directory(directory: Path) -> Iterator[tuple[Path, str]]:
         shutil.rmtree(probe, ignore_errors=True)
 
 
-def _missing_answer(
-    probe: Path,
-    token: str,
-    rank: int,
-) -> str:
+def _missing_answer(probe: Path, token: str, rank: int) -> str:
     path = probe / f"rank_{rank}"
     if _read_soon(path, token) == token:
         return ""

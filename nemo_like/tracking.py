@@ -176,9 +176,7 @@ class _TensorBoardSink:
             Event,  # pyright: ignore[reportAttributeAccessIssue]
             SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
         )
-        from tensorboard.compat.proto.summary_pb2 import (
-            Summary,  # pyright: ignore[reportAttributeAccessIssue]
-        )
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event = Event
@@ -229,10 +227,7 @@ class _WandbSink:
     """A wandb run. Its id is stored in `logs/wandb_run_id`, so that a resume continues it."""
 
     def __init__(
-        self,
-        project: str,
-        directory: RunDirectory,
-        run_config: Mapping[str, Any],
+        self, project: str, directory: RunDirectory, run_config: Mapping[str, Any]
     ) -> None:
         wandb = importlib.import_module("wandb")
         self._run = wandb.init(
@@ -261,10 +256,7 @@ class _MlflowSink:
     """An mlflow run. Its id is stored in `logs/mlflow_run_id`, so that a resume continues it."""
 
     def __init__(
-        self,
-        experiment: str,
-        directory: RunDirectory,
-        run_config: Mapping[str, Any],
+        self, experiment: str, directory: RunDirectory, run_config: Mapping[str, Any]
     ) -> None:
         self._mlflow = importlib.import_module("mlflow")
         self._mlflow.set_experiment(experiment)

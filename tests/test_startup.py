@@ -102,11 +102,7 @@ ANSWER = "reward.functions={answer: {path: nemo_like.environments.math.answer_re
         ("sft", ()),
         (
             "grpo",
-            (
-                "policy.train_global_batch_size=32",
-                "policy.generation.backend=vllm",
-                f"++{ANSWER}",
-            ),
+            ("policy.train_global_batch_size=32", "policy.generation.backend=vllm", f"++{ANSWER}"),
         ),
     ],
 )

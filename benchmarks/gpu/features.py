@@ -54,10 +54,7 @@ def shown_options(options: Options) -> Iterator[tuple[str, str]]:
 
 
 def time_distillation(
-    case: StepCase,
-    holder: PolicyHolder,
-    device: str,
-    settings: TargetSettings,
+    case: StepCase, holder: PolicyHolder, device: str, settings: TargetSettings
 ) -> dict[str, Any]:
     """Return the median seconds of the teacher's pass and of the step that trains on it."""
     policy = holder.get(_config(case), arguments={"teachers": [str(case.folder)]})

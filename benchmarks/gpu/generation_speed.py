@@ -21,13 +21,7 @@ _WARMUP_TOKENS = 4
 
 
 def time_generation(
-    folder: Path,
-    device: str,
-    backend: str,
-    *,
-    num_rows: int,
-    prompt_tokens: int,
-    new_tokens: int,
+    folder: Path, device: str, backend: str, *, num_rows: int, prompt_tokens: int, new_tokens: int
 ) -> Mapping[str, Any]:
     """Sample `new_tokens` tokens for each of `num_rows` random prompts, all started together."""
     if backend == "vllm":

@@ -20,11 +20,7 @@ from nemo_like.algorithms.grpo.advantages import group_advantages
 from nemo_like.algorithms.grpo.config import GrpoConfig, GrpoRunConfig
 from nemo_like.config.generation import HFGenerationConfig
 from nemo_like.config.reward import RewardConfig, RewardFunctionConfig
-from nemo_like.config.schema import (
-    ClusterConfig,
-    DataConfig,
-    GenerationConfig,
-)
+from nemo_like.config.schema import ClusterConfig, DataConfig, GenerationConfig
 from nemo_like.environments.reward import RewardSample
 from nemo_like.generation.sampling_params import SamplingParams
 from nemo_like.losses import ClippedPolicyGradientLoss
@@ -60,12 +56,7 @@ class _Phases:
 
 
 def time_grpo_steps(
-    folder: Path,
-    device: str,
-    size: Size,
-    backend: Literal["hf", "vllm"],
-    *,
-    num_steps: int = 2,
+    folder: Path, device: str, size: Size, backend: Literal["hf", "vllm"], *, num_steps: int = 2
 ) -> Mapping[str, Any]:
     """Return the seconds of each phase; the first step warms up, the last one is recorded."""
     if backend == "vllm":
@@ -87,10 +78,7 @@ def time_grpo_steps(
 
 
 def grpo_config(
-    folder: Path,
-    device: str,
-    size: Size,
-    backend: Literal["hf", "vllm"],
+    folder: Path, device: str, size: Size, backend: Literal["hf", "vllm"]
 ) -> GrpoRunConfig:
     """Return the configuration of a run with one optimizer step per rollout."""
     num_rows = size.grpo_prompts * size.grpo_group
@@ -115,8 +103,7 @@ def grpo_config(
         cluster=ClusterConfig(backend="local", gpus_per_node=1 if device.startswith("cuda") else 0),
         reward=RewardConfig(functions={"parity": reward}),
         grpo=GrpoConfig(
-            num_prompts_per_step=size.grpo_prompts,
-            num_generations_per_prompt=size.grpo_group,
+            num_prompts_per_step=size.grpo_prompts, num_generations_per_prompt=size.grpo_group
         ),
     )
 
@@ -124,13 +111,7 @@ def grpo_config(
 class _GrpoStep:
     """The phases of `nemo_like.algorithms.grpo.loop`, without files and logs."""
 
-    def __init__(
-        self,
-        config: GrpoRunConfig,
-        workers: RunWorkers,
-        device: str,
-        size: Size,
-    ) -> None:
+    def __init__(self, config: GrpoRunConfig, workers: RunWorkers, device: str, size: Size) -> None:
         self._config = config
         self._workers = workers
         self._device = device

@@ -98,12 +98,7 @@ def _chosen_kernel(kernel: str, device: str) -> Iterator[tuple[str, VarlenKernel
 
 
 def time_head(
-    spec: ModelSpec,
-    num_tokens: int,
-    chunk_size: int,
-    device: str,
-    *,
-    with_entropy: bool,
+    spec: ModelSpec, num_tokens: int, chunk_size: int, device: str, *, with_entropy: bool
 ) -> Mapping[str, Any]:
     """Time log-probs of `num_tokens` tokens, forward and backward."""
     hidden = torch.randn(num_tokens, spec.hidden_size, device=device, dtype=torch.bfloat16)

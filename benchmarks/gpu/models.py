@@ -15,12 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from benchmarks.gpu.cells import free_memory
 
 
-def model_folder(
-    root: Path,
-    name: str,
-    settings: Mapping[str, Any],
-    device: str,
-) -> Path:
+def model_folder(root: Path, name: str, settings: Mapping[str, Any], device: str) -> Path:
     """Return the folder of a random bfloat16 model in `root`; it is written on the first call.
 
     `settings` is its configuration with `model_type`. The weights are drawn on `device`.

@@ -28,12 +28,7 @@ def grouped_product() -> Callable[..., Tensor]:
 class Experts:
     """Weights of SwiGLU experts, bfloat16, and the tokens that are routed to them."""
 
-    def __init__(
-        self,
-        settings: Mapping[str, Any],
-        num_tokens: int,
-        device: str,
-    ) -> None:
+    def __init__(self, settings: Mapping[str, Any], num_tokens: int, device: str) -> None:
         hidden = settings["hidden_size"]
         width = settings["moe_intermediate_size"]
         num_experts = settings["num_experts"]
@@ -88,9 +83,7 @@ class Experts:
 
 
 def compare_moe_layers(
-    settings: Mapping[str, Any],
-    num_tokens: int,
-    device: str,
+    settings: Mapping[str, Any], num_tokens: int, device: str
 ) -> Mapping[str, Any]:
     """Time both, forward and backward, and compare their outputs and gradients."""
     grouped_product()

@@ -74,11 +74,7 @@ class _Part:
         folder = self._folder(model)
         lengths = self._arguments.draw_lengths(2 * size.main_budget, size.longest)
         config = policy_config(
-            folder,
-            budget=size.main_budget,
-            num_rows=len(lengths),
-            longest=size.longest,
-            options={},
+            folder, budget=size.main_budget, num_rows=len(lengths), longest=size.longest, options={}
         )
         policy = self._holder.get(config)
         batch = random_rows(lengths, policy.model.vocab_size)

@@ -32,12 +32,7 @@ from nemo_like.losses import ClippedPolicyGradientLoss, NllLoss
 from nemo_like.models.presets import load_spec
 from nemo_like.policy.targets import TargetSettings
 
-_NO_OPTIONS = (
-    "policy.engine",
-    "policy.precision",
-    "policy.oversize_rows",
-    "parallel.sequence",
-)
+_NO_OPTIONS = ("policy.engine", "policy.precision", "policy.oversize_rows", "parallel.sequence")
 """Keys with a few values that are not measured here: other parts, or more than one GPU."""
 _EXPECTED_KEYS = (COMPILE, "policy.activation_checkpointing")
 """Recorded as skipped where the schema has no such key."""
@@ -282,10 +277,7 @@ class _Part:
         if rows == "mixed":
             lengths = self._arguments.draw_lengths(size.main_budget, size.longest)
         return time_attention(
-            load_spec(str(self._folder("1b"))),
-            lengths,
-            self._arguments.device,
-            kernel=kernel,
+            load_spec(str(self._folder("1b"))), lengths, self._arguments.device, kernel=kernel
         )
 
     def _head(self, chunk_size: int, with_entropy: bool) -> Mapping[str, Any]:

@@ -45,9 +45,7 @@ def phases_plot(entries: Sequence[Entry]) -> str:
 
 
 def bar_plot(
-    title: str,
-    bars: Sequence[tuple[str, Mapping[str, float]]],
-    marks: Mapping[str, float],
+    title: str, bars: Sequence[tuple[str, Mapping[str, float]]], marks: Mapping[str, float]
 ) -> str:
     """Return an SVG of horizontal bars (label, part -> value), with marks by label."""
     names = list(dict.fromkeys(name for _, parts in bars for name in parts))

@@ -161,10 +161,7 @@ def worker_class(engine: str) -> Any:
 
 
 def predicted_peak_gb(
-    config: PolicyConfig,
-    engine: Literal["dtensor", "megatron"],
-    device: str,
-    options: Options,
+    config: PolicyConfig, engine: Literal["dtensor", "megatron"], device: str, options: Options
 ) -> float:
     """Return the peak that `nemo-like plan` predicts for one GPU, in GB."""
     placement = policy_placement(

@@ -19,10 +19,7 @@ _MAX_NAME = 120
 
 
 def profile_call(
-    function: Callable[[], Any],
-    num_microbatches: float,
-    *,
-    is_cuda: bool,
+    function: Callable[[], Any], num_microbatches: float, *, is_cuda: bool
 ) -> dict[str, Any]:
     """Profile one call and return what `summarize` computes of its trace."""
     activities = [torch.profiler.ProfilerActivity.CPU]

@@ -78,10 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options += ["--work", str(work.resolve())]
         for part in parts:
             run = PartRun(
-                part=part,
-                out=parsed.out.resolve(),
-                seconds=parsed.seconds,
-                options=tuple(options),
+                part=part, out=parsed.out.resolve(), seconds=parsed.seconds, options=tuple(options)
             )
             run_part(run)
             print_part(run.record)
@@ -146,12 +143,7 @@ def run_process(run: PartRun, seconds: float, log: Any, *, resume: bool) -> tupl
     env |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     env |= {"HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=env,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
+        command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True
     )
     try:
         reason = watch(process, run.record, time.monotonic() + seconds)

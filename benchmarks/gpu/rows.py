@@ -16,13 +16,7 @@ _CV = 1.0
 """Coefficient of variation of the lognormal lengths before the longest are cut off."""
 
 
-def lognormal_lengths(
-    num_tokens: int,
-    *,
-    mean: int,
-    longest: int,
-    seed: int = 0,
-) -> np.ndarray:
+def lognormal_lengths(num_tokens: int, *, mean: int, longest: int, seed: int = 0) -> np.ndarray:
     """Draw lengths until their sum is at least `num_tokens`; int64 [B], each 2 to `longest`."""
     rng = np.random.default_rng(seed)
     variance = math.log(1 + _CV**2)
@@ -37,12 +31,7 @@ def lognormal_lengths(
 
 
 def file_lengths(
-    path: Path,
-    columns: Sequence[str],
-    num_tokens: int,
-    *,
-    longest: int,
-    seed: int = 0,
+    path: Path, columns: Sequence[str], num_tokens: int, *, longest: int, seed: int = 0
 ) -> np.ndarray:
     """Draw lengths of a file until their sum is at least `num_tokens`; int64 [B].
 

@@ -107,11 +107,7 @@ def check_steps(
 
 
 def run_steps(
-    device: str,
-    work: Path,
-    engine: str,
-    model: str,
-    precision: Precision,
+    device: str, work: Path, engine: str, model: str, precision: Precision
 ) -> dict[str, Any]:
     """Train the model for a few steps; return the values that are compared."""
     folder = work / f"check-{model}"

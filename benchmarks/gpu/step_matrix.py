@@ -57,12 +57,7 @@ def _cell(
     *,
     is_new: bool = False,
 ) -> Cell:
-    settings = {
-        "model": model,
-        "budget": budget,
-        "checkpointing": checkpointing,
-        "rows": rows,
-    }
+    settings = {"model": model, "budget": budget, "checkpointing": checkpointing, "rows": rows}
     return Cell(
         name=f"{model} {budget} tokens, checkpointing {checkpointing}, {rows} rows",
         measure=partial(_measure, arguments, holder, settings),

@@ -113,12 +113,7 @@ def is_compiled(options: Options) -> bool:
     return options.get(COMPILE, default) not in (None, False, "none")
 
 
-def time_loss(
-    case: StepCase,
-    holder: PolicyHolder,
-    device: str,
-    loss: Loss,
-) -> dict[str, Any]:
+def time_loss(case: StepCase, holder: PolicyHolder, device: str, loss: Loss) -> dict[str, Any]:
     """Return the median seconds of a policy's steps with another loss, and of a log-prob pass."""
     config = policy_config(
         case.folder,
@@ -140,12 +135,7 @@ def time_loss(
     }
 
 
-def throughput(
-    folder: Path,
-    lengths: np.ndarray,
-    seconds: float,
-    device: str,
-) -> dict[str, Any]:
+def throughput(folder: Path, lengths: np.ndarray, seconds: float, device: str) -> dict[str, Any]:
     """Return tokens/s and MFU of a step over rows of `lengths`, int64 [B]."""
     peak, source = peak_flops(torch.device(device))
     # No position predicts the first token of a row.
@@ -162,10 +152,7 @@ def throughput(
 
 
 def time_calls(
-    function: Callable[[], Any],
-    device: str,
-    num_calls: int,
-    num_warmup_calls: int,
+    function: Callable[[], Any], device: str, num_calls: int, num_warmup_calls: int
 ) -> dict[str, Any]:
     """Return seconds of `function`: of the first call, and the median of those after warm-up."""
     seconds = []

@@ -24,11 +24,7 @@ _SLOT_BYTES = 256 * 2**20
 
 
 def time_copy(
-    device: str,
-    direction: Literal["H2D", "D2H", "D2D"],
-    num_bytes: int,
-    *,
-    is_pinned: bool,
+    device: str, direction: Literal["H2D", "D2H", "D2D"], num_bytes: int, *, is_pinned: bool
 ) -> Mapping[str, Any]:
     """Time copies between host memory and the device, or within the device."""
     if is_pinned and not device.startswith("cuda"):
@@ -47,9 +43,7 @@ def time_copy(
 
 
 def time_buckets(
-    device: str,
-    shapes: Mapping[str, tuple[int, ...]],
-    place: Literal["device", "host"],
+    device: str, shapes: Mapping[str, tuple[int, ...]], place: Literal["device", "host"]
 ) -> Mapping[str, Any]:
     """Time copies of bfloat16 weights into buckets and back; the buckets are at `place`."""
     layouts = plan_layouts(shapes, torch.bfloat16, MAX_BUCKET_BYTES)
@@ -100,9 +94,7 @@ def time_raw_ipc(device: str, num_bytes: int) -> Mapping[str, Any]:
 
 
 def time_transport(
-    device: str,
-    transport: Literal["cuda_ipc", "shared_memory"],
-    num_bytes: int,
+    device: str, transport: Literal["cuda_ipc", "shared_memory"], num_bytes: int
 ) -> Mapping[str, Any]:
     """Time weight buckets through our transport: written here, copied out by another process."""
     if transport == "cuda_ipc" and not device.startswith("cuda"):
@@ -147,10 +139,7 @@ def time_transport(
 
 
 def _send(
-    sender: CudaIpcSender | SharedMemorySender,
-    peer: Connection,
-    index: int,
-    weights: Tensor,
+    sender: CudaIpcSender | SharedMemorySender, peer: Connection, index: int, weights: Tensor
 ) -> tuple[float, float]:
     """Write `weights` uint8 [n] into a slot and have the peer copy them out."""
     sender.buffer(index)[: len(weights)].copy_(weights)
@@ -163,11 +152,7 @@ def _call(peer: Connection, method: str, *arguments: Any) -> Any:
     return receive(peer)
 
 
-def _copied(
-    answers: list[tuple[float, float]],
-    expected: float,
-    num_bytes: int,
-) -> dict[str, Any]:
+def _copied(answers: list[tuple[float, float]], expected: float, num_bytes: int) -> dict[str, Any]:
     """Return the speed of the copies but the first, and whether all bytes arrived."""
     seconds = statistics.median(each for each, _ in answers[1:])
     return {

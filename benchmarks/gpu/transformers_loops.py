@@ -21,10 +21,7 @@ from benchmarks.gpu.rows import random_rows
 from benchmarks.gpu.training_steps import throughput, time_calls
 from nemo_like.models.presets import load_spec
 
-_MODULES = {
-    "flash_attention_2": ("flash_attn",),
-    "flash_attention_3": ("flash_attn_interface",),
-}
+_MODULES = {"flash_attention_2": ("flash_attn",), "flash_attention_3": ("flash_attn_interface",)}
 """Modules that an attention implementation of transformers needs."""
 
 
@@ -137,10 +134,6 @@ def packed(rows: list[np.ndarray], budget: int) -> list[dict[str, Tensor]]:
         positions = torch.cat([torch.arange(len(row)) for row in group])
         labels = ids.masked_fill(positions == 0, -100)
         microbatches.append(
-            {
-                "input_ids": ids[None],
-                "position_ids": positions[None],
-                "labels": labels[None],
-            }
+            {"input_ids": ids[None], "position_ids": positions[None], "labels": labels[None]}
         )
     return microbatches

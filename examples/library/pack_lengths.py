@@ -45,10 +45,7 @@ def compare_packers(lengths: np.ndarray, capacity: int) -> None:
 def compare_plans(lengths: np.ndarray, capacity: int, num_ranks: int) -> list[BatchPlan]:
     """Plan one optimizer step in two ways; print what the slowest rank costs in each."""
     round_robin = PlanSpec(
-        max_tokens=capacity,
-        num_ranks=num_ranks,
-        algorithm="first_fit_decreasing",
-        balance="none",
+        max_tokens=capacity, num_ranks=num_ranks, algorithm="first_fit_decreasing", balance="none"
     )
     balanced = PlanSpec(max_tokens=capacity, num_ranks=num_ranks, balance="flops")
     plans = []

@@ -31,12 +31,7 @@ class AlgorithmData(Protocol):
     ROW_SCHEMA: RowSchema
     """Row formats of the training and validation files."""
 
-    def encode_row(
-        self,
-        encoder: ChatEncoder,
-        config: RunConfig,
-        row: Row,
-    ) -> EncodedRow | None:
+    def encode_row(self, encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow | None:
         """Encode one row of the training file; see `training.encoding.EncodeRow`.
 
         Encoding processes call it with a config that has only the keys of
@@ -49,21 +44,13 @@ class AlgorithmData(Protocol):
         ...
 
     def check_rows(
-        self,
-        config: Any,
-        data: RunData,
-        model: PretrainedConfig | None,
-        diagnostics: Diagnostics,
+        self, config: Any, data: RunData, model: PretrainedConfig | None, diagnostics: Diagnostics
     ) -> None:
         """Check the rows and plan the first step, for `nemo-like validate`."""
         ...
 
     def first_lengths(
-        self,
-        config: Any,
-        data: RunData,
-        num_steps: int,
-        progress: Progress,
+        self, config: Any, data: RunData, num_steps: int, progress: Progress
     ) -> RowLengths:
         """Return the row lengths of the first `num_steps` steps, at least of one.
 

@@ -26,11 +26,7 @@ def open_encode(setup: dict[str, Any]) -> Callable[[Row], tuple[EncodedRow | Non
     import_transformers_without_torch()
     generation = GenerationConfig(max_new_tokens=setup["max_new_tokens"])
     policy = PolicyConfig(**setup["policy"], generation=generation)
-    config = RunConfig(
-        run_name="encoding",
-        policy=policy,
-        data=DataConfig(**setup["data"]),
-    )
+    config = RunConfig(run_name="encoding", policy=policy, data=DataConfig(**setup["data"]))
     encode = ALGORITHMS[setup["kind"]].import_data().encode_row
     # The driver has loaded the same files, so they are in the cache of this machine.
     encoder = open_encoder(config, setup["vocab_size"])

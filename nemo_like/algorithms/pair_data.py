@@ -23,11 +23,7 @@ from nemo_like.data.preferences import (
 from nemo_like.diagnostics.chat_checks import check_texts
 from nemo_like.diagnostics.plan_preview import describe_plan
 from nemo_like.diagnostics.report import Diagnostics
-from nemo_like.diagnostics.row_checks import (
-    NUM_SAMPLES,
-    check_lengths,
-    encode_sample,
-)
+from nemo_like.diagnostics.row_checks import NUM_SAMPLES, check_lengths, encode_sample
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.progress import Sample
@@ -41,11 +37,7 @@ if TYPE_CHECKING:
 ExampleT = TypeVar("ExampleT")
 
 
-def encode_row(
-    encoder: ChatEncoder,
-    config: RunConfig,
-    row: Row,
-) -> EncodedRow | None:
+def encode_row(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow | None:
     """Encode a pair as joined rows; None if `policy.oversize_rows` drops one of them.
 
     Raises ConfigError if a row is too long and `policy.oversize_rows` is error, if no token of a

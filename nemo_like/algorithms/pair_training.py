@@ -80,10 +80,7 @@ class PairTask(Generic[ExampleT]):
         for examples in batches:
             batch = self.collate(examples)
             plan = run.policy.plan(
-                batch["length"],
-                "evaluate",
-                batch["pair"],
-                num_trained_tokens(batch),
+                batch["length"], "evaluate", batch["pair"], num_trained_tokens(batch)
             )
             sharded = run.policy.shard(batch, plan)
             logprobs = _reference_logprobs(run, sharded) if self.needs_reference else None

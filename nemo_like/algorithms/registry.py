@@ -52,23 +52,13 @@ def job_schema(kind: str) -> JobSchema:
 
 
 @overload
-def load_config(
-    kind: type[ConfigT],
-    path: Path,
-    overrides: Sequence[str] = (),
-) -> ConfigT: ...
+def load_config(kind: type[ConfigT], path: Path, overrides: Sequence[str] = ()) -> ConfigT: ...
 @overload
-def load_config(
-    kind: str,
-    path: Path,
-    overrides: Sequence[str] = (),
-) -> RunConfig: ...
+def load_config(kind: str, path: Path, overrides: Sequence[str] = ()) -> RunConfig: ...
 
 
 def load_config(
-    kind: str | type[RunConfig],
-    path: Path,
-    overrides: Sequence[str] = (),
+    kind: str | type[RunConfig], path: Path, overrides: Sequence[str] = ()
 ) -> RunConfig:
     """Load and check the config of a job; see `config.load.load_config`.
 
@@ -90,9 +80,7 @@ def detect_kind(path: Path, overrides: Sequence[str] = ()) -> str:
 
 
 def load_any_config(
-    path: Path,
-    overrides: Sequence[str] = (),
-    kind: str | None = None,
+    path: Path, overrides: Sequence[str] = (), kind: str | None = None
 ) -> RunConfig:
     """Load a config of the job `kind`, which is detected by default. Raises ConfigError."""
     return load_config(kind or detect_kind(path, overrides), path, overrides)

@@ -69,12 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         return evaluate.run(arguments)
 
 
-def _add_command(
-    commands: Any,
-    name: str,
-    text: str,
-    epilog: str,
-) -> CommandParser:
+def _add_command(commands: Any, name: str, text: str, epilog: str) -> CommandParser:
     return commands.add_parser(
         name,
         help=text,
@@ -102,9 +97,7 @@ def _add_generate(command: CommandParser) -> None:
         " the standard output, at the end",
     )
     command.add_argument(
-        "--token-ids",
-        action="store_true",
-        help="also write the token ids of the completions",
+        "--token-ids", action="store_true", help="also write the token ids of the completions"
     )
 
 
@@ -188,17 +181,12 @@ def _add_eval(command: CommandParser) -> None:
         " runs",
     )
     command.add_argument(
-        "--json",
-        action="store_true",
-        help="print the results as JSON instead of a table",
+        "--json", action="store_true", help="print the results as JSON instead of a table"
     )
 
 
 def _add_model(
-    command: CommandParser,
-    *,
-    temperature: float | None,
-    is_required: bool = True,
+    command: CommandParser, *, temperature: float | None, is_required: bool = True
 ) -> None:
     """Add the options of the model and of sampling."""
     group = command.add_argument_group("model")
@@ -215,9 +203,7 @@ def _add_model(
         help="Jinja file that replaces the tokenizer's chat template",
     )
     group.add_argument(
-        "--system-prompt",
-        metavar="TEXT",
-        help="system message of conversations that have none",
+        "--system-prompt", metavar="TEXT", help="system message of conversations that have none"
     )
     group.add_argument(
         "--prompt-template",
@@ -290,10 +276,7 @@ def _add_rows(command: CommandParser) -> None:
     """Add the options of files of prompts and of parallel work."""
     group = command.add_argument_group("rows")
     group.add_argument(
-        "--num-samples",
-        type=int,
-        metavar="K",
-        help="completions per prompt; default 1",
+        "--num-samples", type=int, metavar="K", help="completions per prompt; default 1"
     )
     group.add_argument(
         "--max-rows", type=int, metavar="N", help="use the first N rows of each file"

@@ -130,9 +130,7 @@ def with_longest_prompt(config: AnswerRunConfig, num_tokens: int) -> AnswerRunCo
 
 
 def _tree(
-    arguments: argparse.Namespace,
-    files: Mapping[str, str],
-    base: RunConfig | None,
+    arguments: argparse.Namespace, files: Mapping[str, str], base: RunConfig | None
 ) -> dict[str, Any]:
     """Return the keys of the options over those of `base`."""
     tree: dict[str, Any] = {"policy": {}, "data": {}}
@@ -193,11 +191,7 @@ def _cluster(arguments: argparse.Namespace, *, has_gpu: bool) -> dict[str, Any]:
     }
 
 
-def _set_lengths(
-    tree: dict[str, Any],
-    spec: ModelSpec,
-    max_length: int | None,
-) -> None:
+def _set_lengths(tree: dict[str, Any], spec: ModelSpec, max_length: int | None) -> None:
     """Set the limits on tokens that neither an option nor the training config sets."""
     limit = spec.max_positions
     if max_length is not None and limit is not None and max_length > limit:

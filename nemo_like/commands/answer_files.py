@@ -28,13 +28,7 @@ def record_key(record: Mapping[str, Any]) -> Key:
 class AnswerFile:
     """A JSON-lines file that grows while a command runs and is sorted at its end."""
 
-    def __init__(
-        self,
-        path: Path,
-        settings: Mapping[str, Any],
-        *,
-        resume: bool,
-    ) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
         """Open a new file, or with `resume` one that an earlier command began.
 
         Raises ConfigError if the file exists without `resume`, was written with other settings, or

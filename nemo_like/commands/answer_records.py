@@ -135,11 +135,7 @@ def _sample(
                 phase.advance()
 
 
-def prompt_record(
-    file: PromptFile,
-    index: int,
-    answers: Sequence[Answer],
-) -> Record:
+def prompt_record(file: PromptFile, index: int, answers: Sequence[Answer]) -> Record:
     """Return the part of a record that all commands write."""
     prompt = file.prompts[index]
     record: Record = {"data": file.name} if file.name else {}

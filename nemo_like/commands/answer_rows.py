@@ -68,10 +68,7 @@ def named_files(given: Sequence[str]) -> dict[str, str]:
 
 
 def open_prompts(
-    config: RunConfig,
-    encoder: ChatEncoder,
-    files: Mapping[str, str],
-    option: str,
+    config: RunConfig, encoder: ChatEncoder, files: Mapping[str, str], option: str
 ) -> list[PromptFile]:
     """Read and encode the rows of every file.
 
@@ -96,13 +93,7 @@ def open_prompts(
             columns = [prompt.row for prompt in prompts]
             sources = row_sources(columns, config.data.source_column, key)
         opened.append(
-            PromptFile(
-                name=name,
-                rows=rows,
-                prompts=prompts,
-                row_numbers=numbers,
-                sources=sources,
-            )
+            PromptFile(name=name, rows=rows, prompts=prompts, row_numbers=numbers, sources=sources)
         )
     return opened
 
@@ -121,21 +112,11 @@ def left_out_text(files: Sequence[PromptFile]) -> str | None:
     )
 
 
-def _load(
-    path: str,
-    config: RunConfig,
-    key: str,
-) -> Rows:
+def _load(path: str, config: RunConfig, key: str) -> Rows:
     """Return the rows of a file; of a .txt file each line that is not empty."""
     max_rows = config.data.max_validation_rows
     if Path(path).suffix != ".txt":
-        return load_rows(
-            path,
-            PROMPT_ROWS,
-            max_rows=max_rows,
-            key=key,
-            columns=config.data.columns,
-        )
+        return load_rows(path, PROMPT_ROWS, max_rows=max_rows, key=key, columns=config.data.columns)
     file = Path(path).expanduser()
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")

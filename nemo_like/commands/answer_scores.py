@@ -59,9 +59,7 @@ def described_models(config: AnswerRunConfig) -> dict[str, Any]:
 
 
 def add_model_scores(
-    config: AnswerRunConfig,
-    files: Mapping[str, RewardModelFiles],
-    placed: Sequence[Placed],
+    config: AnswerRunConfig, files: Mapping[str, RewardModelFiles], placed: Sequence[Placed]
 ) -> None:
     """Score the answers of all records that have no scores yet; add them to their rewards.
 
@@ -74,9 +72,7 @@ def add_model_scores(
         return
     # In one process, whatever the layout of the generator was.
     cluster = ClusterConfig(
-        backend="local",
-        gpus_per_node=min(config.cluster.gpus_per_node, 1),
-        env=config.cluster.env,
+        backend="local", gpus_per_node=min(config.cluster.gpus_per_node, 1), env=config.cluster.env
     )
     local = replace(config, cluster=cluster)
     progress = Progress(sys.stderr)
@@ -102,10 +98,7 @@ def _job(config: AnswerRunConfig, placed: Sequence[Placed]) -> RolloutJob:
         for text in record["completions"]:
             prompts.append(prompt)
             sample = RewardSample(
-                prompt=prompt.text,
-                completion=text,
-                answer=prompt.answer,
-                row=prompt.row,
+                prompt=prompt.text, completion=text, answer=prompt.answer, row=prompt.row
             )
             samples.append(sample)
     job = RolloutJob(prompts, 1, SamplingParams.from_config(config.policy.generation))
@@ -113,12 +106,7 @@ def _job(config: AnswerRunConfig, placed: Sequence[Placed]) -> RolloutJob:
     return job
 
 
-def _add(
-    record: Record,
-    job: RolloutJob,
-    rows: range,
-    names: Sequence[str],
-) -> None:
+def _add(record: Record, job: RolloutJob, rows: range, names: Sequence[str]) -> None:
     """Add the scores of the answers `rows` of a job to their record."""
     for position, row in enumerate(rows):
         record["rewards"][position] += float(job.rewards[row])

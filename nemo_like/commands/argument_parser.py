@@ -17,9 +17,7 @@ class CommandParser(argparse.ArgumentParser):
     is_intermixed = False
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        args: Sequence[str] | None = None,
-        namespace: Any = None,
+        self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """Return the arguments and those that are unknown."""
         if not self.is_intermixed:

@@ -40,10 +40,7 @@ class Conversation:
     """The messages of one conversation with a generation worker, and the sampling of replies."""
 
     def __init__(
-        self,
-        worker: GenerationWorkerProtocol,
-        encoder: ChatEncoder,
-        config: AnswerRunConfig,
+        self, worker: GenerationWorkerProtocol, encoder: ChatEncoder, config: AnswerRunConfig
     ) -> None:
         self._worker = worker
         self._encoder = encoder
@@ -57,10 +54,7 @@ class Conversation:
         self.messages = []
 
     def reply(
-        self,
-        text: str,
-        show: Callable[[str], None],
-        is_stopped: Callable[[], bool],
+        self, text: str, show: Callable[[str], None], is_stopped: Callable[[], bool]
     ) -> str | None:
         """Add a user message and sample the reply; `show` gets its text piece by piece.
 

@@ -137,14 +137,7 @@ def check_parity(config: RunConfig) -> ParityReport:
         # One pool for all modes: starting a process imports torch, which takes seconds.
         with ProcessPoolExecutor(num_workers, mp_context=spawn) as pool:
             for mode in MODES:
-                findings += _check_mode(
-                    tiny,
-                    mode,
-                    batch,
-                    expected,
-                    Path(folder),
-                    pool,
-                )
+                findings += _check_mode(tiny, mode, batch, expected, Path(folder), pool)
     layout = str(policy_layout(tiny))
     title = (
         f"{config.policy.engine} on {layout}: a tiny {model_config.model_type} against"
@@ -171,11 +164,7 @@ def _tiny_run(config: RunConfig, model: Path) -> RunConfig:
         logprob_chunk_size=32,
         # Adam's first moment is then the gradient itself, which the checkpoint has under Hugging
         # Face names.
-        optimizer=OptimizerConfig(
-            lr=_LR,
-            weight_decay=0.1,
-            beta1=0.0,
-        ),
+        optimizer=OptimizerConfig(lr=_LR, weight_decay=0.1, beta1=0.0),
         scheduler=SchedulerConfig(),
         max_grad_norm=0.0,
     )
@@ -230,12 +219,7 @@ def _check_mode(
     weights = _saved(checkpoints / "last", "weight")
     # Another layout reads the same blocks only if they are in Hugging Face coordinates.
     rendezvous = folder / f"{mode}.alone"
-    resumed_loss = _resume_on_one_rank(
-        config,
-        batch,
-        checkpoints / "last",
-        rendezvous,
-    )
+    resumed_loss = _resume_on_one_rank(config, batch, checkpoints / "last", rendezvous)
 
     gradient_difference, worst_gradient = _worst(gradients, expected.gradients)
     weight_difference, worst_weight = _worst(weights, expected.weights)
@@ -257,10 +241,7 @@ def _check_mode(
 
 
 def _train_rank(
-    context: WorkerContext,
-    config: RunConfig,
-    batch: BatchedDataDict,
-    folder: Path,
+    context: WorkerContext, config: RunConfig, batch: BatchedDataDict, folder: Path
 ) -> tuple[list[float], dict[str, Jagged], str]:
     """Train on one rank; return its losses, its log-probs and the message of the isolation check.
 
@@ -292,10 +273,7 @@ def _train_rank(
 
 
 def _resume_on_one_rank(
-    config: RunConfig,
-    batch: BatchedDataDict,
-    checkpoint: Path,
-    rendezvous: Path,
+    config: RunConfig, batch: BatchedDataDict, checkpoint: Path, rendezvous: Path
 ) -> float:
     """Return the loss of a checkpoint of either engine, loaded into one DTensor process."""
     alone = replace(
@@ -310,12 +288,7 @@ def _resume_on_one_rank(
     return _loss(worker, batch.shard(_plan(alone, batch))[0], train=False)
 
 
-def _loss(
-    worker: PolicyWorker,
-    shard: Any,
-    *,
-    train: bool,
-) -> float:
+def _loss(worker: PolicyWorker, shard: Any, *, train: bool) -> float:
     """Return the loss of the batch; NaN on pipeline stages that do not compute it."""
     if train:
         metrics, *_ = worker.train(shard, None, NllLoss())
@@ -336,9 +309,7 @@ def _plan(config: RunConfig, batch: BatchedDataDict) -> BatchPlan:
 
 
 def _train_with_transformers(
-    model: PreTrainedModel,
-    batch: BatchedDataDict,
-    config: RunConfig,
+    model: PreTrainedModel, batch: BatchedDataDict, config: RunConfig
 ) -> _Trained:
     """Run the same steps with transformers and AdamW, one unpadded row at a time."""
     optimizer = build_optimizer(model.parameters(), config.policy.optimizer)
@@ -400,9 +371,7 @@ def _random_batch(vocab_size: int) -> BatchedDataDict:
     mask = (rng.random(lengths.sum()) < 0.67).astype(np.uint8)
     mask[input_ids.offsets[:-1]] = 0
     return BatchedDataDict(
-        input_ids=input_ids,
-        token_mask=Jagged(mask, input_ids.offsets),
-        length=lengths,
+        input_ids=input_ids, token_mask=Jagged(mask, input_ids.offsets), length=lengths
     )
 
 
@@ -428,11 +397,7 @@ def _saved(checkpoint: Path, kind: str) -> dict[str, Tensor]:
     """
     with open_checkpoint(checkpoint) as reader:
         return {
-            name: reader.read(
-                f"{kind}/{name}",
-                [0] * len(shape),
-                shape,
-            )
+            name: reader.read(f"{kind}/{name}", [0] * len(shape), shape)
             for name, shape in reader.shapes.items()
         }
 

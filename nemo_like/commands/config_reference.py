@@ -11,12 +11,7 @@ from typing import Any
 from nemo_like.algorithms.registry import RUN_CONFIGS, job_schema
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.keys import type_at, unknown_key_text
-from nemo_like.config.reference import (
-    USER_NAME,
-    KeyReference,
-    SectionReference,
-    section_references,
-)
+from nemo_like.config.reference import USER_NAME, KeyReference, SectionReference, section_references
 
 ALL_KINDS = "all"
 MAX_WIDTH = 100
@@ -56,12 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
 
 
-def reference_text(
-    kind: str,
-    key: str,
-    *,
-    markdown: bool,
-) -> str:
+def reference_text(kind: str, key: str, *, markdown: bool) -> str:
     """Return the reference of `key` (a key, a section, or "" for every key) of one job or of all.
 
     Raises ConfigError, with the nearest known key, if there is no such key.
@@ -92,9 +82,7 @@ def _sections(kinds: list[str]) -> dict[SectionReference, list[str]]:
 
 
 def _select(
-    kinds_of: dict[SectionReference, list[str]],
-    kinds: list[str],
-    key: str,
+    kinds_of: dict[SectionReference, list[str]], kinds: list[str], key: str
 ) -> dict[SectionReference, list[str]]:
     """Return the sections restricted to `key` and to the keys below it."""
     if not key:
@@ -130,11 +118,7 @@ def _text_entry(reference: KeyReference, width: int) -> str:
     lines = [reference.key]
     for text in ("; ".join(filter(None, properties)), reference.description):
         lines += textwrap.wrap(
-            text,
-            width,
-            initial_indent="    ",
-            subsequent_indent="    ",
-            break_on_hyphens=False,
+            text, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
         )
     return "\n".join(lines)
 

@@ -31,37 +31,22 @@ def add_commands(commands: Any) -> None:
         help="the step of a run directory to export, or `best` (checkpointing.keep_best)",
     )
     export.add_argument(
-        "--ema",
-        action="store_true",
-        help="export the averaged weights (policy.ema)",
+        "--ema", action="store_true", help="export the averaged weights (policy.ema)"
     )
     export.add_argument(
         "--adapter",
         action="store_true",
         help="write the LoRA adapter alone, in the format of PEFT, and not the merged model",
     )
+    export.add_argument("--out", required=True, type=Path, metavar="DIR")
     export.add_argument(
-        "--out",
-        required=True,
-        type=Path,
-        metavar="DIR",
-    )
-    export.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="KEY=VALUE",
-        help="keys of the run's config to change",
+        "overrides", nargs="*", metavar="KEY=VALUE", help="keys of the run's config to change"
     )
     convert = commands.add_parser(
         "convert", help="turn a GGUF file into a Hugging Face model directory"
     )
     convert.add_argument("source", type=Path, metavar="FILE.gguf")
-    convert.add_argument(
-        "--out",
-        required=True,
-        type=Path,
-        metavar="DIR",
-    )
+    convert.add_argument("--out", required=True, type=Path, metavar="DIR")
 
 
 def run(arguments: argparse.Namespace) -> str:

@@ -126,9 +126,7 @@ def results_table(results: Results) -> str:
 
 
 def _estimates(
-    answers: ScoredAnswers,
-    pass_reward: float,
-    confidence: float,
+    answers: ScoredAnswers, pass_reward: float, confidence: float
 ) -> dict[str, Estimate]:
     means = answer_means(answers, pass_reward=pass_reward)
     return estimates(means, confidence=confidence)

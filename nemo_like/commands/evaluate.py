@@ -15,12 +15,7 @@ from nemo_like.algorithms.registry import load_any_config
 from nemo_like.commands.answer_config import AnswerRunConfig, answer_config, described_settings
 from nemo_like.commands.answer_files import Record
 from nemo_like.commands.answer_records import AnswerRequest, collect_records, prompt_record
-from nemo_like.commands.answer_rows import (
-    PromptFile,
-    left_out_text,
-    named_files,
-    open_prompts,
-)
+from nemo_like.commands.answer_rows import PromptFile, left_out_text, named_files, open_prompts
 from nemo_like.commands.answer_scores import add_model_scores, described_models, open_models
 from nemo_like.commands.eval_results import Results, evaluation_results, results_json, results_table
 from nemo_like.commands.generate import checked_num_samples
@@ -105,9 +100,7 @@ def _sampling_of(base: RunConfig | None, arguments: argparse.Namespace) -> Answe
 
 
 def _score(
-    arguments: argparse.Namespace,
-    paths: Mapping[str, str],
-    base: RunConfig | None,
+    arguments: argparse.Namespace, paths: Mapping[str, str], base: RunConfig | None
 ) -> Results:
     """Sample answers, score them, and return the results."""
     sampling = _sampling_of(base, arguments)
@@ -184,11 +177,7 @@ def _settings(config: AnswerRunConfig, sampling: AnswerSampling) -> dict[str, An
     }
 
 
-def _record(
-    file: PromptFile,
-    index: int,
-    answers: Sequence[Answer],
-) -> Record:
+def _record(file: PromptFile, index: int, answers: Sequence[Answer]) -> Record:
     record = prompt_record(file, index, answers)
     if file.sources is not None:
         record["source"] = file.sources[index]

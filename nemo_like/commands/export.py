@@ -138,49 +138,23 @@ def _check_frozen_model(step_folder: Path, config: RunConfig) -> None:
 
 
 def _write(
-    reader: CheckpointReader,
-    model_config: PretrainedConfig,
-    config: PolicyConfig,
-    directory: Path,
+    reader: CheckpointReader, model_config: PretrainedConfig, config: PolicyConfig, directory: Path
 ) -> None:
     """Write the model of an open checkpoint; of one with LoRA adapters merged, and the adapters."""
     if not config.lora.enabled:
-        write_hf(
-            SavedWeights(reader),
-            model_config,
-            config,
-            directory,
-        )
+        write_hf(SavedWeights(reader), model_config, config, directory)
         return
     with open_merged(config.model_name, model_config, config.lora, reader) as merged:
-        write_hf(
-            merged,
-            model_config,
-            config,
-            directory,
-        )
+        write_hf(merged, model_config, config, directory)
     _write_adapter(reader, config, directory / ADAPTER_DIRECTORY)
 
 
-def _write_adapter(
-    reader: CheckpointReader,
-    config: PolicyConfig,
-    directory: Path,
-) -> None:
+def _write_adapter(reader: CheckpointReader, config: PolicyConfig, directory: Path) -> None:
     """Write the LoRA adapters of an open checkpoint in the format of PEFT."""
-    write_adapter(
-        directory,
-        read_adapter(reader),
-        config.lora,
-        config.model_name,
-    )
+    write_adapter(directory, read_adapter(reader), config.lora, config.model_name)
 
 
-def _find(
-    source: Path,
-    overrides: Sequence[str],
-    step: str | None,
-) -> tuple[Path, RunConfig]:
+def _find(source: Path, overrides: Sequence[str], step: str | None) -> tuple[Path, RunConfig]:
     """Return the step folder and the config of its run."""
     is_step = (source / "policy").is_dir()
     # <run>/checkpoints/step_<N>; resolved, because the step folder may be given as `.`.

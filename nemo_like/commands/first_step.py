@@ -15,11 +15,7 @@ from nemo_like.training.model_files import open_encoder
 from nemo_like.training.training_sets import load_training
 
 
-def first_lengths(
-    config: RunConfig,
-    num_rows: int | None,
-    num_steps: int,
-) -> RowLengths:
+def first_lengths(config: RunConfig, num_rows: int | None, num_steps: int) -> RowLengths:
     """Return the row lengths of a run in its order.
 
     The rows are those of about `num_rows` rows, or of `num_steps` steps if it is None. Raises
@@ -35,12 +31,7 @@ def first_lengths(
 
 
 def file_config(
-    path: str,
-    tokenizer: str,
-    batch_size: int,
-    seed: int,
-    *,
-    shuffle: bool,
+    path: str, tokenizer: str, batch_size: int, seed: int, *, shuffle: bool
 ) -> SftRunConfig:
     """Return a config that only names rows and tokenizer, for `nemo-like plan --data`."""
     policy = PolicyConfig(
@@ -51,9 +42,4 @@ def file_config(
         max_total_sequence_length=2**40,
     )
     data = StreamableDataConfig(train_path=path, shuffle=shuffle)
-    return SftRunConfig(
-        run_name="plan",
-        seed=seed,
-        policy=policy,
-        data=data,
-    )
+    return SftRunConfig(run_name="plan", seed=seed, policy=policy, data=data)

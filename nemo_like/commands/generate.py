@@ -62,11 +62,7 @@ def checked_num_samples(given: int | None) -> int:
 
 
 def _record(
-    file: PromptFile,
-    index: int,
-    answers: Sequence[Answer],
-    *,
-    with_token_ids: bool,
+    file: PromptFile, index: int, answers: Sequence[Answer], *, with_token_ids: bool
 ) -> Record:
     record = prompt_record(file, index, answers)
     if with_token_ids:

@@ -38,10 +38,7 @@ _METRICS = (
 
 
 def example_lines(
-    config: PolicyGradientLossConfig,
-    max_new_tokens: int,
-    *,
-    is_single_step: bool,
+    config: PolicyGradientLossConfig, max_new_tokens: int, *, is_single_step: bool
 ) -> list[str]:
     """Return the inputs, the terms, the loss and its gradient, one line each.
 

@@ -9,11 +9,7 @@ from nemo_like.config.loss import PolicyGradientLossConfig
 
 _CUSTOM_KEYS = ("path", "options", "logprobs")
 _NO_CORRECTION = ("none", "bypass")
-_KL_VALUES = {
-    "k1": "-d",
-    "k2": "d^2 / 2",
-    "k3": "exp(d) - 1 - d",
-}
+_KL_VALUES = {"k1": "-d", "k2": "d^2 / 2", "k3": "exp(d) - 1 - d"}
 
 
 def formula_lines(config: GrpoRunConfig) -> list[str]:

@@ -28,9 +28,7 @@ _MIN_MICROBATCH_TOKENS = 4096
 
 
 def measure_perplexity(
-    arguments: argparse.Namespace,
-    files: Mapping[str, str],
-    base: RunConfig | None,
+    arguments: argparse.Namespace, files: Mapping[str, str], base: RunConfig | None
 ) -> Results:
     """Return the results of every file, computed by one process. Raises ConfigError."""
     if arguments.replicas > 1 or arguments.tensor_parallel > 1:
@@ -80,11 +78,7 @@ def _packed(config: AnswerRunConfig) -> AnswerRunConfig:
     return replace(config, policy=replace(config.policy, sequence_packing=packing))
 
 
-def _encoded(
-    rows: Rows,
-    encoder: ChatEncoder,
-    config: AnswerRunConfig,
-) -> Iterator[EncodedRow]:
+def _encoded(rows: Rows, encoder: ChatEncoder, config: AnswerRunConfig) -> Iterator[EncodedRow]:
     """Yield the rows that are short enough. Raises ConfigError that names a bad row."""
     for index, row in enumerate(rows):
         try:

@@ -35,11 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.json is not None:
         text = json.dumps(to_record(report), indent=1)
-        _write(
-            Path(arguments.json),
-            f"{text}\n",
-            "--json",
-        )
+        _write(Path(arguments.json), f"{text}\n", "--json")
     show(report)
     for name, path in (("page", arguments.html), ("JSON", arguments.json)):
         if path is not None:

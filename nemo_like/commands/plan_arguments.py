@@ -31,17 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_rates(parser.add_argument_group("rates of one device, for the GRPO step"))
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="JSON to FILE, or instead of the table",
+        "--json", nargs="?", const="-", metavar="FILE", help="JSON to FILE, or instead of the table"
     )
     output.add_argument(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="one self-contained page with charts",
+        "--html", type=Path, metavar="FILE", help="one self-contained page with charts"
     )
 
 
@@ -74,10 +67,7 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
         help="metrics.jsonl of a past run, whose lengths are used",
     )
     parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="KEY=VALUE",
-        help="keys to set, with --config",
+        "overrides", nargs="*", metavar="KEY=VALUE", help="keys to set, with --config"
     )
 
 
@@ -102,12 +92,7 @@ def _add_rows(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="batches of consecutive rows instead of shuffled ones",
     )
-    group.add_argument(
-        "--seed",
-        type=int,
-        metavar="N",
-        help="of the shuffle; default 0",
-    )
+    group.add_argument("--seed", type=int, metavar="N", help="of the shuffle; default 0")
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
@@ -120,12 +105,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         ("cp", "context-parallel size"),
         ("pp", "number of pipeline stages"),
     ):
-        group.add_argument(
-            f"--{axis}",
-            type=_positive,
-            metavar="N",
-            help=f"{name}; default 1",
-        )
+        group.add_argument(f"--{axis}", type=_positive, metavar="N", help=f"{name}; default 1")
     # The default of these flags is None, which stands for "not given": the config's value is kept.
     group.add_argument(
         "--sequence-parallel",
@@ -156,10 +136,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 
 def _add_batches(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--batch-size",
-        type=_positive,
-        metavar="N",
-        help="rows per optimizer step; default 512",
+        "--batch-size", type=_positive, metavar="N", help="rows per optimizer step; default 512"
     )
     group.add_argument(
         "--max-tokens",

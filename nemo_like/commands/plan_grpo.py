@@ -64,8 +64,7 @@ def grpo_step_request(
 
 
 def comparable_times(
-    config: RunConfig,
-    measured: MeasuredTimes | None,
+    config: RunConfig, measured: MeasuredTimes | None
 ) -> tuple[MeasuredTimes | None, str]:
     """Return the measured times of the phases that the prediction has as well, and a note.
 
@@ -137,12 +136,7 @@ def _batching(generation: GenerationConfig) -> Batching:
     """Return how a replica of the backend forms its batch."""
     if generation.backend == "hf":
         # The embedded generator decodes a batch to its end and computes every prompt.
-        return Batching(
-            max_running=generation.hf.batch_size,
-            is_static=True,
-            shares_prefix=False,
-        )
+        return Batching(max_running=generation.hf.batch_size, is_static=True, shares_prefix=False)
     return Batching(
-        max_running=generation.vllm.max_num_seqs,
-        shares_prefix=generation.vllm.prefix_caching,
+        max_running=generation.vllm.max_num_seqs, shares_prefix=generation.vllm.prefix_caching
     )

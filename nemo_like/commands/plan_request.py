@@ -96,10 +96,7 @@ def _from_lengths(arguments: argparse.Namespace) -> PlanRequest:
     names = (arguments.column or "").split(",")
     columns = [name.strip() for name in names if name.strip()]
     rows = read_lengths(
-        arguments.lengths,
-        columns=columns,
-        field=arguments.field,
-        limit=arguments.limit or MAX_ROWS,
+        arguments.lengths, columns=columns, field=arguments.field, limit=arguments.limit or MAX_ROWS
     )
     rows = replace(rows, is_ordered=arguments.in_order)
     return PlanRequest(rows=rows, model=_model_spec(arguments))
@@ -153,10 +150,7 @@ def _from_config(arguments: argparse.Namespace) -> PlanRequest:
 
 
 def _grpo(
-    config: RunConfig,
-    request: PlanRequest,
-    rollouts: Sequence[RolloutLengths],
-    source: str,
+    config: RunConfig, request: PlanRequest, rollouts: Sequence[RolloutLengths], source: str
 ) -> GrpoStepRequest | None:
     """Return the GRPO step of a config; None for other jobs."""
     from nemo_like.commands.plan_grpo import grpo_step_request
@@ -196,11 +190,7 @@ def _from_run(arguments: argparse.Namespace) -> PlanRequest:
     )
 
 
-def _configured(
-    config: RunConfig,
-    rows: RowLengths,
-    arguments: argparse.Namespace,
-) -> PlanRequest:
+def _configured(config: RunConfig, rows: RowLengths, arguments: argparse.Namespace) -> PlanRequest:
     """Return the request for the batches that a run of `config` would form."""
     from nemo_like.commands.plan_reward_models import reward_model_notes
     from nemo_like.config.parallel import policy_layout

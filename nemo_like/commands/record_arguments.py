@@ -47,12 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     return replay.run(arguments)
 
 
-def _add_command(
-    commands: Any,
-    name: str,
-    text: str,
-    epilog: str,
-) -> CommandParser:
+def _add_command(commands: Any, name: str, text: str, epilog: str) -> CommandParser:
     """Add a command that reads the rollout of one step of a run."""
     command = commands.add_parser(
         name,
@@ -62,18 +57,9 @@ def _add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument(
-        "--step",
-        required=True,
-        type=int,
-        metavar="N",
-        help="the step, counted from 1",
+        "--step", required=True, type=int, metavar="N", help="the step, counted from 1"
     )
-    command.add_argument(
-        "source",
-        type=Path,
-        metavar="RUN",
-        help="the directory of a GRPO run",
-    )
+    command.add_argument("source", type=Path, metavar="RUN", help="the directory of a GRPO run")
     return command
 
 

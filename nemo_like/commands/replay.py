@@ -70,8 +70,7 @@ def report_text(report: ReplayReport) -> str:
 
 
 def _table(
-    left: tuple[str, Mapping[str, float | None]],
-    right: tuple[str, Mapping[str, float | None]],
+    left: tuple[str, Mapping[str, float | None]], right: tuple[str, Mapping[str, float | None]]
 ) -> list[str]:
     """Return the lines of a table with two sides, (title, metrics) each, and their difference."""
     (left_title, before), (right_title, after) = left, right
@@ -84,10 +83,7 @@ def _table(
     return lines
 
 
-def _names(
-    before: Mapping[str, float | None],
-    after: Mapping[str, float | None],
-) -> list[str]:
+def _names(before: Mapping[str, float | None], after: Mapping[str, float | None]) -> list[str]:
     """Return the metrics of either side in the order of the table."""
     both = [*before, *(name for name in after if name not in before)]
     others = []

@@ -14,11 +14,7 @@ from nemo_like.rollout.scored_conversation import scored_conversation
 from nemo_like.training.reward_model_files import RewardModelFiles, open_reward_model
 
 
-def check_reward_models(
-    config: RunConfig,
-    rows: Rows | None,
-    diagnostics: Diagnostics,
-) -> None:
+def check_reward_models(config: RunConfig, rows: Rows | None, diagnostics: Diagnostics) -> None:
     """Open the files of each reward model and encode the first row's own answer with it."""
     if not config.generates:
         return
@@ -34,19 +30,11 @@ def answered_sample(rows: Rows) -> RewardSample:
     if last_message["role"] == "assistant":
         completion = last_message.get("content") or ""
     return RewardSample(
-        prompt=sampled.text,
-        completion=completion,
-        answer=sampled.answer,
-        row=sampled.row,
+        prompt=sampled.text, completion=completion, answer=sampled.answer, row=sampled.row
     )
 
 
-def _check(
-    config: RunConfig,
-    name: str,
-    rows: Rows | None,
-    diagnostics: Diagnostics,
-) -> None:
+def _check(config: RunConfig, name: str, rows: Rows | None, diagnostics: Diagnostics) -> None:
     """Describe one reward model. Raises ConfigError if its files or the row cannot be used."""
     model = config.reward.models[name]
     files = open_reward_model(name, model)
@@ -66,12 +54,7 @@ def _check(
     diagnostics.add_lines("rewards", text)
 
 
-def _num_tokens(
-    config: RunConfig,
-    name: str,
-    files: RewardModelFiles,
-    rows: Rows,
-) -> int:
+def _num_tokens(config: RunConfig, name: str, files: RewardModelFiles, rows: Rows) -> int:
     """Return the tokens of the first row with its answer. Raises ConfigError if it has none."""
     conversation_of_row = scored_conversation(answered_sample(rows), config.data)
     try:

@@ -117,10 +117,7 @@ def _sample(record: Mapping[str, Any], row: int) -> Sample:
 
 
 def _with_tokens(
-    samples: Sequence[Sample],
-    rows: Sequence[int],
-    directory: RunDirectory,
-    step: int,
+    samples: Sequence[Sample], rows: Sequence[int], directory: RunDirectory, step: int
 ) -> list[Sample]:
     """Return the samples with the text of the recorded token ids instead of their segments.
 
@@ -154,9 +151,7 @@ def _with_tokens(
 
 
 def _segments(
-    record: RolloutRecord,
-    row: int,
-    tokenizer: PreTrainedTokenizerBase,
+    record: RolloutRecord, row: int, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[str, bool]]:
     """Yield the spans of equal token mask of a row as (text, is_trained)."""
     token_ids = record.columns["input_ids"][row].tolist()

@@ -21,10 +21,7 @@ _WINDOW = 8
 
 
 def save_tiny_copy(
-    model_config: PretrainedConfig,
-    parallel: ParallelConfig,
-    directory: Path,
-    seed: int = 0,
+    model_config: PretrainedConfig, parallel: ParallelConfig, directory: Path, seed: int = 0
 ) -> PreTrainedModel:
     """Write a small random model of the same architecture that divides by `parallel`.
 

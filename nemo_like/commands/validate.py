@@ -33,12 +33,7 @@ from nemo_like.training.dataset import RunData
 from nemo_like.training.lora_checks import lora_line
 from nemo_like.training.model_files import open_encoder, open_model_config
 from nemo_like.training.run_warnings import config_warnings, rows_warnings
-from nemo_like.training.training_sets import (
-    describe_mixture,
-    load_set,
-    mixed_rows,
-    training_files,
-)
+from nemo_like.training.training_sets import describe_mixture, load_set, mixed_rows, training_files
 from nemo_like.training.validation_sets import check_sources, load_validation
 
 if TYPE_CHECKING:
@@ -88,11 +83,7 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
     return diagnostics.report()
 
 
-def _load_training(
-    config: RunConfig,
-    schema: RowSchema,
-    diagnostics: Diagnostics,
-) -> Rows | None:
+def _load_training(config: RunConfig, schema: RowSchema, diagnostics: Diagnostics) -> Rows | None:
     """Read and describe every training set; return their rows, None if one has a problem."""
     num_problems = len(diagnostics.problems)
     diagnostics.check(partial(check_columns, config.data.columns))
@@ -135,20 +126,12 @@ def _describe_generator(config: RunConfig, diagnostics: Diagnostics) -> None:
     diagnostics.add_lines("generation", "vLLM is installed, of an unknown version")
 
 
-def _describe_rows(
-    path: str,
-    rows: Rows,
-    diagnostics: Diagnostics,
-) -> None:
+def _describe_rows(path: str, rows: Rows, diagnostics: Diagnostics) -> None:
     columns = " + ".join(rows.format)
     diagnostics.add_lines("data", f"{path}: {counted(len(rows), 'row')} of {columns}")
 
 
-def _describe_model(
-    config: RunConfig,
-    model: PretrainedConfig,
-    diagnostics: Diagnostics,
-) -> None:
+def _describe_model(config: RunConfig, model: PretrainedConfig, diagnostics: Diagnostics) -> None:
     text = model.get_text_config()
     max_positions = getattr(text, "max_position_embeddings", None)
     sizes = f"vocabulary of {text.vocab_size:,}"
@@ -166,11 +149,7 @@ def _describe_model(
         )
 
 
-def _check_rewards(
-    config: RunConfig,
-    rows: Rows | None,
-    diagnostics: Diagnostics,
-) -> None:
+def _check_rewards(config: RunConfig, rows: Rows | None, diagnostics: Diagnostics) -> None:
     """Import the reward functions and score the first row's own answer with each of them.
 
     The functions are called as in a run, so a function that raises is a problem here as well.

@@ -95,9 +95,7 @@ class StreamableDataConfig(DataConfig):
 
 
 def batching_problems(
-    config: RunConfig,
-    data: StreamableDataConfig,
-    max_num_steps: int | None,
+    config: RunConfig, data: StreamableDataConfig, max_num_steps: int | None
 ) -> Iterator[Problem]:
     """Yield the problems of `data.batching`, `data.curriculum` and the keys they depend on."""
     yield from _curriculum_problems(data.curriculum)

@@ -32,12 +32,7 @@ _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _MAX_INTEGER_DIGITS = 40
 _MAX_INTEGER_BITS = 128
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_TYPE_NAMES = {
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    str: "a text",
-}
+_TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
 
 class _Rejected(Exception):
@@ -45,9 +40,7 @@ class _Rejected(Exception):
 
 
 def build_config(
-    section: type[Config],
-    values: Mapping[str, Any],
-    sources: Sources,
+    section: type[Config], values: Mapping[str, Any], sources: Sources
 ) -> tuple[Config | None, list[Problem]]:
     """Return (config, problems); the config is None if there is a problem."""
     builder = _Builder(sources)
@@ -71,12 +64,7 @@ class _Builder:
         self.problems: list[Problem] = []
         self._sources = sources
 
-    def section(
-        self,
-        section: type,
-        values: Any,
-        path: str,
-    ) -> Any:
+    def section(self, section: type, values: Any, path: str) -> Any:
         """Build an instance of the dataclass `section`; return None after adding a problem."""
         types = field_types(section)
         if not isinstance(values, Mapping):
@@ -106,12 +94,7 @@ class _Builder:
             return None
         return section(**built)
 
-    def value(
-        self,
-        annotation: Any,
-        value: Any,
-        path: str,
-    ) -> Any:
+    def value(self, annotation: Any, value: Any, path: str) -> Any:
         """Convert `value` to the type `annotation`; return None after adding a problem."""
         if annotation is Any:
             return value
@@ -131,12 +114,7 @@ class _Builder:
             text = f"{path} is {_shown(value)}; it must be {rejected}{or_null}"
             return self._reject(path, text)
 
-    def _open_section(
-        self,
-        annotation: Any,
-        value: Any,
-        path: str,
-    ) -> dict[str, Any] | None:
+    def _open_section(self, annotation: Any, value: Any, path: str) -> dict[str, Any] | None:
         if not isinstance(value, Mapping):
             entries = "sections" if is_section(annotation) else "values"
             return self._reject(
@@ -151,12 +129,7 @@ class _Builder:
             built[name] = self.value(annotation, inner, f"{path}.{name}")
         return built
 
-    def _tuple(
-        self,
-        annotation: Any,
-        value: Any,
-        path: str,
-    ) -> tuple[Any, ...] | None:
+    def _tuple(self, annotation: Any, value: Any, path: str) -> tuple[Any, ...] | None:
         # A single text is not split into characters, although it is a sequence.
         if not isinstance(value, list | tuple):
             return self._reject(
@@ -177,11 +150,7 @@ def _has_default(field: dataclasses.Field[Any]) -> bool:
     return has_value or field.default_factory is not dataclasses.MISSING
 
 
-def _scalar(
-    annotation: Any,
-    value: Any,
-    raw_text: str | None,
-) -> Any:
+def _scalar(annotation: Any, value: Any, raw_text: str | None) -> Any:
     """Convert `value` to an int, float, bool, str or a choice of a Literal. Raises _Rejected."""
     if get_origin(annotation) is Literal:
         return _choice(get_args(annotation), value)

@@ -25,11 +25,7 @@ from nemo_like.config.parallel import (
     workers_shown,
 )
 from nemo_like.config.reward_models import reward_model_problems
-from nemo_like.config.schema import (
-    DynamicBatchingConfig,
-    RunConfig,
-    SequencePackingConfig,
-)
+from nemo_like.config.schema import DynamicBatchingConfig, RunConfig, SequencePackingConfig
 from nemo_like.config.text import counted, plural, quotient
 from nemo_like.integer_math import ceil_div, nearest_multiples
 from nemo_like.parallel_layout import PaddingMultiples
@@ -62,9 +58,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
         *_cluster(config),
         *_environment(config),
         *environment_problems(
-            config.environment,
-            config.policy.max_total_sequence_length,
-            generates=config.generates,
+            config.environment, config.policy.max_total_sequence_length, generates=config.generates
         ),
         *optimization_problems(config),
         *data_problems(config),
@@ -364,11 +358,7 @@ def _budgets(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def _padding_text(
-    name: str,
-    rounding: int,
-    multiples: PaddingMultiples,
-) -> str:
+def _padding_text(name: str, rounding: int, multiples: PaddingMultiples) -> str:
     """Return the multiples to which rows are padded, in words.
 
     Example: `policy.sequence_packing.sequence_length_round 6 and the 4 that parallel needs`.

@@ -184,11 +184,7 @@ def _first_paragraph(error: Exception) -> str:
 
 
 def _chain(
-    path: Path,
-    config_dir: Path,
-    trail: tuple[Path, ...],
-    *,
-    by_path: bool = False,
+    path: Path, config_dir: Path, trail: tuple[Path, ...], *, by_path: bool = False
 ) -> list[Path]:
     # Resolved, so that a cycle through a symbolic link is found as well.
     path = path.resolve()
@@ -207,12 +203,7 @@ def _chain(
                 raise ConfigError(
                     f"{shown_path(path)}:{line} defaults: {missing_file_text(target)}"
                 )
-            files += _chain(
-                target,
-                config_dir,
-                (*trail, path),
-                by_path=True,
-            )
+            files += _chain(target, config_dir, (*trail, path), by_path=True)
             _check_num_files(files)
         return files
     for key, value in root.value if root is not None else ():
@@ -234,11 +225,7 @@ def _check_num_files(files: Sequence[Path]) -> None:
         )
 
 
-def _targets(
-    defaults: yaml.Node,
-    path: Path,
-    config_dir: Path,
-) -> Iterator[Path]:
+def _targets(defaults: yaml.Node, path: Path, config_dir: Path) -> Iterator[Path]:
     """Yield the files that one defaults list names."""
     if not isinstance(defaults, yaml.SequenceNode):
         place = f"{shown_path(path)}:{defaults.start_mark.line + 1}"

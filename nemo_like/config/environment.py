@@ -43,10 +43,7 @@ class EnvironmentConfig:
 
 
 def environment_problems(
-    config: EnvironmentConfig,
-    max_total_length: int,
-    *,
-    generates: bool,
+    config: EnvironmentConfig, max_total_length: int, *, generates: bool
 ) -> Iterator[Problem]:
     """Yield the problems of `environment`.
 

@@ -42,12 +42,7 @@ TOOLS: dict[str, dict[str, Entry]] = {
 }
 _MIN_KNOWN_SHARE = 0.75
 """Share of the keys that a table has to have, or the config is one of another tool."""
-TABLE: dict[str, Entry] = {
-    **NEMO_RL,
-    **VERL,
-    **TRL,
-    **COSMOS_RL,
-}
+TABLE: dict[str, Entry] = {**NEMO_RL, **VERL, **TRL, **COSMOS_RL}
 """Dotted key of another tool -> its entry."""
 
 Group = Literal["renamed", "unsupported", "deletable", "unknown"]
@@ -175,11 +170,7 @@ def _is_in_table(path: str, table: Mapping[str, Entry]) -> bool:
     return path in table or any(key.startswith(f"{path}.") for key in table)
 
 
-def missing_keys(
-    job: JobSchema,
-    tree: Mapping[str, Any],
-    found: Sequence[Finding],
-) -> list[str]:
+def missing_keys(job: JobSchema, tree: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
     """Return the required keys that are neither set nor the new name of a key that is set."""
     targets = _renamed_targets(found)
     needed = ["run_name", "policy.model_name", "data.train_path"]
@@ -203,10 +194,7 @@ def missing_keys(
 
 
 def _section(
-    job: JobSchema,
-    tree: Mapping[str, Any],
-    section: Mapping[str, Any],
-    prefix: str,
+    job: JobSchema, tree: Mapping[str, Any], section: Mapping[str, Any], prefix: str
 ) -> Iterator[Finding]:
     for name, value in section.items():
         path = f"{prefix}.{name}" if prefix else name
@@ -234,22 +222,13 @@ def _section(
             yield Finding(path, "deletable", is_recognized=False)
 
 
-def _are_renamed(
-    job: JobSchema,
-    path: str,
-    section: Mapping[str, Any],
-) -> bool:
+def _are_renamed(job: JobSchema, path: str, section: Mapping[str, Any]) -> bool:
     """Return True if all keys of a section have another name in this job."""
     entries = [_entry(f"{path}.{name}", job) for name in section]
     return bool(entries) and all(isinstance(entry, Renamed) for entry in entries)
 
 
-def _unknown(
-    job: JobSchema,
-    tree: Mapping[str, Any],
-    path: str,
-    value: Any,
-) -> Iterator[Finding]:
+def _unknown(job: JobSchema, tree: Mapping[str, Any], path: str, value: Any) -> Iterator[Finding]:
     has_inner = path in _inner_sections()
     # Hydra's instantiation, which no tool's table lists for each of its keys.
     entry = Obsolete() if path.endswith("._target_") else _entry(path, job)
@@ -290,11 +269,7 @@ def _collapsed(path: str, inner: list[Finding]) -> list[Finding]:
 
 
 def _judged(
-    job: JobSchema,
-    tree: Mapping[str, Any],
-    path: str,
-    value: Any,
-    entry: Entry,
+    job: JobSchema, tree: Mapping[str, Any], path: str, value: Any, entry: Entry
 ) -> Finding:
     """Return the finding of a key with an entry in the table, for its value."""
     if isinstance(entry, Obsolete):
@@ -330,12 +305,7 @@ def _judged(
     if new is None and any(_moves(job, reference) for reference in references):
         note = _joined(note, "write the value out, it refers to a key that moves")
     return Finding(
-        path,
-        "renamed",
-        entry.targets,
-        old=old if new is not None else "",
-        new=new,
-        text=note,
+        path, "renamed", entry.targets, old=old if new is not None else "", new=new, text=note
     )
 
 

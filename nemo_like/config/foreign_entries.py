@@ -98,11 +98,7 @@ def to(
     return Renamed(targets, values, note, switch, unless, null, sft)
 
 
-def unsupported(
-    reason: str,
-    *paths: str,
-    off: tuple[str, ...] = ("false",),
-) -> dict[str, Entry]:
+def unsupported(reason: str, *paths: str, off: tuple[str, ...] = ("false",)) -> dict[str, Entry]:
     """Return one `Unsupported` for several keys."""
     return dict.fromkeys(paths, Unsupported(reason, off))
 

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_like.config.foreign_entries import (
-    TOTAL_LENGTH,
-    Entry,
-    obsolete,
-    to,
-    unsupported,
-)
+from nemo_like.config.foreign_entries import TOTAL_LENGTH, Entry, obsolete, to, unsupported
 
 _BACKEND = "policy.generation.backend"
 _VLLM = "policy.generation.vllm"
@@ -112,9 +106,7 @@ NEMO_RL_GENERATION: dict[str, Entry] = {
     # Colocated generation is the default.
     **unsupported(_OWN_WORKERS, f"{_NEMO_COLOCATED}.enabled", off=("true",)),
     f"{_NEMO_COLOCATED}.resources.gpus_per_node": to(
-        _WORKERS,
-        note="times colocated.resources.num_nodes",
-        unless=f"{_NEMO_COLOCATED}.enabled",
+        _WORKERS, note="times colocated.resources.num_nodes", unless=f"{_NEMO_COLOCATED}.enabled"
     ),
     **unsupported(_OWN_WORKERS, f"{_NEMO_COLOCATED}.resources.num_nodes", off=("1",)),
     **unsupported(_OWN_WORKERS, _NEMO_COLOCATED),
@@ -249,11 +241,7 @@ TRL_GENERATION: dict[str, Entry] = {
     **unsupported(_SAME_PRECISION, "vllm_dtype", off=("auto",)),
     **unsupported(_OWN_WORKERS, "vllm_mode", off=("colocate",)),
     **unsupported(
-        _SERVER,
-        "vllm_server_base_url",
-        "vllm_server_host",
-        "vllm_server_port",
-        "vllm_device",
+        _SERVER, "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_device"
     ),
     **unsupported(_NO_OPTIONS, "vllm_model_impl", off=("vllm",)),
     **unsupported(

@@ -32,11 +32,7 @@ TRL_LORA: dict[str, Entry] = {
     "use_peft": to(f"{_LORA}.enabled", values=_ON),
     "lora_r": to(f"{_LORA}.rank", switch="use_peft"),
     "lora_alpha": to(f"{_LORA}.alpha", switch="use_peft"),
-    "lora_target_modules": to(
-        f"{_LORA}.target_modules",
-        values=_ALL_LINEAR,
-        switch="use_peft",
-    ),
+    "lora_target_modules": to(f"{_LORA}.target_modules", values=_ALL_LINEAR, switch="use_peft"),
     "use_rslora": to(f"{_LORA}.use_rslora", switch="use_peft"),
     "peft_config.r": to(f"{_LORA}.rank", note=_SWITCH),
     "peft_config.lora_alpha": to(f"{_LORA}.alpha"),
@@ -45,18 +41,13 @@ TRL_LORA: dict[str, Entry] = {
     **unsupported(_NO_DROPOUT, "lora_dropout", "peft_config.lora_dropout", off=("0",)),
     **unsupported(_NO_DORA, "use_dora", "peft_config.use_dora"),
     "load_in_4bit": to(
-        f"{_LORA}.quantization",
-        values={"true": "nf4", "false": None},
-        switch="use_peft",
+        f"{_LORA}.quantization", values={"true": "nf4", "false": None}, switch="use_peft"
     ),
     **unsupported(_ONLY_NF4, "load_in_8bit", "use_bnb_nested_quant"),
     # Without `load_in_4bit` it has no effect, and NF4 is its default.
     **unsupported(_ONLY_NF4, "bnb_4bit_quant_type", off=("nf4",)),
     **unsupported(
-        _ADAPTERS_ONLY,
-        "lora_modules_to_save",
-        "peft_config.modules_to_save",
-        off=_SCORE_HEAD,
+        _ADAPTERS_ONLY, "lora_modules_to_save", "peft_config.modules_to_save", off=_SCORE_HEAD
     ),
     **unsupported(_ADAPTERS_ONLY, "lora_target_parameters", "peft_config.target_parameters"),
     **unsupported(_ADAPTERS_ONLY, "peft_config.bias", off=("none",)),
@@ -98,9 +89,7 @@ for _section in ("policy.dtensor_cfg.lora_cfg", "policy.megatron_cfg.peft"):
         **unsupported("adapters are trained in float32", f"{_section}.lora_dtype"),
         # Without dropout and with the products of torch they have no effect.
         **obsolete(
-            f"{_section}.a2a_experimental",
-            f"{_section}.dropout_position",
-            f"{_section}.use_triton",
+            f"{_section}.a2a_experimental", f"{_section}.dropout_position", f"{_section}.use_triton"
         ),
         **unsupported(
             _INITIAL,
@@ -129,9 +118,7 @@ def verl_lora(prefix: str) -> dict[str, Entry]:
         switch: to(f"{_LORA}.rank", values={"0": None, "*": "*"}, note=_SWITCH),
         f"{prefix}.lora_alpha": to(f"{_LORA}.alpha", switch=switch),
         f"{prefix}.target_modules": to(
-            f"{_LORA}.target_modules",
-            values=_ALL_LINEAR,
-            switch=switch,
+            f"{_LORA}.target_modules", values=_ALL_LINEAR, switch=switch
         ),
         f"{prefix}.lora_adapter_path": to(f"{_LORA}.adapter_path"),
         **unsupported(_NAMED_LAYERS, f"{prefix}.exclude_modules"),

@@ -25,10 +25,7 @@ from nemo_like.config.foreign_entries import (
 from nemo_like.config.foreign_generation import NEMO_RL_GENERATION
 from nemo_like.config.foreign_lora import NEMO_RL_LORA
 from nemo_like.config.foreign_reward import NEMO_RL_REWARD
-from nemo_like.config.foreign_reward_training import (
-    NEMO_RL_REWARD_TRAINING,
-    NEMO_RL_SAME_KEYS,
-)
+from nemo_like.config.foreign_reward_training import NEMO_RL_REWARD_TRAINING, NEMO_RL_SAME_KEYS
 
 _SCHEDULER = (
     "write policy.scheduler as a section with kind, warmup_steps, decay_steps and min_ratio"
@@ -52,11 +49,7 @@ _JOBS: dict[str, Entry] = {
     ),
     "grpo.adv_estimator.normalize_rewards": to(
         "grpo.advantage.normalize",
-        values={
-            "true": "group_std",
-            "false": "none",
-            "${grpo.normalize_rewards}": None,
-        },
+        values={"true": "group_std", "false": "none", "${grpo.normalize_rewards}": None},
     ),
     "grpo.adv_estimator.use_leave_one_out_baseline": to(
         "grpo.advantage.baseline",
@@ -71,11 +64,7 @@ _JOBS: dict[str, Entry] = {
     ),
     "grpo.max_val_samples": to("data.max_validation_rows"),
     **unsupported("this setting of the advantage has no counterpart", "grpo.adv_estimator"),
-    **obsolete(
-        "grpo.val_batch_size",
-        "sft.val_global_batch_size",
-        "sft.val_micro_batch_size",
-    ),
+    **obsolete("grpo.val_batch_size", "sft.val_global_batch_size", "sft.val_micro_batch_size"),
     **unsupported("rollouts have one turn", "grpo.max_rollout_turns", off=("1",)),
     **unsupported("GRPO counts steps, in grpo.max_num_steps", "grpo.max_num_epochs"),
     **unsupported(
@@ -227,12 +216,7 @@ _POLICY: dict[str, Entry] = {
     ),
     "policy.megatron_cfg.scheduler.lr_decay_style": to(
         "policy.scheduler.kind",
-        values={
-            "constant": "constant",
-            "linear": "linear",
-            "cosine": "cosine",
-            "wsd": "wsd",
-        },
+        values={"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "wsd"},
     ),
     "policy.megatron_cfg.scheduler.lr_wsd_decay_style": to(
         "policy.scheduler.wsd_decay_shape", values=WSD_SHAPES
@@ -332,10 +316,7 @@ NEMO_RL: dict[str, Entry] = {
 SAME_KEYS: dict[str, tuple[type, Entry]] = {
     **NEMO_RL_SAME_KEYS,
     "policy.scheduler": (list, Unsupported(_SCHEDULER)),
-    "policy.optimizer.name": (
-        str,
-        to("policy.optimizer.name", values={**OPTIMIZERS, "*": "*"}),
-    ),
+    "policy.optimizer.name": (str, to("policy.optimizer.name", values={**OPTIMIZERS, "*": "*"})),
     "logger.tensorboard": (dict, Obsolete()),
     "policy.generation.backend": (
         str,

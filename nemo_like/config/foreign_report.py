@@ -94,9 +94,7 @@ def _group_lines(
 
 
 def _renamed_lines(
-    found: Sequence[Finding],
-    tree: Mapping[str, Any],
-    places: Mapping[str, str],
+    found: Sequence[Finding], tree: Mapping[str, Any], places: Mapping[str, str]
 ) -> Iterator[str]:
     """Yield one line per target; keys with the same target share it."""
     for targets in dict.fromkeys(one.targets for one in found):
@@ -127,9 +125,7 @@ def _renamed_lines(
 
 
 def _unknown_lines(
-    job: JobSchema,
-    found: Sequence[Finding],
-    places: Mapping[str, str],
+    job: JobSchema, found: Sequence[Finding], places: Mapping[str, str]
 ) -> Iterator[str]:
     """Yield each unknown key with a similar key, then the legal keys of their sections."""
     sections = []

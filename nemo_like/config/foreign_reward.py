@@ -53,6 +53,4 @@ VERL_REWARD: dict[str, Entry] = {
     ),
 }
 
-TRL_REWARD: dict[str, Entry] = {
-    "reward_model_name_or_path": to(f"{_MODEL}.model_name", note=_NAME),
-}
+TRL_REWARD: dict[str, Entry] = {"reward_model_name_or_path": to(f"{_MODEL}.model_name", note=_NAME)}

@@ -50,7 +50,7 @@ NEMO_RL_REWARD_TRAINING: dict[str, Entry] = {
 }
 
 NEMO_RL_SAME_KEYS: dict[str, tuple[type, Entry]] = {
-    "rm.max_num_steps": (str, to("rm.max_num_steps", values={"-1": None, "*": "*"})),
+    "rm.max_num_steps": (str, to("rm.max_num_steps", values={"-1": None, "*": "*"}))
 }
 """See `foreign_nemo_rl.SAME_KEYS`."""
 

@@ -30,11 +30,7 @@ from nemo_like.config.foreign_entries import (
     to,
     unsupported,
 )
-from nemo_like.config.foreign_generation import (
-    COSMOS_RL_GENERATION,
-    EACH_STEP,
-    TRL_GENERATION,
-)
+from nemo_like.config.foreign_generation import COSMOS_RL_GENERATION, EACH_STEP, TRL_GENERATION
 from nemo_like.config.foreign_lora import COSMOS_RL_LORA, TRL_LORA
 from nemo_like.config.foreign_reward import TRL_REWARD
 from nemo_like.config.foreign_reward_training import TRL_REWARD_TRAINING
@@ -82,9 +78,7 @@ TRL: dict[str, Entry] = {
     "epsilon_high": to("loss_fn.ratio_clip_max"),
     "entropy_coef": to("loss_fn.entropy_coefficient"),
     **unsupported(
-        "loss_fn.entropy_coefficient is constant",
-        "use_adaptive_entropy",
-        off=("false",),
+        "loss_fn.entropy_coefficient is constant", "use_adaptive_entropy", off=("false",)
     ),
     "scale_rewards": to(
         "grpo.advantage.normalize",

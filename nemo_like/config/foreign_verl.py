@@ -51,16 +51,8 @@ def _model(prefix: str) -> dict[str, Entry]:
             "policy.activation_checkpointing", values=RECOMPUTED
         ),
         f"{prefix}.use_remove_padding": to("policy.sequence_packing.enabled"),
-        **unsupported(
-            TRUST_CODE,
-            f"{prefix}.trust_remote_code",
-            f"{prefix}.external_lib",
-        ),
-        **unsupported(
-            NO_OFFLOAD,
-            f"{prefix}.enable_activation_offload",
-            f"{prefix}.fsdp_config",
-        ),
+        **unsupported(TRUST_CODE, f"{prefix}.trust_remote_code", f"{prefix}.external_lib"),
+        **unsupported(NO_OFFLOAD, f"{prefix}.enable_activation_offload", f"{prefix}.fsdp_config"),
         **verl_lora(prefix),
         **obsolete(
             f"{prefix}.use_shm",
@@ -96,11 +88,7 @@ def _optimizer(prefix: str) -> dict[str, Entry]:
             off=("0.5",),
         ),
         **obsolete(f"{prefix}._target_"),
-        **unsupported(
-            WARMUP_RATIO,
-            f"{prefix}.lr_warmup_steps_ratio",
-            off=("0",),
-        ),
+        **unsupported(WARMUP_RATIO, f"{prefix}.lr_warmup_steps_ratio", off=("0",)),
         **unsupported(ONLY_ADAMW, prefix),
     }
 
@@ -108,12 +96,7 @@ def _optimizer(prefix: str) -> dict[str, Entry]:
 _ACTOR_KEYS: dict[str, Entry] = {
     **_optimizer(f"{_ACTOR}.optim"),
     f"{_ACTOR}.strategy": to(
-        "policy.engine",
-        values={
-            "fsdp": "dtensor",
-            "fsdp2": "dtensor",
-            "megatron": "megatron",
-        },
+        "policy.engine", values={"fsdp": "dtensor", "fsdp2": "dtensor", "megatron": "megatron"}
     ),
     f"{_ACTOR}.ppo_mini_batch_size": to(
         "policy.train_global_batch_size", note="counted in rows: prompts x generations per prompt"
@@ -141,14 +124,7 @@ _ACTOR_KEYS: dict[str, Entry] = {
     ),
     f"{_ACTOR}.kl_loss_type": to(
         "loss_fn.reference_policy_kl_type",
-        values={
-            "low_var_kl": "k3",
-            "k3": "k3",
-            "mse": "k2",
-            "k2": "k2",
-            "kl": "k1",
-            "k1": "k1",
-        },
+        values={"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2", "kl": "k1", "k1": "k1"},
         switch=f"{_ACTOR}.use_kl_loss",
     ),
     f"{_ACTOR}.grad_clip": to("policy.max_grad_norm"),
@@ -175,11 +151,7 @@ _ACTOR_KEYS: dict[str, Entry] = {
         f"{_ACTOR}.data_loader_seed",
     ),
     f"{_ACTOR}.ppo_epochs": to("grpo.num_epochs_per_rollout"),
-    **unsupported(
-        NO_OFFLOAD,
-        f"{_ACTOR}.fsdp_config",
-        f"{_ACTOR}.megatron",
-    ),
+    **unsupported(NO_OFFLOAD, f"{_ACTOR}.fsdp_config", f"{_ACTOR}.megatron"),
     **unsupported("this setting of the actor has no counterpart", _ACTOR),
 }
 
@@ -261,11 +233,7 @@ _ALGORITHM_KEYS: dict[str, Entry] = {
     "algorithm.kl_ctrl.kl_coef": to(
         "loss_fn.reference_policy_kl_penalty", switch="algorithm.use_kl_in_reward"
     ),
-    **unsupported(
-        "the KL penalty is constant",
-        "algorithm.kl_ctrl.type",
-        off=("fixed",),
-    ),
+    **unsupported("the KL penalty is constant", "algorithm.kl_ctrl.type", off=("fixed",)),
     "algorithm.filter_groups.enable": to(
         "grpo.dynamic_sampling.enabled", values={"true": "true", "false": None}
     ),

@@ -10,12 +10,7 @@ from nemo_like.config.constraints import AtLeast, AtMost
 from nemo_like.config.errors import Problem
 
 CorrectionKind = Literal[
-    "none",
-    "token_truncate",
-    "sequence_truncate",
-    "token_mask",
-    "sequence_mask",
-    "bypass",
+    "none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask", "bypass"
 ]
 _DEFAULT_BOUNDS: dict[CorrectionKind, tuple[float | None, float | None]] = {
     "none": (None, None),

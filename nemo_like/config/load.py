@@ -50,11 +50,7 @@ __all__ = ["JobSchema", "detect_kind", "load_config", "to_dict", "to_yaml"]
 _NUMBER_LIKE = re.compile(r"[-+.0-9_]+([eE][-+]?[0-9_]*)?")
 
 
-def load_config(
-    job: JobSchema,
-    path: Path,
-    overrides: Sequence[str] = (),
-) -> RunConfig:
+def load_config(job: JobSchema, path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Compose the file and the overrides over the schema's defaults, check and build the config.
 
     Overrides are Hydra's: `key=value`, `+key=value`, `~key` (back to its default), `group=file`.
@@ -92,9 +88,7 @@ def load_config(
 
 
 def detect_kind(
-    jobs: Mapping[str, type[RunConfig]],
-    path: Path,
-    overrides: Sequence[str] = (),
+    jobs: Mapping[str, type[RunConfig]], path: Path, overrides: Sequence[str] = ()
 ) -> str:
     """Return the job that a config is for, by the keys that only one of `jobs` has.
 
@@ -164,34 +158,18 @@ _QuotingDumper.add_representer(str, _represent_text)
 
 def _dumped(config: RunConfig, *, allow_unicode: bool) -> str:
     return yaml.dump(
-        to_dict(config),
-        Dumper=_QuotingDumper,
-        sort_keys=False,
-        allow_unicode=allow_unicode,
+        to_dict(config), Dumper=_QuotingDumper, sort_keys=False, allow_unicode=allow_unicode
     )
 
 
 def _raise_foreign(
-    job: JobSchema,
-    path: Path,
-    tree: dict[str, Any],
-    unknown: Sequence[Problem],
-    sources: Sources,
+    job: JobSchema, path: Path, tree: dict[str, Any], unknown: Sequence[Problem], sources: Sources
 ) -> None:
     """Raise one ConfigError with all findings in groups if the unknown keys are another tool's."""
     findings = find_foreign(job, tree)
     if findings.are_foreign:
         others = [problem for problem in unknown if not findings.covers(problem.keys[0])]
-        raise ConfigError(
-            foreign_text(
-                job,
-                shown_path(path),
-                tree,
-                findings,
-                others,
-                sources,
-            )
-        )
+        raise ConfigError(foreign_text(job, shown_path(path), tree, findings, others, sources))
 
 
 def _config_file(path: Path) -> Path:

@@ -132,12 +132,7 @@ def connection_error(repository: str, *, is_model: bool = True) -> Exception | N
 
 
 def _download(
-    key: str,
-    repository: str,
-    commit: str | None,
-    cache: str | None,
-    *,
-    weights: bool,
+    key: str, repository: str, commit: str | None, cache: str | None, *, weights: bool
 ) -> str:
     """Download what is missing of `commit`, by default the newest; return its directory."""
     # On demand: its import takes half a second, and few runs need it.
@@ -170,12 +165,7 @@ def _download(
     return path
 
 
-def _has_missing_weights(
-    repository: str,
-    path: str,
-    cache: str | None,
-    subject: str,
-) -> bool:
+def _has_missing_weights(repository: str, path: str, cache: str | None, subject: str) -> bool:
     """Return whether weights must be downloaded, and print their size.
 
     Raises ConfigError for a model without weights in safetensors. `subject` begins its message.

@@ -16,13 +16,7 @@ from hydra.errors import HydraException
 
 from nemo_like.config.errors import ConfigError, Location, Problem
 from nemo_like.config.foreign import unknown_text
-from nemo_like.config.keys import (
-    JobSchema,
-    is_open_section,
-    is_section,
-    type_at,
-    without_none,
-)
+from nemo_like.config.keys import JobSchema, is_open_section, is_section, type_at, without_none
 from nemo_like.config.text import shortened, shown_value
 from nemo_like.config.yaml_locations import KeySource, Sources
 
@@ -112,11 +106,7 @@ def record_overrides(sources: Sources, overrides: Sequence[ParsedOverride]) -> N
         _record(sources, override.key, override.value, override.raw_text)
 
 
-def _parsed(
-    override: Override,
-    text: str,
-    config_dir: Path,
-) -> ParsedOverride:
+def _parsed(override: Override, text: str, config_dir: Path) -> ParsedOverride:
     key = override.key_or_group
     value = override.value()
     is_delete = override.is_delete()
@@ -176,29 +166,16 @@ def _syntax_hint(text: str) -> str:
     )
 
 
-def _check_key(
-    job: JobSchema,
-    key: str,
-    value: Any,
-) -> Iterator[Problem]:
+def _check_key(job: JobSchema, key: str, value: Any) -> Iterator[Problem]:
     annotation = type_at(job.run_config, key)
     if annotation is None:
-        yield Problem(
-            (key,),
-            unknown_text(job, key),
-            COMMAND_LINE,
-        )
+        yield Problem((key,), unknown_text(job, key), COMMAND_LINE)
     elif isinstance(value, dict) and (is_section(annotation) or is_open_section(annotation)):
         for name, inner in value.items():
             yield from _check_key(job, f"{key}.{name}", inner)
 
 
-def _record(
-    sources: Sources,
-    key: str,
-    value: Any,
-    raw_text: str | None,
-) -> None:
+def _record(sources: Sources, key: str, value: Any, raw_text: str | None) -> None:
     is_plain = raw_text is not None and not raw_text.startswith(("'", '"', "[", "{"))
     # The raw text is kept of unquoted scalars only, as for YAML files.
     sources.by_key[key] = KeySource(COMMAND_LINE, raw_text if is_plain else None)

@@ -88,21 +88,13 @@ def _sections(section: type, path: str) -> Iterator[SectionReference]:
             keys.append(_key_reference(section, field, key))
     # The top level of every job has the description of the base class.
     documented = RunConfig if issubclass(section, RunConfig) else section
-    yield SectionReference(
-        path,
-        _one_line(documented.__doc__ or ""),
-        tuple(keys),
-    )
+    yield SectionReference(path, _one_line(documented.__doc__ or ""), tuple(keys))
     # After the section's own keys, so that a page has them together.
     for subsection, key in subsections:
         yield from _sections(subsection, key)
 
 
-def _key_reference(
-    section: type,
-    field: dataclasses.Field[Any],
-    key: str,
-) -> KeyReference:
+def _key_reference(section: type, field: dataclasses.Field[Any], key: str) -> KeyReference:
     return KeyReference(
         key=key,
         type=_type_name(field_types(section)[field.name]),

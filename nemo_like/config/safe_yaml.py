@@ -71,12 +71,7 @@ def _check_events(text: str, name: str) -> None:
             )
 
 
-def _num_nodes(
-    node: yaml.Node,
-    name: str,
-    counted: dict[int, int],
-    ancestors: set[int],
-) -> int:
+def _num_nodes(node: yaml.Node, name: str, counted: dict[int, int], ancestors: set[int]) -> int:
     """Return the number of nodes in `node`, with it and aliases expanded; each is visited once."""
     # An alias to a node that contains it would be expanded forever.
     if id(node) in ancestors:
@@ -106,11 +101,7 @@ def _num_nodes(
     return count
 
 
-def _check_collection(
-    node: yaml.Node,
-    kind: str,
-    name: str,
-) -> None:
+def _check_collection(node: yaml.Node, kind: str, name: str) -> None:
     if node.tag != _PREFIX + kind:
         raise ConfigError(f"{_place(name, node)} has the tag {_tag(node)}; a config has no tags")
     if kind != "map":

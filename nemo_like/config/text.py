@@ -74,11 +74,7 @@ def quotient(value: float) -> str:
     return f"{value:.4g}" if value < 1000 or value % 1 else f"{value:.0f}"
 
 
-def plural(
-    count: int,
-    word: str,
-    plural_word: str | None = None,
-) -> str:
+def plural(count: int, word: str, plural_word: str | None = None) -> str:
     """Return `word` for one and its plural, by default with an s, for any other count."""
     if count == 1:
         return word

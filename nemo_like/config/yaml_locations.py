@@ -120,23 +120,13 @@ def yaml_error_text(error: yaml.YAMLError, path: Path) -> str:
 
 
 def check_keys(
-    job: JobSchema,
-    root: yaml.MappingNode,
-    prefix: str,
-    path: Path,
+    job: JobSchema, root: yaml.MappingNode, prefix: str, path: Path
 ) -> Iterator[Problem]:
     """Yield a problem for each unknown key of one file and for each section that is not a mapping.
 
     The content of the file is below the dotted `prefix` of the config.
     """
-    yield from _check_section(
-        job,
-        root,
-        prefix,
-        shown_path(path),
-        itertools.count(),
-        is_root=True,
-    )
+    yield from _check_section(job, root, prefix, shown_path(path), itertools.count(), is_root=True)
 
 
 def plain_tree(root: yaml.MappingNode, prefix: str) -> dict[str, Any]:
@@ -167,12 +157,7 @@ def merged_trees(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]
     return merged
 
 
-def record(
-    sources: Sources,
-    root: yaml.MappingNode,
-    prefix: str,
-    path: Path,
-) -> None:
+def record(sources: Sources, root: yaml.MappingNode, prefix: str, path: Path) -> None:
     """Add the location of every key of one file to `sources`."""
     _record(sources, root, prefix, shown_path(path))
 
@@ -209,18 +194,10 @@ def _check_section(
             yield from _check_section(job, value, path, source, num_unknown)
         elif "${" not in str(value.value):
             # A section may be an interpolation of another section; Hydra resolves it later.
-            yield Problem(
-                (path,),
-                _not_a_section_text(path, annotation, value),
-                location,
-            )
+            yield Problem((path,), _not_a_section_text(path, annotation, value), location)
 
 
-def _unknown_text(
-    job: JobSchema,
-    prefix: str,
-    key_node: yaml.ScalarNode,
-) -> str:
+def _unknown_text(job: JobSchema, prefix: str, key_node: yaml.ScalarNode) -> str:
     path = f"{prefix}.{key_node.value}" if prefix else key_node.value
     if "." in key_node.value and type_at(job.run_config, path) is not None:
         return (
@@ -230,11 +207,7 @@ def _unknown_text(
     return unknown_text(job, path)
 
 
-def _not_a_section_text(
-    path: str,
-    annotation: Any,
-    value: yaml.Node,
-) -> str:
+def _not_a_section_text(path: str, annotation: Any, value: yaml.Node) -> str:
     keys = child_types(annotation)
     if keys is None:
         examples = "names of your choice"
@@ -264,12 +237,7 @@ def is_name(key_node: yaml.ScalarNode) -> bool:
     return key_node.tag == _STR_TAG and "." not in key_node.value
 
 
-def _record(
-    sources: Sources,
-    node: yaml.MappingNode,
-    prefix: str,
-    source: str,
-) -> None:
+def _record(sources: Sources, node: yaml.MappingNode, prefix: str, source: str) -> None:
     for key_node, value in _items(node):
         path = f"{prefix}.{key_node.value}" if prefix else key_node.value
         # Mappings of several files are merged key by key; every other value replaces the old one
@@ -285,11 +253,7 @@ def _record(
                 sources.by_key[f"{path}[{index}]"] = _key_source(item, source, line)
 
 
-def _key_source(
-    node: yaml.Node,
-    source: str,
-    line: int,
-) -> KeySource:
+def _key_source(node: yaml.Node, source: str, line: int) -> KeySource:
     # The style of a quoted scalar is its quote; of a block it is `|` or `>`.
     is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
     return KeySource(Location(source, line), node.value if is_plain else None)
@@ -309,11 +273,7 @@ def _items(node: yaml.MappingNode) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]
     yield from own
 
 
-def _refuse_duplicates(
-    node: yaml.Node,
-    path: Path,
-    visited: set[int],
-) -> None:
+def _refuse_duplicates(node: yaml.Node, path: Path, visited: set[int]) -> None:
     """Raise ConfigError for a duplicate key and for a key that is not a scalar.
 
     `visited` has the ids of nodes that were checked: a node with several aliases is visited once.

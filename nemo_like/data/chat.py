@@ -230,9 +230,7 @@ class ChatEncoder:
         """
         check_roles(messages, self._roles)
         return prepare_messages(
-            messages,
-            system_prompt=self._system_prompt,
-            prompt_template=self._prompt_template,
+            messages, system_prompt=self._system_prompt, prompt_template=self._prompt_template
         )
 
     def _encode_spans(self, text: str, spans: list[Span]) -> EncodedRow:
@@ -363,12 +361,7 @@ class ChatEncoder:
         return text, [*spans[:-1], (start, len(text))]
 
     def _check(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] | None,
-        text: str,
-        *,
-        trains: bool,
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None, text: str, *, trains: bool
     ) -> Frame | None:
         """Return the frame of the structure. Raises ConfigError if `text` is incomplete."""
         facts = self._structures.facts(messages, tools)
@@ -417,10 +410,7 @@ class ChatEncoder:
 
 
 def prepare_messages(
-    messages: Sequence[Message],
-    *,
-    system_prompt: str | None,
-    prompt_template: str | None,
+    messages: Sequence[Message], *, system_prompt: str | None, prompt_template: str | None
 ) -> list[Message]:
     """Add the system prompt to messages without one; apply the template to every user turn."""
     prepared = list(messages)

@@ -113,11 +113,7 @@ def _leaves(value: Any) -> Iterator[str]:
         yield json.dumps(value)
 
 
-def _is_rewritten(
-    message: Message,
-    part: str,
-    squeezed: str,
-) -> bool:
+def _is_rewritten(message: Message, part: str, squeezed: str) -> bool:
     """Return True if `part` is JSON whose leaves all appear, in a message of another role.
 
     Templates reformat the JSON results of tools.
@@ -133,22 +129,14 @@ def _is_rewritten(
     return bool(leaves) and all(_has(leaf, squeezed) for leaf in leaves)
 
 
-def _appears_often_enough(
-    parts: Sequence[str],
-    index: int,
-    squeezed: str,
-) -> bool:
+def _appears_often_enough(parts: Sequence[str], index: int, squeezed: str) -> bool:
     """Return True if the text has as many copies of a part as all parts together, in any order."""
     own = _squeeze(parts[index])
     needed = sum(_squeeze(part).count(own) for part in parts)
     return any(squeezed.count(form) >= needed for form in _forms(parts[index]))
 
 
-def _find(
-    part: str,
-    squeezed: str,
-    position: int,
-) -> int | None:
+def _find(part: str, squeezed: str, position: int) -> int | None:
     """Return the end of the first copy of `part` at or after `position`, or None."""
     for form in _forms(part):
         found = squeezed.find(form, position)

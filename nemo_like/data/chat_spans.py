@@ -17,10 +17,7 @@ Span = tuple[int, int]
 
 
 def exact_spans(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    tools: Sequence[Tool] | None,
-    full: str,
+    template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool] | None, full: str
 ) -> list[Span]:
     """Find the span of each assistant turn in `full`, the rendered conversation, in order.
 

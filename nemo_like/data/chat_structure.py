@@ -47,10 +47,7 @@ class Frame:
     """Texts that make the frame ambiguous if a message contains one of them."""
 
     def spans(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] | None,
-        full: str,
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None, full: str
     ) -> list[Span] | None:
         """Return the spans of `exact_spans` from the text alone, or None if they are ambiguous."""
         written = json.dumps([messages, tools], ensure_ascii=False, default=str)
@@ -279,11 +276,7 @@ def _call(turn: int, index: int) -> Message:
     """Return a tool call of distinct words."""
     arguments = {f"qz{turn}k{index}zq": f"qz{turn}v{index}zq"}
     function = {"name": f"qz{turn}f{index}zq", "arguments": arguments}
-    return {
-        "id": f"qzid{turn % 1000:03d}{index:02d}",
-        "type": "function",
-        "function": function,
-    }
+    return {"id": f"qzid{turn % 1000:03d}{index:02d}", "type": "function", "function": function}
 
 
 def _tool() -> Tool:

@@ -270,11 +270,7 @@ class ChatTemplate:
         if self._wants_text_arguments:
             calls = [_with_text_arguments(call) for call in calls]
         content = {"content": ""} if "content" not in message and self._needs_content else {}
-        return {
-            **message,
-            **content,
-            "tool_calls": calls,
-        }
+        return {**message, **content, "tool_calls": calls}
 
     def _probe_text(self, form: str) -> str:
         """Render a probe with a tool call; an empty text if the template refuses it."""
@@ -338,10 +334,7 @@ class ChatTemplate:
             raise TemplateError(error_text(error)) from error
 
     def _render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] | None,
-        opening: bool,
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None, opening: bool
     ) -> str:
         with self._rendering():
             return str(
@@ -358,11 +351,7 @@ def _probe_call(form: str) -> Message:
     """Return a message with a tool call whose arguments are JSON text ("text") or an object."""
     arguments: Any = {_KEY: _VALUE}
     function = {"name": _NAME, "arguments": json.dumps(arguments) if form == "text" else arguments}
-    call = {
-        "id": "qzidzqabc",
-        "type": "function",
-        "function": function,
-    }
+    call = {"id": "qzidzqabc", "type": "function", "function": function}
     return {"role": "assistant", "tool_calls": [call]}
 
 

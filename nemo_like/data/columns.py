@@ -36,11 +36,7 @@ def row_widths(column: Column) -> np.ndarray:
         return column.lengths
     if isinstance(column, list):
         return np.array([len(row) for row in column], dtype=np.int64)
-    return np.full(
-        len(column),
-        column.shape[1],
-        dtype=np.int64,
-    )
+    return np.full(len(column), column.shape[1], dtype=np.int64)
 
 
 def num_trained_tokens(columns: Mapping[str, Any]) -> np.ndarray:
@@ -70,11 +66,7 @@ def take_rows(column: Column, rows: np.ndarray) -> Column:
     return column[rows]
 
 
-def slice_rows(
-    column: Column,
-    start: int,
-    stop: int,
-) -> Column:
+def slice_rows(column: Column, start: int, stop: int) -> Column:
     """Return rows [start, stop), as a view except for lists."""
     if isinstance(column, Jagged):
         return column.slice(start, stop)
@@ -95,11 +87,7 @@ def repeat_rows(column: Column, num_repeats: int) -> Column:
     return take_rows(column, rows)
 
 
-def truncate_rows(
-    column: Column,
-    dim: int,
-    max_length: int,
-) -> Column:
+def truncate_rows(column: Column, dim: int, max_length: int) -> Column:
     """Truncate a column to at most `max_length` along `dim`.
 
     Dim 1 of a Jagged is its tokens. A column without that dim is returned unchanged.
@@ -114,11 +102,7 @@ def truncate_rows(
     return column[index]
 
 
-def concat_rows(
-    name: str,
-    parts: Sequence[Column],
-    pad_value: float = 0,
-) -> Column:
+def concat_rows(name: str, parts: Sequence[Column], pad_value: float = 0) -> Column:
     """Concatenate the rows of all parts.
 
     Tensors and arrays of different size along dim 1 are right-padded with `pad_value`. Raises
@@ -142,11 +126,7 @@ def concat_rows(
     return np.concatenate(padded)  # type: ignore[arg-type]
 
 
-def _pad_dim_1(
-    part: Any,
-    size: int,
-    pad_value: float,
-) -> Any:
+def _pad_dim_1(part: Any, size: int, pad_value: float) -> Any:
     """Right-pad a tensor or array [B, S, ...] to [B, size, ...]; others are returned unchanged."""
     if part.ndim < 2 or part.shape[1] == size:
         return part

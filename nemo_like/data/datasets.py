@@ -199,20 +199,10 @@ def question(row: Row) -> Question:
         if message["role"] == "user":
             text = message.get("content", "")
     answer = None if answer is None else str(answer)
-    return Question(
-        messages,
-        text,
-        answer,
-        row,
-        row_tools(row),
-    )
+    return Question(messages, text, answer, row, row_tools(row))
 
 
-def row_problem(
-    row: Row,
-    columns: tuple[str, ...],
-    schema: RowSchema,
-) -> str | None:
+def row_problem(row: Row, columns: tuple[str, ...], schema: RowSchema) -> str | None:
     """Describe the problem of a row of this format, or return None."""
     for column in columns:
         if row.get(column) is None:

@@ -244,12 +244,7 @@ class EncodedRows:
                 encoded, problem = encode_row(self._encode, self._rows[row])
                 self._receive(row, encoded, problem)
 
-    def _receive(
-        self,
-        row: int,
-        encoded: EncodedRow | None,
-        problem: str | None,
-    ) -> None:
+    def _receive(self, row: int, encoded: EncodedRow | None, problem: str | None) -> None:
         """Store the result of one row, from any thread. Row -1 is a problem of the pool itself."""
         with self._changed:
             if problem is not None and row < 0:
@@ -358,11 +353,7 @@ class _Cache:
             return self._in_memory[row]
         assert self._file is not None, "a stored row is in memory or in the file"
         length = int(self._lengths[row])
-        data = os.pread(
-            self._file,
-            _BYTES_PER_TOKEN * length,
-            int(self._offsets[row]),
-        )
+        data = os.pread(self._file, _BYTES_PER_TOKEN * length, int(self._offsets[row]))
         ids = np.frombuffer(data, np.int32, length)
         mask = np.frombuffer(data, np.uint8, offset=4 * length)
         return EncodedRow(ids, mask)

@@ -93,10 +93,7 @@ class EncodingPool:
         self._processes = [_start_process(module) for _ in range(num_processes)]
         for process in self._processes:
             thread = threading.Thread(
-                target=self._serve,
-                args=(process, setup),
-                name="encoding",
-                daemon=True,
+                target=self._serve, args=(process, setup), name="encoding", daemon=True
             )
             thread.start()
 
@@ -188,12 +185,7 @@ class EncodingPool:
                     chunk.append(row)
         return chunk
 
-    def _take(
-        self,
-        chunk: list[int],
-        values: dict[str, Any],
-        data: bytes,
-    ) -> None:
+    def _take(self, chunk: list[int], values: dict[str, Any], data: bytes) -> None:
         """Pass the answer for a chunk to the callback, row by row."""
         for row, (encoded, problem) in zip(chunk, unpack_rows(values, data), strict=True):
             self._receive(row, encoded, problem)
@@ -261,12 +253,7 @@ def unpack_rows(
             yield None, values["problems"][str(position)]
             continue
         ids = np.frombuffer(data, np.int32, length, offset)
-        mask = np.frombuffer(
-            data,
-            np.uint8,
-            length,
-            offset + 4 * length,
-        )
+        mask = np.frombuffer(data, np.uint8, length, offset + 4 * length)
         # Copies, because a view would keep the data of the entire message in memory.
         yield EncodedRow(ids.copy(), mask.copy()), None
         offset += 5 * length
@@ -307,23 +294,11 @@ def _environment() -> dict[str, str]:
     thread, and no accelerator.
     """
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {
-        "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    return {
-        **os.environ,
-        **own,
-        "PYTHONPATH": os.pathsep.join(paths),
-    }
+    own = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def write_message(
-    stream: IO[bytes],
-    value: Any,
-    data: bytes = b"",
-) -> None:
+def write_message(stream: IO[bytes], value: Any, data: bytes = b"") -> None:
     """Write one message. Raises TypeError or ValueError for a value without a JSON form."""
     text = json.dumps(value, default=str).encode()
     stream.write(_HEADER.pack(len(text), len(data)) + text + data)

@@ -104,13 +104,7 @@ def fetch_hub_data(path: str, key: str) -> Path:
         raise ConfigError(f"{key} is {path}; {text}") from error
 
 
-def _fetch_split(
-    data: HubData,
-    path: str,
-    key: str,
-    *,
-    local_files_only: bool,
-) -> Path:
+def _fetch_split(data: HubData, path: str, key: str, *, local_files_only: bool) -> Path:
     """Download the parquet files of a split; return their directory."""
     from huggingface_hub import snapshot_download
 

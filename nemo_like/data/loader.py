@@ -150,11 +150,7 @@ class RowLoader(Generic[Out]):
         """Epoch of the rows of the last batch; `epoch` is the next one after its last batch."""
         self._rows = rows
         self._order = open_order(
-            rows.digests,
-            mixture,
-            seed=seed,
-            shuffle=shuffle,
-            curriculum=curriculum,
+            rows.digests, mixture, seed=seed, shuffle=shuffle, curriculum=curriculum
         )
         self._batch_rows: list[int] = []
 
@@ -290,12 +286,7 @@ class RowLoader(Generic[Out]):
         in_this_epoch = num_batches(num_left, self.batch_size, self.last_batch)
         return in_this_epoch + num_later_epochs * per_epoch
 
-    def _simulated_batches(
-        self,
-        order: MixtureOrder,
-        num_epochs: int,
-        is_kept: np.ndarray,
-    ) -> int:
+    def _simulated_batches(self, order: MixtureOrder, num_epochs: int, is_kept: np.ndarray) -> int:
         """Count the batches to the end of epoch `num_epochs` by forming them without encoding.
 
         The dropped rows of an epoch of a mixture depend on which rows of a source it has.
@@ -354,11 +345,7 @@ class _KeptRows:
         return f"row {row}"
 
 
-def num_batches(
-    num_rows: int,
-    batch_size: int,
-    last_batch: LastBatch,
-) -> int:
+def num_batches(num_rows: int, batch_size: int, last_batch: LastBatch) -> int:
     """Count the batches of one epoch.
 
     Example: 10 rows in batches of 4 are 3 batches, 2 with `last_batch="drop"`.

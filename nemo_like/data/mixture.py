@@ -81,12 +81,7 @@ class MixtureOrder:
             own_curriculum = None
             if curriculum is not None:
                 own_curriculum = Curriculum(curriculum.name, curriculum.difficulty[rows])
-            order = RowOrder(
-                digests[rows],
-                seed=seed,
-                shuffle=shuffle,
-                curriculum=own_curriculum,
-            )
+            order = RowOrder(digests[rows], seed=seed, shuffle=shuffle, curriculum=own_curriculum)
             self._orders.append(order)
         self._num_rows = len(digests)
         self._epoch = 0
@@ -243,13 +238,7 @@ def open_order(
     """Return the order of rows with `digests` uint64 [N]: of one source, or of a mixture."""
     if mixture is None:
         return RowOrder(digests, seed=seed, shuffle=shuffle, curriculum=curriculum)
-    return MixtureOrder(
-        digests,
-        mixture,
-        seed=seed,
-        shuffle=shuffle,
-        curriculum=curriculum,
-    )
+    return MixtureOrder(digests, mixture, seed=seed, shuffle=shuffle, curriculum=curriculum)
 
 
 def _take_from(order: RowOrder, num_rows: int) -> np.ndarray:

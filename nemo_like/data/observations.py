@@ -45,10 +45,7 @@ class ObservationEncoder:
         """Sequences of roles for which the template was checked."""
 
     def encode(
-        self,
-        messages: Sequence[Message],
-        last_token_id: int,
-        max_tokens: int | None = None,
+        self, messages: Sequence[Message], last_token_id: int, max_tokens: int | None = None
     ) -> np.ndarray:
         """Return the token ids that follow a turn of the model, int32 [L].
 
@@ -108,13 +105,7 @@ class ObservationEncoder:
                 )
         self._checked.add(roles)
 
-    def _after_answer(
-        self,
-        messages: Sequence[Message],
-        answer: str,
-        *,
-        num_exchanges: int,
-    ) -> str:
+    def _after_answer(self, messages: Sequence[Message], answer: str, *, num_exchanges: int) -> str:
         """Render `messages` after a number of exchanges; return what follows the last answer."""
         exchange = [_USER, {"role": "assistant", "content": answer}]
         history = exchange * num_exchanges

@@ -85,11 +85,7 @@ _TOOL: dict[str, Any] = {
         },
     },
 }
-_CALL = {
-    "id": "call00001",
-    "type": "function",
-    "function": {"name": "add", "arguments": {"a": 2}},
-}
+_CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
 _TURNS: list[dict[str, Any]] = [
     {"role": "user", "content": "2+2=?"},
     {"role": "assistant", "content": "4"},
@@ -98,17 +94,8 @@ _TURNS: list[dict[str, Any]] = [
 _TOOL_TURNS: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "2+2=?"},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [_CALL],
-    },
-    {
-        "role": "tool",
-        "name": "add",
-        "tool_call_id": "call00001",
-        "content": "4",
-    },
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "name": "add", "tool_call_id": "call00001", "content": "4"},
     {"role": "assistant", "content": "4"},
 ]
 _VARIABLES: dict[str, Any] = {
@@ -122,17 +109,8 @@ _VARIABLES: dict[str, Any] = {
 }
 _PROBES = [
     {**_VARIABLES, "messages": _TURNS},
-    {
-        **_VARIABLES,
-        "messages": _TOOL_TURNS[:2],
-        "tools": [_TOOL],
-    },
-    {
-        **_VARIABLES,
-        "messages": _TOOL_TURNS,
-        "tools": [_TOOL],
-        "add_generation_prompt": False,
-    },
+    {**_VARIABLES, "messages": _TOOL_TURNS[:2], "tools": [_TOOL]},
+    {**_VARIABLES, "messages": _TOOL_TURNS, "tools": [_TOOL], "add_generation_prompt": False},
 ]
 
 

@@ -110,11 +110,7 @@ def encode_text(encoder: ChatEncoder, text: str) -> EncodedRow:
     return EncodedRow(encoder.checked_ids(ids), np.ones(len(ids), dtype=np.uint8))
 
 
-def _mask_problem(
-    ids: list[int],
-    values: list[Any],
-    column: str,
-) -> str | None:
+def _mask_problem(ids: list[int], values: list[Any], column: str) -> str | None:
     """Describe the first entry that is no label or mask of its token, or return None."""
     for index, (token, value) in enumerate(zip(ids, values, strict=True)):
         if column == "token_mask" and (not _is_int(value) or value not in (0, 1)):

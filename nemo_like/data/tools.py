@@ -130,11 +130,7 @@ def _clean_call(call: dict[str, Any]) -> dict[str, Any]:
         for key in ("name", "arguments"):
             if key in call:
                 inner[key] = call.pop(key)
-        call = {
-            "type": "function",
-            **call,
-            "function": inner,
-        }
+        call = {"type": "function", **call, "function": inner}
     function = {key: value for key, value in call["function"].items() if value is not None}
     arguments = function.get("arguments", {})
     # OpenAI's format has JSON text; templates iterate over the arguments.

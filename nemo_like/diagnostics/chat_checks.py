@@ -58,11 +58,7 @@ def check_texts(
         )
 
 
-def check_prompts_agree(
-    encoder: ChatEncoder,
-    rows: Rows | None,
-    diagnostics: Diagnostics,
-) -> None:
+def check_prompts_agree(encoder: ChatEncoder, rows: Rows | None, diagnostics: Diagnostics) -> None:
     """Warn if rollouts and SFT rows have different tokens before an answer.
 
     The first conversations of `rows` are compared; without rows, a built-in example is.

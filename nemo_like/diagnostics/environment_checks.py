@@ -18,10 +18,7 @@ _POLL_S = 1.0
 
 
 def check_environment(
-    config: RunConfig,
-    rows: Rows | None,
-    encoder: ChatEncoder | None,
-    diagnostics: Diagnostics,
+    config: RunConfig, rows: Rows | None, encoder: ChatEncoder | None, diagnostics: Diagnostics
 ) -> None:
     """Import the environment; reset and step it with the first row's own answer.
 
@@ -45,10 +42,7 @@ def check_environment(
 
 
 def check_conversation_prompts(
-    config: RunConfig,
-    rows: Rows,
-    lengths: Mapping[int, int],
-    diagnostics: Diagnostics,
+    config: RunConfig, rows: Rows, lengths: Mapping[int, int], diagnostics: Diagnostics
 ) -> None:
     """Check that prompts leave tokens for a turn within `environment.max_tokens`.
 

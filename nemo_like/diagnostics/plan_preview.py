@@ -65,10 +65,7 @@ def describe_plan(
 
 
 def _plan_metrics(
-    config: RunConfig,
-    policy: PolicyConfig,
-    counts: TokenCounts,
-    model: ModelSpec | None,
+    config: RunConfig, policy: PolicyConfig, counts: TokenCounts, model: ModelSpec | None
 ) -> dict[str, float]:
     """Return the metrics `packing/*` of a training step; ValueError if it cannot be planned."""
     spec = plan_spec(

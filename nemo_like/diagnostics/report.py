@@ -81,9 +81,4 @@ class Diagnostics:
     def report(self) -> Report:
         """Return the report, without empty sections."""
         sections = {title: tuple(lines) for title, lines in self.sections.items() if lines}
-        return Report(
-            sections,
-            tuple(self.samples),
-            tuple(self.problems),
-            tuple(self.warnings),
-        )
+        return Report(sections, tuple(self.samples), tuple(self.problems), tuple(self.warnings))

@@ -34,9 +34,7 @@ Value = TypeVar("Value")
 
 
 def encode_sample(
-    rows: Rows,
-    encode: Callable[[Row], Value],
-    diagnostics: Diagnostics,
+    rows: Rows, encode: Callable[[Row], Value], diagnostics: Diagnostics
 ) -> dict[int, Value]:
     """Encode a sample of the rows; return index -> result.
 
@@ -60,11 +58,7 @@ def encode_sample(
     return encoded
 
 
-def _chosen_rows(
-    rows: Rows,
-    indices: range,
-    num_sources: int,
-) -> list[int]:
+def _chosen_rows(rows: Rows, indices: range, num_sources: int) -> list[int]:
     """Return the indices of the rows of one source to encode, ascending."""
     sizes = []
     # An unknown role may be in a single row.
@@ -100,10 +94,7 @@ def encode_prompt_of(encoder: ChatEncoder, row: Row) -> np.ndarray:
 
 
 def check_lengths(
-    config: RunConfig,
-    rows: Rows,
-    lengths: Mapping[int, int],
-    diagnostics: Diagnostics,
+    config: RunConfig, rows: Rows, lengths: Mapping[int, int], diagnostics: Diagnostics
 ) -> None:
     """Check rows against `max_total_sequence_length` and the token budgets.
 
@@ -142,10 +133,7 @@ def check_lengths(
 
 
 def check_prompts(
-    config: RunConfig,
-    rows: Rows,
-    lengths: Mapping[int, int],
-    diagnostics: Diagnostics,
+    config: RunConfig, rows: Rows, lengths: Mapping[int, int], diagnostics: Diagnostics
 ) -> None:
     """Check that prompts leave tokens for a completion, and rows against the token budgets.
 
@@ -203,11 +191,7 @@ def _longest(indices: list[int], lengths: Mapping[int, int]) -> int:
     return max(indices, key=lambda index: lengths[index])
 
 
-def _describe_lengths(
-    rows: Rows,
-    lengths: Mapping[int, int],
-    noun: str,
-) -> str:
+def _describe_lengths(rows: Rows, lengths: Mapping[int, int], noun: str) -> str:
     longest = _longest(list(lengths), lengths)
     if len(lengths) == len(rows):
         which = f"all {len(rows):,}"
@@ -218,11 +202,7 @@ def _describe_lengths(
     )
 
 
-def _check_budget(
-    config: RunConfig,
-    max_length: int,
-    diagnostics: Diagnostics,
-) -> None:
+def _check_budget(config: RunConfig, max_length: int, diagnostics: Diagnostics) -> None:
     """Check the longest row against the token budgets of the batching mode that is enabled."""
     mode = batching_section(config)
     if mode is None:

@@ -35,11 +35,7 @@ def note(text: str) -> None:
     """Record progress. Costs well under a microsecond, so it fits into inner loops."""
     global _last
     # One assignment, so that a reader in another thread sees either the old or the new note.
-    _last = Activity(
-        _last.num_notes + 1,
-        time.monotonic(),
-        text,
-    )
+    _last = Activity(_last.num_notes + 1, time.monotonic(), text)
 
 
 def last() -> Activity:

@@ -297,10 +297,7 @@ class BatchedDataDict(UserDict[str, Any]):
         return self.shard(plan), np.concatenate(rows_of_rank).tolist()
 
     def _split_evenly(
-        self,
-        shards: int,
-        batch_size: int,
-        allow_uneven_shards: bool,
+        self, shards: int, batch_size: int, allow_uneven_shards: bool
     ) -> list[SlicedDataDict]:
         if batch_size % shards and not allow_uneven_shards:
             raise ValueError(
@@ -391,12 +388,7 @@ class BatchedDataDict(UserDict[str, Any]):
             )
         return self.plan
 
-    def _truncated(
-        self,
-        rows: tuple[int, ...],
-        dim: int,
-        length: int,
-    ) -> SlicedDataDict:
+    def _truncated(self, rows: tuple[int, ...], dim: int, length: int) -> SlicedDataDict:
         batch = self._contiguous(rows)
         batch.truncate_tensors(dim, length)
         return batch

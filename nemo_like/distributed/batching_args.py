@@ -37,11 +37,7 @@ class SequencePackingArgs(TypedDict):
     """Default: `packer`."""
 
 
-def packing_spec(
-    args: SequencePackingArgs,
-    num_ranks: int,
-    global_batch_size: int,
-) -> PlanSpec:
+def packing_spec(args: SequencePackingArgs, num_ranks: int, global_batch_size: int) -> PlanSpec:
     """Return the spec of packed microbatches. Raises ValueError for a missing or unknown key."""
     _check_keys("sequence_packing_args", args, SequencePackingArgs)
     return PlanSpec(
@@ -55,11 +51,7 @@ def packing_spec(
     )
 
 
-def dynamic_spec(
-    args: DynamicBatchingArgs,
-    num_ranks: int,
-    global_batch_size: int,
-) -> PlanSpec:
+def dynamic_spec(args: DynamicBatchingArgs, num_ranks: int, global_batch_size: int) -> PlanSpec:
     """Return the spec of padded microbatches. Raises ValueError for a missing or unknown key."""
     _check_keys("dynamic_batching_args", args, DynamicBatchingArgs)
     return PlanSpec(
@@ -71,11 +63,7 @@ def dynamic_spec(
     )
 
 
-def _check_keys(
-    name: str,
-    args: Mapping[str, Any],
-    kind: Any,
-) -> None:
+def _check_keys(name: str, args: Mapping[str, Any], kind: Any) -> None:
     # A misspelled optional key would be ignored otherwise.
     missing = sorted(kind.__required_keys__ - set(args))
     unknown = sorted(set(args) - set(kind.__annotations__))

@@ -12,14 +12,7 @@ class ClusterError(RuntimeError):
 class WorkerFailure(RuntimeError):
     """A worker of a group failed and the other workers were stopped. `str()` is for the user."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        group: str,
-        rank: int,
-        method: str,
-    ) -> None:
+    def __init__(self, message: str, *, group: str, rank: int, method: str) -> None:
         super().__init__(message)
         self.group = group
         self.rank = rank
@@ -42,12 +35,7 @@ class WorkerError(WorkerFailure):
         message = f"worker {rank} of the {group} group failed in `{method}`: {error_text(cause)}"
         if advice:
             message += f"\n{advice}"
-        super().__init__(
-            message,
-            group=group,
-            rank=rank,
-            method=method,
-        )
+        super().__init__(message, group=group, rank=rank, method=method)
         # A note instead of a part of the message, so that `str()` stays one paragraph.
         self.cause = cause
         self.traceback_text = traceback_text

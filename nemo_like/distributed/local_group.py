@@ -23,10 +23,7 @@ _exit_now = os._exit
 
 
 def local_context(
-    *,
-    device: str = "cpu",
-    num_threads: int | None = None,
-    collective_timeout_s: float = 600.0,
+    *, device: str = "cpu", num_threads: int | None = None, collective_timeout_s: float = 600.0
 ) -> WorkerContext:
     """Return the context of a group of one rank; `num_threads` None means every core."""
     return WorkerContext(
@@ -63,10 +60,7 @@ class LocalGroup:
         self._closed = threading.Event()
         if progress_timeout_s > 0:
             watch = threading.Thread(
-                target=self._watch,
-                args=(progress_timeout_s,),
-                daemon=True,
-                name=f"watch-{name}",
+                target=self._watch, args=(progress_timeout_s,), daemon=True, name=f"watch-{name}"
             )
             watch.start()
         # Several local groups share the process; the one whose worker joined leaves.
@@ -74,21 +68,11 @@ class LocalGroup:
         self._worker = self._guard("__init__", worker_class, context, **kwargs)
         self._joined = process_groups.is_joined() and not was_joined
 
-    def run_all_workers(
-        self,
-        method: str,
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> list[Any]:
+    def run_all_workers(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         return self.get(self.submit_all(method, *args, **kwargs))
 
     def run_all_workers_sharded_data(
-        self,
-        method: str,
-        /,
-        *sharded: Sequence[Any],
-        **common: Any,
+        self, method: str, /, *sharded: Sequence[Any], **common: Any
     ) -> list[Any]:
         for position, items in enumerate(sharded):
             if len(items) != 1:
@@ -101,33 +85,15 @@ class LocalGroup:
     def put(self, value: Any) -> Handle:
         return Handle(value)
 
-    def submit_all(
-        self,
-        method: str,
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> list[Handle]:
+    def submit_all(self, method: str, /, *args: Any, **kwargs: Any) -> list[Handle]:
         if self._worker is None:
             raise RuntimeError(f"the {self.name} group was shut down")
         arguments = [_value(argument) for argument in args]
         keywords = {name: _value(argument) for name, argument in kwargs.items()}
-        result = self._guard(
-            method,
-            getattr(self._worker, method),
-            *arguments,
-            **keywords,
-        )
+        result = self._guard(method, getattr(self._worker, method), *arguments, **keywords)
         return [Handle(result, None, 0, method)]
 
-    def submit_one(
-        self,
-        rank: int,
-        method: str,
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Handle:
+    def submit_one(self, rank: int, method: str, /, *args: Any, **kwargs: Any) -> Handle:
         if rank != 0:
             raise ValueError(f"rank is {rank}; the {self.name} group has one worker, rank 0")
         return self.submit_all(method, *args, **kwargs)[0]
@@ -164,12 +130,7 @@ class LocalGroup:
             self._joined = False
 
     def _guard(
-        self,
-        method: str,
-        function: Callable[..., Any],
-        /,
-        *args: Any,
-        **kwargs: Any,
+        self, method: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Call `function`; convert its exception to WorkerError."""
         activity.note(method)

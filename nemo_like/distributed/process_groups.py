@@ -110,11 +110,7 @@ def _tcp_store(context: WorkerContext, timeout: timedelta) -> TCPStore:
     # The other ranks wait for the server, so it may start after them.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # torch's own server socket would listen on every interface.
-    server = socket.create_server(
-        (host, port),
-        family=family,
-        backlog=max(128, context.world_size),
-    )
+    server = socket.create_server((host, port), family=family, backlog=max(128, context.world_size))
     return TCPStore(
         host,
         port,

@@ -51,28 +51,16 @@ def rows_of_step(plan: RankPlan, step: int) -> tuple[int, int]:
     return offsets[first_microbatch], offsets[end_microbatch]
 
 
-def plan_of_step(
-    plan: RankPlan,
-    step: int,
-    first_row: int,
-) -> RankPlan:
+def plan_of_step(plan: RankPlan, step: int, first_row: int) -> RankPlan:
     """Return the plan of one global batch for rows that start at `first_row`."""
     microbatches = []
     for microbatch in plan.step(step):
         rows = tuple(row - first_row for row in microbatch.rows)
         microbatches.append(replace(microbatch, rows=rows))
-    return replace(
-        plan,
-        microbatches=tuple(microbatches),
-        step_offsets=(0, len(microbatches)),
-    )
+    return replace(plan, microbatches=tuple(microbatches), step_offsets=(0, len(microbatches)))
 
 
-def localize_plan(
-    logprob_plan: BatchPlan,
-    plan: BatchPlan,
-    dp_rank: int,
-) -> RankPlan:
+def localize_plan(logprob_plan: BatchPlan, plan: BatchPlan, dp_rank: int) -> RankPlan:
     """Return `logprob_plan` of one rank, with row indices into the shard of `plan`.
 
     Raises ValueError if the two plans have different rows on that rank.

@@ -27,11 +27,7 @@ def call_all(
 
 
 def call_sharded(
-    group: WorkerGroup,
-    method: Callable[..., ResultT],
-    /,
-    *sharded: Sequence[Any],
-    **common: Any,
+    group: WorkerGroup, method: Callable[..., ResultT], /, *sharded: Sequence[Any], **common: Any
 ) -> list[ResultT]:
     """Call `method` with one item, or handle, of each argument per dp rank; one result per dp rank.
 

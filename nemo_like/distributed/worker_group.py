@@ -68,22 +68,12 @@ class WorkerGroup(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def run_all_workers(
-        self,
-        method: str,
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> list[Any]:
+    def run_all_workers(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method on every worker; return the results in rank order."""
         ...
 
     def run_all_workers_sharded_data(
-        self,
-        method: str,
-        /,
-        *sharded: Sequence[Any],
-        **common: Any,
+        self, method: str, /, *sharded: Sequence[Any], **common: Any
     ) -> list[Any]:
         """Call a method with data that is sharded over the data-parallel ranks.
 
@@ -97,27 +87,14 @@ class WorkerGroup(Protocol):
         """Store a value once, to be passed to many calls."""
         ...
 
-    def submit_all(
-        self,
-        method: str,
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> list[Handle]:
+    def submit_all(self, method: str, /, *args: Any, **kwargs: Any) -> list[Handle]:
         """Start a call on every worker; return the handles in rank order at once.
 
         Call `wait` or `get` with every handle.
         """
         ...
 
-    def submit_one(
-        self,
-        rank: int,
-        method: str,
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Handle:
+    def submit_one(self, rank: int, method: str, /, *args: Any, **kwargs: Any) -> Handle:
         """Start a call on one worker and return at once; see `submit_all`."""
         ...
 

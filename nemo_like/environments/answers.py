@@ -132,14 +132,7 @@ def _boxes(text: str) -> list[_Mark]:
                 continue
             start, content_start, is_box = opened.pop()
             if is_box:
-                boxes.append(
-                    _Mark(
-                        start,
-                        token.end(),
-                        content_start,
-                        token.start(),
-                    )
-                )
+                boxes.append(_Mark(start, token.end(), content_start, token.start()))
         elif word.endswith("{") and word != "\\{":
             opened.append((token.start(), token.end(), word != "{"))
     return boxes
@@ -153,14 +146,7 @@ def _tags(text: str) -> list[_Mark]:
         if token.group()[1] != "/":
             opening = token
         elif opening is not None:
-            tags.append(
-                _Mark(
-                    opening.start(),
-                    token.end(),
-                    opening.end(),
-                    token.start(),
-                )
-            )
+            tags.append(_Mark(opening.start(), token.end(), opening.end(), token.start()))
             opening = None
     return tags
 

@@ -58,7 +58,5 @@ class Calculator:
             if self._error_reward:
                 reward = {"tool_errors": self._error_reward}
         return StepResult(
-            observation=[{"role": self._role, "content": text}],
-            reward=reward,
-            metrics=metrics,
+            observation=[{"role": self._role, "content": text}], reward=reward, metrics=metrics
         )

@@ -44,9 +44,7 @@ Score = float | BadReward
 
 
 def score_samples(
-    function: RewardFunction,
-    samples: Sequence[RewardSample],
-    label: str,
+    function: RewardFunction, samples: Sequence[RewardSample], label: str
 ) -> list[float]:
     """Return the reward of each sample; `label` names the function in the worker's activity.
 
@@ -114,24 +112,14 @@ def is_batched(function: RewardFunction) -> bool:
     return bool(declared)
 
 
-def _finish(
-    index: int,
-    score: Score,
-    *,
-    stops: bool,
-    report: Report | None,
-) -> None:
+def _finish(index: int, score: Score, *, stops: bool, report: Report | None) -> None:
     if report is not None:
         report(index, score)
     if stops and isinstance(score, BadReward):
         raise score
 
 
-def _score_one(
-    function: RewardFunction,
-    sample: RewardSample,
-    timeout_s: float | None,
-) -> Score:
+def _score_one(function: RewardFunction, sample: RewardSample, timeout_s: float | None) -> Score:
     try:
         with _reported(sample), _exit_refused():
             value = function(sample)
@@ -228,11 +216,7 @@ async def _score_concurrently(
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _result_of(
-    value: Awaitable[Any],
-    sample: RewardSample,
-    timeout_s: float | None,
-) -> Any:
+async def _result_of(value: Awaitable[Any], sample: RewardSample, timeout_s: float | None) -> Any:
     """Await a result. Raises BadReward after `timeout_s`, but not for a TimeoutError of its own."""
     limit = asyncio.timeout(timeout_s)
     try:

@@ -131,11 +131,7 @@ def _is_inline(line: str) -> bool:
     return bool(line.strip("`")) and "`" in line.lstrip("`")
 
 
-async def check_code(
-    code: str,
-    tests: Tests,
-    sandbox: Sandbox,
-) -> CodeScore:
+async def check_code(code: str, tests: Tests, sandbox: Sandbox) -> CodeScore:
     """Run `code` with `tests`. A program that exceeds a limit passes no test."""
     pairs = [test for test in tests if isinstance(test, InputOutput)]
     if pairs:
@@ -143,11 +139,7 @@ async def check_code(
     return await _check_statements(code, [t for t in tests if isinstance(t, CodeTest)], sandbox)
 
 
-async def _check_outputs(
-    code: str,
-    pairs: Sequence[InputOutput],
-    sandbox: Sandbox,
-) -> CodeScore:
+async def _check_outputs(code: str, pairs: Sequence[InputOutput], sandbox: Sandbox) -> CodeScore:
     """Run the program once per pair."""
     runs = [sandbox.run_async(code, stdin=pair.input) for pair in pairs]
     num_passed = 0
@@ -169,11 +161,7 @@ async def _check_outputs(
     return CodeScore(num_passed, len(pairs), problem, output, is_over_limit)
 
 
-async def _check_statements(
-    code: str,
-    tests: Sequence[CodeTest],
-    sandbox: Sandbox,
-) -> CodeScore:
+async def _check_statements(code: str, tests: Sequence[CodeTest], sandbox: Sandbox) -> CodeScore:
     """Run the program and all statements in one process."""
     program = code.encode("utf-8", "surrogatepass")
     statements = []
@@ -233,10 +221,7 @@ def _runner() -> str:
 
 @cache
 def code_sandbox(
-    time_limit_s: float,
-    memory_mb: int,
-    require: Requirement,
-    python_path: tuple[str, ...],
+    time_limit_s: float, memory_mb: int, require: Requirement, python_path: tuple[str, ...]
 ) -> Sandbox:
     """Return the shared sandbox with these settings. Raises SandboxError; see `Sandbox`."""
     limits = SandboxLimits(wall_s=time_limit_s, cpu_s=time_limit_s, memory_mb=memory_mb)

@@ -93,12 +93,7 @@ class AnswerComparer:
             )
         return child
 
-    def _request(
-        self,
-        child: subprocess.Popen[bytes],
-        gold: str,
-        predicted: str,
-    ) -> bytes:
+    def _request(self, child: subprocess.Popen[bytes], gold: str, predicted: str) -> bytes:
         """Return the child's reply; empty if it ended or exceeded the time limit."""
         assert child.stdin is not None
         try:
@@ -170,11 +165,7 @@ def _raise_out_of_time(number: int, frame: FrameType | None) -> None:
     raise _OutOfTime
 
 
-def _within_limit(
-    compare: Callable[[str, str], bool],
-    gold: str,
-    predicted: str,
-) -> bool:
+def _within_limit(compare: Callable[[str, str], bool], gold: str, predicted: str) -> bool:
     try:
         signal.setitimer(signal.ITIMER_PROF, _HARD_CPU_LIMIT_S)
         # Repeated every 0.5 s, in case a library handles the first exception.

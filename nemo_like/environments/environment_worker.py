@@ -93,9 +93,7 @@ class EnvironmentWorker:
         self._probed_s: float | None = None
         """Time of a call that the loop has not run yet; None if it has run the last one."""
         self._thread = threading.Thread(
-            target=self._loop.run_forever,
-            name="environment",
-            daemon=True,
+            target=self._loop.run_forever, name="environment", daemon=True
         )
         self._thread.start()
 

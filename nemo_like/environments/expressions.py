@@ -72,10 +72,7 @@ def _values_equal(gold: str, predicted: str) -> bool:
 def _parsed(text: str) -> list[Any]:
     # Without "first_match", a part of an answer that cannot be parsed would count as the answer.
     return parse(
-        f"\\boxed{{{_latex(text)}}}",
-        [_CONFIG],
-        extraction_mode="first_match",
-        parsing_timeout=0,
+        f"\\boxed{{{_latex(text)}}}", [_CONFIG], extraction_mode="first_match", parsing_timeout=0
     )
 
 

@@ -102,13 +102,7 @@ _CURRENCIES = {
     "£": "pound", "gbp": "pound",
 }
 # fmt: on
-_SCALES = {
-    "hundred": 2,
-    "thousand": 3,
-    "million": 6,
-    "billion": 9,
-    "trillion": 12,
-}
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 """Exponent of ten of the words that scale a number."""
 
 

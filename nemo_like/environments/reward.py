@@ -46,11 +46,7 @@ class RewardSample:
     model; empty for one completion of a prompt."""
 
     def __str__(self) -> str:
-        fields = {
-            "prompt": self.prompt,
-            "completion": self.completion,
-            "answer": self.answer,
-        }
+        fields = {"prompt": self.prompt, "completion": self.completion, "answer": self.answer}
         return "\n".join(f"  {name}: {_shorten(text)}" for name, text in fields.items())
 
 

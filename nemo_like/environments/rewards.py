@@ -10,12 +10,7 @@ from nemo_like.config.reward import OnError, RewardFunctionConfig
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.environments.calling import BadReward, Score, score_each
 from nemo_like.environments.loading import function_kind, load_reward_functions
-from nemo_like.environments.reward import (
-    RewardError,
-    RewardProblem,
-    RewardSample,
-    RewardScores,
-)
+from nemo_like.environments.reward import RewardError, RewardProblem, RewardSample, RewardScores
 from nemo_like.environments.reward_process import RewardProcess
 
 

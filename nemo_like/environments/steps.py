@@ -9,12 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from nemo_like.data.tools import Message
-from nemo_like.environments.environment import (
-    Conversation,
-    EnvironmentFailure,
-    State,
-    StepResult,
-)
+from nemo_like.environments.environment import Conversation, EnvironmentFailure, State, StepResult
 
 ENVIRONMENT = "environment"
 """Name of the reward component of an environment; named components have it as a prefix."""

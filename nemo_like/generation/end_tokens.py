@@ -6,8 +6,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 
 def declared_end_token_ids(
-    generation_config: GenerationConfig | None,
-    tokenizer: PreTrainedTokenizerBase,
+    generation_config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
     """Return the end tokens that the generation config (one or several) and tokenizer declare."""
     declared = None

@@ -50,10 +50,7 @@ class Generator:
         Raises what `start_replica` raises.
         """
         self._set = ReplicaSet(
-            start_replica,
-            num_replicas,
-            max_restarts=max_restarts,
-            report=report,
+            start_replica, num_replicas, max_restarts=max_restarts, report=report
         )
         self._requests: dict[int, tuple[GenerationRequests, int]] = {}
         """Unfinished requests: id to the call of `submit` and the row in it."""
@@ -110,11 +107,7 @@ class Generator:
             raise ValueError(f"{len(prompt_ids)} prompts need as many seeds, got {len(seeds)}")
         request_ids = np.arange(len(prompt_ids), dtype=np.int64) + self._num_requests
         requests = GenerationRequests(
-            request_ids,
-            prompt_ids,
-            np.asarray(seeds, dtype=np.uint64),
-            sampling,
-            max_total_length,
+            request_ids, prompt_ids, np.asarray(seeds, dtype=np.uint64), sampling, max_total_length
         )
         check_room(requests)
         self._num_requests += len(requests)
@@ -197,9 +190,7 @@ class Generator:
                 self._waiting += request_ids
 
     def start_score(
-        self,
-        rows: Jagged,
-        replicas: Sequence[Replica],
+        self, rows: Jagged, replicas: Sequence[Replica]
     ) -> Callable[[], dict[int, Jagged]]:
         """Start to compute the log-probs of `rows` (int32) with each of `replicas`.
 

@@ -128,10 +128,7 @@ class DecodingBatch:
         self._last_token_ids = None
 
     def _extend(
-        self,
-        token_ids: list[int],
-        logprobs: list[float],
-        weight_version: int,
+        self, token_ids: list[int], logprobs: list[float], weight_version: int
     ) -> list[DecodedRow]:
         """Append one token to every unfinished row; mark and return the rows that it finishes."""
         extended = []

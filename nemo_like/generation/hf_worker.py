@@ -11,10 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from nemo_like.config.lora import LoraConfig
@@ -119,11 +116,7 @@ class HFGenerationWorker:
         while self._batch is not None or self._queue:
             if self._batch is None:
                 self._batch = DecodingBatch(
-                    self._model,
-                    self._tokenizer,
-                    self._next_requests(),
-                    self._end_ids,
-                    self._device,
+                    self._model, self._tokenizer, self._next_requests(), self._end_ids, self._device
                 )
             num_rows = len(self._batch.unfinished)
             activity.note(f"decoding {num_rows} rows")

@@ -19,13 +19,7 @@ class HostWeights:
     `onload`; those on the device are equal to the buffers then, and offloading drops them.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        *,
-        pinned: bool,
-    ) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, *, pinned: bool) -> None:
         self._model = model
         self._device = device
         self._pinned = pinned

@@ -100,10 +100,7 @@ class Replica:
         return request_ids
 
 
-def assign_units(
-    unit_costs: np.ndarray,
-    outstanding: np.ndarray,
-) -> np.ndarray:
+def assign_units(unit_costs: np.ndarray, outstanding: np.ndarray) -> np.ndarray:
     """Assign each unit of work to the replica with the least outstanding work, int64 [U].
 
     `unit_costs` is int64 [U], `outstanding` int64 [R], the work that each replica has already.

@@ -74,10 +74,7 @@ class ReplicaSet:
         return bool(self._starting)
 
     def call(
-        self,
-        replicas: Sequence[Replica],
-        method: Callable[..., ResultT],
-        *args: Any,
+        self, replicas: Sequence[Replica], method: Callable[..., ResultT], *args: Any
     ) -> dict[int, ResultT]:
         """Call `method` on replicas at the same time; return the results by replica index.
 
@@ -86,10 +83,7 @@ class ReplicaSet:
         return self.start_call(replicas, method, *args)()
 
     def start_call(
-        self,
-        replicas: Sequence[Replica],
-        method: Callable[..., ResultT],
-        *args: Any,
+        self, replicas: Sequence[Replica], method: Callable[..., ResultT], *args: Any
     ) -> Callable[[], dict[int, ResultT]]:
         """Start `method` on replicas; the returned function waits and returns what `call` does."""
         running: list[tuple[Replica, list[Handle]]] = []
@@ -148,11 +142,7 @@ class ReplicaSet:
                 continue
             # Also at version 0, so that its weights are verified before it samples.
             self.replicas[index] = Replica(
-                index,
-                group,
-                has_weights=False,
-                busy_s=old.busy_s,
-                num_tokens=old.num_tokens,
+                index, group, has_weights=False, busy_s=old.busy_s, num_tokens=old.num_tokens
             )
 
     def offload(self) -> None:

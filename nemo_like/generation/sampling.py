@@ -32,9 +32,7 @@ def row_uniforms(seeds: np.ndarray, num_tokens: int) -> np.ndarray:
 
 
 def sample_tokens(
-    logits: Tensor,
-    uniforms: Tensor,
-    params: SamplingParams,
+    logits: Tensor, uniforms: Tensor, params: SamplingParams
 ) -> tuple[Tensor, Tensor]:
     """Return the next token of each row, int64 [B], and its log-prob, float32 [B].
 

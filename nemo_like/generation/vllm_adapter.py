@@ -26,11 +26,7 @@ ADAPTER_ID = 1
 
 def adapter_request() -> LoRARequest:
     """Return the option of a request that uses the adapter; vLLM reads no file for it."""
-    return LoRARequest(
-        lora_name="policy",
-        lora_int_id=ADAPTER_ID,
-        lora_path="in memory",
-    )
+    return LoRARequest(lora_name="policy", lora_int_id=ADAPTER_ID, lora_path="in memory")
 
 
 def engine_options(adapters: AdapterSettings) -> dict[str, Any]:

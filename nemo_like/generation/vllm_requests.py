@@ -25,11 +25,7 @@ def vllm_prompt(token_ids: np.ndarray) -> Any:
 
 
 def sampling_request(
-    sampling: SamplingParams,
-    *,
-    max_tokens: int,
-    seed: int,
-    stop_token_ids: Sequence[int],
+    sampling: SamplingParams, *, max_tokens: int, seed: int, stop_token_ids: Sequence[int]
 ) -> VLLMSamplingParams:
     """Return vLLM's options of one completion."""
     from vllm import SamplingParams as VLLMSamplingParams
@@ -65,10 +61,7 @@ def scoring_request(*, reads_cache: bool) -> VLLMSamplingParams:
     from vllm import SamplingParams as VLLMSamplingParams
 
     return VLLMSamplingParams(
-        temperature=0.0,
-        max_tokens=1,
-        prompt_logprobs=None if reads_cache else 0,
-        detokenize=False,
+        temperature=0.0, max_tokens=1, prompt_logprobs=None if reads_cache else 0, detokenize=False
     )
 
 

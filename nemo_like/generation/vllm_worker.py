@@ -129,10 +129,7 @@ class VLLMGenerationWorker:
             )
             prompt = vllm_prompt(requests.prompt_ids[row])
             self._engine.add_request(
-                str(request_id),
-                prompt,
-                params,
-                lora_request=self._lora_request,
+                str(request_id), prompt, params, lora_request=self._lora_request
             )
 
     def poll(self, max_seconds: float) -> GenerationProgress:

@@ -81,10 +81,7 @@ class BradleyTerryLoss:
         if "margin" in inputs.row_columns:
             margins = inputs.row_columns["margin"].float()[chosen]
         losses = bradley_terry_losses(
-            scores[chosen],
-            scores[rejected],
-            margins,
-            center_coefficient=self.center_coefficient,
+            scores[chosen], scores[rejected], margins, center_coefficient=self.center_coefficient
         )
         differences = scores[chosen] - scores[rejected]
         metrics = {

@@ -78,10 +78,7 @@ def importance_weights(
 
 
 def _sequence_weights(
-    loss: PolicyGradientLossConfig,
-    inputs: LossInputs,
-    log_weight: Tensor,
-    sums: Tensor,
+    loss: PolicyGradientLossConfig, inputs: LossInputs, log_weight: Tensor, sums: Tensor
 ) -> ImportanceWeights:
     """Return the weights of the sequence kinds from log w, float32 [T], and its row sums [R]."""
     config = loss.importance_correction
@@ -101,17 +98,11 @@ def _sequence_weights(
             weight = mean[inputs.row_ids]
         weights = torch.where(is_within[inputs.row_ids], weight, 0.0)
     return ImportanceWeights(
-        weights=weights,
-        per_token={_WEIGHT_MEAN: weights},
-        per_row={_OUT_OF_BOUNDS: ~is_within},
+        weights=weights, per_token={_WEIGHT_MEAN: weights}, per_row={_OUT_OF_BOUNDS: ~is_within}
     )
 
 
-def _is_within(
-    weight: Tensor,
-    lower: float | None,
-    upper: float | None,
-) -> Tensor:
+def _is_within(weight: Tensor, lower: float | None, upper: float | None) -> Tensor:
     """Return where `weight` [N] is in [lower, upper], bool [N]; False for NaN."""
     is_within = ~weight.isnan()
     if lower is not None:

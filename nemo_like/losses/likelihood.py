@@ -62,8 +62,6 @@ class NllLoss:
         for index, name in enumerate(self.sources):
             mask = inputs.token_mask & (inputs.per_token("source") == index)
             metrics[f"policy/source_{name}/loss"] = TensorMean(
-                torch.where(mask, losses, 0.0).sum(),
-                mask.to(torch.float32).sum(),
-                is_optional=True,
+                torch.where(mask, losses, 0.0).sum(), mask.to(torch.float32).sum(), is_optional=True
             )
         return metrics

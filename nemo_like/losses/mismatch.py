@@ -26,9 +26,7 @@ NUM_GAPS = 6
 
 
 def log_weights(
-    prev_logprobs: Tensor,
-    generation_logprobs: Tensor,
-    mask: Tensor,
+    prev_logprobs: Tensor, generation_logprobs: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return log w = l_prev - l_generation, limited to [-20, 20], and where it is finite.
 
@@ -79,10 +77,7 @@ def mismatch_metrics(
 
 
 def version_gap_metrics(
-    kl_k3: Tensor,
-    weight: Tensor,
-    version_gap: Tensor,
-    mask: Tensor,
+    kl_k3: Tensor, weight: Tensor, version_gap: Tensor, mask: Tensor
 ) -> dict[str, LossMetric]:
     """Return `staleness/*`, and the means of `kl_k3` and `weight` of the tokens of each gap.
 

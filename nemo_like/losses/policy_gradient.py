@@ -129,10 +129,7 @@ class ClippedPolicyGradientLoss:
             **mean_metrics(importance.per_row, inputs.row_num_tokens > 0),
         }
         metrics |= mismatch_metrics(
-            engine_logprobs,
-            generation_logprobs,
-            mask,
-            columns.get("version_gap"),
+            engine_logprobs, generation_logprobs, mask, columns.get("version_gap")
         )
         return LossTerms(loss_sum, metrics)
 

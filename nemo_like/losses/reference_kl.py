@@ -15,10 +15,7 @@ _MAX_KL = 10.0
 
 
 def reference_kl(
-    policy_logprobs: Tensor,
-    reference_logprobs: Tensor,
-    mask: Tensor,
-    kind: str,
+    policy_logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, kind: str
 ) -> Tensor:
     """Estimate KL(policy || reference) per token, float32 [T]; 0 where `mask` is False.
 
@@ -55,12 +52,7 @@ class _WithGradient(torch.autograd.Function):
     """Returns `value`, with `derivative` as its derivative with respect to `variable`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        variable: Tensor,
-        value: Tensor,
-        derivative: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, variable: Tensor, value: Tensor, derivative: Tensor) -> Tensor:
         """Return `value`, of the same shape as `variable`."""
         ctx.save_for_backward(derivative)
         return value.clone()
@@ -69,8 +61,7 @@ class _WithGradient(torch.autograd.Function):
     @once_differentiable
     # torch declares `*grad_outputs`; a fixed signature checks their number.
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        grad_value: Tensor,
+        ctx: Any, grad_value: Tensor
     ) -> tuple[Tensor, None, None]:
         """Multiply `grad_value` by the derivative; both have the same shape."""
         (derivative,) = ctx.saved_tensors

@@ -51,10 +51,7 @@ def row_log_ratio(inputs: LossInputs, log_ratio: Tensor) -> Tensor:
 
 
 def clipped_surrogate(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    bounds: Bounds,
-    dual_clip: float | None,
+    log_ratio: Tensor, advantages: Tensor, bounds: Bounds, dual_clip: float | None
 ) -> SurrogateTerms:
     """Return max(-A r, -A clip(r)) for r = exp(`log_ratio`); both arguments are float32 [T].
 
@@ -77,10 +74,7 @@ def clipped_surrogate(
 
 
 def cispo_surrogate(
-    logprobs: Tensor,
-    log_ratio: Tensor,
-    advantages: Tensor,
-    bounds: Bounds,
+    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, bounds: Bounds
 ) -> SurrogateTerms:
     """Return -sg(clip(r)) A l for l = `logprobs`, r = exp(`log_ratio`); arguments are float32 [T].
 
@@ -102,10 +96,7 @@ def divergence_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
     """Return estimates of KL(previous, policy), [T] each, from l - l_prev, float32 [T]."""
     log_ratio = log_ratio.detach()
     ratio = torch.exp(log_ratio.clamp(-MAX_EXPONENT, MAX_EXPONENT))
-    return {
-        "policy/approx_kl_k1": -log_ratio,
-        "policy/approx_kl_k3": ratio - 1 - log_ratio,
-    }
+    return {"policy/approx_kl_k1": -log_ratio, "policy/approx_kl_k3": ratio - 1 - log_ratio}
 
 
 def _outside(ratio: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
@@ -117,11 +108,7 @@ def _outside(ratio: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
     return is_above, is_below
 
 
-def _clip_metrics(
-    ratio: Tensor,
-    clipped_high: Tensor,
-    clipped_low: Tensor,
-) -> dict[str, Tensor]:
+def _clip_metrics(ratio: Tensor, clipped_high: Tensor, clipped_low: Tensor) -> dict[str, Tensor]:
     """Return the metrics of a clipped ratio [T] from the tokens that are clipped, bool [T] each."""
     return {
         "policy/ratio_mean": ratio,

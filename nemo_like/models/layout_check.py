@@ -19,9 +19,7 @@ _SCALED_ROPE = ("linear", "dynamic")
 
 
 def model_problems(
-    layout: ParallelLayout,
-    engine: EngineName,
-    spec: ModelSpec,
+    layout: ParallelLayout, engine: EngineName, spec: ModelSpec
 ) -> list[LayoutProblem]:
     """Return a problem, with the arithmetic, for each size of the model that does not divide."""
     # The name may be any path, and its braces are not fields of the template.
@@ -35,10 +33,7 @@ def model_problems(
 
 
 def _size_problems(
-    layout: ParallelLayout,
-    engine: EngineName,
-    spec: ModelSpec,
-    model: str,
+    layout: ParallelLayout, engine: EngineName, spec: ModelSpec, model: str
 ) -> Iterator[LayoutProblem]:
     """Sizes that are divided evenly over the ranks of an axis."""
     over_tp = {
@@ -67,10 +62,7 @@ def _size_problems(
 
 
 def _vocabulary_problems(
-    layout: ParallelLayout,
-    engine: EngineName,
-    spec: ModelSpec,
-    model: str,
+    layout: ParallelLayout, engine: EngineName, spec: ModelSpec, model: str
 ) -> Iterator[LayoutProblem]:
     # Megatron-Core pads the vocabulary; FSDP2 cannot shard a table without rows.
     if engine == "dtensor" and spec.vocab_size < layout.tp:
@@ -82,9 +74,7 @@ def _vocabulary_problems(
 
 
 def _pipeline_problems(
-    layout: ParallelLayout,
-    spec: ModelSpec,
-    model: str,
+    layout: ParallelLayout, spec: ModelSpec, model: str
 ) -> Iterator[LayoutProblem]:
     # Stages may differ by one layer, but none is without layers.
     if spec.num_layers < layout.pp:
@@ -96,10 +86,7 @@ def _pipeline_problems(
 
 
 def _expert_problems(
-    layout: ParallelLayout,
-    engine: EngineName,
-    spec: ModelSpec,
-    model: str,
+    layout: ParallelLayout, engine: EngineName, spec: ModelSpec, model: str
 ) -> Iterator[LayoutProblem]:
     if spec.moe is None:
         if layout.ep > 1:
@@ -117,11 +104,7 @@ def _expert_problems(
 
 
 def vllm_problems(
-    spec: ModelSpec,
-    vllm: VLLMGenerationConfig,
-    *,
-    max_total_length: int,
-    is_on_cpu: bool,
+    spec: ModelSpec, vllm: VLLMGenerationConfig, *, max_total_length: int, is_on_cpu: bool
 ) -> list[Problem]:
     """Return a problem for each property of the model that vLLM refuses when it starts.
 
@@ -158,9 +141,7 @@ def _vllm_head_problems(spec: ModelSpec, size: int, model: str) -> Iterator[Prob
 
 
 def _vllm_position_problems(
-    spec: ModelSpec,
-    max_total_length: int,
-    model: str,
+    spec: ModelSpec, max_total_length: int, model: str
 ) -> Iterator[Problem]:
     if spec.max_positions is None or spec.rope_type in _SCALED_ROPE:
         return

@@ -46,11 +46,7 @@ not; null does not either.
 """
 
 
-def check_adapter(
-    lora: LoraConfig,
-    layers: Collection[str] | None,
-    head: OutputHead,
-) -> None:
+def check_adapter(lora: LoraConfig, layers: Collection[str] | None, head: OutputHead) -> None:
     """Raise ConfigError unless `lora.adapter_path` is an adapter with the settings of `lora`.
 
     `layers` are the linear layers of the model, None if they are not known. An adapter for a model
@@ -98,11 +94,7 @@ def _read_settings(directory: Path) -> Mapping[str, Any]:
     return settings
 
 
-def _check_settings(
-    directory: Path,
-    settings: Mapping[str, Any],
-    lora: LoraConfig,
-) -> None:
+def _check_settings(directory: Path, settings: Mapping[str, Any], lora: LoraConfig) -> None:
     """Raise ConfigError for a setting without a counterpart, and for one that `lora` differs in."""
     shown = shown_path(directory)
     kind = settings.get("peft_type")
@@ -134,11 +126,7 @@ def _check_settings(
         )
 
 
-def _check_saved_modules(
-    directory: Path,
-    settings: Mapping[str, Any],
-    head: OutputHead,
-) -> None:
+def _check_saved_modules(directory: Path, settings: Mapping[str, Any], head: OutputHead) -> None:
     """Raise ConfigError if the adapter has a layer that is trained in full, but a score head."""
     modules = settings.get("modules_to_save") or []
     others = sorted(set(modules) - _SCORE_MODULES)
@@ -177,10 +165,7 @@ def _adapted_layers(directory: Path) -> set[str]:
 
 
 def _check_layers(
-    directory: Path,
-    adapted: set[str],
-    wanted: set[str] | None,
-    lora: LoraConfig,
+    directory: Path, adapted: set[str], wanted: set[str] | None, lora: LoraConfig
 ) -> None:
     """Raise ConfigError unless the adapter has exactly the layers of `target_modules`."""
     others = [layer for layer in adapted if not lora.is_target(layer)]

@@ -12,13 +12,7 @@ from nemo_like.models.spec import ModelSpec
 
 
 def _llama(
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    width: int,
-    vocab: int,
-    **more: Any,
+    hidden: int, layers: int, heads: int, kv_heads: int, width: int, vocab: int, **more: Any
 ) -> dict[str, Any]:
     return {
         "model_type": "llama",

@@ -71,9 +71,7 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
 
 
 def with_output_head(
-    model_config: PretrainedConfig,
-    head: OutputHead,
-    model_name: str,
+    model_config: PretrainedConfig, head: OutputHead, model_name: str
 ) -> PretrainedConfig:
     """Return `model_config` with the architecture of `head`; a copy where it changes.
 

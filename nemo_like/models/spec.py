@@ -159,10 +159,7 @@ class ModelSpec:
             num_layers=num_layers,
             hidden_size=hidden_size,
             intermediate_size=fields.size(
-                "intermediate_size",
-                "n_inner",
-                "ffn_dim",
-                default=4 * hidden_size,
+                "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden_size
             ),
             num_heads=num_heads,
             num_kv_heads=fields.size("num_key_value_heads", "num_kv_heads", default=num_heads),
@@ -329,9 +326,7 @@ class ModelSpec:
 
 
 def _windows(
-    fields: ConfigFields,
-    traits: _FamilyTraits,
-    num_layers: int,
+    fields: ConfigFields, traits: _FamilyTraits, num_layers: int
 ) -> tuple[int | None, ...]:
     """Return the window of each layer, None for attention to all positions."""
     kinds = fields.get("layer_types", default=None)

@@ -48,10 +48,7 @@ def checkpoint_layers(layers: Iterable[nn.Module], kind: Literal["selective", "f
 
 
 def _checkpointed(
-    forward: Callable[..., Any],
-    options: dict[str, Any],
-    *args: Any,
-    **kwargs: Any,
+    forward: Callable[..., Any], options: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Call `forward` with activation checkpointing.
 
@@ -60,21 +57,11 @@ def _checkpointed(
     """
     # Nothing draws random numbers, so the generator states need not be saved.
     return checkpoint(
-        forward,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        **options,
-        **kwargs,
+        forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs
     )
 
 
-def _policy(
-    context: Any,
-    operator: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> CheckpointPolicy:
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Decide for one call of `operator`, an OpOverload or a higher-order operator."""
     schema = getattr(operator, "_schema", None)
     if schema is not None and schema.name in SAVED_OPERATORS:

@@ -31,9 +31,7 @@ class AdamW8bit:
         Raises ConfigError if torchao is not installed.
         """
         try:
-            from torchao.optim import (  # pyright: ignore[reportMissingImports]
-                AdamW8bit as TorchaoAdamW,
-            )
+            from torchao.optim import AdamW8bit as TorchaoAdamW  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ConfigError(
                 "policy.optimizer.name is adamw_8bit, which needs torchao: pip install"
@@ -72,12 +70,7 @@ class AdamW8bit:
             return {}
         return {kind: _dequantized(state[kind]) for kind in MOMENTS}
 
-    def restore(
-        self,
-        index: int,
-        state: dict[str, Tensor],
-        num_steps: int,
-    ) -> None:
+    def restore(self, index: int, state: dict[str, Tensor], num_steps: int) -> None:
         """Set the moments of a shard, float32 [...], after `num_steps` steps.
 
         Moments that `state` returned for the same shard become the same again.
@@ -131,9 +124,7 @@ def _quantize(moment: Any, values: Tensor) -> None:
     moment.copy_(values)
     if not _is_quantized(moment) or not moment.signed:
         return
-    from torchao.optim.quant_utils import (  # pyright: ignore[reportMissingImports]
-        quantize_8bit_with_qmap,
-    )
+    from torchao.optim.quant_utils import quantize_8bit_with_qmap  # pyright: ignore[reportMissingImports]
 
     blocks = values.reshape(-1, moment.block_size)
     codes = moment.codes.view(blocks.shape)

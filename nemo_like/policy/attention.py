@@ -51,12 +51,7 @@ def varlen_attention(
     if cp_group is not None and cp_group.size() > 1:
         if not causal:
             raise ValueError("context parallelism supports causal attention only")
-        exchange = plan_exchange(
-            cu_seqlens,
-            max_seqlen,
-            cp_group,
-            q.shape[0],
-        )
+        exchange = plan_exchange(cu_seqlens, max_seqlen, cp_group, q.shape[0])
         k, v = gather_keys_values(k, v, exchange, cp_group)
         spans = Spans(
             exchange.cu_seqlens_q,
@@ -70,12 +65,7 @@ def varlen_attention(
 
 
 def padded_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
 ) -> Tensor:
     """Return causal attention [B, H, S, D] of `q` [B, H, S, D] and `k`, `v` [B, H_kv, S, D].
 
@@ -126,14 +116,7 @@ def attention_forward(
     k = key.squeeze(0).transpose(0, 1)
     v = value.squeeze(0).transpose(0, 1)
     out = varlen_attention(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        max_seqlen,
-        scale=scale,
-        window=sliding_window,
-        cp_group=cp_group,
+        q, k, v, cu_seqlens, max_seqlen, scale=scale, window=sliding_window, cp_group=cp_group
     )
     return out.unsqueeze(0), None
 
@@ -153,10 +136,7 @@ def _has_varlen_kernel(q: Tensor) -> bool:
 
 
 def _check_supported(
-    module: nn.Module,
-    mask: Tensor | None,
-    dropout: float,
-    extras: dict[str, Any],
+    module: nn.Module, mask: Tensor | None, dropout: float, extras: dict[str, Any]
 ) -> None:
     """Raise ConfigError if the layer needs more than causal attention.
 

@@ -62,9 +62,7 @@ def plan_spec(
         )
     if dynamic.enabled:
         return PlanSpec(
-            layout="padded",
-            sequence_length_round=dynamic.sequence_length_round,
-            **common,
+            layout="padded", sequence_length_round=dynamic.sequence_length_round, **common
         )
     return PlanSpec(layout="padded", **common)
 

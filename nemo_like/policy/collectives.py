@@ -59,9 +59,7 @@ def gather_objects(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
 
 
 def sum_floats(
-    values: Sequence[float],
-    group: dist.ProcessGroup | None,
-    device: torch.device,
+    values: Sequence[float], group: dist.ProcessGroup | None, device: torch.device
 ) -> list[float]:
     """Sum each of `values` over the ranks of `group` in float64; the values without a group."""
     if group is None:

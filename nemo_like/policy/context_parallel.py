@@ -40,10 +40,7 @@ class Exchange:
 
 
 def gather_keys_values(
-    k: Tensor,
-    v: Tensor,
-    exchange: Exchange,
-    group: dist.ProcessGroup,
+    k: Tensor, v: Tensor, exchange: Exchange, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """Gather `k` and `v` [T_k, H_kv, D] of the exchange from this rank's [T/c, H_kv, D]."""
     # Stacked, so that there is one collective in the forward and one in the backward.
@@ -55,10 +52,7 @@ def gather_keys_values(
 
 
 def plan_exchange(
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    group: dist.ProcessGroup,
-    num_positions: int,
+    cu_seqlens: Tensor, max_seqlen: int, group: dist.ProcessGroup, num_positions: int
 ) -> Exchange:
     """Return the exchange of this rank of `group`, which has `num_positions` = T/c positions.
 
@@ -69,11 +63,7 @@ def plan_exchange(
     plans = _plans.setdefault(cu_seqlens, {})
     if key not in plans:
         plans[key] = _make_exchange(
-            cu_seqlens,
-            max_seqlen,
-            group.size(),
-            group.rank(),
-            num_positions,
+            cu_seqlens, max_seqlen, group.size(), group.rank(), num_positions
         )
     return plans[key]
 
@@ -83,11 +73,7 @@ _plans: Any = WeakTensorKeyDictionary()
 
 
 def _make_exchange(
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    size: int,
-    rank: int,
-    num_positions: int,
+    cu_seqlens: Tensor, max_seqlen: int, size: int, rank: int, num_positions: int
 ) -> Exchange:
     """Build the exchange on the device of `cu_seqlens` [R + 1], without waiting for the device."""
     if cu_seqlens.device.type == "cpu":
@@ -138,11 +124,7 @@ def _bounds(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(ends, (1, 0))
 
 
-def _check(
-    bounds: list[int],
-    size: int,
-    num_positions: int,
-) -> None:
+def _check(bounds: list[int], size: int, num_positions: int) -> None:
     if bounds[-1] != num_positions * size:
         raise ValueError(
             f"cu_seqlens ends at {bounds[-1]} but there are {size} x {num_positions} positions"

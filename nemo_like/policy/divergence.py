@@ -106,12 +106,7 @@ class _ChunkedDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        call: _Call,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: _Call
     ) -> tuple[Tensor, ...]:
         """Return the tensors of `DivergenceOutputs`, float32 [T] each."""
         if call.vocab is not None:
@@ -145,10 +140,7 @@ class _ChunkedDivergence(torch.autograd.Function):
     @once_differentiable
     # torch declares `*grad_outputs`; a fixed signature checks their number.
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        grad_divergence: Tensor | None,
-        grad_logprobs: Tensor | None,
-        *_: Tensor | None,
+        ctx: Any, grad_divergence: Tensor | None, grad_logprobs: Tensor | None, *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of `hidden` [T, D], `weight` [V, D] and `bias` [V]."""
         hidden, weight, bias, labels = ctx.saved_tensors

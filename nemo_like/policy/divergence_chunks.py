@@ -216,12 +216,7 @@ class TopKTarget:
         scale = grad / divergence.student_temperature
         gradient += scaled[:, :-1] * scale[:, None]
 
-    def _outcomes(
-        self,
-        part: slice,
-        token_logits: Tensor,
-        sums: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def _outcomes(self, part: slice, token_logits: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probs of the outcomes under student and teacher, [chunk, k or k + 1].
 
         `token_logits` [chunk, k] are the student's, `sums` the log-sum-exps [3, chunk].
@@ -234,11 +229,7 @@ class TopKTarget:
 
 
 def label_gradient(
-    gradient: Tensor,
-    logits: Tensor,
-    kept: ChunkKept,
-    labels: Tensor,
-    grad: Tensor,
+    gradient: Tensor, logits: Tensor, kept: ChunkKept, labels: Tensor, grad: Tensor
 ) -> None:
     """Add to `gradient` [chunk, V] that of the label's log-prob, times `grad` float32 [chunk].
 

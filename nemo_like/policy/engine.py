@@ -182,10 +182,7 @@ class Engine(Protocol):
         ...
 
     def gather_weights(
-        self,
-        names: Sequence[str],
-        dtype: torch.dtype,
-        targets: Sequence[Tensor] | None,
+        self, names: Sequence[str], dtype: torch.dtype, targets: Sequence[Tensor] | None
     ) -> None:
         """Gather the named weights, in compute precision, into `targets` of rank 0.
 

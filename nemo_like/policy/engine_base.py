@@ -145,10 +145,7 @@ class EngineBase(ABC, Generic[OptimizerT]):
         ...
 
     def gather_weights(
-        self,
-        names: Sequence[str],
-        dtype: torch.dtype,
-        targets: Sequence[Tensor] | None,
+        self, names: Sequence[str], dtype: torch.dtype, targets: Sequence[Tensor] | None
     ) -> None:
         """See `Engine.gather_weights`; `targets` are [*shape] each, of `dtype`."""
         for index, (_, weight) in enumerate(self.full_weights(names)):
@@ -296,22 +293,13 @@ class EngineBase(ABC, Generic[OptimizerT]):
 
     def export_hf(self, directory: Path) -> None:
         """See `Engine.export_hf`."""
-        write_hf(
-            self,
-            self.model_config,
-            self.config,
-            directory,
-            is_writer=self.rank == 0,
-        )
+        write_hf(self, self.model_config, self.config, directory, is_writer=self.rank == 0)
         if self._lora is None:
             return
         adapters = self._gather_adapters()
         if self.rank == 0:
             write_adapter(
-                directory / ADAPTER_DIRECTORY,
-                adapters,
-                self.config.lora,
-                self.config.model_name,
+                directory / ADAPTER_DIRECTORY, adapters, self.config.lora, self.config.model_name
             )
 
     def offload(self) -> None:

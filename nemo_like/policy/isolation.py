@@ -52,11 +52,7 @@ class IsolationReport:
 
 
 def probe_isolation(
-    engine: Engine,
-    *,
-    layout: Literal["packed", "padded"],
-    vocab_size: int,
-    precision: str,
+    engine: Engine, *, layout: Literal["packed", "padded"], vocab_size: int, precision: str
 ) -> IsolationReport:
     """Check three properties; raises IsolationError for the first that fails. Every rank calls.
 
@@ -87,10 +83,7 @@ def probe_isolation(
 
 
 def _measure(
-    engine: Engine,
-    layout: Literal["packed", "padded"],
-    vocab_size: int,
-    precision: str,
+    engine: Engine, layout: Literal["packed", "padded"], vocab_size: int, precision: str
 ) -> tuple[str, float]:
     """Return the property that fails, or "", and `IsolationReport.mean_difference`."""
     is_moe = engine.spec.moe is not None
@@ -145,11 +138,7 @@ def _random_rows(vocab_size: int) -> list[np.ndarray]:
     return rows
 
 
-def _with_other_token(
-    rows: Sequence[np.ndarray],
-    row: int,
-    vocab_size: int,
-) -> list[np.ndarray]:
+def _with_other_token(rows: Sequence[np.ndarray], row: int, vocab_size: int) -> list[np.ndarray]:
     """Return a copy of `rows`, int32 [length] each, with another token 2 in row `row`."""
     changed = [tokens.copy() for tokens in rows]
     token = changed[row][2]
@@ -178,26 +167,12 @@ def _compute_logprobs(
     else:
         padded = (round_up(max(lengths), multiples.row),) * len(rows)
         num_tokens = sum(padded)
-    microbatch = Microbatch(
-        tuple(range(len(rows))),
-        lengths,
-        padded,
-        num_tokens,
-    )
-    spec = PlanSpec(
-        layout=layout,
-        max_tokens=num_tokens,
-        cp_size=parallel_layout.cp,
-    )
+    microbatch = Microbatch(tuple(range(len(rows))), lengths, padded, num_tokens)
+    spec = PlanSpec(layout=layout, max_tokens=num_tokens, cp_size=parallel_layout.cp)
     shard = {"input_ids": Jagged.from_rows(rows, np.int32)}
     cp_rank = parallel_layout.coordinates(engine.rank).cp
     inputs = build_inputs(
-        shard,
-        microbatch,
-        spec,
-        pad_token_id=pad_token_id,
-        cp_rank=cp_rank,
-        device=engine.device,
+        shard, microbatch, spec, pad_token_id=pad_token_id, cp_rank=cp_rank, device=engine.device
     )
     if engine.spec.head == "scores":
         scores = compute_row_scores(engine, [inputs])

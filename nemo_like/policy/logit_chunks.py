@@ -27,13 +27,7 @@ class ChunkLabels(NamedTuple):
     """bool [chunk, 1]: True where the label is on this rank; None if all are."""
 
     @classmethod
-    def of(
-        cls,
-        labels: Tensor,
-        num_rows: int,
-        *,
-        is_sharded: bool,
-    ) -> ChunkLabels:
+    def of(cls, labels: Tensor, num_rows: int, *, is_sharded: bool) -> ChunkLabels:
         """Build from `labels` [chunk], which are relative to the first of this rank's rows."""
         labels = labels[:, None]
         if not is_sharded:
@@ -95,10 +89,7 @@ class KeptGradient(NamedTuple):
 
 
 def scaled_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    temperature: float,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float
 ) -> Tensor:
     """Return float32 logits [chunk, V], a new tensor that the caller may overwrite.
 
@@ -210,10 +201,7 @@ def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def add_weight_gradient(
-    total: Tensor | None,
-    gradient: Tensor,
-    hidden: Tensor,
-    dtype: torch.dtype,
+    total: Tensor | None, gradient: Tensor, hidden: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Return `total` plus gradient.T [V, chunk] @ hidden [chunk, D], [V, D] of `dtype`.
 
@@ -227,13 +215,7 @@ def add_weight_gradient(
     if has_float32_products(hidden.device.type):
         if total is None:
             return torch.mm(transposed, hidden, out_dtype=dtype)
-        return torch.addmm(
-            total,
-            transposed,
-            hidden,
-            out_dtype=dtype,
-            out=total,
-        )
+        return torch.addmm(total, transposed, hidden, out_dtype=dtype, out=total)
     product = torch.mm(transposed, hidden)
     if total is None:
         return product.to(dtype)
@@ -260,13 +242,7 @@ def has_float32_products(device_type: str) -> bool:
     total = torch.zeros(16, 16, device=device_type)
     try:
         torch.mm(factor, factor, out_dtype=torch.float32)
-        torch.addmm(
-            total,
-            factor,
-            factor,
-            out_dtype=torch.float32,
-            out=total,
-        )
+        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
     except (RuntimeError, TypeError):
         return False
     return True

@@ -92,11 +92,7 @@ def token_logprobs(
     return TokenLogprobs(kept_logprobs, entropy, logprobs, is_argmax)
 
 
-def scatter_logprobs(
-    outputs: TokenLogprobs,
-    positions: Tensor,
-    size: int,
-) -> TokenLogprobs:
+def scatter_logprobs(outputs: TokenLogprobs, positions: Tensor, size: int) -> TokenLogprobs:
     """Scatter `outputs` [T] to [size], to the indices `positions` int64 [T]; 0 elsewhere."""
 
     def scatter(values: Tensor) -> Tensor:
@@ -174,12 +170,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         sums = torch.empty((num_sums, num_tokens), dtype=torch.float32, device=hidden.device)
         thresholds = torch.empty_like(sums[0]) if is_filtered else None
         for chunk in options.chunks(num_tokens):
-            logits = scaled_logits(
-                hidden[chunk],
-                weight,
-                bias,
-                options.temperature,
-            )
+            logits = scaled_logits(hidden[chunk], weight, bias, options.temperature)
             chunk_labels = options.labels(labels[chunk], len(weight))
             is_removed = None
             if options.token_filter is not None and thresholds is not None:
@@ -187,29 +178,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 thresholds[chunk] = options.token_filter.thresholds(logits, group)
                 is_removed = chunk_labels.removed(logits, thresholds[chunk])
             sums[:, chunk] = options.run(
-                reduce_logits,
-                logits,
-                chunk_labels,
-                is_removed,
-                with_entropy=options.with_entropy,
+                reduce_logits, logits, chunk_labels, is_removed, with_entropy=options.with_entropy
             )
         gathered = _gather(sums, options.vocab)
         logprobs, logsumexp, entropy, is_argmax = _combine(gathered, options.with_entropy)
         kept_logprobs, log_inverse_mass = _combine_kept(
-            gathered,
-            logprobs,
-            logsumexp,
-            is_filtered=is_filtered,
+            gathered, logprobs, logsumexp, is_filtered=is_filtered
         )
         ctx.save_for_backward(
-            hidden,
-            weight,
-            bias,
-            labels,
-            logsumexp,
-            entropy,
-            thresholds,
-            log_inverse_mass,
+            hidden, weight, bias, labels, logsumexp, entropy, thresholds, log_inverse_mass
         )
         ctx.options = options
         # Outputs without gradient then give None in the backward, and their terms are skipped.
@@ -244,12 +221,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             """Return the gradient of the logits of a chunk, [chunk, V], as dtype of `hidden`."""
             return options.run(
                 logits_gradient,
-                scaled_logits(
-                    hidden[part],
-                    weight,
-                    bias,
-                    options.temperature,
-                ),
+                scaled_logits(hidden[part], weight, bias, options.temperature),
                 options.labels(labels[part], len(weight)),
                 *of_chunk.of(part),
                 dtype=hidden.dtype,
@@ -292,9 +264,7 @@ class _ChunkGradients:
         kept = None
         if self.grad_kept is not None and self.thresholds is not None:
             kept = KeptGradient(
-                self.thresholds[part],
-                self.grad_kept[part],
-                self.log_inverse_mass[part],
+                self.thresholds[part], self.grad_kept[part], self.log_inverse_mass[part]
             )
         grad_logprobs = None if self.grad_logprobs is None else self.grad_logprobs[part]
         return self.logsumexp[part], grad_logprobs, entropy, kept
@@ -342,11 +312,7 @@ def _combine(gathered: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tens
 
 
 def _combine_kept(
-    gathered: Tensor,
-    logprobs: Tensor,
-    logsumexp: Tensor,
-    *,
-    is_filtered: bool,
+    gathered: Tensor, logprobs: Tensor, logsumexp: Tensor, *, is_filtered: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the filtered log-prob and lse(z) - lse(z of the kept tokens), float32 [T] each.
 

@@ -26,9 +26,7 @@ class LossStep:
     """bool []: True while the loss of every microbatch so far was finite; None before the first."""
 
     def __call__(
-        self,
-        inputs: ModelInputs,
-        outputs: TokenLogprobs,
+        self, inputs: ModelInputs, outputs: TokenLogprobs
     ) -> tuple[Tensor, tuple[LossMetrics, LossInputs]]:
         """Return (loss float32 [] with gradient, (metrics, detached loss inputs [T]))."""
         activity.note(f"loss of a microbatch of {inputs.num_tokens} tokens")
@@ -48,8 +46,7 @@ class LossStep:
             columns={**_loss_columns(inputs), **(outputs.columns or {})},
             row_columns=inputs.row_columns,
             host_rows=HostRows(
-                num_tokens=inputs.host_row_columns[NUM_TRAINED],
-                columns=inputs.host_row_columns,
+                num_tokens=inputs.host_row_columns[NUM_TRAINED], columns=inputs.host_row_columns
             ),
             entropy=entropy,
             is_argmax=outputs.is_argmax,

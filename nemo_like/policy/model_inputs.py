@@ -177,11 +177,7 @@ def build_inputs(
     )
 
 
-def _position_arrays(
-    grid: _Grid,
-    token_ids: Jagged,
-    pad_token_id: int,
-) -> dict[str, np.ndarray]:
+def _position_arrays(grid: _Grid, token_ids: Jagged, pad_token_id: int) -> dict[str, np.ndarray]:
     """Return ids, positions and labels of the T positions, and `cu_seqlens` of a packed layout.
 
     The shapes and dtypes are those of `ModelInputs`.
@@ -205,10 +201,7 @@ def _position_arrays(
 
 
 def _split_columns(
-    shard: Mapping[str, Any],
-    grid: _Grid,
-    has_label: np.ndarray,
-    device: str | torch.device,
+    shard: Mapping[str, Any], grid: _Grid, has_label: np.ndarray, device: str | torch.device
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, Tensor]]:
     """Return (token columns [T, ...], row columns [R, ...], row columns that are tensors [R, ...]).
 
@@ -302,12 +295,7 @@ class _Grid:
         return np.where(self.position < self.length, self.segment, 0)
 
     @classmethod
-    def of(
-        cls,
-        microbatch: Microbatch,
-        spec: PlanSpec,
-        cp_rank: int,
-    ) -> _Grid:
+    def of(cls, microbatch: Microbatch, spec: PlanSpec, cp_rank: int) -> _Grid:
         segments = segment_lengths(microbatch.padded_lengths, microbatch.num_tokens)
         bounds = segment_starts(segments)
         positions = cp_shard_positions(segments, spec.cp_size, cp_rank)
@@ -334,12 +322,7 @@ class _Grid:
         )
 
     def gather(
-        self,
-        name: str,
-        column: Jagged,
-        shift: int,
-        where: np.ndarray,
-        fill: int,
+        self, name: str, column: Jagged, shift: int, where: np.ndarray, fill: int
     ) -> np.ndarray:
         """Return [T, ...]: token `position + shift` of each row where `where`, else `fill`."""
         shape = (len(where), *column.values.shape[1:])
@@ -373,11 +356,7 @@ def _row_array(column: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return column[rows]
 
 
-def _row_tensor(
-    column: Tensor,
-    rows: np.ndarray,
-    device: str | torch.device,
-) -> Tensor:
+def _row_tensor(column: Tensor, rows: np.ndarray, device: str | torch.device) -> Tensor:
     """Return the rows [R, ...] of `column` [n, ...] on `device`; one row of zeros for a dummy."""
     if len(rows) == 0:
         return column.new_zeros((1, *column.shape[1:]), device=device)

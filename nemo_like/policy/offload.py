@@ -140,8 +140,7 @@ def piece_sizes(num_bytes: int) -> list[int]:
 
 
 def _parts(
-    storage: torch.UntypedStorage,
-    buffers: Iterable[Tensor],
+    storage: torch.UntypedStorage, buffers: Iterable[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (view of the storage on its device, buffer), uint8 [n] each, for each buffer."""
     content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

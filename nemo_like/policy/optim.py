@@ -18,11 +18,7 @@ LARGEST = 0.99 * math.sqrt(torch.finfo(torch.float32).max)
 """About 1.8e19: the square of any number up to this is finite in float32."""
 
 
-def learning_rate(
-    step: int,
-    optimizer: OptimizerConfig,
-    scheduler: SchedulerConfig,
-) -> float:
+def learning_rate(step: int, optimizer: OptimizerConfig, scheduler: SchedulerConfig) -> float:
     """Return the learning rate of optimizer step `step` (0 is the first).
 
     Warm-up rises linearly so that step `warmup_steps` is the first at full rate; the other kinds
@@ -68,8 +64,7 @@ def resolve_decay_steps(config: PolicyConfig, num_optimizer_steps: int | None) -
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter],
-    config: OptimizerConfig,
+    parameters: Iterable[nn.Parameter], config: OptimizerConfig
 ) -> torch.optim.AdamW:
     """Build AdamW with weight decay on matrices only; norms and biases are not decayed."""
     matrices = []

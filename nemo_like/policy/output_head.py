@@ -32,13 +32,7 @@ class OpenedConfig(NamedTuple):
     """float32 [*shape] by name: weights that the files do not have."""
 
 
-def open_config(
-    model_name: str,
-    head: OutputHead,
-    *,
-    trainable: bool,
-    seed: int,
-) -> OpenedConfig:
+def open_config(model_name: str, head: OutputHead, *, trainable: bool, seed: int) -> OpenedConfig:
     """Load the configuration of `model_name` and change it to that of a model with `head`.
 
     A language model gets an initial score head, which depends on `seed` only. Raises ConfigError
@@ -60,11 +54,7 @@ def open_config(
     return OpenedConfig(config, {SCORE_WEIGHT: weight})
 
 
-def initial_scores(
-    hidden_size: int,
-    std: float,
-    seed: int,
-) -> Tensor:
+def initial_scores(hidden_size: int, std: float, seed: int) -> Tensor:
     """Return the initial `score.weight`, float32 [1, hidden_size]: normal with `std`.
 
     As in transformers, `std` is the model's `initializer_range`. The values depend on `seed` only,

@@ -67,12 +67,7 @@ class Policy:
     """The model that is trained, on the workers of `group`."""
 
     def __init__(
-        self,
-        group: WorkerGroup,
-        config: PolicyConfig,
-        model: ModelSpec,
-        *,
-        seed: int = 0,
+        self, group: WorkerGroup, config: PolicyConfig, model: ModelSpec, *, seed: int = 0
     ) -> None:
         """`model` is the spec of `policy.model_name`, which the workers load."""
         self.group = group
@@ -148,10 +143,7 @@ class Policy:
         `logprobs`.
         """
         handles = call_sharded(
-            self.group,
-            PolicyWorkerProtocol.compute_targets,
-            sharded.shards,
-            settings=settings,
+            self.group, PolicyWorkerProtocol.compute_targets, sharded.shards, settings=settings
         )
         assert len(set(handles)) == 1, "every rank takes part in every pass"
         return Logprobs(sharded, handles[0])
@@ -251,9 +243,7 @@ class Policy:
         )[0]
 
     def _shares(
-        self,
-        sharded: ShardedBatch,
-        columns: Mapping[str, np.ndarray | Jagged] | None,
+        self, sharded: ShardedBatch, columns: Mapping[str, np.ndarray | Jagged] | None
     ) -> list[dict[str, Any]]:
         """Return the rows of each dp rank of the columns, [B, ...] or [T, ...], that it lacks."""
         shares = []
@@ -281,10 +271,7 @@ class Policy:
         return skipped
 
     def evaluate(
-        self,
-        sharded: ShardedBatch,
-        loss: Loss,
-        logprobs: Logprobs | None = None,
+        self, sharded: ShardedBatch, loss: Loss, logprobs: Logprobs | None = None
     ) -> Metrics:
         """Return the loss's metrics over the sharded rows, without training on them.
 
@@ -371,9 +358,7 @@ class Policy:
 
 
 def _checked_handle(
-    logprobs: Logprobs | None,
-    sharded: ShardedBatch,
-    new_columns: Iterable[str],
+    logprobs: Logprobs | None, sharded: ShardedBatch, new_columns: Iterable[str]
 ) -> LogprobHandle | None:
     """Return the workers' handle of `logprobs`. Raises ValueError if they do not fit the batch."""
     if logprobs is None:

@@ -33,18 +33,13 @@ def compute_row_logprobs(
         return None, Outputs(inputs, _gather_in_order(engine, inputs, outputs.logprobs))
 
     parts = engine.run(
-        microbatches,
-        in_order,
-        backward=False,
-        temperature=temperature,
-        token_filter=token_filter,
+        microbatches, in_order, backward=False, temperature=temperature, token_filter=token_filter
     )
     return unpack_outputs(parts)
 
 
 def keeping_logprobs(
-    engine: Engine,
-    step_fn: StepFunction[ResultT],
+    engine: Engine, step_fn: StepFunction[ResultT]
 ) -> StepFunction[tuple[ResultT, Outputs]]:
     """Return a step function that also keeps the log-probs, for `unpack_outputs`.
 
@@ -52,8 +47,7 @@ def keeping_logprobs(
     """
 
     def run(
-        inputs: ModelInputs,
-        outputs: TokenLogprobs,
+        inputs: ModelInputs, outputs: TokenLogprobs
     ) -> tuple[Tensor | None, tuple[ResultT, Outputs]]:
         loss, result = step_fn(inputs, outputs)
         values = _gather_in_order(engine, inputs, outputs.logprobs.detach())
@@ -79,11 +73,7 @@ class Outputs(NamedTuple):
     values: Tensor
 
 
-def _gather_in_order(
-    engine: Engine,
-    inputs: ModelInputs,
-    values: Tensor,
-) -> Tensor:
+def _gather_in_order(engine: Engine, inputs: ModelInputs, values: Tensor) -> Tensor:
     """Gather [num_tokens], in the order of the pack, from this rank's share [T]."""
     if inputs.cp_size == 1:
         return values

@@ -15,11 +15,7 @@ from nemo_like.policy.engine import Engine, TokenLogprobs
 from nemo_like.policy.model_inputs import ModelInputs, build_inputs
 
 
-def shard_scores(
-    engine: Engine,
-    shard: SlicedDataDict,
-    plan: RankPlan,
-) -> np.ndarray | None:
+def shard_scores(engine: Engine, shard: SlicedDataDict, plan: RankPlan) -> np.ndarray | None:
     """Return the score of each row of `shard`, float32 [B]; None on pipeline stages but the last.
 
     Of the columns only `input_ids` is read. A row that `plan` does not contain gets 0. Every rank
@@ -32,11 +28,7 @@ def shard_scores(
         for microbatch in plan.microbatches:
             activity.note(f"scores of a microbatch of {len(microbatch.rows)} rows")
             yield build_inputs(
-                columns,
-                microbatch,
-                plan.spec,
-                cp_rank=cp_rank,
-                device=engine.device,
+                columns, microbatch, plan.spec, cp_rank=cp_rank, device=engine.device
             )
 
     parts = compute_row_scores(engine, inputs())

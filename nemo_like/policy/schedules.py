@@ -17,11 +17,7 @@ _DEFAULT_WSD_SHARE = 10
 """Without `wsd_decay_steps` the decay has one of so many steps, as in MiniCPM."""
 
 
-def remaining_rate(
-    step: int,
-    end: int,
-    scheduler: SchedulerConfig,
-) -> float:
+def remaining_rate(step: int, end: int, scheduler: SchedulerConfig) -> float:
     """Return the part of the decay that is left at optimizer step `step`, from 1 to 0.
 
     `step` is at least `warmup_steps`. It is 0 from step `end` on, for all kinds but `constant`.
@@ -60,11 +56,7 @@ def _decay(shape: str, progress: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def _cycle_progress(
-    step: int,
-    num_steps: int,
-    scheduler: SchedulerConfig,
-) -> float:
+def _cycle_progress(step: int, num_steps: int, scheduler: SchedulerConfig) -> float:
     """Return the progress of step `step` of `num_steps` within its cycle, from 0 to below 1.
 
     Cycle i has the length T m^i, with the multiplier m, and all of them together have `num_steps`.

@@ -45,10 +45,7 @@ class ScoreHead:
 
 
 def row_scores(
-    hidden: Tensor,
-    weight: Tensor,
-    inputs: ModelInputs,
-    share: SequenceShare | None,
+    hidden: Tensor, weight: Tensor, inputs: ModelInputs, share: SequenceShare | None
 ) -> TokenLogprobs:
     """Return the score of each row: `weight` times the hidden state of its last token, float32.
 

@@ -32,13 +32,7 @@ class Spans(NamedTuple):
 
 @torch.compiler.disable(reason="the bounds of the rows are read on the host")
 def segment_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spans: Spans,
-    scale: float,
-    window: int | None,
-    causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int | None, causal: bool
 ) -> Tensor:
     """Return [T_q, H, D] from `q` [T_q, H, D] and `k`, `v` [T_k, H_kv, D].
 
@@ -92,21 +86,11 @@ def sdpa(
     has_window = window is not None and window < length_q
     if not any(lags) and not has_window:
         return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            is_causal=causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=enable_gqa
         )
     mask = _mask(length_q, length_k, lags, window, causal, q.device)
     return F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        scale=scale,
-        enable_gqa=enable_gqa,
+        q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
     )
 
 
@@ -170,11 +154,7 @@ class _CallPlan(NamedTuple):
 
 # All layers of a forward, and its backward, have the same bounds.
 @lru_cache(maxsize=32)
-def _plan_calls(
-    bounds_q: tuple[int, ...],
-    bounds_k: tuple[int, ...],
-    causal: bool,
-) -> _CallPlan:
+def _plan_calls(bounds_q: tuple[int, ...], bounds_k: tuple[int, ...], causal: bool) -> _CallPlan:
     """Group short segments of similar length, padded to the longest of their group.
 
     A call costs about as much as 100 short tokens. Padding follows each segment's last token, where
@@ -217,11 +197,7 @@ def _group_order(segment: _Segment) -> tuple[int, int, int]:
     return segment.chunk, segment.length_q, segment.start_q
 
 
-def _fits_group(
-    segment: _Segment,
-    longest: _Segment,
-    min_length: int,
-) -> bool:
+def _fits_group(segment: _Segment, longest: _Segment, min_length: int) -> bool:
     if segment.chunk != longest.chunk:
         return False
     return segment.length_q >= min_length
@@ -231,30 +207,14 @@ def _make_group(members: list[_Segment]) -> _Group:
     length_q = max(member.length_q for member in members)
     length_k = max(member.length_k for member in members)
     if len(members) == 1:
-        return _Group(
-            tuple(members),
-            length_q,
-            length_k,
-            None,
-            None,
-        )
+        return _Group(tuple(members), length_q, length_k, None, None)
     starts_q, lengths_q, starts_k, lengths_k = torch.tensor(members).unbind(1)
     slots_q = _slots(starts_q, lengths_q, length_q)
     slots_k = _slots(starts_k, lengths_k, length_k)
-    return _Group(
-        tuple(members),
-        length_q,
-        length_k,
-        slots_q,
-        slots_k,
-    )
+    return _Group(tuple(members), length_q, length_k, slots_q, slots_k)
 
 
-def _slots(
-    starts: Tensor,
-    lengths: Tensor,
-    length: int,
-) -> _Slots:
+def _slots(starts: Tensor, lengths: Tensor, length: int) -> _Slots:
     """Slots of segments at `starts` int64 [n] with `lengths` int64 [n], padded to `length`."""
     index = torch.arange(length)
     last = lengths[:, None] - 1
@@ -274,13 +234,7 @@ def _output_positions(group: _Group) -> Tensor:
 
 
 def _attend_group(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group: _Group,
-    scale: float,
-    window: int | None,
-    causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, group: _Group, scale: float, window: int | None, causal: bool
 ) -> Tensor:
     """Return [kept positions of the group, H, D]; `q`, `k` and `v` are those of all segments."""
     # A query chunk at the end of its keys is `lag` positions behind their start.
@@ -306,21 +260,13 @@ def _attend_group(
     return out.index_select(0, kept.to(out.device))
 
 
-def _slice(
-    tensor: Tensor,
-    start: int,
-    length: int,
-) -> Tensor:
+def _slice(tensor: Tensor, start: int, length: int) -> Tensor:
     """Return a view [1, H, length, D] of `tensor` [T, H, D]."""
     rows = tensor.narrow(0, start, length)
     return rows.transpose(0, 1)[None]
 
 
-def _rectangle(
-    tensor: Tensor,
-    slots: _Slots,
-    num_segments: int,
-) -> Tensor:
+def _rectangle(tensor: Tensor, slots: _Slots, num_segments: int) -> Tensor:
     """Copy `tensor` [T, H, D] to [num_segments, H, length, D]."""
     positions = slots.positions.to(tensor.device)
     rows = tensor.index_select(0, positions)

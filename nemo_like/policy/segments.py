@@ -32,9 +32,7 @@ def segment_positions(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def cp_shard_positions(
-    padded_lengths: Sequence[int] | np.ndarray,
-    cp_size: int,
-    cp_rank: int,
+    padded_lengths: Sequence[int] | np.ndarray, cp_size: int, cp_rank: int
 ) -> np.ndarray:
     """Return the positions of the pack on `cp_rank`, int64 [sum(padded_lengths) / cp_size].
 

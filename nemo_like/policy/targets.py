@@ -201,10 +201,7 @@ class DistillationHead:
         )
 
     def _target(
-        self,
-        embedding: OutputEmbedding,
-        teacher: int,
-        stored: Stored,
+        self, embedding: OutputEmbedding, teacher: int, stored: Stored
     ) -> VocabularyTarget | TopKTarget:
         device = embedding.hidden.device
         tensors = {name: tensor_to_device(tensor, device) for name, tensor in stored.items()}
@@ -231,12 +228,7 @@ def _check_length(stored: Stored, num_tokens: int) -> None:
             )
 
 
-def _moved_rows(
-    rows: Tensor,
-    source: VocabShard | None,
-    start: int,
-    num_rows: int,
-) -> Tensor:
+def _moved_rows(rows: Tensor, source: VocabShard | None, start: int, num_rows: int) -> Tensor:
     """Return the rows [start, start + num_rows) of a table, without those beyond its end.
 
     `rows` [V, ...] are those of this rank, all of them without `source`.

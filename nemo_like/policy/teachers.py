@@ -20,13 +20,7 @@ from nemo_like.policy.engine import Engine, TokenLogprobs
 from nemo_like.policy.logprobs import token_logprobs
 from nemo_like.policy.model_inputs import ModelInputs
 from nemo_like.policy.shard_rows import ShardRows
-from nemo_like.policy.targets import (
-    TEACHER,
-    Stored,
-    Targets,
-    TargetSettings,
-    TeacherEmbedding,
-)
+from nemo_like.policy.targets import TEACHER, Stored, Targets, TargetSettings, TeacherEmbedding
 from nemo_like.policy.top_k import top_k_logprobs
 from nemo_like.policy.vocab_head import OutputEmbedding
 
@@ -51,10 +45,7 @@ class Teachers:
         self._policy = policy
 
     def compute(
-        self,
-        rows: ShardRows,
-        microbatches: Sequence[Microbatch],
-        settings: TargetSettings,
+        self, rows: ShardRows, microbatches: Sequence[Microbatch], settings: TargetSettings
     ) -> Targets:
         """Run each teacher on its rows of `microbatches`. Raises ValueError without teachers."""
         if not self._engines:
@@ -74,17 +65,11 @@ class Teachers:
             if head.embedding is not None:
                 embeddings[teacher] = head.embedding
         return Targets(
-            settings,
-            has_several=len(self._engines) > 1,
-            embeddings=embeddings,
-            stored=stored,
+            settings, has_several=len(self._engines) > 1, embeddings=embeddings, stored=stored
         )
 
     def _microbatches_of(
-        self,
-        teacher: int,
-        rows: ShardRows,
-        microbatches: Sequence[Microbatch],
+        self, teacher: int, rows: ShardRows, microbatches: Sequence[Microbatch]
     ) -> tuple[list[Microbatch], list[Microbatch]]:
         """Return the microbatches with rows of a teacher, and the same with these rows only.
 
@@ -155,10 +140,7 @@ class _TeacherHead:
 
 
 def _run(
-    engine: Engine,
-    rows: ShardRows,
-    microbatches: Sequence[Microbatch],
-    head: _TeacherHead,
+    engine: Engine, rows: ShardRows, microbatches: Sequence[Microbatch], head: _TeacherHead
 ) -> list[Stored]:
     """Return the results for each microbatch; none on all pipeline stages but the last."""
 
@@ -179,20 +161,14 @@ def _run(
 
 
 def _inputs(
-    rows: ShardRows,
-    microbatches: Iterable[Microbatch],
-    head: _TeacherHead,
+    rows: ShardRows, microbatches: Iterable[Microbatch], head: _TeacherHead
 ) -> Iterable[ModelInputs]:
     """Yield the inputs of each microbatch, with `head`."""
     for microbatch in microbatches:
         yield dataclasses.replace(rows.inputs(microbatch), head=head)
 
 
-def _only_rows(
-    microbatch: Microbatch,
-    is_kept: np.ndarray,
-    spec: PlanSpec,
-) -> Microbatch:
+def _only_rows(microbatch: Microbatch, is_kept: np.ndarray, spec: PlanSpec) -> Microbatch:
     """Return the microbatch with the rows that `is_kept` bool [R] marks, padded as before.
 
     Each row keeps its positions, so that a context-parallel rank has the same share of it.

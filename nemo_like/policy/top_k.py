@@ -46,12 +46,7 @@ def top_k_logprobs(
     return ids, logprobs
 
 
-def _largest(
-    logits: Tensor,
-    k: int,
-    start: int,
-    vocab: VocabShard | None,
-) -> tuple[Tensor, Tensor]:
+def _largest(logits: Tensor, k: int, start: int, vocab: VocabShard | None) -> tuple[Tensor, Tensor]:
     """Return the k largest logits float32 [chunk, k] over all ranks and their token ids.
 
     `logits` [chunk, V] are those of this rank, whose first token is `start`.

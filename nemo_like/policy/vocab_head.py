@@ -58,11 +58,7 @@ def label_logprobs(
     """
     if inputs.head is not None:
         embedding = OutputEmbedding(
-            hidden=hidden,
-            weight=weight,
-            bias=bias,
-            vocab=vocab,
-            chunk_size=chunk_size,
+            hidden=hidden, weight=weight, bias=bias, vocab=vocab, chunk_size=chunk_size
         )
         return inputs.head(embedding, inputs)
     # Only positions with a label meet the vocabulary: in RL most of a row is prompt.

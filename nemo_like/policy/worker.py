@@ -32,11 +32,7 @@ from nemo_like.policy.loss_step import LossStep
 from nemo_like.policy.nonfinite import SkippedStep, row_loss_sums
 from nemo_like.policy.optim import LARGEST, NonFiniteError, learning_rate, learning_rate_scale
 from nemo_like.policy.reference import BaseModelReference, ReferenceModel, WorkerSave
-from nemo_like.policy.row_logprobs import (
-    compute_row_logprobs,
-    keeping_logprobs,
-    unpack_outputs,
-)
+from nemo_like.policy.row_logprobs import compute_row_logprobs, keeping_logprobs, unpack_outputs
 from nemo_like.policy.row_scores import shard_scores
 from nemo_like.policy.shard_rows import ShardRows
 from nemo_like.policy.step_metrics import gradient_metrics, max_over_mean, memory_metrics
@@ -85,11 +81,7 @@ class PolicyWorker:
         """See `PolicyWorkerProtocol.device_info`."""
         peak, source = peak_flops(self._policy.device)
         memory_bytes = total_memory_bytes(self._policy.device)
-        return DeviceInfo(
-            peak_flops=peak,
-            peak_flops_source=source,
-            memory_bytes=memory_bytes,
-        )
+        return DeviceInfo(peak_flops=peak, peak_flops_source=source, memory_bytes=memory_bytes)
 
     def compute_logprobs(
         self,
@@ -190,10 +182,7 @@ class PolicyWorker:
         rows = self._training_rows(shard, plan, columns, logprobs)
         counts, step_fn = self._loss_step(rows, plan.step(0), loss)
         results = self._policy.run(
-            map(rows.inputs, plan.step(0)),
-            step_fn,
-            backward=True,
-            **self._logprob_options(loss),
+            map(rows.inputs, plan.step(0)), step_fn, backward=True, **self._logprob_options(loss)
         )
         grad_norm = self._policy.gradient_norm(is_loss_finite=step_fn.is_finite())
         local_metrics = merge_metrics(fetch_metrics([metrics for metrics, _ in results]))
@@ -205,10 +194,7 @@ class PolicyWorker:
         return self._skipped
 
     def evaluate(
-        self,
-        shard: SlicedDataDict,
-        loss: Loss,
-        logprobs: LogprobHandle | None = None,
+        self, shard: SlicedDataDict, loss: Loss, logprobs: LogprobHandle | None = None
     ) -> Metrics:
         """See `PolicyWorkerProtocol.evaluate`."""
         plan = _logprob_plan(shard)
@@ -353,10 +339,7 @@ class PolicyWorker:
         return self._rows({**shard, **(columns or {}), **kept}, plan.spec, logprobs)
 
     def _rows(
-        self,
-        columns: Mapping[str, Any],
-        spec: PlanSpec,
-        handle: LogprobHandle | None = None,
+        self, columns: Mapping[str, Any], spec: PlanSpec, handle: LogprobHandle | None = None
     ) -> ShardRows:
         cp_rank = self._policy.parallel_layout.coordinates(self._policy.rank).cp
         targets = self._logprobs.targets(handle)
@@ -431,10 +414,7 @@ class PolicyWorker:
         return metrics | memory_metrics(engine)
 
     def _loss_step(
-        self,
-        rows: ShardRows,
-        microbatches: Sequence[Microbatch],
-        loss: Loss,
+        self, rows: ShardRows, microbatches: Sequence[Microbatch], loss: Loss
     ) -> tuple[GlobalCounts, LossStep]:
         """Count the optimizer step over the dp ranks; return the counts and the step function."""
         counts = GlobalCounts(*self._policy.sum_over_dp(rows.count(microbatches)))
@@ -463,13 +443,7 @@ class PolicyWorker:
         if is_coupled:
             shares = shares[:1]
         sums = {row: sum((share[row] for share in shares), 0.0) for row in losses}
-        self._skipped.append(
-            SkippedStep(
-                index=index,
-                grad_norm=grad_norm,
-                row_losses=sums,
-            )
-        )
+        self._skipped.append(SkippedStep(index=index, grad_norm=grad_norm, row_losses=sums))
 
     def _check_finite(self, *, with_moments: bool = False) -> None:
         """Raise NonFiniteError if the policy's weights, or its moments, are not finite."""

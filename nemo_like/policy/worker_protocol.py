@@ -137,10 +137,7 @@ class PolicyWorkerProtocol(WeightSource, Protocol):
         ...
 
     def evaluate(
-        self,
-        shard: SlicedDataDict,
-        loss: Loss,
-        logprobs: LogprobHandle | None = None,
+        self, shard: SlicedDataDict, loss: Loss, logprobs: LogprobHandle | None = None
     ) -> Metrics:
         """Return the loss's metrics over all rows of all dp ranks, without gradients.
 

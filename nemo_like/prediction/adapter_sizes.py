@@ -31,11 +31,7 @@ def trained_head_params(spec: ModelSpec) -> int:
     return spec.head_params if spec.head == "scores" else 0
 
 
-def adapter_params(
-    spec: ModelSpec,
-    lora: LoraConfig,
-    tp: int,
-) -> float:
+def adapter_params(spec: ModelSpec, lora: LoraConfig, tp: int) -> float:
     """Return the adapter parameters of one layer on one of `tp` tensor-parallel ranks.
 
     The matrix on the side that is not sharded is replicated.
@@ -56,11 +52,7 @@ def adapter_activations(spec: ModelSpec, lora: LoraConfig) -> int:
     return lora.rank * len(list(_targets(spec, lora)))
 
 
-def adapter_outputs(
-    spec: ModelSpec,
-    lora: LoraConfig,
-    tp: int,
-) -> float:
+def adapter_outputs(spec: ModelSpec, lora: LoraConfig, tp: int) -> float:
     """Return the outputs B A x of all adapters of one layer, values per token and tp rank.
 
     Selective activation checkpointing saves them, like the results of all matrix products.

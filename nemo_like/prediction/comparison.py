@@ -229,12 +229,7 @@ def strategies(
     """
     assert spec.max_tokens is not None
     plain = replace(
-        spec,
-        layout="padded",
-        max_tokens=None,
-        max_rows=1,
-        balance="flops",
-        oversize="error",
+        spec, layout="padded", max_tokens=None, max_rows=1, balance="flops", oversize="error"
     )
     num_rows = micro_batch_size
     if not num_rows:
@@ -287,11 +282,7 @@ def compare(
     longest = int(lengths.max())
     outcomes = []
     for strategy in strategies(
-        spec,
-        longest,
-        chosen=chosen,
-        stream=stream,
-        micro_batch_size=micro_batch_size,
+        spec, longest, chosen=chosen, stream=stream, micro_batch_size=micro_batch_size
     ):
         try:
             plan = strategy.plan(lengths, num_trained)
@@ -308,13 +299,7 @@ def compare(
             break
     batches = [lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size)]
     bounds = min_microbatches(by_key[balanced_key].plan, batches)
-    return Comparison(
-        lengths,
-        batch_size,
-        tuple(outcomes),
-        chosen_key,
-        float(bounds.mean()),
-    )
+    return Comparison(lengths, batch_size, tuple(outcomes), chosen_key, float(bounds.mean()))
 
 
 def _max_over_mean(values: np.ndarray, plan: BatchPlan) -> float:

@@ -208,9 +208,7 @@ def _sample(rollouts: Sequence[RolloutLengths]) -> list[RolloutLengths]:
 
 
 def _rollout_times(
-    request: GrpoStepRequest,
-    rollout: RolloutLengths,
-    replica_counts: Sequence[int],
+    request: GrpoStepRequest, rollout: RolloutLengths, replica_counts: Sequence[int]
 ) -> list[RolloutTime]:
     rates = request.rates
     decode = DecodeModel.from_spec(
@@ -231,9 +229,7 @@ def _rollout_times(
 
 
 def _training_times(
-    request: GrpoStepRequest,
-    rollouts: Sequence[RolloutLengths],
-    num_workers: int,
+    request: GrpoStepRequest, rollouts: Sequence[RolloutLengths], num_workers: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the seconds of log-probs and of training of each rollout, float64 [N] each."""
     base = request.placement
@@ -242,9 +238,7 @@ def _training_times(
     placement = replace(base, parallel_layout=layout)
     num_params = request.model.num_params
     spec = replace(
-        request.spec,
-        num_ranks=layout.dp,
-        sync=layout.sync(placement.engine, num_params),
+        request.spec, num_ranks=layout.dp, sync=layout.sync(placement.engine, num_params)
     )
     if spec.max_tokens is not None:
         # Lengths that a run has had are planned, whatever the budget is.
@@ -265,9 +259,7 @@ def _training_times(
 
 
 def _scoring_times(
-    request: GrpoStepRequest,
-    rollouts: Sequence[RolloutLengths],
-    split: Split,
+    request: GrpoStepRequest, rollouts: Sequence[RolloutLengths], split: Split
 ) -> np.ndarray:
     """Return the seconds in which the reward models score each rollout, float64 [N]."""
     seconds = np.zeros(len(rollouts))

@@ -42,11 +42,7 @@ class RowLengths:
 
 
 def read_lengths(
-    path: Path,
-    *,
-    columns: Sequence[str] = (),
-    field: str | None = None,
-    limit: int | None = None,
+    path: Path, *, columns: Sequence[str] = (), field: str | None = None, limit: int | None = None
 ) -> RowLengths:
     """Read the first `limit` lengths of a file; several `columns` of a CSV are added up.
 
@@ -78,11 +74,7 @@ def read_lengths(
             " --field"
         )
     lengths = np.asarray(values, dtype=np.int64)
-    return RowLengths(
-        lengths,
-        f"{shown}, {description}",
-        _LineLocations(shown, numbers),
-    )
+    return RowLengths(lengths, f"{shown}, {description}", _LineLocations(shown, numbers))
 
 
 def _read_text(path: Path) -> str:
@@ -107,14 +99,7 @@ def _read_text(path: Path) -> str:
 def _plain_lengths(text: str, shown: str) -> Iterator[tuple[int, int]]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            yield (
-                number,
-                _length(
-                    line.strip(),
-                    f"{shown}:{number}",
-                    _plain_hint(text),
-                ),
-            )
+            yield (number, _length(line.strip(), f"{shown}:{number}", _plain_hint(text)))
 
 
 def _plain_hint(text: str) -> Callable[[], str]:
@@ -132,11 +117,7 @@ def _plain_hint(text: str) -> Callable[[], str]:
     return hint
 
 
-def _csv_lengths(
-    text: str,
-    shown: str,
-    columns: Sequence[str],
-) -> Iterator[tuple[int, int]]:
+def _csv_lengths(text: str, shown: str, columns: Sequence[str]) -> Iterator[tuple[int, int]]:
     reader = csv.reader(io.StringIO(text))
     header = next(reader, [])
     missing = [name for name in columns if name not in header]
@@ -168,11 +149,7 @@ def _csv_lengths(
         yield reader.line_num, _positive(total, place)
 
 
-def _field_lengths(
-    text: str,
-    shown: str,
-    field: str,
-) -> Iterator[tuple[int, int]]:
+def _field_lengths(text: str, shown: str, field: str) -> Iterator[tuple[int, int]]:
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -201,10 +178,7 @@ def _json(line: str, place: str) -> Any:
 
 
 def _length(
-    value: object,
-    place: str,
-    hint: Callable[[], str] | None = None,
-    minimum: int = 1,
+    value: object, place: str, hint: Callable[[], str] | None = None, minimum: int = 1
 ) -> int:
     """Parse one length. Raises ConfigError for anything but an integer of at least `minimum`."""
     number = None

@@ -13,11 +13,7 @@ from nemo_like.integer_math import ceil_div
 from nemo_like.models.quantization import BYTES_PER_VALUE
 from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.activations import Activations
-from nemo_like.prediction.adapter_sizes import (
-    adapter_params,
-    largest_linear_params,
-    linear_params,
-)
+from nemo_like.prediction.adapter_sizes import adapter_params, largest_linear_params, linear_params
 from nemo_like.prediction.placement import Placement
 from nemo_like.prediction.teacher_memory import TeacherMemory
 

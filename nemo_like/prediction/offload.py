@@ -24,11 +24,7 @@ class OffloadDecision:
 
 
 def decide_offload(
-    mode: OffloadMode,
-    *,
-    policy_bytes: float,
-    generator_bytes: float,
-    device_bytes: float,
+    mode: OffloadMode, *, policy_bytes: float, generator_bytes: float, device_bytes: float
 ) -> OffloadDecision:
     """Return the decision of `cluster.offload` for one GPU.
 
@@ -50,20 +46,13 @@ def decide_offload(
 
 
 def policy_peak_bytes(
-    config: RunConfig,
-    spec: ModelSpec,
-    max_tokens: int,
-    teachers: Sequence[ModelSpec] = (),
+    config: RunConfig, spec: ModelSpec, max_tokens: int, teachers: Sequence[ModelSpec] = ()
 ) -> float:
     """Return the predicted peak of a policy worker with microbatches of `max_tokens`."""
     return MemoryModel(spec, placement_of(config, teachers)).peak(max_tokens)
 
 
-def generator_peak_bytes(
-    config: RunConfig,
-    spec: ModelSpec,
-    device_bytes: float,
-) -> float:
+def generator_peak_bytes(config: RunConfig, spec: ModelSpec, device_bytes: float) -> float:
     """Return the predicted peak of a generation worker on a GPU of `device_bytes`.
 
     vLLM takes its configured share of the GPU. The Hugging Face generator has the weights, LoRA

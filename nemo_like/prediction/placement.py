@@ -89,8 +89,6 @@ def policy_placement(
         has_reference=needs_reference and not policy.lora.enabled,
         lora=policy.lora if policy.lora.enabled else None,
         trained=TrainedState(
-            optimizer=policy.optimizer.name,
-            freeze=policy.freeze,
-            has_ema=policy.ema.enabled,
+            optimizer=policy.optimizer.name, freeze=policy.freeze, has_ema=policy.ema.enabled
         ),
     )

@@ -319,10 +319,7 @@ def _global_batches(request: PlanRequest) -> tuple[TokenCounts, list[str]]:
 
 
 def _default_budget(
-    request: PlanRequest,
-    lengths: np.ndarray,
-    memory: MemoryModel | None,
-    multiple: int,
+    request: PlanRequest, lengths: np.ndarray, memory: MemoryModel | None, multiple: int
 ) -> tuple[int, str]:
     """Return the token budget of a request without one, and a note about it.
 
@@ -353,9 +350,7 @@ def _default_budget(
 
 
 def _apply_oversize(
-    request: PlanRequest,
-    counts: TokenCounts,
-    spec: PlanSpec,
+    request: PlanRequest, counts: TokenCounts, spec: PlanSpec
 ) -> tuple[TokenCounts, list[str]]:
     """Apply the oversize policy to rows above the budget, once for every strategy.
 

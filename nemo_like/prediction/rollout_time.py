@@ -66,12 +66,7 @@ class DecodeModel:
             step_overhead_s=step_overhead_s,
         )
 
-    def decode_seconds(
-        self,
-        num_rows: int,
-        context_tokens: int,
-        num_steps: int,
-    ) -> float:
+    def decode_seconds(self, num_rows: int, context_tokens: int, num_steps: int) -> float:
         """Return the time of `num_steps` decode steps of `num_rows` rows.
 
         `context_tokens` is the sum of the rows' positions before the first step; every step adds

@@ -78,11 +78,7 @@ def microbatch_work(plan: BatchPlan, cost: CostModel) -> np.ndarray:
 
 
 def step_times(
-    work: np.ndarray,
-    plan: BatchPlan,
-    *,
-    pp_size: int = 1,
-    min_work: float = 0.0,
+    work: np.ndarray, plan: BatchPlan, *, pp_size: int = 1, min_work: float = 0.0
 ) -> np.ndarray:
     """Return the time of each optimizer step in units of work, float64 [S].
 

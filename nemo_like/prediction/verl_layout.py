@@ -25,9 +25,7 @@ _LINEAR_WORK = 24576
 
 
 def plan_verl(
-    lengths: np.ndarray,
-    spec: PlanSpec,
-    num_trained: np.ndarray | None = None,
+    lengths: np.ndarray, spec: PlanSpec, num_trained: np.ndarray | None = None
 ) -> BatchPlan:
     """Plan rows of `lengths` int64 [B] as verl does, in the packed layout of `spec`.
 

@@ -30,11 +30,7 @@ class Microbatches:
     """Padding tokens, or their work, float64 [R, M]."""
 
 
-def length_histogram(
-    lengths: np.ndarray,
-    max_tokens: int,
-    num_bins: int = 72,
-) -> Drawing:
+def length_histogram(lengths: np.ndarray, max_tokens: int, num_bins: int = 72) -> Drawing:
     """Draw a histogram of row lengths int64 [B], with mean, median, p99 and the token budget.
 
     The budget is left out if it is far above the longest row.
@@ -48,37 +44,14 @@ def length_histogram(
     x = Scale(high, _LEFT, WIDTH - 8)
     # SVG counts y downward, so the axis starts at the bottom.
     y = Scale(float(counts.max()), 196, 34)
-    _value_axis(
-        drawing,
-        y,
-        x,
-        [f"{tick:,.0f}" for tick in y.ticks(4)],
-        y.ticks(4),
-    )
+    _value_axis(drawing, y, x, [f"{tick:,.0f}" for tick in y.ticks(4)], y.ticks(4))
     for count, low, up in zip(counts.tolist(), edges[:-1], edges[1:], strict=True):
         share = f"{counted(count, 'row')} of {low:,.0f} to {up:,.0f} tokens"
-        drawing.rect(
-            x(low) + 0.5,
-            y(count),
-            x(up) - x(low) - 1,
-            y(0) - y(count),
-            "real",
-            share,
-        )
+        drawing.rect(x(low) + 0.5, y(count), x(up) - x(low) - 1, y(0) - y(count), "real", share)
     drawing.line(_LEFT, 196, WIDTH - 8, 196, "axis")
     for tick in x.ticks(8):
-        drawing.text(
-            x(tick),
-            212,
-            f"{tick:,.0f}",
-            anchor="middle",
-        )
-    drawing.text(
-        WIDTH - 8,
-        230,
-        "tokens per row",
-        anchor="end",
-    )
+        drawing.text(x(tick), 212, f"{tick:,.0f}", anchor="middle")
+    drawing.text(WIDTH - 8, 230, "tokens per row", anchor="end")
     marks = [
         ("median", float(np.median(lengths))),
         ("mean", float(lengths.mean())),
@@ -91,11 +64,7 @@ def length_histogram(
     return drawing
 
 
-def _draw_marks(
-    drawing: Drawing,
-    x: Scale,
-    marks: list[tuple[str, float]],
-) -> None:
+def _draw_marks(drawing: Drawing, x: Scale, marks: list[tuple[str, float]]) -> None:
     """Draw a vertical line with a label for each (name, value), labels without overlap."""
     # `spread_labels` needs positions from left to right.
     marks.sort(key=lambda mark: mark[1])
@@ -129,13 +98,7 @@ def bin_fill(panels: Sequence[Microbatches], capacity: int) -> Drawing:
         left = column * (width + 32)
         top = row * (height + gap) + 26
         drawing.text(left, top - 10, panel.title, "name")
-        drawing.text(
-            left + width,
-            top - 10,
-            panel.note,
-            "label",
-            "end",
-        )
+        drawing.text(left + width, top - 10, panel.note, "label", "end")
         _fill_panel(drawing, panel, capacity, left, top, width, height)
     return drawing
 
@@ -165,13 +128,7 @@ def _fill_panel(
     pitch = width / len(shown)
     # A gap is only visible between wide bars.
     bar = pitch - (1 if pitch > 3 else 0)
-    drawing.rect(
-        left,
-        y(capacity),
-        width,
-        y(0) - y(capacity),
-        "room",
-    )
+    drawing.rect(left, y(capacity), width, y(0) - y(capacity), "room")
     real_boxes = []
     padding_boxes = []
     for position, i in enumerate(shown):
@@ -182,20 +139,8 @@ def _fill_panel(
         padding_boxes.append((x, padding_top, bar, real_top - padding_top))
     drawing.rects(real_boxes, "real")
     drawing.rects(padding_boxes, "padding")
-    drawing.line(
-        left,
-        y(capacity),
-        left + width,
-        y(capacity),
-        "budget",
-    )
-    drawing.line(
-        left,
-        y(0),
-        left + width,
-        y(0),
-        "axis",
-    )
+    drawing.line(left, y(capacity), left + width, y(capacity), "budget")
+    drawing.line(left, y(0), left + width, y(0), "axis")
     thinned = "" if len(shown) == len(real) else f", {len(shown):,} of them drawn"
     drawing.text(
         left,
@@ -203,20 +148,11 @@ def _fill_panel(
         f"{counted(len(real), 'microbatch', 'microbatches')} of"
         f" {counted(panel.real.shape[0], 'rank')}, fullest first{thinned}",
     )
-    drawing.text(
-        left + width,
-        y(0) + 15,
-        f"budget {capacity:,}",
-        anchor="end",
-    )
+    drawing.text(left + width, y(0) + 15, f"budget {capacity:,}", anchor="end")
 
 
 def timeline(
-    panels: Sequence[Microbatches],
-    ideal: float,
-    *,
-    waits_at_microbatch: bool,
-    max_ranks: int = 64,
+    panels: Sequence[Microbatches], ideal: float, *, waits_at_microbatch: bool, max_ranks: int = 64
 ) -> Drawing:
     """Draw one step over time with one bar per rank: real work, work on padding, idle time.
 
@@ -236,29 +172,12 @@ def timeline(
     for index, (panel, end) in enumerate(zip(panels, ends, strict=True)):
         top = index * (height + gap) + 26
         drawing.text(2, top - 10, panel.title, "name")
-        drawing.text(
-            WIDTH - 2,
-            top - 10,
-            panel.note,
-            "label",
-            "end",
-        )
+        drawing.text(WIDTH - 2, top - 10, panel.note, "label", "end")
         _rank_bars(drawing, panel, end, ideal, x, top, pitch, num_ranks)
     base = len(panels) * (height + gap) + 4
-    drawing.line(
-        2,
-        base - 8,
-        WIDTH - 2,
-        base - 8,
-        "axis",
-    )
+    drawing.line(2, base - 8, WIDTH - 2, base - 8, "axis")
     for tick in x.ticks(8):
-        drawing.text(
-            x(tick),
-            base + 8,
-            f"{tick:g}",
-            anchor="start" if tick == 0 else "middle",
-        )
+        drawing.text(x(tick), base + 8, f"{tick:g}", anchor="start" if tick == 0 else "middle")
     return drawing
 
 
@@ -289,13 +208,7 @@ def _rank_bars(
     ranks = np.linspace(0, len(work) - 1, num_ranks).round().astype(int)
     bar = pitch - (1.0 if pitch > 4 else 0.4)
     finish = float(ends.max())
-    drawing.rect(
-        x(0),
-        top,
-        x(finish / ideal) - x(0),
-        num_ranks * pitch,
-        "room",
-    )
+    drawing.rect(x(0), top, x(finish / ideal) - x(0), num_ranks * pitch, "room")
     real = []
     padding = []
     for position, rank in enumerate(ranks):
@@ -319,19 +232,11 @@ def _rank_bars(
     bottom = top + num_ranks * pitch + 1
     for kind, value in (("mean", mean_work), ("budget", finish)):
         position = x(value / ideal)
-        drawing.line(
-            position,
-            top - 3,
-            position,
-            bottom,
-            kind,
-        )
+        drawing.line(position, top - 3, position, bottom, kind)
 
 
 def memory_stack(
-    bars: Sequence[tuple[str, Mapping[str, float]]],
-    limits: Sequence[tuple[str, float]],
-    unit: str,
+    bars: Sequence[tuple[str, Mapping[str, float]]], limits: Sequence[tuple[str, float]], unit: str
 ) -> Drawing:
     """Draw the memory of one device by part, one bar per (label, parts), with (name, limit) lines.
 
@@ -342,53 +247,23 @@ def memory_stack(
     max_limit = max((limit for _, limit in limits), default=0.0)
     height = pitch * len(bars) + 54
     drawing = Drawing(WIDTH, height, "Memory of one device by part")
-    x = Scale(
-        1.02 * max(max_total, max_limit),
-        2,
-        WIDTH - 2,
-    )
+    x = Scale(1.02 * max(max_total, max_limit), 2, WIDTH - 2)
     for index, (label, parts) in enumerate(bars):
         top = 44 + index * pitch
-        drawing.text(
-            2,
-            top - 7,
-            f"{label}: {sum(parts.values()):.1f} {unit}",
-            "name",
-        )
+        drawing.text(2, top - 7, f"{label}: {sum(parts.values()):.1f} {unit}", "name")
         _memory_bar(drawing, x, top, parts, unit)
     for name, limit in limits:
-        drawing.line(
-            x(limit),
-            18,
-            x(limit),
-            height - 22,
-            "budget" if name == "usable" else "mark",
-        )
-        drawing.text(
-            x(limit),
-            14,
-            f"{name} {limit:,.1f} {unit}",
-            "label",
-            "end",
-        )
+        drawing.line(x(limit), 18, x(limit), height - 22, "budget" if name == "usable" else "mark")
+        drawing.text(x(limit), 14, f"{name} {limit:,.1f} {unit}", "label", "end")
     base = height - 20
     drawing.line(2, base, WIDTH - 2, base, "axis")
     for tick in x.ticks(8):
-        drawing.text(
-            x(tick),
-            base + 15,
-            f"{tick:g}",
-            anchor="start" if tick == 0 else "middle",
-        )
+        drawing.text(x(tick), base + 15, f"{tick:g}", anchor="start" if tick == 0 else "middle")
     return drawing
 
 
 def _memory_bar(
-    drawing: Drawing,
-    x: Scale,
-    top: float,
-    parts: Mapping[str, float],
-    unit: str,
+    drawing: Drawing, x: Scale, top: float, parts: Mapping[str, float], unit: str
 ) -> None:
     """Draw the parts of one device side by side, labelled where the label fits."""
     start = 0.0
@@ -398,23 +273,10 @@ def _memory_bar(
         tooltip = f"{name}: {size:.2f} {unit}"
         # A part too small to see keeps a thin line, so that its tooltip can be found.
         width = max(right - left - 1, 0.3)
-        drawing.rect(
-            left,
-            top,
-            width,
-            26,
-            f"part-{part_class(name)}",
-            tooltip,
-        )
+        drawing.rect(left, top, width, 26, f"part-{part_class(name)}", tooltip)
         text = f"{name} {size:.1f}"
         if len(text) * _CHARACTER + 8 < right - left:
-            drawing.text(
-                (left + right) / 2,
-                top + 17,
-                text,
-                "on-part",
-                "middle",
-            )
+            drawing.text((left + right) / 2, top + 17, text, "on-part", "middle")
         start += size
 
 
@@ -424,26 +286,11 @@ def part_class(name: str) -> str:
 
 
 def _value_axis(
-    drawing: Drawing,
-    y: Scale,
-    x: Scale,
-    labels: Sequence[str],
-    ticks: Sequence[float],
+    drawing: Drawing, y: Scale, x: Scale, labels: Sequence[str], ticks: Sequence[float]
 ) -> None:
     """Draw horizontal grid lines at the ticks, with their labels at the left."""
     for label, tick in zip(labels, ticks, strict=True):
         # The line at 0 is the axis, which is drawn over the bars.
         if tick:
-            drawing.line(
-                x.start,
-                y(tick),
-                x.stop,
-                y(tick),
-                "grid",
-            )
-            drawing.text(
-                x.start - 8,
-                y(tick) + 4,
-                label,
-                anchor="end",
-            )
+            drawing.line(x.start, y(tick), x.stop, y(tick), "grid")
+            drawing.text(x.start - 8, y(tick) + 4, label, anchor="end")

@@ -67,11 +67,7 @@ footer { margin-top: 56px; padding-top: 14px; border-top: 1px solid var(--rule);
 """
 
 
-def page(
-    title: str,
-    body: Iterable[str],
-    footer: str,
-) -> str:
+def page(title: str, body: Iterable[str], footer: str) -> str:
     """Return the complete document."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -82,11 +78,7 @@ def page(
     )
 
 
-def section(
-    title: str,
-    caption: str,
-    *content: object,
-) -> str:
+def section(title: str, caption: str, *content: object) -> str:
     """Return a section with a heading, a caption and its content."""
     return (
         f'<section><h2>{escape(title)}</h2><p class="caption">{escape(caption)}</p>'

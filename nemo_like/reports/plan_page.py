@@ -72,9 +72,7 @@ def _body(report: PlanReport) -> Iterator[str]:
         length_histogram(report.lengths, report.max_tokens),
     )
     yield section(
-        "Batching strategies",
-        f"{_sentence(verdict(report))} {_COLUMNS}",
-        _comparison(report),
+        "Batching strategies", f"{_sentence(verdict(report))} {_COLUMNS}", _comparison(report)
     )
     drawn = _drawn(report)
     step = f"Optimizer step {_STEP + 1} of {report.comparison.num_steps}"

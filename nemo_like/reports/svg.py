@@ -45,25 +45,14 @@ class Drawing:
     `label` describes it to screen readers.
     """
 
-    def __init__(
-        self,
-        width: float,
-        height: float,
-        label: str,
-    ) -> None:
+    def __init__(self, width: float, height: float, label: str) -> None:
         self.width = width
         self.height = height
         self.label = label
         self._parts: list[str] = []
 
     def rect(
-        self,
-        x: float,
-        y: float,
-        width: float,
-        height: float,
-        kind: str,
-        title: str | None = None,
+        self, x: float, y: float, width: float, height: float, kind: str, title: str | None = None
     ) -> None:
         """Add a rectangle, unless its area is 0; `title` is its tooltip."""
         if width <= 0 or height <= 0:
@@ -87,26 +76,14 @@ class Drawing:
         if path:
             self._parts.append(f'<path class="{kind}" d="{path}"/>')
 
-    def line(
-        self,
-        x1: float,
-        y1: float,
-        x2: float,
-        y2: float,
-        kind: str,
-    ) -> None:
+    def line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
         """Add a line from (x1, y1) to (x2, y2)."""
         self._parts.append(
             f'<line class="{kind}" x1="{_n(x1)}" y1="{_n(y1)}" x2="{_n(x2)}" y2="{_n(y2)}"/>'
         )
 
     def text(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        kind: str = "tick",
-        anchor: str = "start",
+        self, x: float, y: float, text: str, kind: str = "tick", anchor: str = "start"
     ) -> None:
         """Add a text; `anchor` is the side of it that is at x: start, middle or end."""
         self._parts.append(
@@ -123,10 +100,7 @@ class Drawing:
 
 
 def spread_labels(
-    positions: list[float],
-    widths: list[float],
-    low: float,
-    high: float,
+    positions: list[float], widths: list[float], low: float, high: float
 ) -> list[float]:
     """Return centers of labels of these widths, moved apart until none overlaps another.
 

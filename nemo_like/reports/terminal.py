@@ -48,12 +48,7 @@ def show(report: PlanReport, console: Console | None = None) -> None:
         _say(console, line, "  - ", "dim")
 
 
-def _say(
-    console: Console,
-    line: str,
-    bullet: str = "",
-    style: str = "",
-) -> None:
+def _say(console: Console, line: str, bullet: str = "", style: str = "") -> None:
     width = min(console.width, _MAX_WIDTH)
     # Names of files and models may have characters that the terminal cannot show.
     line = printable(line, console.encoding)
@@ -249,11 +244,7 @@ def _memory(report: PlanReport) -> Table:
     budgets = list(memory_budgets(report))
     columns = [report.memory.parts(budget) for budget in budgets]
     unit, size = memory_unit(report)
-    table = Table(
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1),
-    )
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column(f"memory of one device, {unit}", no_wrap=True)
     for budget in budgets:
         table.add_column(f"{budget:,} tokens", justify="right", no_wrap=True)
@@ -272,18 +263,10 @@ def _memory(report: PlanReport) -> Table:
 
 def _logged(report: PlanReport) -> Table:
     """Return the table of logged and planned metrics of a past run."""
-    table = Table(
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1),
-    )
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("the run", no_wrap=True)
     for head in ("logged", "from its lengths"):
         table.add_column(head, justify="right", no_wrap=True)
     for name, (measured, planned) in report.request.logged.items():
-        table.add_row(
-            name,
-            f"{measured:.4f}",
-            f"{planned:.4f}",
-        )
+        table.add_row(name, f"{measured:.4f}", f"{planned:.4f}")
     return table

@@ -17,11 +17,7 @@ _ROUNDING = 1e-6
 
 
 def answer_metrics(
-    rollout: Rollout,
-    rows: np.ndarray,
-    *,
-    num_samples: int,
-    pass_reward: float,
+    rollout: Rollout, rows: np.ndarray, *, num_samples: int, pass_reward: float
 ) -> Metrics:
     """Return the means over `rows` (int64 [n], prompt-major) of reward, components and lengths.
 
@@ -82,11 +78,7 @@ class ScoredAnswers:
         )
 
 
-def answer_means(
-    answers: ScoredAnswers,
-    *,
-    pass_reward: float,
-) -> dict[str, PromptMeans]:
+def answer_means(answers: ScoredAnswers, *, pass_reward: float) -> dict[str, PromptMeans]:
     """Return the means of `answer_metrics` by prompt, of which intervals can be computed.
 
     avg@n and pass@k are there for any number of samples; with one they are the share of correct

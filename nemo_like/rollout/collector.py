@@ -270,10 +270,7 @@ class RolloutCollector:
                 continue
             prompt = job.prompts[row]
             sample = RewardSample(
-                prompt=prompt.text,
-                completion=text,
-                answer=prompt.answer,
-                row=prompt.row,
+                prompt=prompt.text, completion=text, answer=prompt.answer, row=prompt.row
             )
             job.samples[row] = sample
             samples.append(sample)

@@ -142,10 +142,7 @@ class ConversationRow:
             self.ended_by = "turns"
 
     def add_observation(
-        self,
-        messages: Sequence[Message],
-        token_ids: np.ndarray,
-        limits: ConversationLimits,
+        self, messages: Sequence[Message], token_ids: np.ndarray, limits: ConversationLimits
     ) -> None:
         """Append an observation, `token_ids` int32 [L], or end without room for another turn."""
         if self.num_tokens + len(token_ids) >= limits.max_tokens:

@@ -51,10 +51,7 @@ class Estimate:
 
 
 def estimates(
-    means: Mapping[str, PromptMeans],
-    *,
-    confidence: float = 0.95,
-    seed: int = 0,
+    means: Mapping[str, PromptMeans], *, confidence: float = 0.95, seed: int = 0
 ) -> dict[str, Estimate]:
     """Return the mean and the interval of each of `means`, which are over the same P prompts.
 
@@ -86,11 +83,7 @@ def estimates(
     return {name: found[name] for name in means if name in found}
 
 
-def wilson_interval(
-    num_correct: float,
-    num_trials: int,
-    confidence: float,
-) -> tuple[float, float]:
+def wilson_interval(num_correct: float, num_trials: int, confidence: float) -> tuple[float, float]:
     """Return the Wilson score interval of a share (Wilson 1927).
 
     With z the quantile of the normal distribution and p = c / n it is

@@ -195,10 +195,7 @@ class ModelRewards:
     """Adds the scores of all reward models of a run to rollouts that are complete otherwise."""
 
     def __init__(
-        self,
-        models: Sequence[RewardModel],
-        config: RewardConfig,
-        data: DataConfig,
+        self, models: Sequence[RewardModel], config: RewardConfig, data: DataConfig
     ) -> None:
         """`data` has the prompts that are added to the messages of a row, as for the policy."""
         self._models = models
@@ -228,10 +225,7 @@ class ModelRewards:
         return metrics
 
     def _add_problems(
-        self,
-        job: RolloutJob,
-        model: RewardModel,
-        problems: Sequence[RewardProblem | None],
+        self, job: RolloutJob, model: RewardModel, problems: Sequence[RewardProblem | None]
     ) -> None:
         """Add the first problem of each row to the job, or raise it."""
         for row, problem in enumerate(problems):
@@ -239,11 +233,7 @@ class ModelRewards:
                 continue
             if self._config.on_error == "stop":
                 raise RewardError.from_sample(
-                    model.name,
-                    problem.path,
-                    problem.text,
-                    job.samples[row],
-                    section="models",
+                    model.name, problem.path, problem.text, job.samples[row], section="models"
                 )
             if row not in job.reward_problems:
                 job.add_problem(row, problem, self._config)

@@ -107,10 +107,7 @@ def json_numbers(values: Mapping[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
-def row_values(
-    columns: Mapping[str, Column],
-    locations: Sequence[str],
-) -> list[dict[str, Any]]:
+def row_values(columns: Mapping[str, Column], locations: Sequence[str]) -> list[dict[str, Any]]:
     """Return location, lengths and log-prob differences of each row, as JSON values.
 
     `columns` are [B, ...] or Jagged [T] and have `input_ids`, `token_mask` and
@@ -168,11 +165,7 @@ def recorded_steps(directory: Path, suffix: str) -> list[int]:
     return sorted(steps)
 
 
-def remove_old_tokens(
-    directory: Path,
-    num_kept: int,
-    checkpoint_steps: Sequence[int],
-) -> None:
+def remove_old_tokens(directory: Path, num_kept: int, checkpoint_steps: Sequence[int]) -> None:
     """Remove all token files but the newest `num_kept` and those that can be replayed.
 
     A step can be replayed if the weights before it exist: those of the initial model, and of the
@@ -193,11 +186,7 @@ def record_sample(record: Mapping[str, Any]) -> Sample:
         if name.startswith("reward_"):
             notes[name.removeprefix("reward_")] = _shown(value)
     notes["finish"] = str(record["finish_reason"])
-    segments = (
-        (str(record["prompt"]), False),
-        ("\n", False),
-        (str(record["completion"]), True),
-    )
+    segments = ((str(record["prompt"]), False), ("\n", False), (str(record["completion"]), True))
     if "messages" in record:
         segments = _conversation_segments(record["messages"])
     return Sample(segments, reward=record["reward"], notes=notes)

@@ -11,9 +11,7 @@ _TOLERANCE = 1e-8
 
 
 def reward_metrics(
-    rewards: np.ndarray,
-    groups: np.ndarray,
-    components: dict[str, np.ndarray],
+    rewards: np.ndarray, groups: np.ndarray, components: dict[str, np.ndarray]
 ) -> Metrics:
     """Return the mean, spread and extremes of the reward, and shares of groups with equal rewards.
 
@@ -25,11 +23,7 @@ def reward_metrics(
     whose rewards are all 0.
     """
     # Groups may have any numbers; `group_of_row` int64 [B] counts them from 0.
-    _, group_of_row, sizes = np.unique(
-        groups,
-        return_inverse=True,
-        return_counts=True,
-    )
+    _, group_of_row, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     num_groups = len(sizes)
     group_sums = np.bincount(group_of_row, weights=rewards)
     means = group_sums / sizes

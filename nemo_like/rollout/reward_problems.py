@@ -18,9 +18,7 @@ _NUM_SHOWN = 3
 
 
 def check_error_share(
-    problems: Collection[RewardProblem],
-    num_rows: int,
-    config: RewardConfig,
+    problems: Collection[RewardProblem], num_rows: int, config: RewardConfig
 ) -> None:
     """Raise RewardError if more completions of a rollout failed than `max_error_share` allows.
 

@@ -143,12 +143,7 @@ class Rollout:
         return records
 
 
-def row_seeds(
-    seed: int,
-    step: int,
-    num_rows: int,
-    refill: int = 0,
-) -> np.ndarray:
+def row_seeds(seed: int, step: int, num_rows: int, refill: int = 0) -> np.ndarray:
     """Return the seed of each row's sampling stream, uint64 [num_rows].
 
     It depends on the run's seed, the step and the number of its refill only, so a resumed run

@@ -35,8 +35,6 @@ def scored_conversation(sample: RewardSample, data: DataConfig) -> ScoredConvers
     if not sample.messages:
         turns = [{"role": "assistant", "content": sample.completion}]
     prepared = prepare_messages(
-        prompt,
-        system_prompt=data.system_prompt,
-        prompt_template=data.prompt_template,
+        prompt, system_prompt=data.system_prompt, prompt_template=data.prompt_template
     )
     return ScoredConversation([*prepared, *turns], tools)

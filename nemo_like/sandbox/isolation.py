@@ -115,11 +115,7 @@ def apply_limits(limits: dict[str, int | float], num_other_tasks: int) -> None:
         lower_limit(name, soft, hard)
 
 
-def restrict(
-    mechanisms: list[str],
-    read_only: list[str],
-    scratch: str,
-) -> None:
+def restrict(mechanisms: list[str], read_only: list[str], scratch: str) -> None:
     """Apply Landlock and seccomp to this process, as far as `mechanisms` names them."""
     linux.set_no_new_privileges()
     if "landlock" in mechanisms and "namespaces" not in mechanisms:

@@ -83,9 +83,4 @@ class SandboxResult:
         return f"exceeded the limit on {_LIMIT_NAMES[self.reason]} after {self.seconds:.1f} s"
 
 
-_LIMIT_NAMES = {
-    "timeout": "time",
-    "memory": "memory",
-    "output": "output",
-    "disk": "files",
-}
+_LIMIT_NAMES = {"timeout": "time", "memory": "memory", "output": "output", "disk": "files"}

@@ -111,11 +111,7 @@ def unshare(flags: int) -> None:
 
 
 def mount(
-    source: str | None,
-    target: str,
-    kind: str | None,
-    flags: int,
-    data: str | None = None,
+    source: str | None, target: str, kind: str | None, flags: int, data: str | None = None
 ) -> None:
     """Add a file system at `target`, or change what is there. Raises OSError."""
     arguments = [None if text is None else os.fsencode(text) for text in (source, target, kind)]

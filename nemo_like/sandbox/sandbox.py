@@ -131,13 +131,7 @@ class Sandbox:
             raise SandboxError("the program was stopped")
         return SandboxResult(**reply)
 
-    async def run_async(
-        self,
-        source: str,
-        *,
-        stdin: str = "",
-        message: str = "",
-    ) -> SandboxResult:
+    async def run_async(self, source: str, *, stdin: str = "", message: str = "") -> SandboxResult:
         """Run a program in a thread of a shared pool, which has one per core; see `run`.
 
         A cancelled call ends the program.
@@ -230,9 +224,7 @@ def missing_isolation(mechanisms: Sequence[str]) -> str:
 
 
 def _call_supervisor(
-    request: dict[str, Any],
-    timeout_s: float,
-    stop: threading.Event | None,
+    request: dict[str, Any], timeout_s: float, stop: threading.Event | None
 ) -> dict[str, Any]:
     """Start a supervisor with a request and return its reply. Raises SandboxError."""
     try:
@@ -273,9 +265,7 @@ def _call_supervisor(
 
 
 def _read_all(
-    process: subprocess.Popen[bytes],
-    deadline: float,
-    stop: threading.Event | None,
+    process: subprocess.Popen[bytes], deadline: float, stop: threading.Event | None
 ) -> bytes:
     """Read the reply. On `stop` end the supervisor's input, which makes it end the program."""
     assert process.stdin is not None and process.stdout is not None

@@ -180,11 +180,7 @@ def install_filter(*, has_namespaces: bool) -> None:
 
 
 def _filter(
-    column: int,
-    architecture: int,
-    pid: int,
-    *,
-    has_namespaces: bool,
+    column: int, architecture: int, pid: int, *, has_namespaces: bool
 ) -> list[_Instruction]:
     """Return the instructions; `column` selects the system call numbers of the architecture."""
     program: list[_Instruction] = [
@@ -218,10 +214,7 @@ def _filter(
 
 
 def _refuse_argument(
-    number: int,
-    index: int,
-    values: tuple[int, ...],
-    comparison: int,
+    number: int, index: int, values: tuple[int, ...], comparison: int
 ) -> list[_Instruction]:
     """Refuse a call whose argument `index` matches a value. Argument words are the low 32 bits."""
     checks: list[_Instruction] = [(_LOAD, 0, 0, _ARGUMENTS_OFFSET + 8 * index)]

@@ -20,10 +20,7 @@ from nemo_like.training.workers import group_starter
 
 @contextmanager
 def start_answer_workers(
-    config: RunConfig,
-    progress: Progress,
-    *,
-    end_token_ids: Sequence[int] = (),
+    config: RunConfig, progress: Progress, *, end_token_ids: Sequence[int] = ()
 ) -> Iterator[RolloutWorkers]:
     """Start generator, reward functions and environment; stop them with the block.
 

@@ -18,10 +18,7 @@ _COLUMN = "column:"
 
 
 def open_curriculum(
-    name: str | None,
-    rows: Rows,
-    encoded: EncodedRows,
-    progress: Progress,
+    name: str | None, rows: Rows, encoded: EncodedRows, progress: Progress
 ) -> Curriculum | None:
     """Return the difficulty of `rows` that `data.curriculum` names; None without one.
 

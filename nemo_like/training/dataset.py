@@ -46,9 +46,7 @@ class RunData:
 
 
 def open_data(
-    config: RunConfig,
-    schema: RowSchema,
-    validation_schema: RowSchema | None = None,
+    config: RunConfig, schema: RowSchema, validation_schema: RowSchema | None = None
 ) -> RunData:
     """Read and check the files of a run. Raises ConfigError for a missing or bad file or row.
 
@@ -138,10 +136,7 @@ class ExampleSource(Generic[ExampleT]):
         return {name: list(self.validation_batches(name)) for name in self.data.validation}
 
     def first_examples(
-        self,
-        num_batches: int,
-        progress: Progress,
-        curriculum: Curriculum | None = None,
+        self, num_batches: int, progress: Progress, curriculum: Curriculum | None = None
     ) -> list[ExampleT]:
         """Return the examples of the first batches, at least one, that have the largest size.
 
@@ -170,12 +165,7 @@ class ExampleSource(Generic[ExampleT]):
         in_epochs = limits.max_num_epochs * self.steps_per_epoch()
         return _at_most(in_epochs, limits.max_num_steps)
 
-    def last_step(
-        self,
-        limits: EpochLoopConfig,
-        loader: RowLoader[ExampleT],
-        step: int,
-    ) -> int:
+    def last_step(self, limits: EpochLoopConfig, loader: RowLoader[ExampleT], step: int) -> int:
         """Return the last step of a run whose loader has delivered the batches up to `step`.
 
         It differs from `num_steps` if the files changed between a checkpoint and its resume. Raises
@@ -205,11 +195,7 @@ def _at_most(count: int, limit: int | None) -> int:
     return count if limit is None else min(count, limit)
 
 
-def steps_per_epoch(
-    config: RunConfig,
-    num_rows: int,
-    batch_size: int,
-) -> int:
+def steps_per_epoch(config: RunConfig, num_rows: int, batch_size: int) -> int:
     """Return the number of steps of one epoch. Raises ConfigError if it is 0."""
     steps = num_batches(num_rows, batch_size, config.data.last_batch)
     if steps == 0:
@@ -217,31 +203,17 @@ def steps_per_epoch(
     return steps
 
 
-def describe_run(
-    config: RunConfig,
-    num_steps: int,
-    num_rows: int,
-) -> str:
+def describe_run(config: RunConfig, num_steps: int, num_rows: int) -> str:
     """Describe the length of a run over epochs.
 
     Example: `6 steps; an epoch is 3 steps of 32 rows`.
     """
     batch_size = config.policy.train_global_batch_size
-    epoch = describe_epoch(
-        config,
-        num_rows,
-        batch_size,
-        f"{config.example}s",
-    )
+    epoch = describe_epoch(config, num_rows, batch_size, f"{config.example}s")
     return f"{counted(num_steps, 'step')}; {epoch}"
 
 
-def describe_epoch(
-    config: RunConfig,
-    num_rows: int,
-    batch_size: int,
-    noun: str,
-) -> str:
+def describe_epoch(config: RunConfig, num_rows: int, batch_size: int, noun: str) -> str:
     """Describe the steps of an epoch. Raises ConfigError if it has none.
 
     Example: `an epoch is 3 steps of 32 rows and 1 of 4`.

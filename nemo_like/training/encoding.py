@@ -47,11 +47,7 @@ MAX_ROWS_AWAITED = 200_000
 _LARGE_TIMEOUT_S = 10.0
 
 
-def encode_conversation(
-    encoder: ChatEncoder,
-    config: RunConfig,
-    row: Row,
-) -> EncodedRow | None:
+def encode_conversation(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow | None:
     """Encode one SFT row; return None if it is too long and `policy.oversize_rows` is drop.
 
     Raises ConfigError if it is too long and `policy.oversize_rows` is error.
@@ -59,11 +55,7 @@ def encode_conversation(
     return fit_row(encode_sft_row(encoder, config.data.train_on, row), config)
 
 
-def encode_sft_row(
-    encoder: ChatEncoder,
-    train_on: TrainOn,
-    row: Row,
-) -> EncodedRow:
+def encode_sft_row(encoder: ChatEncoder, train_on: TrainOn, row: Row) -> EncodedRow:
     """Encode one SFT row of any format and length; see `data.train_on`.
 
     Raises ConfigError for loss flags that contradict `train_on` or leave nothing to learn.
@@ -98,11 +90,7 @@ def fit_row(encoded: EncodedRow, config: RunConfig) -> EncodedRow | None:
     )
 
 
-def encode_question(
-    encoder: ChatEncoder,
-    config: RunConfig,
-    row: Row,
-) -> EncodedRow | None:
+def encode_question(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow | None:
     """Encode the prompt of one row, with a token mask of zeros.
 
     Returns None for a prompt above `data.max_prompt_tokens`. For one that leaves no room for a
@@ -149,10 +137,7 @@ class PromptRows:
                 continue
             fields = question(self._rows[row])
             prompt = Prompt(
-                token_ids=encoded.input_ids,
-                text=fields.text,
-                answer=fields.answer,
-                row=fields.row,
+                token_ids=encoded.input_ids, text=fields.text, answer=fields.answer, row=fields.row
             )
             prompts.append(prompt)
         return prompts
@@ -177,10 +162,7 @@ def encoding_setup(config: RunConfig, vocab_size: int | None) -> dict[str, Any]:
 
 
 def open_training_rows(
-    config: RunConfig,
-    encoder: ChatEncoder,
-    rows: Rows,
-    encode: EncodeRow,
+    config: RunConfig, encoder: ChatEncoder, rows: Rows, encode: EncodeRow
 ) -> EncodedRows:
     """Return the training rows, encoded on demand or by `data.num_encoding_workers` processes.
 
@@ -211,21 +193,12 @@ def encodes_on_cluster(config: RunConfig) -> bool:
 
 
 def _start_ray_data(
-    setup: dict[str, Any],
-    num_actors: int | None,
-    rows: Sequence[Row],
-    receive: Receive,
+    setup: dict[str, Any], num_actors: int | None, rows: Sequence[Row], receive: Receive
 ) -> RowPool:
     """Start the actors that encode `rows`; an `encoding_pool.StartPool`."""
     from nemo_like.distributed.ray.ray_data import RayDataPool
 
-    return RayDataPool(
-        _WORKER_MODULE,
-        setup,
-        rows,
-        receive,
-        num_actors=num_actors,
-    )
+    return RayDataPool(_WORKER_MODULE, setup, rows, receive, num_actors=num_actors)
 
 
 def leaves_out_rows(config: RunConfig) -> bool:
@@ -245,10 +218,7 @@ def decides_during_training(config: RunConfig, num_rows: int) -> bool:
 
 
 def start_encoding(
-    config: RunConfig,
-    rows: EncodedRows,
-    order: np.ndarray,
-    num_needed: int,
+    config: RunConfig, rows: EncodedRows, order: np.ndarray, num_needed: int
 ) -> None:
     """Start to encode the rows that the run visits: the first `num_needed` of `order`.
 
@@ -272,11 +242,7 @@ def start_encoding(
     finish_encoding(config, rows, progress)
 
 
-def finish_encoding(
-    config: RunConfig,
-    rows: EncodedRows,
-    progress: Progress,
-) -> None:
+def finish_encoding(config: RunConfig, rows: EncodedRows, progress: Progress) -> None:
     """Wait for the rows that `start_encoding` started, at most `data.encoding_timeout_s`.
 
     Reports dropped rows, and rows that are not encoded yet. Raises ConfigError for a bad row.

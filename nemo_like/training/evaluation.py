@@ -36,11 +36,7 @@ def is_due(step: int, period: int, *, is_last: bool) -> bool:
     return is_last or (period > 0 and step % period == 0)
 
 
-def answer_seeds(
-    seed: int,
-    step: int,
-    num_rows: int,
-) -> np.ndarray:
+def answer_seeds(seed: int, step: int, num_rows: int) -> np.ndarray:
     """Return the seed of each validation answer, uint64 [num_rows].
 
     `seed` is that of the run. Fewer rows have the seeds of the first ones.
@@ -71,8 +67,7 @@ def score_answers(
             prompts,
             group_size=sampling.num_samples,
             sampling=SamplingParams.from_config(
-                config.policy.generation,
-                temperature=sampling.temperature,
+                config.policy.generation, temperature=sampling.temperature
             ),
             max_total_length=config.policy.max_total_sequence_length,
             seeds=answer_seeds(config.seed, step, len(prompts) * sampling.num_samples),
@@ -92,19 +87,13 @@ def score_answers(
 
 
 def _set_metrics(
-    rollout: Rollout,
-    prompts: PromptSet,
-    rows: np.ndarray,
-    sampling: AnswerSampling,
+    rollout: Rollout, prompts: PromptSet, rows: np.ndarray, sampling: AnswerSampling
 ) -> Metrics:
     """Return the metrics of one set, whose answers are `rows` int64 [n], and of its sources."""
 
     def metrics_of(selected: np.ndarray) -> Metrics:
         return answer_metrics(
-            rollout,
-            selected,
-            num_samples=sampling.num_samples,
-            pass_reward=sampling.pass_reward,
+            rollout, selected, num_samples=sampling.num_samples, pass_reward=sampling.pass_reward
         )
 
     if len(rows) == 0:
@@ -119,11 +108,7 @@ def _set_metrics(
     return metrics
 
 
-def show_rollout(
-    run: TrainingRun,
-    rollout: Rollout,
-    title: str,
-) -> None:
+def show_rollout(run: TrainingRun, rollout: Rollout, title: str) -> None:
     """Print the first `logger.num_samples_shown` rows of a rollout with their rewards."""
     records = rollout.records()[: run.config.logger.num_samples_shown]
     run.progress.show_samples([record_sample(record) for record in records], title)

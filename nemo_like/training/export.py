@@ -12,11 +12,7 @@ from nemo_like.training.workers import RunWorkers
 
 
 def export_model(
-    directory: RunDirectory,
-    workers: RunWorkers,
-    progress: Progress,
-    *,
-    with_ema: bool,
+    directory: RunDirectory, workers: RunWorkers, progress: Progress, *, with_ema: bool
 ) -> Path:
     """Write the Hugging Face model and return its directory. Raises WriteError.
 
@@ -34,13 +30,7 @@ def export_model(
     return directory.hf
 
 
-def _export(
-    export: Path,
-    workers: RunWorkers,
-    progress: Progress,
-    *,
-    ema: bool,
-) -> None:
+def _export(export: Path, workers: RunWorkers, progress: Progress, *, ema: bool) -> None:
     # Written under another name first, so that `export` never has an incomplete model.
     unfinished = export.with_name(f"{export.name}.unfinished")
     with reporting_write_errors(export, "the exported model"):

@@ -35,10 +35,7 @@ def frozen_models(config: RunConfig, *, policy_only: bool = False) -> dict[str, 
 
 
 def check_frozen_models(
-    saved: Mapping[str, str],
-    current: Mapping[str, str],
-    config: RunConfig,
-    checkpoint: Path,
+    saved: Mapping[str, str], current: Mapping[str, str], config: RunConfig, checkpoint: Path
 ) -> None:
     """Raise ConfigError if `saved`, the identities in a checkpoint, are not `current`.
 

@@ -124,9 +124,7 @@ def open_model_config(config: RunConfig) -> PretrainedConfig:
     """
     name = config.policy.model_name
     model_config = with_output_head(
-        load_checked_config(name, "policy.model_name"),
-        config.output_head,
-        name,
+        load_checked_config(name, "policy.model_name"), config.output_head, name
     )
     spec = ModelSpec.from_config(model_config, name)
     if config.policy.engine == "megatron":

@@ -35,11 +35,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def open_training_run(
-    config: RunConfig,
-    data: RunData,
-    *,
-    num_steps: int | None,
-    num_optimizer_steps: int | None,
+    config: RunConfig, data: RunData, *, num_steps: int | None, num_optimizer_steps: int | None
 ) -> Iterator[TrainingRun]:
     """Lock the run directory, find the checkpoint, and start and check the workers.
 
@@ -58,12 +54,7 @@ def open_training_run(
         ExitStack() as closing,
     ):
         host = socket.gethostname()
-        logger.info(
-            "process %d on host %s starts, resume=%s",
-            os.getpid(),
-            host,
-            config.resume,
-        )
+        logger.info("process %d on host %s starts, resume=%s", os.getpid(), host, config.resume)
         checkpointer = Checkpointer(directory.path, config.checkpointing)
         check_logger(config.logger)
         for warning in precision_warnings(config):
@@ -86,10 +77,7 @@ def open_training_run(
         else:
             write_config(directory, plain)
         with start_workers(
-            config,
-            progress,
-            logs=directory.logs / "ray",
-            end_token_ids=data.encoder.end_token_ids,
+            config, progress, logs=directory.logs / "ray", end_token_ids=data.encoder.end_token_ids
         ) as workers:
             check_workers(config, data.encoder, workers, directory, progress)
             run = TrainingRun(

@@ -98,9 +98,7 @@ def any_shares_gpus(config: RunConfig) -> bool:
 def serving_config(model: RewardModelConfig) -> PolicyConfig:
     """Return the settings with which the policy's worker and planner serve a reward model."""
     packing = SequencePackingConfig(
-        enabled=True,
-        train_mb_tokens=model.mb_tokens,
-        logprob_mb_tokens=model.mb_tokens,
+        enabled=True, train_mb_tokens=model.mb_tokens, logprob_mb_tokens=model.mb_tokens
     )
     return PolicyConfig(
         model_name=model.model_name,

@@ -38,10 +38,7 @@ class RolloutWorkers:
 
 
 def generation_worker(
-    config: RunConfig,
-    end_token_ids: Sequence[int],
-    *,
-    can_sleep: bool = False,
+    config: RunConfig, end_token_ids: Sequence[int], *, can_sleep: bool = False
 ) -> tuple[type, dict[str, Any]]:
     """Return the worker class of `policy.generation.backend` and its keyword arguments.
 
@@ -93,10 +90,7 @@ def start_generator(
 
 
 def start_environment(
-    config: RunConfig,
-    start: StartGroup,
-    closing: ExitStack,
-    progress: Progress,
+    config: RunConfig, start: StartGroup, closing: ExitStack, progress: Progress
 ) -> EnvironmentWorkers | None:
     """Start the workers of the environment; None in a run without one."""
     environment = config.environment
@@ -111,10 +105,7 @@ def start_environment(
         return start("environment", EnvironmentWorker, index, config=environment)
 
     workers = EnvironmentWorkers(
-        start_worker,
-        num_workers,
-        max_restarts=environment.max_restarts,
-        report=progress.print_line,
+        start_worker, num_workers, max_restarts=environment.max_restarts, report=progress.print_line
     )
     closing.callback(workers.shutdown)
     return workers

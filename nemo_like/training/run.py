@@ -33,10 +33,7 @@ from nemo_like.policy.policy import Policy, ShardedBatch
 from nemo_like.progress import Progress, Sample
 from nemo_like.rollout.collector import RolloutCollector, RolloutJob
 from nemo_like.rollout.rollout import Rollout
-from nemo_like.run_directory import (
-    RunDirectory,
-    start_run_directory,
-)
+from nemo_like.run_directory import RunDirectory, start_run_directory
 from nemo_like.run_log import RunLog
 from nemo_like.tracking import Tracker
 from nemo_like.training.collector import open_collector
@@ -342,13 +339,7 @@ class TrainingRun:
         self.first = values | self.first
         self.selection.observe(step, values)
 
-    def save_if_due(
-        self,
-        step: int,
-        position: Position,
-        *,
-        is_last: bool,
-    ) -> None:
+    def save_if_due(self, step: int, position: Position, *, is_last: bool) -> None:
         """Save a checkpoint if this step is due; its time is the next step's `checkpoint_s`.
 
         The step with the best metric of `checkpointing.keep_best` is always due. `position` is the
@@ -368,13 +359,7 @@ class TrainingRun:
             in_background = self.config.checkpointing.async_save and not is_last
             self._save(step, position, in_background=in_background)
 
-    def _save(
-        self,
-        step: int,
-        position: Position,
-        *,
-        in_background: bool,
-    ) -> None:
+    def _save(self, step: int, position: Position, *, in_background: bool) -> None:
         """Save the checkpoint of `step`, whose metrics are logged. Raises CheckpointError."""
         # A resume removes the log records after the checkpoint's step. It must find those before,
         # so they are on disk first.
@@ -390,10 +375,7 @@ class TrainingRun:
             model=self.frozen_models,
         )
         self.saver.save(
-            state,
-            prunes=prunes,
-            in_background=in_background,
-            is_best=self.selection.is_best(step),
+            state, prunes=prunes, in_background=in_background, is_best=self.selection.is_best(step)
         )
 
     @property
@@ -432,10 +414,7 @@ class TrainingRun:
         export = None
         if exports:
             export = export_model(
-                self.directory,
-                self.workers,
-                self.progress,
-                with_ema=self.config.policy.ema.enabled,
+                self.directory, self.workers, self.progress, with_ema=self.config.policy.ema.enabled
             )
         self.log_file.check()
         text = f"done: {counted(step, 'step')}, run directory {self.directory.path}"

@@ -54,18 +54,11 @@ _STEP_COLUMNS = {
 }
 """(metric, format) of the step line of each job. The loss of GRPO is not in it: its value is
 about 0 in every step, because the mean advantage is."""
-_TIME = (
-    ("performance/tokens_per_s", "{:,.0f} tokens/s"),
-    ("timing/step_s", "{:.1f} s"),
-)
+_TIME = (("performance/tokens_per_s", "{:,.0f} tokens/s"), ("timing/step_s", "{:.1f} s"))
 
 
 def header_lines(
-    config: RunConfig,
-    directory: Path,
-    model: ModelSpec,
-    num_rows: int,
-    num_steps: int | None,
+    config: RunConfig, directory: Path, model: ModelSpec, num_rows: int, num_steps: int | None
 ) -> Iterator[str]:
     """Yield the lines that describe a run before its workers start.
 
@@ -95,12 +88,7 @@ def header_lines(
     yield f"data: {counted(num_rows, config.example)}{length}"
 
 
-def step_line(
-    kind: str,
-    step: int,
-    num_steps: int | None,
-    metrics: Mapping[str, float],
-) -> str:
+def step_line(kind: str, step: int, num_steps: int | None, metrics: Mapping[str, float]) -> str:
     """Return the lines of a step of the job `kind`, without those that it has no metrics for.
 
     Example: `step 3/100  loss 1.2345  grad norm 2.1  lr 1e-05  1,200 tokens/s  4.1 s` and

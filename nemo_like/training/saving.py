@@ -37,24 +37,14 @@ def policy_directory(checkpoint: Path) -> Path:
 class CheckpointSaver:
     """Saves the checkpoints of a run. At most one is being written at a time."""
 
-    def __init__(
-        self,
-        checkpointer: Checkpointer,
-        workers: RunWorkers,
-        timers: Timers,
-    ) -> None:
+    def __init__(self, checkpointer: Checkpointer, workers: RunWorkers, timers: Timers) -> None:
         self._checkpointer = checkpointer
         self._workers = workers
         self.timers = timers
         self._pending: _Pending | None = None
 
     def save(
-        self,
-        state: TrainingState,
-        *,
-        prunes: bool,
-        in_background: bool,
-        is_best: bool = False,
+        self, state: TrainingState, *, prunes: bool, in_background: bool, is_best: bool = False
     ) -> None:
         """Save the policy and `state`, after the checkpoint that is being written.
 

@@ -105,11 +105,7 @@ def train_steps(
     return steps
 
 
-def stop_if_too_many(
-    run: TrainingRun,
-    step: int,
-    position: Position,
-) -> None:
+def stop_if_too_many(run: TrainingRun, step: int, position: Position) -> None:
     """Save `step` and raise SkippedStepsError if too many consecutive steps were skipped."""
     limit = run.config.policy.max_skipped_steps
     in_a_row = run.num_skipped_in_a_row
@@ -145,11 +141,7 @@ def _count(counters: dict[str, float], skipped: Sequence[bool]) -> int:
     return longest
 
 
-def _write_records(
-    path: Path,
-    records: Sequence[Mapping[str, Any]],
-    trained: TrainedBatch,
-) -> None:
+def _write_records(path: Path, records: Sequence[Mapping[str, Any]], trained: TrainedBatch) -> None:
     """Write the records of a pass, after those of the earlier passes of the step."""
     lines = []
     with reporting_write_errors(path):
@@ -159,18 +151,10 @@ def _write_records(
     # NaN is not JSON: `_json_number` has replaced it by null.
     for record in records:
         lines.append(json.dumps(record, allow_nan=False) + "\n")
-    write_text(
-        path,
-        "".join(lines),
-        f"the skipped rows of step {trained.step}",
-    )
+    write_text(path, "".join(lines), f"the skipped rows of step {trained.step}")
 
 
-def _records(
-    step: SkippedStep,
-    trained: TrainedBatch,
-    tokenizer: Any,
-) -> Iterator[dict[str, Any]]:
+def _records(step: SkippedStep, trained: TrainedBatch, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """Yield the rows whose loss is not finite; all rows of the step if every loss is finite."""
     losses = dict(sorted(step.row_losses.items()))
     # Without a bad loss the gradients overflowed, for which no single row is responsible.
@@ -209,11 +193,7 @@ def _json_number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _summary(
-    records: Sequence[Mapping[str, Any]],
-    num_skipped: int,
-    num_steps: int,
-) -> str:
+def _summary(records: Sequence[Mapping[str, Any]], num_skipped: int, num_steps: int) -> str:
     share = "" if num_steps == 1 else f" ({num_skipped} of {num_steps})"
     num_rows = sum(record["cause"] == "loss" for record in records)
     cause = f"the loss of {counted(num_rows, 'row')} is" if num_rows else "the gradients are"

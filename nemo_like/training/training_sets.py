@@ -17,11 +17,7 @@ from nemo_like.data.row_store import JoinedRows
 from nemo_like.progress import Progress
 
 
-def load_training(
-    config: RunConfig,
-    schema: RowSchema,
-    progress: Progress,
-) -> Rows:
+def load_training(config: RunConfig, schema: RowSchema, progress: Progress) -> Rows:
     """Read the training rows. Raises ConfigError for a missing or empty file, or a bad line."""
     check_columns(config.data.columns)
     sets = {name: load_set(config, schema, name, progress) for name in training_files(config)}
@@ -39,12 +35,7 @@ def training_name(config: RunConfig) -> str:
     return config.data.train_path if len(names) == 1 else f"the training sets {', '.join(names)}"
 
 
-def load_set(
-    config: RunConfig,
-    schema: RowSchema,
-    name: str,
-    progress: Progress,
-) -> Rows:
+def load_set(config: RunConfig, schema: RowSchema, name: str, progress: Progress) -> Rows:
     """Read one training set. Raises ConfigError for a missing or empty file, or a bad line."""
     data = config.data
     key = training_key(name)
@@ -109,11 +100,7 @@ def mixed_rows(sets: Mapping[str, Rows], weights: Mapping[str, float]) -> Rows:
         digests.append(each.digests)
     sizes = tuple(map(len, sets.values()))
     by_name = weights or dict(zip(sets, map(float, sizes), strict=True))
-    mixture = Mixture(
-        names=tuple(sets),
-        sizes=sizes,
-        weights=tuple(by_name[name] for name in sets),
-    )
+    mixture = Mixture(names=tuple(sets), sizes=sizes, weights=tuple(by_name[name] for name in sets))
     first = next(iter(sets.values()))
     return Rows(
         JoinedRows([each.rows for each in sets.values()]),

@@ -70,9 +70,7 @@ def load_validation(config: RunConfig, schema: RowSchema) -> dict[str, Rows]:
 
 
 def prompt_sets(
-    config: RunConfig,
-    encoder: ChatEncoder,
-    validation: Mapping[str, Rows],
+    config: RunConfig, encoder: ChatEncoder, validation: Mapping[str, Rows]
 ) -> list[PromptSet]:
     """Return the validation rows as prompts, without the rows dropped as too long.
 
@@ -103,11 +101,7 @@ def check_sources(config: RunConfig, validation: Mapping[str, Rows]) -> None:
         row_sources(columns, column, validation_key(name))
 
 
-def row_sources(
-    rows: Sequence[Mapping[str, Any]],
-    column: str,
-    key: str,
-) -> list[str]:
+def row_sources(rows: Sequence[Mapping[str, Any]], column: str, key: str) -> list[str]:
     """Return the source of each row as a part of a metric's name. Raises ConfigError."""
     sources = []
     for row in rows:

@@ -22,9 +22,7 @@ _EXPANDABLE_SEGMENTS = "expandable_segments:True"
 
 
 def worker_environment(
-    config: RunConfig,
-    kind: WorkerKind,
-    driver: Mapping[str, str],
+    config: RunConfig, kind: WorkerKind, driver: Mapping[str, str]
 ) -> dict[str, str | None]:
     """Return the variables that are set in workers of `kind`; `driver` is the driver's environment.
 

@@ -15,11 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from nemo_like.config.parallel import (
-    is_colocated,
-    policy_layout,
-    workers_per_replica,
-)
+from nemo_like.config.parallel import is_colocated, policy_layout, workers_per_replica
 from nemo_like.config.schema import ClusterConfig, ParallelConfig, RunConfig
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.worker_calls import call_all
@@ -205,12 +201,7 @@ def policy_worker_class(config: RunConfig) -> type[PolicyWorker]:
     return MegatronPolicyWorker
 
 
-def _start_policy(
-    config: RunConfig,
-    start: StartGroup,
-    *,
-    needs_reference: bool,
-) -> Policy:
+def _start_policy(config: RunConfig, start: StartGroup, *, needs_reference: bool) -> Policy:
     group = start(
         "policy",
         policy_worker_class(config),
@@ -221,20 +212,11 @@ def _start_policy(
         teachers=config.teacher_names,
         head=config.output_head,
     )
-    return Policy(
-        group,
-        config.policy_in_rows,
-        open_model_spec(config),
-        seed=config.seed,
-    )
+    return Policy(group, config.policy_in_rows, open_model_spec(config), seed=config.seed)
 
 
 def group_starter(
-    config: RunConfig,
-    closing: ExitStack,
-    progress: Progress,
-    *,
-    logs: Path | None,
+    config: RunConfig, closing: ExitStack, progress: Progress, *, logs: Path | None
 ) -> StartGroup:
     """Return `start(name, worker_class, index, **kwargs)`, which starts a group.
 
@@ -256,12 +238,7 @@ def _local_starter(config: RunConfig, closing: ExitStack) -> StartGroup:
     environment = worker_environment(config, "policy", os.environ)
     closing.enter_context(environment_variables(environment))
 
-    def start(
-        name: str,
-        worker_class: type,
-        index: int = 0,
-        **kwargs: Any,
-    ) -> WorkerGroup:
+    def start(name: str, worker_class: type, index: int = 0, **kwargs: Any) -> WorkerGroup:
         timeout_s = config.cluster.progress_timeout_s
         group = LocalGroup(worker_class, kwargs, context, name=name, progress_timeout_s=timeout_s)
         closing.callback(group.shutdown)
@@ -271,11 +248,7 @@ def _local_starter(config: RunConfig, closing: ExitStack) -> StartGroup:
 
 
 def _ray_starter(
-    config: RunConfig,
-    closing: ExitStack,
-    progress: Progress,
-    *,
-    logs: Path | None,
+    config: RunConfig, closing: ExitStack, progress: Progress, *, logs: Path | None
 ) -> StartGroup:
     # Before Ray is started: a variable may be missing.
     environments: dict[str, dict[str, str | None]] = {}
@@ -296,12 +269,7 @@ def _ray_starter(
         )
     )
 
-    def start(
-        name: str,
-        worker_class: type,
-        index: int = 0,
-        **kwargs: Any,
-    ) -> WorkerGroup:
+    def start(name: str, worker_class: type, index: int = 0, **kwargs: Any) -> WorkerGroup:
         placement = _group_placement(config, name, index)
         group = RayWorkerGroup(
             cluster,

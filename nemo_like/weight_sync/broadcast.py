@@ -210,16 +210,10 @@ def _wait_for_members(members: PrefixStore, world_size: int) -> None:
 
 
 def _nccl_group(
-    store: PrefixStore,
-    rank: int,
-    world_size: int,
-    timeout: timedelta,
-    device: torch.device,
+    store: PrefixStore, rank: int, world_size: int, timeout: timedelta, device: torch.device
 ) -> Any:
     """Return a NCCL process group on `device`. Not run: no GPU was available."""
-    from torch.distributed import (
-        ProcessGroupNCCL,  # type: ignore[attr-defined]  # only in builds with CUDA
-    )
+    from torch.distributed import ProcessGroupNCCL  # type: ignore[attr-defined]  # only in builds with CUDA
 
     torch.cuda.set_device(device)
     options = ProcessGroupNCCL.Options()

@@ -49,13 +49,7 @@ class BucketLayout:
             start = aligned(end)
             starts.append(start)
             end = start + num_bytes_of(shape, dtype)
-        return cls(
-            tuple(shapes),
-            tuple(shapes.values()),
-            tuple(starts),
-            end,
-            dtype_name(dtype),
-        )
+        return cls(tuple(shapes), tuple(shapes.values()), tuple(starts), end, dtype_name(dtype))
 
     def views(self, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield each name with the view [*shape] of its bytes in `buffer`, uint8 [n].
@@ -74,9 +68,7 @@ class BucketLayout:
 
 
 def plan_layouts(
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
-    max_bytes: int,
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_bytes: int
 ) -> tuple[BucketLayout, ...]:
     """Return the layouts of the buckets that transfer tensors of these names and shapes.
 

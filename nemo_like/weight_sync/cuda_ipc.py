@@ -16,12 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_like.weight_sync.channel import (
-    ChannelSpec,
-    CudaIpcAddress,
-    WeightSyncError,
-    gpu_uuid,
-)
+from nemo_like.weight_sync.channel import ChannelSpec, CudaIpcAddress, WeightSyncError, gpu_uuid
 
 NUM_SLOTS = 2
 

@@ -79,9 +79,7 @@ class WeightReceiver:
         yield from self._spec.layouts[message.index].views(buffer)
 
     def load(
-        self,
-        message: BucketMessage,
-        load_weights: Callable[[NamedTensors], object],
+        self, message: BucketMessage, load_weights: Callable[[NamedTensors], object]
     ) -> LoadedBucket:
         """Receive a bucket and pass its tensors to `load_weights`, as in `receive`.
 
@@ -103,10 +101,7 @@ class WeightReceiver:
         load_weights(_chain(first, named))
         if isinstance(self._channel, CudaIpcReceiver):
             self._channel.loaded()
-        return LoadedBucket(
-            transfer_s=received - start,
-            load_s=time.perf_counter() - received,
-        )
+        return LoadedBucket(transfer_s=received - start, load_s=time.perf_counter() - received)
 
     def close(self) -> int:
         """Leave the channel; returns the bytes of the buffers of its own that it needed."""

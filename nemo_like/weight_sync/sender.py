@@ -46,10 +46,7 @@ class WeightOwner(Protocol):
         ...
 
     def gather_weights(
-        self,
-        names: Sequence[str],
-        dtype: torch.dtype,
-        targets: Sequence[Tensor] | None,
+        self, names: Sequence[str], dtype: torch.dtype, targets: Sequence[Tensor] | None
     ) -> None:
         """Gather the named weights into `targets`, [*shape] of `dtype`, of rank 0.
 
@@ -179,17 +176,11 @@ class WeightSender:
         except ChannelBrokenError as error:
             self._broken = str(error)
 
-    def _send_in_process(
-        self,
-        index: int,
-        layout: BucketLayout,
-        dtype: torch.dtype,
-    ) -> SentBucket:
+    def _send_in_process(self, index: int, layout: BucketLayout, dtype: torch.dtype) -> SentBucket:
         """Return the bucket's weights, [*shape] each; those of `dtype` are not copied."""
         start = time.perf_counter()
         weights = self._owner.full_weights(layout.names)
         tensors = tuple((name, weight.detach().to(dtype)) for name, weight in weights)
         return SentBucket(
-            message=BucketMessage(index, tensors),
-            gather_s=time.perf_counter() - start,
+            message=BucketMessage(index, tensors), gather_s=time.perf_counter() - start
         )

@@ -14,11 +14,7 @@ import secrets
 import torch
 from torch import Tensor
 
-from nemo_like.weight_sync.channel import (
-    ChannelBrokenError,
-    ChannelSpec,
-    SharedMemoryAddress,
-)
+from nemo_like.weight_sync.channel import ChannelBrokenError, ChannelSpec, SharedMemoryAddress
 
 NAME = "nemo_like_weights"
 """Beginning of the slots' names in `/proc/<pid>/maps`."""

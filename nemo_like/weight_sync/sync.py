@@ -168,11 +168,7 @@ class WeightSync:
         )
 
     def _run_update(
-        self,
-        update: _Update,
-        live: _Replicas,
-        policy_endpoints: Sequence[Endpoint],
-        version: int,
+        self, update: _Update, live: _Replicas, policy_endpoints: Sequence[Endpoint], version: int
     ) -> None:
         """Send all buckets to the live replicas; sets `update.broken` if the channel breaks."""
         endpoints = live.call(WeightTarget.weight_endpoints)
@@ -283,10 +279,7 @@ class WeightSync:
             update.transfer_s += min([sent.transfer_s, *durations])
 
     def _policy_results(
-        self,
-        calls: Sequence[Handle],
-        live: _Replicas,
-        running: Sequence[_Calls],
+        self, calls: Sequence[Handle], live: _Replicas, running: Sequence[_Calls]
     ) -> list[Any]:
         """Return the results of calls of the policy that may wait for `running` calls of replicas.
 
@@ -359,9 +352,7 @@ class _Replicas:
         return self.submit_each(method, {position: args for position, _ in self.live()})
 
     def submit_each(
-        self,
-        method: Callable[..., Any],
-        args: Mapping[int, tuple[Any, ...]],
+        self, method: Callable[..., Any], args: Mapping[int, tuple[Any, ...]]
     ) -> _Calls:
         """Start a method on all replicas with the arguments of each."""
         calls: _Calls = {}

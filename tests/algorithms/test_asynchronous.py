@@ -12,12 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.replica_failures import (
-    num_steps,
-    replica_pids,
-    rollout_problems,
-    signal_replicas,
-)
+from benchmarks.replica_failures import num_steps, replica_pids, rollout_problems, signal_replicas
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.registry import load_config
 from nemo_like.cli import main

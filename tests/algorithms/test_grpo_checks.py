@@ -27,11 +27,7 @@ REJECTED = [
         "has no effect with grpo.advantage.normalize none",
     ),
     (
-        [
-            "grpo.dynamic_sampling.enabled=true",
-            "grpo.max_staleness=1",
-            "cluster.backend=ray",
-        ],
+        ["grpo.dynamic_sampling.enabled=true", "grpo.max_staleness=1", "cluster.backend=ray"],
         "belong to later steps, whose rollouts have already started",
     ),
     (
@@ -54,10 +50,7 @@ REJECTED = [
     ),
     ([_KL_IN_REWARD, "loss_fn.reference_policy_kl_penalty=0"], "so there is no KL"),
     ([_KL_IN_REWARD, "grpo.advantage.whiten=rows"], "each token has its own advantage"),
-    (
-        [_KL_IN_REWARD, "loss_fn.surrogate=gspo"],
-        "set the surrogate to gspo_token",
-    ),
+    ([_KL_IN_REWARD, "loss_fn.surrogate=gspo"], "set the surrogate to gspo_token"),
     (
         ["grpo.num_epochs_per_rollout=2", "loss_fn.surrogate=reinforce"],
         "later passes would be off-policy",

@@ -42,9 +42,7 @@ def test_the_scores_of_a_model_are_a_component_of_the_reward(
         assert len(records) == 32
         for record in records:
             ids = reference.token_ids(
-                ("system", "Add."),
-                ("user", record["prompt"]),
-                ("assistant", record["completion"]),
+                ("system", "Add."), ("user", record["prompt"]), ("assistant", record["completion"])
             )
             assert record["reward_quality"] == pytest.approx(reference.score(ids), abs=1e-4)
             expected = record["reward_digits"] + 0.5 * record["reward_quality"]

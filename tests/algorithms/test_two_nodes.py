@@ -43,10 +43,7 @@ def contents(run: Path) -> dict[str, bytes]:
 
 
 def test_a_head_that_does_not_share_the_workers_disk_refuses_and_loses_nothing(
-    recipe: Recipe,
-    address: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    recipe: Recipe, address: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     shared, separate = recipe.folder / "shared", recipe.folder / "separate"
     config = recipe.folder / "two_nodes.yaml"

@@ -19,12 +19,7 @@ from benchmarks.gpu import features, part, report, tables
 from benchmarks.gpu.attention_check import CP_LENGTHS, chunk_spans
 from benchmarks.gpu.cells import Budget, Cell, Recorder, SkipCell, read_record, run_cells
 from benchmarks.gpu.machine import ROOT
-from benchmarks.gpu.policies import (
-    check_options,
-    option_defaults,
-    policy_config,
-    predicted_peak_gb,
-)
+from benchmarks.gpu.policies import check_options, option_defaults, policy_config, predicted_peak_gb
 from benchmarks.gpu.profile import summarize
 from benchmarks.gpu.rows import file_lengths, full_lengths, lognormal_lengths
 from benchmarks.gpu.transformers_loops import packed, padded

@@ -364,11 +364,7 @@ def test_text_is_counted_in_the_tokenizers_tokens(demo: Path, capsys):
             ("1 of 2 rows", "--max-tokens 512", "900", "lengths.txt:2", "--oversize"),
         ),
         ("12\n", ("--model", "13b"), ("unknown model '13b'", "7b (Qwen2.5-7B)")),
-        (
-            "12\n",
-            ("--model", "7b", "--tp", "8"),
-            ("tp 8", "28 attention heads", "set tp to 4;"),
-        ),
+        ("12\n", ("--model", "7b", "--tp", "8"), ("tp 8", "28 attention heads", "set tp to 4;")),
         ("12\n", ("--model", "1b", "--pp", "32"), ("16 layers", "pp 32")),
         ("12\n", ("--pp", "2", "--engine", "dtensor"), ("engine dtensor has no pipeline",)),
         ("12\n", ("--sequence-parallel",), ("tp is 1", "or tp to 2 or more")),

@@ -91,8 +91,7 @@ def plan_of_command(recipe: Recipe, overrides: tuple[str, ...]) -> BatchPlan:
 
 
 @pytest.mark.parametrize(
-    ("layout", "is_large"),
-    [*((layout, layout in LARGE) for layout in LAYOUTS), ("dp 4", True)],
+    ("layout", "is_large"), [*((layout, layout in LARGE) for layout in LAYOUTS), ("dp 4", True)]
 )
 def test_the_previewed_plan_is_that_of_the_run(
     layout: str, is_large: bool, recipe: Recipe, monkeypatch: pytest.MonkeyPatch

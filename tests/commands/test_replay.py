@@ -28,8 +28,7 @@ OPTIONS = (
 
 
 def test_a_replay_repeats_the_first_optimizer_step_of_every_step_with_weights(
-    recipe: Recipe,
-    capsys: pytest.CaptureFixture[str],
+    recipe: Recipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Three steps of two optimizer steps each, with a KL to the reference; checkpoints 2 and 3.
     run = run_grpo(recipe.grpo(*OPTIONS, "logger.keep_rollout_tokens=1")).directory
@@ -77,8 +76,7 @@ def test_a_replay_repeats_the_first_optimizer_step_of_every_step_with_weights(
 
 
 def test_a_replay_gives_the_logged_loss_of_a_step_with_one_optimizer_step(
-    recipe: Recipe,
-    capsys: pytest.CaptureFixture[str],
+    recipe: Recipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_grpo(
         recipe.grpo(
@@ -164,8 +162,7 @@ def check_show(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_directory_without_records_is_one_message(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["replay", str(tmp_path), "--step", "1"]) == 2
     assert "logger.save_rollout_tokens_every" in capsys.readouterr().err

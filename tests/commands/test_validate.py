@@ -27,10 +27,7 @@ from nemo_like.config.generation import GenerationConfig, VLLMGenerationConfig
 from nemo_like.config.lora import LoraConfig
 from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.reward import RewardConfig, RewardFunctionConfig, RewardModelConfig
-from nemo_like.config.schema import (
-    ClusterConfig,
-    PolicyConfig,
-)
+from nemo_like.config.schema import ClusterConfig, PolicyConfig
 from nemo_like.demo_task import build_model, build_tokenizer
 from nemo_like.environments.reward import RewardSample
 from nemo_like.progress import Progress
@@ -141,10 +138,7 @@ def test_a_missing_vllm_is_a_warning_since_another_machine_may_have_it(
 def test_a_model_that_vllm_would_refuse_is_a_problem(model: Path, write: Write) -> None:
     train = write(ROWS)
     config = grpo(
-        model,
-        train,
-        generation=with_vllm(tensor_parallel_size=3),
-        max_total_sequence_length=257,
+        model, train, generation=with_vllm(tensor_parallel_size=3), max_total_sequence_length=257
     )
     report = validate(config)
     heads, length = report.problems

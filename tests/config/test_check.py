@@ -20,11 +20,7 @@ from nemo_like.config.importance_correction import CorrectionKind
 from nemo_like.config.lora import LoraConfig
 from nemo_like.config.parallel import num_policy_workers
 from nemo_like.config.reward import RewardConfig, RewardFunctionConfig
-from nemo_like.config.schema import (
-    ClusterConfig,
-    PolicyConfig,
-    RunConfig,
-)
+from nemo_like.config.schema import ClusterConfig, PolicyConfig, RunConfig
 from tests.recipe import Recipe
 
 POLICY = PolicyConfig(model_name="models/tiny")

@@ -347,10 +347,7 @@ def test_each_mistake_in_a_file_has_its_message(write: Write, addition: str, exp
             "run_name=a=b",
             "override 'run_name=a=b' does not parse: quote the value twice, once for the shell",
         ),
-        (
-            "run_name=a,b",
-            "override 'run_name=a,b' has several values; write key=[a,b] for a list",
-        ),
+        ("run_name=a,b", "override 'run_name=a,b' has several values; write key=[a,b] for a list"),
         (
             "run_name='${'",
             "Error merging override ++run_name='${': no viable alternative at input '${'",

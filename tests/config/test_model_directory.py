@@ -12,11 +12,7 @@ import pytest
 from huggingface_hub import constants
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.model_directory import (
-    hub_name,
-    model_directory,
-    require_model_directory,
-)
+from nemo_like.config.model_directory import hub_name, model_directory, require_model_directory
 from tests.hub_server import COMMIT, Hub, Repository
 
 NAME = "room/tiny"

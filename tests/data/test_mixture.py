@@ -170,9 +170,7 @@ def test_an_error_restores_the_position() -> None:
 def test_rows_of_a_source_follow_the_curriculum() -> None:
     difficulty = np.array([3.0, 1.0, 2.0, 30.0, 10.0, 20.0])
     order = MixtureOrder(
-        digests(6),
-        Mixture(("a", "b"), (3, 3), (1, 1)),
-        curriculum=Curriculum("length", difficulty),
+        digests(6), Mixture(("a", "b"), (3, 3), (1, 1)), curriculum=Curriculum("length", difficulty)
     )
     rows = order.take(6)
     assert rows[rows < 3].tolist() == [1, 2, 0]

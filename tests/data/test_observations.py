@@ -131,11 +131,7 @@ def test_only_the_beginning_of_a_huge_observation_is_encoded() -> None:
             {"role": "tool", "content": "84"},
             "drops the content of an observation of role 'tool'",
         ),
-        (
-            _WITHOUT_ANSWERS,
-            HINT,
-            "does not render the text of an assistant turn",
-        ),
+        (_WITHOUT_ANSWERS, HINT, "does not render the text of an assistant turn"),
         (LLAMA_TOOLS.replace("| trim", "| upper"), HINT, "does not render the text of an assist"),
     ],
 )

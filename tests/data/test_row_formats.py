@@ -19,13 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.datasets import (
-    PROMPT_ROWS,
-    SFT_ROWS,
-    RowSchema,
-    conversation,
-    question,
-)
+from nemo_like.data.datasets import PROMPT_ROWS, SFT_ROWS, RowSchema, conversation, question
 from nemo_like.data.preferences import PREFERENCE_ROWS, preference
 from nemo_like.data.row_columns import KNOWN_COLUMNS, check_columns, known_row
 from nemo_like.data.row_loading import load_rows

@@ -14,11 +14,7 @@ NUM_FILES = 3
 
 
 def main() -> None:
-    command = {
-        "arguments": sys.argv[1:],
-        "environment": dict(os.environ),
-        "folder": os.getcwd(),
-    }
+    command = {"arguments": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd()}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(os.environ[SOCKET])
         socket.send_fds(connection, [json.dumps(command).encode()], list(range(NUM_FILES)))

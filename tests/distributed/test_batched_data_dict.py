@@ -303,10 +303,7 @@ def test_uneven_plain_shards_are_short_or_empty() -> None:
             {"shards": 3},
             "batch_size=8 is not a multiple of shards=3; allow_uneven_shards=True splits anyway",
         ),
-        (
-            {"shards": 2, "batch_size": 3},
-            "8 rows are not a multiple of batch_size=3",
-        ),
+        ({"shards": 2, "batch_size": 3}, "8 rows are not a multiple of batch_size=3"),
         ({"shards": 2, "batch_size": 4, "allow_uneven_shards": True}, "leave batch_size out"),
         (
             {"shards": 2, "dynamic_batching_args": {}, "sequence_packing_args": {}},

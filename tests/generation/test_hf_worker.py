@@ -56,11 +56,7 @@ class _Driven(HFGenerationWorker):
     """A worker with a method that runs a batch of prompts."""
 
     def generate(
-        self,
-        prompt_ids: Jagged,
-        seeds: np.ndarray,
-        sampling: SamplingParams,
-        max_total_length: int,
+        self, prompt_ids: Jagged, seeds: np.ndarray, sampling: SamplingParams, max_total_length: int
     ) -> Completions:
         return generate(self, prompt_ids, seeds, sampling, max_total_length)
 

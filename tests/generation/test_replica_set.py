@@ -117,11 +117,7 @@ def test_an_exception_of_a_request_is_raised_when_it_is_known(model_directory: P
     generator = Generator(LocalStarts(model_directory), 1, max_restarts=5)
     (replica,) = generator.replicas
     failure = WorkerError(
-        group="generation-0",
-        rank=0,
-        method="submit",
-        cause=ValueError("no"),
-        traceback_text="",
+        group="generation-0", rank=0, method="submit", cause=ValueError("no"), traceback_text=""
     )
     with pytest.raises(WorkerError):
         generator.replace(replica, failure)
@@ -160,9 +156,7 @@ def test_offloading_waits_for_replicas_that_are_starting(model_directory: Path) 
     assert not any(_worker(replica).is_offloaded for replica in generator.replicas)
 
 
-def test_a_replica_that_is_starting_at_the_end_of_the_run_is_stopped(
-    model_directory: Path,
-) -> None:
+def test_a_replica_that_is_starting_at_the_end_of_the_run_is_stopped(model_directory: Path) -> None:
     starts = LocalStarts(model_directory)
     generator = Generator(starts, 2, max_restarts=3)
     starts.allowed.clear()

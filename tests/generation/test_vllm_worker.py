@@ -540,8 +540,7 @@ def test_an_update_that_broke_off_can_be_begun_again(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "name"),
-    [("omitted embedding", "embed_tokens"), ("omitted tensor", "down_proj")],
+    ("fault", "name"), [("omitted embedding", "embed_tokens"), ("omitted tensor", "down_proj")]
 )
 def test_an_omitted_tensor_is_an_error(engine: Engine, fault: str, name: str) -> None:
     """The last test: a failed update leaves the engine unusable."""

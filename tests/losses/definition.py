@@ -81,10 +81,7 @@ def loss_value(
 
 
 def surrogate(
-    row: DefinedRow,
-    policy: np.ndarray,
-    fixed: np.ndarray,
-    config: PolicyGradientLossConfig,
+    row: DefinedRow, policy: np.ndarray, fixed: np.ndarray, config: PolicyGradientLossConfig
 ) -> np.ndarray:
     """The surrogate of the trained tokens of a row, float64 [n]."""
     advantage = row.advantage

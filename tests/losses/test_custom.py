@@ -77,9 +77,7 @@ def example() -> LossInputs:
 @pytest.mark.parametrize("name", ["SquaredLoss", "make_squared"])
 def test_a_class_and_a_function_get_the_options_as_keyword_arguments(name: str) -> None:
     config = PolicyGradientLossConfig(
-        path=f"{HERE}.{name}",
-        options={"scale": 0.5},
-        logprobs=("reference_logprobs",),
+        path=f"{HERE}.{name}", options={"scale": 0.5}, logprobs=("reference_logprobs",)
     )
     loss = rollout_loss(config, max_new_tokens=8)
     assert isinstance(loss, CustomLoss)

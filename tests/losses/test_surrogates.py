@@ -28,9 +28,7 @@ NORMALIZATIONS: tuple[LossNormalization | None, ...] = (None, *get_args(LossNorm
 
 
 def member(
-    surrogate: Surrogate,
-    normalization: LossNormalization | None,
-    kind: CorrectionKind,
+    surrogate: Surrogate, normalization: LossNormalization | None, kind: CorrectionKind
 ) -> PolicyGradientLossConfig:
     """The member with a KL penalty and an entropy bonus, and a dual clip where it has one."""
     return PolicyGradientLossConfig(
@@ -74,10 +72,7 @@ def make_rows(lengths: list[int], seed: int) -> list[DefinedRow]:
 
 
 def to_inputs(
-    rows: list[DefinedRow],
-    leaves: list[torch.Tensor],
-    entropies: list[torch.Tensor],
-    **keys: Any,
+    rows: list[DefinedRow], leaves: list[torch.Tensor], entropies: list[torch.Tensor], **keys: Any
 ) -> LossInputs:
     """The rows packed, in the dtype of `leaves`."""
     dtype = leaves[0].dtype
@@ -102,11 +97,7 @@ def to_inputs(
     return LossInputs(**{**values, **keys})
 
 
-def leaves_of(
-    rows: list[DefinedRow],
-    name: str,
-    dtype: torch.dtype,
-) -> list[torch.Tensor]:
+def leaves_of(rows: list[DefinedRow], name: str, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.from_numpy(getattr(row, name)).to(dtype).requires_grad_() for row in rows]
 
 
@@ -145,9 +136,7 @@ def test_loss_and_gradient_are_those_of_the_definition(lengths, seed, config, dt
     total, parts = 0.0, []
     for group in filter(None, (shuffled[:cut], shuffled[cut:])):
         inputs = to_inputs(
-            [rows[i] for i in group],
-            [leaves[i] for i in group],
-            [entropies[i] for i in group],
+            [rows[i] for i in group], [leaves[i] for i in group], [entropies[i] for i in group]
         )
         terms = loss(inputs)
         value = terms.loss_sum / loss.denominator(counts_of(rows))
@@ -176,10 +165,9 @@ def test_every_surrogate_normalization_and_correction_is_among_the_members() -> 
     for surrogate in SURROGATES:
         own = [config for config in MEMBERS if config.surrogate == surrogate]
         kinds = {config.importance_correction.kind for config in own}
-        refused = {
-            "gspo": {"token_truncate", "token_mask"},
-            "reinforce": {"bypass"},
-        }.get(surrogate, set())
+        refused = {"gspo": {"token_truncate", "token_mask"}, "reinforce": {"bypass"}}.get(
+            surrogate, set()
+        )
         assert kinds == set(CORRECTIONS) - refused
         divisors = {config.divisor for config in own}
         legal = {"sequence"} if surrogate == "gspo" else {"token", "sequence", "constant"}

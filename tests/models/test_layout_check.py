@@ -116,11 +116,7 @@ def test_heads_that_vllm_cannot_divide() -> None:
     assert vllm_texts(DENSE, tensor_parallel_size=12) == []
 
 
-@given(
-    num_kv_heads=st.integers(1, 8),
-    group=st.integers(1, 6),
-    size=st.integers(1, 48),
-)
+@given(num_kv_heads=st.integers(1, 8), group=st.integers(1, 6), size=st.integers(1, 48))
 def test_each_rank_of_vllm_has_the_same_number_of_heads(
     num_kv_heads: int, group: int, size: int
 ) -> None:

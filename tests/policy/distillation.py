@@ -20,9 +20,7 @@ SFT_WEIGHT = 0.25
 SETTINGS = {
     "reverse_kl": TargetSettings(divergence=Divergence(student_temperature=1.3)),
     "forward_kl": TargetSettings(divergence=Divergence(kind="forward_kl")),
-    "jsd": TargetSettings(
-        divergence=Divergence(kind="jsd", beta=0.3, teacher_temperature=0.8),
-    ),
+    "jsd": TargetSettings(divergence=Divergence(kind="jsd", beta=0.3, teacher_temperature=0.8)),
     "top-k": TargetSettings(divergence=Divergence(kind="mixed_kl"), top_k=5),
     "top-k, renormalized": TargetSettings(top_k=5, tail="renormalize"),
 }

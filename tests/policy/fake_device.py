@@ -50,11 +50,7 @@ from tests.policy.test_gradient_equality import dynamic
 DEVICE = "fake"
 LORA = LoraConfig(enabled=True, rank=4)
 POLICIES: dict[str, tuple[dict[str, Any], OutputHead, Loss]] = {
-    "grpo": (
-        {},
-        "vocabulary",
-        ClippedPolicyGradientLoss(config=PolicyGradientLossConfig()),
-    ),
+    "grpo": ({}, "vocabulary", ClippedPolicyGradientLoss(config=PolicyGradientLossConfig())),
     "lora, averaged": ({"lora": LORA, "ema": EmaConfig(enabled=True)}, "vocabulary", NllLoss()),
     "muon": ({"optimizer": OptimizerConfig(name="muon")}, "vocabulary", NllLoss()),
     "scores": ({}, "scores", BradleyTerryLoss(center_coefficient=0.1)),

@@ -38,9 +38,7 @@ LOSSES = {name: ClippedPolicyGradientLoss(config=config) for name, config in MEM
 
 
 def gradients_by_definition(
-    model: str,
-    batch: BatchedDataDict,
-    config: PolicyGradientLossConfig,
+    model: str, batch: BatchedDataDict, config: PolicyGradientLossConfig
 ) -> tuple[dict[str, Tensor], float]:
     """Gradients and loss by plain transformers on unpadded rows, in float64.
 

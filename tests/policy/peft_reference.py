@@ -245,10 +245,7 @@ def assert_look(ranks: Sequence[dict[str, Any]], reference: Reference, where: ob
 
 
 def assert_use(
-    ranks: Sequence[dict[str, Any]],
-    reference: Reference,
-    losses: Sequence[float],
-    out: Path,
+    ranks: Sequence[dict[str, Any]], reference: Reference, losses: Sequence[float], out: Path
 ) -> None:
     """`losses` are those of four steps of one process."""
     for rank in ranks:

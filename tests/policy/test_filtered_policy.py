@@ -15,11 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.parallel import build_layout
-from nemo_like.config.schema import (
-    GenerationConfig,
-    ParallelConfig,
-    PolicyConfig,
-)
+from nemo_like.config.schema import GenerationConfig, ParallelConfig, PolicyConfig
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
@@ -110,10 +106,7 @@ def train_dtensor(
     worker = DTensorPolicyWorker(worker_context, config=config, parallel=parallel)
     parallel_layout = build_layout(parallel, worker_context.world_size)
     spec = plan_spec(
-        config,
-        purpose="train",
-        parallel_layout=parallel_layout,
-        model=load_spec(config.model_name),
+        config, purpose="train", parallel_layout=parallel_layout, model=load_spec(config.model_name)
     )
     shard = batch.shard(plan_batch(batch["length"], spec))[
         parallel_layout.dp_rank(worker_context.rank)

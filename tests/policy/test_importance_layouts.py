@@ -41,8 +41,7 @@ Found = dict[tuple[str, str, str], tuple[dict[str, np.ndarray], dict[str, float]
 
 def make_loss(kind: CorrectionKind) -> ClippedPolicyGradientLoss:
     config = PolicyGradientLossConfig(
-        normalization="sequence",
-        importance_correction=ImportanceCorrectionConfig(kind=kind),
+        normalization="sequence", importance_correction=ImportanceCorrectionConfig(kind=kind)
     )
     return ClippedPolicyGradientLoss(config=config)
 

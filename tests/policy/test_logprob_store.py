@@ -14,11 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_like.config.loss import PolicyGradientLossConfig
-from nemo_like.config.schema import (
-    OptimizerConfig,
-    PolicyConfig,
-    SequencePackingConfig,
-)
+from nemo_like.config.schema import OptimizerConfig, PolicyConfig, SequencePackingConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.errors import WorkerError

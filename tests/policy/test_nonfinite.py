@@ -17,12 +17,7 @@ from hypothesis import strategies as st
 
 from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.parallel import build_layout
-from nemo_like.config.schema import (
-    OptimizerConfig,
-    ParallelConfig,
-    PolicyConfig,
-    SchedulerConfig,
-)
+from nemo_like.config.schema import OptimizerConfig, ParallelConfig, PolicyConfig, SchedulerConfig
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
@@ -100,10 +95,7 @@ def check(
     out: Path,
 ) -> Outcome:
     spec = plan_spec(
-        config,
-        purpose="train",
-        parallel_layout=parallel_layout,
-        model=load_spec(config.model_name),
+        config, purpose="train", parallel_layout=parallel_layout, model=load_spec(config.model_name)
     )
     plan = plan_batch(np.array(LENGTHS), spec)
     dp_rank = parallel_layout.dp_rank(context.rank)

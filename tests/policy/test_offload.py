@@ -35,10 +35,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-@given(
-    sizes=st.lists(st.integers(0, 20), min_size=1, max_size=6),
-    num_cycles=st.integers(1, 3),
-)
+@given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=6), num_cycles=st.integers(1, 3))
 def test_cycles_restore_the_bits_in_the_same_buffers(sizes, num_cycles):
     tensors = [torch.randn(size) for size in sizes]
     tensors.append(torch.arange(7, dtype=torch.bfloat16))

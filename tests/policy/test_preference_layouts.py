@@ -23,11 +23,7 @@ from tests.policy.preferences import LOSSES, PAIR_LENGTHS, gradients_by_definiti
 from tests.policy.tiny import context
 
 PADDED = dataclasses.replace(BASE, train_micro_batch_size=2)
-BATCHING = {
-    "packed": PACKED,
-    "dynamic": DYNAMIC,
-    "one pair at a time": PADDED,
-}
+BATCHING = {"packed": PACKED, "dynamic": DYNAMIC, "one pair at a time": PADDED}
 LAYOUTS = {
     "one rank": (1, ParallelConfig()),
     "dp 2": (2, ParallelConfig()),

@@ -79,12 +79,7 @@ def test_cycles_that_become_longer_are_those_of_torch():
     # Cycles of 3, 6 and 12 steps.
     reference = CosineAnnealingWarmRestarts(sgd(), T_0=3, T_mult=2, eta_min=0.2)
     found = rates(
-        21,
-        kind="cosine_restarts",
-        decay_steps=21,
-        num_cycles=3,
-        cycle_multiplier=2,
-        min_ratio=0.2,
+        21, kind="cosine_restarts", decay_steps=21, num_cycles=3, cycle_multiplier=2, min_ratio=0.2
     )
     assert found == pytest.approx(stepped(reference, 21))
 

@@ -59,11 +59,7 @@ def program(worker_context: WorkerContext, model: str) -> dict[str, Any]:
         for name, mode in MODES.items():
             config = dataclasses.replace(mode, model_name=model)
             engine = DTensorEngine(
-                config,
-                torch.device("cpu"),
-                parallel_layout,
-                worker_context.rank,
-                trainable=True,
+                config, torch.device("cpu"), parallel_layout, worker_context.rank, trainable=True
             )
             worker = PolicyWorker(config, engine, None)
             spec = plan_spec(config, purpose="train", parallel_layout=parallel_layout, model=None)

@@ -26,10 +26,7 @@ def public_methods(protocol: type) -> list[str]:
 
 @pytest.mark.parametrize(
     ("protocol", "worker"),
-    [
-        (PolicyWorkerProtocol, PolicyWorker),
-        (GenerationWorkerProtocol, HFGenerationWorker),
-    ],
+    [(PolicyWorkerProtocol, PolicyWorker), (GenerationWorkerProtocol, HFGenerationWorker)],
 )
 def test_a_worker_has_the_methods_of_its_protocol(protocol: type, worker: type) -> None:
     names = public_methods(protocol)

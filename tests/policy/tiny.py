@@ -60,7 +60,7 @@ ARCHITECTURES: dict[str, tuple[type, Any]] = {
     "qwen3_window": (Qwen3ForCausalLM, Qwen3Config(**_SIZES, **_WINDOW, head_dim=16)),
 }
 WINDOWED: dict[str, tuple[type, Any]] = {
-    "mistral": (MistralForCausalLM, MistralConfig(**_SIZES, head_dim=16, sliding_window=5)),
+    "mistral": (MistralForCausalLM, MistralConfig(**_SIZES, head_dim=16, sliding_window=5))
 }
 """A window in every layer. Kept apart: `qwen3_window` covers windows where it matters."""
 BLOCKS: dict[str, tuple[type, Any]] = {

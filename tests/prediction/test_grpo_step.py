@@ -33,20 +33,12 @@ from nemo_like.prediction.rollout_time import Batching
 
 MODEL = load_spec("1b")
 SCORER = ScoringModel(
-    name="quality",
-    cost=CostModel(linear=1e9, quadratic=1e4),
-    max_tokens=2048,
-    num_workers=0,
+    name="quality", cost=CostModel(linear=1e9, quadratic=1e4), max_tokens=2048, num_workers=0
 )
 
 
 def request(
-    policy: int = 8,
-    generation: int = 0,
-    *,
-    tp: int = 1,
-    num_rollouts: int = 2,
-    **keys: Any,
+    policy: int = 8, generation: int = 0, *, tp: int = 1, num_rollouts: int = 2, **keys: Any
 ) -> GrpoStepRequest:
     generator = np.random.default_rng(0)
     rollouts = []

@@ -80,10 +80,7 @@ def test_the_peaks_of_a_1b_model_fit_on_a_large_gpu_and_not_on_a_small_one(tmp_p
     assert 2 * spec.num_params + cache < generator < 1.3 * (2 * spec.num_params + cache)
     for device_gib, offloads in ((139, False), (24, True)):
         decision = decide_offload(
-            "auto",
-            policy_bytes=policy,
-            generator_bytes=generator,
-            device_bytes=device_gib * GIB,
+            "auto", policy_bytes=policy, generator_bytes=generator, device_bytes=device_gib * GIB
         )
         assert decision.offloads == offloads, decision.reason
 

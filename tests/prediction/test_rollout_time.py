@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.models.presets import load_spec
-from nemo_like.prediction.rollout_time import (
-    Batching,
-    DecodeModel,
-    rollout_times,
-    simulate_rollout,
-)
+from nemo_like.prediction.rollout_time import Batching, DecodeModel, rollout_times, simulate_rollout
 
 MODEL = DecodeModel(
     weight_bytes=1000.0,
@@ -40,10 +35,7 @@ UNIFORM = DecodeModel(
 
 lengths = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 40)), min_size=1, max_size=24)
 batchings = st.builds(
-    Batching,
-    max_running=st.integers(1, 10),
-    is_static=st.booleans(),
-    shares_prefix=st.booleans(),
+    Batching, max_running=st.integers(1, 10), is_static=st.booleans(), shares_prefix=st.booleans()
 )
 
 

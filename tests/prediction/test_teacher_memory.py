@@ -18,9 +18,7 @@ from tests.prediction.test_memory import build, config_of, inputs_of, shape_of
 
 STUDENT, TEACHER = load_spec("1b"), load_spec("7b")
 PLACE = Placement(
-    parallel_layout=ParallelLayout(tp=4),
-    teachers=(TEACHER,),
-    keeps_teacher_embeddings=True,
+    parallel_layout=ParallelLayout(tp=4), teachers=(TEACHER,), keeps_teacher_embeddings=True
 )
 
 

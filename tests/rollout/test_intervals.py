@@ -13,12 +13,7 @@ from hypothesis import strategies as st
 
 from nemo_like.metrics import metric_values
 from nemo_like.rollout.answer_metrics import ScoredAnswers, answer_means
-from nemo_like.rollout.intervals import (
-    PromptMeans,
-    bootstrap_intervals,
-    estimates,
-    wilson_interval,
-)
+from nemo_like.rollout.intervals import PromptMeans, bootstrap_intervals, estimates, wilson_interval
 from nemo_like.rollout.pass_at_k import pass_metrics
 
 

@@ -33,11 +33,7 @@ def test_pass_at_k_needs_k_samples() -> None:
         pass_at_k(4, np.array([1]), 5)
 
 
-@given(
-    num_samples=st.integers(2, 9),
-    num_prompts=st.integers(1, 5),
-    seed=st.integers(0, 99),
-)
+@given(num_samples=st.integers(2, 9), num_prompts=st.integers(1, 5), seed=st.integers(0, 99))
 def test_metrics_are_means_over_prompts(num_samples: int, num_prompts: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
     is_correct = generator.random(num_prompts * num_samples) < 0.4

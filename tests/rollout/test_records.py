@@ -51,8 +51,7 @@ def record_of(columns: dict[str, Column]) -> RolloutRecord:
 
 @given(lengths=st.lists(st.integers(0, 7), min_size=1, max_size=6))
 def test_a_record_is_read_as_it_was_written(
-    tmp_path_factory: pytest.TempPathFactory,
-    lengths: list[int],
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int]
 ) -> None:
     path = tmp_path_factory.mktemp("records") / "step_3.safetensors"
     written = record_of(columns_of(lengths))

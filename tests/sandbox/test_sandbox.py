@@ -17,12 +17,7 @@ from hypothesis import strategies as st
 
 from nemo_like.sandbox import linux, processes, wire
 from nemo_like.sandbox.limits import SandboxLimits
-from nemo_like.sandbox.sandbox import (
-    Sandbox,
-    SandboxError,
-    find_problems,
-    missing_isolation,
-)
+from nemo_like.sandbox.sandbox import Sandbox, SandboxError, find_problems, missing_isolation
 from nemo_like.sandbox.scratch import remove_scratch, size_bytes
 
 _LIMITS = SandboxLimits(wall_s=20.0, cpu_s=5.0, max_processes=8, max_kept_bytes=1000)

@@ -86,12 +86,7 @@ def reward_model(
         return Policy(group, serving, files.spec)
 
     return RewardModel(
-        "quality",
-        config,
-        files.encoder,
-        start,
-        max_length=files.max_length,
-        report=report or print,
+        "quality", config, files.encoder, start, max_length=files.max_length, report=report or print
     )
 
 

@@ -40,9 +40,7 @@ def observed(selection: Selection, losses: list[float], first_step: int = 1) -> 
 
 @given(losses=st.lists(LOSSES, max_size=12), patience=st.integers(1, 4), cut=st.integers(0, 12))
 def test_a_resumed_selection_decides_as_one_without_interruption(
-    losses: list[float],
-    patience: int,
-    cut: int,
+    losses: list[float], patience: int, cut: int
 ) -> None:
     stopping = dataclasses.replace(BASE.early_stopping, patience=patience)
     config = dataclasses.replace(BASE, early_stopping=stopping)
@@ -98,8 +96,7 @@ def steps_of(run: Path) -> list[str]:
 
 
 def test_the_best_checkpoint_stays_and_survives_a_resume(
-    recipe: Recipe,
-    capsys: pytest.CaptureFixture[str],
+    recipe: Recipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = (*OPTIONS, "checkpointing.save_period=3", "sft.val_at_start=false")
     run = run_sft(recipe.sft(*options)).directory
@@ -122,8 +119,7 @@ def test_the_best_checkpoint_stays_and_survives_a_resume(
 
 
 def test_early_stopping_ends_the_run_normally_and_exactly_after_a_resume(
-    recipe: Recipe,
-    capsys: pytest.CaptureFixture[str],
+    recipe: Recipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = (
         *OPTIONS,
@@ -152,9 +148,7 @@ def test_early_stopping_ends_the_run_normally_and_exactly_after_a_resume(
     ],
 )
 def test_settings_without_effect_are_refused(
-    recipe: Recipe,
-    overrides: list[str],
-    message: str,
+    recipe: Recipe, overrides: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         recipe.sft("checkpointing.keep_best=validation/loss", *overrides)

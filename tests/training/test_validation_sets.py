@@ -132,9 +132,7 @@ def test_preferences_are_compared_in_each_set(recipe: Recipe) -> None:
     ],
 )
 def test_settings_without_effect_are_refused(
-    recipe: Recipe,
-    overrides: list[str],
-    message: str,
+    recipe: Recipe, overrides: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         recipe.grpo(*overrides)

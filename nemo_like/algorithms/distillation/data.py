@@ -109,11 +109,7 @@ class TaughtRows:
         return self._encoded.location(row)
 
 
-def encode_row(
-    encoder: ChatEncoder,
-    config: RunConfig,
-    row: Row,
-) -> EncodedRow | None:
+def encode_row(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow | None:
     """Encode a conversation, or for sampled completions its prompt; None drops a row too long.
 
     Raises ConfigError for a bad row.
@@ -134,10 +130,7 @@ def rewarded_rows(train: Rows | None, validation: Rows | None) -> Rows | None:
     return train
 
 
-def open_source(
-    config: DistillRunConfig,
-    data: RunData | None = None,
-) -> ExampleSource[TaughtRow]:
+def open_source(config: DistillRunConfig, data: RunData | None = None) -> ExampleSource[TaughtRow]:
     """Return the training rows of a run, from `data` or read from the files of the config.
 
     Raises ConfigError for a missing or bad file or row.
@@ -147,11 +140,7 @@ def open_source(
     return ExampleSource(config, data, encode_row, partial(TaughtRows, config))
 
 
-def validation_batches(
-    config: DistillRunConfig,
-    data: RunData,
-    name: str,
-) -> list[list[TaughtRow]]:
+def validation_batches(config: DistillRunConfig, data: RunData, name: str) -> list[list[TaughtRow]]:
     """Return the rows of a validation set in batches, without those dropped as too long."""
     rows = data.validation[name]
     encoded = EncodedRows(rows, partial(encode_conversation, data.encoder, config))
@@ -214,11 +203,7 @@ def _check_format(config: DistillRunConfig, data: RunData) -> None:
                 raise ConfigError(f"{rows.locations[index]}: {problem}")
 
 
-def _check_lengths(
-    config: DistillRunConfig,
-    data: RunData,
-    diagnostics: Diagnostics,
-) -> None:
+def _check_lengths(config: DistillRunConfig, data: RunData, diagnostics: Diagnostics) -> None:
     """Check the lengths of a sample of the rows, and show the first ones."""
     encoder = data.encoder
     if config.generates:
@@ -239,10 +224,7 @@ def _check_lengths(
 
 
 def first_lengths(
-    config: DistillRunConfig,
-    data: RunData,
-    num_steps: int,
-    progress: Progress,
+    config: DistillRunConfig, data: RunData, num_steps: int, progress: Progress
 ) -> RowLengths:
     """Return the row lengths of the first steps; those of completions are drawn at random."""
     source = open_source(config, data)
@@ -258,10 +240,7 @@ def first_lengths(
 
 
 def _count_tokens(
-    config: DistillRunConfig,
-    rows: Sequence[TaughtRow],
-    *,
-    longest: bool,
+    config: DistillRunConfig, rows: Sequence[TaughtRow], *, longest: bool
 ) -> TokenCounts:
     """Count the tokens of rows, with completions of the max or of random length."""
     if not config.generates:

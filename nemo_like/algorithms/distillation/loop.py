@@ -117,10 +117,7 @@ class _Task:
 
 
 def _step(
-    run: TrainingRun,
-    config: DistillRunConfig,
-    loader: RowLoader[TaughtRow],
-    step: int,
+    run: TrainingRun, config: DistillRunConfig, loader: RowLoader[TaughtRow], step: int
 ) -> tuple[BatchedDataDict, BatchPlan]:
     """Train on the next rows; return the batch that was trained, and its plan."""
     rows = run.next_rows(loader, step)
@@ -145,10 +142,7 @@ def _step(
 
 
 def _conversations(
-    run: TrainingRun,
-    config: DistillRunConfig,
-    rows: Sequence[TaughtRow],
-    locations: Sequence[str],
+    run: TrainingRun, config: DistillRunConfig, rows: Sequence[TaughtRow], locations: Sequence[str]
 ) -> tuple[list[TaughtRow], list[str]]:
     """Return the rows as conversations, and their locations, without those that are too long.
 
@@ -181,10 +175,7 @@ def _teachers(rows: Sequence[TaughtRow]) -> np.ndarray:
 
 
 def _sampled_batch(
-    run: TrainingRun,
-    config: DistillRunConfig,
-    rows: Sequence[TaughtRow],
-    step: int,
+    run: TrainingRun, config: DistillRunConfig, rows: Sequence[TaughtRow], step: int
 ) -> BatchedDataDict:
     """Let the student complete the prompts of `rows`; return the batch of B completions."""
     prompts: list[Prompt] = []
@@ -217,9 +208,7 @@ def _sampled_batch(
 
 
 def validate(
-    run: TrainingRun,
-    config: DistillRunConfig,
-    sets: Mapping[str, Sequence[Sequence[TaughtRow]]],
+    run: TrainingRun, config: DistillRunConfig, sets: Mapping[str, Sequence[Sequence[TaughtRow]]]
 ) -> Metrics:
     """Return the likelihoods of student and teacher, and their divergence, on validation rows.
 
@@ -237,11 +226,7 @@ def validate(
     return metrics
 
 
-def _evaluate(
-    run: TrainingRun,
-    rows: Sequence[TaughtRow],
-    settings: TargetSettings,
-) -> Metrics:
+def _evaluate(run: TrainingRun, rows: Sequence[TaughtRow], settings: TargetSettings) -> Metrics:
     """Return the metrics of one batch of validation rows."""
     batch = _batch(rows)
     plan = run.policy.plan(batch["length"], "evaluate", num_trained=num_trained_tokens(batch))

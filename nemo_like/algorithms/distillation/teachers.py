@@ -35,8 +35,7 @@ def resolve_teachers(config: DistillRunConfig) -> DistillRunConfig:
 
 
 def open_teachers(
-    config: DistillRunConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    config: DistillRunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, ModelSpec]:
     """Check the files, the layout and the tokenizer of every teacher; return their sizes by name.
 
@@ -85,11 +84,7 @@ def vocabulary_problem(policy: Mapping[str, int], teacher: Mapping[str, int]) ->
     return f"it has {len(teacher) - len(policy)} further tokens"
 
 
-def _check_top_k(
-    config: DistillRunConfig,
-    teacher: ModelSpec,
-    key: str,
-) -> None:
+def _check_top_k(config: DistillRunConfig, teacher: ModelSpec, key: str) -> None:
     top_k = config.distill.top_k
     if top_k is None:
         return
@@ -105,12 +100,7 @@ def _check_top_k(
 class TeacherOfRow:
     """Finds the teacher of the rows of a file, as an index of `DistillRunConfig.teacher_names`."""
 
-    def __init__(
-        self,
-        config: DistillRunConfig,
-        rows: Rows,
-        name: str | None = None,
-    ) -> None:
+    def __init__(self, config: DistillRunConfig, rows: Rows, name: str | None = None) -> None:
         """`name` is that of a validation set, '' for `data.validation_path`; None for training.
 
         Raises ConfigError if the column of a row names no teacher.

@@ -45,10 +45,7 @@ def open_source(config: DpoRunConfig, data: RunData | None = None) -> ExampleSou
 
 
 def check_rows(
-    config: DpoRunConfig,
-    data: RunData,
-    model: PretrainedConfig | None,
-    diagnostics: Diagnostics,
+    config: DpoRunConfig, data: RunData, model: PretrainedConfig | None, diagnostics: Diagnostics
 ) -> None:
     """Check texts, lengths and budgets; if all are fine, plan the first step."""
     source = open_source(config, data)
@@ -56,10 +53,7 @@ def check_rows(
 
 
 def first_lengths(
-    config: DpoRunConfig,
-    data: RunData,
-    num_steps: int,
-    progress: Progress,
+    config: DpoRunConfig, data: RunData, num_steps: int, progress: Progress
 ) -> RowLengths:
     """Return the row lengths of the first steps, those of a pair next to each other."""
     source = open_source(config, data)

@@ -67,11 +67,7 @@ def group_advantages(
         centred = centred / (std + config.eps)[group_of_row]
     elif config.normalize == "leave_one_out_std":
         others_std = _std_of_others(rewards, means, std, sizes, group_of_row)
-        centred = np.where(
-            others_std > 0,
-            centred / (others_std + config.eps),
-            centred,
-        )
+        centred = np.where(others_std > 0, centred / (others_std + config.eps), centred)
     elif config.normalize == "batch_std":
         centred = centred / (rewards.std(ddof=1) + config.eps)
     return np.where(is_spread[group_of_row], centred, 0.0).astype(np.float32)
@@ -103,11 +99,7 @@ def separate_advantages(
     return total.astype(np.float32)
 
 
-def whitened(
-    values: np.ndarray,
-    weights: np.ndarray,
-    eps: float,
-) -> np.ndarray:
+def whitened(values: np.ndarray, weights: np.ndarray, eps: float) -> np.ndarray:
     """Return (values - mean) / (std + eps), float32 [N], from float `values` [N].
 
     Mean and population standard deviation are those of values that occur `weights` (float [N],
@@ -127,9 +119,7 @@ def whitened(
 
 
 def kl_to_go(
-    policy_logprobs: Jagged,
-    reference_logprobs: Jagged,
-    trained: np.ndarray,
+    policy_logprobs: Jagged, reference_logprobs: Jagged, trained: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the k1 estimate of each token and its sum from the token to the end of the row.
 
@@ -149,11 +139,7 @@ def kl_to_go(
 
 
 def token_advantages(
-    advantages: np.ndarray,
-    kl_sums: np.ndarray | None,
-    *,
-    kl_penalty: float,
-    lengths: np.ndarray,
+    advantages: np.ndarray, kl_sums: np.ndarray | None, *, kl_penalty: float, lengths: np.ndarray
 ) -> np.ndarray:
     """Return the advantage of each token, float64 [T]: A_t = A - penalty * sum over s >= t of KL_s.
 
@@ -177,9 +163,7 @@ def has_spread(std: np.ndarray | float, mean: np.ndarray | float) -> np.ndarray:
 
 
 def _rows_of_large_groups(
-    groups: np.ndarray,
-    reward_mask: np.ndarray,
-    config: AdvantageConfig,
+    groups: np.ndarray, reward_mask: np.ndarray, config: AdvantageConfig
 ) -> np.ndarray:
     """Return the rows with a reward whose groups have enough of them, int64 [n].
 

@@ -80,10 +80,7 @@ def _num_updates(config: GrpoRunConfig, num_prompts: int) -> int:
 
 
 def check_rows(
-    config: GrpoRunConfig,
-    data: RunData,
-    model: PretrainedConfig | None,
-    diagnostics: Diagnostics,
+    config: GrpoRunConfig, data: RunData, model: PretrainedConfig | None, diagnostics: Diagnostics
 ) -> None:
     """Check texts, prompt lengths and budgets; if all are fine, plan the first step."""
     num_problems_before = len(diagnostics.problems)
@@ -92,12 +89,7 @@ def check_rows(
     check_prompts_agree(encoder, None, diagnostics)
     num_prompts = config.grpo.num_prompts_per_step
     epoch = diagnostics.check(
-        lambda: describe_epoch(
-            config,
-            len(data.train),
-            num_prompts,
-            "prompts",
-        )
+        lambda: describe_epoch(config, len(data.train), num_prompts, "prompts")
     )
     if epoch is not None:
         diagnostics.add_lines("data", epoch)
@@ -127,21 +119,14 @@ def check_rows(
     describe_plan(config, longest_title, longest, model, diagnostics)
 
 
-def _prompt_sample(
-    config: GrpoRunConfig,
-    encoder: ChatEncoder,
-    prompt: Prompt,
-) -> Sample:
+def _prompt_sample(config: GrpoRunConfig, encoder: ChatEncoder, prompt: Prompt) -> Sample:
     text = str(encoder.tokenizer.decode(prompt.token_ids.tolist()))
     completion = f"up to {config.policy.generation.max_new_tokens} sampled tokens"
     return Sample(((text, False), (completion, True)), notes={"answer": str(prompt.answer)})
 
 
 def first_lengths(
-    config: GrpoRunConfig,
-    data: RunData,
-    num_steps: int,
-    progress: Progress,
+    config: GrpoRunConfig, data: RunData, num_steps: int, progress: Progress
 ) -> RowLengths:
     """Return row lengths of the first steps, with completion lengths drawn at random."""
     prompts = open_source(config, data).first_examples(num_steps, progress)

@@ -16,9 +16,7 @@ from nemo_like.rollout.selection import concat_rollouts, select_rows
 
 
 def rows_with_spread(
-    rewards: np.ndarray,
-    groups: np.ndarray,
-    reward_mask: np.ndarray,
+    rewards: np.ndarray, groups: np.ndarray, reward_mask: np.ndarray
 ) -> np.ndarray:
     """Return True for rows whose group has unequal rewards, bool [B].
 

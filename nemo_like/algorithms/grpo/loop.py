@@ -49,9 +49,7 @@ def _max_num_prompts(config: GrpoRunConfig, step: int) -> int:
 
 
 def _train(
-    config: GrpoRunConfig,
-    source: ExampleSource[Prompt],
-    loader: RowLoader[Prompt],
+    config: GrpoRunConfig, source: ExampleSource[Prompt], loader: RowLoader[Prompt]
 ) -> RunResult:
     total = config.grpo.max_num_steps
     val_sets = prompt_sets(config, source.data.encoder, source.data.validation)

@@ -14,10 +14,7 @@ from nemo_like.rollout.rollout import Rollout
 
 
 def overlong_penalty(
-    lengths: np.ndarray,
-    max_length: int,
-    buffer: int,
-    factor: float,
+    lengths: np.ndarray, max_length: int, buffer: int, factor: float
 ) -> np.ndarray:
     """Return the term that is added to each reward, float64 [B], from 0 down to -factor.
 

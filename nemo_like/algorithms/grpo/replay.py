@@ -75,11 +75,7 @@ class ReplayReport:
     """None without overrides of `REPLAYED_KEYS`."""
 
 
-def replay_step(
-    run: Path,
-    step: int,
-    overrides: Sequence[str] = (),
-) -> ReplayReport:
+def replay_step(run: Path, step: int, overrides: Sequence[str] = ()) -> ReplayReport:
     """Repeat the first optimizer step of `step` of a GRPO run, and once more with `overrides`.
 
     The rows are those of `rollouts/step_<N>.safetensors`; the weights are those of the checkpoint
@@ -220,9 +216,7 @@ def _first_rows(config: GrpoRunConfig, record: RolloutRecord) -> np.ndarray:
 
 
 def _measure(
-    config: GrpoRunConfig,
-    record: RolloutRecord,
-    weights: Path | None,
+    config: GrpoRunConfig, record: RolloutRecord, weights: Path | None
 ) -> dict[str, float]:
     """Return the metrics of the first optimizer step, and `packing/*` of the complete rollout."""
     loss = rollout_loss(config.loss_fn, config.policy.generation.max_new_tokens)

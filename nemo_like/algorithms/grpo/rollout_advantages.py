@@ -37,9 +37,7 @@ class RolloutAdvantages:
 
 
 def rollout_advantages(
-    config: GrpoRunConfig,
-    rollout: Rollout,
-    logprobs: Mapping[str, Jagged],
+    config: GrpoRunConfig, rollout: Rollout, logprobs: Mapping[str, Jagged]
 ) -> RolloutAdvantages:
     """Return the advantages of a rollout.
 
@@ -91,11 +89,7 @@ def trained_tokens(batch: BatchedDataDict) -> np.ndarray:
     return (batch["token_mask"].values != 0) & is_row_trained
 
 
-def _row_advantages(
-    config: GrpoRunConfig,
-    rollout: Rollout,
-    metrics: Metrics,
-) -> np.ndarray:
+def _row_advantages(config: GrpoRunConfig, rollout: Rollout, metrics: Metrics) -> np.ndarray:
     """Return the advantage of each row before whitening, float32 [B]; adds to `metrics`."""
     overlong = config.grpo.overlong
     completion_lengths = rollout.completions.token_ids.lengths

@@ -44,11 +44,7 @@ class RolloutPipeline:
     """
 
     def __init__(
-        self,
-        run: TrainingRun,
-        config: GrpoRunConfig,
-        loader: RowLoader[Prompt],
-        step: int,
+        self, run: TrainingRun, config: GrpoRunConfig, loader: RowLoader[Prompt], step: int
     ) -> None:
         """`step` is the first step that is trained, counted from 0."""
         self._run = run
@@ -178,11 +174,7 @@ class RolloutPipeline:
         self._next_step += 1
 
     def _start_rollout(
-        self,
-        prompts: list[Prompt],
-        step: int,
-        refill: int = 0,
-        earlier: Sequence[RolloutJob] = (),
+        self, prompts: list[Prompt], step: int, refill: int = 0, earlier: Sequence[RolloutJob] = ()
     ) -> RolloutJob:
         group_size = self._config.grpo.num_generations_per_prompt
         return self._run.rollouts.start(

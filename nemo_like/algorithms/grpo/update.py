@@ -23,11 +23,7 @@ from nemo_like.training.throughput import StepWork, plan_metrics
 
 
 def train_on_rollout(
-    run: TrainingRun,
-    config: GrpoRunConfig,
-    taken: StepRollout,
-    loss: RolloutLoss,
-    step: int,
+    run: TrainingRun, config: GrpoRunConfig, taken: StepRollout, loss: RolloutLoss, step: int
 ) -> TrainedRollout:
     """Take the optimizer steps on a rollout and add their metrics to the run.
 
@@ -89,12 +85,7 @@ def train_on_rollout(
     )
 
 
-def epoch_order(
-    seed: int,
-    step: int,
-    epoch: int,
-    num_rows: int,
-) -> np.ndarray:
+def epoch_order(seed: int, step: int, epoch: int, num_rows: int) -> np.ndarray:
     """Return the order of the rows in pass `epoch` over a rollout, int64 [num_rows].
 
     Pass 0 has the order of the rollout. It depends on the arguments only, so that a resumed run has
@@ -105,10 +96,7 @@ def epoch_order(
     return np.random.default_rng((seed % 2**64, step, epoch)).permutation(num_rows)
 
 
-def _logprob_names(
-    config: GrpoRunConfig,
-    loss: RolloutLoss,
-) -> tuple[LogprobName, ...]:
+def _logprob_names(config: GrpoRunConfig, loss: RolloutLoss) -> tuple[LogprobName, ...]:
     """Return the log-probs that the loss or the rewards read, each once."""
     names: list[LogprobName] = list(loss.logprob_names)
     if config.has_kl_in_reward:
@@ -145,11 +133,7 @@ def _shuffled(
     )
 
 
-def _train_again(
-    run: TrainingRun,
-    trained: TrainedBatch,
-    loss: RolloutLoss,
-) -> list[Metrics]:
+def _train_again(run: TrainingRun, trained: TrainedBatch, loss: RolloutLoss) -> list[Metrics]:
     """Plan and shard the rows in their new order; return the metrics of each optimizer step."""
     with run.timers("plan"):
         batch = trained.batch

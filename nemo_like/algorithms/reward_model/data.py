@@ -114,10 +114,7 @@ def check_rows(
 
 
 def first_lengths(
-    config: RewardModelRunConfig,
-    data: RunData,
-    num_steps: int,
-    progress: Progress,
+    config: RewardModelRunConfig, data: RunData, num_steps: int, progress: Progress
 ) -> RowLengths:
     """Return the row lengths of the first steps, those of a pair next to each other."""
     source = open_source(config, data)

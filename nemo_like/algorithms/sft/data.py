@@ -16,11 +16,7 @@ from nemo_like.data.streaming.loader import RowNumbers, StreamLoader
 from nemo_like.diagnostics.chat_checks import check_prompts_agree, check_texts
 from nemo_like.diagnostics.plan_preview import describe_plan
 from nemo_like.diagnostics.report import Diagnostics
-from nemo_like.diagnostics.row_checks import (
-    NUM_SAMPLES,
-    check_lengths,
-    encode_sample,
-)
+from nemo_like.diagnostics.row_checks import NUM_SAMPLES, check_lengths, encode_sample
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec, stream_spec
 from nemo_like.prediction.lengths import RowLengths
@@ -63,9 +59,7 @@ def open_source(config: SftRunConfig, data: RunData | None = None) -> ExampleSou
 
 
 def open_loader(
-    config: SftRunConfig,
-    source: ExampleSource[EncodedRow],
-    model: ModelSpec | None,
+    config: SftRunConfig, source: ExampleSource[EncodedRow], model: ModelSpec | None
 ) -> SftLoader:
     """Return the loader of the training rows, which also plans them if they are streamed.
 
@@ -102,10 +96,7 @@ def _row_numbers(row: EncodedRow) -> RowNumbers:
 
 
 def check_rows(
-    config: SftRunConfig,
-    data: RunData,
-    model: PretrainedConfig | None,
-    diagnostics: Diagnostics,
+    config: SftRunConfig, data: RunData, model: PretrainedConfig | None, diagnostics: Diagnostics
 ) -> None:
     """Check texts, lengths, budgets and loss masks; if all are fine, plan the first step."""
     num_problems_before = len(diagnostics.problems)
@@ -141,10 +132,7 @@ def check_rows(
 
 
 def _check_trained(
-    config: SftRunConfig,
-    rows: Rows,
-    encoded: Mapping[int, EncodedRow],
-    diagnostics: Diagnostics,
+    config: SftRunConfig, rows: Rows, encoded: Mapping[int, EncodedRow], diagnostics: Diagnostics
 ) -> None:
     """Warn about rows of which no token is trained, by index in `rows`."""
     limit = None
@@ -176,9 +164,7 @@ def _describe_stream(config: SftRunConfig, num_rows: int) -> str:
 
 
 def _check_num_steps(
-    config: SftRunConfig,
-    source: ExampleSource[EncodedRow],
-    diagnostics: Diagnostics,
+    config: SftRunConfig, source: ExampleSource[EncodedRow], diagnostics: Diagnostics
 ) -> None:
     """Describe the length of a run of fixed batches, and check that it has a step."""
     num_steps = diagnostics.check(lambda: source.num_steps(config.sft))
@@ -222,10 +208,7 @@ def _describe_first_step(
 
 
 def first_lengths(
-    config: SftRunConfig,
-    data: RunData,
-    num_steps: int,
-    progress: Progress,
+    config: SftRunConfig, data: RunData, num_steps: int, progress: Progress
 ) -> RowLengths:
     """Return the row lengths of the first steps."""
     source = open_source(config, data)

@@ -41,11 +41,7 @@ def run_sft(config: SftRunConfig) -> RunResult:
         return _train(config, source, loader)
 
 
-def _train(
-    config: SftRunConfig,
-    source: ExampleSource[EncodedRow],
-    loader: SftLoader,
-) -> RunResult:
+def _train(config: SftRunConfig, source: ExampleSource[EncodedRow], loader: SftLoader) -> RunResult:
     total = _num_steps(config, source, loader)
     validation = ValidationData.open(config, source)
     mixture = source.data.train.mixture
@@ -76,10 +72,7 @@ def _train(
                     batch = _batch(run.next_rows(loader, step), loader)
                     plan, sharded = run.plan_and_shard(batch, step, plan=loader.plan)
                     trained = TrainedBatch(
-                        step=step + 1,
-                        batch=batch,
-                        locations=loader.batch_locations(),
-                        columns={},
+                        step=step + 1, batch=batch, locations=loader.batch_locations(), columns={}
                     )
                     with run.timers("train"), run.workers.policy_onloaded():
                         metrics = train(run, sharded, trained, loss)
@@ -110,10 +103,7 @@ def _batch(rows: list[EncodedRow], loader: SftLoader) -> BatchedDataDict:
 
 
 def _upcoming(
-    config: SftRunConfig,
-    source: ExampleSource[EncodedRow],
-    loader: SftLoader,
-    step: int,
+    config: SftRunConfig, source: ExampleSource[EncodedRow], loader: SftLoader, step: int
 ) -> np.ndarray:
     """Return the rows that the run visits after `step` steps, int64 [n].
 
@@ -126,10 +116,7 @@ def _upcoming(
 
 
 def _num_steps(
-    config: SftRunConfig,
-    source: ExampleSource[EncodedRow],
-    loader: SftLoader,
-    step: int = 0,
+    config: SftRunConfig, source: ExampleSource[EncodedRow], loader: SftLoader, step: int = 0
 ) -> int | None:
     """Return the last step of a run that has done `step`; None if it is not known in advance."""
     if isinstance(loader, StreamLoader):
@@ -153,9 +140,7 @@ def _is_last(
 
 
 def _report_dropped_tail(
-    run: TrainingRun,
-    source: ExampleSource[EncodedRow],
-    loader: SftLoader,
+    run: TrainingRun, source: ExampleSource[EncodedRow], loader: SftLoader
 ) -> None:
     """Print the rows of the last epoch that `data.batching.tail=drop` leaves out.
 
@@ -202,11 +187,7 @@ class ValidationData:
         return cls(batches, prompts)
 
 
-def validate(
-    run: TrainingRun,
-    data: ValidationData,
-    step: int,
-) -> Metrics:
+def validate(run: TrainingRun, data: ValidationData, step: int) -> Metrics:
     """Return the validation loss, and with `sft.val_generate` the reward of generated answers."""
     metrics: Metrics = {}
     with run.timers("validation"):

@@ -109,12 +109,7 @@ class SequencePacker:
         start = perf_counter()
         bins = self.pack_csr(sequence_lengths).bins()
         if self.metrics is not None:
-            self.metrics.update(
-                sequence_lengths,
-                bins,
-                self.bin_capacity,
-                perf_counter() - start,
-            )
+            self.metrics.update(sequence_lengths, bins, self.bin_capacity, perf_counter() - start)
         return bins
 
     def pack_csr(self, sequence_lengths: Sequence[int] | np.ndarray) -> Packing:
@@ -137,12 +132,7 @@ class SequencePacker:
         self._check_num_bins(num_bins, len(lengths))
         return self.split_fullest(packing, lengths, num_bins)
 
-    def split_fullest(
-        self,
-        packing: Packing,
-        lengths: np.ndarray,
-        num_bins: int,
-    ) -> Packing:
+    def split_fullest(self, packing: Packing, lengths: np.ndarray, num_bins: int) -> Packing:
         """Split the fullest bins of `packing` until there are `num_bins`, at most one per row.
 
         Applies `packers.split_fullest` under this packer's limits. `lengths` is int64 [n].

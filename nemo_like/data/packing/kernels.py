@@ -69,11 +69,7 @@ def stable_argsort(keys: np.ndarray, bound: int) -> np.ndarray:
     return order
 
 
-def counting_sort(
-    keys: Any,
-    starts: Any,
-    order: Any,
-) -> None:
+def counting_sort(keys: Any, starts: Any, order: Any) -> None:
     """Write the stable order of `keys` [n] to `order` [n].
 
     `starts[k]` is the first position of key k in the result; it is incremented with each key.
@@ -83,12 +79,7 @@ def counting_sort(
         starts[keys[i]] += 1
 
 
-def next_fit(
-    lengths: Any,
-    capacity: int,
-    max_items: int,
-    bin_of: Any,
-) -> int:
+def next_fit(lengths: Any, capacity: int, max_items: int, bin_of: Any) -> int:
     """Keep one bin open and close it when a row does not fit. Returns the number of bins."""
     last = -1
     free_tokens = 0
@@ -105,12 +96,7 @@ def next_fit(
 
 
 def first_fit(
-    lengths: Any,
-    max_items: int,
-    tree: Any,
-    num_leaves: int,
-    free_items: Any,
-    bin_of: Any,
+    lengths: Any, max_items: int, tree: Any, num_leaves: int, free_items: Any, bin_of: Any
 ) -> int:
     """Put each row into the leftmost bin with room. Returns the number of bins.
 
@@ -149,13 +135,7 @@ def first_fit(
     return num_bins
 
 
-def least_loaded(
-    lengths: Any,
-    capacity: int,
-    max_items: int,
-    num_bins: int,
-    bin_of: Any,
-) -> bool:
+def least_loaded(lengths: Any, capacity: int, max_items: int, num_bins: int, bin_of: Any) -> bool:
     """Put each row into the bin with the fewest tokens, of equal ones the first.
 
     Returns False if a row does not fit there.
@@ -180,9 +160,7 @@ def least_loaded(
 
 
 def best_fit_runs(
-    lengths: list[int],
-    capacity: int,
-    max_items: int,
+    lengths: list[int], capacity: int, max_items: int
 ) -> tuple[list[int], list[int], int]:
     """Best fit of a non-increasing list, for the interpreter.
 

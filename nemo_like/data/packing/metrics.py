@@ -112,9 +112,7 @@ def _weighted_mean(values: list[float], weights: list[float]) -> float:
 
 
 def bin_stats(
-    loads: np.ndarray,
-    bin_capacity: int,
-    theoretical_min_bins: int | None = None,
+    loads: np.ndarray, bin_capacity: int, theoretical_min_bins: int | None = None
 ) -> dict[str, float]:
     """Compute the statistics of `PackingMetrics` from bin loads, int [K]; all zero without bins.
 

@@ -94,37 +94,19 @@ def longest_first(lengths: np.ndarray) -> np.ndarray:
 
 
 def first_fit_decreasing(
-    lengths: np.ndarray,
-    capacity: int,
-    max_items: int,
-    seed: int = 0,
+    lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0
 ) -> Packing:
     """Pack the longest row first, each into the first bin with room. `lengths` is int64 [n]."""
-    return _first_fit(
-        lengths,
-        longest_first(lengths),
-        capacity,
-        max_items,
-    )
+    return _first_fit(lengths, longest_first(lengths), capacity, max_items)
 
 
-def first_fit_shuffle(
-    lengths: np.ndarray,
-    capacity: int,
-    max_items: int,
-    seed: int = 0,
-) -> Packing:
+def first_fit_shuffle(lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0) -> Packing:
     """Pack rows in a random order, each into the first bin with room. `lengths` is int64 [n]."""
     order = np.random.default_rng(seed).permutation(len(lengths))
     return _first_fit(lengths, order, capacity, max_items)
 
 
-def concatenative(
-    lengths: np.ndarray,
-    capacity: int,
-    max_items: int,
-    seed: int = 0,
-) -> Packing:
+def concatenative(lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0) -> Packing:
     """Pack rows in the given order; the first that does not fit closes the bin (next fit).
 
     `lengths` is int64 [n].
@@ -134,10 +116,7 @@ def concatenative(
 
 
 def best_fit_decreasing(
-    lengths: np.ndarray,
-    capacity: int,
-    max_items: int,
-    seed: int = 0,
+    lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0
 ) -> Packing:
     """Pack the longest row first, each into the fullest bin with room.
 
@@ -170,10 +149,7 @@ def best_fit_decreasing(
 
 
 def modified_first_fit_decreasing(
-    lengths: np.ndarray,
-    capacity: int,
-    max_items: int,
-    seed: int = 0,
+    lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0
 ) -> Packing:
     """Pack by Johnson and Garey's five phases; the last is first fit decreasing of the rest.
 
@@ -214,12 +190,7 @@ def modified_first_fit_decreasing(
     rest = np.flatnonzero(bin_of < 0)
     if len(rest):
         # Phase 5. Phases 2 to 4 left no room for these rows, so they get new bins.
-        packing = _first_fit(
-            ordered[rest],
-            np.arange(len(rest)),
-            capacity,
-            max_items,
-        )
+        packing = _first_fit(ordered[rest], np.arange(len(rest)), capacity, max_items)
         new_bins = np.repeat(np.arange(packing.num_bins), np.diff(packing.offsets))
         bin_of[rest[packing.perm]] = num_bins + new_bins
         num_bins += packing.num_bins
@@ -227,10 +198,7 @@ def modified_first_fit_decreasing(
 
 
 def least_loaded(
-    lengths: np.ndarray,
-    capacity: int,
-    max_items: int,
-    num_bins: int,
+    lengths: np.ndarray, capacity: int, max_items: int, num_bins: int
 ) -> Packing | None:
     """Pack the longest row first, each into the least loaded of `num_bins` bins (LPT).
 
@@ -238,19 +206,13 @@ def least_loaded(
     """
     order = longest_first(lengths)
     fits, bin_of = _run(
-        kernels.least_loaded,
-        lengths[order],
-        lambda array: (capacity, max_items, num_bins),
+        kernels.least_loaded, lengths[order], lambda array: (capacity, max_items, num_bins)
     )
     return _sorted_by_bin(order, bin_of, num_bins) if fits else None
 
 
 def split_fullest(
-    packing: Packing,
-    lengths: np.ndarray,
-    capacity: int,
-    num_bins: int,
-    max_items: int,
+    packing: Packing, lengths: np.ndarray, capacity: int, num_bins: int, max_items: int
 ) -> Packing:
     """Repack the k fullest bins into more bins, so that there are `num_bins` >= K in total.
 
@@ -281,12 +243,7 @@ def split_fullest(
     # Sorted, so that the result does not depend on the order of rows within the old bins.
     rows = np.sort(packing.perm[is_repacked_row])
     num_new = num_repacked + num_extra
-    repacked = least_loaded(
-        lengths[rows],
-        capacity,
-        max_items,
-        num_new,
-    )
+    repacked = least_loaded(lengths[rows], capacity, max_items, num_new)
     # LPT balances loads but may leave a row that fits into no bin.
     if repacked is None:
         return _halve_fullest(packing, lengths, num_bins)
@@ -295,11 +252,7 @@ def split_fullest(
     return Packing(perm, prefix_sums(new_sizes))
 
 
-def _halve_fullest(
-    packing: Packing,
-    lengths: np.ndarray,
-    num_bins: int,
-) -> Packing:
+def _halve_fullest(packing: Packing, lengths: np.ndarray, num_bins: int) -> Packing:
     """Repeatedly split the fullest bin of two or more rows in two, until there are `num_bins`.
 
     This is always possible, but less balanced than repacking several bins at once. `lengths` is
@@ -340,12 +293,7 @@ def _halve_fullest(
     return Packing(perm, np.concatenate([kept.offsets, ends]))
 
 
-def _first_fit(
-    lengths: np.ndarray,
-    order: np.ndarray,
-    capacity: int,
-    max_items: int,
-) -> Packing:
+def _first_fit(lengths: np.ndarray, order: np.ndarray, capacity: int, max_items: int) -> Packing:
     """Pack rows in `order` int64 [n], each into the first bin with room."""
     # The kernel searches a complete binary tree, so the number of leaves is a power of two.
     max_bins = _max_open_bins(lengths, capacity, max_items)
@@ -387,11 +335,7 @@ def _compiled(kernel: Callable[..., Any], num_rows: int) -> Callable[..., Any] |
     return kernels.compiled(kernel)
 
 
-def _sorted_by_bin(
-    order: np.ndarray,
-    bin_of: np.ndarray,
-    num_bins: int,
-) -> Packing:
+def _sorted_by_bin(order: np.ndarray, bin_of: np.ndarray, num_bins: int) -> Packing:
     """Sort rows by bin, within a bin in the order of packing.
 
     `bin_of` int64 [n] is the bin of each position of `order` int64 [n].
@@ -401,11 +345,7 @@ def _sorted_by_bin(
     return Packing(order[by_bin], prefix_sums(sizes))
 
 
-def _max_open_bins(
-    lengths: np.ndarray,
-    capacity: int,
-    max_items: int,
-) -> int:
+def _max_open_bins(lengths: np.ndarray, capacity: int, max_items: int) -> int:
     """Upper bound on the number of bins that first fit or best fit opens.
 
     `lengths` is int64 [n].

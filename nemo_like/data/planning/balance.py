@@ -200,12 +200,7 @@ def schedule(
     if len(lengths) == 0:
         return _empty_schedule(num_ranks, max_tokens, work)
     item_of, items = sorted_items(groups, lengths, work)
-    check_token_limit(
-        item_of,
-        items.tokens,
-        max_tokens,
-        groups is not None,
-    )
+    check_token_limit(item_of, items.tokens, max_tokens, groups is not None)
 
     num_needed_bins = l2_bound(items.tokens, max_tokens)
     bound = max(min_microbatches, ceil_div(num_needed_bins, num_ranks))
@@ -385,9 +380,7 @@ def _rank_major_positions(bin_work: np.ndarray, rank_of: np.ndarray) -> np.ndarr
 
 
 def _sorted_by_bin(
-    bin_of_row: np.ndarray,
-    item_of: np.ndarray,
-    num_bins: int,
+    bin_of_row: np.ndarray, item_of: np.ndarray, num_bins: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sort rows by bin, then by item (decreasing work), then as given: (perm [n], offsets [K + 1]).
 

@@ -17,11 +17,7 @@ from importlib.util import find_spec
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from nemo_like.data.planning.construction_kernels import (
-    fill_by_step,
-    fill_lpt,
-    find_unassigned,
-)
+from nemo_like.data.planning.construction_kernels import fill_by_step, fill_lpt, find_unassigned
 
 _MIN_RELATIVE_GAIN = 1e-6
 """Smallest reduction of a slot's work that is worth a move, relative to the work of the slot."""
@@ -187,12 +183,7 @@ def find_swap(
     return error, row_in, dst_bin, steps
 
 
-def find_relocation(
-    state: SearchState,
-    i: int,
-    slot: int,
-    capacity: int,
-) -> int:
+def find_relocation(state: SearchState, i: int, slot: int, capacity: int) -> int:
     """Find a bin outside `slot` that can accept row i without raising the maximum of its step.
 
     Returns -1 if there is none.
@@ -303,11 +294,7 @@ def update_emptiest_bin(state: SearchState, slot: int) -> int:
 
 
 def local_search(
-    state: SearchState,
-    order: Any,
-    step_size: int,
-    capacity: int,
-    max_steps: int,
+    state: SearchState, order: Any, step_size: int, capacity: int, max_steps: int
 ) -> int:
     """Reduce the maximum slot work of each step by moves that raise the maximum of no step.
 
@@ -346,12 +333,7 @@ def local_search(
                 break
             target = min(excess, max_slack)
             row_out, row_in, dst_bin, num_scanned = find_move(
-                state,
-                slot,
-                target,
-                max_free_tokens,
-                capacity,
-                max_steps - steps,
+                state, slot, target, max_free_tokens, capacity, max_steps - steps
             )
             steps += num_scanned
             if row_out < 0:

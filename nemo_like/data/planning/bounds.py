@@ -200,11 +200,7 @@ def microbatch_limits(
     return min_max_work, max_work
 
 
-def _max_work(
-    lengths: np.ndarray,
-    work: np.ndarray,
-    tokens: np.ndarray,
-) -> np.ndarray:
+def _max_work(lengths: np.ndarray, work: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Maximum work of rows with at most `tokens` [J] tokens in total, float64 [J].
 
     This is the fractional knapsack bound: one row may be taken in part. `lengths` int64 [n],
@@ -216,11 +212,7 @@ def _max_work(
     return np.interp(tokens, cumulative_tokens, cumulative_work)
 
 
-def _grows_faster_than_length(
-    lengths: np.ndarray,
-    work: np.ndarray,
-    density: float,
-) -> bool:
+def _grows_faster_than_length(lengths: np.ndarray, work: np.ndarray, density: float) -> bool:
     """Return True if longer rows have more work per token and each further token adds at least
     `density`; `lengths` int64 [n] and `work` float64 [n] are sorted by decreasing work.
     """

@@ -11,12 +11,7 @@ from typing import Any
 
 
 def fill_lpt(
-    tokens: Any,
-    work: Any,
-    capacity: int,
-    bin_of: Any,
-    bin_tokens: Any,
-    excess: Any,
+    tokens: Any, work: Any, capacity: int, bin_of: Any, bin_tokens: Any, excess: Any
 ) -> bool:
     """Assign each row to the bin furthest below its target work that has room for the row.
 

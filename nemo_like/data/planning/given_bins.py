@@ -61,10 +61,7 @@ def plan_bins(
 
 
 def _bin_work(
-    bins: Packing,
-    padded: np.ndarray,
-    num_trained: np.ndarray | None,
-    spec: PlanSpec,
+    bins: Packing, padded: np.ndarray, num_trained: np.ndarray | None, spec: PlanSpec
 ) -> np.ndarray | None:
     """Return the work of each microbatch, float64 [K]; None for `balance="none"`.
 

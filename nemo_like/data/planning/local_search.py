@@ -56,12 +56,7 @@ class AssignmentSearch:
         Returns int64 [n].
         """
         parent = self._array(np.arange(len(self.items) + 1))
-        return self._construct(
-            "fill_by_step",
-            np.zeros(self.num_bins),
-            self.num_ranks,
-            parent,
-        )
+        return self._construct("fill_by_step", np.zeros(self.num_bins), self.num_ranks, parent)
 
     def fill_lpt(self, targets: np.ndarray) -> np.ndarray | None:
         """Assign each row to the bin furthest below its target with room for it; None if a row is
@@ -78,11 +73,7 @@ class AssignmentSearch:
         it, and the following microbatches share the rest.
         """
         min_max_work, max_work_before = microbatch_limits(
-            self.items.tokens,
-            self.items.work,
-            self.capacity,
-            self.num_ranks,
-            self.num_microbatches,
+            self.items.tokens, self.items.work, self.capacity, self.num_ranks, self.num_microbatches
         )
         targets = np.zeros(self.num_microbatches)
         # All quantities are per rank from here on.
@@ -151,10 +142,7 @@ class AssignmentSearch:
         return rank_of
 
     def swap_bins(
-        self,
-        bin_of: np.ndarray,
-        rank_of: np.ndarray,
-        max_steps: int,
+        self, bin_of: np.ndarray, rank_of: np.ndarray, max_steps: int
     ) -> tuple[np.ndarray, int]:
         """Reduce the makespan by swapping bins between ranks: (rank of each bin, steps used).
 
@@ -165,18 +153,8 @@ class AssignmentSearch:
         bin_work = self.bin_work(bin_of)
         order = np.argsort(-bin_work, kind="stable")
         bins_as_items = Items(np.ones(len(order), dtype=np.int64), bin_work[order])
-        search = AssignmentSearch(
-            bins_as_items,
-            1,
-            self.num_ranks,
-            len(order),
-            self.kernels,
-        )
-        position_of, steps = search.balance_ranks(
-            np.arange(len(order)),
-            rank_of[order],
-            max_steps,
-        )
+        search = AssignmentSearch(bins_as_items, 1, self.num_ranks, len(order), self.kernels)
+        position_of, steps = search.balance_ranks(np.arange(len(order)), rank_of[order], max_steps)
         sorted_rank_of = rank_of[order]
         new_rank_of = np.empty_like(rank_of)
         new_rank_of[order] = sorted_rank_of[position_of]
@@ -190,10 +168,7 @@ class AssignmentSearch:
         return self._local_search(bin_of, np.arange(self.num_bins), max_steps)
 
     def balance_ranks(
-        self,
-        bin_of: np.ndarray,
-        rank_of: np.ndarray,
-        max_steps: int,
+        self, bin_of: np.ndarray, rank_of: np.ndarray, max_steps: int
     ) -> tuple[np.ndarray, int]:
         """Reduce the makespan by local search over rows; the rank of each bin is fixed.
 
@@ -210,12 +185,7 @@ class AssignmentSearch:
             return values.tolist()
         return values
 
-    def _construct(
-        self,
-        kernel: str,
-        bin_work: np.ndarray,
-        *arguments: Any,
-    ) -> np.ndarray | None:
+    def _construct(self, kernel: str, bin_work: np.ndarray, *arguments: Any) -> np.ndarray | None:
         """Run a construction kernel; None if it leaves a row unassigned.
 
         `bin_work` is float64 [K]; returns int64 [n].
@@ -226,13 +196,7 @@ class AssignmentSearch:
         bin_tokens = self._array(np.zeros(self.num_bins, dtype=np.int64))
         run = getattr(self.kernels or balance_kernels, kernel)
         if not run(
-            tokens,
-            work,
-            self.capacity,
-            bin_of,
-            bin_tokens,
-            self._array(bin_work),
-            *arguments,
+            tokens, work, self.capacity, bin_of, bin_tokens, self._array(bin_work), *arguments
         ):
             return None
         bin_of = np.asarray(bin_of, dtype=np.int64)
@@ -254,11 +218,7 @@ class AssignmentSearch:
             return None
         num_bins = min(self.num_bins, len(self.items))
         packing = packers.split_fullest(
-            packing,
-            self.items.tokens,
-            self.capacity,
-            num_bins,
-            len(self.items),
+            packing, self.items.tokens, self.capacity, num_bins, len(self.items)
         )
         sizes = np.diff(packing.offsets)
         bin_of = np.empty(len(self.items), dtype=np.int64)
@@ -266,10 +226,7 @@ class AssignmentSearch:
         return bin_of
 
     def _local_search(
-        self,
-        bin_of: np.ndarray,
-        slot_of: np.ndarray,
-        max_steps: int,
+        self, bin_of: np.ndarray, slot_of: np.ndarray, max_steps: int
     ) -> tuple[np.ndarray, int]:
         """Run local search until it converges or uses `max_steps`: (assignment, steps used).
 
@@ -297,18 +254,11 @@ class AssignmentSearch:
                 step_of=self._array(step_of), step_max_work=self._array(step_max_work)
             )
             steps += local_search(
-                state,
-                self._array(order),
-                self.num_ranks,
-                self.capacity,
-                max_steps - steps,
+                state, self._array(order), self.num_ranks, self.capacity, max_steps - steps
             )
 
     def _search_state(
-        self,
-        bin_of: np.ndarray,
-        slot_of: np.ndarray,
-        num_slots: int,
+        self, bin_of: np.ndarray, slot_of: np.ndarray, num_slots: int
     ) -> balance_kernels.SearchState:
         """Build the search state of an assignment; its steps are set by `_local_search`.
 

@@ -41,9 +41,7 @@ class FittedRows:
 
 
 def checked_groups(
-    groups: Sequence[int] | np.ndarray | None,
-    num_rows: int,
-    spec: PlanSpec,
+    groups: Sequence[int] | np.ndarray | None, num_rows: int, spec: PlanSpec
 ) -> np.ndarray | None:
     """Number groups 0, 1, ... by their first row, int64 [B].
 
@@ -58,10 +56,7 @@ def checked_groups(
     # `np.unique` numbers ids by value; groups are renumbered by first row, so that the plan does
     # not depend on the ids.
     _, first, inverse, counts = np.unique(
-        ids,
-        return_index=True,
-        return_inverse=True,
-        return_counts=True,
+        ids, return_index=True, return_inverse=True, return_counts=True
     )
     number_of = np.empty(len(first), dtype=np.int64)
     number_of[np.argsort(first)] = np.arange(len(first))
@@ -88,8 +83,7 @@ def checked_groups(
 
 
 def checked_trained(
-    num_trained: Sequence[int] | np.ndarray | None,
-    lengths: np.ndarray,
+    num_trained: Sequence[int] | np.ndarray | None, lengths: np.ndarray
 ) -> np.ndarray | None:
     """Return the tokens with loss of each row, int64 [B]; `lengths` is int64 [B].
 
@@ -152,9 +146,7 @@ def fit_rows(
 
 
 def trained_after_truncation(
-    num_trained: np.ndarray | None,
-    lengths: np.ndarray,
-    truncated: np.ndarray,
+    num_trained: np.ndarray | None, lengths: np.ndarray, truncated: np.ndarray
 ) -> np.ndarray | None:
     """Return the tokens with loss of rows whose `lengths` became `truncated`, int64 [B] each.
 
@@ -179,11 +171,7 @@ def group_rows(rows: np.ndarray, groups: np.ndarray | None) -> Packing | None:
     return Packing(order, np.append(starts, len(rows)))
 
 
-def _group_tokens(
-    padded: np.ndarray,
-    groups: np.ndarray,
-    spec: PlanSpec,
-) -> np.ndarray:
+def _group_tokens(padded: np.ndarray, groups: np.ndarray, spec: PlanSpec) -> np.ndarray:
     """Positions of each group in a microbatch of its own, int64 [number of groups]."""
     counts = np.bincount(groups)
     if spec.layout == "padded":
@@ -196,10 +184,7 @@ def _group_tokens(
 
 
 def _truncated_lengths(
-    lengths: np.ndarray,
-    groups: np.ndarray | None,
-    is_oversize: np.ndarray,
-    spec: PlanSpec,
+    lengths: np.ndarray, groups: np.ndarray | None, is_oversize: np.ndarray, spec: PlanSpec
 ) -> np.ndarray:
     """Truncate oversize rows; returns the remaining tokens, int64 [B].
 

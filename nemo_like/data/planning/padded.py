@@ -57,20 +57,11 @@ def form_padded(
     else:
         work = row_work[order]
         bounds = _minimize_max_work(bounds, rows_before, max_rows_of, work, num_bins)
-    bounds = _split_max_loaded(
-        bounds,
-        rows_before.tolist(),
-        work.tolist(),
-        num_bins,
-    )
+    bounds = _split_max_loaded(bounds, rows_before.tolist(), work.tolist(), num_bins)
     return Packing(order, np.asarray(bounds, dtype=np.int64))
 
 
-def _fill(
-    rows_before: np.ndarray,
-    max_rows_of: np.ndarray,
-    max_bins: int,
-) -> list[int] | None:
+def _fill(rows_before: np.ndarray, max_rows_of: np.ndarray, max_bins: int) -> list[int] | None:
     """Fill microbatches one after the other; returns their bounds, or None above `max_bins`.
 
     `rows_before` is int64 [I + 1]. A microbatch that starts at item i takes `max_rows_of[i]` rows,
@@ -122,10 +113,7 @@ def _minimize_max_work(
 
 
 def _split_max_loaded(
-    bounds: list[int],
-    rows_before: list[int],
-    work: list[float],
-    num_bins: int,
+    bounds: list[int], rows_before: list[int], work: list[float], num_bins: int
 ) -> list[int]:
     """Halve the max-loaded microbatch of two or more items until there are `num_bins`."""
 

@@ -19,19 +19,8 @@ import numpy as np
 from nemo_like.config.text import counted
 from nemo_like.data.packing.metrics import bin_stats
 from nemo_like.data.packing.packers import Packing, checked_lengths, prefix_sums
-from nemo_like.data.planning.oversize import (
-    FittedRows,
-    checked_groups,
-    checked_trained,
-    fit_rows,
-)
-from nemo_like.data.planning.plan_step import (
-    StepPlan,
-    join_ranks,
-    longest_of,
-    plan_rank,
-    plan_step,
-)
+from nemo_like.data.planning.oversize import FittedRows, checked_groups, checked_trained, fit_rows
+from nemo_like.data.planning.plan_step import StepPlan, join_ranks, longest_of, plan_rank, plan_step
 from nemo_like.data.planning.spec import Microbatch, PlanSpec
 from nemo_like.integer_math import ceil_div, round_up
 
@@ -215,11 +204,7 @@ class BatchPlan:
             microbatch_tokens = loads.reshape(tokens.shape).sum(0)
             step_tokens = np.add.reduceat(microbatch_tokens, self.step_offsets[:-1])
         min_bins_of_step = ceil_div(step_tokens, capacity)
-        stats = bin_stats(
-            loads[is_filled],
-            capacity,
-            int(min_bins_of_step.sum()),
-        )
+        stats = bin_stats(loads[is_filled], capacity, int(min_bins_of_step.sum()))
         num_positions = float(tokens.sum())
         num_padding = float(tokens.sum() - self.lengths.sum())
         positions = self.padded_lengths.astype(np.float64)
@@ -353,12 +338,7 @@ class BatchPlan:
         tokens = self.num_tokens[dp_rank].tolist()
         microbatches = []
         for m, (a, b) in enumerate(pairwise(offsets)):
-            microbatch = Microbatch(
-                rows[a:b],
-                lengths[a:b],
-                padded_lengths[a:b],
-                tokens[m],
-            )
+            microbatch = Microbatch(rows[a:b], lengths[a:b], padded_lengths[a:b], tokens[m])
             microbatches.append(microbatch)
         return tuple(microbatches)
 
@@ -395,10 +375,7 @@ def plan_batch(
 
 
 def join_steps(
-    spec: PlanSpec,
-    fitted: FittedRows,
-    steps: list[StepPlan],
-    dropped: tuple[int, ...],
+    spec: PlanSpec, fitted: FittedRows, steps: list[StepPlan], dropped: tuple[int, ...]
 ) -> BatchPlan:
     """Join the plans of all steps into one, rank after rank."""
     num_microbatches = [step.num_microbatches for step in steps]

@@ -51,10 +51,7 @@ class _Items:
 
 
 def plan_step(
-    rows: np.ndarray,
-    fitted: FittedRows,
-    groups: np.ndarray | None,
-    spec: PlanSpec,
+    rows: np.ndarray, fitted: FittedRows, groups: np.ndarray | None, spec: PlanSpec
 ) -> StepPlan:
     """Assign `rows` (row ids int64 [n]) to the ranks of `spec`; the result has bins of row ids.
 
@@ -79,19 +76,12 @@ def plan_step(
     bins = Packing(rows[bins.perm], bins.offsets)
     if spec.microbatch_order == "largest_first":
         bins = largest_first(
-            bins,
-            fitted.padded_lengths,
-            spec.num_ranks,
-            is_padded=spec.layout == "padded",
+            bins, fitted.padded_lengths, spec.num_ranks, is_padded=spec.layout == "padded"
         )
     return StepPlan(bins, step.num_microbatches)
 
 
-def plan_rank(
-    rows: np.ndarray,
-    padded_lengths: np.ndarray,
-    spec: PlanSpec,
-) -> Packing:
+def plan_rank(rows: np.ndarray, padded_lengths: np.ndarray, spec: PlanSpec) -> Packing:
     """Pack the rows of one rank into as few microbatches as possible, largest first.
 
     Used by `BatchPlan.with_budget`. `rows` int64 [n] are row ids, `padded_lengths` int64 [B] those
@@ -102,20 +92,12 @@ def plan_rank(
         return _empty_bins(0)
     if spec.max_tokens is None:
         # Limited by rows: with one token per row the capacity is a number of rows.
-        bins = concatenative(
-            np.ones_like(lengths),
-            spec.max_rows or 1,
-            len(lengths),
-        )
+        bins = concatenative(np.ones_like(lengths), spec.max_rows or 1, len(lengths))
         return Packing(rows[bins.perm], bins.offsets)
     is_padded = spec.layout == "padded"
     if is_padded:
         bins = form_padded(
-            lengths,
-            np.ones_like(lengths),
-            None,
-            spec.capacity or 0,
-            max_rows=spec.max_rows,
+            lengths, np.ones_like(lengths), None, spec.capacity or 0, max_rows=spec.max_rows
         )
     else:
         # A row above the capacity counts as a full bin, so it stays alone.
@@ -125,10 +107,7 @@ def plan_rank(
 
 
 def largest_first(
-    bins: Packing,
-    padded_lengths: np.ndarray,
-    num_ranks: int,
-    is_padded: bool,
+    bins: Packing, padded_lengths: np.ndarray, num_ranks: int, is_padded: bool
 ) -> Packing:
     """Sort the bins of each rank by decreasing number of positions, equal ones in their order.
 
@@ -180,10 +159,7 @@ def join_ranks(rank_bins: list[Packing], microbatch_multiple: int) -> StepPlan:
 
 
 def _items(
-    padded: np.ndarray,
-    num_trained: np.ndarray | None,
-    groups: Packing | None,
-    spec: PlanSpec,
+    padded: np.ndarray, num_trained: np.ndarray | None, groups: Packing | None, spec: PlanSpec
 ) -> _Items:
     """Build items from rows: padded lengths and tokens with loss int64 [n], and their groups."""
     if groups is None:
@@ -207,9 +183,7 @@ def _sums(groups: Packing | None, values: np.ndarray | None) -> np.ndarray | Non
 
 
 def row_work(
-    lengths: np.ndarray,
-    spec: PlanSpec,
-    num_trained: np.ndarray | None = None,
+    lengths: np.ndarray, spec: PlanSpec, num_trained: np.ndarray | None = None
 ) -> np.ndarray | None:
     """Work of rows by which ranks are balanced, float64 [n]; None for `balance="none"`.
 
@@ -223,9 +197,7 @@ def row_work(
 
 
 def padded_work(
-    longest: np.ndarray,
-    num_trained: np.ndarray | None,
-    spec: PlanSpec,
+    longest: np.ndarray, num_trained: np.ndarray | None, spec: PlanSpec
 ) -> tuple[np.ndarray | None, np.ndarray]:
     """Return (work of one row padded to `longest`, work for tokens with loss), float64 [n] each.
 
@@ -298,11 +270,7 @@ def _plan_in_order(items: _Items, spec: PlanSpec) -> StepPlan:
     return join_ranks(rank_bins, spec.microbatch_multiple)
 
 
-def assign_to_ranks(
-    bins: Packing,
-    bin_work: np.ndarray | None,
-    spec: PlanSpec,
-) -> StepPlan:
+def assign_to_ranks(bins: Packing, bin_work: np.ndarray | None, spec: PlanSpec) -> StepPlan:
     """Assign bins to ranks without changing them: by `bin_work` float64 [K], or round-robin."""
     if bin_work is None:
         num_multiples = ceil_div(bins.num_bins, spec.bins_multiple)
@@ -327,11 +295,7 @@ def _bin_packer(spec: PlanSpec) -> SequencePacker:
     algorithm = PackingAlgorithm(spec.algorithm)
     if algorithm == PackingAlgorithm.BALANCED:
         algorithm = PackingAlgorithm.BEST_FIT_DECREASING
-    return SequencePacker(
-        algorithm=algorithm,
-        bin_capacity=spec.capacity or 0,
-        seed=spec.seed,
-    )
+    return SequencePacker(algorithm=algorithm, bin_capacity=spec.capacity or 0, seed=spec.seed)
 
 
 def _empty_bins(num_bins: int) -> Packing:

@@ -12,11 +12,7 @@ from nemo_like.data.planning.local_search import Items
 from nemo_like.parallel_layout import Sync
 
 
-def check_settings(
-    counts: dict[str, int],
-    sync: str,
-    effort: float,
-) -> None:
+def check_settings(counts: dict[str, int], sync: str, effort: float) -> None:
     """Raise ValueError for a setting out of range."""
     for name, value in counts.items():
         if value < 1:
@@ -47,9 +43,7 @@ def checked_work(work: CostModel | np.ndarray | None, lengths: np.ndarray) -> np
 
 
 def sorted_items(
-    groups: Sequence[int] | np.ndarray | None,
-    lengths: np.ndarray,
-    work: np.ndarray,
+    groups: Sequence[int] | np.ndarray | None, lengths: np.ndarray, work: np.ndarray
 ) -> tuple[np.ndarray, Items]:
     """Number rows or groups by decreasing work: (item of each row, int64 [n]; the items)."""
     if groups is None:
@@ -72,10 +66,7 @@ def sorted_items(
 
 
 def check_token_limit(
-    item_of: np.ndarray,
-    tokens: np.ndarray,
-    max_tokens: int,
-    has_groups: bool,
+    item_of: np.ndarray, tokens: np.ndarray, max_tokens: int, has_groups: bool
 ) -> None:
     """Raise ValueError for an item above `max_tokens`; `tokens` int64 are those of the items.
 

@@ -27,12 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from nemo_like.data.streaming.former import (
-    MicrobatchFormer,
-    StreamCounts,
-    positions,
-    split_bins,
-)
+from nemo_like.data.streaming.former import MicrobatchFormer, StreamCounts, positions, split_bins
 from nemo_like.data.streaming.planner import PlannedStep, planned_step
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.integer_math import round_up
@@ -82,9 +77,7 @@ class ProcessGroupCoordinator:
     """A `torch.distributed` group. The backend must support the device: gloo, or NCCL on CUDA."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        device: torch.device | str = "cpu",
+        self, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
     ) -> None:
         """Use `group`, or the default group. Raises ValueError without an initialized group."""
         import torch.distributed as dist
@@ -149,13 +142,7 @@ class AlignedPlanner:
     `spec.plan.num_ranks` is 1: the spec describes one rank.
     """
 
-    def __init__(
-        self,
-        spec: StreamSpec,
-        coordinator: Coordinator,
-        *,
-        join: bool = True,
-    ) -> None:
+    def __init__(self, spec: StreamSpec, coordinator: Coordinator, *, join: bool = True) -> None:
         """Align with the ranks of `coordinator`.
 
         With `join` every row of every shard is in one step. Without it the stream ends when the

@@ -31,8 +31,7 @@ def column_difficulty(rows: Iterable[Mapping[str, Any]], column: str) -> np.ndar
 
 
 def function_difficulty(
-    rows: Iterable[Mapping[str, Any]],
-    function: Callable[[Mapping[str, Any]], float],
+    rows: Iterable[Mapping[str, Any]], function: Callable[[Mapping[str, Any]], float]
 ) -> np.ndarray:
     """Return `function(row)` of each row, float64 [N].
 
@@ -62,11 +61,7 @@ def curriculum_order(difficulty: np.ndarray, *, seed: int, epoch: int) -> np.nda
 
 
 def curriculum_keys(
-    difficulty: np.ndarray,
-    row_ids: np.ndarray,
-    *,
-    seed: int,
-    epoch: int,
+    difficulty: np.ndarray, row_ids: np.ndarray, *, seed: int, epoch: int
 ) -> np.ndarray:
     """Return the difficulty, a hash and the id of rows, float64 [n, 3].
 
@@ -162,11 +157,7 @@ class CurriculumSampler:
     """
 
     def __init__(
-        self,
-        difficulty: np.ndarray,
-        schedule: DifficultySchedule,
-        *,
-        seed: int = 0,
+        self, difficulty: np.ndarray, schedule: DifficultySchedule, *, seed: int = 0
     ) -> None:
         """Initialize from `difficulty` [N] of any real dtype. Raises ValueError."""
         self._difficulty = _checked_difficulty(difficulty)

@@ -13,12 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.data.streaming.alignment import Coordinator, SingleCoordinator
-from nemo_like.data.streaming.group_stream import (
-    GroupStream,
-    IterableSource,
-    MapStyle,
-    ShardSource,
-)
+from nemo_like.data.streaming.group_stream import GroupStream, IterableSource, MapStyle, ShardSource
 from nemo_like.data.streaming.loader_workers import (
     check_worker_state,
     checked_state,

@@ -40,12 +40,7 @@ class ShardSource(Generic[Sample]):
     """
 
     def __init__(
-        self,
-        dataset: MapStyle[Sample],
-        order: ShardedOrder,
-        *,
-        max_rows: int,
-        seed_rows: bool,
+        self, dataset: MapStyle[Sample], order: ShardedOrder, *, max_rows: int, seed_rows: bool
     ) -> None:
         """Visit at most `max_rows` rows of the shard of `order` in each epoch."""
         self._dataset = dataset

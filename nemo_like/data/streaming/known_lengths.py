@@ -16,9 +16,7 @@ from nemo_like.integer_math import round_up
 
 
 def stream_steps(
-    lengths: np.ndarray,
-    planner: StreamingPlanner,
-    num_trained: np.ndarray | None = None,
+    lengths: np.ndarray, planner: StreamingPlanner, num_trained: np.ndarray | None = None
 ) -> Iterator[PlannedStep]:
     """Push rows with ids 0 to B - 1, then close; yield every step.
 
@@ -34,9 +32,7 @@ def stream_steps(
 
 
 def plan_stream(
-    lengths: np.ndarray,
-    spec: StreamSpec,
-    num_trained: np.ndarray | None = None,
+    lengths: np.ndarray, spec: StreamSpec, num_trained: np.ndarray | None = None
 ) -> BatchPlan:
     """Plan rows of `lengths` int64 [B] in this order as one epoch of a stream.
 

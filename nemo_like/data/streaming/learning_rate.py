@@ -40,10 +40,7 @@ def batch_size_scale(batch_size: float, base_batch_size: float, method: Method) 
 
 
 def scale_learning_rate(
-    lr: float,
-    batch_size: float,
-    base_batch_size: float,
-    method: Method,
+    lr: float, batch_size: float, base_batch_size: float, method: Method
 ) -> float:
     """Return `lr`, chosen for `base_batch_size`, scaled to `batch_size`.
 

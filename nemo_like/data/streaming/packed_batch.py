@@ -111,8 +111,7 @@ def pad_packed_input(
 
 
 def shift_packed_labels(
-    batch: Mapping[str, Any],
-    ignore_index: int = IGNORE_INDEX,
+    batch: Mapping[str, Any], ignore_index: int = IGNORE_INDEX
 ) -> dict[str, Any]:
     """Return `batch` with labels that are shifted left by one position within each segment.
 
@@ -210,9 +209,7 @@ def forward_arguments(batch: Mapping[str, Any], attn_implementation: str) -> dic
 
 
 def _padding_values(
-    pad_token_id: int,
-    ignore_index: int,
-    pad_values: PadValues | None,
+    pad_token_id: int, ignore_index: int, pad_values: PadValues | None
 ) -> dict[str, int | float]:
     """Return the padding value of every per-token column except the position ids."""
     extra = pad_values or {}
@@ -227,9 +224,7 @@ def _padding_values(
 
 
 def _padding_begin(
-    batch: Mapping[str, Any],
-    last_begin: int,
-    values: Mapping[str, int | float],
+    batch: Mapping[str, Any], last_begin: int, values: Mapping[str, int | float]
 ) -> int:
     """Return where the padding of `batch` begins: T, or `last_begin`, the begin of its last
     segment, if that holds nothing but padding values.

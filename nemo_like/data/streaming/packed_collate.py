@@ -140,11 +140,7 @@ def pack_length(micro_batch_size: int, max_seq_len: int) -> int:
     return micro_batch_size * max_seq_len
 
 
-def _real_tokens(
-    row: Mapping[str, Column],
-    index: int,
-    names: Sequence[str],
-) -> dict[str, Tensor]:
+def _real_tokens(row: Mapping[str, Column], index: int, names: Sequence[str]) -> dict[str, Tensor]:
     """Return the columns `names` of `row`, tensors [L], without what its attention mask removes."""
     unknown = sorted(row.keys() - {*names, "attention_mask"})
     if unknown:
@@ -168,8 +164,7 @@ def _real_tokens(
         columns[name] = tensor.to(torch.int64)
     if "attention_mask" in row:
         columns["attention_mask"] = _as_tensor(
-            row["attention_mask"],
-            f"attention_mask of row {index}",
+            row["attention_mask"], f"attention_mask of row {index}"
         )
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:

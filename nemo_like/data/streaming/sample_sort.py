@@ -25,9 +25,7 @@ _PROBLEMS = {
 
 
 def sample_sort(
-    rows: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
-    num_samples: int = 100,
+    rows: torch.Tensor, group: dist.ProcessGroup | None = None, num_samples: int = 100
 ) -> torch.Tensor:
     """Sort the rows of all ranks by the first column, then the second, and so on.
 
@@ -67,10 +65,7 @@ def sample_sort(
     return _sort_rows(_exchange_rows(rows, num_sent, ranks))
 
 
-def deal_interleaved(
-    rows: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
-) -> torch.Tensor:
+def deal_interleaved(rows: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Give row i of a sequence that is spread over the ranks to rank `i % ranks`.
 
     Collective over `group`, as `sample_sort`, whose result is such a sequence: rank 0 has its first
@@ -183,10 +178,7 @@ def _sample_positions(num_rows: int, num_samples: int) -> torch.Tensor:
 
 
 def _choose_pivots(
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    ranks: _Ranks,
-    num_samples: int,
+    rows: torch.Tensor, counts: torch.Tensor, ranks: _Ranks, num_samples: int
 ) -> list[_Pivot]:
     """Choose the last row of every rank but the last from samples of all ranks.
 

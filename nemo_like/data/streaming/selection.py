@@ -160,10 +160,7 @@ def _prefer_closest(window: Window, fill: Fill) -> list[int]:
 
 
 def _closest(
-    window: Window,
-    by_size: list[tuple[int, int]],
-    fill: Fill,
-    taken: set[int],
+    window: Window, by_size: list[tuple[int, int]], fill: Fill, taken: set[int]
 ) -> int | None:
     """Return the next row of `prefer_closest`, or None if no row fits."""
     longer = bisect_left(by_size, (fill.max_size + 1, -1))
@@ -211,10 +208,7 @@ def _first_up_to(window: Window, fill: Fill, taken: set[int]) -> int | None:
 
 
 def _shortest_longer(
-    window: Window,
-    by_size: list[tuple[int, int]],
-    fill: Fill,
-    taken: set[int],
+    window: Window, by_size: list[tuple[int, int]], fill: Fill, taken: set[int]
 ) -> int | None:
     """Return the shortest row above the longest row so far that fits, or None."""
     for size, number in by_size[bisect_left(by_size, (fill.max_size + 1, -1)) :]:

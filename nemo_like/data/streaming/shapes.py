@@ -35,11 +35,7 @@ class ShapeBuckets:
 
     @classmethod
     def from_lengths(
-        cls,
-        lengths: np.ndarray,
-        num_buckets: int,
-        *,
-        multiple: int = 1,
+        cls, lengths: np.ndarray, num_buckets: int, *, multiple: int = 1
     ) -> ShapeBuckets:
         """Choose up to `num_buckets` padded lengths with minimal padding of observed `lengths`.
 
@@ -128,9 +124,7 @@ def _minimal_padding(lengths: list[int], counts: list[int], num_buckets: int) ->
 
 
 def _add_bucket(
-    lengths: list[int],
-    rows_before: list[int],
-    tokens: list[int],
+    lengths: list[int], rows_before: list[int], tokens: list[int]
 ) -> tuple[list[int], list[int]]:
     """Return `tokens` and the start of the last bucket, with one bucket more than `tokens` has.
 
@@ -155,10 +149,7 @@ def _add_bucket(
 
 
 def _append_line(
-    envelope: deque[int],
-    line: int,
-    rows_before: list[int],
-    tokens: list[int],
+    envelope: deque[int], line: int, rows_before: list[int], tokens: list[int]
 ) -> None:
     """Append line `tokens[i] - x × rows_before[i]` to the lower envelope, without hidden lines."""
     while len(envelope) > 1:

@@ -128,9 +128,7 @@ class ShardedOrder:
         self._restore(state, int(state["position"]))
 
     def load_global_state(
-        self,
-        states: Sequence[Mapping[str, Any]],
-        untrained: Sequence[Sequence[int]] = (),
+        self, states: Sequence[Mapping[str, Any]], untrained: Sequence[Sequence[int]] = ()
     ) -> None:
         """Continue the epoch of a group of any size, from the states of all its ranks.
 

@@ -232,9 +232,7 @@ def _check_settings(
 
 
 def _ordered(
-    lengths: np.ndarray,
-    order: Order | np.ndarray,
-    seed: int | tuple[int, ...],
+    lengths: np.ndarray, order: Order | np.ndarray, seed: int | tuple[int, ...]
 ) -> np.ndarray:
     """Return the row indices of `lengths` int64 [N] in the requested order, int64 [N]."""
     num_rows = len(lengths)
@@ -336,11 +334,7 @@ def _summed_bounds(blocks: np.ndarray, max_tokens: int, max_rows: int) -> list[i
     return bounds
 
 
-def _deal(
-    rows: np.ndarray,
-    block_offsets: np.ndarray,
-    width: int,
-) -> tuple[np.ndarray, np.ndarray]:
+def _deal(rows: np.ndarray, block_offsets: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Deal the rows of each run to `width` microbatches in turn.
 
     Takes `rows` int64 [n] and the bounds of R runs int64 [R + 1], in blocks of `width` rows.

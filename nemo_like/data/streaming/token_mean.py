@@ -27,9 +27,7 @@ def count_supervised_tokens(labels: Iterable[Tensor], ignore_index: int = IGNORE
 
 
 def sum_over_ranks(
-    num_tokens: int,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
+    num_tokens: int, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
 ) -> int:
     """Return the sum of `num_tokens` over the ranks of `group`, or of the default group for None.
 

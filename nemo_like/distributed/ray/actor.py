@@ -53,11 +53,7 @@ class Raised:
     def from_exception(cls, error: Exception) -> Raised:
         """Convert an exception with its traceback."""
         text = "".join(traceback.format_exception(error))
-        return cls(
-            _picklable(error),
-            text,
-            is_collective_error(error),
-        )
+        return cls(_picklable(error), text, is_collective_error(error))
 
 
 class WorkerActor:
@@ -115,10 +111,7 @@ class WorkerActor:
 
     @ray.method(num_returns=2)
     def build(
-        self,
-        worker_class: type,
-        context: WorkerContext,
-        kwargs: Mapping[str, Any],
+        self, worker_class: type, context: WorkerContext, kwargs: Mapping[str, Any]
     ) -> tuple[Raised | None, None]:
         """Construct the worker; return its exception, if any."""
         activity.note("__init__")
@@ -129,13 +122,7 @@ class WorkerActor:
         return None, None
 
     @ray.method(num_returns=2)
-    def call(
-        self,
-        method: str,
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Raised | None, Any]:
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> tuple[Raised | None, Any]:
         """Call a method of the worker; return (exception or None, result)."""
         activity.note(method)
         try:

@@ -72,19 +72,11 @@ def start_actor(
     )
     label = f"{name}[{rank}]"
     return actor_class.remote(
-        label,
-        num_threads,
-        monitor.key(rank),
-        monitor.timeout_s,
-        dict(environment),
+        label, num_threads, monitor.key(rank), monitor.timeout_s, dict(environment)
     )
 
 
-def locate_actors(
-    actors: Sequence[Any],
-    name: str,
-    timeout_s: float,
-) -> tuple[Location, ...]:
+def locate_actors(actors: Sequence[Any], name: str, timeout_s: float) -> tuple[Location, ...]:
     """Return the locations of the actors. Raises ClusterError if one does not start in time."""
     locations = [actor.locate.remote() for actor in actors]
     started, missing = ray.wait(locations, num_returns=len(locations), timeout=timeout_s)

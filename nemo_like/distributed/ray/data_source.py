@@ -31,11 +31,7 @@ class RayDataSource(IterableDataset[Sample]):
     """
 
     def __init__(
-        self,
-        iterator: DataIterator,
-        *,
-        rows_per_batch: int = 64,
-        prefetch_batches: int = 1,
+        self, iterator: DataIterator, *, rows_per_batch: int = 64, prefetch_batches: int = 1
     ) -> None:
         """Fetch `rows_per_batch` rows at once, and `prefetch_batches` of them ahead.
 
@@ -97,9 +93,7 @@ def split_over_ranks(
     sources = []
     for iterator in iterators:
         source = RayDataSource(
-            iterator,
-            rows_per_batch=rows_per_batch,
-            prefetch_batches=prefetch_batches,
+            iterator, rows_per_batch=rows_per_batch, prefetch_batches=prefetch_batches
         )
         sources.append(source)
     return sources

@@ -48,12 +48,7 @@ class Feed:
 class Encoder:
     """Actor of the pipeline: encodes the blocks of rows whose numbers it is given."""
 
-    def __init__(
-        self,
-        module: str,
-        setup: dict[str, Any],
-        feed: Any,
-    ) -> None:
+    def __init__(self, module: str, setup: dict[str, Any], feed: Any) -> None:
         """Open the tokenizer once. An exception is reported with the first block."""
         # There is one actor per CPU, so threads of the tokenizer would only compete.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -84,13 +79,7 @@ class Encoder:
 class Pipeline:
     """Actor that runs the Ray Data pipeline and yields its blocks in order."""
 
-    def run(
-        self,
-        num_blocks: int,
-        *,
-        num_actors: int,
-        **encoder: Any,
-    ) -> Iterator[pyarrow.Table]:
+    def run(self, num_blocks: int, *, num_actors: int, **encoder: Any) -> Iterator[pyarrow.Table]:
         """Encode blocks 0 to `num_blocks` - 1 with `Encoder(**encoder)` in `num_actors` actors."""
         try:
             yield from _open_batches(num_blocks, num_actors, encoder)
@@ -130,12 +119,7 @@ def _open_batches(
     return dataset.iter_batches(batch_size=None, batch_format="pyarrow")
 
 
-def _answer(
-    block: int,
-    node: str,
-    values: str,
-    data: bytes,
-) -> pyarrow.Table:
+def _answer(block: int, node: str, values: str, data: bytes) -> pyarrow.Table:
     """Return the answer for a block: lengths and problems of its rows as JSON, ids and masks."""
     columns = {
         "block": [block],

@@ -90,11 +90,7 @@ class Failure:
         return isinstance(self.error, Raised) and self.error.is_collective
 
 
-def failure_of(
-    ended: ObjectRef,
-    rank: int,
-    method: str,
-) -> Failure | None:
+def failure_of(ended: ObjectRef, rank: int, method: str) -> Failure | None:
     """Return the failure of a call, or None; `ended` refers to its outcome or to its result."""
     try:
         value = ray.get(ended)
@@ -110,19 +106,10 @@ def failure_of(
     return Failure(rank, method, value) if isinstance(value, Raised) else None
 
 
-def explain(
-    failure: Failure,
-    group: str,
-    location: Location,
-) -> WorkerFailure:
+def explain(failure: Failure, group: str, location: Location) -> WorkerFailure:
     """Return the exception to show to the user."""
     if isinstance(failure.error, RayError):
-        return _explain_death(
-            failure,
-            group,
-            location,
-            str(failure.error),
-        )
+        return _explain_death(failure, group, location, str(failure.error))
     return WorkerError(
         group=group,
         rank=failure.rank,
@@ -133,12 +120,7 @@ def explain(
     )
 
 
-def explain_hung(
-    silence: Silence,
-    group: str,
-    method: str,
-    location: Location,
-) -> WorkerHung:
+def explain_hung(silence: Silence, group: str, method: str, location: Location) -> WorkerHung:
     """Return the exception for a worker that reported no progress for too long."""
     evidence = None if silence.responds else collect_evidence(location)
     if silence.responds:
@@ -189,11 +171,7 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def diagnose(
-    report: str,
-    evidence: Evidence | None,
-    num_oom_kills: int,
-) -> tuple[str, str] | None:
+def diagnose(report: str, evidence: Evidence | None, num_oom_kills: int) -> tuple[str, str] | None:
     """Return (cause, advice) for a process that ended, or None if the cause is unknown.
 
     `report` is Ray's text. `num_oom_kills` counts the kernel's kills for memory on the worker's
@@ -238,12 +216,7 @@ def diagnose(
     return _KILLED_CAUSE, SAVE_MEMORY
 
 
-def _explain_death(
-    failure: Failure,
-    group: str,
-    location: Location,
-    report: str,
-) -> WorkerDied:
+def _explain_death(failure: Failure, group: str, location: Location, report: str) -> WorkerDied:
     evidence = None
     if _is_node_alive(location.node_id) is False:
         cause = "its node left the cluster"
@@ -288,11 +261,7 @@ def _is_node_alive(node_id: str) -> bool | None:
         answers.append(node_id in alive)
 
     # In a thread, because the call blocks for a minute when the head is gone.
-    thread = threading.Thread(
-        target=query,
-        daemon=True,
-        name="node-state",
-    )
+    thread = threading.Thread(target=query, daemon=True, name="node-state")
     thread.start()
     thread.join(_NODES_TIMEOUT_S)
     return answers[0] if answers else None

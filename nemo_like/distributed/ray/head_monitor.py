@@ -35,11 +35,7 @@ class HeadMonitor:
         self._target = (host.strip("[]"), int(port))
         self._lost = threading.Event()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(
-            target=self._watch,
-            name="head-monitor",
-            daemon=True,
-        )
+        self._thread = threading.Thread(target=self._watch, name="head-monitor", daemon=True)
         self._thread.start()
 
     @property

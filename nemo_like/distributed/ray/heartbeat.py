@@ -60,18 +60,12 @@ def start_heartbeat(key: str, timeout_s: float) -> None:
             }
             with suppress(Exception):  # the head is unreachable; the driver detects that itself
                 internal_kv._internal_kv_put(
-                    key.encode(),
-                    json.dumps(record).encode(),
-                    overwrite=True,
+                    key.encode(), json.dumps(record).encode(), overwrite=True
                 )
             time.sleep(period_s(timeout_s))
 
     # A thread of Python: it stops with the process, and while native code has the GIL.
-    threading.Thread(
-        target=report,
-        daemon=True,
-        name="heartbeat",
-    ).start()
+    threading.Thread(target=report, daemon=True, name="heartbeat").start()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

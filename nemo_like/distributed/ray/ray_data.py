@@ -159,10 +159,7 @@ class RayDataPool:
                 feed=self._feed,
             )
             self._thread = threading.Thread(
-                target=self._run,
-                args=(answers,),
-                name="ray-data-encoding",
-                daemon=True,
+                target=self._run, args=(answers,), name="ray-data-encoding", daemon=True
             )
             self._send_blocks()
             self._thread.start()

@@ -26,11 +26,7 @@ class RayletWatch:
         session.watch_raylet(pid)
         # A pipe instead of an event: `select` waits for it and for the raylet at the same time.
         self._stop_reader, self._stop_writer = os.pipe()
-        self._thread = threading.Thread(
-            target=self._run,
-            name="raylet_watch",
-            daemon=True,
-        )
+        self._thread = threading.Thread(target=self._run, name="raylet_watch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -45,11 +41,7 @@ class RayletWatch:
         self._raylet = -1
 
     def _run(self) -> None:
-        ready, _, _ = select.select(
-            [self._raylet, self._stop_reader],
-            [],
-            [],
-        )
+        ready, _, _ = select.select([self._raylet, self._stop_reader], [], [])
         if self._stop_reader in ready:
             return
         time.sleep(_MESSAGE_S)

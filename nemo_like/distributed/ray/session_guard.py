@@ -58,11 +58,7 @@ class SessionDirectory:
         # `remove_stale` of another run sees only the final name, so the directory gets it with
         # its lock taken.
         created = Path(tempfile.mkdtemp(prefix="new_", dir=base))
-        self._lock = os.open(
-            created / _LOCK,
-            os.O_CREAT | os.O_RDWR | os.O_CLOEXEC,
-            0o600,
-        )
+        self._lock = os.open(created / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         created.rename(self.path)
         self._guard = _start_guard(self.path, self._lock)

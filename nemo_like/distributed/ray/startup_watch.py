@@ -28,11 +28,7 @@ class StartupWatch:
         self._session = session
         self._logs = logs
         self._stopped = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run,
-            name="startup-watch",
-            daemon=True,
-        )
+        self._thread = threading.Thread(target=self._run, name="startup-watch", daemon=True)
 
     def __enter__(self) -> StartupWatch:
         self._thread.start()

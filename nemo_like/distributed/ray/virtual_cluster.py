@@ -171,14 +171,7 @@ class RayVirtualCluster:
         unit = request.unpinned if is_replica else request.bundle
         # A generation replica needs every GPU of its own bundle.
         num_groups = COLOCATED_GROUPS if is_pinned else 1
-        return Bundle(
-            self._placement_group,
-            index,
-            node_id,
-            unit.cpus,
-            unit.gpus,
-            num_groups,
-        )
+        return Bundle(self._placement_group, index, node_id, unit.cpus, unit.gpus, num_groups)
 
     def _reserve(self) -> list[str]:
         """Reserve every bundle, waiting for free resources; return the node id of each."""

@@ -110,15 +110,7 @@ class RayWorkerGroup:
             handles = []
             for rank, context in enumerate(contexts):
                 args = (worker_class, context, kwargs_ref)
-                handles.append(
-                    self._submit(
-                        rank,
-                        "__init__",
-                        self._actors[rank].build,
-                        args,
-                        {},
-                    )
-                )
+                handles.append(self._submit(rank, "__init__", self._actors[rank].build, args, {}))
             self.wait(handles)
             self._monitor.timeout_s = progress_timeout_s
         except BaseException:
@@ -129,21 +121,11 @@ class RayWorkerGroup:
     def world_size(self) -> int:
         return self.parallel_layout.world_size
 
-    def run_all_workers(
-        self,
-        method: str,
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> list[Any]:
+    def run_all_workers(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         return self.get(self.submit_all(method, *args, **kwargs))
 
     def run_all_workers_sharded_data(
-        self,
-        method: str,
-        /,
-        *sharded: Sequence[Any],
-        **common: Any,
+        self, method: str, /, *sharded: Sequence[Any], **common: Any
     ) -> list[Any]:
         for position, items in enumerate(sharded):
             if len(items) != self.parallel_layout.dp:
@@ -171,13 +153,7 @@ class RayWorkerGroup:
     def put(self, value: Any) -> Handle:
         return Handle(ray.put(value))
 
-    def submit_all(
-        self,
-        method: str,
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> list[Handle]:
+    def submit_all(self, method: str, /, *args: Any, **kwargs: Any) -> list[Handle]:
         self._raise_if_stopped()
         shared_args = tuple(map(self._share, args))
         shared_kwargs = {name: self._share(value) for name, value in kwargs.items()}
@@ -185,14 +161,7 @@ class RayWorkerGroup:
             self._call(rank, method, shared_args, shared_kwargs) for rank in range(self.world_size)
         ]
 
-    def submit_one(
-        self,
-        rank: int,
-        method: str,
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Handle:
+    def submit_one(self, rank: int, method: str, /, *args: Any, **kwargs: Any) -> Handle:
         self._raise_if_stopped()
         shared_args = tuple(map(self._share, args))
         shared_kwargs = {name: self._share(value) for name, value in kwargs.items()}
@@ -253,19 +222,9 @@ class RayWorkerGroup:
         return self._locations
 
     def _call(
-        self,
-        rank: int,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        self, rank: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Handle:
-        return self._submit(
-            rank,
-            method,
-            self._actors[rank].call,
-            (method, *args),
-            kwargs,
-        )
+        return self._submit(rank, method, self._actors[rank].call, (method, *args), kwargs)
 
     def _submit(
         self,
@@ -314,11 +273,7 @@ class RayWorkerGroup:
             return None
         ended, _ = ray.wait(list(pending), num_returns=1, timeout=timeout_s)
         # The failures of several workers often arrive together; the first is not always the cause.
-        also_ended, _ = ray.wait(
-            list(pending),
-            num_returns=len(pending),
-            timeout=0,
-        )
+        also_ended, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
         ended += [outcome for outcome in also_ended if outcome not in ended]
         failures = []
         for outcome in ended:
@@ -350,10 +305,7 @@ class RayWorkerGroup:
     def _raise_if_head_lost(self) -> None:
         if self._head.is_lost and self._failure is None:
             self._failure = WorkerFailure(
-                self._head.describe_loss(),
-                group=self.name,
-                rank=0,
-                method="connect",
+                self._head.describe_loss(), group=self.name, rank=0, method="connect"
             )
         if self._head.is_lost and self._failure is not None:
             raise self._failure

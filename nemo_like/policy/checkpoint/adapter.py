@@ -36,11 +36,7 @@ ADAPTER_DIRECTORY = "adapter"
 """Directory of the adapter inside an exported model."""
 
 
-def initial_matrix(
-    name: str,
-    shape: tuple[int, int],
-    seed: int,
-) -> Tensor:
+def initial_matrix(name: str, shape: tuple[int, int], seed: int) -> Tensor:
     """Return the initial values of A or B, float32 [*shape]: A uniform in +-1/sqrt(inputs), B 0.
 
     The values are those of PEFT in distribution. They depend on `seed` and `name`, and not on the
@@ -55,10 +51,7 @@ def initial_matrix(
 
 
 def write_adapter(
-    directory: Path,
-    tensors: Mapping[str, Tensor],
-    lora: LoraConfig,
-    model_name: str,
+    directory: Path, tensors: Mapping[str, Tensor], lora: LoraConfig, model_name: str
 ) -> None:
     """Write the adapter of `model_name`; `tensors` are A [rank, inputs] and B [outputs, rank] by
     name, and of a reward model its score head.
@@ -81,11 +74,7 @@ def write_adapter(
     write_json(directory / ADAPTER_CONFIG, adapter_config(lora, model_name, tensors))
 
 
-def adapter_config(
-    lora: LoraConfig,
-    model_name: str,
-    names: Iterable[str],
-) -> dict[str, object]:
+def adapter_config(lora: LoraConfig, model_name: str, names: Iterable[str]) -> dict[str, object]:
     """Return the contents of PEFT's `adapter_config.json`; `names` are those of all tensors."""
     names = list(names)
     has_score_head = SCORE_WEIGHT in names
@@ -112,10 +101,7 @@ def adapter_config(
 
 @contextmanager
 def open_merged(
-    model_name: str,
-    model_config: PretrainedConfig,
-    lora: LoraConfig,
-    reader: CheckpointReader,
+    model_name: str, model_config: PretrainedConfig, lora: LoraConfig, reader: CheckpointReader
 ) -> Iterator[MergedWeights]:
     """Open the weights of `model_name` with the adapters of a checkpoint.
 
@@ -142,11 +128,7 @@ class MergedWeights:
     """The weights of a model with the adapters of a checkpoint, read one at a time."""
 
     def __init__(
-        self,
-        files: ModelFiles,
-        model: PreTrainedModel,
-        reader: CheckpointReader,
-        lora: LoraConfig,
+        self, files: ModelFiles, model: PreTrainedModel, reader: CheckpointReader, lora: LoraConfig
     ) -> None:
         """`model` may be on the meta device; only names and shapes of its weights are used."""
         self._files = files

@@ -26,11 +26,7 @@ ReadBlock = Callable[[str, Shape, Shape], Tensor]
 
 
 @contextmanager
-def open_initial(
-    lora: LoraConfig,
-    shapes: Mapping[str, Shape],
-    seed: int,
-) -> Iterator[ReadBlock]:
+def open_initial(lora: LoraConfig, shapes: Mapping[str, Shape], seed: int) -> Iterator[ReadBlock]:
     """Open the values with which the training of adapters starts.
 
     `shapes` are the full shapes of the matrices of all ranks by name. Without
@@ -101,11 +97,7 @@ def _read_shapes(path: Path) -> dict[str, Shape]:
 
 
 def _random_block(
-    shapes: Mapping[str, Shape],
-    seed: int,
-    name: str,
-    offset: Shape,
-    shape: Shape,
+    shapes: Mapping[str, Shape], seed: int, name: str, offset: Shape, shape: Shape
 ) -> Tensor:
     """Return a block [*shape] of the initial values of a matrix, float32 on the CPU."""
     num_rows, num_columns = shapes[name]
@@ -113,13 +105,7 @@ def _random_block(
     return full.narrow(0, offset[0], shape[0]).narrow(1, offset[1], shape[1])
 
 
-def _stored_block(
-    files: TensorFiles,
-    path: Path,
-    name: str,
-    offset: Shape,
-    shape: Shape,
-) -> Tensor:
+def _stored_block(files: TensorFiles, path: Path, name: str, offset: Shape, shape: Shape) -> Tensor:
     """Read a block [*shape] of a matrix of the adapter, as float32 on the CPU."""
     block = torch.empty(shape, dtype=torch.float32)
     index = []

@@ -15,11 +15,7 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import (
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -94,11 +90,7 @@ def write_hf(
         _write_index(stored, shapes, dtype.itemsize, directory)
 
 
-def _checked(
-    name: str,
-    tensor: Tensor,
-    directory: Path,
-) -> Tensor:
+def _checked(name: str, tensor: Tensor, directory: Path) -> Tensor:
     """Return `tensor` [*shape] itself. Raises NonFiniteError if an element is not finite."""
     if not all_within([tensor]):
         raise NonFiniteError(
@@ -130,9 +122,7 @@ def _to_stored_format(skeleton: PreTrainedModel, tensors: dict[str, Tensor]) -> 
 
 
 def split_by_bytes(
-    shapes: Mapping[str, Sequence[int]],
-    itemsize: int,
-    max_bytes: int,
+    shapes: Mapping[str, Sequence[int]], itemsize: int, max_bytes: int
 ) -> list[list[str]]:
     """Split names, in order, into groups of at most `max_bytes`; a larger tensor is its own group.
 
@@ -151,10 +141,7 @@ def split_by_bytes(
 
 
 def _write_configuration(
-    model_config: PretrainedConfig,
-    config: PolicyConfig,
-    dtype: torch.dtype,
-    directory: Path,
+    model_config: PretrainedConfig, config: PolicyConfig, dtype: torch.dtype, directory: Path
 ) -> None:
     # A copy, because the engine goes on using its configuration.
     model_config = copy.deepcopy(model_config)
@@ -197,10 +184,7 @@ def padding_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _write_generation_config(
-    model_config: PretrainedConfig,
-    model_name: str,
-    end_ids: Sequence[int | None],
-    directory: Path,
+    model_config: PretrainedConfig, model_name: str, end_ids: Sequence[int | None], directory: Path
 ) -> None:
     """Write the generation configuration of `model_name` with `end_ids` as additional end tokens.
 

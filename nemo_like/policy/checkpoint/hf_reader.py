@@ -19,12 +19,7 @@ from nemo_like.policy.checkpoint.tensor_files import TensorFiles, check_values
 
 Shape = tuple[int, ...]
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 
 
@@ -71,12 +66,7 @@ class ModelFiles:
                 " which its config.json requires"
             )
 
-    def read(
-        self,
-        name: str,
-        offset: Shape,
-        shape: Shape,
-    ) -> Tensor:
+    def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         """Read a block [*shape] at `offset`, on the CPU and in the files' dtype.
 
         Only the block is read, and of an MoE layer with one tensor per expert each expert. Raises
@@ -93,12 +83,7 @@ class ModelFiles:
             experts.append(torch.cat(parts))
         return torch.stack(experts)[:, *_slices(offset, shape)[1:]]
 
-    def read_into(
-        self,
-        target: Tensor,
-        name: str,
-        offset: Shape,
-    ) -> None:
+    def read_into(self, target: Tensor, name: str, offset: Shape) -> None:
         """Copy the block at `offset` into `target` [*shape of the block], in its precision.
 
         Unlike `read` this needs no memory for the block, unless experts are stored one by one.

@@ -139,12 +139,7 @@ def save(
         barrier()
         if rank == 0:
             written[MANIFEST] = _write_manifest(
-                directory,
-                expected,
-                num_optimizer_steps,
-                has_moments,
-                shapes,
-                states,
+                directory, expected, num_optimizer_steps, has_moments, shapes, states
             )
         barrier()
 
@@ -178,10 +173,7 @@ def _clear(directory: Path) -> None:
 
 
 def _stage(
-    directory: Path,
-    rank: int,
-    blocks: Iterable[Block],
-    buffers: HostBuffers,
+    directory: Path, rank: int, blocks: Iterable[Block], buffers: HostBuffers
 ) -> Iterator[StagedFile]:
     """Copy the blocks to host memory; yield each file when it is full, and the last one."""
     file: StagedFile | None = None

@@ -77,10 +77,7 @@ class CheckpointReader:
     """An open checkpoint. `read` reads from its files; before that only headers are read."""
 
     def __init__(
-        self,
-        directory: Path,
-        manifest: Mapping[str, Any],
-        blocks: dict[str, list[StoredBlock]],
+        self, directory: Path, manifest: Mapping[str, Any], blocks: dict[str, list[StoredBlock]]
     ):
         self.num_optimizer_steps: int = manifest["num_optimizer_steps"]
         self.has_moments: bool = manifest["has_moments"]
@@ -143,12 +140,7 @@ class CheckpointReader:
         for name in names:
             self._blocks[f"{WEIGHT}/{name}"] = self._blocks[f"{EMA}/{name}"]
 
-    def read(
-        self,
-        name: str,
-        offset: Sequence[int],
-        shape: Sequence[int],
-    ) -> Tensor:
+    def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Read a region of the tensor `name` as a new float32 tensor [*shape] on the CPU.
 
         Raises CheckpointError if the stored blocks do not cover it. Returns a tensor of the given
@@ -202,10 +194,7 @@ def checkpoint_problem(directory: Path) -> str | None:
     return None
 
 
-def full_shapes(
-    shapes: Mapping[str, Sequence[int]],
-    states: States,
-) -> dict[str, tuple[int, ...]]:
+def full_shapes(shapes: Mapping[str, Sequence[int]], states: States) -> dict[str, tuple[int, ...]]:
     """Return the full shape of every tensor in the checkpoint by block name, `<kind>/<weight>`."""
     result = {}
     for kind, names in {WEIGHT: shapes, **states}.items():
@@ -228,10 +217,7 @@ def manifest_states(manifest: Mapping[str, Any]) -> States:
 
 
 def check_partition(
-    directory: Path,
-    name: str,
-    shape: tuple[int, ...],
-    regions: list[Region],
+    directory: Path, name: str, shape: tuple[int, ...], regions: list[Region]
 ) -> None:
     """Raise CheckpointError unless `regions` partition a tensor of `shape`.
 

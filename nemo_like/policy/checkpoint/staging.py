@@ -72,12 +72,7 @@ class StagedFile:
         self._entries: dict[str, Any] = {}
         self._positions: dict[str, Any] = {}
 
-    def add(
-        self,
-        name: str,
-        offset: Sequence[int],
-        tensor: Tensor,
-    ) -> None:
+    def add(self, name: str, offset: Sequence[int], tensor: Tensor) -> None:
         """Copy `tensor` [...], the block of the tensor `name` at `offset`, as float32.
 
         On a GPU the copy may still run when this returns; see `HostBuffers.wait_for_copies`. Raises

@@ -28,13 +28,7 @@ class TensorFiles:
         self._num_mapped_bytes = 0
         self._files: dict[Path, Any] = {}
 
-    def read_into(
-        self,
-        target: Tensor,
-        path: Path,
-        key: str,
-        index: Sequence[slice],
-    ) -> None:
+    def read_into(self, target: Tensor, path: Path, key: str, index: Sequence[slice]) -> None:
         """Copy the part `index` of the tensor `key` into `target` [*shape of the part].
 
         `index` has one slice with start and stop per dim. The values are converted to the precision

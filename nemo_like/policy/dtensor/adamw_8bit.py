@@ -34,12 +34,7 @@ class ShardedAdamW8bit:
         index = self._index_of.get(sharded.name)
         return {} if index is None else self._adamw.state(index)
 
-    def restore(
-        self,
-        sharded: ShardedParameter,
-        state: dict[str, Tensor],
-        num_steps: int,
-    ) -> None:
+    def restore(self, sharded: ShardedParameter, state: dict[str, Tensor], num_steps: int) -> None:
         """Set the moments of a shard, tensors sharded like the parameter, after some steps."""
         index = self._index_of.get(sharded.name)
         if index is not None:

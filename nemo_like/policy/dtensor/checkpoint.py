@@ -90,28 +90,18 @@ def load(
 
 
 def _read_state(
-    reader: CheckpointReader,
-    sharded: ShardedParameter,
-    kinds: Sequence[str],
+    reader: CheckpointReader, sharded: ShardedParameter, kinds: Sequence[str]
 ) -> dict[str, Tensor]:
     """Read the optimizer state of a parameter, in the shape and sharding of the parameter."""
     state = {}
     for kind in kinds:
         state[kind] = torch.zeros_like(sharded.parameter, requires_grad=False)
-        _read_into(
-            state[kind],
-            reader,
-            kind,
-            sharded,
-        )
+        _read_into(state[kind], reader, kind, sharded)
     return state
 
 
 def _read_into(
-    target: Tensor,
-    reader: CheckpointReader,
-    kind: str,
-    sharded: ShardedParameter,
+    target: Tensor, reader: CheckpointReader, kind: str, sharded: ShardedParameter
 ) -> None:
     """Copy this rank's shard of `kind` (weight or moment) into `target`.
 
@@ -139,12 +129,7 @@ def _blocks(
             tensors[EMA] = ema.shards[sharded.name]
         for kind, tensor in tensors.items():
             name = f"{kind}/{sharded.name}"
-            yield Block(
-                name,
-                sharded.spec.full_shape,
-                offset,
-                local_shard(tensor),
-            )
+            yield Block(name, sharded.spec.full_shape, offset, local_shard(tensor))
 
 
 def _shapes(parameters: Sequence[ShardedParameter]) -> dict[str, tuple[int, ...]]:

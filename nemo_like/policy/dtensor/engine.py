@@ -30,11 +30,7 @@ from nemo_like.policy.dtensor.model import (
 )
 from nemo_like.policy.dtensor.muon import hidden_matrices
 from nemo_like.policy.dtensor.optimizer import ShardedOptimizer
-from nemo_like.policy.dtensor.parameters import (
-    ShardedParameter,
-    gather_parameters,
-    local_shard,
-)
+from nemo_like.policy.dtensor.parameters import ShardedParameter, gather_parameters, local_shard
 from nemo_like.policy.dtensor.quantized import QuantizedParameter, quantized_parameters
 from nemo_like.policy.engine import ResultT, StepFunction
 from nemo_like.policy.engine_base import EngineBase
@@ -68,10 +64,7 @@ class DTensorEngine(EngineBase[ShardedOptimizer]):
         """
         if groups is None:
             groups = Groups.join(
-                parallel_layout,
-                rank,
-                device,
-                mixed_precision=config.precision != "float32",
+                parallel_layout, rank, device, mixed_precision=config.precision != "float32"
             )
         super().__init__(config, device, parallel_layout, rank, groups, trainable=trainable)
         self.groups = groups
@@ -83,12 +76,7 @@ class DTensorEngine(EngineBase[ShardedOptimizer]):
         )
         # A tied weight appears once, under the name of the input embedding.
         self.parameters = [
-            ShardedParameter(
-                name,
-                parameter,
-                specs[name],
-                groups,
-            )
+            ShardedParameter(name, parameter, specs[name], groups)
             for name, parameter in self._model.causal_lm.named_parameters()
         ]
         self._quantized = list(quantized_parameters(self._model.causal_lm, specs, groups))
@@ -194,10 +182,7 @@ class DTensorEngine(EngineBase[ShardedOptimizer]):
             yield name, sharded.gather_full(self._compute_shard(sharded))
 
     def gather_weights(
-        self,
-        names: Sequence[str],
-        dtype: torch.dtype,
-        targets: Sequence[Tensor] | None,
+        self, names: Sequence[str], dtype: torch.dtype, targets: Sequence[Tensor] | None
     ) -> None:
         """See `Engine.gather_weights`; `targets` are [*shape] each, of `dtype`."""
         by_name = self._by_name()

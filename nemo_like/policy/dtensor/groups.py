@@ -68,10 +68,7 @@ class Groups:
         if parallel_layout.tp > 1:
             tp_rank = parallel_layout.coordinates(rank).tp
             tensor = TensorParallel(
-                mesh.get_group("tp"),
-                tp_rank,
-                parallel_layout.tp,
-                parallel_layout.sequence_parallel,
+                mesh.get_group("tp"), tp_rank, parallel_layout.tp, parallel_layout.sequence_parallel
             )
         shard = dp_cp
         fsdp_mesh = dp_cp

@@ -54,12 +54,7 @@ def check_head(causal_lm: PreTrainedModel, model_name: str) -> None:
     finally:
         del backbone.forward
         causal_lm.set_output_embeddings(head)
-    if not torch.allclose(
-        logits,
-        small_head(hidden),
-        rtol=1e-4,
-        atol=1e-4,
-    ):
+    if not torch.allclose(logits, small_head(hidden), rtol=1e-4, atol=1e-4):
         raise ConfigError(
             f"policy.model_name={model_name}: the logits of {type(causal_lm).__name__} are not"
             " hidden states times output embedding (a soft cap or a scale), so its log-probs would"

@@ -115,12 +115,7 @@ def add_adapters(
         if weight_spec.dim == 1:
             assert tensor is not None, "a sharded weight has a tensor-parallel group"
             reduce_output = tensor.reduce_output
-        module.forward = partial(
-            _adapted_linear,
-            state,
-            reduce_output,
-            module,
-        )
+        module.forward = partial(_adapted_linear, state, reduce_output, module)
     return state
 
 
@@ -137,11 +132,7 @@ def _adaptable_layers(causal_lm: PreTrainedModel, layers: Sequence[nn.Module]) -
 
 
 @torch.no_grad()
-def initialize(
-    adapters: Iterable[Adapter],
-    config: LoraConfig,
-    seed: int,
-) -> None:
+def initialize(adapters: Iterable[Adapter], config: LoraConfig, seed: int) -> None:
     """Set the matrices of all adapters to their initial values; see `open_initial`."""
     matrices: list[ShardedParameter] = []
     for adapter in adapters:
@@ -154,10 +145,7 @@ def initialize(
 
 
 def _adapted_linear(
-    state: LoraState,
-    reduce_output: _ReduceOutput | None,
-    module: Any,
-    hidden: Tensor,
+    state: LoraState, reduce_output: _ReduceOutput | None, module: Any, hidden: Tensor
 ) -> Tensor:
     """Compute `module`, a linear layer, and its adapter.
 

@@ -48,10 +48,7 @@ class LogprobModel(nn.Module):
     """
 
     def __init__(
-        self,
-        causal_lm: PreTrainedModel,
-        head: VocabularyHead | ScoreHead,
-        groups: Groups,
+        self, causal_lm: PreTrainedModel, head: VocabularyHead | ScoreHead, groups: Groups
     ) -> None:
         """`causal_lm` has a score head in place of the output embedding if `head` is one."""
         super().__init__()
@@ -78,10 +75,7 @@ class LogprobModel(nn.Module):
         if self.groups.cp is not None:
             options["cp_group"] = self.groups.cp
         output = backbone(self.causal_lm)(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            use_cache=False,
-            **options,
+            input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, **options
         )
         return self._head(output.last_hidden_state, inputs, temperature, with_entropy, token_filter)
 
@@ -149,13 +143,7 @@ def build_model(
     lora = None
     if has_adapters:
         # Float32 and trainable, unlike the weights beside them.
-        lora = add_adapters(
-            causal_lm,
-            decoder_layers(causal_lm),
-            config.lora,
-            specs,
-            groups.tensor,
-        )
+        lora = add_adapters(causal_lm, decoder_layers(causal_lm), config.lora, specs, groups.tensor)
     is_compiled = config.compile == "layers"
     share = None
     if groups.tensor is not None and groups.tensor.sequence:
@@ -213,10 +201,7 @@ def exclude_fsdp_communication(modules: Sequence[FSDPModule], clock: ComputeCloc
 
 
 def _frozen_parameters(
-    causal_lm: PreTrainedModel,
-    config: PolicyConfig,
-    *,
-    trainable: bool,
+    causal_lm: PreTrainedModel, config: PolicyConfig, *, trainable: bool
 ) -> list[nn.Parameter]:
     """Return the weights that have no gradient: all, or those that `policy.freeze` matches.
 
@@ -243,11 +228,7 @@ def _store_in_bfloat16(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _shard(
-    model: LogprobModel,
-    mesh: DeviceMesh,
-    precision: str,
-    *,
-    reshard_after_forward: bool,
+    model: LogprobModel, mesh: DeviceMesh, precision: str, *, reshard_after_forward: bool
 ) -> None:
     """Apply FSDP2: a unit per layer and untied embedding, the root for the rest."""
     param_dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
@@ -257,19 +238,11 @@ def _shard(
         units.append(model.causal_lm.get_input_embeddings())
     for unit in units:
         fully_shard(
-            unit,
-            mesh=mesh,
-            mp_policy=mp_policy,
-            reshard_after_forward=reshard_after_forward,
+            unit, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard_after_forward
         )
     # The root has the output embedding, which the backward needs first: freeing it after the
     # forward saves nothing.
-    fully_shard(
-        model,
-        mesh=mesh,
-        mp_policy=mp_policy,
-        reshard_after_forward=False,
-    )
+    fully_shard(model, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=False)
     for module in fsdp_modules(model):
         # A sum and not a mean: the loss is already divided by the count of the global batch.
         module.set_gradient_divide_factor(1.0)

@@ -38,11 +38,7 @@ def hidden_matrices(layers: Sequence[nn.Module]) -> set[nn.Parameter]:
     return matrices
 
 
-def orthogonal_update(
-    momentum: Tensor,
-    lr: float,
-    config: OptimizerConfig,
-) -> Tensor:
+def orthogonal_update(momentum: Tensor, lr: float, config: OptimizerConfig) -> Tensor:
     """Return the change, float32 [m, n], that torch.optim.Muon applies for `momentum`, the same.
 
     Weight decay is not included.
@@ -65,10 +61,7 @@ class ShardedMuon:
     """Muon of the hidden matrices of one trainable model."""
 
     def __init__(
-        self,
-        parameters: Sequence[ShardedParameter],
-        groups: Groups,
-        config: OptimizerConfig,
+        self, parameters: Sequence[ShardedParameter], groups: Groups, config: OptimizerConfig
     ) -> None:
         self.state: dict[nn.Parameter, Tensor] = {}
         """Momentum, sharded like the parameter; empty before the first step."""

@@ -144,12 +144,7 @@ class ShardedOptimizer:
         if self._adamw is not None:
             self._adamw.state.clear()
 
-    def restore(
-        self,
-        sharded: ShardedParameter,
-        state: dict[str, Tensor],
-        num_steps: int,
-    ) -> None:
+    def restore(self, sharded: ShardedParameter, state: dict[str, Tensor], num_steps: int) -> None:
         """Set the state of a parameter after `num_steps` steps.
 
         The tensors, one of each of its kinds, have the same shape and sharding as the parameter.

@@ -142,12 +142,7 @@ class TensorParallel:
             rank = self.rank
         return rank * size // self.size, (rank + 1) * size // self.size
 
-    def _shard(
-        self,
-        module: nn.Module,
-        key: str,
-        dim: int,
-    ) -> dict[nn.Parameter, ShardSpec]:
+    def _shard(self, module: nn.Module, key: str, dim: int) -> dict[nn.Parameter, ShardSpec]:
         """Replace a meta parameter by its shard; does nothing if the module has no such one."""
         weight = module._parameters.get(key)
         if weight is None:
@@ -172,10 +167,7 @@ class TensorParallel:
         is_tied = head is not None and head.weight is embedding.weight
         start, stop = self.shard_range(embedding.num_embeddings)
         embedding.forward = partial(
-            _vocab_parallel_embedding,
-            self.reduce_output,
-            embedding,
-            range(start, stop),
+            _vocab_parallel_embedding, self.reduce_output, embedding, range(start, stop)
         )
         specs = self._shard(embedding, "weight", 0)
         if head is None:
@@ -229,10 +221,7 @@ def _planned_modules(
 
 
 def _check_block(
-    block: nn.Module,
-    styles: set[str],
-    specs: dict[nn.Parameter, ShardSpec],
-    model_name: str,
+    block: nn.Module, styles: set[str], specs: dict[nn.Parameter, ShardSpec], model_name: str
 ) -> None:
     """Raise ConfigError unless the plan covers all parameters of a tensor-parallel block.
 
@@ -249,8 +238,7 @@ def _check_block(
     for name, weight in block.named_parameters():
         if weight not in specs and weight not in biases:
             raise _unsupported(
-                model_name,
-                f"its plan does not list the parameter {name} of {type(block).__name__}",
+                model_name, f"its plan does not list the parameter {name} of {type(block).__name__}"
             )
 
 
@@ -277,9 +265,7 @@ def _gather_block_input(
 
 
 def _row_parallel_linear(
-    reduce_output: Callable[[Tensor], Tensor],
-    module: nn.Linear,
-    hidden: Tensor,
+    reduce_output: Callable[[Tensor], Tensor], module: nn.Linear, hidden: Tensor
 ) -> Tensor:
     """Compute a row-parallel layer; the bias is added once, after the reduction.
 
@@ -291,10 +277,7 @@ def _row_parallel_linear(
 
 
 def _vocab_parallel_embedding(
-    reduce_output: Callable[[Tensor], Tensor],
-    module: nn.Embedding,
-    rows: range,
-    input: Tensor,
+    reduce_output: Callable[[Tensor], Tensor], module: nn.Embedding, rows: range, input: Tensor
 ) -> Tensor:
     """Look up `input` int64 [B, S] where this rank has the row and sum over the ranks.
 

@@ -48,11 +48,7 @@ class ShardedParameter:
         start = 0
         stop = self.parameter.shape[0]
         if group is not None:
-            start, stop = row_range(
-                stop,
-                group.size(),
-                group.rank(),
-            )
+            start, stop = row_range(stop, group.size(), group.rank())
         shape = tuple(local_shard(self.parameter).shape)
         assert shape[0] == stop - start, (
             f"{self.name}: FSDP has {shape[0]} rows where {start}..{stop} was expected"
@@ -178,11 +174,7 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def row_range(
-    num_rows: int,
-    num_ranks: int,
-    rank: int,
-) -> tuple[int, int]:
+def row_range(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
     """Rows [start, stop) of dim 0 that FSDP2 gives `rank`.
 
     Example: 5 rows on 3 ranks are (0, 2), (2, 4), (4, 5).

@@ -147,9 +147,7 @@ class QuantizedParameter(ShardedParameter):
 
 
 def quantized_parameters(
-    causal_lm: PreTrainedModel,
-    specs: Mapping[str, ShardSpec],
-    groups: Groups,
+    causal_lm: PreTrainedModel, specs: Mapping[str, ShardSpec], groups: Groups
 ) -> Iterator[QuantizedParameter]:
     """Yield the weights that `quantize_layers` replaced, by the Hugging Face names of `specs`."""
     for layer, module in causal_lm.named_modules():
@@ -167,9 +165,7 @@ def _tensors(module: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def _frozen_linear(
-    reduce_output: Callable[[Tensor], Tensor] | None,
-    module: nn.Linear,
-    hidden: Tensor,
+    reduce_output: Callable[[Tensor], Tensor] | None, module: nn.Linear, hidden: Tensor
 ) -> Tensor:
     """Compute a layer without adapter, [B, S, outputs] from `hidden` [B, S, inputs].
 

@@ -18,12 +18,7 @@ class VocabularyHead:
     """The output embedding, tied or not."""
 
     def __init__(
-        self,
-        causal_lm: PreTrainedModel,
-        groups: Groups,
-        chunk_size: int,
-        *,
-        compile: bool,
+        self, causal_lm: PreTrainedModel, groups: Groups, chunk_size: int, *, compile: bool
     ) -> None:
         self._causal_lm = causal_lm
         self._tensor = groups.tensor

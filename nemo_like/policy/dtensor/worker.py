@@ -51,10 +51,7 @@ class DTensorPolicyWorker(PolicyWorker):
         device = _init_device(context, config)
 
         def build_engine(
-            *,
-            trainable: bool,
-            groups: Groups | None,
-            config: PolicyConfig = config,
+            *, trainable: bool, groups: Groups | None, config: PolicyConfig = config
         ) -> DTensorEngine:
             return DTensorEngine(
                 config,
@@ -77,9 +74,7 @@ class DTensorPolicyWorker(PolicyWorker):
         for name in teachers:
             require_model_directory("distill.teachers", name)
             teacher = build_engine(
-                trainable=False,
-                groups=policy.groups,
-                config=teacher_config(config, name),
+                trainable=False, groups=policy.groups, config=teacher_config(config, name)
             )
             # Before the next one is loaded, so that one teacher at a time is on the device.
             teacher.offload()

@@ -42,11 +42,7 @@ def load(
     with open_checkpoint(directory) as reader:
         reader.check_model(shapes)
 
-        def read_weight(
-            name: str,
-            offset: Shape,
-            shape: Shape,
-        ) -> torch.Tensor:
+        def read_weight(name: str, offset: Shape, shape: Shape) -> torch.Tensor:
             """Read a block [*shape] of the weight `name` at `offset`, float32 on the CPU."""
             return reader.read(f"{WEIGHT}/{name}", offset, shape)
 
@@ -108,10 +104,7 @@ def frozen_blocks(
 
 
 def trained_blocks(
-    param_map: ParamMap,
-    optimizer: ShardedAdamW,
-    shapes: Mapping[str, Shape],
-    ema: WeightEma | None,
+    param_map: ParamMap, optimizer: ShardedAdamW, shapes: Mapping[str, Shape], ema: WeightEma | None
 ) -> Iterator[Block]:
     """Yield this rank's blocks of weights and moments; see `frozen_blocks`. Every rank iterates."""
     kinds = [WEIGHT, *MOMENTS] if optimizer.has_moments else [WEIGHT]

@@ -68,11 +68,7 @@ def cuda_type_names() -> Iterator[None]:
     """
     original_type = Tensor.type
 
-    def cuda_type(
-        tensor: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def cuda_type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return a type name as of a CUDA tensor, or the converted tensor, of the same shape."""
         result = original_type(tensor, *args, **kwargs)
         if isinstance(result, str):
@@ -133,11 +129,7 @@ class _Torch:
         return _on_cpu(value) if name in _FACTORIES else value
 
 
-def _on_host(
-    tensor: Any,
-    as_numpy: bool = False,
-    record_stream: bool = False,
-) -> Any:
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     if as_numpy and isinstance(tensor, Tensor):
         return tensor.numpy()
     return tensor

@@ -80,10 +80,7 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         # On the meta device, for its names and shapes.
         self._causal_lm = meta_model(self._model_config, dtype=torch.float32)
         sharding = ModelSharding(
-            self.spec,
-            pp=parallel_layout.pp,
-            tp=parallel_layout.tp,
-            ep=parallel_layout.ep,
+            self.spec, pp=parallel_layout.pp, tp=parallel_layout.tp, ep=parallel_layout.ep
         )
         stage, tp_rank, ep_rank = parallel_coords(parallel_layout, rank)
         self._dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
@@ -110,10 +107,7 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         if trainable:
             self._choose_trained(family, sharding, stage)
             self._optimizer = ShardedAdamW(
-                self._model,
-                self._param_map | self._trained_map,
-                groups,
-                config.optimizer,
+                self._model, self._param_map | self._trained_map, groups, config.optimizer
             )
         self._gatherer = FullWeightGatherer(family, sharding, parallel_layout, rank, device)
         self._check_names()
@@ -126,12 +120,7 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         if trainable:
             self.start_ema()
 
-    def _choose_trained(
-        self,
-        family: Family,
-        sharding: ModelSharding,
-        stage: int,
-    ) -> None:
+    def _choose_trained(self, family: Family, sharding: ModelSharding, stage: int) -> None:
         """Exclude weights that `policy.freeze` matches from training; add LoRA adapters."""
         if self.config.freeze:
             self._freeze(family, sharding, stage)
@@ -155,10 +144,7 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         self._trained_map = self._adapters.param_map
 
     def _build_head(
-        self,
-        head: OutputHead,
-        sharding: ModelSharding,
-        tp_rank: int,
+        self, head: OutputHead, sharding: ModelSharding, tp_rank: int
     ) -> ScoreHead | VocabularyHead:
         """Return the head that computes a microbatch's outputs on the last stage."""
         if head == "vocabulary":
@@ -339,12 +325,7 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         shapes = self._saved_shapes()
         return dict(self._adapters.gather(list(shapes), shapes, torch.float32))
 
-    def _freeze(
-        self,
-        family: Family,
-        sharding: ModelSharding,
-        stage: int,
-    ) -> None:
+    def _freeze(self, family: Family, sharding: ModelSharding, stage: int) -> None:
         """Exclude the weights that `policy.freeze` matches from training."""
         self._frozen = frozen_names(self._causal_lm, self.config.freeze)
         frozen = frozen_parameters(self._frozen, family, sharding, stage, self._param_map)
@@ -424,11 +405,7 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
 
 
 def _read_weight(
-    initial_weights: Mapping[str, Tensor],
-    read: ReadBlock,
-    name: str,
-    offset: Shape,
-    shape: Shape,
+    initial_weights: Mapping[str, Tensor], read: ReadBlock, name: str, offset: Shape, shape: Shape
 ) -> Tensor:
     """Return a block [*shape] of a weight, of `initial_weights` [...] or else of the files."""
     if name not in initial_weights:

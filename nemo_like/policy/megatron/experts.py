@@ -56,11 +56,7 @@ class GroupedExperts(SequentialMLP):
         return (activated * probs.unsqueeze(-1)).to(up.dtype)
 
 
-def grouped_linear(
-    tokens: Tensor,
-    ends: Tensor,
-    weights: Sequence[Tensor],
-) -> Tensor:
+def grouped_linear(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """Multiply consecutive groups of `tokens` [T, K] by the transpose of one weight [N, K] each.
 
     `ends`, int32 [groups], are the ends of the groups; the last one is T. Returns [T, N].
@@ -75,12 +71,7 @@ class _GroupedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        tokens: Tensor,
-        ends: Tensor,
-        *weights: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
         """Return [T, N]; see `grouped_linear`."""
         ctx.save_for_backward(tokens, ends, *weights)
         stacked = torch.stack(weights)
@@ -90,8 +81,7 @@ class _GroupedLinear(torch.autograd.Function):
     @once_differentiable
     # torch declares `*grad_outputs`; a fixed signature checks their number.
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        grad: Tensor,
+        ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the tokens [T, K] and of each weight [N, K]."""
         tokens, ends, *weights = ctx.saved_tensors
@@ -109,11 +99,7 @@ class _GroupedLinear(torch.autograd.Function):
         return grad_tokens, None, *grad_weights
 
 
-def _grouped_product(
-    left: Tensor,
-    right: Tensor,
-    ends: Tensor,
-) -> Tensor:
+def _grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Return the product of each group.
 
     With `right` [groups, K, N] the groups are rows of `left` [T, K], and the result is [T, N]. With

@@ -44,10 +44,7 @@ def frozen_parameters(
 
 
 def _frozen_of_stage(
-    frozen: Collection[str],
-    family: Family,
-    sharding: ModelSharding,
-    stage: int,
+    frozen: Collection[str], family: Family, sharding: ModelSharding, stage: int
 ) -> set[str]:
     """Return the unsharded parameters of a stage that consist of `frozen` weights."""
     result = set()
@@ -84,10 +81,6 @@ def _check_biases(frozen: Collection[str], param_map: ParamMap) -> None:
             )
 
 
-def _unsharded(
-    family: Family,
-    sharding: ModelSharding,
-    stage: int,
-) -> ParamMap:
+def _unsharded(family: Family, sharding: ModelSharding, stage: int) -> ParamMap:
     """Return the parameters of a stage without tensor and expert parallelism."""
     return family.param_map(ModelSharding(sharding.spec, pp=sharding.pp), stage, 0, 0)

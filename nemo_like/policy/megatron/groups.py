@@ -33,12 +33,7 @@ class Groups:
 
     @classmethod
     def join(
-        cls,
-        parallel_layout: ParallelLayout,
-        device: torch.device,
-        *,
-        seed: int,
-        timeout_s: float,
+        cls, parallel_layout: ParallelLayout, device: torch.device, *, seed: int, timeout_s: float
     ) -> Groups:
         """Create the groups of `parallel_layout` in the default process group; every rank calls.
 

@@ -35,10 +35,7 @@ from nemo_like.policy.megatron.experts import GroupedExperts
 
 
 def decoder_layer(
-    *,
-    window: int | None,
-    has_qk_norm: bool = False,
-    mlp: ModuleSpec | None = None,
+    *, window: int | None, has_qk_norm: bool = False, mlp: ModuleSpec | None = None
 ) -> ModuleSpec:
     """Return a layer with RMSNorm before attention and before `mlp` (default: `dense_mlp`).
 
@@ -110,11 +107,7 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        hidden_size: int,
-        eps: float = 1e-5,
-        **kwargs: Any,
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -170,11 +163,7 @@ class SegmentAttention(MegatronModule):
         return out.reshape(len(out), 1, -1)
 
 
-def _rotated(
-    heads: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-) -> Tensor:
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply the rotary embedding [T, 1, D] to `heads` [T, H, D] as Llama does, in two halves."""
     first, second = heads.chunk(2, dim=-1)
     return heads * cos + torch.cat((-second, first), dim=-1) * sin

@@ -30,12 +30,7 @@ from nemo_like.models.spec import SCORE_WEIGHT, ModelSpec
 from nemo_like.policy.collectives import copy_to, gather_rows, scatter_sum, sum_over
 from nemo_like.policy.lora_state import LoraState, check_targets
 from nemo_like.policy.megatron.families.family import Family
-from nemo_like.policy.megatron.param_map import (
-    HFSlice,
-    ModelSharding,
-    ParamMap,
-    ParamSpec,
-)
+from nemo_like.policy.megatron.param_map import HFSlice, ModelSharding, ParamMap, ParamSpec
 
 _COLUMN = (".linear_qkv", ".linear_fc1")
 _ROW = (".linear_proj", ".linear_fc2")
@@ -76,11 +71,7 @@ class AdapterSpec(NamedTuple):
         return rows
 
 
-def check_lora(
-    family: Family,
-    sharding: ModelSharding,
-    lora: LoraConfig,
-) -> None:
+def check_lora(family: Family, sharding: ModelSharding, lora: LoraConfig) -> None:
     """Raise ConfigError, the same on every rank, for adapters that some rank cannot have."""
     num_heads = sharding.spec.num_kv_heads
     if num_heads % sharding.tp != 0:
@@ -106,10 +97,7 @@ def check_lora(
 
 
 def adapter_specs(
-    param_map: ParamMap,
-    lora: LoraConfig,
-    model: ModelSpec,
-    tp_rank: int,
+    param_map: ParamMap, lora: LoraConfig, model: ModelSpec, tp_rank: int
 ) -> Iterator[AdapterSpec]:
     """Yield the adapters of a rank with these parameters, in the order of `param_map`."""
     for part in _adaptable_parts(param_map, model):
@@ -152,12 +140,7 @@ def _adaptable_parts(param_map: ParamMap, model: ModelSpec) -> Iterator[_Adaptab
                 yield _AdaptablePart(module, layer, tuple(slices))
 
 
-def adapter_map(
-    param_map: ParamMap,
-    lora: LoraConfig,
-    model: ModelSpec,
-    tp_rank: int,
-) -> ParamMap:
+def adapter_map(param_map: ParamMap, lora: LoraConfig, model: ModelSpec, tp_rank: int) -> ParamMap:
     """Return the specs of a rank's trained parameters by their names in the model.
 
     They are the matrices of its adapters, and on the last stage of a reward model the score head.
@@ -180,11 +163,7 @@ class AdapterMaps:
         self._lora = lora
 
     def param_map(
-        self,
-        sharding: ModelSharding,
-        stage: int,
-        tp_rank: int,
-        ep_rank: int = 0,
+        self, sharding: ModelSharding, stage: int, tp_rank: int, ep_rank: int = 0
     ) -> ParamMap:
         """Return the specs of a rank's adapters by parameter name; see `Family.param_map`."""
         weights = self._family.param_map(sharding, stage, tp_rank, ep_rank)
@@ -194,12 +173,7 @@ class AdapterMaps:
 class Adapter(nn.Module):
     """A and B of one Hugging Face layer on this rank, without biases."""
 
-    def __init__(
-        self,
-        spec: AdapterSpec,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, spec: AdapterSpec, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         rank, num_inputs = spec.a.shape
         num_outputs, _ = spec.b.shape
@@ -235,13 +209,7 @@ def add_adapters(
         index = None if is_in_order else torch.tensor(rows, device=device)
         layer.register_buffer("adapter_rows", index, persistent=False)
         adapted = _adapted_row if specs[0].is_row_parallel else _adapted_column
-        layer.forward = partial(
-            adapted,
-            state,
-            layer,
-            layer.forward,
-            sequence_parallel,
-        )
+        layer.forward = partial(adapted, state, layer, layer.forward, sequence_parallel)
 
 
 def _adapted_column(
@@ -319,11 +287,7 @@ def merged(
 
 
 def _column_parallel(
-    weight: str,
-    slices: Sequence[HFSlice],
-    rank: int,
-    *,
-    is_first: bool,
+    weight: str, slices: Sequence[HFSlice], rank: int, *, is_first: bool
 ) -> tuple[ParamSpec, ParamSpec]:
     """Return the specs of A and B of a layer whose rows are sharded."""
     names = adapter_names(weight)
@@ -340,11 +304,7 @@ def _column_parallel(
 
 
 def _row_parallel(
-    weight: str,
-    slices: Sequence[HFSlice],
-    rank: int,
-    *,
-    is_first: bool,
+    weight: str, slices: Sequence[HFSlice], rank: int, *, is_first: bool
 ) -> tuple[ParamSpec, ParamSpec]:
     """Return the specs of A and B of a layer whose columns are sharded."""
     names = adapter_names(weight)

@@ -99,11 +99,7 @@ class PackedModel(GPTModel):
     """
 
     def __init__(
-        self,
-        rotary: nn.Module,
-        dtype: torch.dtype,
-        padding_id: int | None,
-        **kwargs: Any,
+        self, rotary: nn.Module, dtype: torch.dtype, padding_id: int | None, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
         self.rotary = rotary
@@ -126,10 +122,7 @@ class PackedModel(GPTModel):
             sin=sin.squeeze(0)[:, None],
         )
         return super().forward(
-            inputs.input_ids,
-            inputs.position_ids,
-            untyped(None),
-            packed_seq_params=segments,
+            inputs.input_ids, inputs.position_ids, untyped(None), packed_seq_params=segments
         )
 
     def use_score_head(self) -> None:
@@ -156,12 +149,7 @@ class PackedModel(GPTModel):
             # the data-parallel ranks.
             weight.shared_embedding = True
 
-    def _preprocess(
-        self,
-        input_ids: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Any, ...]:
+    def _preprocess(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Embed `input_ids` [1, T] on the first stage, without gradient for padding."""
         hidden, *rest = super()._preprocess(input_ids, *args, **kwargs)
         if hidden is not None and self._padding_id is not None:
@@ -171,22 +159,13 @@ class PackedModel(GPTModel):
                 start = self.pg_collection.tp.rank() * len(hidden)
             is_padding = input_ids[0, start : start + len(hidden)] == self._padding_id
             # transformers' `padding_idx` does the same: the padding token's row has no gradient.
-            hidden = torch.where(
-                is_padding[:, None, None],
-                hidden.detach(),
-                hidden,
-            )
+            hidden = torch.where(is_padding[:, None, None], hidden.detach(), hidden)
         if hidden is not None and self.is_embedding_frozen and torch.is_grad_enabled():
             # Megatron-Core's recomputation of a layer has gradients only if its input has one.
             hidden = hidden.detach().requires_grad_()
         return hidden, *rest
 
-    def _postprocess(
-        self,
-        hidden_states: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return `hidden_states` [T, 1, D] as they are."""
         # Megatron-Core would compute the logits of all tokens here.
         return hidden_states

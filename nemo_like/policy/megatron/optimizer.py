@@ -62,11 +62,7 @@ class ShardedAdamW:
     """Gradients and optimizer state of one trainable model."""
 
     def __init__(
-        self,
-        model: PackedModel,
-        param_map: ParamMap,
-        groups: Groups,
-        config: OptimizerConfig,
+        self, model: PackedModel, param_map: ParamMap, groups: Groups, config: OptimizerConfig
     ) -> None:
         for name, parameter in model.named_parameters():
             # Without this Megatron-Core would sum the gradients of unsharded experts over dp and cp
@@ -99,12 +95,7 @@ class ShardedAdamW:
         self.zero_grad()
 
     def _sub_optimizer(
-        self,
-        config: OptimizerConfig,
-        buffers: Any,
-        group: ProcessGroup,
-        *,
-        is_expert: bool,
+        self, config: OptimizerConfig, buffers: Any, group: ProcessGroup, *, is_expert: bool
     ) -> _SubOptimizer:
         parameters = [
             parameter
@@ -223,12 +214,7 @@ class ShardedAdamW:
                 moments += [state[kind] for kind in MOMENTS if kind in state]
         return moments
 
-    def gather_state(
-        self,
-        name: str,
-        kind: str,
-        writer: int,
-    ) -> Tensor | None:
+    def gather_state(self, name: str, kind: str, writer: int) -> Tensor | None:
         """Gather a parameter's `weight` or one of MOMENTS on one rank, float32 [*shape].
 
         All ranks that replicate the parameter call. The one with group rank `writer` modulo the
@@ -241,12 +227,7 @@ class ShardedAdamW:
             values = shard.main if kind == WEIGHT else state[shard.main][kind]
         return self.gather_values(name, values, writer)
 
-    def gather_values(
-        self,
-        name: str,
-        values: Tensor | None,
-        writer: int,
-    ) -> Tensor | None:
+    def gather_values(self, name: str, values: Tensor | None, writer: int) -> Tensor | None:
         """Gather the ranks' `values`, [numel] of their shard or None, as `gather_state` does."""
         group = self._sub_optimizer_of(name).group
         writer %= group.size()
@@ -266,11 +247,7 @@ class ShardedAdamW:
             values = full.flatten()[shard.start : shard.stop]
             shard.main.detach().copy_(values)
 
-    def read_shard(
-        self,
-        name: str,
-        read: ReadBlock,
-    ) -> Tensor | None:
+    def read_shard(self, name: str, read: ReadBlock) -> Tensor | None:
         """Read this rank's shard of a parameter, float32 [numel]; None where it has none."""
         shard = self.shard(name)
         return None if shard is None else self._read_shard(name, shard, read)
@@ -308,12 +285,7 @@ class ShardedAdamW:
         """Return Megatron-Core's flat buffers of weights and gradients."""
         return [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
 
-    def _gather_full(
-        self,
-        name: str,
-        values: Tensor | None,
-        writer: int,
-    ) -> Tensor:
+    def _gather_full(self, name: str, values: Tensor | None, writer: int) -> Tensor:
         """Sum all ranks' zero-padded shards to [*shape]; valid on group rank `writer` only."""
         shape = self._param_map[name].shape
         full = torch.zeros(math.prod(shape), device=self._device)
@@ -325,12 +297,7 @@ class ShardedAdamW:
             dist.reduce(full, group=group, group_dst=writer)
         return full.view(shape)
 
-    def _read_shard(
-        self,
-        name: str,
-        shard: FlatShard,
-        read: ReadBlock,
-    ) -> Tensor:
+    def _read_shard(self, name: str, shard: FlatShard, read: ReadBlock) -> Tensor:
         """Read elements [start, stop) of a parameter: float32 [stop - start].
 
         Only the rows that contain them are read.
@@ -346,12 +313,6 @@ class ShardedAdamW:
         return elements.to(self._device, copy=True)
 
 
-def read_kind(
-    read: ReadBlock,
-    kind: str,
-    name: str,
-    offset: Shape,
-    shape: Shape,
-) -> Tensor:
+def read_kind(read: ReadBlock, kind: str, name: str, offset: Shape, shape: Shape) -> Tensor:
     """Read a block [*shape] of the moment `kind` of the weight `name`, float32 on the CPU."""
     return read(f"{kind}/{name}", offset, shape)

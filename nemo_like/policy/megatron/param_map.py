@@ -124,12 +124,7 @@ class RankParams:
     Methods named after a sharding take the size of the full tensor and add this rank's shard.
     """
 
-    def __init__(
-        self,
-        sharding: ModelSharding,
-        tp_rank: int,
-        ep_rank: int,
-    ) -> None:
+    def __init__(self, sharding: ModelSharding, tp_rank: int, ep_rank: int) -> None:
         self.spec = sharding.spec
         self.specs: ParamMap = {}
         self._sharding = sharding
@@ -142,44 +137,20 @@ class RankParams:
         """Indices of the experts of this rank."""
         return self._sharding.experts(self._ep_rank)
 
-    def add_replicated(
-        self,
-        name: str,
-        hf_name: str,
-        shape: Shape,
-    ) -> None:
+    def add_replicated(self, name: str, hf_name: str, shape: Shape) -> None:
         """Add a weight that every tp rank has in full; tp rank 0 owns it."""
         zeros = (0,) * len(shape)
         hf_slice = HFSlice(hf_name, zeros, shape, zeros)
-        self.specs[name] = ParamSpec(
-            shape,
-            (hf_slice,),
-            is_owner=self._tp_rank == 0,
-        )
+        self.specs[name] = ParamSpec(shape, (hf_slice,), is_owner=self._tp_rank == 0)
 
-    def add_row_parallel(
-        self,
-        name: str,
-        hf_name: str,
-        width: int,
-    ) -> None:
+    def add_row_parallel(self, name: str, hf_name: str, width: int) -> None:
         """Add [hidden size, width] whose columns (input features) are sharded over the tp ranks."""
         size = width // self._sharding.tp
         shape = (self._hidden, size)
-        hf_slice = HFSlice(
-            hf_name,
-            (0, self._tp_rank * size),
-            shape,
-            (0, 0),
-        )
+        hf_slice = HFSlice(hf_name, (0, self._tp_rank * size), shape, (0, 0))
         self.specs[name] = ParamSpec(shape, (hf_slice,), is_owner=True)
 
-    def add_column_parallel(
-        self,
-        name: str,
-        hf_names: Sequence[str],
-        width: int,
-    ) -> None:
+    def add_column_parallel(self, name: str, hf_names: Sequence[str], width: int) -> None:
         """Add fused weights [width, hidden size] whose rows (output features) are sharded.
 
         The rank's rows of the first Hugging Face tensor come first, then those of the second, and
@@ -198,12 +169,7 @@ class RankParams:
         fused_shape = (num_rows, self._hidden)
         self.specs[name] = ParamSpec(fused_shape, tuple(slices), is_owner=True)
 
-    def add_qkv(
-        self,
-        name: str,
-        hf_attention: str,
-        kind: Literal["weight", "bias"],
-    ) -> None:
+    def add_qkv(self, name: str, hf_attention: str, kind: Literal["weight", "bias"]) -> None:
         """Add the fused q, k and v projection: its weight [rows, hidden size], or its bias [rows].
 
         Each tp rank has an equal, contiguous part of the fused rows.
@@ -234,27 +200,13 @@ class RankParams:
         shape = (size, *tail)
         self.specs[f"{name}.{kind}"] = ParamSpec(shape, tuple(slices), is_owner=True)
 
-    def add_expert(
-        self,
-        name: str,
-        hf_name: str,
-        expert: int,
-        shape: Shape,
-    ) -> None:
+    def add_expert(self, name: str, hf_name: str, expert: int, shape: Shape) -> None:
         """Add one unsharded expert: index `expert` of the stacked tensor [experts, *shape]."""
         zeros = (0,) * len(shape)
         hf_slice = HFSlice(
-            hf_name,
-            offset=(expert, *zeros),
-            shape=(1, *shape),
-            local_offset=(0, *zeros),
+            hf_name, offset=(expert, *zeros), shape=(1, *shape), local_offset=(0, *zeros)
         )
-        self.specs[name] = ParamSpec(
-            hf_slice.shape,
-            (hf_slice,),
-            is_owner=True,
-            is_expert=True,
-        )
+        self.specs[name] = ParamSpec(hf_slice.shape, (hf_slice,), is_owner=True, is_expert=True)
 
     def add_embedding(self) -> None:
         """Add the input embedding, which the first pipeline stage has."""
@@ -275,13 +227,7 @@ class RankParams:
             # stage both are one parameter.
             self._add_vocabulary(head, EMBEDDING, is_owner=False)
 
-    def _add_vocabulary(
-        self,
-        name: str,
-        hf_name: str,
-        *,
-        is_owner: bool,
-    ) -> None:
+    def _add_vocabulary(self, name: str, hf_name: str, *, is_owner: bool) -> None:
         """Add an embedding whose rows are sharded; the last ranks may have only padding."""
         rows = self._sharding.vocabulary_range(self._tp_rank)
         slices: tuple[HFSlice, ...] = ()

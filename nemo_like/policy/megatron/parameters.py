@@ -29,10 +29,7 @@ ReadBlock = Callable[[str, Shape, Shape], Tensor]
 
 
 def assemble_rows(
-    spec: ParamSpec,
-    read: ReadBlock,
-    start: int = 0,
-    stop: int | None = None,
+    spec: ParamSpec, read: ReadBlock, start: int = 0, stop: int | None = None
 ) -> Tensor:
     """Read rows [start, stop) of a rank's parameter: float32 [stop - start, ...] on the CPU.
 
@@ -124,10 +121,7 @@ class FullWeightGatherer:
             yield name, full
 
     def _gather_shard(
-        self,
-        owner: _ShardOwner,
-        full: Tensor,
-        local: Callable[[str], Tensor],
+        self, owner: _ShardOwner, full: Tensor, local: Callable[[str], Tensor]
     ) -> None:
         """Copy the slices of `owner` into `full` [*shape] on rank 0; elsewhere `full` is [0]."""
         sender = self._sender(owner)
@@ -164,13 +158,7 @@ class FullWeightGatherer:
         group_rank = self._ep_rank if owner.is_expert else self._tp_rank
         return self._stage == owner.stage and group_rank == owner.group_rank
 
-    def _register(
-        self,
-        stage: int,
-        group_rank: int,
-        parameter: str,
-        spec: ParamSpec,
-    ) -> None:
+    def _register(self, stage: int, group_rank: int, parameter: str, spec: ParamSpec) -> None:
         if not spec.is_owner:
             # A replica; the owner sends the same values.
             return

@@ -63,17 +63,10 @@ class MegatronPolicyWorker(PolicyWorker):
         parallel_layout = build_layout(parallel, context.world_size)
         device = init_process_group(context)
         groups = Groups.join(
-            parallel_layout,
-            device,
-            seed=seed,
-            timeout_s=context.collective_timeout_s,
+            parallel_layout, device, seed=seed, timeout_s=context.collective_timeout_s
         )
 
-        def build_engine(
-            *,
-            trainable: bool,
-            config: PolicyConfig = config,
-        ) -> MegatronEngine:
+        def build_engine(*, trainable: bool, config: PolicyConfig = config) -> MegatronEngine:
             return MegatronEngine(
                 config,
                 device,

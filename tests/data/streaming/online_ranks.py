@@ -71,9 +71,7 @@ def seen(step: OnlineStep[list[Any]]) -> Seen:
 
 
 GLOO_SPEC = StreamSpec(
-    plan=PlanSpec(layout="padded", max_tokens=24),
-    microbatches_per_step=2,
-    window_rows=4,
+    plan=PlanSpec(layout="padded", max_tokens=24), microbatches_per_step=2, window_rows=4
 )
 
 
@@ -106,11 +104,7 @@ def run_gloo_rank(rank: int, num_ranks: int, meeting: Path) -> dict[str, Any]:
 def _outcome(dataset: Any, **options: Any) -> list[Seen] | str:
     """Return the steps, or the text of the error."""
     loader = OnlineBatchLoader(
-        dataset,
-        GLOO_SPEC,
-        collate_fn=list,
-        coordinator=ProcessGroupCoordinator(),
-        **options,
+        dataset, GLOO_SPEC, collate_fn=list, coordinator=ProcessGroupCoordinator(), **options
     )
     try:
         return [seen(step) for step in loader]

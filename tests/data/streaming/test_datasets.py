@@ -93,12 +93,7 @@ def test_shards_divide_one_permutation(
     seen: list[int] = []
     for rank in range(world):
         dataset = ShardedIterableDataset(
-            Rows(range(1, num_rows + 1)),
-            rank,
-            world,
-            seed=5,
-            drop_last=drop_last,
-            allow_empty=True,
+            Rows(range(1, num_rows + 1)), rank, world, seed=5, drop_last=drop_last, allow_empty=True
         )
         dataset.set_epoch(epoch)
         order = ShardedOrder(num_rows, rank=rank, num_ranks=world, seed=5)
@@ -349,11 +344,7 @@ def test_infinite_streams_repeat_all_rows_and_no_row_is_twice_in_a_batch(
 )
 @settings(max_examples=60, deadline=None)
 def test_a_resume_at_every_step_equals_the_uninterrupted_stream(
-    lengths: list[int],
-    options: dict[str, Any],
-    infinite_loop: bool,
-    is_random: bool,
-    kind: str,
+    lengths: list[int], options: dict[str, Any], infinite_loop: bool, is_random: bool, kind: str
 ) -> None:
     def make() -> LoadBalancedDataset[Any]:
         rows: Any = AugmentedRows(lengths) if is_random else Rows(lengths)

@@ -113,8 +113,7 @@ def test_numbers_of_samples_come_from_the_functions_of_the_caller() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "method"),
-    [(1, "fork"), (2, "fork"), (1, "spawn"), (1, "forkserver")],
+    ("num_workers", "method"), [(1, "fork"), (2, "fork"), (1, "spawn"), (1, "forkserver")]
 )
 def test_workers_and_start_methods_give_the_same_steps(num_workers: int, method: str) -> None:
     expected = run(make(AugmentedRows(LENGTHS)))

@@ -108,10 +108,7 @@ def run_process_rank(
             result = sample_sort(rows, group, num_samples)
             dealt = deal_interleaved(result, group)
             results.append(
-                (
-                    [tuple(row) for row in result.tolist()],
-                    [tuple(row) for row in dealt.tolist()],
-                )
+                ([tuple(row) for row in result.tolist()], [tuple(row) for row in dealt.tolist()])
             )
         return results
     finally:

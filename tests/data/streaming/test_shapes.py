@@ -98,8 +98,7 @@ def test_three_ranks_have_all_four_lengths_first() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(1, 4), st.sampled_from([8, 16])), max_size=30),
-    st.integers(1, 5),
+    st.lists(st.tuples(st.integers(1, 4), st.sampled_from([8, 16])), max_size=30), st.integers(1, 5)
 )
 def test_every_shape_on_every_rank_and_every_microbatch_once(
     shapes: list[tuple[int, int]], num_ranks: int

@@ -195,11 +195,7 @@ def test_a_state_of_another_order_or_rank_is_an_error() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        ((2, 2), "rank 2 of 2"),
-        ((-1, 2), "rank is -1"),
-        ((0, 2, 3, 3), "worker 3 of 3"),
-    ],
+    [((2, 2), "rank 2 of 2"), ((-1, 2), "rank is -1"), ((0, 2, 3, 3), "worker 3 of 3")],
 )
 def test_an_index_out_of_range_is_an_error(arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -134,9 +134,7 @@ def test_invalid_settings(options: dict[str, Any], message: str) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(settings_of_a_case())
-def test_every_row_once_and_within_the_limit(
-    case: tuple[list[int], int, dict[str, Any]],
-) -> None:
+def test_every_row_once_and_within_the_limit(case: tuple[list[int], int, dict[str, Any]]) -> None:
     lengths, max_tokens, options = case
     multiple = options["length_multiple"]
     batches = form(lengths, max_tokens, **options)
@@ -165,9 +163,7 @@ def test_every_row_once_and_within_the_limit(
 
 @settings(max_examples=200, deadline=None)
 @given(settings_of_a_case())
-def test_microbatches_of_a_step_have_one_shape(
-    case: tuple[list[int], int, dict[str, Any]],
-) -> None:
+def test_microbatches_of_a_step_have_one_shape(case: tuple[list[int], int, dict[str, Any]]) -> None:
     lengths, max_tokens, options = case
     per_step = options["microbatches_per_step"]
     order = np.random.default_rng(options["seed"]).permutation(len(lengths))

@@ -313,7 +313,6 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     # None in `sys.modules` is a module that cannot be found.
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(
-        ConfigError,
-        match=r"install the extra ray-data: pip install 'nemo-like\[ray-data\]'",
+        ConfigError, match=r"install the extra ray-data: pip install 'nemo-like\[ray-data\]'"
     ):
         check_ray_data("data.encoding_backend=ray_data")

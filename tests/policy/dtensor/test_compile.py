@@ -28,9 +28,7 @@ def test_compiled_layers_have_the_gradient_of_plain_ones(model_dir):
     traced.
     """
     config = dataclasses.replace(
-        fixed(4),
-        model_name=model_dir("qwen3"),
-        activation_checkpointing="selective",
+        fixed(4), model_name=model_dir("qwen3"), activation_checkpointing="selective"
     )
     rank = Rank(context(), ParallelConfig())
     plain = rank.worker(config)

@@ -143,12 +143,7 @@ class Rank:
         return PolicyWorker(config, self.engine(config, **options), None)
 
     def shard(self, config: PolicyConfig, batch: BatchedDataDict) -> SlicedDataDict:
-        spec = plan_spec(
-            config,
-            purpose="train",
-            parallel_layout=self.parallel_layout,
-            model=None,
-        )
+        spec = plan_spec(config, purpose="train", parallel_layout=self.parallel_layout, model=None)
         plan = plan_batch(batch["length"], spec, batch.get("pair"))
         return batch.shard(plan)[self.parallel_layout.dp_rank(self.rank)]
 
@@ -273,8 +268,7 @@ def use(
     worker.load(straight / "half")
     found["resumed"] = train(worker, rank, range(2, 4))
     other = Rank(
-        worker_context,
-        ParallelConfig() if rank.parallel.tensor > 1 else ParallelConfig(tensor=2),
+        worker_context, ParallelConfig() if rank.parallel.tensor > 1 else ParallelConfig(tensor=2)
     )
     moved = other.worker(config)
     moved.load(out / "half")

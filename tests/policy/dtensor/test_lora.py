@@ -99,14 +99,7 @@ def test_one_process_has_the_gradients_of_peft(reference, reward_reference, stra
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_changes_nothing(
-    layout,
-    reference,
-    reward_reference,
-    straight,
-    model_dir,
-    rank_pool,
-    meeting,
-    tmp_path,
+    layout, reference, reward_reference, straight, model_dir, rank_pool, meeting, tmp_path
 ):
     world_size, parallel = LAYOUTS[layout]
     names, uses, scores = PARTS[layout]
@@ -134,13 +127,7 @@ def test_initial_adapters_change_no_output_and_do_not_depend_on_the_layout(
     model = model_dir("qwen2")
     save_initial(context(), ParallelConfig(), model, tmp_path / "one")
     run_ranks(
-        rank_pool,
-        save_initial,
-        2,
-        meeting,
-        ParallelConfig(tensor=2),
-        model,
-        tmp_path / "two",
+        rank_pool, save_initial, 2, meeting, ParallelConfig(tensor=2), model, tmp_path / "two"
     )
     one = saved_tensors(tmp_path / "one", "weight")
     two = saved_tensors(tmp_path / "two", "weight")

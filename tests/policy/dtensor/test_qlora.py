@@ -40,11 +40,7 @@ LAYOUTS = {
 
 
 def program(
-    worker_context: WorkerContext,
-    parallel: ParallelConfig,
-    model: str,
-    straight: Path,
-    out: Path,
+    worker_context: WorkerContext, parallel: ParallelConfig, model: str, straight: Path, out: Path
 ) -> dict[str, Any]:
     """Every operation of a layout, in one process group."""
     if worker_context.world_size > 1:

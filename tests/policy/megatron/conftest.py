@@ -10,13 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.policy.megatron.ranks import (
-    PARALLEL,
-    Gradients,
-    OnRanks,
-    meeting_in,
-    open_pool,
-)
+from tests.policy.megatron.ranks import PARALLEL, Gradients, OnRanks, meeting_in, open_pool
 from tests.policy.megatron.reference import transformers_gradients
 from tests.policy.tiny import run_ranks
 

@@ -23,10 +23,7 @@ from tests.policy.tiny import random_batch, relative_error
 
 
 @settings(max_examples=20, deadline=None)
-@given(
-    sizes=st.lists(st.integers(0, 6), min_size=1, max_size=5),
-    has_kernel=st.booleans(),
-)
+@given(sizes=st.lists(st.integers(0, 6), min_size=1, max_size=5), has_kernel=st.booleans())
 def test_each_group_is_multiplied_by_its_own_weight(sizes, has_kernel):
     """With `grouped_mm` of torch and without it; groups may be empty."""
     generator = torch.Generator().manual_seed(0)

@@ -36,11 +36,7 @@ from tests.policy.megatron.ranks import (
     train,
     train_dtensor,
 )
-from tests.policy.megatron.reference import (
-    assert_same_logprobs,
-    assert_step_is,
-    train_transformers,
-)
+from tests.policy.megatron.reference import assert_same_logprobs, assert_step_is, train_transformers
 from tests.policy.megatron.test_optimizer import CONFIG
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS, TOLERANCE
 from tests.policy.tiny import MIXTURES, random_batch, relative_error

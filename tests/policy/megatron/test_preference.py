@@ -14,11 +14,7 @@ from tests.policy.preferences import LOSSES, PAIR_LENGTHS, gradients_by_definiti
 from tests.policy.test_gradient_equality import dynamic, packed
 
 BATCHING = {"packed": packed(48), "dynamic": dynamic(48)}
-LAYOUTS = {
-    "cp2": ("packed", "dynamic"),
-    "tp2 x pp2 + sp": ("packed",),
-    "pp2 x cp2": ("dynamic",),
-}
+LAYOUTS = {"cp2": ("packed", "dynamic"), "tp2 x pp2 + sp": ("packed",), "pp2 x cp2": ("dynamic",)}
 """Layout -> its ways of batching."""
 
 

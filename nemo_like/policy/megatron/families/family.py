@@ -50,12 +50,7 @@ class Family:
 
         return decoder_layer(window=spec.windows[layer])
 
-    def add_attention(
-        self,
-        params: RankParams,
-        attention: str,
-        hf_attention: str,
-    ) -> None:
+    def add_attention(self, params: RankParams, attention: str, hf_attention: str) -> None:
         """Add the projections of attention.
 
         `attention` and `hf_attention` are the prefixes of its names in Megatron-Core and in
@@ -64,64 +59,31 @@ class Family:
         spec = params.spec
         width = spec.num_heads * spec.head_dim
         params.add_row_parallel(
-            f"{attention}.linear_proj.weight",
-            f"{hf_attention}.o_proj.weight",
-            width,
+            f"{attention}.linear_proj.weight", f"{hf_attention}.o_proj.weight", width
         )
         params.add_qkv(f"{attention}.linear_qkv", hf_attention, "weight")
 
-    def add_mlp(
-        self,
-        params: RankParams,
-        mlp: str,
-        hf_mlp: str,
-        layer: int,
-    ) -> None:
+    def add_mlp(self, params: RankParams, mlp: str, hf_mlp: str, layer: int) -> None:
         """Add the feed-forward block of decoder layer `layer`; prefixes as in `add_attention`."""
         width = params.spec.intermediate_size
         gate_and_up = (f"{hf_mlp}.gate_proj.weight", f"{hf_mlp}.up_proj.weight")
         params.add_column_parallel(f"{mlp}.linear_fc1.weight", gate_and_up, width)
-        params.add_row_parallel(
-            f"{mlp}.linear_fc2.weight",
-            f"{hf_mlp}.down_proj.weight",
-            width,
-        )
+        params.add_row_parallel(f"{mlp}.linear_fc2.weight", f"{hf_mlp}.down_proj.weight", width)
 
-    def add_layer(
-        self,
-        params: RankParams,
-        prefix: str,
-        hf_layer: str,
-        layer: int,
-    ) -> None:
+    def add_layer(self, params: RankParams, prefix: str, hf_layer: str, layer: int) -> None:
         """Add all parameters of decoder layer `layer`; `prefix` and `hf_layer` are its names."""
         shape = (params.spec.hidden_size,)
         params.add_replicated(
-            f"{prefix}.input_layernorm.weight",
-            f"{hf_layer}.input_layernorm.weight",
-            shape,
+            f"{prefix}.input_layernorm.weight", f"{hf_layer}.input_layernorm.weight", shape
         )
-        self.add_attention(
-            params,
-            f"{prefix}.self_attention",
-            f"{hf_layer}.self_attn",
-        )
+        self.add_attention(params, f"{prefix}.self_attention", f"{hf_layer}.self_attn")
         # transformers names the norm by what precedes it, Megatron-Core by what follows.
         hf_norm = f"{hf_layer}.post_attention_layernorm.weight"
         params.add_replicated(f"{prefix}.pre_mlp_layernorm.weight", hf_norm, shape)
-        self.add_mlp(
-            params,
-            f"{prefix}.mlp",
-            f"{hf_layer}.mlp",
-            layer,
-        )
+        self.add_mlp(params, f"{prefix}.mlp", f"{hf_layer}.mlp", layer)
 
     def param_map(
-        self,
-        sharding: ModelSharding,
-        stage: int,
-        tp_rank: int,
-        ep_rank: int = 0,
+        self, sharding: ModelSharding, stage: int, tp_rank: int, ep_rank: int = 0
     ) -> ParamMap:
         """Return the parameters of the rank at pipeline stage `stage`, by Megatron-Core name."""
         params = RankParams(sharding, tp_rank, ep_rank)
@@ -129,12 +91,7 @@ class Family:
             params.add_embedding()
         for index, layer in enumerate(sharding.layers(stage)):
             # Megatron-Core counts layers from 0 on each pipeline stage.
-            self.add_layer(
-                params,
-                f"decoder.layers.{index}",
-                f"model.layers.{layer}",
-                layer,
-            )
+            self.add_layer(params, f"decoder.layers.{index}", f"model.layers.{layer}", layer)
         if stage == sharding.pp - 1:
             params.add_output(is_first_stage=stage == 0)
         return params.specs

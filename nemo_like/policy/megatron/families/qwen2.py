@@ -15,12 +15,7 @@ class Qwen2(Family):
         """See `Family.config`."""
         return {"add_qkv_bias": True}
 
-    def add_attention(
-        self,
-        params: RankParams,
-        attention: str,
-        hf_attention: str,
-    ) -> None:
+    def add_attention(self, params: RankParams, attention: str, hf_attention: str) -> None:
         """See `Family.add_attention`."""
         super().add_attention(params, attention, hf_attention)
         params.add_qkv(f"{attention}.linear_qkv", hf_attention, "bias")

@@ -25,19 +25,12 @@ class Qwen3(Family):
 
         return decoder_layer(window=spec.windows[layer], has_qk_norm=True)
 
-    def add_attention(
-        self,
-        params: RankParams,
-        attention: str,
-        hf_attention: str,
-    ) -> None:
+    def add_attention(self, params: RankParams, attention: str, hf_attention: str) -> None:
         """See `Family.add_attention`."""
         super().add_attention(params, attention, hf_attention)
         # One weight for all heads.
         shape = (params.spec.head_dim,)
         for name in ("q", "k"):
             params.add_replicated(
-                f"{attention}.{name}_layernorm.weight",
-                f"{hf_attention}.{name}_norm.weight",
-                shape,
+                f"{attention}.{name}_layernorm.weight", f"{hf_attention}.{name}_norm.weight", shape
             )

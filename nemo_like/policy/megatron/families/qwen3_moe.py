@@ -52,19 +52,9 @@ class Qwen3Moe(Qwen3):
 
         if not _is_sparse(spec, layer):
             return super().layer_spec(spec, layer)
-        return decoder_layer(
-            window=spec.windows[layer],
-            has_qk_norm=True,
-            mlp=moe_mlp(),
-        )
+        return decoder_layer(window=spec.windows[layer], has_qk_norm=True, mlp=moe_mlp())
 
-    def add_mlp(
-        self,
-        params: RankParams,
-        mlp: str,
-        hf_mlp: str,
-        layer: int,
-    ) -> None:
+    def add_mlp(self, params: RankParams, mlp: str, hf_mlp: str, layer: int) -> None:
         """See `Family.add_mlp`."""
         if not _is_sparse(params.spec, layer):
             super().add_mlp(params, mlp, hf_mlp, layer)
@@ -73,30 +63,16 @@ class Qwen3Moe(Qwen3):
         assert moe is not None, "only MoE layers have experts"
         hidden = params.spec.hidden_size
         router_shape = (moe.num_experts, hidden)
-        params.add_replicated(
-            f"{mlp}.router.weight",
-            f"{hf_mlp}.gate.weight",
-            router_shape,
-        )
+        params.add_replicated(f"{mlp}.router.weight", f"{hf_mlp}.gate.weight", router_shape)
         for index, expert in enumerate(params.experts):
             # Experts are counted from 0 on each expert-parallel rank.
             local = f"{mlp}.experts.local_experts.{index}"
             fc1_shape = (2 * moe.expert_size, hidden)
             fc1 = f"{local}.linear_fc1.weight"
-            params.add_expert(
-                fc1,
-                f"{hf_mlp}.experts.gate_up_proj",
-                expert,
-                fc1_shape,
-            )
+            params.add_expert(fc1, f"{hf_mlp}.experts.gate_up_proj", expert, fc1_shape)
             fc2_shape = (hidden, moe.expert_size)
             fc2 = f"{local}.linear_fc2.weight"
-            params.add_expert(
-                fc2,
-                f"{hf_mlp}.experts.down_proj",
-                expert,
-                fc2_shape,
-            )
+            params.add_expert(fc2, f"{hf_mlp}.experts.down_proj", expert, fc2_shape)
 
 
 def _is_sparse(spec: ModelSpec, layer: int) -> bool:
