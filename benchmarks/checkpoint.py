@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nemo_like.checkpoint import Checkpointer
 from nemo_like.config.schema import (
     CheckpointingConfig,
     OptimizerConfig,
@@ -42,9 +41,9 @@ from nemo_like.metrics import Timers
 from nemo_like.models.presets import load_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.policy import Policy, ShardedBatch
+from nemo_like.run.checkpoint import Checkpointer, TrainingState
 from nemo_like.training.saving import CheckpointSaver
 from nemo_like.training.workers import RunWorkers
-from nemo_like.training_state import TrainingState
 
 ROW_TOKENS = 256
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import fault_processes
-from nemo_like.demo_task import build_demo
+from nemo_like.demo.task import build_demo
 from nemo_like.training.stopping import EXIT_STOPPED
 
 _REPOSITORY = Path(__file__).parents[1]

@@ -39,7 +39,7 @@ from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.algorithms.registry import load_config
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.algorithms.sft.loop import run_sft
-from nemo_like.demo_task import build_tokenizer
+from nemo_like.demo.task import build_tokenizer
 
 SHARES = {"train": 0.5, "a": 0.3, "b": 0.2}
 FORMATS = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow")

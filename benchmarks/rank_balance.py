@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 from nemo_like.algorithms.registry import load_config
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.algorithms.sft.loop import run_sft
-from nemo_like.demo_task import build_tokenizer
+from nemo_like.demo.task import build_tokenizer
 
 MODES = {
     "first fit, round-robin": ("first_fit_decreasing", "none"),

@@ -32,7 +32,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import printable, shortened
 from nemo_like.console import lasting_console
-from nemo_like.files import WriteError
+from nemo_like.run.files import WriteError
 
 if TYPE_CHECKING:
     from nemo_like.training.run import RunResult
@@ -213,7 +213,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.command == "validate":
         from nemo_like.commands.validate import validate
-        from nemo_like.progress import Progress
+        from nemo_like.run.progress import Progress
 
         config = load_any_config(arguments.config, arguments.overrides, arguments.kind)
         report = validate(config, without_torch=arguments.owns_process)
@@ -233,10 +233,10 @@ def train(config: RunConfig) -> RunResult | int:
 
     The message of a failure is printed. Raises ConfigError for wrong input.
     """
-    from nemo_like.checkpoint import CheckpointError
     from nemo_like.distributed.errors import ClusterError, WorkerError, WorkerFailure
     from nemo_like.environments.reward import RewardError
     from nemo_like.policy.optim import NonFiniteError
+    from nemo_like.run.checkpoint import CheckpointError
     from nemo_like.training.stopping import EXIT_INTERRUPTED, RunStopped, stop_requests
 
     try:

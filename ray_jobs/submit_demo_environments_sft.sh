@@ -6,6 +6,6 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [ ! -d runs/demo_environments ]; then
-  .venv/bin/python -m nemo_like.demo_environments
+  .venv/bin/python -m nemo_like.demo.environments
 fi
 exec ray_jobs/submit.sh sft examples/configs/demo_environments_sft.yaml "$@"

@@ -6,6 +6,6 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [ ! -d runs/demo_reward_model ]; then
-  .venv/bin/python -m nemo_like.demo_reward_model
+  .venv/bin/python -m nemo_like.demo.reward_model
 fi
 exec ray_jobs/submit.sh rm examples/configs/demo_rm.yaml "$@"

@@ -54,7 +54,7 @@ def pytest_sessionfinish() -> None:
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Model and data of the demo."""
     # Imported here because it needs torch and transformers, which tests of light modules do not.
-    from nemo_like.demo_task import build_demo
+    from nemo_like.demo.task import build_demo
 
     folder = tmp_path_factory.mktemp("demo")
     build_demo(folder, 0)

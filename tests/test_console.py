@@ -18,7 +18,7 @@ import pytest
 SCRIPT = """
 import logging, os, subprocess, sys
 from nemo_like.console import lasting_console
-from nemo_like.progress import Progress
+from nemo_like.run.progress import Progress
 logging.basicConfig(filename=sys.argv[1], level=logging.INFO)
 with lasting_console():
     progress = Progress(interval_s=0.01)

@@ -16,7 +16,7 @@ import pytest
 
 from nemo_like.commands.validate import validate
 from nemo_like.config.schema import RunConfig
-from nemo_like.progress import Progress
+from nemo_like.run.progress import Progress
 from tests.recipe import Recipe
 
 HEAVY = {

@@ -25,10 +25,10 @@ from nemo_like.environments.reward import RewardSample
 from nemo_like.generation.sampling_params import SamplingParams
 from nemo_like.losses import ClippedPolicyGradientLoss
 from nemo_like.metrics import Timers
-from nemo_like.progress import Progress
 from nemo_like.rollout.collector import RolloutCollector
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.rollout.rollout import Rollout, row_seeds
+from nemo_like.run.progress import Progress
 from nemo_like.training.weights import GeneratorWeights
 from nemo_like.training.workers import RunWorkers, start_workers
 

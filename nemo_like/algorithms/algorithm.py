@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nemo_like.data.datasets import Row, Rows, RowSchema
     from nemo_like.diagnostics.report import Diagnostics
     from nemo_like.prediction.lengths import RowLengths
-    from nemo_like.progress import Progress
+    from nemo_like.run.progress import Progress
     from nemo_like.training.dataset import RunData
     from nemo_like.training.run import RunResult
 

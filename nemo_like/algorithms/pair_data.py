@@ -26,7 +26,7 @@ from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.diagnostics.row_checks import NUM_SAMPLES, check_lengths, encode_sample
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.prediction.lengths import RowLengths
-from nemo_like.progress import Sample
+from nemo_like.run.progress import Sample
 from nemo_like.training.dataset import ExampleSource, describe_run
 from nemo_like.training.encoding import fit_row
 from nemo_like.training.run_warnings import step_warnings

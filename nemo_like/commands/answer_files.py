@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.config.errors import ConfigError, shown_path
-from nemo_like.files import AppendedFile, reporting_write_errors, write_json, write_json_lines
+from nemo_like.run.files import AppendedFile, reporting_write_errors, write_json, write_json_lines
 
 Record = dict[str, Any]
 Key = tuple[str, int]

@@ -19,9 +19,9 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.environments.reward import RewardSample
 from nemo_like.generation.sampling_params import SamplingParams
-from nemo_like.progress import Progress
 from nemo_like.rollout.collector import RolloutJob
 from nemo_like.rollout.prompt import Prompt
+from nemo_like.run.progress import Progress
 from nemo_like.training.reward_model_files import RewardModelFiles
 from nemo_like.training.reward_models import open_reward_models, start_reward_models
 from nemo_like.training.workers import group_starter

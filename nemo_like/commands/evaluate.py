@@ -23,9 +23,9 @@ from nemo_like.commands.reward_names import INCLUDED, named_models, reward_funct
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import printable
-from nemo_like.files import reporting_write_errors, write_text
-from nemo_like.progress import Progress
 from nemo_like.rollout.answers import Answer
+from nemo_like.run.files import reporting_write_errors, write_text
+from nemo_like.run.progress import Progress
 from nemo_like.training.evaluation import AnswerSampling
 from nemo_like.training.model_files import open_encoder, open_model_spec
 

@@ -16,11 +16,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from nemo_like.algorithms.registry import load_any_config
-from nemo_like.checkpoint import Checkpointer, CheckpointError
 from nemo_like.config.errors import ConfigError, shown_path, similar_path_text
 from nemo_like.config.paths import resolve_policy
 from nemo_like.config.schema import PolicyConfig, RunConfig
-from nemo_like.files import WriteError, remove_link, system_error_number
 from nemo_like.policy.checkpoint.adapter import (
     ADAPTER_DIRECTORY,
     open_merged,
@@ -35,9 +33,10 @@ from nemo_like.policy.checkpoint.sharded_reader import (
     open_checkpoint,
 )
 from nemo_like.policy.optim import NonFiniteError
+from nemo_like.run.checkpoint import Checkpointer, CheckpointError, TrainingState
+from nemo_like.run.files import WriteError, remove_link, system_error_number
 from nemo_like.training.frozen_models import check_frozen_models, frozen_models
 from nemo_like.training.model_files import open_model_config
-from nemo_like.training_state import TrainingState
 
 _CONFIG = "config.yaml"
 

@@ -9,7 +9,7 @@ from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.batching import StreamableDataConfig
 from nemo_like.config.schema import PolicyConfig, RunConfig
 from nemo_like.prediction.lengths import RowLengths
-from nemo_like.progress import Progress
+from nemo_like.run.progress import Progress
 from nemo_like.training.dataset import RunData
 from nemo_like.training.model_files import open_encoder
 from nemo_like.training.training_sets import load_training

@@ -14,8 +14,8 @@ from nemo_like.commands.answer_records import AnswerRequest, collect_records, pr
 from nemo_like.commands.answer_rows import PromptFile, left_out_text, open_prompts
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.text import counted
-from nemo_like.progress import Progress
 from nemo_like.rollout.answers import Answer
+from nemo_like.run.progress import Progress
 from nemo_like.training.model_files import open_encoder, open_model_spec
 
 

@@ -17,8 +17,8 @@ from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import SFT_ROWS, Rows
 from nemo_like.data.row_loading import load_rows
 from nemo_like.metrics import Metrics, metric_values
-from nemo_like.progress import Progress
 from nemo_like.rollout.intervals import Estimate
+from nemo_like.run.progress import Progress
 from nemo_like.training.encoding import encode_conversation
 from nemo_like.training.model_files import open_encoder, open_model_spec
 from nemo_like.training.workers import local_policy

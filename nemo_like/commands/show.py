@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_like.config.errors import ConfigError, shown_path
-from nemo_like.progress import Progress, Sample
 from nemo_like.rollout.records import RolloutRecord, record_sample, recorded_steps
-from nemo_like.run_directory import RunDirectory
+from nemo_like.run.directory import RunDirectory
+from nemo_like.run.progress import Progress, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -27,8 +27,8 @@ from nemo_like.environments.loading import load_reward_functions
 from nemo_like.environments.reward import RewardError
 from nemo_like.models.pretrained import import_transformers_without_torch
 from nemo_like.models.spec import ModelSpec
-from nemo_like.progress import Progress
-from nemo_like.tracking import check_logger
+from nemo_like.run.progress import Progress
+from nemo_like.run.tracking import check_logger
 from nemo_like.training.dataset import RunData
 from nemo_like.training.lora_checks import lora_line
 from nemo_like.training.model_files import open_encoder, open_model_config

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.progress import Progress, Sample, sample_text
+from nemo_like.run.progress import Progress, Sample, sample_text
 
 Value = TypeVar("Value")
 

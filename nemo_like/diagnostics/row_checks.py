@@ -21,7 +21,7 @@ from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import MESSAGE_COLUMNS, Row, Rows, question
 from nemo_like.data.encoded_rows import ROW_ERRORS, row_error_text
 from nemo_like.diagnostics.report import Diagnostics
-from nemo_like.progress import Progress
+from nemo_like.run.progress import Progress
 
 NUM_SAMPLES = 3
 """Rows that are shown decoded."""

@@ -23,7 +23,6 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.unshard import unshard
 from nemo_like.distributed.worker_calls import call_all, call_sharded
 from nemo_like.distributed.worker_group import Handle, WorkerGroup, onloaded
-from nemo_like.files import FileRecord
 from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics
 from nemo_like.models.spec import ModelSpec
@@ -33,7 +32,8 @@ from nemo_like.policy.logprob_store import LogprobHandle, LogprobName
 from nemo_like.policy.nonfinite import SkippedStep
 from nemo_like.policy.targets import TargetSettings
 from nemo_like.policy.worker_protocol import DeviceInfo, PolicyWorkerProtocol
-from nemo_like.shared_directory import check_shared
+from nemo_like.run.directory import check_shared
+from nemo_like.run.files import FileRecord
 
 
 @dataclass(frozen=True)

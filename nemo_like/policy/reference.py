@@ -9,10 +9,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from nemo_like.files import FileRecord
 from nemo_like.policy.checkpoint.sharded import PendingSave
 from nemo_like.policy.checkpoint.sharded_reader import MANIFEST
 from nemo_like.policy.engine import Engine
+from nemo_like.run.files import FileRecord
 
 _DIRECTORY = "reference"
 """Directory of the reference inside the policy's directory of a checkpoint."""

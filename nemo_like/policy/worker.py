@@ -15,12 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from nemo_like import shared_directory
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec, RankPlan
 from nemo_like.distributed.batched_data_dict import SlicedDataDict
-from nemo_like.files import FileRecord
 from nemo_like.losses import GlobalCounts, Loss, LossInputs, fetch_metrics
 from nemo_like.metrics import Max, Mean, Metrics, Sum, merge_metrics
 from nemo_like.policy.compilation import CompilationCounter
@@ -39,6 +37,8 @@ from nemo_like.policy.step_metrics import gradient_metrics, max_over_mean, memor
 from nemo_like.policy.targets import TargetSettings
 from nemo_like.policy.teachers import Teachers
 from nemo_like.policy.worker_protocol import Columns, DeviceInfo
+from nemo_like.run import directory as run_directory
+from nemo_like.run.files import FileRecord
 from nemo_like.sampling_filter import SamplingFilter
 from nemo_like.weight_sync.channel import ChannelRequest, ChannelSpec, SentBucket, WeightPlan
 from nemo_like.weight_sync.sender import WeightSender
@@ -301,8 +301,8 @@ class PolicyWorker:
             self._policy.export_hf(Path(directory))
 
     def answer_directory_probe(self, folder: str, token: str) -> str:
-        """See `shared_directory.answer`."""
-        return shared_directory.answer(folder, token, self._policy.rank)
+        """See `run_directory.answer`."""
+        return run_directory.answer(folder, token, self._policy.rank)
 
     def offload(self) -> None:
         """See `PolicyWorkerProtocol.offload`."""

@@ -11,13 +11,13 @@ import numpy as np
 
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import SlicedDataDict
-from nemo_like.files import FileRecord
 from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics
 from nemo_like.policy.isolation import IsolationReport
 from nemo_like.policy.logprob_store import LogprobHandle, LogprobName
 from nemo_like.policy.nonfinite import SkippedStep
 from nemo_like.policy.targets import TargetSettings
+from nemo_like.run.files import FileRecord
 from nemo_like.weight_sync.channel import WeightSource
 
 Columns = Mapping[str, np.ndarray | Jagged]
@@ -195,7 +195,7 @@ class PolicyWorkerProtocol(WeightSource, Protocol):
         ...
 
     def answer_directory_probe(self, folder: str, token: str) -> str:
-        """See `shared_directory.answer`."""
+        """See `run.directory.answer`."""
         ...
 
     def offload(self) -> None:

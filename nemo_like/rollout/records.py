@@ -21,8 +21,8 @@ from safetensors.numpy import save
 
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.data.jagged import Jagged
-from nemo_like.files import reporting_write_errors, write_bytes
-from nemo_like.progress import Sample
+from nemo_like.run.files import reporting_write_errors, write_bytes
+from nemo_like.run.progress import Sample
 
 Column = np.ndarray | Jagged
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from nemo_like.config.schema import RunConfig
 from nemo_like.environments.environment_worker import load_environment
 from nemo_like.environments.loading import load_reward_functions
-from nemo_like.progress import Progress
+from nemo_like.run.progress import Progress
 from nemo_like.training.rollout_workers import (
     RolloutWorkers,
     start_environment,

@@ -12,7 +12,7 @@ from nemo_like.config.import_path import import_function, user_error_text
 from nemo_like.data.datasets import Row, Rows
 from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.row_order import Curriculum
-from nemo_like.progress import Progress
+from nemo_like.run.progress import Progress
 
 _COLUMN = "column:"
 

@@ -18,7 +18,7 @@ from nemo_like.data.datasets import Rows, RowSchema
 from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.loader import FetchableRows, RowLoader, no_batch_text, num_batches
 from nemo_like.data.row_order import Curriculum
-from nemo_like.progress import Progress
+from nemo_like.run.progress import Progress
 from nemo_like.training.encoding import (
     EncodeRow,
     decides_during_training,

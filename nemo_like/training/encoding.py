@@ -27,8 +27,8 @@ from nemo_like.data.encoding_pool import Receive, RowPool
 from nemo_like.data.loss_flags import TrainOn, mask_turns, trained_turns
 from nemo_like.data.token_rows import encode_text, encode_token_row
 from nemo_like.data.tools import row_tools
-from nemo_like.progress import Progress
 from nemo_like.rollout.prompt import Prompt
+from nemo_like.run.progress import Progress
 
 EncodeRow = Callable[[ChatEncoder, RunConfig, Row], EncodedRow | None]
 """Encodes one row of a file. None drops the row; raises ConfigError for a bad row."""

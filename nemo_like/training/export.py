@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from nemo_like.files import remove_link, reporting_write_errors
-from nemo_like.progress import Progress
-from nemo_like.run_directory import RunDirectory
+from nemo_like.run.directory import RunDirectory
+from nemo_like.run.files import remove_link, reporting_write_errors
+from nemo_like.run.progress import Progress
 from nemo_like.training.workers import RunWorkers
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from nemo_like.checkpoint import Checkpoint, CheckpointError
 from nemo_like.data.loader import BatchLoader
 from nemo_like.metrics import Mean, Metrics, Sum
+from nemo_like.run.checkpoint import Checkpoint, CheckpointError
 
 
 def load_position(checkpoint: Checkpoint, loader: BatchLoader, *, allow_changed_rows: bool) -> bool:

@@ -9,15 +9,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from nemo_like.checkpoint import Checkpointer
 from nemo_like.config.load import to_dict
 from nemo_like.config.schema import RunConfig
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
 from nemo_like.policy.optim import resolve_decay_steps
-from nemo_like.progress import Progress
-from nemo_like.run_directory import log_config_changes, open_run_directory, write_config
-from nemo_like.run_log import run_log
-from nemo_like.tracking import check_logger
+from nemo_like.run.checkpoint import Checkpointer
+from nemo_like.run.directory import log_config_changes, open_run_directory, write_config
+from nemo_like.run.progress import Progress
+from nemo_like.run.tracking import check_logger, run_log
 from nemo_like.training.dataset import RunData
 from nemo_like.training.frozen_models import check_frozen_models, frozen_models
 from nemo_like.training.lora_checks import check_resumed_lora

@@ -15,8 +15,8 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker_protocol import PolicyWorkerProtocol
-from nemo_like.progress import Progress
 from nemo_like.rollout.model_rewards import ModelRewards, RewardModel
+from nemo_like.run.progress import Progress
 from nemo_like.training.reward_model_files import RewardModelFiles, open_reward_model
 
 

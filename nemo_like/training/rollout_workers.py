@@ -16,8 +16,8 @@ from nemo_like.environments.reward import RewardEnvironment
 from nemo_like.environments.rewards import RewardWorker
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
-from nemo_like.progress import Progress
 from nemo_like.rollout.model_rewards import ModelRewards
+from nemo_like.run.progress import Progress
 
 StartGroup = Callable[..., WorkerGroup]
 """`start(name, worker_class, index=0, **kwargs)` starts a worker group; see

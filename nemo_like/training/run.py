@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from nemo_like.checkpoint import Checkpoint, Checkpointer
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import counted
@@ -27,15 +26,15 @@ from nemo_like.data.loader import BatchLoader, Position
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.files import AppendedFile, write_text
 from nemo_like.metrics import Metrics, Timers, metric_values
 from nemo_like.policy.policy import Policy, ShardedBatch
-from nemo_like.progress import Progress, Sample
 from nemo_like.rollout.collector import RolloutCollector, RolloutJob
 from nemo_like.rollout.rollout import Rollout
-from nemo_like.run_directory import RunDirectory, start_run_directory
-from nemo_like.run_log import RunLog
-from nemo_like.tracking import Tracker
+from nemo_like.run.checkpoint import Checkpoint, Checkpointer, TrainingState
+from nemo_like.run.directory import RunDirectory, start_run_directory
+from nemo_like.run.files import AppendedFile, write_text
+from nemo_like.run.progress import Progress, Sample
+from nemo_like.run.tracking import RunLog, Tracker
 from nemo_like.training.collector import open_collector
 from nemo_like.training.export import export_model
 from nemo_like.training.loading import load_position, loader_metrics
@@ -47,7 +46,6 @@ from nemo_like.training.stopping import RunStopped, StopRequests
 from nemo_like.training.throughput import StepWork, throughput_metrics
 from nemo_like.training.weights import GeneratorWeights
 from nemo_like.training.workers import RunWorkers
-from nemo_like.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")

@@ -8,11 +8,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_like.checkpoint import Checkpointer, CheckpointError, OpenCheckpoint
-from nemo_like.files import WriteError
 from nemo_like.metrics import Timers
+from nemo_like.run.checkpoint import Checkpointer, CheckpointError, OpenCheckpoint, TrainingState
+from nemo_like.run.files import WriteError
 from nemo_like.training.workers import RunWorkers
-from nemo_like.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
 

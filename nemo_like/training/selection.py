@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nemo_like.checkpoint_manifest import CheckpointError
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
+from nemo_like.run.manifest import CheckpointError
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from nemo_like.data.row_filters import PassRateFilter
 from nemo_like.data.row_loading import load_rows
 from nemo_like.data.row_locations import Locations
 from nemo_like.data.row_store import JoinedRows
-from nemo_like.progress import Progress
+from nemo_like.run.progress import Progress
 
 
 def load_training(config: RunConfig, schema: RowSchema, progress: Progress) -> Rows:

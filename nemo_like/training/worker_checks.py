@@ -6,8 +6,8 @@ import logging
 
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.progress import Progress
-from nemo_like.run_directory import RunDirectory
+from nemo_like.run.directory import RunDirectory
+from nemo_like.run.progress import Progress
 from nemo_like.training.workers import RunWorkers
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.policy.worker_protocol import PolicyWorkerProtocol
 from nemo_like.prediction.offload import OffloadDecision
-from nemo_like.progress import Progress
+from nemo_like.run.progress import Progress
 from nemo_like.training.model_files import open_model_spec
 from nemo_like.training.offloading import run_offload_decision
 from nemo_like.training.reward_model_files import RewardModelFiles

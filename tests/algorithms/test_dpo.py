@@ -12,7 +12,7 @@ from nemo_like.algorithms.dpo.data import open_source
 from nemo_like.algorithms.dpo.loop import run_dpo
 from nemo_like.commands.validate import validate
 from nemo_like.config.errors import ConfigError
-from nemo_like.progress import Progress
+from nemo_like.run.progress import Progress
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.recipe import Recipe
 

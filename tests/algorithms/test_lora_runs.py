@@ -22,7 +22,7 @@ from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.cli import main
 from nemo_like.config.errors import ConfigError
 from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
-from nemo_like.run_directory import RunDirectory
+from nemo_like.run.directory import RunDirectory
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.recipe import Recipe
 

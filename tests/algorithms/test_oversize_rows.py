@@ -17,7 +17,7 @@ from nemo_like.algorithms.sft import data as sft_data
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.commands.validate import validate
 from nemo_like.config.errors import ConfigError
-from nemo_like.progress import Progress
+from nemo_like.run.progress import Progress
 from tests.recipe import Recipe
 
 NUM_ROWS = 30

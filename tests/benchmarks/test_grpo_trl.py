@@ -25,7 +25,7 @@ from benchmarks.grpo_trl_runs import (
     write_prompts,
 )
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.demo_task import build_demo
+from nemo_like.demo.task import build_demo
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from nemo_like.algorithms.grpo.replay import replay_step
 from nemo_like.cli import main
 from nemo_like.config.errors import ConfigError
 from nemo_like.rollout.records import RolloutRecord
-from nemo_like.run_directory import RunDirectory
+from nemo_like.run.directory import RunDirectory
 from tests.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]

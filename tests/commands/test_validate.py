@@ -28,9 +28,9 @@ from nemo_like.config.lora import LoraConfig
 from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.reward import RewardConfig, RewardFunctionConfig, RewardModelConfig
 from nemo_like.config.schema import ClusterConfig, PolicyConfig
-from nemo_like.demo_task import build_model, build_tokenizer
+from nemo_like.demo.task import build_model, build_tokenizer
 from nemo_like.environments.reward import RewardSample
-from nemo_like.progress import Progress
+from nemo_like.run.progress import Progress
 from tests.hub_server import Hub, Repository
 from tests.reward_models import save_reward_model
 

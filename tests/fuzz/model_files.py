@@ -17,7 +17,7 @@ from nemo_like.commands.validate import validate
 from nemo_like.config.batching import StreamableDataConfig as DataConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.demo_task import build_model, build_tokenizer
+from nemo_like.demo.task import build_model, build_tokenizer
 
 VALUES: tuple[Any, ...] = (
     None,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from nemo_like.config.generation import GenerationConfig
 from nemo_like.data.jagged import Jagged
-from nemo_like.demo_task import build_model, build_tokenizer
+from nemo_like.demo.task import build_model, build_tokenizer
 from nemo_like.distributed.errors import WorkerDied
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.worker_group import Handle

@@ -15,7 +15,7 @@ import pytest
 
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.data.jagged import Jagged
-from nemo_like.demo_task import build_model, build_tokenizer
+from nemo_like.demo.task import build_model, build_tokenizer
 from nemo_like.distributed.errors import WorkerDied, WorkerError
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster

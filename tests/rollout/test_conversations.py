@@ -18,7 +18,7 @@ from nemo_like.config.reward import RewardConfig, RewardFunctionConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.observations import ObservationEncoder
-from nemo_like.demo_task import build_model, build_tokenizer
+from nemo_like.demo.task import build_model, build_tokenizer
 from nemo_like.distributed.errors import WorkerDied
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.worker_group import Handle

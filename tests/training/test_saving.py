@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_like.checkpoint import Checkpointer, CheckpointError, incomplete_reason
 from nemo_like.config.schema import (
     CheckpointingConfig,
     OptimizerConfig,
@@ -22,15 +21,15 @@ from nemo_like.config.schema import (
     SequencePackingConfig,
 )
 from nemo_like.distributed.local_group import LocalGroup, local_context
-from nemo_like.files import WriteError
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import Timers
 from nemo_like.models.presets import load_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.policy import Policy
+from nemo_like.run.checkpoint import Checkpointer, CheckpointError, TrainingState, incomplete_reason
+from nemo_like.run.files import WriteError
 from nemo_like.training.saving import CheckpointSaver, policy_directory
 from nemo_like.training.workers import RunWorkers
-from nemo_like.training_state import TrainingState
 from tests.policy.tiny import random_batch, save_tiny_model, saved_tensors
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")

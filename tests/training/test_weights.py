@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nemo_like.metrics import Sum, Timers
-from nemo_like.progress import Progress
+from nemo_like.run.progress import Progress
 from nemo_like.training.weights import GeneratorWeights
 from nemo_like.training.workers import start_workers
 from tests.recipe import Recipe

@@ -12,7 +12,7 @@ from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import ClusterConfig, RunConfig
-from nemo_like.progress import Progress
+from nemo_like.run.progress import Progress
 from nemo_like.training.worker_environment import (
     WorkerKind,
     environment_variables,

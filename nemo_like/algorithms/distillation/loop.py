@@ -23,9 +23,9 @@ from nemo_like.losses.distillation import DistillationLoss
 from nemo_like.losses.divergence import Divergence
 from nemo_like.metrics import Metrics, merge_metrics
 from nemo_like.policy.targets import TEACHER, TargetSettings
-from nemo_like.progress import Sample
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.rollout.rollout import row_seeds
+from nemo_like.run.progress import Sample
 from nemo_like.training.dataset import ExampleSource
 from nemo_like.training.encoding import encode_conversation
 from nemo_like.training.epochs import run_epochs

@@ -23,8 +23,8 @@ from nemo_like.diagnostics.row_checks import (
     encode_sample,
 )
 from nemo_like.prediction.lengths import RowLengths
-from nemo_like.progress import Progress, Sample
 from nemo_like.rollout.prompt import Prompt
+from nemo_like.run.progress import Progress, Sample
 from nemo_like.training.dataset import ExampleSource, RunData, describe_epoch, open_data
 from nemo_like.training.encoding import PromptRows, encode_question
 from nemo_like.training.run_warnings import step_warnings

@@ -9,7 +9,6 @@ import numpy as np
 
 from nemo_like.config.schema import LoggerConfig
 from nemo_like.data.jagged import Jagged
-from nemo_like.files import write_json_lines
 from nemo_like.metrics import Metrics, metric_values
 from nemo_like.policy.policy import Logprobs, ShardedBatch
 from nemo_like.rollout.records import (
@@ -20,6 +19,7 @@ from nemo_like.rollout.records import (
     row_values,
 )
 from nemo_like.rollout.rollout import Rollout
+from nemo_like.run.files import write_json_lines
 from nemo_like.training.run import TrainingRun
 from nemo_like.training.throughput import StepWork
 

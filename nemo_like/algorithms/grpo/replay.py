@@ -17,7 +17,6 @@ import yaml
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.registry import load_config
-from nemo_like.checkpoint import Checkpointer, incomplete_reason
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.paths import resolve_paths
@@ -31,7 +30,8 @@ from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
 from nemo_like.policy.logprob_store import LogprobName
 from nemo_like.rollout.records import RolloutRecord, recorded_steps
-from nemo_like.run_directory import RunDirectory
+from nemo_like.run.checkpoint import Checkpointer, incomplete_reason
+from nemo_like.run.directory import RunDirectory
 from nemo_like.training.model_files import open_model_spec
 from nemo_like.training.saving import policy_directory
 from nemo_like.training.workers import local_policy

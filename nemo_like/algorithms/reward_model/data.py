@@ -22,7 +22,7 @@ from nemo_like.data.preferences import MARGIN_ROWS, PreferencePair, pair_margin
 from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.prediction.lengths import RowLengths
-from nemo_like.progress import Progress
+from nemo_like.run.progress import Progress
 from nemo_like.training.dataset import ExampleSource, RunData, open_data
 from nemo_like.training.training_sets import training_name
 

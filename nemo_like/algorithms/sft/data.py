@@ -20,7 +20,7 @@ from nemo_like.diagnostics.row_checks import NUM_SAMPLES, check_lengths, encode_
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec, stream_spec
 from nemo_like.prediction.lengths import RowLengths
-from nemo_like.progress import Progress, Sample
+from nemo_like.run.progress import Progress, Sample
 from nemo_like.training.curriculum import open_curriculum
 from nemo_like.training.dataset import (
     ExampleSource,

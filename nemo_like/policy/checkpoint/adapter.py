@@ -22,7 +22,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_like.config.lora import ALL_LINEAR, LoraConfig
 from nemo_like.config.model_directory import hub_name
-from nemo_like.files import finish_library_file, reporting_write_errors, write_json
 from nemo_like.models.adapters import adapter_names, is_adapter
 from nemo_like.models.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, SCORE_MODULE
 from nemo_like.models.spec import SCORE_WEIGHT
@@ -31,6 +30,7 @@ from nemo_like.policy.checkpoint.sharded_reader import WEIGHT, CheckpointReader
 from nemo_like.policy.nf4 import quantized_layers, require_library, rounded
 from nemo_like.policy.optim import NonFiniteError
 from nemo_like.policy.output_head import meta_model
+from nemo_like.run.files import finish_library_file, reporting_write_errors, write_json
 
 ADAPTER_DIRECTORY = "adapter"
 """Directory of the adapter inside an exported model."""

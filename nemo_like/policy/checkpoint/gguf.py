@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.files import (
+from nemo_like.run.files import (
     WriteError,
     finish_library_file,
     reporting_write_errors,

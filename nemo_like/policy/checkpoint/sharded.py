@@ -20,13 +20,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from nemo_like.distributed import activity
-from nemo_like.files import (
-    FileRecord,
-    remove_file,
-    reporting_write_errors,
-    sync_directory,
-    write_json,
-)
 from nemo_like.policy.checkpoint.sharded_reader import (
     FORMAT,
     MANIFEST,
@@ -37,6 +30,13 @@ from nemo_like.policy.checkpoint.sharded_reader import (
     read_headers,
 )
 from nemo_like.policy.checkpoint.staging import BackgroundWriter, HostBuffers, StagedFile
+from nemo_like.run.files import (
+    FileRecord,
+    remove_file,
+    reporting_write_errors,
+    sync_directory,
+    write_json,
+)
 
 _FILES = "rank_*.safetensors"
 _MAX_FILE_BYTES = 2 * 2**30

@@ -15,10 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nemo_like.checkpoint_manifest import CheckpointError, read_json
 from nemo_like.config.errors import ConfigError
 from nemo_like.distributed import activity
 from nemo_like.policy.checkpoint.tensor_files import TensorFiles
+from nemo_like.run.manifest import CheckpointError, read_json
 
 MANIFEST = "manifest.json"
 FORMAT = 2

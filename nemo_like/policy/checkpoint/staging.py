@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nemo_like.distributed import activity
-from nemo_like.files import FileRecord, reporting_write_errors, sync_file
+from nemo_like.run.files import FileRecord, reporting_write_errors, sync_file
 
 _CHUNK_BYTES = 2**28
 _WRITE_BYTES = 2**24

@@ -11,7 +11,7 @@ calculator increases the share of conversations that call the tool.
 The guessing game: the prompt `1-16` has the bounds of a number, and the supervised
 conversations guess within what is still possible, but not in the middle of it.
 
-    python -m nemo_like.demo_environments
+    python -m nemo_like.demo.environments
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_like.demo_task import build_model, build_tokenizer, parse_build_arguments, write_rows
+from nemo_like.demo.task import build_model, build_tokenizer, parse_build_arguments, write_rows
 
 NUM_SFT_ROWS = 16_000
 NUM_GRPO_ROWS = 4_000
@@ -41,7 +41,7 @@ _TOOL_TEXTS = ("<tool>", "</tool>")
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the model and the data to `--directory`."""
     arguments = parse_build_arguments(
-        "demo_environments", "Write data and a tiny model for the included environments.", argv
+        "environments", "Write data and a tiny model for the included environments.", argv
     )
     build_environments(arguments.directory, arguments.seed)
     print(f"built a tiny model and data for the calculator and the game in {arguments.directory}")

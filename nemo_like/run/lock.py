@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.files import reporting_write_errors
+from nemo_like.run.files import reporting_write_errors
 
 LOCK_NAME = "run.lock"
 _NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)

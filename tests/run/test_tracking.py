@@ -20,14 +20,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import LoggerConfig, OptimizerConfig
-from nemo_like.files import WriteError
-from nemo_like.run_directory import (
+from nemo_like.run.directory import (
     RunDirectory,
     log_config_changes,
     open_run_directory,
     start_run_directory,
 )
-from nemo_like.tracking import Tracker
+from nemo_like.run.files import WriteError
+from nemo_like.run.tracking import Tracker
 
 PLAIN = LoggerConfig(tensorboard=False)
 CONFIG = {

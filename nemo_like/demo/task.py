@@ -128,10 +128,12 @@ class BuildArguments:
 def parse_build_arguments(
     module: str, description: str, argv: Sequence[str] | None
 ) -> BuildArguments:
-    """Parse `--directory` and `--seed`; the directory is by default `runs/<module>`."""
-    parser = argparse.ArgumentParser(prog=f"python -m nemo_like.{module}", description=description)
+    """Parse `--directory` and `--seed`; the directory is by default `runs/demo_<module>`."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m nemo_like.demo.{module}", description=description
+    )
     parser.add_argument(
-        "--directory", type=Path, default=Path("runs") / module, help="where to write"
+        "--directory", type=Path, default=Path("runs") / f"demo_{module}", help="where to write"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the data and the model")
     arguments = parser.parse_args(argv)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_like import demo
+from nemo_like.demo import __main__ as demo
 from tests.recipe import Recipe
 
 

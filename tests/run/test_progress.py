@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_like.progress import Phase, Progress, Sample, sample_text
+from nemo_like.run.progress import Phase, Progress, Sample, sample_text
 
 SAMPLE = Sample((("2+2=", False), ("4", True)), reward=1.0, notes={"answer": "4"})
 
@@ -77,7 +77,7 @@ def test_slow_steps_are_all_shown_in_a_log_with_the_time_left(
 ) -> None:
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr("nemo_like.progress.time", clock)
+    monkeypatch.setattr("nemo_like.run.progress.time", clock)
     stream = io.StringIO()
     progress = Progress(stream, interval_s=3600)
     with progress.phase("grpo", 3, unit="steps") as phase:
@@ -90,7 +90,7 @@ def test_slow_steps_are_all_shown_in_a_log_with_the_time_left(
 
 
 def test_a_log_with_recent_lines_gets_no_states_of_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_like.progress.time", SimpleNamespace(monotonic=lambda: 100.0))
+    monkeypatch.setattr("nemo_like.run.progress.time", SimpleNamespace(monotonic=lambda: 100.0))
     stream = io.StringIO()
     progress = Progress(stream, interval_s=0.01)
     with progress.phase("grpo", 3, unit="steps"):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.files import WriteError
-from nemo_like.run_log import run_log
+from nemo_like.run.files import WriteError
+from nemo_like.run.tracking import run_log
 
 logger = logging.getLogger("nemo_like.test_run_log")
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from nemo_like.files import FileRecord, file_record, sync_directory, write_json
+from nemo_like.run.files import FileRecord, file_record, sync_directory, write_json
 
 MANIFEST = "manifest.json"
 _FORMAT = 2

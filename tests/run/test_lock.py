@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like import run_lock
 from nemo_like.config.errors import ConfigError
-from nemo_like.run_lock import LOCK_NAME, LockOwner, locked
+from nemo_like.run import lock as run_lock
+from nemo_like.run.lock import LOCK_NAME, LockOwner, locked
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from nemo_like.run_lock import locked
+from nemo_like.run.lock import locked
 with locked(Path(sys.argv[1])):
     print("locked", flush=True)
     time.sleep(120)
@@ -32,7 +32,7 @@ RACE = """
 import sys
 from pathlib import Path
 from nemo_like.config.errors import ConfigError
-from nemo_like.run_lock import locked
+from nemo_like.run.lock import locked
 sys.stdin.readline()
 try:
     with locked(Path(sys.argv[1])):

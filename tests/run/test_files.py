@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from nemo_like.files import (
+from nemo_like.run.files import (
     AppendedFile,
     WriteError,
     describe_write_error,

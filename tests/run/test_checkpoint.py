@@ -20,11 +20,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nemo_like import checkpoint_manifest
-from nemo_like.checkpoint import Checkpointer, CheckpointError, OpenCheckpoint, incomplete_reason
 from nemo_like.config.schema import CheckpointingConfig
-from nemo_like.files import FileRecord, file_record, write_json
-from nemo_like.training_state import TrainingState
+from nemo_like.run import manifest as checkpoint_manifest
+from nemo_like.run.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    OpenCheckpoint,
+    TrainingState,
+    incomplete_reason,
+)
+from nemo_like.run.files import FileRecord, file_record, write_json
 
 FILES = {
     "policy/model.safetensors": b"\x00weights" * 40,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nemo_like.demo_task import (
+from nemo_like.demo.task import (
     NUM_GRPO_ROWS,
     NUM_SFT_ROWS,
     NUM_VALIDATION_ROWS,

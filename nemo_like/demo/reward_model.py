@@ -8,7 +8,7 @@ policy that is trained with the reward model alone becomes better:
 
 Of two random completions of a prompt, the one with the higher true reward is chosen.
 
-    python -m nemo_like.demo_reward_model
+    python -m nemo_like.demo.reward_model
     nemo-like rm --config examples/configs/demo_rm.yaml
     nemo-like grpo --config examples/configs/demo_rm_grpo.yaml
 """
@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_like.demo_task import build_model, build_tokenizer, parse_build_arguments, write_rows
+from nemo_like.demo.task import build_model, build_tokenizer, parse_build_arguments, write_rows
 from nemo_like.environments.reward import RewardSample
 
 NUM_PREFERENCES = 2_000
@@ -38,7 +38,7 @@ _CHARACTERS = string.digits + "+=# \n"
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the model and the data to `--directory`."""
     arguments = parse_build_arguments(
-        "demo_reward_model", "Write synthetic preferences, prompts and a tiny model.", argv
+        "reward_model", "Write synthetic preferences, prompts and a tiny model.", argv
     )
     build_preferences(arguments.directory, arguments.seed)
     print(f"built a tiny model, preferences and prompts in {arguments.directory}")

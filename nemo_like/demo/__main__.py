@@ -23,7 +23,7 @@ from nemo_like.cli import train
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.console import lasting_console
-from nemo_like.demo_task import build_demo
+from nemo_like.demo.task import build_demo
 from nemo_like.training.run import RunResult
 
 _CONFIGS = Path("examples/configs")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.demo_reward_model import (
+from nemo_like.demo.reward_model import (
     MIN_MARGIN,
     NUM_HELD_OUT,
     NUM_PREFERENCES,

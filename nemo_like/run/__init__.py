@@ -1,0 +1,1 @@
+"""The files of a run: directory, lock, checkpoints, metrics, log and console output."""
