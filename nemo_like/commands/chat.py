@@ -19,7 +19,7 @@ from nemo_like.config.text import printable
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import surrogate_problem
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.tools import Message
+from nemo_like.data.messages import Message
 from nemo_like.distributed.local_group import local_context
 from nemo_like.generation.requests import GenerationRequests
 from nemo_like.generation.sampling_params import SamplingParams

@@ -19,14 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.chat_check import check_rendered
-from nemo_like.data.chat_spans import Span, exact_spans
-from nemo_like.data.chat_structure import Frame, Structures
+from nemo_like.data.chat_structure import REASONING_KEYS, Frame, Span, Structures, exact_spans
 from nemo_like.data.chat_template import PROBE, ChatTemplate, common_prefix
 from nemo_like.data.collate import EncodedRow
-from nemo_like.data.roles import check_roles, template_roles
-from nemo_like.data.template_limits import check_chat_template, check_prompt_template
-from nemo_like.data.tools import Message, Tool
+from nemo_like.data.messages import Message, Tool, check_roles, template_roles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,8 +53,7 @@ class ChatEncoder:
         is a format string applied to every user turn. `vocab_size` is that of the model, whose
         token ids are below it; None accepts all.
 
-        Raises ConfigError for a tokenizer without an end-of-sequence token and for a template that
-        is not a format string with `{prompt}`.
+        Raises ConfigError for a tokenizer without an end-of-sequence token.
         """
         if tokenizer.eos_token_id is None:
             raise ConfigError(
@@ -77,9 +72,6 @@ class ChatEncoder:
         )
         self._bos_text = _bos_text(tokenizer)
         self._roles = template_roles(tokenizer.chat_template)
-        check_prompt_template(prompt_template)
-        if isinstance(tokenizer.chat_template, str):
-            check_chat_template(tokenizer.chat_template, repr(tokenizer.name_or_path))
 
     def checked_ids(self, token_ids: Sequence[int]) -> np.ndarray:
         """Return token ids as int32 [L]. Raises ConfigError for one that the model does not have.
@@ -142,7 +134,7 @@ class ChatEncoder:
         if not self.template.exists:
             return self._token_ids(self._plain(messages, tools)[0])
         text = self.template.render(messages, tools, opening=True)
-        self._check(messages, tools, text, trains=False)
+        self._check(messages, tools, trains=False)
         return self._token_ids(text)
 
     def encode_conversation(
@@ -156,7 +148,7 @@ class ChatEncoder:
         if not self.template.exists:
             return self._token_ids(self._plain(messages, tools)[0])
         text = self.template.render(messages, tools)
-        self._check(messages, tools, text, trains=False)
+        self._check(messages, tools, trains=False)
         return self._token_ids(text)
 
     def render_prompt(self, messages: Sequence[Message]) -> str:
@@ -217,12 +209,6 @@ class ChatEncoder:
             text = str(self.tokenizer.decode(ids.tolist()))
             segments.append((text, bool(mask.any())))
         return tuple(segments)
-
-    def marked_text(self, row: EncodedRow) -> str:
-        """Decode the row with the trained parts between ⟦ and ⟧."""
-        return "".join(
-            f"⟦{text}⟧" if is_trained else text for text, is_trained in self.segments(row)
-        )
 
     def _prepare(self, messages: Sequence[Message]) -> list[Message]:
         """Add the system prompt and apply the prompt template. Raises ConfigError for a role that
@@ -317,7 +303,7 @@ class ChatEncoder:
     def _encode_marked(self, messages: list[Message], tools: Sequence[Tool] | None) -> EncodedRow:
         """Encode with the spans of the template's `{% generation %}` blocks."""
         text, spans = self.template.render_marked(messages, tools)
-        self._check(messages, tools, text, trains=True)
+        self._check(messages, tools, trains=True)
         encoding = self._call_tokenizer(text)
         ids = self.checked_ids(encoding["input_ids"])
         mask = np.zeros(len(ids), dtype=np.uint8)
@@ -342,7 +328,7 @@ class ChatEncoder:
         The text ends with the last span, unless everything is trained.
         """
         full = self.template.render(messages, tools)
-        frame = self._check(messages, tools, full, trains=True)
+        frame = self._check(messages, tools, trains=True)
         spans = None if frame is None else frame.spans(messages, tools, full)
         if spans is None:
             try:
@@ -361,19 +347,16 @@ class ChatEncoder:
         return text, [*spans[:-1], (start, len(text))]
 
     def _check(
-        self, messages: Sequence[Message], tools: Sequence[Tool] | None, text: str, *, trains: bool
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None, *, trains: bool
     ) -> Frame | None:
-        """Return the frame of the structure. Raises ConfigError if `text` is incomplete."""
+        """Return the frame of the structure. Raises ConfigError if the template drops a part."""
         facts = self._structures.facts(messages, tools)
-        check_rendered(
-            messages, tools, text, trains=trains, drops_call_texts=facts.drops_call_texts
-        )
-        if facts.dropped is not None:
+        dropped = facts.dropped or (facts.dropped_reasoning if trains else None)
+        if dropped is not None:
             roles = [message["role"] for message in messages]
             raise ConfigError(
-                f"the chat template drops {facts.dropped} in a conversation of {roles}; give a"
-                f" policy.chat_template that"
-                " renders it, or remove it from the row"
+                f"the chat template drops {dropped} in a conversation of {roles}; give a"
+                " policy.chat_template that renders it, or remove it from the row"
             )
         needs_spans = trains and self.train_on == "assistant" and not self._marks_generation
         if needs_spans and facts.misplaced is not None:
@@ -392,8 +375,13 @@ class ChatEncoder:
         if tools or any(message.get("tool_calls") for message in messages):
             raise ConfigError(
                 f"the tokenizer {self.tokenizer.name_or_path!r} has no chat template, so tools and"
-                f" tool calls cannot be"
-                " rendered; give one as policy.chat_template"
+                " tool calls cannot be rendered; give one as policy.chat_template"
+            )
+        if any(message.get(key) for message in messages for key in REASONING_KEYS):
+            raise ConfigError(
+                f"the tokenizer {self.tokenizer.name_or_path!r} has no chat template, so"
+                f" {' and '.join(REASONING_KEYS)} cannot be rendered; give one as"
+                " policy.chat_template"
             )
         text = self._bos_text
         spans = []
@@ -405,7 +393,6 @@ class ChatEncoder:
                 spans.append((start, len(text)))
             else:
                 text += "\n"
-        check_rendered(messages, tools, text, trains=True)
         return text, spans
 
 

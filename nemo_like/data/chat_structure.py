@@ -1,8 +1,10 @@
-"""Facts about a chat template per conversation structure, learned from a probe conversation.
+"""Assistant turns in a rendered conversation, and what a chat template leaves out.
 
-The structure is the sequence of roles and kinds of messages. Two facts need more than one
-rendering: whether the template renders every message, and which texts surround the assistant turns.
-Every text of the probe conversation is a distinct word, so that it can be found in the rendering.
+A span begins after the generation prompt and ends after the token that ends the turn. The exact
+method renders a conversation several times per turn and compares the texts. Its result for a probe
+conversation, in which every text is a distinct word, gives the facts about all conversations of one
+structure, the sequence of roles and kinds of messages: which texts the template does not render,
+and which texts surround the assistant turns. With them one rendering is enough.
 """
 
 from __future__ import annotations
@@ -11,23 +13,168 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.chat_check import REASONING_KEYS
-from nemo_like.data.chat_spans import Span, exact_spans
 from nemo_like.data.chat_template import PROBE, ChatTemplate, common_prefix
-from nemo_like.data.tools import Message, Tool
+from nemo_like.data.messages import Message, Tool
 
+Span = tuple[int, int]
+"""Characters [start, end) of the rendered text."""
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _MAX_STRUCTURES = 4096
 """Number of structures at which the cache is cleared."""
 _REPEATED = re.compile(r"(.{1,4}?)\1{2,}", re.DOTALL)
 _TOOL = "qztoolzq"
 _THOUGHT = "qzthoughtzq"
 
-Kind = tuple[str, bool, bool, bool, int, bool]
-"""(role, has content, has `</think>` in it, has a reasoning key, number of tool calls, names a
-call)"""
+
+class Kind(NamedTuple):
+    """What the rendering of a message depends on, apart from its texts."""
+
+    role: str
+    has_content: bool
+    thought: Literal["none", "empty", "text"]
+    """What is before `</think>` in the content of an assistant turn."""
+    reasoning_key: str | None
+    """The key of `REASONING_KEYS` that it has."""
+    num_calls: int
+    """Number of tool calls; templates treat three like more of them."""
+    names_call: bool
+
+
+def exact_spans(
+    template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool] | None, full: str
+) -> list[Span]:
+    """Find the span of each assistant turn in `full`, the rendered conversation, in order.
+
+    Raises ConfigError for a turn that cannot be found.
+    """
+    spans: list[Span] = []
+    for turn, message in enumerate(messages):
+        if message["role"] == "assistant":
+            # A turn is searched after the previous one: equal texts may occur several times.
+            _, behind = spans[-1] if spans else (0, 0)
+            spans.append(_Turn(template, messages, tools, full, turn, behind).span())
+    return spans
+
+
+class _Turn:
+    """One assistant turn of a rendered conversation."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        full: str,
+        turn: int,
+        behind: int,
+    ) -> None:
+        self._template = template
+        self._messages = list(messages)
+        self._tools = tools
+        self._full = full
+        self._turn = turn
+        self._behind = behind
+        """End of the previous assistant turn in `full`."""
+
+    def span(self) -> Span:
+        """Return the span of the turn. Raises ConfigError if it cannot be found."""
+        start = self._start()
+        end = self._end()
+        if not self._behind <= start < end:
+            raise ConfigError(
+                f"turn {self._turn} of the conversation cannot be found in what the chat template"
+                f" renders; mark it in the "
+                "template with {% generation %}, or set data.train_on=all"
+            )
+        return start, end
+
+    def _start(self) -> int:
+        """Find the end of the generation prompt before the turn, else the start of the turn's text.
+
+        Some templates end the generation prompt with text that a finished turn does not have
+        (`<think>` in DeepSeek-R1), or render earlier turns differently once there are later ones.
+        Then the header is the common prefix with conversations that have another message here.
+        """
+        full = self._full
+        turn = self._turn
+        prompt = self._template.generation_prompt
+        # Many templates cannot render an empty conversation.
+        if turn:
+            opening = self._template.render(self._messages[:turn], self._tools, opening=True)
+            if full.startswith(opening):
+                # Some templates write the header of a turn, but no prompt, after a tool's result.
+                size = self._template.common_prefix(full[len(opening) :], prompt)
+                is_header = not opening.endswith(prompt) and size > 0
+                return len(opening) + (size if is_header else 0)
+        start = min(self._template.common_prefix(full, other) for other in self._with_others())
+        if not prompt:
+            # A space that the prompt does not have is generated (Mistral).
+            has_space = self._template.opening[-1:].isspace()
+            return start if has_space else len(full[:start].rstrip())
+        # The text of the turn may begin like the prompt, so the last copy is taken.
+        found = full.rfind(prompt, self._behind, start + len(prompt))
+        return start if found < 0 else found + len(prompt)
+
+    def _end(self) -> int:
+        """Find the end of the turn after its text, including the tokens that end it."""
+        num_messages = self._turn + 1
+        last = self._template.render(self._messages[:num_messages], self._tools)
+        end = self._text_end(last, num_messages)
+        tail = last[end:]
+        if not self._full.startswith(last):
+            # Some templates render a turn differently once it is not the last: they drop its
+            # reasoning, or end it with another token.
+            end = self._text_end(self._full, None)
+            tail = tail[: self._template.common_prefix(tail, self._full[end:])]
+        return end + self._template.end_of_tail(tail, self._messages[self._turn])
+
+    def _text_end(self, rendered: str, num_messages: int | None) -> int:
+        """Find the end of the turn's own text and calls in the rendering of the first messages."""
+        return max(
+            len(rendered) - common_suffix(rendered, self._with_text(letter, num_messages))
+            for letter in ("0", "1")
+        )
+
+    def _with_others(self) -> list[str]:
+        """Render the conversation with two other texts in place of this turn.
+
+        The texts begin differently, so at least one differs from this turn at its first character.
+        """
+        texts = []
+        before = self._messages[: self._turn]
+        after = self._messages[self._turn + 1 :]
+        # A result needs the call before it, so the messages up to the next question go as well.
+        users = [index for index, message in enumerate(after) if message["role"] == "user"]
+        for letter in ("0", "1"):
+            other = {"role": "assistant", "content": letter * 2}
+            try:
+                texts.append(self._template.render([*before, other, *after], self._tools))
+            except ConfigError:
+                following = after[users[0] :] if users else []
+                texts.append(self._template.render([*before, other, *following], self._tools))
+        return texts
+
+    def _with_text(self, letter: str, num_messages: int | None) -> str:
+        """Render the first messages with another content and other arguments in this turn."""
+        message = dict(self._messages[self._turn])
+        calls = message.get("tool_calls")
+        if message.get("content") or not calls:
+            message["content"] = letter * 2
+        if calls:
+            message["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": {letter: letter}}}
+                for call in calls
+            ]
+        messages = [*self._messages[: self._turn], message, *self._messages[self._turn + 1 :]]
+        return self._template.render(messages[:num_messages], self._tools)
+
+
+def common_suffix(left: str, right: str) -> int:
+    """Length of the common suffix."""
+    return common_prefix(left[::-1], right[::-1])
 
 
 @dataclass(frozen=True)
@@ -88,14 +235,14 @@ class Facts:
     """Description of the first text that the template does not render; None if it renders all or
     refuses the probe conversation.
     """
+    dropped_reasoning: str | None
+    """The same for the reasoning of the last assistant turn, which is trained. Templates drop the
+    reasoning of earlier turns.
+    """
     frame: Frame | None
     """None if the exact method is needed to find the spans."""
     misplaced: str | None = None
     """Description of the first text that the template writes in the wrong turn."""
-    drops_call_texts: bool = False
-    """True if the template drops the text beside a tool call once there is a later answer: it is
-    reasoning to the template (gpt-oss).
-    """
 
 
 class Structures:
@@ -123,30 +270,39 @@ class Structures:
         try:
             full = self._template.render(messages, tools)
         except ConfigError:
-            return Facts(None, None)
+            return Facts(None, None, None)
         # The words are distinct, so each proves that its own message is rendered.
         missing = [word for word in words if word.text not in full]
-        reasoning = [word for word in missing if self._is_reasoning(messages, tools, word)]
-        dropped = [word.what for word in missing if word not in reasoning]
+        dropped = [
+            word.what for word in missing if not self._is_earlier_reasoning(messages, tools, word)
+        ]
         if has_tools and _TOOL not in full:
             dropped.append("the row's tools")
+        answers = [turn for turn, kind in enumerate(kinds) if kind.role == "assistant"]
+        dropped_reasoning = None
+        if answers:
+            thought = f"{_THOUGHT}{answers[-1]}"
+            if thought in str(messages[answers[-1]]) and thought not in full:
+                dropped_reasoning = "the reasoning of the last assistant turn"
+        first_dropped = dropped[0] if dropped else None
         try:
             exact = exact_spans(self._template, messages, tools, full)
         except ConfigError:
-            return Facts(dropped[0] if dropped else None, None)
+            return Facts(first_dropped, dropped_reasoning, None)
         frame = learn_frame(self._template)
         # The fast method is only used for a structure for which it was verified once.
         if frame is not None and frame.spans(messages, tools, full) != exact:
             frame = None
-        return Facts(
-            dropped[0] if dropped else None,
-            frame,
-            misplaced=_misplaced(messages, words, full, exact),
-            drops_call_texts=bool(reasoning),
-        )
+        misplaced = _misplaced(messages, words, full, exact)
+        return Facts(first_dropped, dropped_reasoning, frame, misplaced)
 
-    def _is_reasoning(self, messages: list[Message], tools: list[Tool] | None, word: Word) -> bool:
-        """Return True for a text beside a call that the template drops because of later turns."""
+    def _is_earlier_reasoning(
+        self, messages: list[Message], tools: list[Tool] | None, word: Word
+    ) -> bool:
+        """Return True for a text beside a call that the template drops because of later turns.
+
+        It is reasoning to the template (gpt-oss).
+        """
         message = messages[word.turn]
         is_text = message.get("content") == word.text and "tool_calls" in message
         if not is_text or word.turn + 1 == len(messages):
@@ -209,17 +365,18 @@ def _kind(message: Message) -> Kind:
     """Return the kind of a message."""
     content = message.get("content")
     text = content if isinstance(content, str) else ""
-    is_assistant = message["role"] == "assistant"
-    reasoning = [message.get(key) for key in REASONING_KEYS]
-    # Templates treat three calls like more of them.
-    num_calls = min(len(message.get("tool_calls", ())), 3)
-    return (
-        message["role"],
-        bool(text.strip()),
-        is_assistant and "</think>" in text,
-        any(isinstance(value, str) and value for value in reasoning),
-        num_calls,
-        "tool_call_id" in message or "name" in message,
+    thought: Literal["none", "empty", "text"] = "none"
+    if message["role"] == "assistant" and "</think>" in text:
+        before = text.rpartition("</think>")[0].replace("<think>", "")
+        thought = "text" if before.strip() else "empty"
+    keys = [key for key in REASONING_KEYS if isinstance(message.get(key), str) and message[key]]
+    return Kind(
+        role=message["role"],
+        has_content=bool(text.strip()),
+        thought=thought,
+        reasoning_key=keys[0] if keys else None,
+        num_calls=min(len(message.get("tool_calls", ())), 3),
+        names_call="tool_call_id" in message or "name" in message,
     )
 
 
@@ -241,22 +398,23 @@ def _distinct_words(kinds: Sequence[Kind]) -> tuple[list[Message], list[Word]]:
     words: list[Word] = []
     open_calls: list[str] = []
     for turn, kind in enumerate(kinds):
-        role, has_content, has_thought, has_reasoning, num_calls, names_call = kind
-        message: Message = {"role": role}
-        if has_content:
+        message: Message = {"role": kind.role}
+        thought = f"{_THOUGHT}{turn}"
+        if kind.has_content:
             word = f"qz{turn}contentzq"
             message["content"] = word
-            if has_thought:
+            if kind.thought != "none":
                 # Templates may remove thoughts, so only the word after them must be rendered.
-                message["content"] = f"<think>\n{_THOUGHT}{turn}\n</think>\n\n{word}"
-            words.append(Word(word, turn, f"the content of a message of role {role!r}"))
-        elif not num_calls:
+                inner = thought if kind.thought == "text" else ""
+                message["content"] = f"<think>\n{inner}\n</think>\n\n{word}"
+            words.append(Word(word, turn, f"the content of a message of role {kind.role!r}"))
+        elif not kind.num_calls:
             # A message with calls may lack the key, which some templates distinguish.
             message["content"] = ""
-        if has_reasoning:
-            message["reasoning_content"] = f"{_THOUGHT}{turn}"
-        if num_calls:
-            calls = [_call(turn, index) for index in range(num_calls)]
+        if kind.reasoning_key is not None:
+            message[kind.reasoning_key] = thought
+        if kind.num_calls:
+            calls = [_call(turn, index) for index in range(kind.num_calls)]
             message["tool_calls"] = calls
             open_calls += [call["id"] for call in calls]
             for call in calls:
@@ -264,7 +422,7 @@ def _distinct_words(kinds: Sequence[Kind]) -> tuple[list[Message], list[Word]]:
                 ((key, value),) = function["arguments"].items()
                 for word in (function["name"], key, value):
                     words.append(Word(word, turn, "a tool call"))
-        if names_call:
+        if kind.names_call:
             # Some templates check that a result refers to a call before it.
             message["name"] = "qznamezq"
             message["tool_call_id"] = open_calls.pop(0) if open_calls else "qzid00000"

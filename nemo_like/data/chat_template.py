@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,7 @@ from jinja2 import TemplateError
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.text import error_text
-from nemo_like.data.template_limits import RenderingLimitError, rendering_limit
-from nemo_like.data.tools import Message, Tool
+from nemo_like.data.messages import Message, Tool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,19 +69,17 @@ class ChatTemplate:
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        adapted = self._adapt(messages)
         tool_list: Any = None if tools is None else list(tools)
+        special_tokens: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
         try:
-            special_tokens: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
-            with self._rendering():
-                rendered: Any = render_jinja_template(
-                    conversations=[adapted],
-                    tools=tool_list,
-                    chat_template=self.tokenizer.get_chat_template(None, tool_list),
-                    return_assistant_tokens_mask=True,
-                    **special_tokens,
-                )
-        except TemplateError as error:
+            rendered: Any = render_jinja_template(
+                conversations=[self._adapt(messages)],
+                tools=tool_list,
+                chat_template=self.tokenizer.get_chat_template(None, tool_list),
+                return_assistant_tokens_mask=True,
+                **special_tokens,
+            )
+        except Exception as error:
             raise self._refusal(messages, error) from error
         texts, spans = rendered
         return texts[0], spans[0]
@@ -93,7 +89,7 @@ class ChatTemplate:
         roles = [message["role"] for message in messages]
         return ConfigError(
             f"the chat template of {self.tokenizer.name_or_path!r} refuses turns of {roles}:"
-            f" {error}"
+            f" {error if isinstance(error, TemplateError) else error_text(error)}"
         )
 
     @cached_property
@@ -321,30 +317,23 @@ class ChatTemplate:
         _, found, behind = text.rpartition(word)
         return behind if found else ""
 
-    @contextmanager
-    def _rendering(self) -> Iterator[None]:
-        """Limit the time of the block; convert every exception of a template to TemplateError."""
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None, opening: bool
+    ) -> str:
+        """Render messages in the form that the template expects. Raises TemplateError."""
         try:
-            with rendering_limit(repr(self.tokenizer.name_or_path)):
-                yield
-        except (TemplateError, RenderingLimitError, MemoryError):
+            text = self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=None if tools is None else list(tools),  # type: ignore[arg-type]
+                tokenize=False,
+                add_generation_prompt=opening,
+            )
+        except TemplateError:
             raise
         except Exception as error:
             # A template is a program: its filters and operators raise exceptions of any type.
             raise TemplateError(error_text(error)) from error
-
-    def _render(
-        self, messages: Sequence[Message], tools: Sequence[Tool] | None, opening: bool
-    ) -> str:
-        with self._rendering():
-            return str(
-                self.tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=None if tools is None else list(tools),  # type: ignore[arg-type]
-                    tokenize=False,
-                    add_generation_prompt=opening,
-                )
-            )
+        return str(text)
 
 
 def _probe_call(form: str) -> Message:

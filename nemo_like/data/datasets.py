@@ -20,20 +20,20 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.text import printable, shortened
-from nemo_like.data.loss_flags import flags_problem
-from nemo_like.data.mixture import Mixture
-from nemo_like.data.roles import unknown_roles
-from nemo_like.data.row_files import UNDERSTOOD, Row, shown_json
-from nemo_like.data.row_locations import Locations
-from nemo_like.data.token_rows import token_row_problem
-from nemo_like.data.tools import (
+from nemo_like.data.messages import (
     Message,
     Tool,
     calls_problem,
     clean_message,
+    flags_problem,
     row_tools,
     tools_problem,
+    unknown_roles,
 )
+from nemo_like.data.mixture import Mixture
+from nemo_like.data.row_files import UNDERSTOOD, Row, shown_json
+from nemo_like.data.row_locations import Locations
+from nemo_like.data.token_rows import token_row_problem
 
 __all__ = [
     "MESSAGE_COLUMNS",

@@ -23,13 +23,11 @@ from nemo_like.data.bad_rows import MAX_LISTED, BadRows
 from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import Row, Rows
 from nemo_like.data.encoding_pool import EncodingPool, RowPool, StartPool
-from nemo_like.data.template_limits import RenderingLimitError
 
 Encode = Callable[[Row], EncodedRow | None]
 
 ROW_ERRORS = (
     ConfigError,
-    RenderingLimitError,
     TypeError,
     ValueError,
     LookupError,
@@ -308,7 +306,7 @@ def encode_row(encode: Encode, row: Row) -> tuple[EncodedRow | None, str | None]
 
 def row_error_text(error: Exception) -> str:
     """Describe the problem of a row whose encoding raised one of `ROW_ERRORS`."""
-    if isinstance(error, ConfigError | RenderingLimitError):
+    if isinstance(error, ConfigError):
         return str(error)
     reason = " ".join(str(error).split())[:200]
     return f"the row cannot be encoded ({type(error).__name__}: {reason}); correct or remove it"

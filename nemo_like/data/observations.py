@@ -17,7 +17,7 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.tools import Message
+from nemo_like.data.messages import Message
 
 _USER: Message = {"role": "user", "content": "qzuserzq"}
 _ANSWERS = ("qzfirstzq", "Another, longer qzsecondzq")

@@ -13,10 +13,8 @@ import numpy as np
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import RowSchema, turns
-from nemo_like.data.loss_flags import is_trained
-from nemo_like.data.roles import unknown_roles
+from nemo_like.data.messages import Message, is_trained, row_tools, unknown_roles
 from nemo_like.data.row_files import Row, shown_json
-from nemo_like.data.tools import Message, row_tools
 
 _UNDERSTOOD = (
     "prompt + chosen + rejected (texts or lists of messages); chosen + rejected (lists of messages"

@@ -13,9 +13,8 @@ from typing import Any
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.text import printable, shortened
-from nemo_like.data.roles import MEANT
+from nemo_like.data.messages import MEANT, Message
 from nemo_like.data.row_files import Row, shown_json
-from nemo_like.data.tools import Message
 
 KNOWN_COLUMNS = (
     "messages",

@@ -9,9 +9,9 @@ from typing import Any
 
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.text import printable, shortened, shown_value
+from nemo_like.data.messages import without_nulls
 from nemo_like.data.row_locations import Location
 from nemo_like.data.text_files import format_suffix, open_decompressed, read_csv
-from nemo_like.data.tools import without_nulls
 
 Row = dict[str, Any]
 LocatedRow = tuple[Location, Row | ConfigError, bytes]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import Message, Row, Rows, conversation, question
-from nemo_like.data.tools import row_tools
+from nemo_like.data.messages import row_tools
 from nemo_like.diagnostics.report import Diagnostics
 
 _NUM_PROMPTS_COMPARED = 64

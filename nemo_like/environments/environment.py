@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from nemo_like.data.tools import Message
+from nemo_like.data.messages import Message
 
 State = Mapping[str, Any]
 """State of a conversation as JSON values; the environment defines its keys."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.reward import RewardConfig
-from nemo_like.data.tools import Message
+from nemo_like.data.messages import Message
 from nemo_like.distributed.worker_calls import submit_one
 from nemo_like.distributed.worker_group import Handle, WorkerGroup
 

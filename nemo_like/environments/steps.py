@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from nemo_like.data.tools import Message
+from nemo_like.data.messages import Message
 from nemo_like.environments.environment import Conversation, EnvironmentFailure, State, StepResult
 
 ENVIRONMENT = "environment"

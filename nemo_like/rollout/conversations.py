@@ -16,7 +16,7 @@ import numpy as np
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.datasets import question
-from nemo_like.data.tools import Message
+from nemo_like.data.messages import Message
 from nemo_like.environments.environment import Conversation, State
 from nemo_like.environments.reward import RewardSample
 from nemo_like.environments.steps import StepOutcome, StepTask

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from nemo_like.config.schema import DataConfig
 from nemo_like.data.chat import prepare_messages
 from nemo_like.data.datasets import question
-from nemo_like.data.tools import Message, Tool
+from nemo_like.data.messages import Message, Tool
 from nemo_like.environments.reward import RewardSample
 
 

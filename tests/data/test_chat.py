@@ -28,6 +28,7 @@ from tests.data.tiny_tokenizer import (
     REFUSES_SYSTEM,
     TEMPLATES,
     THINKING,
+    marked_text,
     space_marking_tokenizer,
     tiny_tokenizer,
 )
@@ -46,7 +47,7 @@ TWO_TURNS = [
 
 
 def trained_parts(encoder: ChatEncoder, messages: list[Message]) -> list[str]:
-    text = encoder.marked_text(encoder.encode_sft(messages))
+    text = marked_text(encoder, encoder.encode_sft(messages))
     return [part.split("⟧")[0] for part in text.split("⟦")[1:]]
 
 
@@ -179,7 +180,7 @@ def test_a_difference_between_rollouts_and_training_is_described() -> None:
 def test_the_token_that_ends_the_conversation_is_not_trained_behind_the_end_of_the_turn() -> None:
     encoder = ChatEncoder(tiny_tokenizer(ENDS_CONVERSATION))
     assert trained_parts(encoder, TWO_TURNS) == ["The answer is four.<|eot|>", "1 + 2 = 3<|eot|>"]
-    assert encoder.marked_text(encoder.encode_sft(TWO_TURNS)).endswith("⟧")
+    assert marked_text(encoder, encoder.encode_sft(TWO_TURNS)).endswith("⟧")
 
 
 @pytest.mark.parametrize(
@@ -256,14 +257,14 @@ def test_system_prompt_and_prompt_template() -> None:
     )
     own = str(encoder.tokenizer.decode(encoder.encode_prompt([SYSTEM, USER])))
     assert "Be brief." in own and "Think." not in own
-    assert "Solve: What is two" in encoder.marked_text(encoder.encode_sft([USER, ASSISTANT]))
+    assert "Solve: What is two" in marked_text(encoder, encoder.encode_sft([USER, ASSISTANT]))
 
 
 def test_plain_rule_puts_the_beginning_token_the_tokenizer_puts() -> None:
     tokenizer = tiny_tokenizer()
     encoder = ChatEncoder(tokenizer)
     assert (
-        encoder.marked_text(encoder.encode_sft([USER, ASSISTANT]))
+        marked_text(encoder, encoder.encode_sft([USER, ASSISTANT]))
         == "What is two plus two?\n⟦The answer is four.<|eos|>⟧"
     )
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
@@ -298,22 +299,18 @@ def test_what_cannot_be_encoded_is_named() -> None:
         "{% endfor %}"
     )
     with pytest.raises(
-        ConfigError, match="drops the content of a message of role 'assistant', 'The answer is four"
+        ConfigError, match="drops the content of a message of role 'assistant' in a conversation"
     ):
         ChatEncoder(tiny_tokenizer(silent)).encode_sft([USER, ASSISTANT])
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("Solve {question}", "has the field 'question'; the only field is {prompt}"),
-        ("\\boxed{}", "has the field ''; the only field is {prompt}"),
-        ("Solve", "has no {prompt}"),
-    ],
-)
-def test_prompt_templates_are_checked(template: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ChatEncoder(tiny_tokenizer(CHATML), prompt_template=template)
+@pytest.mark.parametrize("template", ["{{ ''|xmlattr }}", "{{ messages[9].content[1:]['x'] + 1 }}"])
+def test_any_exception_of_a_template_is_a_refusal(template: str) -> None:
+    encoder = ChatEncoder(tiny_tokenizer("{% if messages|length > 1 %}" + template + "{% endif %}"))
+    messages = [{"role": "user", "content": "2"}, {"role": "assistant", "content": "4"}]
+    with pytest.raises(ConfigError, match=r"refuses turns of \['user', 'assistant'\]: \w+"):
+        encoder.encode_sft(messages)
+    assert encoder.end_token_ids == (encoder.eos_token_id,)
 
 
 def test_real_gsm8k_from_file_to_batch() -> None:
@@ -330,7 +327,7 @@ def test_real_gsm8k_from_file_to_batch() -> None:
         assert columns["length"].tolist() == [len(row.input_ids) for row in batch]  # type: ignore[union-attr]
     answer = question(rows[0]).answer
     assert answer is not None
-    assert encoder.marked_text(encoder.encode_sft(conversation(rows[0]))).endswith(
+    assert marked_text(encoder, encoder.encode_sft(conversation(rows[0]))).endswith(
         f"#### {answer}\n<|eos|>⟧"
     )
 
@@ -345,6 +342,6 @@ def test_a_role_is_one_of_four_or_one_that_the_template_names() -> None:
                 encode([developer, USER, ASSISTANT])
     naming = CHATML.replace("message.role +", "(message.role if 'developer' else 'system') +")
     encoder = ChatEncoder(tiny_tokenizer(naming))
-    assert "developer" in encoder.marked_text(encoder.encode_sft([developer, USER, ASSISTANT]))
+    assert "developer" in marked_text(encoder, encoder.encode_sft([developer, USER, ASSISTANT]))
     with pytest.raises(ConfigError, match=r"unknown roles 'gpt' .write assistant., 'narrator';"):
         encoder.encode_sft([{**USER, "role": "gpt"}, {**USER, "role": "narrator"}, ASSISTANT])

@@ -6,7 +6,7 @@ import pytest
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.tools import Message
+from nemo_like.data.messages import Message
 from tests.data.chat_templates import (
     ALWAYS_OPEN,
     COMMAND,
@@ -17,7 +17,7 @@ from tests.data.chat_templates import (
     QWEN,
     TEXT_AFTER_RESULT,
 )
-from tests.data.tiny_tokenizer import tiny_tokenizer
+from tests.data.tiny_tokenizer import marked_text, tiny_tokenizer
 
 Q1, Q2 = ({"role": "user", "content": content} for content in ("q1", "q2"))
 A1, A2 = ({"role": "assistant", "content": content} for content in ("a1", "a2"))
@@ -152,7 +152,7 @@ def test_the_marked_parts_of_a_rendering_are_trained(name: str) -> None:
     rendered = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)  # type: ignore[arg-type]
     assert rendered == expected.replace("⟦", "").replace("⟧", "")
     encoder = ChatEncoder(tokenizer)
-    encoded = encoder.marked_text(encoder.encode_sft(messages, tools))
+    encoded = marked_text(encoder, encoder.encode_sft(messages, tools))
     assert encoded == expected[: expected.rindex("⟧") + 1]
 
 

@@ -15,8 +15,8 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import PROMPT_ROWS, SFT_ROWS, conversation, question
 from nemo_like.data.encoded_rows import EncodedRows
+from nemo_like.data.messages import row_tools
 from nemo_like.data.row_loading import load_rows
-from nemo_like.data.tools import row_tools
 from tests.data.chat_templates import LLAMA_TOOLS, MISTRAL, QWEN, R1_TOOLS
 from tests.data.test_chat import trained_parts
 from tests.data.tiny_tokenizer import (
@@ -24,6 +24,7 @@ from tests.data.tiny_tokenizer import (
     GENERATION_BLOCKS,
     OPENS_THINKING,
     THINKING,
+    marked_text,
     tiny_tokenizer,
 )
 
@@ -49,7 +50,7 @@ def encode(template: str, row: dict[str, Any]) -> tuple[list[str], str]:
     encoder = ChatEncoder(tiny_tokenizer(template))
     messages, tools = conversation(row), row_tools(row)
     encoded = encoder.encode_sft(messages, tools)
-    parts = encoder.marked_text(encoded).split("⟦")[1:]
+    parts = marked_text(encoder, encoded).split("⟦")[1:]
     return [part.split("⟧")[0] for part in parts], str(
         encoder.tokenizer.decode(encoded.input_ids.tolist())
     )
@@ -105,60 +106,47 @@ def test_a_prompt_has_the_tools_too(tmp_path: Path) -> None:
             )
         )
     assert json.dumps(TOOLS[0]) in texts[0] and "# Tools" not in texts[1]
-    with pytest.raises(ConfigError, match="drops the tool 'add' of the row's tools"):
+    with pytest.raises(ConfigError, match="drops the row's tools"):
         ChatEncoder(tiny_tokenizer(CHATML)).encode_prompt([USER], TOOLS)
 
 
 @pytest.mark.parametrize(
     ("template", "row", "message"),
     [
-        (
-            CHATML,
-            {"messages": [USER, ANSWER], "tools": TOOLS},
-            "drops the tool 'add' of the row's tools",
-        ),
-        (
-            GENERATION_BLOCKS,
-            {"messages": [USER, ANSWER], "tools": TOOLS},
-            "drops the tool 'add' of the row's tools",
-        ),
+        (CHATML, {"messages": [USER, ANSWER], "tools": TOOLS}, "drops the row's tools"),
+        (GENERATION_BLOCKS, {"messages": [USER, ANSWER], "tools": TOOLS}, "drops the row's tools"),
         (
             None,
             {"messages": [USER, ANSWER], "tools": TOOLS},
             "has no chat template, so tools and tool calls",
         ),
         (None, {"messages": [USER, CALL]}, "has no chat template, so tools and tool calls"),
-        (
-            CHATML,
-            {"messages": [USER, {**CALL, "content": "I add."}]},
-            "drops a part of the call of the tool 'add', 'left'",
-        ),
+        (CHATML, {"messages": [USER, {**CALL, "content": "I add."}]}, "drops a tool call"),
         (
             LLAMA_TOOLS,
             {"messages": [USER, {**CALL, "content": "I add."}]},
-            "drops the content of .* 'I add.'",
+            "drops the content of a message of role 'assistant'",
         ),
         (
             OPENS_THINKING,
             {"messages": [USER, RESULT, {**ANSWER, "content": "<think>so</think>4"}]},
-            "drops the reasoning",
+            "drops the reasoning of the last assistant turn",
         ),
         (
             CHATML,
             {"messages": [USER, {**ANSWER, "reasoning_content": "so"}]},
-            "drops the reasoning_content",
+            "drops the reasoning of the last assistant turn",
         ),
         (
             MISTRAL,
             {"messages": [USER, RESULT, ANSWER]},
             "drops the content of a message of role 'tool'",
         ),
-        # The dropped text also stands elsewhere: counted, and looked for in a conversation of
-        # distinct words.
+        # The dropped text also stands elsewhere.
         (
             MISTRAL,
             {"messages": [USER, {"role": "tool", "content": "four"}, ANSWER]},
-            "drops the content .* 'four'",
+            "drops the content of a message of role 'tool'",
         ),
         (
             MISTRAL,

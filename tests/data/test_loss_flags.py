@@ -7,7 +7,7 @@ import pytest
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.collate import EncodedRow
-from nemo_like.data.loss_flags import TrainOn, mask_turns, trained_turns
+from nemo_like.data.messages import TrainOn, mask_turns, trained_turns
 
 
 def dialog(*flags: dict) -> list[dict]:

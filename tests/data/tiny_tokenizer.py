@@ -7,6 +7,9 @@ from __future__ import annotations
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from nemo_like.data.chat import ChatEncoder
+from nemo_like.data.collate import EncodedRow
+
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content +"
     " '<|im_end|>\\n' }}{% endfor %}"
@@ -133,3 +136,9 @@ def space_marking_tokenizer(chat_template: str | None = None) -> PreTrainedToken
         eos_token="<|eos|>",
         unk_token="<|unk|>",
     )
+
+
+def marked_text(encoder: ChatEncoder, row: EncodedRow) -> str:
+    """The decoded row with the trained parts between ⟦ and ⟧."""
+    parts = encoder.segments(row)
+    return "".join(f"⟦{text}⟧" if is_trained else text for text, is_trained in parts)
