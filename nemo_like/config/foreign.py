@@ -11,19 +11,14 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
-from nemo_like.config.foreign_entries import (
+from nemo_like.config.foreign_tables import (
     Entry,
-    Obsolete,
-    Renamed,
-    Unsupported,
-    are_all_off,
-    canonical,
-    is_off,
+    all_entries,
+    general,
+    on_when_disabled,
+    same_keys,
+    tool_tables,
 )
-from nemo_like.config.foreign_nemo_rl import NEMO_RL, ON_WHEN_DISABLED, SAME_KEYS
-from nemo_like.config.foreign_tools import has_key, other_tool, value_at
-from nemo_like.config.foreign_trl import COSMOS_RL, TRL
-from nemo_like.config.foreign_verl import VERL
 from nemo_like.config.keys import (
     JobSchema,
     is_open_section,
@@ -34,20 +29,13 @@ from nemo_like.config.keys import (
     without_none,
 )
 
-TOOLS: dict[str, dict[str, Entry]] = {
-    "NeMo RL": NEMO_RL,
-    "verl": VERL,
-    "TRL": TRL,
-    "Cosmos-RL": COSMOS_RL,
-}
 _MIN_KNOWN_SHARE = 0.75
-"""Share of the keys that a table has to have, or the config is one of another tool."""
-TABLE: dict[str, Entry] = {**NEMO_RL, **VERL, **TRL, **COSMOS_RL}
-"""Dotted key of another tool -> its entry."""
+"""Share of the keys that the tables must have, or the config is one of an unknown tool."""
+_REFERENCE = re.compile(r"\$\{([^:{}]+)\}")
+_FORMS = {"str": str, "list": list, "dict": dict}
+_OFF = ("null", "false", "0")
 
 Group = Literal["renamed", "unsupported", "deletable", "unknown"]
-
-_REFERENCE = re.compile(r"\$\{([^:{}]+)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +63,7 @@ class Findings:
     tool: str = ""
     """The tool whose config it is; empty if no tool is known."""
     similar: str = ""
-    """The tool with a table that has most of the keys; empty if none has one."""
+    """The tool whose table has most of the keys; empty if no table has any."""
 
     @property
     def are_foreign(self) -> bool:
@@ -84,22 +72,40 @@ class Findings:
         At least one key is known as a key of another tool, and there are three unknown keys or a
         known section. Otherwise the keys are reported as single mistakes.
         """
-        unknown = [finding for finding in self.found if finding.path not in SAME_KEYS]
+        unknown = [finding for finding in self.found if finding.path not in same_keys()]
         recognized = [finding.path for finding in unknown if finding.is_recognized]
         if not recognized:
             return False
-        return len(unknown) >= 3 or any(
-            _is_in_foreign_section(self.job, path) for path in recognized
-        )
+        return len(unknown) >= 3 or any(self._is_in_foreign_section(path) for path in recognized)
+
+    def _is_in_foreign_section(self, path: str) -> bool:
+        """Return True if `path` is, or is in, a section that the schema does not have."""
+        parent = path.rpartition(".")[0]
+        configs = self.job.jobs.values()
+        return path in _inner_sections() or all(type_at(each, parent) is None for each in configs)
 
     def covers(self, path: str) -> bool:
         """Return True if the findings contain the key `path` or a part of it."""
-        for finding in self.found:
-            is_below = path.startswith(f"{finding.path}.")
-            is_above = finding.path.startswith(f"{path}.")
-            if finding.path == path or is_below or is_above:
-                return True
-        return False
+        return any(
+            f"{path}.".startswith(f"{finding.path}.") or finding.path.startswith(f"{path}.")
+            for finding in self.found
+        )
+
+
+def guess_job(tree: Mapping[str, Any]) -> str | None:
+    """Return the job of a config of another tool, by keys that only one job has, or None."""
+    tool = _tool_without_table(tree)
+    if tool is not None:
+        return general()["tools"][tool]["job"]
+    policy = value_at(tree, "train.train_policy.type")
+    if policy in ("sft", "grpo"):
+        return policy
+    if canonical(tree.get("lora_task_type")) == "seq_cls":
+        return "rm"
+    for job, keys in general()["jobs"].items():
+        if set(keys) & set(tree):
+            return job
+    return None
 
 
 def unknown_text(job: JobSchema, path: str) -> str:
@@ -107,13 +113,13 @@ def unknown_text(job: JobSchema, path: str) -> str:
     key.
     """
     entry = None if path in _inner_sections() else _entry(path, job)
-    if isinstance(entry, Renamed):
+    if entry is None:
+        return unknown_key_text(job, path)
+    if entry.kind == "renamed":
         return f"unknown key {path}; did you mean {' and '.join(entry.targets)}?"
-    if isinstance(entry, Unsupported):
-        return f"unknown key {path}, which is not supported: {entry.reason}"
-    if entry is not None:
-        return f"unknown key {path}, which has no meaning here; delete it"
-    return unknown_key_text(job, path)
+    if entry.kind == "unsupported":
+        return f"unknown key {path}, which is not supported: {entry.note}"
+    return f"unknown key {path}, which has no meaning here; delete it"
 
 
 def find_foreign(job: JobSchema, tree: Mapping[str, Any]) -> Findings:
@@ -121,53 +127,24 @@ def find_foreign(job: JobSchema, tree: Mapping[str, Any]) -> Findings:
     found = list(_section(job, tree, tree, ""))
     targets = _renamed_targets(found)
     # A key that gets a value from a renamed one must not be deleted at the same time.
-    found = [
-        finding for finding in found if finding.group == "renamed" or finding.path not in targets
-    ]
-    counts: dict[str, int] = {}
-    for name, table in TOOLS.items():
-        num_known = sum(_is_in_table(finding.path, table) for finding in found)
-        if num_known > 0:
-            counts[name] = num_known
-    # The tables have keys in common.
-    similar = max(counts, key=lambda name: counts[name], default="")
-    num_unknown = sum(finding.group == "unknown" for finding in found)
+    found = [one for one in found if one.group == "renamed" or one.path not in targets]
+    # The tables have keys in common, so the tool with most of the keys is the likeliest one.
+    counts = {
+        name: sum(_is_in_table(one.path, table) for one in found)
+        for name, table in tool_tables().items()
+    }
+    similar = max(counts, key=lambda name: counts[name])
+    similar = similar if counts[similar] else ""
+    num_unknown = sum(one.group == "unknown" for one in found)
     is_known = num_unknown <= (1 - _MIN_KNOWN_SHARE) * len(found)
     # A config of this package with mistakes has its sections.
     num_own = sum(type_at(job.run_config, name) is not None for name in tree)
-    tool = other_tool(tree) or ""
+    tool = _tool_without_table(tree) or ""
     if not tool and (is_known or num_own > len(tree) / 2):
         tool = similar
-    if tool not in TOOLS:
-        found = [_of_unknown_tool(tree, finding) for finding in found]
+    if tool not in tool_tables():
+        found = [_of_unknown_tool(tree, one) for one in found]
     return Findings(job, found, tool, similar)
-
-
-def _of_unknown_tool(tree: Mapping[str, Any], finding: Finding) -> Finding:
-    """Return the finding for a key of a tool without a table.
-
-    That a key of the same name has no effect in a tool, or a section no counterpart, is then no
-    reason to delete it.
-    """
-    value = value_at(tree, finding.path)
-    is_section = finding.group == "unsupported" and isinstance(value, Mapping)
-    if is_section or (finding.group == "deletable" and not is_off(value)):
-        return Finding(finding.path, "unknown", is_recognized=finding.is_recognized)
-    return finding
-
-
-def _renamed_targets(found: Sequence[Finding]) -> set[str]:
-    """Return the new names of all renamed keys."""
-    targets: set[str] = set()
-    for finding in found:
-        if finding.group == "renamed":
-            targets.update(finding.targets)
-    return targets
-
-
-def _is_in_table(path: str, table: Mapping[str, Entry]) -> bool:
-    """Return True if a table has the key `path` or a key below it."""
-    return path in table or any(key.startswith(f"{path}.") for key in table)
 
 
 def missing_keys(job: JobSchema, tree: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
@@ -179,18 +156,65 @@ def missing_keys(job: JobSchema, tree: Mapping[str, Any], found: Sequence[Findin
         needed.append("reward.functions")
     # The period of validation may be set under its own or under a foreign name.
     period_key = f"{job.kind}.val_period"
-    periods = [value_at(tree, period_key)]
-    for finding in found:
-        if period_key in finding.targets:
-            periods.append(value_at(tree, finding.path))
+    paths = [period_key, *(one.path for one in found if period_key in one.targets)]
     # 0 here and -1 in verl turn validation off.
-    if any(period not in (None, "0", 0, "-1") for period in periods):
+    if any(canonical(value_at(tree, path)) not in ("null", "0", "-1") for path in paths):
         needed.append("data.validation_path")
-    missing = []
-    for key in needed:
-        if key not in targets and value_at(tree, key) in (None, "", {}):
-            missing.append(key)
-    return missing
+    return [key for key in needed if key not in targets and value_at(tree, key) in (None, "", {})]
+
+
+def canonical(value: Any) -> str:
+    """Return a value in the notation of the tables.
+
+    Examples: True -> `true`, `0.0` -> `0`, `GRPO` -> `grpo`.
+    """
+    if value is None:
+        return "null"
+    text = str(value).strip().lower()
+    try:
+        # 0.0, 0 and `0` are one value of a table.
+        return f"{float(text):g}"
+    except ValueError:
+        return text
+
+
+def value_at(tree: Mapping[str, Any], path: str) -> Any:
+    """Return the value of a dotted key; None if it is not set."""
+    value: Any = tree
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _tool_without_table(tree: Mapping[str, Any]) -> str | None:
+    """Return the tool without a table of which the config has at least two keys, or None."""
+    tools = general()["tools"]
+    counts = {name: len(set(tools[name]["keys"]) & set(tree)) for name in tools}
+    name = max(counts, key=lambda each: counts[each])
+    return name if counts[name] >= 2 else None
+
+
+def _of_unknown_tool(tree: Mapping[str, Any], finding: Finding) -> Finding:
+    """Return the finding for a key of a tool without a table.
+
+    That a key of the same name has no effect in a tool, or a section no counterpart, is then no
+    reason to delete it.
+    """
+    value = value_at(tree, finding.path)
+    is_section = finding.group == "unsupported" and isinstance(value, Mapping)
+    if is_section or (finding.group == "deletable" and not _is_off(value)):
+        return Finding(finding.path, "unknown", is_recognized=finding.is_recognized)
+    return finding
+
+
+def _renamed_targets(found: Sequence[Finding]) -> set[str]:
+    """Return the new names of all renamed keys."""
+    return {target for one in found if one.group == "renamed" for target in one.targets}
+
+
+def _is_in_table(path: str, table: Mapping[str, Entry]) -> bool:
+    """Return True if a table has the key `path` or a key below it."""
+    return path in table or any(key.startswith(f"{path}.") for key in table)
 
 
 def _section(
@@ -210,10 +234,10 @@ def _section(
                     yield from _unknown(job, tree, f"{path}.{inner_name}", item)
             continue
         inner, may_be_null = without_none(annotation)
-        if path in SAME_KEYS and isinstance(value, SAME_KEYS[path][0]):
-            _, entry = SAME_KEYS[path]
-            finding = _judged(job, tree, path, value, entry)
-            if not _is_unchanged(finding, entry):
+        same = same_keys().get(path)
+        if same is not None and isinstance(value, _FORMS[same.form]):
+            finding = _judged(job, tree, path, value, same)
+            if not _is_unchanged(finding, same):
                 yield finding
         elif is_section(inner) or is_open_section(inner):
             if isinstance(value, Mapping):
@@ -225,20 +249,20 @@ def _section(
 def _are_renamed(job: JobSchema, path: str, section: Mapping[str, Any]) -> bool:
     """Return True if all keys of a section have another name in this job."""
     entries = [_entry(f"{path}.{name}", job) for name in section]
-    return bool(entries) and all(isinstance(entry, Renamed) for entry in entries)
+    return bool(entries) and all(entry and entry.kind == "renamed" for entry in entries)
 
 
 def _unknown(job: JobSchema, tree: Mapping[str, Any], path: str, value: Any) -> Iterator[Finding]:
     has_inner = path in _inner_sections()
     # Hydra's instantiation, which no tool's table lists for each of its keys.
-    entry = Obsolete() if path.endswith("._target_") else _entry(path, job)
+    entry = Entry("obsolete") if path.endswith("._target_") else _entry(path, job)
     if entry is None and not has_inner:
         # A key that is off has no effect, unless it is a misspelled key of the schema.
-        is_dead = is_off(value) and misspelled_key(job, path) is None
+        is_dead = _is_off(value) and misspelled_key(job, path) is None
         yield Finding(path, "deletable" if is_dead else "unknown", is_recognized=False)
         return
-    if is_off(value) and path not in ON_WHEN_DISABLED:
-        reason = entry.null if isinstance(entry, Renamed) and value is None else ""
+    if _is_off(value) and path not in on_when_disabled():
+        reason = entry.when_null if entry is not None and value is None else ""
         yield Finding(path, "unsupported", text=reason) if reason else Finding(path, "deletable")
         return
     if isinstance(value, Mapping) and has_inner:
@@ -247,10 +271,10 @@ def _unknown(job: JobSchema, tree: Mapping[str, Any], path: str, value: Any) -> 
             inner += _unknown(job, tree, f"{path}.{name}", item)
         yield from _collapsed(path, inner)
         return
-    # A section with a plain value, or a plain key with a section, is another key than that of the
-    # table.
-    is_plain_section = isinstance(entry, Obsolete) and has_inner
-    is_nested_key = isinstance(entry, Renamed) and isinstance(value, Mapping)
+    # A section with a plain value, or a plain key with a section, is another key than the one of
+    # the table.
+    is_plain_section = entry is not None and entry.kind == "obsolete" and has_inner
+    is_nested_key = entry is not None and entry.kind == "renamed" and isinstance(value, Mapping)
     if entry is None or is_plain_section or is_nested_key:
         yield Finding(path, "unknown", is_recognized=False)
         return
@@ -259,12 +283,11 @@ def _unknown(job: JobSchema, tree: Mapping[str, Any], path: str, value: Any) -> 
 
 def _collapsed(path: str, inner: list[Finding]) -> list[Finding]:
     """Return the findings in a section, or a single one if all keys are deleted for one reason."""
-    # `dict.fromkeys` keeps the order of the file, which a set would not.
-    reasons = list(dict.fromkeys(one.text for one in inner if one.group == "unsupported"))
+    reasons = {one.text for one in inner if one.group == "unsupported"}
     if any(one.group in ("renamed", "unknown") for one in inner) or len(reasons) > 1:
         return inner
     if reasons:
-        return [Finding(path, "unsupported", text=reasons[0])]
+        return [Finding(path, "unsupported", text=reasons.pop())]
     return [Finding(path, "deletable")]
 
 
@@ -272,109 +295,102 @@ def _judged(
     job: JobSchema, tree: Mapping[str, Any], path: str, value: Any, entry: Entry
 ) -> Finding:
     """Return the finding of a key with an entry in the table, for its value."""
-    if isinstance(entry, Obsolete):
+    if entry.kind == "obsolete":
         return Finding(path, "deletable")
-    if isinstance(entry, Unsupported):
-        if are_all_off(value, entry.off):
+    if entry.kind == "unsupported":
+        if _are_all_off(value, entry.no_effect):
             return Finding(path, "deletable")
-        return Finding(path, "unsupported", text=entry.reason)
-    # A key without effect needs no new name.
-    if _is_without_effect(tree, entry):
+        return Finding(path, "unsupported", text=entry.note)
+    targets = " and ".join(entry.targets)
+    if entry.unless is not None and canonical(value_at(tree, entry.unless)) not in _OFF:
         return Finding(path, "deletable")
-    # The tool's default of the switch may be off, but so may the config be of another tool.
-    if entry.switch is not None and not has_key(tree, entry.switch):
-        targets = " and ".join(entry.targets)
-        text = f"set {targets} if {entry.switch} is on, which the config does not set"
-        return Finding(path, "unsupported", text=text)
+    if entry.switch is not None:
+        # The tool's default of the switch may be off, but so may the config be of another tool.
+        if not _has_key(tree, entry.switch):
+            text = f"set {targets} if {entry.switch} is on, which the config does not set"
+            return Finding(path, "unsupported", text=text)
+        if canonical(value_at(tree, entry.switch)) in _OFF:
+            return Finding(path, "deletable")
     old = canonical(value)
-    note = entry.note
-    new = None
+    notes = [entry.note] if entry.note else []
+    new: str | None = "*"
     if entry.values is not None:
-        new = entry.values.get(old, entry.values.get("*", ""))
+        if old not in entry.values and "*" not in entry.values:
+            known = [f"{key} is {mapped}" for key, mapped in entry.values.items() if mapped]
+            notes += [f"of its values, {', '.join(known)}"] if known else []
+            return Finding(path, "unsupported", text=f"{targets}: {'; '.join(notes)}")
+        new = entry.values.get(old, entry.values.get("*"))
         if new is None:
             return Finding(path, "deletable")
-        if new == "":
-            known = ", ".join(
-                f"{key} is {mapped}" for key, mapped in entry.values.items() if mapped is not None
-            )
-            about = _joined(note, f"of its values, {known}" if known else "")
-            return Finding(path, "unsupported", text=f"{' and '.join(entry.targets)}: {about}")
-        # `*` in a table stands for every other value, which stays as it is.
-        new = None if new == "*" else new
-    references = _REFERENCE.findall(str(value))
-    if new is None and any(_moves(job, reference) for reference in references):
-        note = _joined(note, "write the value out, it refers to a key that moves")
-    return Finding(
-        path, "renamed", entry.targets, old=old if new is not None else "", new=new, text=note
-    )
-
-
-def _is_without_effect(tree: Mapping[str, Any], entry: Renamed) -> bool:
-    """Return True if another key of the config turns this one off."""
-    off = ("null", "false", "0")
-    switch = entry.switch
-    if switch is not None and has_key(tree, switch) and canonical(value_at(tree, switch)) in off:
-        return True
-    return entry.unless is not None and canonical(value_at(tree, entry.unless)) not in off
+    # `*` in a table stands for every other value, which stays as it is.
+    if new == "*":
+        if any(_moves(job, reference) for reference in _REFERENCE.findall(str(value))):
+            notes.append("write the value out, it refers to a key that moves")
+        return Finding(path, "renamed", entry.targets, text="; ".join(notes))
+    return Finding(path, "renamed", entry.targets, old=old, new=new, text="; ".join(notes))
 
 
 def _is_unchanged(finding: Finding, entry: Entry) -> bool:
     """Return True if the value of a key with the same name means the same here."""
-    if finding.group != "renamed" or not isinstance(entry, Renamed):
+    if finding.group != "renamed":
         return False
     is_same_value = finding.new is None or finding.new == finding.old
     # A further text is a reference that has to be written out.
     return is_same_value and finding.text == entry.note
 
 
-def _joined(*notes: str) -> str:
-    """Join the notes that are not empty."""
-    return "; ".join(note for note in notes if note)
-
-
 def _entry(path: str, job: JobSchema) -> Entry | None:
     """Return the entry of the key, or of the nearest section above it that covers all its keys."""
-    entry = TABLE.get(path)
+    entry = all_entries().get(path)
     parent = path.rpartition(".")[0]
     while entry is None and parent:
-        above = TABLE.get(parent)
+        above = all_entries().get(parent)
         # A renamed key has one value; what is below it is another key.
-        entry = None if isinstance(above, Renamed) else above
+        entry = None if above is not None and above.kind == "renamed" else above
         parent = parent.rpartition(".")[0]
-    if not isinstance(entry, Renamed):
+    if entry is None or entry.kind != "renamed":
         return entry
-    wanted = entry.targets
-    if job.kind == "sft" and entry.sft is not None:
-        wanted = (entry.sft,)
+    wanted = (entry.sft,) if job.kind == "sft" and entry.sft is not None else entry.targets
     targets = tuple(key for key in wanted if type_at(job.run_config, key) is not None)
     if not targets:
-        return Unsupported(f"only the other job has {' or '.join(wanted)}", ())
+        note = f"only the other job has {' or '.join(wanted)}"
+        return Entry("unsupported", note=note, no_effect=())
     return replace(entry, targets=targets, sft=None)
 
 
 @cache
 def _inner_sections() -> frozenset[str]:
-    """Return every section that has keys of the table below it."""
+    """Return every section that has keys of the tables below it."""
     sections: set[str] = set()
-    for path in TABLE:
-        section, _, _ = path.rpartition(".")
-        while section:
-            sections.add(section)
-            section, _, _ = section.rpartition(".")
+    for path in all_entries():
+        names = path.split(".")
+        sections.update(".".join(names[:end]) for end in range(1, len(names)))
     return frozenset(sections)
-
-
-def _is_in_foreign_section(job: JobSchema, path: str) -> bool:
-    """Return True if a key of the table is, or is in, a section that the schema does not have."""
-    parent = path.rpartition(".")[0]
-    return path in _inner_sections() or all(
-        type_at(config, parent) is None for config in job.jobs.values()
-    )
 
 
 def _moves(job: JobSchema, reference: str) -> bool:
     """Return True if an interpolation does not work under the new name of its key."""
-    # A leading dot is relative to the section; a colon calls a resolver, as in `oc.env:NAME`.
-    if reference.startswith("."):
+    # A leading dot is relative to the section.
+    return reference.startswith(".") or type_at(job.run_config, reference) is None
+
+
+def _has_key(tree: Mapping[str, Any], path: str) -> bool:
+    """Return True if the key is set, also to null."""
+    parent, _, name = path.rpartition(".")
+    section = value_at(tree, parent) if parent else tree
+    return isinstance(section, Mapping) and name in section
+
+
+def _is_off(value: Any) -> bool:
+    """Return True for null, an empty value, and a section that is switched off."""
+    # Such a section has no effect, whatever else is in it.
+    if isinstance(value, Mapping) and False in (value.get("enabled"), value.get("enable")):
         return True
-    return ":" not in reference and type_at(job.run_config, reference) is None
+    return value is None or (isinstance(value, Mapping | list | str) and not value)
+
+
+def _are_all_off(value: Any, off: tuple[str, ...]) -> bool:
+    """Return True if the value, or every value in it, is one of `off` or null."""
+    if isinstance(value, Mapping):
+        return all(_are_all_off(inner, off) for inner in value.values()) or _is_off(value)
+    return _is_off(value) or canonical(value) in off

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_like.config.errors import Location, Problem
-from nemo_like.config.foreign import TOOLS, Finding, Findings, Group, missing_keys
+from nemo_like.config.foreign import Finding, Findings, Group, missing_keys, value_at
+from nemo_like.config.foreign_tables import tool_tables
 from nemo_like.config.keys import JobSchema, child_types, misspelled_key, type_at
 from nemo_like.config.text import shortened
 from nemo_like.config.yaml_locations import Sources
@@ -31,7 +33,7 @@ def foreign_text(
     """Return the text of the error for the config `source`; problems of other keys come last."""
     places = {key: _place(written.location, source) for key, written in sources.by_key.items()}
     looks = f", as {findings.tool} has them" if findings.tool else ""
-    if findings.tool not in TOOLS:
+    if findings.tool not in tool_tables():
         tool = f"{findings.tool}," if findings.tool else "a tool"
         looks = f", of {tool} whose keys are not known"
         if findings.similar:
@@ -150,9 +152,7 @@ def _unknown_lines(
 def _collision(tree: Mapping[str, Any], targets: Sequence[str]) -> Iterator[str]:
     """Yield a note for each new key that the config already has."""
     for target in targets:
-        value: Any = tree
-        for name in target.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
+        value = value_at(tree, target)
         if isinstance(value, Mapping):
             yield "in place of the section there"
         elif value is not None:
@@ -169,13 +169,7 @@ def _shown(path: str) -> str:
     return shortened(path.replace("\n", "\\n"), _MAX_PATH_CHARACTERS)
 
 
-def _wrapped(names: Iterable[str]) -> Iterator[str]:
-    """Yield the names, separated by commas, in lines of at most about 110 characters."""
-    line = ""
-    for name in names:
-        if line and len(line) + len(name) > _MAX_LINE_CHARACTERS:
-            yield f"{line},"
-            line = ""
-        line = f"{line}, {name}" if line else name
-    if line:
-        yield line
+def _wrapped(names: Sequence[str]) -> list[str]:
+    """Return the names, separated by commas, in lines of at most about 110 characters."""
+    text = ", ".join(names)
+    return textwrap.wrap(text, _MAX_LINE_CHARACTERS, break_long_words=False, break_on_hyphens=False)

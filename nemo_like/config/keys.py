@@ -11,56 +11,9 @@ from functools import cache
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from nemo_like.config.constraints import Constraint
+from nemo_like.config.foreign_tables import general
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import shortened
-
-_FOREIGN_NAMES = {
-    "adv_estimator": "grpo.advantage.baseline",
-    "clip_ratio_high": "loss_fn.ratio_clip_max",
-    "clip_ratio_low": "loss_fn.ratio_clip_min",
-    "exp_name": "run_name",
-    "experiment_name": "run_name",
-    "gradient_checkpointing": "policy.activation_checkpointing",
-    "group_size": "grpo.num_generations_per_prompt",
-    "kl_coef": "loss_fn.reference_policy_kl_penalty",
-    "learning_rate": "policy.optimizer.lr",
-    "loss_agg_mode": "loss_fn.normalization",
-    "loss_type": "loss_fn.normalization",
-    "max_completion_length": "policy.generation.max_new_tokens",
-    "max_response_length": "policy.generation.max_new_tokens",
-    "max_length": "policy.max_total_sequence_length",
-    "max_seq_length": "policy.max_total_sequence_length",
-    "max_steps": "max_num_steps",
-    "max_tokens_per_microbatch": "train_mb_tokens",
-    "max_tokens_per_gpu": "train_mb_tokens",
-    "micro_batch_size": "policy.train_micro_batch_size",
-    "model": "policy.model_name",
-    "model_name_or_path": "policy.model_name",
-    "model_path": "policy.model_name",
-    "n_gpus_per_node": "cluster.gpus_per_node",
-    "nnodes": "cluster.num_nodes",
-    "normalize_rewards": "grpo.advantage.normalize",
-    "num_epochs": "sft.max_num_epochs",
-    "num_generations": "grpo.num_generations_per_prompt",
-    "num_train_epochs": "sft.max_num_epochs",
-    "output_path": "output_dir",
-    "per_device_train_batch_size": "policy.train_micro_batch_size",
-    "ppo_max_token_len_per_gpu": "train_mb_tokens",
-    "ppo_mini_batch_size": "policy.train_global_batch_size",
-    "save_interval": "checkpointing.save_period",
-    "save_steps": "checkpointing.save_period",
-    "scale_rewards": "grpo.advantage.normalize",
-    "token_level_loss": "loss_fn.normalization",
-    "tokenizer": "policy.tokenizer_name",
-    "total_epochs": "sft.max_num_epochs",
-    "train_batch_size": "policy.train_global_batch_size",
-    "train_files": "data.train_path",
-    "use_leave_one_out_baseline": "grpo.advantage.baseline",
-    "val_files": "data.validation_path",
-}
-"""Key name of another tool -> key of the schema, or the end of the key if several sections have it.
-The names are suggested in messages and never accepted.
-"""
 
 
 @dataclass(frozen=True)
@@ -253,7 +206,7 @@ def suggest_keys(root: type, path: str) -> list[str]:
     found = _translated(name, keys) or [*similar, *same_name]
     if not found:
         # A misspelled name of another tool, such as `lerning_rate`.
-        for match in difflib.get_close_matches(name, _FOREIGN_NAMES, n=1, cutoff=0.85):
+        for match in difflib.get_close_matches(name, general()["names"], n=1, cutoff=0.85):
             found = _translated(match, keys)
     if not found:
         # A long common path alone would make the ratio of two paths high, so the last names must be
@@ -265,7 +218,7 @@ def suggest_keys(root: type, path: str) -> list[str]:
 
 def _translated(name: str, keys: Sequence[str]) -> list[str]:
     """Return the keys that the name of another tool stands for."""
-    own = _FOREIGN_NAMES.get(name)
+    own = general()["names"].get(name)
     return [key for key in keys if own is not None and f".{key}".endswith(f".{own}")]
 
 

@@ -24,9 +24,8 @@ from nemo_like.config.compose import (
     missing_file_text,
 )
 from nemo_like.config.errors import ConfigError, Problem, raise_problems, shown_path
-from nemo_like.config.foreign import find_foreign
+from nemo_like.config.foreign import find_foreign, guess_job
 from nemo_like.config.foreign_report import foreign_text
-from nemo_like.config.foreign_tools import guess_kind
 from nemo_like.config.keys import JobSchema, field_types, type_at
 from nemo_like.config.overrides import (
     check_override_keys,
@@ -114,7 +113,7 @@ def detect_kind(
             found.append(kind)
     if len(found) == 1:
         return found[0]
-    guess = None if found else guess_kind(content)
+    guess = None if found else guess_job(content)
     if guess is not None:
         return guess
     sections = "; ".join(f"`{kind}` has {names}" for kind, names in _own_sections(jobs).items())

@@ -17,9 +17,8 @@ from nemo_like.cli import main
 from nemo_like.config.arithmetic import register_arithmetic
 from nemo_like.config.build import build_config
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.foreign import TABLE, TOOLS, find_foreign, unknown_text
-from nemo_like.config.foreign_entries import Entry, Renamed, Unsupported
-from nemo_like.config.foreign_nemo_rl import SAME_KEYS
+from nemo_like.config.foreign import find_foreign, unknown_text
+from nemo_like.config.foreign_tables import Entry, all_entries, same_keys, tool_tables
 from nemo_like.config.keys import child_types, type_at
 from nemo_like.config.yaml_locations import Sources
 
@@ -166,7 +165,7 @@ def test_a_config_of_another_tool_loads_after_all_changes_of_its_message(
         assert len(covering) == 1, (leaf, covering)
     assert len(found) == len(set(found))
     for other in found:
-        is_same = other in SAME_KEYS
+        is_same = other in same_keys()
         assert (
             is_same
             or text.count(f" {other} ") + text.count(f" {other},") + text.count(f" {other}:") <= 1
@@ -525,29 +524,23 @@ def test_a_single_foreign_key_is_answered_with_the_right_hint() -> None:
 
 
 def test_every_entry_of_the_tables_fits_the_schema() -> None:
-    for path, entry in TABLE.items():
+    for path, entry in all_entries().items():
         assert not is_key(path), path
         check_entry(entry)
-    for path, (_, entry) in SAME_KEYS.items():
+    for path, entry in same_keys().items():
         assert is_key(path), path
         check_entry(entry)
 
 
 def check_entry(entry: Entry) -> None:
     """Every key that it names exists, and every value that it gives is legal."""
-    text = (
-        entry.reason
-        if isinstance(entry, Unsupported)
-        else f"{entry.note} {entry.null}"
-        if isinstance(entry, Renamed)
-        else ""
-    )
+    text = f"{entry.note} {entry.when_null}"
     for key in OUR_KEY.findall(text):
         assert is_key(key), key
-    if isinstance(entry, Renamed):
+    if entry.kind == "renamed":
         targets = (*entry.targets, *([entry.sft] if entry.sft else []))
         assert targets and all(is_key(target) for target in targets)
-        assert entry.switch is None or entry.switch in TABLE
+        assert entry.switch is None or entry.switch in all_entries()
         for value in (entry.values or {}).values():
             if value not in (None, "*") and "${" not in value:
                 assert all(is_legal(target, value) for target in targets), value
@@ -578,7 +571,7 @@ VALUES = st.sampled_from([None, True, False, *TEXTS, {}, {"enabled": False}, {"x
 @settings(max_examples=200, deadline=None)
 @given(
     kind=st.sampled_from(["sft", "grpo", "rm"]),
-    chosen=st.dictionaries(st.sampled_from(sorted(TABLE)), VALUES, min_size=1, max_size=40),
+    chosen=st.dictionaries(st.sampled_from(sorted(all_entries())), VALUES, min_size=1, max_size=40),
 )
 def test_every_unknown_key_is_in_exactly_one_finding(kind: str, chosen: dict[str, Any]) -> None:
     tree: dict[str, Any] = {}
@@ -600,13 +593,13 @@ def test_every_unknown_key_is_in_exactly_one_finding(kind: str, chosen: dict[str
 
 
 def test_the_tables_do_not_contradict_each_other() -> None:
-    names = list(TOOLS)
+    names = list(tool_tables())
     shared = {
         path
         for first in names
         for other in names
         if first != other
-        for path in set(TOOLS[first]) & set(TOOLS[other])
+        for path in set(tool_tables()[first]) & set(tool_tables()[other])
     }
     assert shared <= {"optim"}, "what one key means depends on the tool"
 

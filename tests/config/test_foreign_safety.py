@@ -12,9 +12,8 @@ import yaml
 from nemo_like.algorithms.registry import RUN_CONFIGS, detect_kind, job_schema, load_config
 from nemo_like.config.build import build_config
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.foreign import TABLE, find_foreign
-from nemo_like.config.foreign_entries import Obsolete, Renamed, canonical
-from nemo_like.config.foreign_nemo_rl import SAME_KEYS
+from nemo_like.config.foreign import canonical, find_foreign
+from nemo_like.config.foreign_tables import all_entries, same_keys
 from nemo_like.config.keys import type_at
 from nemo_like.config.yaml_locations import Sources
 from tests.config.test_foreign import listed, put
@@ -74,8 +73,8 @@ _TRAINING = re.compile(
 
 
 def test_every_key_without_a_meaning_is_known_to_change_no_training() -> None:
-    entries = {**TABLE, **{path: entry for path, (_, entry) in SAME_KEYS.items()}}
-    obsolete = {path for path, entry in entries.items() if isinstance(entry, Obsolete)}
+    entries = {**all_entries(), **same_keys()}
+    obsolete = {path for path, entry in entries.items() if entry.kind == "obsolete"}
     names = set()
     for path in obsolete:
         name = path.rpartition(".")[2]
@@ -89,25 +88,25 @@ def test_every_key_without_a_meaning_is_known_to_change_no_training() -> None:
 def test_a_key_with_a_value_is_only_deletable_if_it_has_no_meaning() -> None:
     """A key alone in a config: no other key turns it off, and its value is none that is off."""
     for kind in RUN_CONFIGS:
-        for path, entry in TABLE.items():
+        for path, entry in all_entries().items():
             tree: dict[str, Any] = {}
             put(tree, path, 0.123)
             groups = [one.group for one in find_foreign(job_schema(kind), tree).found]
-            if not isinstance(entry, Obsolete):
+            if entry.kind != "obsolete":
                 assert "deletable" not in groups, (kind, path)
 
 
 def test_a_value_is_left_out_only_where_the_default_means_the_same() -> None:
     defaults = {kind: default_config(kind) for kind in RUN_CONFIGS}
-    for path, entry in TABLE.items():
-        values = entry.values if isinstance(entry, Renamed) else None
+    for path, entry in all_entries().items():
+        values = entry.values
         # A reference to a key that is listed itself has the meaning of that key.
         left_out = [old for old, new in (values or {}).items() if new is None and "${" not in old]
         if not left_out:
             continue
         others = {new for new in (values or {}).values() if new is not None}
         for kind, config in defaults.items():
-            for target in entry.targets if isinstance(entry, Renamed) else ():
+            for target in entry.targets:
                 if type_at(RUN_CONFIGS[kind], target) is not None:
                     assert canonical(value_at(config, target)) not in others, (path, target)
 

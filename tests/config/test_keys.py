@@ -7,14 +7,8 @@ import pytest
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.registry import RUN_CONFIGS, job_schema
 from nemo_like.algorithms.sft.config import SftRunConfig
-from nemo_like.config.keys import (
-    _FOREIGN_NAMES,
-    all_keys,
-    leaf_keys,
-    suggest_keys,
-    type_at,
-    unknown_key_text,
-)
+from nemo_like.config.foreign_tables import general
+from nemo_like.config.keys import all_keys, leaf_keys, suggest_keys, type_at, unknown_key_text
 from nemo_like.config.reward import RewardFunctionConfig
 
 MAX_KEYS = 226
@@ -82,6 +76,6 @@ def test_a_key_of_another_job_is_sent_there() -> None:
 
 def test_names_of_other_tools_lead_to_keys_that_exist() -> None:
     keys = [key for config in RUN_CONFIGS.values() for key, _ in all_keys(config)]
-    for foreign, ours in _FOREIGN_NAMES.items():
+    for foreign, ours in general()["names"].items():
         assert any(key == ours or key.endswith(f".{ours}") for key in keys), (foreign, ours)
         assert type_at(GrpoRunConfig, foreign) is None, foreign
