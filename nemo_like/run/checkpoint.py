@@ -21,7 +21,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,8 @@ from nemo_like.run.files import (
     WriteError,
     describe_write_error,
     is_disk_full,
-    remove_file,
     reporting_write_errors,
-    sync_directory,
+    sync_file,
     system_error_number,
     write_json,
     write_text,
@@ -201,24 +200,24 @@ class Checkpointer:
         for step in candidates:
             reason = self._problem(step, check)
             if reason is None:
-                for newer in steps:
-                    # The run went back to an older step, or a kill came before `latest`.
-                    if step == named and newer > step:
-                        logger.warning(
-                            "ignoring %s: `latest` names the older step_%d",
-                            self._directory(newer),
-                            step,
-                        )
-                if reasons:
-                    logger.warning("falling back to %s", self._directory(step))
-                else:
-                    logger.info("resuming from %s", self._directory(step))
+                newer = [each for each in steps if each > step]
+                # The run went back to an older step, or a kill came before `latest`.
+                if step == named and newer:
+                    logger.warning(
+                        "ignoring steps %s: `latest` names the older step_%d", newer, step
+                    )
+                logger.info("resuming from %s", self._directory(step))
                 self._verified_step = step
                 return Checkpoint(step, self._directory(step))
             logger.warning("ignoring %s: %s", self._directory(step), reason)
             reasons.append(f"step_{step}: {reason}")
         if reasons:
-            raise CheckpointError(self._unusable_text(reasons))
+            raise CheckpointError(
+                f"no checkpoint in {self.path} can be used, so the run cannot be resumed."
+                f" {'; '.join(reasons[:5])}. Restore one of them from a copy, or start again at"
+                f" step 0: choose another run_name, or remove {self.path} and {self.latest_path}"
+                " and run again with resume=true"
+            )
         logger.warning("no checkpoint in %s: starting at step 0", self.path)
         return None
 
@@ -233,7 +232,7 @@ class Checkpointer:
             step = None
         if step is None:
             with reporting_write_errors(self.best_path):
-                remove_file(self.best_path)
+                self.best_path.unlink(missing_ok=True)
         elif self._named_step(self.best_path) != step:
             write_text(self.best_path, f"checkpoints/step_{step}\n")
 
@@ -256,16 +255,6 @@ class Checkpointer:
             )
         return self._directory(step)
 
-    def _unusable_text(self, reasons: Sequence[str]) -> str:
-        shown = "; ".join(reasons[:5])
-        if len(reasons) > 5:
-            shown += "; ..."
-        return (
-            f"no checkpoint in {self.path} can be used, so the run cannot be resumed. {shown}."
-            " Restore one of them from a copy, or start again at step 0: choose another run_name,"
-            f" or remove {self.path} and {self.latest_path} and run again with resume=true"
-        )
-
     def _problem(self, step: int, check: Callable[[Path], str | None] | None) -> str | None:
         """Return the problem of the checkpoint of `step`, or None if it is complete."""
         directory = self._directory(step)
@@ -284,12 +273,8 @@ class Checkpointer:
 
     def _steps(self) -> list[int]:
         """Return the steps that have a directory, complete or not, newest first."""
-        steps = []
-        for path in self.path.glob("step_*"):
-            match = re.fullmatch(f"step_{_STEP}", path.name)
-            if match is not None:
-                steps.append(int(match[1]))
-        return sorted(steps, reverse=True)
+        matches = [re.fullmatch(f"step_{_STEP}", path.name) for path in self.path.glob("step_*")]
+        return sorted((int(match[1]) for match in matches if match is not None), reverse=True)
 
     def _named_step(self, path: Path | None = None) -> int | None:
         """Return the step that a file names, by default `latest`.
@@ -298,13 +283,9 @@ class Checkpointer:
         """
         path = path or self.latest_path
         try:
-            if not path.is_file():
-                if path.exists():
-                    logger.warning("%s is not a regular file; ignoring it", path)
-                return None
-            # A limit, because a damaged file may have any size.
-            with path.open(encoding="utf-8", errors="replace") as file:
-                text = file.read(1000).strip()
+            text = path.read_text(encoding="utf-8", errors="replace").strip()
+        except FileNotFoundError:
+            return None
         except OSError as error:
             logger.warning("%s cannot be read (%s); ignoring it", path, error.strerror)
             return None
@@ -330,7 +311,7 @@ class Checkpointer:
         if final.exists():
             shutil.rmtree(final)
         directory.rename(final)
-        sync_directory(self.path)
+        sync_file(self.path)
         # Last: until here a kill leaves `latest` at the previous checkpoint.
         write_text(self.latest_path, f"checkpoints/{final.name}\n")
         self._verified_step = step
@@ -352,20 +333,27 @@ class Checkpointer:
     def _remove(self, directories: Iterable[Path]) -> None:
         for directory in list(directories):
             try:
-                # A link is removed, not the directory that it refers to.
-                if directory.is_symlink():
-                    directory.unlink()
-                else:
-                    shutil.rmtree(directory)
+                shutil.rmtree(directory)
             except OSError as error:
                 # The new checkpoint is safe; a directory that remains costs space only.
                 logger.warning("could not remove %s: %s", directory, error)
 
     def _failure_message(self, error: BaseException, step: int, directory: Path) -> str | None:
         """Return the message for a failed write; None for any other error."""
+        latest = self._named_step() if self._verified_step is None else self._verified_step
+        earlier = "There is no earlier one"
+        if latest is not None:
+            earlier = f"step_{latest} is intact; resume=true continues there"
+        failed = f"the checkpoint of step {step} was not written"
         num_bytes = _num_bytes(directory)
         if is_disk_full(error, self.path, num_bytes):
-            return self._disk_full_message(step, num_bytes)
+            free = shutil.disk_usage(self.path).free
+            return (
+                f"{failed}: the disk of {self.path} ran full. {num_bytes / 1e9:.2f} GB were written"
+                f" and removed again, {free / 1e9:.2f} GB are free now. {earlier}. Free some space,"
+                f" lower checkpointing.keep_latest (now {self.config.keep_latest}), or set"
+                " output_dir to another disk."
+            )
         number = system_error_number(error)
         cause: Any = error if isinstance(error, WriteError) else getattr(error, "cause", None)
         if isinstance(cause, (WriteError, CheckpointError)):
@@ -376,25 +364,7 @@ class Checkpointer:
             problem = describe_write_error(failed_path, number)
         else:
             return None
-        return f"the checkpoint of step {step} was not written: {problem} {self._earlier()}."
-
-    def _disk_full_message(self, step: int, num_bytes: int) -> str:
-        free = shutil.disk_usage(self.path).free
-        return (
-            f"the checkpoint of step {step} was not written: the disk of {self.path} ran full."
-            f" {num_bytes / 1e9:.2f} GB were written and removed again, {free / 1e9:.2f} GB are"
-            f" free now. {self._earlier()}. Free some space, lower checkpointing.keep_latest (now"
-            f" {self.config.keep_latest}), or set output_dir to another disk."
-        )
-
-    def _earlier(self) -> str:
-        """Describe the latest checkpoint before the failed one."""
-        step = self._verified_step
-        if step is None:
-            step = self._named_step()
-        if step is None:
-            return "There is no earlier one"
-        return f"step_{step} is intact; resume=true continues there"
+        return f"{failed}: {problem} {earlier}."
 
 
 def _num_bytes(directory: Path) -> int:
@@ -439,23 +409,9 @@ class TrainingState:
     def load(directory: Path) -> TrainingState:
         """Read `training_state.json`. Raises CheckpointError if it is missing or has other keys."""
         path = directory / STATE_FILE
-        values = read_json(path)
-        expected = {known.name: known.type for known in fields(TrainingState)}
-        if isinstance(values, dict):
-            # Absent in checkpoints of versions that had no such state.
-            values.setdefault("selection", {})
-            values.setdefault("model", {})
-        if not isinstance(values, dict) or set(values) != set(expected):
-            found = sorted(values) if isinstance(values, dict) else type(values).__name__
+        try:
+            return TrainingState(**read_json(path))
+        except TypeError as error:
             raise CheckpointError(
-                f"{path} has {str(found)[:200]} where {sorted(expected)} are expected; another"
-                " version wrote it"
-            )
-        for name, value in values.items():
-            expected_type = int if name == "step" else dict
-            # bool is a subclass of int.
-            if not isinstance(value, expected_type) or isinstance(value, bool):
-                raise CheckpointError(
-                    f"{path} has a {type(value).__name__} under {name!r}; it is damaged"
-                )
-        return TrainingState(**values)
+                f"{path} does not have the keys of this version, so another version wrote it ({error})"
+            ) from error

@@ -12,7 +12,6 @@ import re
 import secrets
 import shutil
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import yaml
 from nemo_like.config.errors import ConfigError
 from nemo_like.run.files import WriteError, replacing, reporting_write_errors, write_text
 from nemo_like.run.lock import LOCK_NAME, locked
+from nemo_like.run.manifest import wait_until_visible
 
 logger = logging.getLogger(__name__)
 
@@ -235,24 +235,21 @@ def _make_directories(*directories: Path) -> None:
 def _refuse_other_directory(directory: RunDirectory) -> None:
     """Raise ConfigError if the path exists and is not a run's directory."""
     try:
-        if not directory.path.exists():
-            return
-        names = None
-        if directory.path.is_dir():
-            names = {path.name for path in directory.path.iterdir()}
+        names = {path.name for path in directory.path.iterdir()}
+    except (FileNotFoundError, NotADirectoryError):
+        # Its parent may be a file; `_make_directories` reports that.
+        if directory.path.exists():
+            raise ConfigError(
+                f"run_name: {directory.path} is not a directory; choose another run_name"
+            ) from None
+        return
     except OSError as error:
         raise ConfigError(f"output_dir: cannot read {directory.path} ({error.strerror})") from error
-    if names is None or (
-        names and "config.yaml" not in names and any(_is_foreign(name) for name in names)
-    ):
+    if "config.yaml" not in names and names - _NAMES:
         raise ConfigError(
             f"run_name: {directory.path} exists and is not the directory of a run; choose another"
             " run_name"
         )
-
-
-def _is_foreign(name: str) -> bool:
-    return name not in _NAMES and not name.startswith(f".{LOCK_NAME}.")
 
 
 def _refuse_results(directory: RunDirectory) -> None:
@@ -277,10 +274,6 @@ def _is_kept(line: bytes, last_step: int) -> bool:
     return isinstance(step, int) and not isinstance(step, bool) and step <= last_step
 
 
-_VISIBLE_WITHIN_S = 5.0
-"""A network file system may show a file that another node wrote only after a short time."""
-
-
 def check_shared(
     directory: Path, call_workers: Callable[[str, str], Sequence[str]], nodes: Sequence[str]
 ) -> None:
@@ -289,13 +282,23 @@ def check_shared(
     `call_workers(path, token)` calls `answer(path, token, rank)` in every worker and returns the
     answers in rank order. `nodes` are the nodes' addresses by rank; it may be empty.
     """
+    token = secrets.token_hex(8)
+    # A new name each time: an old file of an earlier check proves nothing.
+    probe = directory / "logs" / f".probe_{token}"
     problems: dict[int, str] = {}
-    with _probe_directory(directory) as (probe, token):
+    try:
+        with reporting_write_errors(probe):
+            probe.mkdir()
+            (probe / "driver").write_text(token, encoding="ascii")
         answers = call_workers(str(probe.resolve()), token)
-        for rank, answered in enumerate(answers):
-            problem = answered or _missing_answer(probe, token, rank)
+        for rank, problem in enumerate(answers):
+            path = probe / f"rank_{rank}"
             if problem:
                 problems[rank] = problem
+            elif not _shows(path, token):
+                problems[rank] = f"the driver does not see the file {path} that the worker wrote"
+    finally:
+        shutil.rmtree(probe, ignore_errors=True)
     if not problems:
         return
     rank = min(problems)
@@ -314,8 +317,7 @@ def check_shared(
 def answer(probe: str, token: str, rank: int) -> str:
     """Read the driver's file and write one, in a worker; return the problem, or an empty text."""
     path = Path(probe) / "driver"
-    text = _read_soon(path, token)
-    if text != token:
+    if not _shows(path, token):
         return (
             f"the worker on {socket.gethostname()} does not see the file {path} that the driver"
             " wrote"
@@ -327,36 +329,13 @@ def answer(probe: str, token: str, rank: int) -> str:
     return ""
 
 
-@contextmanager
-def _probe_directory(directory: Path) -> Iterator[tuple[Path, str]]:
-    token = secrets.token_hex(8)
-    # A new name each time: an old file of an earlier check proves nothing.
-    probe = directory / "logs" / f".probe_{token}"
-    try:
-        with reporting_write_errors(probe):
-            probe.mkdir()
-            (probe / "driver").write_text(token, encoding="ascii")
-        yield probe, token
-    finally:
-        shutil.rmtree(probe, ignore_errors=True)
+def _shows(path: Path, text: str) -> bool:
+    """Return True if this process sees the file with `text` within 5 s."""
 
-
-def _missing_answer(probe: Path, token: str, rank: int) -> str:
-    path = probe / f"rank_{rank}"
-    if _read_soon(path, token) == token:
-        return ""
-    return f"the driver does not see the file {path} that the worker wrote"
-
-
-def _read_soon(path: Path, expected: str) -> str | None:
-    """Wait up to 5 s for the expected text; return the text of the file, or None."""
-    # Network file systems cache directories and attributes for some seconds.
-    deadline = time.monotonic() + _VISIBLE_WITHIN_S
-    while True:
+    def is_visible() -> bool:
         try:
-            text = path.read_text(encoding="ascii", errors="replace")
+            return path.read_text(encoding="ascii", errors="replace") == text
         except OSError:
-            text = None
-        if text == expected or time.monotonic() >= deadline:
-            return text
-        time.sleep(0.1)
+            return False
+
+    return wait_until_visible(is_visible)

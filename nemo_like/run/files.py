@@ -22,16 +22,6 @@ from typing import Any
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_BYTES = 16 * 2**20
 """Free space below which a failed write counts as a full disk."""
-_NO_DIRECTORY_SYNC = (
-    errno.EINVAL,
-    errno.ENOTSUP,
-    errno.ENOSYS,
-    errno.EBADF,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EISDIR,
-)
-"""Errors of file systems (SMB, some FUSE) that cannot synchronize a directory."""
 _OS_ERROR = re.compile(r"\(os error (\d+)\)|Error code (\d+) \(")
 """The forms in which libraries written in Rust, and torch, report the system's error number."""
 
@@ -100,11 +90,6 @@ def describe_write_error(path: Path, number: int, content: str | None = None) ->
     elif number in (errno.ENOENT, errno.ESTALE, errno.ENOTDIR):
         cause = f"{cause}; {_missing_part(directory)} was removed or replaced"
         solution = "Do not move or remove a run's directory while it runs"
-    elif number == errno.EISDIR:
-        cause = "a directory has this name"
-        solution = "Remove or rename that directory"
-    elif number == errno.EFBIG:
-        solution = f"Raise the limit (ulimit -f) or {move}"
     return (
         f"{subject}: {cause}. {solution}; resume=true continues from the latest checkpoint, if"
         " there is one."
@@ -162,16 +147,16 @@ def replacing(path: Path, content: str | None = None) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.new")
     with reporting_write_errors(path, content):
         try:
-            remove_file(temporary)
+            temporary.unlink(missing_ok=True)
             yield temporary
             sync_file(temporary)
             temporary.replace(path)
         except BaseException:
             with suppress(OSError):
-                remove_file(temporary)
+                temporary.unlink(missing_ok=True)
             raise
         # A rename is durable once the directory is.
-        sync_directory(path.parent)
+        sync_file(path.parent)
 
 
 def write_bytes(path: Path, data: bytes, content: str | None = None) -> FileRecord:
@@ -179,12 +164,9 @@ def write_bytes(path: Path, data: bytes, content: str | None = None) -> FileReco
 
     Raises WriteError.
     """
-    with replacing(path, content) as temporary:
-        descriptor = os.open(
-            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
-        )
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+    # Exclusive creation: a link of that name is not followed.
+    with replacing(path, content) as temporary, temporary.open("xb") as file:
+        file.write(data)
     return FileRecord(len(data), hashlib.sha256(data).hexdigest())
 
 
@@ -275,8 +257,10 @@ def finish_library_file(path: Path) -> FileRecord:
 
     The file gets the permissions of the umask: some libraries create files for the owner only.
     """
+    umask = os.umask(0o022)
+    os.umask(umask)
     with reporting_write_errors(path):
-        os.chmod(path, 0o666 & ~_umask())
+        os.chmod(path, 0o666 & ~umask)
         sync_file(path)
         return file_record(path)
 
@@ -288,11 +272,6 @@ def file_record(path: Path) -> FileRecord:
         return FileRecord(size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def remove_file(path: Path) -> None:
-    """Remove a file or a symbolic link (not its target), if it exists."""
-    path.unlink(missing_ok=True)
-
-
 def remove_link(path: Path) -> None:
     """Remove a symbolic link, so that nothing is written to its target. Raises OSError."""
     if path.is_symlink():
@@ -300,29 +279,13 @@ def remove_link(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Wait until the file's content is on disk. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        _fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on disk, if the file system supports it.
+    """Wait until the content of a file is on disk, or the names in a directory.
 
     Raises OSError.
     """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except PermissionError:
-        # A directory that may be written but not listed.
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _NO_DIRECTORY_SYNC:
-            raise
+        _fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -331,22 +294,9 @@ def _fsync(descriptor: int) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # A pipe, a device, or a file system without fsync.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+        # A pipe or a device, or a file system without fsync, or without it for directories.
+        if error.errno in (errno.EIO, *_DISK_FULL):
             raise
-
-
-def _umask() -> int:
-    """Return the umask of this process."""
-    with suppress(OSError, ValueError):
-        text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-        match = re.search(r"^Umask:\s*([0-7]+)", text, re.MULTILINE)
-        if match is not None:
-            return int(match[1], 8)
-    # The system call returns the umask only by setting it, which other threads would notice.
-    current = os.umask(0o022)
-    os.umask(current)
-    return current
 
 
 def _free_space(directory: Path) -> str:

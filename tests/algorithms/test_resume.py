@@ -19,7 +19,7 @@ from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.load import to_yaml
-from nemo_like.run import directory as run_directory
+from nemo_like.run import manifest
 from nemo_like.run.checkpoint import CheckpointError
 from nemo_like.run.directory import answer, check_shared
 from nemo_like.run.lock import LOCK_NAME, locked
@@ -254,7 +254,7 @@ def test_a_disk_that_fills_is_one_message_and_keeps_the_checkpoint(recipe: Recip
 def test_workers_that_see_another_directory_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_directory, "_VISIBLE_WITHIN_S", 0.2)
+    monkeypatch.setattr(manifest, "VISIBLE_WITHIN_S", 0.2)
     run, other = tmp_path / "run", tmp_path / "other"
     (run / "logs").mkdir(parents=True)
 

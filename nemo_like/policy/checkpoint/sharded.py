@@ -30,13 +30,7 @@ from nemo_like.policy.checkpoint.sharded_reader import (
     read_headers,
 )
 from nemo_like.policy.checkpoint.staging import BackgroundWriter, HostBuffers, StagedFile
-from nemo_like.run.files import (
-    FileRecord,
-    remove_file,
-    reporting_write_errors,
-    sync_directory,
-    write_json,
-)
+from nemo_like.run.files import FileRecord, reporting_write_errors, sync_file, write_json
 
 _FILES = "rank_*.safetensors"
 _MAX_FILE_BYTES = 2 * 2**30
@@ -167,9 +161,9 @@ def _clear(directory: Path) -> None:
     """Remove an earlier checkpoint, the manifest first, so that it is never taken for complete."""
     with reporting_write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        remove_file(directory / MANIFEST)
+        (directory / MANIFEST).unlink(missing_ok=True)
         for path in directory.glob(_FILES):
-            remove_file(path)
+            path.unlink()
 
 
 def _stage(
@@ -238,5 +232,5 @@ def _write_manifest(
     record = write_json(directory / MANIFEST, manifest)
     with reporting_write_errors(directory):
         # The names of the files must be on disk before the checkpoint counts as complete.
-        sync_directory(directory)
+        sync_file(directory)
     return record
