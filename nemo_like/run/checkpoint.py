@@ -413,5 +413,6 @@ class TrainingState:
             return TrainingState(**read_json(path))
         except TypeError as error:
             raise CheckpointError(
-                f"{path} does not have the keys of this version, so another version wrote it ({error})"
+                f"{path} does not have the keys of this version, so another version wrote it"
+                f" ({error})"
             ) from error
