@@ -1,6 +1,6 @@
 """Typed calls of worker methods: a method of the worker's Protocol instead of its name.
 
-Example: `call_all(group, PolicyWorkerProtocol.load, path)` is `group.run_all_workers("load", path)`
+Example: `call_all(group, PolicyWorker.load, path)` is `group.run_all_workers("load", path)`
 with arguments and result checked against the Protocol, and with jump-to-definition.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import torch
 
@@ -25,6 +26,17 @@ _DATASHEET_BF16 = {
     "A10": 125e12,
     "4090": 165e12,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceInfo:
+    """Speed and memory of a worker's device."""
+
+    peak_flops: float
+    """Peak FLOP/s, the denominator of MFU."""
+    peak_flops_source: str
+    memory_bytes: int | None = None
+    """Memory of a GPU; None on the CPU."""
 
 
 def peak_flops(device: torch.device, seconds: float = 0.05) -> tuple[float, str]:

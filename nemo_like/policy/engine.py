@@ -1,76 +1,143 @@
-"""Interface of a training engine. The worker knows losses and metrics, the engine parallelism."""
+"""The training engine: the worker knows losses and metrics, the engine parallelism."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
+from nemo_like.policy.checkpoint.adapter import ADAPTER_DIRECTORY, write_adapter
+from nemo_like.policy.checkpoint.hf_export import write_hf
 from nemo_like.policy.checkpoint.sharded import PendingSave
+from nemo_like.policy.checkpoint.staging import HostBuffers
+from nemo_like.policy.collectives import gather_objects, gather_rows, sum_floats, sum_over
 from nemo_like.policy.compute_clock import ComputeClock
-from nemo_like.policy.model_inputs import ModelInputs
+from nemo_like.policy.ema import Masters, WeightEma
+from nemo_like.policy.host_allocator import keep_freed_memory
+from nemo_like.policy.lora_state import LoraState
+from nemo_like.policy.model_inputs import ModelInputs, TokenLogprobs
+from nemo_like.policy.offload import HostMemory
+from nemo_like.policy.optim import LARGEST, all_within, clip_factor
 from nemo_like.sampling_filter import SamplingFilter
 
 ResultT = TypeVar("ResultT")
-
-
-class TokenLogprobs(NamedTuple):
-    """Outputs at the T predicting positions of a microbatch; 0 where `label_mask` is False."""
-
-    logprobs: Tensor
-    """float32 [T]: log-prob of `inputs.labels`, under the filtered distribution where sampling is
-    filtered.
-    """
-    entropy: Tensor | None
-    """float32 [T], with `with_entropy`: entropy of the unfiltered distribution."""
-    unfiltered_logprobs: Tensor | None = None
-    """float32 [T], with a token filter: log-prob of `inputs.labels` under the unfiltered
-    distribution.
-    """
-    is_argmax: Tensor | None = None
-    """bool [T]: True where no token is more probable than the label; ties count as True."""
-    columns: Mapping[str, Tensor] | None = None
-    """float32 [T] each, of a microbatch with a `head` of its own: they join its columns for the
-    loss.
-    """
-    scores: Tensor | None = None
-    """float32 [R], of an engine with a score head: the score of each row whose last token is on
-    this context-parallel rank, else 0. `logprobs` are 0 then.
-    """
-
 
 StepFunction = Callable[[ModelInputs, TokenLogprobs], tuple[Tensor | None, ResultT]]
 """Maps a microbatch's outputs to (loss or None without backward, one result of `run`)."""
 
 
-class Engine(Protocol):
-    """One model, sharded over the ranks of the process group. All ranks call every method."""
-
-    device: torch.device
-    parallel_layout: ParallelLayout
-    rank: int
-    """Global rank; its coordinates along the axes are `parallel_layout.coordinates(rank)`."""
-    num_optimizer_steps: int
-    """Optimizer steps applied so far, without skipped ones; part of the checkpoint."""
-    clock: ComputeClock
-    """Runs while `run` computes on this rank, and not while it waits for other ranks."""
+class EngineGroups(Protocol):
+    """Process groups of one rank. A group may be None if this rank is its only member."""
 
     @property
-    def spec(self) -> ModelSpec:
-        """Sizes and properties of the model."""
+    def world(self) -> dist.ProcessGroup | None: ...
+
+    @property
+    def dp(self) -> dist.ProcessGroup | None: ...
+
+    @property
+    def cp(self) -> dist.ProcessGroup | None: ...
+
+    @property
+    def dp_cp(self) -> dist.ProcessGroup | None: ...
+
+
+class EngineOptimizer(Protocol):
+    """Gradients and AdamW state of one rank's shards."""
+
+    def reduce_gradients(self) -> None:
+        """Sum gradients over all ranks that contribute to them; called once before a step."""
         ...
 
+    def gradient_norm(self, *, is_loss_finite: bool) -> float:
+        """Global L2 norm of the reduced gradients; NaN if any rank passes False."""
+        ...
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all reduced gradients by `factor`."""
+        ...
+
+    def step(self, lr: float) -> None:
+        """Update the weights with learning rate `lr`, then clear the gradients."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+        ...
+
+    def moments(self) -> Iterable[Tensor]:
+        """Return both Adam moments of every local shard, in the shape of the shard.
+
+        There are none before the first step.
+        """
+        ...
+
+
+OptimizerT = TypeVar("OptimizerT", bound=EngineOptimizer)
+
+
+class Engine(ABC, Generic[OptimizerT]):
+    """One model, sharded over the ranks of the process group. All ranks call every method.
+
+    This class has what does not depend on how the model is sharded.
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        device: torch.device,
+        parallel_layout: ParallelLayout,
+        rank: int,
+        groups: EngineGroups,
+        *,
+        trainable: bool,
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.parallel_layout = parallel_layout
+        self.rank = rank
+        self.num_optimizer_steps = 0
+        self.clock = ComputeClock(device)
+        # Subclasses have the same groups under `groups`, with their own type.
+        self._axes = groups
+        self._optimizer: OptimizerT | None = None
+        self._ema: WeightEma | None = None
+        self._lora: LoraState | None = None
+        self._spec: ModelSpec | None = None
+        if device.type == "cpu":
+            keep_freed_memory()
+        is_pinned = device.type == "cuda"
+        self.save_buffers = HostBuffers(pinned=is_pinned)
+        """Host memory of checkpoints that are being written."""
+        self._host_memory = HostMemory(pinned=is_pinned)
+        # Of frozen weights: they differ from their first copy only after `copy_weights` and `load`,
+        # which discard it.
+        self._constant_memory = HostMemory(pinned=is_pinned, constant=True)
+
     @property
+    @abstractmethod
     def model_config(self) -> Any:
         """The Hugging Face configuration."""
         ...
 
+    @property
+    def spec(self) -> ModelSpec:
+        """Sizes and properties of the model."""
+        # Read on the first use: the configuration is opened by the constructor of the subclass.
+        if self._spec is None:
+            self._spec = ModelSpec.from_config(self.model_config, self.config.model_name)
+        return self._spec
+
+    @abstractmethod
     def run(
         self,
         microbatches: Iterable[ModelInputs],
@@ -92,72 +159,7 @@ class Engine(Protocol):
         """
         ...
 
-    def base_model(self) -> AbstractContextManager[None]:
-        """Return a context in which `run` computes the model without its LoRA adapters.
-
-        Only for forward passes. Raises RuntimeError for a model without adapters.
-        """
-        ...
-
-    def ema_weights(self) -> AbstractContextManager[None]:
-        """Return a context in which the weights are their moving averages.
-
-        Every rank enters it. Only for forward passes, exports and transfers of weights. Raises
-        RuntimeError for a model without averages.
-        """
-        ...
-
-    def optimizer_step(self, lr: float, *, is_loss_finite: bool = True) -> float:
-        """Clip, update, clear gradients; returns the gradients' global norm before clipping.
-
-        The step is skipped where `clip_factor` returns None, and when any rank passes
-        `is_loss_finite=False` (the norm is then NaN). A skipped step clears the gradients and
-        changes neither weights nor moments nor `num_optimizer_steps`, so the learning rate does not
-        advance either. All ranks decide the same.
-        """
-        ...
-
-    def gradient_norm(self, *, is_loss_finite: bool = True) -> float:
-        """Clear the gradients without an update; returns their global norm.
-
-        NaN when any rank passes `is_loss_finite=False`.
-        """
-        ...
-
-    def is_finite(self, *, with_moments: bool = False) -> bool:
-        """Return True if no weight of any rank is larger than `optim.LARGEST`.
-
-        With `with_moments` all moments of the optimizer must be finite as well. The result is the
-        same on every rank.
-        """
-        ...
-
-    def sum_over_dp(self, values: Sequence[float]) -> list[float]:
-        """Sum each value over the dp ranks, in float64."""
-        ...
-
-    def gather_over_dp_cp(self, value: Any) -> list[Any]:
-        """Gather small Python objects of the ranks that differ along dp and cp, in rank order.
-
-        These ranks have different tokens.
-        """
-        ...
-
-    def gather_over_world(self, value: Any) -> list[Any]:
-        """Gather small Python objects of all ranks, in rank order."""
-        ...
-
-    def gather_over_cp(self, values: Tensor) -> Tensor:
-        """All-gather [cp x T] from this rank's `values` [T], in cp-rank order; no gradient."""
-        ...
-
-    def sum_over_cp(self, values: Tensor) -> Tensor:
-        """All-reduce `values` over the context-parallel ranks; the backward is the identity.
-
-        The ranks' `values` and the result have the same shape.
-        """
-        ...
-
+    @abstractmethod
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return Hugging Face name -> full shape of each distinct weight, in a fixed order.
 
@@ -165,19 +167,29 @@ class Engine(Protocol):
         """
         ...
 
+    @abstractmethod
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name -> full shape of both matrices of each LoRA adapter, in a fixed order.
 
-        The names are those of `adapter_names`. Empty for a model without adapters.
+        The names are from `adapter_names`. Empty for a model without adapters.
         """
         ...
 
+    @abstractmethod
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the named weights in compute precision, one at a time.
 
         `names` are of `weight_shapes`, whose weights have their adapters merged, or all of
         `adapter_shapes`. On rank 0 the tensors are [*shape]; elsewhere a tensor may be smaller or
         empty.
+        """
+        ...
+
+    @abstractmethod
+    def _gather_adapters(self) -> dict[str, Tensor]:
+        """Return the adapters and a trained score head in float32; every rank calls.
+
+        On rank 0 each has its full shape.
         """
         ...
 
@@ -189,16 +201,176 @@ class Engine(Protocol):
         The names are those of `full_weights`. `targets` are [*shape] each, of `dtype`; None on all
         other ranks. Every rank calls.
         """
-        ...
+        for index, (_, weight) in enumerate(self.full_weights(names)):
+            if targets is not None:
+                targets[index].copy_(weight)
 
+    @abstractmethod
     def local_weights(self) -> Iterable[Tensor]:
         """Return this rank's shard of each weight in a fixed order, with the shape of the shard."""
         ...
 
-    def copy_weights(self, source: Engine) -> None:
-        """Copy the weights of an engine of the same class, model and layout, without moments."""
+    @abstractmethod
+    def _resident_tensors(self) -> Iterable[Tensor]:
+        """Return the plain tensors, [...] each, of this rank's weights and optimizer state."""
         ...
 
+    @abstractmethod
+    def _frozen_weights(self) -> Iterable[Tensor]:
+        """Return those of `_resident_tensors` that have no gradients."""
+        ...
+
+    @torch.no_grad()
+    def copy_weights(self, source: Engine) -> None:
+        """Copy the weights of an engine of the same class, model and layout, without moments."""
+        for own, other in zip(self.local_weights(), source.local_weights(), strict=True):
+            own.copy_(other)
+        self._constant_memory.discard_copies()
+
+    def move_to_host(self) -> None:
+        """Copy weights and optimizer state to host memory and free them on the device."""
+        # First, as tensors without memory are left out of the other one.
+        self._constant_memory.offload(self._frozen_weights())
+        self._host_memory.offload(self._resident_tensors())
+
+    def move_to_device(self) -> None:
+        """Undo `move_to_host`."""
+        self._constant_memory.onload()
+        self._host_memory.onload()
+
+    @property
+    def optimizer(self) -> OptimizerT:
+        """The optimizer of a trainable engine."""
+        assert self._optimizer is not None, "a frozen engine has no optimizer"
+        return self._optimizer
+
+    @abstractmethod
+    def _masters(self) -> Masters:
+        """Yield name and float32 shard [...] of each weight that the optimizer updates."""
+        ...
+
+    def _publish_masters(self) -> None:
+        """Let the model compute with changed values of `_masters`; every rank calls."""
+
+    def start_ema(self) -> None:
+        """Keep averages of the weights, beginning with their values, if the config enables it."""
+        if self.config.ema.enabled:
+            self._ema = WeightEma(self._masters(), self.config.ema)
+
+    @contextmanager
+    def ema_weights(self) -> Iterator[None]:
+        """Return a context in which the weights are their moving averages.
+
+        Every rank enters it. Only for forward passes, exports and transfers of weights. Raises
+        RuntimeError for a model without averages.
+        """
+        if self._ema is None:
+            raise RuntimeError("this model has no average of its weights (policy.ema.enabled)")
+        self._swap_ema(self._ema)
+        try:
+            yield
+        finally:
+            self._swap_ema(self._ema)
+
+    def _swap_ema(self, ema: WeightEma) -> None:
+        ema.swap(self._masters())
+        self._publish_masters()
+
+    def optimizer_step(self, lr: float, *, is_loss_finite: bool = True) -> float:
+        """Clip, update, clear gradients; returns the gradients' global norm before clipping.
+
+        The step is skipped where `clip_factor` returns None, and when any rank passes
+        `is_loss_finite=False` (the norm is then NaN). A skipped step clears the gradients and
+        changes neither weights nor moments nor `num_optimizer_steps`, so the learning rate does not
+        advance either. All ranks decide the same.
+        """
+        optimizer = self.optimizer
+        optimizer.reduce_gradients()
+        norm = optimizer.gradient_norm(is_loss_finite=is_loss_finite)
+        factor = clip_factor(norm, self.config.max_grad_norm)
+        if factor is None:
+            # Not finite or too large: skip the step. All ranks have the same norm.
+            optimizer.zero_grad()
+            return norm
+        if factor < 1:
+            optimizer.scale_gradients(factor)
+        optimizer.step(lr)
+        self.num_optimizer_steps += 1
+        if self._ema is not None:
+            self._ema.update(self._masters(), self.num_optimizer_steps)
+        return norm
+
+    def gradient_norm(self, *, is_loss_finite: bool = True) -> float:
+        """Clear the gradients without an update; returns their global norm.
+
+        NaN when any rank passes `is_loss_finite=False`.
+        """
+        self.optimizer.reduce_gradients()
+        norm = self.optimizer.gradient_norm(is_loss_finite=is_loss_finite)
+        self.optimizer.zero_grad()
+        return norm
+
+    def is_finite(self, *, with_moments: bool = False) -> bool:
+        """Return True if no weight of any rank is larger than `optim.LARGEST`.
+
+        With `with_moments` all moments of the optimizer must be finite as well. The result is the
+        same on every rank.
+        """
+        if self._host_memory.is_offloaded or self._constant_memory.is_offloaded:
+            raise RuntimeError("the model is offloaded; call onload first")
+        is_finite = all_within(self.local_weights(), LARGEST)
+        if with_moments:
+            is_finite &= all_within(self.optimizer.moments())
+        # Summed over the ranks, so that all of them raise or none.
+        num_not_finite = 0.0 if is_finite else 1.0
+        (total,) = sum_floats([num_not_finite], self._axes.world, self.device)
+        return total == 0
+
+    def base_model(self) -> AbstractContextManager[None]:
+        """Return a context in which `run` computes the model without its LoRA adapters.
+
+        Only for forward passes. Raises RuntimeError for a model without adapters.
+        """
+        if self._lora is None:
+            raise RuntimeError("this model has no LoRA adapters (policy.lora.enabled is false)")
+        return self._lora.disabled()
+
+    def sum_over_dp(self, values: Sequence[float]) -> list[float]:
+        """Sum each value over the dp ranks, in float64."""
+        return sum_floats(values, self._axes.dp, self.device)
+
+    def gather_over_dp_cp(self, value: Any) -> list[Any]:
+        """Gather small Python objects of the ranks that differ along dp and cp, in rank order.
+
+        These ranks have different tokens.
+        """
+        return gather_objects(self._axes.dp_cp, value)
+
+    def gather_over_world(self, value: Any) -> list[Any]:
+        """Gather small Python objects of all ranks, in rank order."""
+        return gather_objects(self._axes.world, value)
+
+    def gather_over_cp(self, values: Tensor) -> Tensor:
+        """All-gather [cp x T] from this rank's `values` [T], in cp-rank order; no gradient."""
+        if self._axes.cp is None:
+            return values
+        return gather_rows(self._axes.cp, values.detach())
+
+    def sum_over_cp(self, values: Tensor) -> Tensor:
+        """All-reduce `values` over the context-parallel ranks; the backward is the identity.
+
+        The ranks' `values` and the result have the same shape.
+        """
+        if self._axes.cp is None:
+            return values
+        return sum_over(self._axes.cp, values)
+
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
+        # An all-reduce, because the ranks' own collectives obey the collective timeout.
+        sum_floats([0.0], self._axes.world, self.device)
+
+    @abstractmethod
     def save(self, directory: Path, *, in_background: bool) -> PendingSave:
         """Write this rank's shard of weights and optimizer state, of a frozen engine the weights.
 
@@ -209,18 +381,30 @@ class Engine(Protocol):
         """
         ...
 
+    @abstractmethod
     def load(self, directory: Path) -> None:
         """Read what `save` wrote, in any layout and by either engine."""
         ...
 
     def export_hf(self, directory: Path) -> None:
         """Write a transformers model directory on rank 0; LoRA adapters also in `adapter`."""
-        ...
+        write_hf(self, self.model_config, self.config, directory, is_writer=self.rank == 0)
+        if self._lora is None:
+            return
+        adapters = self._gather_adapters()
+        if self.rank == 0:
+            write_adapter(
+                directory / ADAPTER_DIRECTORY, adapters, self.config.lora, self.config.model_name
+            )
 
     def offload(self) -> None:
-        """Move weights and optimizer state to host memory."""
-        ...
+        """Move weights and optimizer state to host memory; does nothing on CPU."""
+        if self.device.type != "cpu":
+            self.move_to_host()
+            # The caching allocator keeps freed memory; another process needs it.
+            torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        """Move weights and optimizer state back to the device."""
-        ...
+        """Move weights and optimizer state back to the device; does nothing on CPU."""
+        if self.device.type != "cpu":
+            self.move_to_device()

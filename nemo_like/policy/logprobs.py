@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_like.policy.collectives import gather_rows
-from nemo_like.policy.engine import TokenLogprobs
 from nemo_like.policy.logit_chunks import (
     ChunkLabels,
     EntropyGradient,
@@ -31,6 +30,7 @@ from nemo_like.policy.logit_chunks import (
     reduce_logits,
     scaled_logits,
 )
+from nemo_like.policy.model_inputs import TokenLogprobs
 from nemo_like.policy.projection import VocabShard, projection_gradients, token_chunks
 from nemo_like.sampling_filter import SamplingFilter
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from nemo_like.distributed import activity
 from nemo_like.losses import HostRows, Loss, LossInputs, LossMetrics
-from nemo_like.policy.engine import TokenLogprobs
-from nemo_like.policy.model_inputs import NUM_TRAINED, ModelInputs
+from nemo_like.policy.model_inputs import NUM_TRAINED, ModelInputs, TokenLogprobs
 
 
 @dataclass

@@ -17,9 +17,9 @@ stays global.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
 from nemo_like.device_transfer import tensor_to_device, to_device
+from nemo_like.policy.projection import VocabShard
 from nemo_like.policy.segments import (
     cp_shard_positions,
     segment_lengths,
@@ -35,11 +36,48 @@ from nemo_like.policy.segments import (
     segment_starts,
 )
 
-if TYPE_CHECKING:
-    from nemo_like.policy.vocab_head import OutputHead
-
 NUM_TRAINED = "num_trained_tokens"
 """Row column of training inputs: float32 [R], trained tokens of each row."""
+
+
+class TokenLogprobs(NamedTuple):
+    """Outputs at the T predicting positions of a microbatch; 0 where `label_mask` is False."""
+
+    logprobs: Tensor
+    """float32 [T]: log-prob of `inputs.labels`, under the filtered distribution where sampling is
+    filtered.
+    """
+    entropy: Tensor | None
+    """float32 [T], with `with_entropy`: entropy of the unfiltered distribution."""
+    unfiltered_logprobs: Tensor | None = None
+    """float32 [T], with a token filter: log-prob of `inputs.labels` under the unfiltered
+    distribution.
+    """
+    is_argmax: Tensor | None = None
+    """bool [T]: True where no token is more probable than the label; ties count as True."""
+    columns: Mapping[str, Tensor] | None = None
+    """float32 [T] each, of a microbatch with a `head` of its own: they join its columns for the
+    loss.
+    """
+    scores: Tensor | None = None
+    """float32 [R], of an engine with a score head: the score of each row whose last token is on
+    this context-parallel rank, else 0. `logprobs` are 0 then.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputEmbedding:
+    """The input of an output head: hidden states, and this rank's part of the vocabulary."""
+
+    hidden: Tensor
+    """[T, D], of all T positions of this rank."""
+    weight: Tensor
+    """[V, D]: this rank's rows. FSDP frees them after the forward pass."""
+    bias: Tensor | None
+    """[V]."""
+    vocab: VocabShard | None
+    chunk_size: int
+    """Tokens per chunk in which logits are computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +127,7 @@ class ModelInputs:
     num_tokens: int
     layout: Literal["packed", "padded"]
     cp_size: int = 1
-    head: OutputHead | None = None
+    head: Callable[[OutputEmbedding, ModelInputs], TokenLogprobs] | None = None
     """Computes the outputs of this microbatch in the place of the log-probs of `labels`."""
 
     @property

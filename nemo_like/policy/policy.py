@@ -27,11 +27,12 @@ from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import Purpose, microbatch_budget, plan_spec
+from nemo_like.policy.device_flops import DeviceInfo
 from nemo_like.policy.isolation import IsolationReport
 from nemo_like.policy.logprob_store import LogprobHandle, LogprobName
 from nemo_like.policy.nonfinite import SkippedStep
 from nemo_like.policy.targets import TargetSettings
-from nemo_like.policy.worker_protocol import DeviceInfo, PolicyWorkerProtocol
+from nemo_like.policy.worker import PolicyWorker
 from nemo_like.run.directory import check_shared
 from nemo_like.run.files import FileRecord
 
@@ -78,7 +79,7 @@ class Policy:
     @cached_property
     def device_info(self) -> DeviceInfo:
         """Speed of one worker's device."""
-        return call_all(self.group, PolicyWorkerProtocol.device_info)[0]
+        return call_all(self.group, PolicyWorker.device_info)[0]
 
     def plan(
         self,
@@ -120,7 +121,7 @@ class Policy:
         *,
         as_sampled: bool = True,
     ) -> Logprobs:
-        """Compute log-probs, which stay on the workers; see `PolicyWorkerProtocol`.
+        """Compute log-probs, which stay on the workers; see `PolicyWorker`.
 
         `names` None means `prev_logprobs`, and with a reference also `reference_logprobs`. Those of
         the previous call are released, so one call must name all that `train` needs. Without
@@ -128,7 +129,7 @@ class Policy:
         """
         handles = call_sharded(
             self.group,
-            PolicyWorkerProtocol.compute_logprobs,
+            PolicyWorker.compute_logprobs,
             sharded.shards,
             names=names,
             as_sampled=as_sampled,
@@ -139,11 +140,11 @@ class Policy:
     def compute_targets(self, sharded: ShardedBatch, settings: TargetSettings) -> Logprobs:
         """Run the teachers on a sharded batch; their results stay on the workers.
 
-        See `PolicyWorkerProtocol.compute_targets`. `train` and `evaluate` get the result as
+        See `PolicyWorker.compute_targets`. `train` and `evaluate` get the result as
         `logprobs`.
         """
         handles = call_sharded(
-            self.group, PolicyWorkerProtocol.compute_targets, sharded.shards, settings=settings
+            self.group, PolicyWorker.compute_targets, sharded.shards, settings=settings
         )
         assert len(set(handles)) == 1, "every rank takes part in every pass"
         return Logprobs(sharded, handles[0])
@@ -152,10 +153,7 @@ class Policy:
         """Fetch log-probs from the workers: float32 [T] over the tokens, in batch order."""
         sharded = logprobs.sharded
         parts = call_sharded(
-            self.group,
-            PolicyWorkerProtocol.fetch_logprobs,
-            sharded.shards,
-            logprobs=logprobs.handle,
+            self.group, PolicyWorker.fetch_logprobs, sharded.shards, logprobs=logprobs.handle
         )
         columns: dict[str, Jagged] = {}
         for name in logprobs.names:
@@ -170,7 +168,7 @@ class Policy:
         The batch needs the columns `input_ids` and `length` only.
         """
         parts: list[np.ndarray] = []
-        for part in call_sharded(self.group, PolicyWorkerProtocol.compute_scores, sharded.shards):
+        for part in call_sharded(self.group, PolicyWorker.compute_scores, sharded.shards):
             assert part is not None, "the last pipeline stage has the scores"
             parts.append(part)
         scores = unshard(parts, sharded.plan)
@@ -197,7 +195,7 @@ class Policy:
         # The metrics are equal on all dp ranks.
         return call_sharded(
             self.group,
-            PolicyWorkerProtocol.train,
+            PolicyWorker.train,
             sharded.shards,
             self._shares(sharded, columns),
             loss=loss,
@@ -211,7 +209,7 @@ class Policy:
         Call after `train(sharded, ..., keep_logprobs=True)`. 0 for tokens that were not trained.
         """
         parts: list[Jagged] = []
-        for part in call_sharded(self.group, PolicyWorkerProtocol.fetch_trained_logprobs):
+        for part in call_sharded(self.group, PolicyWorker.fetch_trained_logprobs):
             if part is None:
                 raise RuntimeError(
                     "the last training kept no log-probs; call train with keep_logprobs=True"
@@ -235,7 +233,7 @@ class Policy:
         """
         return call_sharded(
             self.group,
-            PolicyWorkerProtocol.measure_gradient,
+            PolicyWorker.measure_gradient,
             sharded.shards,
             self._shares(sharded, columns),
             loss=loss,
@@ -258,7 +256,7 @@ class Policy:
 
     def skipped_steps(self, sharded: ShardedBatch) -> list[SkippedStep]:
         """Return the skipped steps of the last `train`, with losses by row of the batch."""
-        steps_of_ranks = call_sharded(self.group, PolicyWorkerProtocol.skipped_steps)
+        steps_of_ranks = call_sharded(self.group, PolicyWorker.skipped_steps)
         skipped = []
         for ranks in zip(*steps_of_ranks, strict=True):
             row_losses: dict[int, float] = {}
@@ -279,7 +277,7 @@ class Policy:
         """
         metrics = call_sharded(
             self.group,
-            PolicyWorkerProtocol.evaluate,
+            PolicyWorker.evaluate,
             sharded.shards,
             loss=loss,
             logprobs=_checked_handle(logprobs, sharded, ()),
@@ -295,7 +293,7 @@ class Policy:
 
         Raises WorkerError with an IsolationError as cause if they do.
         """
-        reports = call_all(self.group, PolicyWorkerProtocol.probe_isolation)
+        reports = call_all(self.group, PolicyWorker.probe_isolation)
         # Only the last pipeline stage has log-probs to compare.
         return reports[self.group.parallel_layout.output_rank(0)]
 
@@ -303,7 +301,7 @@ class Policy:
         """Raise ConfigError unless the driver and every worker see the same `directory`."""
 
         def probe_workers(folder: str, token: str) -> list[str]:
-            return call_all(self.group, PolicyWorkerProtocol.answer_directory_probe, folder, token)
+            return call_all(self.group, PolicyWorker.answer_directory_probe, folder, token)
 
         # Workers in this process have no locations.
         locations = getattr(self.group, "locations", ())
@@ -311,35 +309,35 @@ class Policy:
 
     def save(self, directory: Path) -> list[dict[str, FileRecord]]:
         """Save weights and optimizer state, each rank its shard; returns the files of each rank."""
-        return call_all(self.group, PolicyWorkerProtocol.save, str(directory.resolve()))
+        return call_all(self.group, PolicyWorker.save, str(directory.resolve()))
 
     def start_save(self, directory: Path) -> None:
         """Copy weights and optimizer state to host memory; each rank writes in the background.
 
         The tensors may change as soon as this returns. Call `finish_save` before the next save.
         """
-        call_all(self.group, PolicyWorkerProtocol.start_save, str(directory.resolve()))
+        call_all(self.group, PolicyWorker.start_save, str(directory.resolve()))
 
     def is_save_written(self) -> bool:
         """Return True if all ranks have written their files, or one failed."""
-        return all(call_all(self.group, PolicyWorkerProtocol.is_save_written))
+        return all(call_all(self.group, PolicyWorker.is_save_written))
 
     def finish_save(self) -> list[dict[str, FileRecord]]:
         """Wait for the files of `start_save`; returns the files of each rank, as `save` does."""
-        return call_all(self.group, PolicyWorkerProtocol.finish_save)
+        return call_all(self.group, PolicyWorker.finish_save)
 
     def load(self, directory: Path) -> None:
         """Load what `save` wrote with any number of ranks."""
-        call_all(self.group, PolicyWorkerProtocol.load, str(directory.resolve()))
+        call_all(self.group, PolicyWorker.load, str(directory.resolve()))
 
     def update_reference(self) -> None:
         """Copy the weights into the reference of the KL penalty; later saves have it as well."""
-        call_all(self.group, PolicyWorkerProtocol.update_reference)
+        call_all(self.group, PolicyWorker.update_reference)
 
     def export_hf(self, directory: Path, *, ema: bool = False) -> None:
         """Write a model directory that transformers loads; with `ema` the averaged weights."""
         path = str(directory.resolve())
-        call_all(self.group, PolicyWorkerProtocol.export_hf, path, ema=ema)
+        call_all(self.group, PolicyWorker.export_hf, path, ema=ema)
 
     def shutdown(self) -> None:
         """Stop the workers."""

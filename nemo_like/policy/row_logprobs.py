@@ -10,8 +10,8 @@ from torch import Tensor
 
 from nemo_like.data.jagged import Jagged
 from nemo_like.device_transfer import tensor_to_device
-from nemo_like.policy.engine import Engine, ResultT, StepFunction, TokenLogprobs
-from nemo_like.policy.model_inputs import ModelInputs, unpack_tokens
+from nemo_like.policy.engine import Engine, ResultT, StepFunction
+from nemo_like.policy.model_inputs import ModelInputs, TokenLogprobs, unpack_tokens
 from nemo_like.policy.segments import cp_gather_positions, segment_lengths
 from nemo_like.sampling_filter import SamplingFilter
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from nemo_like.data.planning.plan import RankPlan
 from nemo_like.distributed import activity
 from nemo_like.distributed.batched_data_dict import SlicedDataDict
-from nemo_like.policy.engine import Engine, TokenLogprobs
-from nemo_like.policy.model_inputs import ModelInputs, build_inputs
+from nemo_like.policy.engine import Engine
+from nemo_like.policy.model_inputs import ModelInputs, TokenLogprobs, build_inputs
 
 
 def shard_scores(engine: Engine, shard: SlicedDataDict, plan: RankPlan) -> np.ndarray | None:

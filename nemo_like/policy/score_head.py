@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_like.policy.collectives import sum_over
-from nemo_like.policy.engine import TokenLogprobs
-from nemo_like.policy.model_inputs import ModelInputs
+from nemo_like.policy.model_inputs import ModelInputs, TokenLogprobs
 from nemo_like.sampling_filter import SamplingFilter
 
 

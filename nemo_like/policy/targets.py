@@ -27,11 +27,9 @@ from nemo_like.losses.divergence import Divergence
 from nemo_like.policy.collectives import gather_objects
 from nemo_like.policy.divergence import DivergenceOutputs, token_divergence
 from nemo_like.policy.divergence_chunks import TopKTail, TopKTarget, VocabularyTarget
-from nemo_like.policy.engine import TokenLogprobs
 from nemo_like.policy.logprobs import token_logprobs
-from nemo_like.policy.model_inputs import ModelInputs
+from nemo_like.policy.model_inputs import ModelInputs, OutputEmbedding, TokenLogprobs
 from nemo_like.policy.projection import VocabShard
-from nemo_like.policy.vocab_head import OutputEmbedding
 
 TEACHER = "teacher"
 """Row column: index of the teacher of each row, int64 [B]; needed with several teachers."""
@@ -108,7 +106,7 @@ class Targets:
 
 
 class DistillationHead:
-    """Computes the divergence from the teachers; a `vocab_head.OutputHead`."""
+    """Computes the divergence from the teachers; a `ModelInputs.head`."""
 
     def __init__(
         self,

@@ -16,13 +16,12 @@ from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
 from nemo_like.device_transfer import start_copy_to_host, wait_for_copies
 from nemo_like.integer_math import round_up
-from nemo_like.policy.engine import Engine, TokenLogprobs
+from nemo_like.policy.engine import Engine
 from nemo_like.policy.logprobs import token_logprobs
-from nemo_like.policy.model_inputs import ModelInputs
+from nemo_like.policy.model_inputs import ModelInputs, OutputEmbedding, TokenLogprobs
 from nemo_like.policy.shard_rows import ShardRows
 from nemo_like.policy.targets import TEACHER, Stored, Targets, TargetSettings, TeacherEmbedding
 from nemo_like.policy.top_k import top_k_logprobs
-from nemo_like.policy.vocab_head import OutputEmbedding
 
 
 def teacher_config(policy: PolicyConfig, model_name: str) -> PolicyConfig:
@@ -90,7 +89,7 @@ class Teachers:
 
 
 class _TeacherHead:
-    """Computes what is kept of a microbatch of a teacher; a `vocab_head.OutputHead`."""
+    """Computes what is kept of a microbatch of a teacher; a `ModelInputs.head`."""
 
     def __init__(self, settings: TargetSettings, vocab_size: int) -> None:
         """`vocab_size` is the number of tokens that teacher and policy have in common."""

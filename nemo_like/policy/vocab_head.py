@@ -2,39 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
-
 from torch import Tensor
 
-from nemo_like.policy.engine import TokenLogprobs
 from nemo_like.policy.logprobs import scatter_logprobs, token_logprobs
-from nemo_like.policy.model_inputs import ModelInputs
+from nemo_like.policy.model_inputs import ModelInputs, OutputEmbedding, TokenLogprobs
 from nemo_like.policy.projection import VocabShard
 from nemo_like.sampling_filter import SamplingFilter
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputEmbedding:
-    """The input of an output head: hidden states, and this rank's part of the vocabulary."""
-
-    hidden: Tensor
-    """[T, D], of all T positions of this rank."""
-    weight: Tensor
-    """[V, D]: this rank's rows. FSDP frees them after the forward pass."""
-    bias: Tensor | None
-    """[V]."""
-    vocab: VocabShard | None
-    chunk_size: int
-    """Tokens per chunk in which logits are computed."""
-
-
-class OutputHead(Protocol):
-    """Computes the outputs of a microbatch other than the log-probs of its labels."""
-
-    def __call__(self, embedding: OutputEmbedding, inputs: ModelInputs) -> TokenLogprobs:
-        """Return the outputs, [T] each."""
-        ...
 
 
 def label_logprobs(

@@ -22,7 +22,12 @@ from nemo_like.distributed.batched_data_dict import SlicedDataDict
 from nemo_like.losses import GlobalCounts, Loss, LossInputs, fetch_metrics
 from nemo_like.metrics import Max, Mean, Metrics, Sum, merge_metrics
 from nemo_like.policy.compilation import CompilationCounter
-from nemo_like.policy.device_flops import peak_flops, reset_peak_memory, total_memory_bytes
+from nemo_like.policy.device_flops import (
+    DeviceInfo,
+    peak_flops,
+    reset_peak_memory,
+    total_memory_bytes,
+)
 from nemo_like.policy.engine import Engine
 from nemo_like.policy.isolation import IsolationReport, probe_isolation
 from nemo_like.policy.logprob_store import LogprobHandle, LogprobName, LogprobStore
@@ -36,16 +41,19 @@ from nemo_like.policy.shard_rows import ShardRows
 from nemo_like.policy.step_metrics import gradient_metrics, max_over_mean, memory_metrics
 from nemo_like.policy.targets import TargetSettings
 from nemo_like.policy.teachers import Teachers
-from nemo_like.policy.worker_protocol import Columns, DeviceInfo
 from nemo_like.run import directory as run_directory
 from nemo_like.run.files import FileRecord
 from nemo_like.sampling_filter import SamplingFilter
 from nemo_like.weight_sync.channel import ChannelRequest, ChannelSpec, SentBucket, WeightPlan
 from nemo_like.weight_sync.sender import WeightSender
 
+Columns = Mapping[str, np.ndarray | Jagged]
+
 
 class PolicyWorker:
-    """Implements `PolicyWorkerProtocol` with one engine, and for the reference a frozen one.
+    """One rank of the policy, with one engine, and for the reference a frozen one.
+
+    Every method is called on all ranks.
 
     `DTensorPolicyWorker` and `MegatronPolicyWorker` choose the engines.
     """
@@ -78,7 +86,7 @@ class PolicyWorker:
         self._compilations = None if config.compile == "none" else CompilationCounter()
 
     def device_info(self) -> DeviceInfo:
-        """See `PolicyWorkerProtocol.device_info`."""
+        """Return the speed and memory of this worker's device."""
         peak, source = peak_flops(self._policy.device)
         memory_bytes = total_memory_bytes(self._policy.device)
         return DeviceInfo(peak_flops=peak, peak_flops_source=source, memory_bytes=memory_bytes)
@@ -90,7 +98,15 @@ class PolicyWorker:
         *,
         as_sampled: bool = True,
     ) -> LogprobHandle:
-        """See `PolicyWorkerProtocol.compute_logprobs`."""
+        """Compute the log-probs `names` and keep them on this rank; returns their handle.
+
+        None means `prev_logprobs`, and with a reference also `reference_logprobs`. They are at the
+        sampling temperature and 0 for tokens that are not trained; `prev_logprobs` are under the
+        distribution that is sampled from, `reference_logprobs` under the reference's unfiltered
+        distribution. Without `as_sampled` all are those of the models' own distributions, at
+        temperature 1 and unfiltered. The log-probs of the previous call are released. Raises
+        ValueError for `reference_logprobs` without a reference.
+        """
         sources: dict[LogprobName, tuple[Engine, SamplingFilter | None]] = {
             "prev_logprobs": (self._policy, self._sampling_filter)
         }
@@ -126,7 +142,13 @@ class PolicyWorker:
         return self._logprobs.keep(columns, names)
 
     def compute_targets(self, shard: SlicedDataDict, settings: TargetSettings) -> LogprobHandle:
-        """See `PolicyWorkerProtocol.compute_targets`."""
+        """Run the teachers on the microbatches of the plan and keep their results on this rank.
+
+        The shard of a worker with several teachers has the row column `teacher`, the index of the
+        teacher of each row. `train` and `evaluate` with the handle compute the divergence from the
+        teachers, for `losses.distillation`. The results are released by the next pass and when the
+        model is offloaded. Raises ValueError without teachers.
+        """
         assert shard.plan is not None, "a shard of BatchedDataDict.shard has a plan"
         self._logprobs.start_pass()
         rows = self._rows(shard, shard.plan.spec)
@@ -134,11 +156,19 @@ class PolicyWorker:
         return self._logprobs.keep_targets(targets)
 
     def fetch_logprobs(self, shard: SlicedDataDict, logprobs: LogprobHandle) -> dict[str, Jagged]:
-        """See `PolicyWorkerProtocol.fetch_logprobs`: float32 [T] each."""
+        """Return kept log-probs, float32 [T] over the tokens of the shard in its row order.
+
+        Empty on all pipeline stages but the last. Raises ValueError if `logprobs` is not the handle
+        of the latest call of `compute_logprobs`.
+        """
         return self._logprobs.columns(logprobs, shard["input_ids"])
 
     def compute_scores(self, shard: SlicedDataDict) -> np.ndarray | None:
-        """See `PolicyWorkerProtocol.compute_scores`: float32 [B]."""
+        """Compute the score of each row of the shard, float32 [B], without gradients.
+
+        The budget is that of log-probs. None on all pipeline stages but the last. Raises ValueError
+        for a model without a score head.
+        """
         return shard_scores(self._policy, shard, _logprob_plan(shard))
 
     def train(
@@ -150,7 +180,17 @@ class PolicyWorker:
         *,
         keep_logprobs: bool = False,
     ) -> list[Metrics]:
-        """See `PolicyWorkerProtocol.train`."""
+        """Take one optimizer step for each step of the plan.
+
+        With `keep_logprobs` the log-probs that the training pass computes stay in host memory for
+        `fetch_trained_logprobs`.
+
+        `columns` and the kept log-probs of the handle `logprobs` extend the columns of the shard.
+        A step whose loss or gradients are not finite is skipped (`Engine.optimizer_step`);
+        `skipped_steps` describes it. Returns the metrics of each step over all dp ranks, equal on
+        all of them. Raises ValueError for a handle that `fetch_logprobs` refuses, and
+        NonFiniteError when a step leaves weights that are not finite.
+        """
         plan = shard.plan
         assert plan is not None, "a shard of BatchedDataDict.shard has a plan"
         rows = self._training_rows(shard, plan, columns, logprobs)
@@ -166,7 +206,11 @@ class PolicyWorker:
         return steps
 
     def fetch_trained_logprobs(self) -> Jagged | None:
-        """See `PolicyWorkerProtocol.fetch_trained_logprobs`: float32 [T]."""
+        """Return the log-probs of the last `train`, float32 [T] in the row order of its shard.
+
+        0 for tokens that are not trained. None without `keep_logprobs`, and on all pipeline stages
+        but the last.
+        """
         return self._trained_logprobs
 
     def measure_gradient(
@@ -176,7 +220,11 @@ class PolicyWorker:
         loss: Loss,
         logprobs: LogprobHandle | None = None,
     ) -> Metrics:
-        """See `PolicyWorkerProtocol.measure_gradient`."""
+        """Return the metrics of the first optimizer step of the plan without taking it.
+
+        They are those of the loss, the gradient's norm before clipping, and the counts. Weights
+        and optimizer state do not change. The arguments are those of `train`.
+        """
         plan = shard.plan
         assert plan is not None, "a shard of BatchedDataDict.shard has a plan"
         rows = self._training_rows(shard, plan, columns, logprobs)
@@ -190,13 +238,20 @@ class PolicyWorker:
         return metrics | gradient_metrics(grad_norm, counts)
 
     def skipped_steps(self) -> list[SkippedStep]:
-        """See `PolicyWorkerProtocol.skipped_steps`."""
+        """Return the skipped steps of the last `train`, with the rows of this dp rank.
+
+        Only the last pipeline stage knows the rows.
+        """
         return self._skipped
 
     def evaluate(
         self, shard: SlicedDataDict, loss: Loss, logprobs: LogprobHandle | None = None
     ) -> Metrics:
-        """See `PolicyWorkerProtocol.evaluate`."""
+        """Return the loss's metrics over all rows of all dp ranks, without gradients.
+
+        The weights are the averages with `policy.ema.use_for_validation`. `logprobs` is as in
+        `train`.
+        """
         plan = _logprob_plan(shard)
         rows = self._rows({**shard, **self._kept_logprobs(shard, logprobs)}, plan.spec, logprobs)
         # Only the metrics are used, so the loss is not normalized.
@@ -213,7 +268,7 @@ class PolicyWorker:
         return merge_metrics(self._policy.gather_over_dp_cp(local_metrics))
 
     def probe_isolation(self) -> IsolationReport:
-        """See `PolicyWorkerProtocol.probe_isolation`."""
+        """Check that rows of a microbatch do not see each other; raises IsolationError."""
         return probe_isolation(
             self._policy,
             layout="packed" if self.config.sequence_packing.enabled else "padded",
@@ -242,20 +297,29 @@ class PolicyWorker:
         return self._weights.close()
 
     def save(self, directory: str | Path) -> dict[str, FileRecord]:
-        """See `PolicyWorkerProtocol.save`."""
+        """Write this rank's shard of weights and optimizer; returns its files' records.
+
+        Raises NonFiniteError, before anything is written, if a weight or a moment is not finite.
+        """
         self._start_save(directory, in_background=False)
         return self.finish_save()
 
     def start_save(self, directory: str | Path) -> None:
-        """See `PolicyWorkerProtocol.start_save`."""
+        """Copy this rank's shard to host memory and write it in a thread; see `save`.
+
+        Training may continue at once. Call `finish_save` before the next save.
+        """
         self._start_save(directory, in_background=True)
 
     def is_save_written(self) -> bool:
-        """See `PolicyWorkerProtocol.is_save_written`."""
+        """Return True if `finish_save` would not wait for this rank's files."""
         return self._pending_save is None or self._pending_save.is_written()
 
     def finish_save(self) -> dict[str, FileRecord]:
-        """See `PolicyWorkerProtocol.finish_save`."""
+        """Wait until the checkpoint of `start_save` is complete; returns the files' records.
+
+        Raises WriteError if a file could not be written.
+        """
         pending = self._pending_save
         if pending is None:
             raise RuntimeError("no save has been started; call start_save first")
@@ -275,7 +339,11 @@ class PolicyWorker:
         self._pending_save = WorkerSave(policy, reference)
 
     def load(self, directory: str | Path) -> None:
-        """See `PolicyWorkerProtocol.load`."""
+        """Read what `save` wrote with any number of ranks.
+
+        The reference changes only if it had been updated before the save. Raises NonFiniteError if
+        a weight or a moment is not finite.
+        """
         self._policy.load(Path(directory))
         if not self._policy.is_finite(with_moments=True):
             raise NonFiniteError(
@@ -287,7 +355,7 @@ class PolicyWorker:
             self._reference.load(Path(directory))
 
     def update_reference(self) -> None:
-        """See `PolicyWorkerProtocol.update_reference`."""
+        """Copy the policy's weights into the reference. Raises ValueError without a reference."""
         if self._reference is None:
             raise ValueError(
                 "this worker has no reference to update; start it with needs_reference=True"
@@ -295,7 +363,10 @@ class PolicyWorker:
         self._reference.update(self._policy)
 
     def export_hf(self, directory: str | Path, *, ema: bool = False) -> None:
-        """See `PolicyWorkerProtocol.export_hf`."""
+        """Write a transformers model directory on rank 0, with `ema` of the averaged weights.
+
+        Raises NonFiniteError if a weight is not finite, RuntimeError without averages.
+        """
         self._check_finite()
         with self._policy.ema_weights() if ema else nullcontext():
             self._policy.export_hf(Path(directory))
@@ -305,13 +376,13 @@ class PolicyWorker:
         return run_directory.answer(folder, token, self._policy.rank)
 
     def offload(self) -> None:
-        """See `PolicyWorkerProtocol.offload`."""
+        """Move weights and optimizer state to host memory."""
         self._logprobs.release_targets()
         for engine in self._engines:
             engine.offload()
 
     def onload(self) -> None:
-        """See `PolicyWorkerProtocol.onload`."""
+        """Move weights and optimizer state back to the device."""
         for engine in self._engines:
             engine.onload()
 

@@ -14,7 +14,7 @@ from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.policy import Policy
-from nemo_like.policy.worker_protocol import PolicyWorkerProtocol
+from nemo_like.policy.worker import PolicyWorker
 from nemo_like.rollout.model_rewards import ModelRewards, RewardModel
 from nemo_like.run.progress import Progress
 from nemo_like.training.reward_model_files import RewardModelFiles, open_reward_model
@@ -135,5 +135,5 @@ def _start_model(
     )
     if offloads:
         # Policy, generator or another reward model is loaded onto the same devices next.
-        call_all(group, PolicyWorkerProtocol.offload)
+        call_all(group, PolicyWorker.offload)
     return Policy(group, serving, spec, seed=config.seed)

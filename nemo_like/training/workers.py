@@ -25,7 +25,6 @@ from nemo_like.environments.loading import load_reward_functions
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
-from nemo_like.policy.worker_protocol import PolicyWorkerProtocol
 from nemo_like.prediction.offload import OffloadDecision
 from nemo_like.run.progress import Progress
 from nemo_like.training.model_files import open_model_spec
@@ -98,9 +97,9 @@ class RunWorkers:
             with self.generator_offloaded():
                 yield
         else:
-            call_all(self.policy.group, PolicyWorkerProtocol.offload)
+            call_all(self.policy.group, PolicyWorker.offload)
             yield
-            call_all(self.policy.group, PolicyWorkerProtocol.onload)
+            call_all(self.policy.group, PolicyWorker.onload)
 
     def generator_offloaded(self) -> AbstractContextManager[None]:
         """Return a context in which the generator is in host memory, if the run offloads it."""
@@ -140,7 +139,7 @@ def start_workers(
                 _report_offload(offload, progress)
             if offload.offloads:
                 # The generator is loaded onto the same device next.
-                call_all(policy.group, PolicyWorkerProtocol.offload)
+                call_all(policy.group, PolicyWorker.offload)
             phase.advance()
             rollout_workers = None
             if config.generates:

@@ -13,7 +13,7 @@ from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
-from nemo_like.policy import engine_base
+from nemo_like.policy import engine as engine_module
 from nemo_like.policy.compute_clock import ComputeClock
 from tests.policy.dtensor.test_layouts import Rank
 from tests.policy.tiny import random_batch, run_ranks
@@ -56,7 +56,7 @@ def train_beside_a_slow_rank(
     waits for it.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_base, "ComputeClock", WallClock)
+        patch.setattr(engine_module, "ComputeClock", WallClock)
         patch.setattr(
             parallel_layout_module, "MAX_UNSHARDED_BYTES", 0
         )  # collectives in every microbatch

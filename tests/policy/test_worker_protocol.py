@@ -13,7 +13,7 @@ from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.generation.worker_protocol import GenerationWorkerProtocol
 from nemo_like.policy.worker import PolicyWorker
-from nemo_like.policy.worker_protocol import PolicyWorkerProtocol
+from nemo_like.weight_sync.channel import WeightSource
 
 
 def public_methods(protocol: type) -> list[str]:
@@ -26,7 +26,7 @@ def public_methods(protocol: type) -> list[str]:
 
 @pytest.mark.parametrize(
     ("protocol", "worker"),
-    [(PolicyWorkerProtocol, PolicyWorker), (GenerationWorkerProtocol, HFGenerationWorker)],
+    [(WeightSource, PolicyWorker), (GenerationWorkerProtocol, HFGenerationWorker)],
 )
 def test_a_worker_has_the_methods_of_its_protocol(protocol: type, worker: type) -> None:
     names = public_methods(protocol)

@@ -12,7 +12,6 @@ from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
-from nemo_like.policy.worker_protocol import PolicyWorkerProtocol
 from nemo_like.training.rollout_workers import RolloutWorkers
 from nemo_like.training.workers import RunWorkers
 
@@ -63,5 +62,5 @@ def test_a_run_without_generation_has_no_rollout_workers() -> None:
 @pytest.mark.parametrize("worker_class", [PolicyWorker, HFGenerationWorker])
 def test_colocated_workers_can_be_moved(worker_class: type) -> None:
     """`start_workers` calls these by name, and only on GPUs."""
-    for method in (PolicyWorkerProtocol.offload, PolicyWorkerProtocol.onload):
+    for method in (PolicyWorker.offload, PolicyWorker.onload):
         assert callable(getattr(worker_class, method.__name__))

@@ -32,14 +32,13 @@ from nemo_like.policy.dtensor.muon import hidden_matrices
 from nemo_like.policy.dtensor.optimizer import ShardedOptimizer
 from nemo_like.policy.dtensor.parameters import ShardedParameter, gather_parameters, local_shard
 from nemo_like.policy.dtensor.quantized import QuantizedParameter, quantized_parameters
-from nemo_like.policy.engine import ResultT, StepFunction
-from nemo_like.policy.engine_base import EngineBase
+from nemo_like.policy.engine import Engine, ResultT, StepFunction
 from nemo_like.policy.model_inputs import ModelInputs
 from nemo_like.policy.output_head import open_config
 from nemo_like.sampling_filter import SamplingFilter
 
 
-class DTensorEngine(EngineBase[ShardedOptimizer]):
+class DTensorEngine(Engine[ShardedOptimizer]):
     """Implements `Engine`. One process without mixed precision runs the plain module, without FSDP.
 
     With `trainable=False` it has no optimizer: the frozen reference.
@@ -229,7 +228,7 @@ class DTensorEngine(EngineBase[ShardedOptimizer]):
         self._constant_memory.discard_copies()
 
     def _gather_adapters(self) -> dict[str, Tensor]:
-        """See `EngineBase._gather_adapters`."""
+        """See `Engine._gather_adapters`."""
         return {
             sharded.name: sharded.gather_full(local_shard(sharded.parameter))
             for sharded in self._trained
@@ -260,25 +259,25 @@ class DTensorEngine(EngineBase[ShardedOptimizer]):
             module.set_reshard_after_backward(sync, recurse=False)
 
     def move_to_host(self) -> None:
-        """See `EngineBase.move_to_host`; unsharded weights are freed."""
+        """See `Engine.move_to_host`; unsharded weights are freed."""
         for module in self._fsdp_modules:
             module.reshard()
         super().move_to_host()
 
     def _frozen_weights(self) -> Iterator[Tensor]:
-        """See `EngineBase`; shards, [m, ...] each."""
+        """See `Engine`; shards, [m, ...] each."""
         for sharded in self.parameters:
             if not sharded.parameter.requires_grad:
                 yield local_shard(sharded.parameter)
         yield from self._quantized_tensors()
 
     def _masters(self) -> Iterator[tuple[str, Tensor]]:
-        """See `EngineBase`; the shards [m, ...] by Hugging Face name."""
+        """See `Engine`; the shards [m, ...] by Hugging Face name."""
         for sharded in self._trained:
             yield sharded.name, local_shard(sharded.parameter)
 
     def _resident_tensors(self) -> Iterator[Tensor]:
-        """See `EngineBase`; the shards of weights and moments, [m, ...] each."""
+        """See `Engine`; the shards of weights and moments, [m, ...] each."""
         yield from self.local_weights()
         if self._ema is not None:
             yield from self._ema.shards.values()

@@ -30,10 +30,9 @@ from nemo_like.policy.dtensor.lora import add_adapters
 from nemo_like.policy.dtensor.parallel import ShardSpec
 from nemo_like.policy.dtensor.quantized import quantize_layers
 from nemo_like.policy.dtensor.vocab_head import VocabularyHead, is_tied
-from nemo_like.policy.engine import TokenLogprobs
 from nemo_like.policy.freezing import frozen_names
 from nemo_like.policy.lora_state import LoraState
-from nemo_like.policy.model_inputs import ModelInputs
+from nemo_like.policy.model_inputs import ModelInputs, TokenLogprobs
 from nemo_like.policy.output_head import meta_model
 from nemo_like.policy.score_head import ScoreHead, SequenceShare
 from nemo_like.policy.varlen_kernels import varlen_kernel

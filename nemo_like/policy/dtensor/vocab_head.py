@@ -7,8 +7,7 @@ from transformers import PreTrainedModel
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.policy.dtensor.groups import Groups
-from nemo_like.policy.engine import TokenLogprobs
-from nemo_like.policy.model_inputs import ModelInputs
+from nemo_like.policy.model_inputs import ModelInputs, TokenLogprobs
 from nemo_like.policy.projection import VocabShard
 from nemo_like.policy.vocab_head import label_logprobs
 from nemo_like.sampling_filter import SamplingFilter

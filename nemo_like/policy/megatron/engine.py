@@ -25,8 +25,7 @@ from nemo_like.policy.checkpoint.adapter_reader import open_initial, stored_head
 from nemo_like.policy.checkpoint.hf_reader import open_model
 from nemo_like.policy.checkpoint.sharded import PendingSave
 from nemo_like.policy.checkpoint.sharded_reader import EMA, adam_states
-from nemo_like.policy.engine import ResultT, StepFunction
-from nemo_like.policy.engine_base import EngineBase
+from nemo_like.policy.engine import Engine, ResultT, StepFunction
 from nemo_like.policy.freezing import frozen_names
 from nemo_like.policy.megatron import checkpoint as megatron_checkpoint
 from nemo_like.policy.megatron.engine_adapters import EngineAdapters
@@ -52,7 +51,7 @@ from nemo_like.policy.score_head import ScoreHead, SequenceShare
 from nemo_like.sampling_filter import SamplingFilter
 
 
-class MegatronEngine(EngineBase[ShardedAdamW]):
+class MegatronEngine(Engine[ShardedAdamW]):
     """Implements `Engine`. With `trainable=False` it has no optimizer: the frozen reference."""
 
     def __init__(
@@ -320,7 +319,7 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         self._constant_memory.discard_copies()
 
     def _gather_adapters(self) -> dict[str, Tensor]:
-        """See `EngineBase._gather_adapters`."""
+        """See `Engine._gather_adapters`."""
         assert self._adapters is not None, "the model has adapters"
         shapes = self._saved_shapes()
         return dict(self._adapters.gather(list(shapes), shapes, torch.float32))
@@ -365,34 +364,34 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         assert shapes == mapped, "the parameter map and the model have the same parameters"
 
     def move_to_host(self) -> None:
-        """See `EngineBase.move_to_host`; gradients are dropped."""
+        """See `Engine.move_to_host`; gradients are dropped."""
         if self._optimizer is not None:
             self._optimizer.free_gradients()
         super().move_to_host()
 
     def move_to_device(self) -> None:
-        """See `EngineBase.move_to_device`; gradients are 0."""
+        """See `Engine.move_to_device`; gradients are 0."""
         super().move_to_device()
         if self._optimizer is not None:
             self._optimizer.allocate_gradients()
 
     def _frozen_weights(self) -> Iterator[Tensor]:
-        """See `EngineBase`; [...] each."""
+        """See `Engine`; [...] each."""
         for parameter in self._parameters.values():
             if not parameter.requires_grad:
                 yield parameter.detach()
 
     def _masters(self) -> Iterator[tuple[str, Tensor]]:
-        """See `EngineBase`; flat shards [n] by Megatron-Core name."""
+        """See `Engine`; flat shards [n] by Megatron-Core name."""
         for name, shard in self.optimizer.shards():
             yield name, shard.main.detach()
 
     def _publish_masters(self) -> None:
-        """See `EngineBase`."""
+        """See `Engine`."""
         self.optimizer.publish_masters()
 
     def _resident_tensors(self) -> Iterator[Tensor]:
-        """See `EngineBase`; weights [...], and flat master weights and moments [n] each."""
+        """See `Engine`; weights [...], and flat master weights and moments [n] each."""
         for parameter in self.local_weights():
             yield parameter.detach()
         if self._optimizer is not None:

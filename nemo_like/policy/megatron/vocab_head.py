@@ -5,11 +5,10 @@ from __future__ import annotations
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from nemo_like.policy.engine import TokenLogprobs
 from nemo_like.policy.megatron.groups import Groups
 from nemo_like.policy.megatron.model import PackedModel
 from nemo_like.policy.megatron.param_map import ModelSharding
-from nemo_like.policy.model_inputs import ModelInputs
+from nemo_like.policy.model_inputs import ModelInputs, TokenLogprobs
 from nemo_like.policy.projection import VocabShard
 from nemo_like.policy.vocab_head import label_logprobs
 from nemo_like.sampling_filter import SamplingFilter

@@ -18,11 +18,11 @@ from nemo_like.config.parallel import build_layout
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
-from nemo_like.policy import engine_base
+from nemo_like.policy import engine as engine_module
 from nemo_like.policy.compute_clock import ComputeClock
-from nemo_like.policy.engine import TokenLogprobs
 from nemo_like.policy.megatron.engine import MegatronEngine
 from nemo_like.policy.megatron.layers import SegmentAttention
+from nemo_like.policy.model_inputs import TokenLogprobs
 from tests.policy.megatron.ranks import (
     PARALLEL,
     Step,
@@ -220,7 +220,7 @@ def train_beside_a_slow_rank(
     waits for it.
     """
     with pytest.MonkeyPatch.context() as patch, joined(context, parallel) as rank:
-        patch.setattr(engine_base, "ComputeClock", WallClock)
+        patch.setattr(engine_module, "ComputeClock", WallClock)
         worker = rank.worker(config)
         engine: Any = worker._policy
         if context.rank == 0:
