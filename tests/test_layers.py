@@ -75,7 +75,8 @@ LIGHT_MODULES = (
     "nemo_like.reports.plan_page",
 )
 
-MAX_FILE_LINES = 500
+MAX_FILE_LINES = 400
+"""Code lines: without blank lines, comments and docstrings."""
 MAX_FUNCTION_LINES = 125
 
 
@@ -83,6 +84,20 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
     """(path in the package, its syntax tree) of every file."""
     for path in sorted(PACKAGE.rglob("*.py")):
         yield path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def num_code_lines(path: str, tree: ast.Module) -> int:
+    """Lines of a file that are neither blank nor a comment nor part of a docstring."""
+    documented: set[int] = set()
+    for node in ast.walk(tree):
+        is_string = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_string and isinstance(node.value.value, str):
+            documented.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = (PACKAGE / path).read_text(encoding="utf-8").splitlines()
+    return sum(
+        number not in documented and bool(line.strip()) and not line.strip().startswith("#")
+        for number, line in enumerate(lines, 1)
+    )
 
 
 def imported_names(tree: ast.Module) -> Iterator[str]:
@@ -184,10 +199,9 @@ def test_no_module_has_a_name_without_meaning() -> None:
 
 def test_files_and_functions_stay_small() -> None:
     long = [
-        f"{path}: {num_lines} lines"
-        for path, _ in sources()
-        if (num_lines := len((PACKAGE / path).read_text(encoding="utf-8").splitlines()))
-        > MAX_FILE_LINES
+        f"{path}: {num_lines} code lines"
+        for path, tree in sources()
+        if (num_lines := num_code_lines(path, tree)) > MAX_FILE_LINES
     ]
     long += [
         f"{path}:{node.lineno} {node.name}: {num_lines} lines"
