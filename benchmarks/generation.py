@@ -26,8 +26,7 @@ from transformers import AutoTokenizer
 from nemo_like.config.generation import VLLMGenerationConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.local_group import local_context
-from nemo_like.generation.requests import GenerationRequests
-from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.generation.requests import GenerationRequests, SamplingParams
 
 BACKENDS = ("vllm", "hf")
 

@@ -45,7 +45,7 @@ from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.losses import NllLoss
 from nemo_like.models.presets import load_spec
 from nemo_like.models.spec import ModelSpec
-from nemo_like.policy.device_flops import peak_flops
+from nemo_like.policy.device import peak_flops
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.policy import Policy
 

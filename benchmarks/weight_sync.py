@@ -51,8 +51,13 @@ from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.policy import Policy as PolicyDriver
 from nemo_like.training.weights import GeneratorWeights
 from nemo_like.weight_sync.broadcast import BroadcastReceiver, BroadcastSender
-from nemo_like.weight_sync.bucket import MAX_BUCKET_BYTES, BucketLayout, plan_layouts
-from nemo_like.weight_sync.channel import ChannelSpec, Transport
+from nemo_like.weight_sync.channel import (
+    MAX_BUCKET_BYTES,
+    BucketLayout,
+    ChannelSpec,
+    Transport,
+    plan_layouts,
+)
 from nemo_like.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from nemo_like.weight_sync.sync import SyncReport, WeightSync
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.cells import Cell
-from nemo_like.policy import attention
-from nemo_like.policy.segment_attention import Spans, segment_attention
-from nemo_like.policy.varlen_kernels import varlen_kernel
+from nemo_like.policy.inputs import attention
+from nemo_like.policy.inputs.attention import varlen_kernel
+from nemo_like.policy.inputs.segment_attention import Spans, segment_attention
 
 LENGTHS = (100, 1, 37, 400, 64, 1)
 """Rows of the check; a row of one token is its own context."""

@@ -14,10 +14,9 @@ from benchmarks.gpu.training_steps import StepCase, throughput, time_calls
 from nemo_like.config.lora import LoraConfig
 from nemo_like.config.optimization import EmaConfig
 from nemo_like.config.schema import OptimizerConfig
-from nemo_like.losses.bradley_terry import BradleyTerryLoss
-from nemo_like.losses.distillation import DistillationLoss
-from nemo_like.losses.divergence import Divergence
-from nemo_like.policy.targets import TargetSettings
+from nemo_like.losses.distillation import DistillationLoss, Divergence
+from nemo_like.losses.pairs import BradleyTerryLoss
+from nemo_like.policy.heads.targets import TargetSettings
 
 _LORA: Options = {"policy.lora": LoraConfig(enabled=True)}
 _RATE = 1e-6

@@ -14,8 +14,7 @@ from benchmarks.gpu.training_steps import synchronize
 from nemo_like.config.generation import VLLMGenerationConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.local_group import local_context
-from nemo_like.generation.requests import GenerationRequests
-from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.generation.requests import GenerationRequests, SamplingParams
 
 _WARMUP_TOKENS = 4
 

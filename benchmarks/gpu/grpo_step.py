@@ -22,7 +22,7 @@ from nemo_like.config.generation import HFGenerationConfig
 from nemo_like.config.reward import RewardConfig, RewardFunctionConfig
 from nemo_like.config.schema import ClusterConfig, DataConfig, GenerationConfig
 from nemo_like.environments.reward import RewardSample
-from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.generation.requests import SamplingParams
 from nemo_like.losses import ClippedPolicyGradientLoss
 from nemo_like.metrics import Timers
 from nemo_like.rollout.collector import RolloutCollector

@@ -16,10 +16,9 @@ from torch.nn.attention.varlen import varlen_attn
 from benchmarks.gpu.cells import SkipCell
 from benchmarks.gpu.training_steps import time_calls
 from nemo_like.models.spec import ModelSpec
-from nemo_like.policy.attention import varlen_attention
-from nemo_like.policy.logprobs import token_logprobs
-from nemo_like.policy.segment_attention import Spans
-from nemo_like.policy.varlen_kernels import VarlenKernel, varlen_kernel
+from nemo_like.policy.heads.logprobs import token_logprobs
+from nemo_like.policy.inputs.attention import VarlenKernel, varlen_attention, varlen_kernel
+from nemo_like.policy.inputs.segment_attention import Spans
 
 
 def time_attention(

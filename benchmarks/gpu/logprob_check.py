@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu.cells import Cell
 from benchmarks.gpu.sizes import Size
-from nemo_like.policy.logprobs import token_logprobs
+from nemo_like.policy.heads.logprobs import token_logprobs
 
 _LOGIT_STD = 4.0
 """Standard deviation of the logits: a peaked distribution, as that of a trained model."""

@@ -14,8 +14,7 @@ from torch import Tensor
 from benchmarks.gpu.cells import SkipCell
 from benchmarks.gpu.peer import checksum, receive, started_peer
 from benchmarks.gpu.training_steps import synchronize, time_calls
-from nemo_like.weight_sync.bucket import MAX_BUCKET_BYTES, plan_layouts
-from nemo_like.weight_sync.channel import ChannelSpec
+from nemo_like.weight_sync.channel import MAX_BUCKET_BYTES, ChannelSpec, plan_layouts
 from nemo_like.weight_sync.cuda_ipc import CudaIpcSender
 from nemo_like.weight_sync.shared_memory import SharedMemorySender
 

@@ -16,7 +16,7 @@ from nemo_like.commands.answer_rows import PromptFile
 from nemo_like.config.errors import shown_path
 from nemo_like.config.text import counted
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.generation.requests import SamplingParams
 from nemo_like.rollout.answers import Answer, answer_prompts
 from nemo_like.run.progress import Progress
 from nemo_like.training.answer_workers import start_answer_workers

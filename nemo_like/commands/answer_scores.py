@@ -18,7 +18,7 @@ from nemo_like.config.build import to_dict
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.environments.reward import RewardSample
-from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.generation.requests import SamplingParams
 from nemo_like.rollout.collector import RolloutJob
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.run.progress import Progress

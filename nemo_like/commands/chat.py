@@ -21,9 +21,11 @@ from nemo_like.data.datasets import surrogate_problem
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.messages import Message
 from nemo_like.distributed.local_group import local_context
-from nemo_like.generation.requests import GenerationRequests
-from nemo_like.generation.sampling_params import SamplingParams
-from nemo_like.generation.worker_protocol import GenerationWorkerProtocol
+from nemo_like.generation.requests import (
+    GenerationRequests,
+    GenerationWorkerProtocol,
+    SamplingParams,
+)
 from nemo_like.rollout.rollout import row_seeds
 from nemo_like.run.files import AppendedFile
 from nemo_like.training.model_files import open_encoder, open_model_spec

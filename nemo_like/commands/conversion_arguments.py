@@ -52,7 +52,7 @@ def add_commands(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> str:
     """Run the command and return its message. Raises ConfigError for wrong input."""
     if arguments.command == "convert":
-        from nemo_like.policy.checkpoint.gguf import convert_gguf
+        from nemo_like.policy.checkpoint.hf_reader import convert_gguf
 
         return f"wrote {convert_gguf(arguments.source, arguments.out)}"
     from nemo_like.commands.export import export_checkpoint

@@ -16,16 +16,15 @@ import numpy as np
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.errors import WorkerFailure
 from nemo_like.distributed.worker_group import Handle
-from nemo_like.generation.replica import Replica, assign_units
-from nemo_like.generation.replica_set import ReplicaSet, StartReplica
+from nemo_like.generation.replicas import Replica, ReplicaSet, StartReplica, assign_units
 from nemo_like.generation.requests import (
     Completions,
     GenerationProgress,
     GenerationRequests,
+    GenerationWorkerProtocol,
+    SamplingParams,
     check_room,
 )
-from nemo_like.generation.sampling_params import SamplingParams
-from nemo_like.generation.worker_protocol import GenerationWorkerProtocol
 from nemo_like.metrics import Mean, Metrics, Sum
 
 logger = logging.getLogger(__name__)

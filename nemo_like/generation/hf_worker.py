@@ -19,10 +19,8 @@ from nemo_like.config.model_directory import require_model_directory
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.generation.adapters import Shapes, adapter_shapes, add_adapters
-from nemo_like.generation.end_tokens import declared_end_token_ids
-from nemo_like.generation.hf_decoding import DecodedRow, DecodingBatch
-from nemo_like.generation.host_weights import HostWeights
+from nemo_like.generation.adapters import HostWeights, Shapes, adapter_shapes, add_adapters
+from nemo_like.generation.hf_decoding import DecodedRow, DecodingBatch, declared_end_token_ids
 from nemo_like.generation.requests import (
     Completions,
     GenerationProgress,
@@ -30,8 +28,13 @@ from nemo_like.generation.requests import (
     check_room,
 )
 from nemo_like.models.pretrained import load_tokenizer
-from nemo_like.weight_sync.channel import BucketMessage, ChannelSpec, Endpoint, LoadedBucket
-from nemo_like.weight_sync.coverage import UpdateCoverage
+from nemo_like.weight_sync.channel import (
+    BucketMessage,
+    ChannelSpec,
+    Endpoint,
+    LoadedBucket,
+    UpdateCoverage,
+)
 from nemo_like.weight_sync.receiver import NamedTensors, WeightReceiver
 
 

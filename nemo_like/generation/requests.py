@@ -1,15 +1,80 @@
-"""Requests for completions and their results, as jagged arrays."""
+"""Requests to a generation worker, sampling options, completions, and the methods of a worker.
+
+The methods of a generation worker that a driver calls.
+
+A worker is one replica of the generator, on one or several devices. It implements
+`GenerationWorkerProtocol` and runs only while one of its methods is called: the driver submits
+requests, then calls `poll` again and again, and updates the weights between two polls. Weights,
+requests and completions therefore change in the order of the calls, with no thread in the worker.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
+from nemo_like.config.generation import GenerationConfig
 from nemo_like.data.jagged import Jagged
-from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.sampling_filter import SamplingFilter
+from nemo_like.weight_sync.channel import WeightTarget
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling options, with the names and meanings of `policy.generation`."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    stop_strings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
+        _require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or above")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]; 1 turns the filter off")
+        _require(
+            self.top_k is None or self.top_k >= -1,
+            "top_k",
+            self.top_k,
+            "at least 1; null, 0 or -1 turns the filter off",
+        )
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]; 0 turns the filter off")
+        _require(all(self.stop_strings), "stop_strings", self.stop_strings, "non-empty strings")
+
+    @property
+    def token_filter(self) -> SamplingFilter:
+        """Filter of the tokens that may be sampled; not applied at temperature 0."""
+        return SamplingFilter(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+
+    @classmethod
+    def from_config(
+        cls, config: GenerationConfig, *, temperature: float | None = None
+    ) -> SamplingParams:
+        """Return the sampling keys of `config`; `temperature` overrides its temperature.
+
+        Validation usually samples greedily.
+        """
+        if temperature is None:
+            temperature = config.temperature
+        return cls(
+            max_new_tokens=config.max_new_tokens,
+            temperature=temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+            stop_strings=tuple(config.stop_strings),
+        )
+
+
+def _require(is_valid: bool, key: str, value: object, rule: str) -> None:
+    if not is_valid:
+        raise ValueError(f"policy.generation.{key} is {value!r}; it must be {rule}")
+
 
 FinishReason = Literal["stop", "length"]
 """`stop`: an end token or a stop string. `length`: the token limit was reached."""
@@ -171,3 +236,65 @@ def check_room(requests: GenerationRequests) -> None:
         f" {limit}, which leaves no room for a completion; raise it to at least"
         f" {lengths[row] + 1} or drop the prompt"
     )
+
+
+class GenerationWorkerProtocol(WeightTarget, Protocol):
+    """One replica of the generator.
+
+    A weight update (`WeightTarget`) may come while requests are unfinished. They then continue with
+    the new weights: the replica recomputes their KV cache, and no cached prefix of the old weights
+    is read again.
+    """
+
+    def submit(self, requests: GenerationRequests) -> None:
+        """Add requests to the queue; they are decoded by later calls of `poll`.
+
+        Raises ValueError for a prompt that is empty or leaves no room for a token; no request of
+        the call is added then.
+        """
+        ...
+
+    def poll(self, max_seconds: float) -> GenerationProgress:
+        """Decode for about `max_seconds`, or until every request is finished.
+
+        At least one decoding step is done if a request is unfinished. Raises FloatingPointError if
+        the model's logits are not finite, RuntimeError inside a weight update.
+        """
+        ...
+
+    def partial_tokens(self) -> dict[int, list[int]]:
+        """Return the tokens sampled so far for each running request, by its id.
+
+        For output while a completion is decoded; `poll` returns the complete ones.
+        """
+        ...
+
+    def abort(self) -> int:
+        """Discard all unfinished requests; return the number of tokens sampled for them."""
+        ...
+
+    def start_rollout(self) -> None:
+        """Forget cached prefixes if no request is unfinished.
+
+        Results of a rollout then do not depend on what the replica computed before, which a
+        bit-exact resume needs.
+        """
+        ...
+
+    def score(self, rows: Jagged) -> Jagged:
+        """Return the log-prob of each token given those before it in its row, float32.
+
+        `rows` has int32 token ids, at most `max_total_length` per row. The log-probs are those of
+        the model at temperature 1 without filters; the first of each row is 0. The result has the
+        lengths of `rows`. For the comparison with the policy after a weight update: raises
+        RuntimeError if cached prefixes of older weights would be read.
+        """
+        ...
+
+    def offload(self) -> None:
+        """Release the memory of the device: weights go to host memory, the KV cache is dropped."""
+        ...
+
+    def onload(self) -> None:
+        """Move the weights back to the device."""
+        ...

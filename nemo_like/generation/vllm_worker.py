@@ -22,13 +22,14 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.generation.adapters import AdapterSettings
-from nemo_like.generation.end_tokens import declared_end_token_ids
+from nemo_like.generation.hf_decoding import declared_end_token_ids
 from nemo_like.generation.requests import GenerationProgress, GenerationRequests, check_room
-from nemo_like.generation.vllm_engine import ChildProcesses, start_engine
-from nemo_like.generation.vllm_requests import (
+from nemo_like.generation.vllm_engine import (
+    ChildProcesses,
     prompt_logprobs,
     sampling_request,
     scoring_request,
+    start_engine,
     to_completions,
     vllm_prompt,
 )
@@ -261,7 +262,7 @@ class VLLMGenerationWorker:
     def _start_adapter(self, adapters: AdapterSettings) -> LoRARequest:
         """Set an adapter that is 0; return the option of the requests that use it."""
         # Imported on demand: vLLM is an optional dependency.
-        from nemo_like.generation.vllm_adapter import adapter_request
+        from nemo_like.generation.vllm_extension import adapter_request
 
         self._call_ranks("start_adapter", adapters)
         return adapter_request()

@@ -2,9 +2,17 @@
 
 from nemo_like.losses.likelihood import NllLoss
 from nemo_like.losses.policy_gradient import ClippedPolicyGradientLoss
-from nemo_like.losses.reduce import GlobalCounts, HostRows, Loss, LossInputs, LossTerms
+from nemo_like.losses.reduce import (
+    GlobalCounts,
+    HostRows,
+    Loss,
+    LossInputs,
+    LossMetrics,
+    LossTerms,
+    TensorMean,
+    fetch_metrics,
+)
 from nemo_like.losses.rollout_loss import RolloutLoss, rollout_loss
-from nemo_like.losses.tensor_metrics import LossMetrics, TensorMean, fetch_metrics
 
 __all__ = [
     "ClippedPolicyGradientLoss",

@@ -10,11 +10,13 @@ from torch import Tensor
 from nemo_like.losses.reduce import (
     GlobalCounts,
     LossInputs,
+    LossMetric,
     LossTerms,
     Normalization,
+    TensorMean,
+    mean_metrics,
     token_weights,
 )
-from nemo_like.losses.tensor_metrics import LossMetric, TensorMean, mean_metrics
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,29 @@
-"""Pairs of rows in a microbatch: which rows belong together, and means over pairs."""
+"""Losses of pairs of rows: which rows belong together, means over pairs, Bradley-Terry.
+
+Bradley-Terry loss of a reward model: the chosen completion has the higher score.
+
+With the scores r of the two completions of a pair and its margin m (0 without the column `margin`),
+the loss of the pair is
+
+    -log sigmoid(r_chosen - r_rejected - m) + c (r_chosen + r_rejected)^2
+
+The first term is that of Bradley and Terry (1952) with the margin of Llama 2 (Touvron et al. 2023,
+equation 2); the second, with `center_coefficient` c, keeps the mean score of a pair near 0, which
+the first term leaves free (Eisenstein et al. 2023, "Helping or Herding?"). The loss of a batch is
+the mean over its pairs, over all data-parallel ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from nemo_like.device_transfer import to_device
-from nemo_like.losses.reduce import LossInputs
-from nemo_like.losses.tensor_metrics import LossMetrics, TensorMean
+from nemo_like.losses.reduce import GlobalCounts, LossInputs, LossMetrics, LossTerms, TensorMean
 
 
 def pair_rows(inputs: LossInputs) -> tuple[Tensor, Tensor]:
@@ -44,3 +58,75 @@ def pair_means(values: Mapping[str, Tensor]) -> LossMetrics:
     for name, value in values.items():
         metrics[name] = TensorMean(value.detach().float().sum(), float(len(value)))
     return metrics
+
+
+def bradley_terry_losses(
+    chosen: Tensor,
+    rejected: Tensor,
+    margins: Tensor | None = None,
+    *,
+    center_coefficient: float = 0.0,
+) -> Tensor:
+    """Return the loss of each pair, float32 [P].
+
+    `chosen` and `rejected`, float32 [P], are the scores, and `margins`, float32 [P], by how much
+    the first should exceed the second.
+    """
+    differences = chosen - rejected
+    if margins is not None:
+        differences = differences - margins
+    # logsigmoid() and not log(sigmoid()): the latter is -inf below -104 in float32.
+    losses = -logsigmoid(differences)
+    if center_coefficient > 0:
+        losses = losses + center_coefficient * (chosen + rejected).square()
+    return losses
+
+
+@dataclass(frozen=True, kw_only=True)
+class BradleyTerryLoss:
+    """Loss of pairs. Row columns: `pair` (equal for the two rows of a pair), `is_chosen` and, where
+    pairs have margins, `margin` (equal in both rows).
+    """
+
+    center_coefficient: float = 0.0
+    uses_sampling_distribution: bool = False
+    """Scores have no distribution."""
+    needs_entropy: bool = False
+    entropy_gradient: bool = False
+
+    def denominator(self, counts: GlobalCounts) -> float:
+        """Return the number of pairs of the optimizer step."""
+        # At least 1, so that the gradient of a step without pairs is 0 and not NaN.
+        return max(counts.num_rows / 2, 1.0)
+
+    def coupled_rows(self, inputs: LossInputs) -> Tensor:
+        """Return the pair of each row, int64 [R]."""
+        return inputs.row_columns["pair"]
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Compute from `LossInputs.row_scores`.
+
+        Raises ValueError if a pair is not complete in the microbatch, or without scores.
+        """
+        scores = inputs.row_scores
+        if scores is None:
+            raise ValueError(
+                "BradleyTerryLoss needs scores; start the policy workers with head='scores'"
+            )
+        # A packer may place the rows of a microbatch in any order.
+        chosen, rejected = pair_rows(inputs)
+        margins = None
+        if "margin" in inputs.row_columns:
+            margins = inputs.row_columns["margin"].float()[chosen]
+        losses = bradley_terry_losses(
+            scores[chosen], scores[rejected], margins, center_coefficient=self.center_coefficient
+        )
+        differences = scores[chosen] - scores[rejected]
+        metrics = {
+            "policy/loss": losses,
+            "rm/accuracy": (differences > 0).float(),
+            "rm/margin": differences,
+            "rm/chosen_score": scores[chosen],
+            "rm/rejected_score": scores[rejected],
+        }
+        return LossTerms(losses.sum(), pair_means(metrics))

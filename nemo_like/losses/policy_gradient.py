@@ -1,5 +1,16 @@
 """The policy-gradient losses of GRPO, DAPO, Dr. GRPO, GSPO, CISPO, RLOO and REINFORCE++.
 
+Surrogates of the policy gradient: the loss of each token from its log-prob and its advantage.
+
+With l the log-prob of the policy, l_prev the one before the update, A the advantage and sg() the
+value without gradient:
+
+* `clipped_surrogate`: max(-A r, -A clip(r)) with r = exp(l - l_prev), of PPO (Schulman et al. 2017)
+  with the asymmetric clip of DAPO (Yu et al. 2025) and the dual clip of Ye et al. 2020. With the
+  log-ratio of `row_log_ratio` it is that of GSPO and GSPO-token (Zheng et al. 2025).
+* `cispo_surrogate`: -sg(clip(r)) A l, of MiniMax-M1 (2025).
+* `reinforce_surrogate`: -A l (Williams 1992), as in RLOO (Ahmadian et al. 2024).
+
 A loss is a surrogate (`losses.surrogates`), times the weights of the importance correction
 (`losses.importance`), plus a KL penalty (`losses.reference_kl`) and an entropy bonus, divided as
 `losses.normalizer` states. docs/losses.md has a table of all members.
@@ -7,26 +18,180 @@ A loss is a surrogate (`losses.surrogates`), times the weights of the importance
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nemo_like.config.loss import LogprobName, PolicyGradientLossConfig
-from nemo_like.losses.importance import importance_weights
-from nemo_like.losses.mismatch import mismatch_metrics
-from nemo_like.losses.normalizer import Normalizer
-from nemo_like.losses.reduce import GlobalCounts, LossInputs, LossTerms
-from nemo_like.losses.reference_kl import reference_kl
-from nemo_like.losses.surrogates import (
-    SurrogateTerms,
-    cispo_surrogate,
-    clipped_surrogate,
-    divergence_metrics,
-    reinforce_surrogate,
-    row_log_ratio,
+from nemo_like.losses.importance import MAX_EXPONENT, importance_weights, mismatch_metrics
+from nemo_like.losses.reduce import (
+    GlobalCounts,
+    LossInputs,
+    LossMetric,
+    LossTerms,
+    Normalizer,
+    TensorMean,
+    mean_metrics,
 )
-from nemo_like.losses.tensor_metrics import LossMetric, TensorMean, mean_metrics
+
+Bounds = tuple[float | None, float | None]
+"""(lowest, highest) value of a clipped ratio; None is no bound."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurrogateTerms:
+    """Result of a surrogate on T tokens."""
+
+    losses: Tensor
+    """float32 [T], with gradient."""
+    per_token: dict[str, Tensor] = field(default_factory=dict)
+    """Metric -> [T], for the mean over trained tokens."""
+
+
+def row_log_ratio(inputs: LossInputs, log_ratio: Tensor) -> Tensor:
+    """Return the mean of `log_ratio` over the trained tokens of a row, for each of its tokens.
+
+    `log_ratio` and the result are float32 [T]. The value is that of the row, log s = 1/n sum of
+    l - l_prev, over all context-parallel ranks; the gradient is that of the token's own l, as in
+    log s_t = sg(log s) + l - sg(l) of GSPO-token.
+
+    GSPO has the same gradient. The loss of a row is a function f(s), and its token weights add up
+    to 1 if each is 1/n. d f(s) / d l_t is f'(s) s / n, and so is the derivative of 1/n f(s_t). So
+    each context-parallel rank needs the sum of the row only, and no gradient of other ranks.
+    """
+    sums = inputs.sum_over_row(log_ratio.detach())
+    means = sums / inputs.row_num_tokens.clamp(min=1.0)
+    return means[inputs.row_ids] + (log_ratio - log_ratio.detach())
+
+
+def clipped_surrogate(
+    log_ratio: Tensor, advantages: Tensor, bounds: Bounds, dual_clip: float | None
+) -> SurrogateTerms:
+    """Return max(-A r, -A clip(r)) for r = exp(`log_ratio`); both arguments are float32 [T].
+
+    With `dual_clip` c the loss of a token with negative advantage is at most -A c.
+    """
+    lowest, highest = bounds
+    ratio = torch.exp(log_ratio.clamp(-MAX_EXPONENT, MAX_EXPONENT))
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(lowest, highest)
+    losses = torch.maximum(unclipped, clipped)
+    # Only where the advantage pushes the ratio further out does the clip remove the gradient.
+    is_above, is_below = _outside(ratio, bounds)
+    per_token = _clip_metrics(ratio, is_above & (advantages > 0), is_below & (advantages < 0))
+    if dual_clip is not None:
+        bound = -advantages * dual_clip
+        clipped_dual = (advantages < 0) & (losses > bound)
+        losses = torch.where(clipped_dual, bound, losses)
+        per_token["policy/clip_fraction_dual"] = clipped_dual
+    return SurrogateTerms(losses=losses, per_token=per_token)
+
+
+def cispo_surrogate(
+    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, bounds: Bounds
+) -> SurrogateTerms:
+    """Return -sg(clip(r)) A l for l = `logprobs`, r = exp(`log_ratio`); arguments are float32 [T].
+
+    Every token has a gradient, also where its ratio is clipped.
+    """
+    lowest, highest = bounds
+    ratio = torch.exp(log_ratio.detach().clamp(-MAX_EXPONENT, MAX_EXPONENT))
+    losses = -ratio.clamp(lowest, highest) * advantages * logprobs
+    is_above, is_below = _outside(ratio, bounds)
+    return SurrogateTerms(losses=losses, per_token=_clip_metrics(ratio, is_above, is_below))
+
+
+def reinforce_surrogate(logprobs: Tensor, advantages: Tensor) -> SurrogateTerms:
+    """Return -A l for l = `logprobs`; both arguments are float32 [T]."""
+    return SurrogateTerms(losses=-advantages * logprobs)
+
+
+def divergence_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
+    """Return estimates of KL(previous, policy), [T] each, from l - l_prev, float32 [T]."""
+    log_ratio = log_ratio.detach()
+    ratio = torch.exp(log_ratio.clamp(-MAX_EXPONENT, MAX_EXPONENT))
+    return {"policy/approx_kl_k1": -log_ratio, "policy/approx_kl_k3": ratio - 1 - log_ratio}
+
+
+def _outside(ratio: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
+    """Return where `ratio` [T] is above and where it is below the bounds, bool [T] each."""
+    lowest, highest = bounds
+    none = torch.zeros_like(ratio, dtype=torch.bool)
+    is_above = none if highest is None else ratio > highest
+    is_below = none if lowest is None else ratio < lowest
+    return is_above, is_below
+
+
+def _clip_metrics(ratio: Tensor, clipped_high: Tensor, clipped_low: Tensor) -> dict[str, Tensor]:
+    """Return the metrics of a clipped ratio [T] from the tokens that are clipped, bool [T] each."""
+    return {
+        "policy/ratio_mean": ratio,
+        "policy/clip_fraction": clipped_high | clipped_low,
+        "policy/clip_fraction_high": clipped_high,
+        "policy/clip_fraction_low": clipped_low,
+    }
+
+
+_MAX_KL = 10.0
+"""Limit of the magnitude of a token's KL estimate, and separately of its derivative."""
+
+
+def reference_kl(
+    policy_logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, kind: str
+) -> Tensor:
+    """Estimate KL(policy || reference) per token, float32 [T]; 0 where `mask` is False.
+
+    With d = l_ref - l, the value is that of the estimator `kind`, clamped to [-10, 10]:
+    k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, where |d| is at most 20.
+
+    The gradient with respect to `policy_logprobs` is -d clamped to [-10, 10], for every `kind`.
+    It is the derivative of k2, and of k3 times the score-function factor exp(l - sg(l)); over
+    samples from the policy it is an unbiased gradient of the KL, which the derivatives of k1 (the
+    constant 1) and of k3 alone are not. Gradient descent therefore moves l towards l_ref at any
+    d. The gradient is continuous and monotone in d, it is 0 only at d = 0, and the clamp of the
+    value does not affect it.
+
+    Sources: Schulman 2020 (values), arXiv 2506.09477 (gradients).
+    """
+    policy_logprobs = torch.where(mask, policy_logprobs, 0.0)
+    with torch.no_grad():
+        difference = reference_logprobs - policy_logprobs
+        # Masked positions may have no reference value.
+        difference = torch.where(mask, difference, 0.0)
+        gradient = -difference.clamp(-_MAX_KL, _MAX_KL)
+        difference = difference.clamp(-MAX_EXPONENT, MAX_EXPONENT)
+        if kind == "k1":
+            value = -difference
+        elif kind == "k2":
+            value = difference.square() / 2
+        else:
+            value = torch.exp(difference) - 1 - difference
+        value = value.clamp(-_MAX_KL, _MAX_KL)
+    return _WithGradient.apply(policy_logprobs, value, gradient)  # type: ignore[return-value]
+
+
+class _WithGradient(torch.autograd.Function):
+    """Returns `value`, with `derivative` as its derivative with respect to `variable`."""
+
+    @staticmethod
+    def forward(ctx: Any, variable: Tensor, value: Tensor, derivative: Tensor) -> Tensor:
+        """Return `value`, of the same shape as `variable`."""
+        ctx.save_for_backward(derivative)
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    # torch declares `*grad_outputs`; a fixed signature checks their number.
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_value: Tensor
+    ) -> tuple[Tensor, None, None]:
+        """Multiply `grad_value` by the derivative; both have the same shape."""
+        (derivative,) = ctx.saved_tensors
+        return grad_value * derivative, None, None
+
 
 _ORIGIN = {
     "generation_logprobs": "A generator records them for every sampled token",

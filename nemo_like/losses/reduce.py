@@ -1,4 +1,10 @@
-"""The interface of a loss: sums and counts, independent of the split into microbatches.
+"""Sums and counts of losses and metrics over the tokens and rows of a microbatch; normalization by
+global counts.
+
+Metrics of a microbatch that stay on the device until they are fetched, all in one transfer.
+
+A loss runs once per microbatch. Reading one of its numbers there would make the host wait for the
+device, which then has nothing to do until the host has queued the next microbatch.
 
 A loss never divides by the counts of its microbatch. It returns the sum over the microbatch; the
 worker divides by `GlobalCounts`, which are known before the first backward of the optimizer step.
@@ -7,7 +13,7 @@ Packing, microbatch size, row order and dp size therefore cannot change the grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -15,8 +21,94 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_like.losses.tensor_metrics import LossMetrics, fetch_metrics
-from nemo_like.metrics import Metrics
+from nemo_like.config.loss import LossNormalization
+from nemo_like.device_transfer import fetch_scalars
+from nemo_like.metrics import Max, Mean, Metric, Metrics, Sum
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMean:
+    """A `Mean` whose sum, and usually its weight, are tensors [] on the device."""
+
+    total: Tensor
+    weight: Tensor | float
+    is_optional: bool = False
+    """Leave the metric out where its weight is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMax:
+    """A `Max` whose value is a tensor [] on the device."""
+
+    value: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSum:
+    """A `Sum` whose value is a tensor [] on the device."""
+
+    value: Tensor
+
+
+LossMetric = Metric | TensorMean | TensorMax | TensorSum
+LossMetrics = Mapping[str, LossMetric]
+"""Metrics of one microbatch by name."""
+
+
+def fetch_metrics(parts: Sequence[LossMetrics]) -> list[Metrics]:
+    """Return the metrics of several microbatches as numbers, fetched in one transfer."""
+    scalars: list[Tensor] = []
+    for part in parts:
+        for metric in part.values():
+            scalars.extend(_scalars(metric))
+    values = iter(fetch_scalars(scalars))
+    fetched: list[Metrics] = []
+    for part in parts:
+        metrics: Metrics = {}
+        for name, metric in part.items():
+            number = _with_values(metric, [next(values) for _ in _scalars(metric)])
+            is_optional = isinstance(metric, TensorMean) and metric.is_optional
+            if is_optional and isinstance(number, Mean) and number.weight == 0:
+                continue
+            metrics[name] = number
+        fetched.append(metrics)
+    return fetched
+
+
+def mean_metrics(values: Mapping[str, Tensor], mask: Tensor) -> dict[str, LossMetric]:
+    """Return token means of `values`, [T] each, where `mask`, bool [T], is True."""
+    if not values:
+        return {}
+    count = mask.to(torch.float32).sum()
+    metrics: dict[str, LossMetric] = {}
+    for name, value in values.items():
+        # where() and not a product: an infinity at a masked position must not become NaN.
+        masked = torch.where(mask, value.detach().float(), 0.0)
+        metrics[name] = TensorMean(masked.sum(), count)
+    return metrics
+
+
+def _scalars(metric: LossMetric) -> list[Tensor]:
+    """Return the tensors [] of a metric; none for one that is a number already."""
+    if isinstance(metric, TensorMean):
+        weight = [metric.weight] if isinstance(metric.weight, Tensor) else []
+        return [metric.total, *weight]
+    if isinstance(metric, TensorMax | TensorSum):
+        return [metric.value]
+    return []
+
+
+def _with_values(metric: LossMetric, values: Sequence[float]) -> Metric:
+    """Return `metric` with `values` in place of the tensors of `_scalars`."""
+    if isinstance(metric, TensorMean):
+        weight = values[1] if isinstance(metric.weight, Tensor) else metric.weight
+        return Mean(values[0], weight)
+    if isinstance(metric, TensorMax):
+        return Max(values[0])
+    if isinstance(metric, TensorSum):
+        return Sum(values[0])
+    return metric
+
 
 Normalization = Literal["token", "sequence"]
 
@@ -183,3 +275,48 @@ def token_weights(inputs: LossInputs, normalization: Normalization) -> Tensor:
     # Padding has row 0, and rows without trained tokens have weight 0 anyway.
     row_num_tokens = inputs.row_num_tokens.clamp(min=1.0)
     return weights / row_num_tokens[inputs.row_ids]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Normalizer:
+    """Divides the summed loss by tokens, by rows, or by rows x a constant number of tokens.
+
+    Sources: token mean as in DAPO (Yu et al. 2025); sequence mean as in GRPO (Shao et al. 2024);
+    the constant of Dr. GRPO (Liu et al. 2025), which keeps the weight of a token independent of
+    the length of its row.
+    """
+
+    kind: LossNormalization
+    constant_length: int | None = None
+    """Tokens per row of the kind `constant`."""
+
+    def __post_init__(self) -> None:
+        if self.kind == "constant" and self.constant_length is None:
+            raise ValueError(
+                "the normalization is constant, but constant_length is None; pass the number of"
+                " tokens per row, e.g. policy.generation.max_new_tokens"
+            )
+
+    def denominator(self, counts: GlobalCounts) -> float:
+        """Return the divisor of the summed loss of an optimizer step, at least 1."""
+        if self.kind == "constant":
+            return counts.denominator("sequence") * self._length
+        return counts.denominator(self.kind)
+
+    def weights(self, inputs: LossInputs) -> Tensor:
+        """Return the weight of each token in the sum, float32 [T]; 0 for tokens not trained."""
+        return token_weights(inputs, "sequence" if self.kind == "sequence" else "token")
+
+    def count(self, inputs: LossInputs) -> Tensor:
+        """Return what the microbatch adds to the denominator, float32 [].
+
+        With context parallelism it is this rank's part; the parts of the ranks add up.
+        """
+        if self.kind == "constant":
+            return token_weights(inputs, "sequence").sum() * self._length
+        return self.weights(inputs).sum()
+
+    @property
+    def _length(self) -> int:
+        assert self.constant_length is not None, "checked by __post_init__"
+        return self.constant_length

@@ -1,4 +1,9 @@
-"""A LoRA adapter in the format of PEFT: its settings and its layers, without its values.
+"""LoRA adapters and quantization of a model: which layers can have an adapter, and PEFT's format.
+
+Sizes of frozen weights in NF4 (`policy.lora.quantization`), and the models that can have them.
+
+NF4 is the 4-bit format of QLoRA (Dettmers et al. 2023, arXiv 2305.14314): 64 consecutive inputs of
+an output share their largest magnitude, in float32, and each value is one of 16 multiples of it.
 
 `policy.checkpoint.adapter` documents the format, writes adapters and reads their values.
 """
@@ -7,15 +12,100 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nemo_like.config.errors import ConfigError, shown_path, similar_path_text
 from nemo_like.config.lora import ALL_LINEAR, LoraConfig
 from nemo_like.config.output_head import OutputHead
-from nemo_like.models.spec import SCORE_WEIGHT
-from nemo_like.models.weight_headers import read_shapes
+from nemo_like.config.schema import PolicyConfig
+from nemo_like.models.spec import SCORE_WEIGHT, ModelSpec
+from nemo_like.models.weight_files import read_shapes
+
+
+class AdapterNames(NamedTuple):
+    """Names of the matrices of one adapter, as parameters of the model."""
+
+    a: str
+    b: str
+
+
+def adapter_names(weight_name: str) -> AdapterNames:
+    """Return the names of A and B of a layer's weight.
+
+    Example: `layers.0.q_proj.weight` has `layers.0.q_proj.lora_A.weight` and `...lora_B.weight`.
+    """
+    layer = weight_name.removesuffix(".weight")
+    return AdapterNames(f"{layer}.lora_A.weight", f"{layer}.lora_B.weight")
+
+
+def is_adapter(name: str) -> bool:
+    """Return True for the name of a matrix of an adapter."""
+    return name.endswith((".lora_A.weight", ".lora_B.weight"))
+
+
+def can_have_adapter(layer: str, spec: ModelSpec) -> bool:
+    """Return True if the linear layer of this name, inside a decoder layer, can have an adapter.
+
+    In an MoE model these are the projections of attention only. PEFT maps the names of
+    feed-forward layers of such a model to its experts, so adapters of its dense layers could not
+    be loaded.
+    """
+    return spec.moe is None or ".self_attn." in layer
+
+
+BLOCK_SIZE = 64
+"""Values of a block, as in bitsandbytes and PEFT."""
+BYTES_PER_VALUE = 0.5 + 4 / BLOCK_SIZE
+"""A 4-bit code, and a share of the float32 scale of its block."""
+_TO_NONE = "or policy.lora.quantization to none"
+
+
+def quantization_problems(policy: PolicyConfig, spec: ModelSpec, tp: int) -> list[str]:
+    """Return why the layers of a model cannot be stored in `policy.lora.quantization`.
+
+    `tp` is the tensor-parallel size. Empty if they can, or if nothing is quantized.
+    """
+    if not policy.lora.is_quantized:
+        return []
+    if spec.moe is not None:
+        problem = (
+            f"policy.lora.quantization is {policy.lora.quantization}, but"
+            f" policy.model_name={policy.model_name} has experts: bitsandbytes quantizes linear"
+            " layers, and the stacked matrices of experts, nearly all of the weights, are none; set"
+            " policy.lora.quantization to none"
+        )
+        return [problem]
+    return list(_size_problems(policy, spec, tp))
+
+
+def _size_problems(policy: PolicyConfig, spec: ModelSpec, tp: int) -> Iterator[str]:
+    query = spec.num_heads * spec.head_dim
+    inputs = {
+        "hidden size": (spec.hidden_size, 1),
+        "attention width (heads times their size)": (query, tp),
+        "feed-forward width": (spec.intermediate_size, tp),
+    }
+    for what, (size, num_shards) in inputs.items():
+        if size % BLOCK_SIZE:
+            yield (
+                f"policy.lora.quantization is {policy.lora.quantization}, whose blocks are"
+                f" {BLOCK_SIZE} inputs of a layer, but policy.model_name={policy.model_name} has a"
+                f" {what} of {size}, which is not a multiple: set policy.lora.quantization to none"
+            )
+        elif size % (BLOCK_SIZE * num_shards):
+            largest = max(
+                count for count in range(1, num_shards) if size % (BLOCK_SIZE * count) == 0
+            )
+            yield (
+                f"policy.lora.quantization is {policy.lora.quantization}, whose blocks are"
+                f" {BLOCK_SIZE} inputs of a layer, and the {what} {size} of"
+                f" policy.model_name={policy.model_name} / parallel.tensor {tp} ="
+                f" {size / tp:g}, which is not a multiple: set parallel.tensor to {largest},"
+                f" {_TO_NONE}"
+            )
+
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

@@ -1,5 +1,10 @@
 """Collectives with gradients for activations, and reductions of numbers and Python objects.
 
+Names and keywords that differ between releases of a library, chosen by what is installed.
+
+Supported are torch 2.11 to 2.13. Names are tested and not versions, so that nightly builds work as
+well.
+
 Forward and backward are the pairs of Megatron-Core's `tensor_parallel/mappings.py`:
 
     function       forward          backward
@@ -11,6 +16,7 @@ Forward and backward are the pairs of Megatron-Core's `tensor_parallel/mappings.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +24,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_like.policy.torch_features import first_available
+
+def first_available(module: Any, *names: str) -> Any:
+    """Return the attribute of `module` with the first of `names` that it has.
+
+    Raises AttributeError if it has none of them.
+    """
+    for name in names:
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(
+        f"{module.__name__} {getattr(module, '__version__', '')} has none of {', '.join(names)};"
+        " install torch 2.11 to 2.13"
+    )
+
+
+def keyword_names(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the parameters of `function` that can be passed by name."""
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters.values()
+    return frozenset(parameter.name for parameter in parameters if parameter.kind in by_name)
+
 
 Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 # The second names are those of torch 2.11.

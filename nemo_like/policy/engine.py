@@ -17,16 +17,13 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint.adapter import ADAPTER_DIRECTORY, write_adapter
 from nemo_like.policy.checkpoint.hf_export import write_hf
-from nemo_like.policy.checkpoint.sharded import PendingSave
-from nemo_like.policy.checkpoint.staging import HostBuffers
+from nemo_like.policy.checkpoint.sharded import HostBuffers, PendingSave
 from nemo_like.policy.collectives import gather_objects, gather_rows, sum_floats, sum_over
-from nemo_like.policy.compute_clock import ComputeClock
-from nemo_like.policy.ema import Masters, WeightEma
-from nemo_like.policy.host_allocator import keep_freed_memory
-from nemo_like.policy.lora_state import LoraState
-from nemo_like.policy.model_inputs import ModelInputs, TokenLogprobs
-from nemo_like.policy.offload import HostMemory
-from nemo_like.policy.optim import LARGEST, all_within, clip_factor
+from nemo_like.policy.decoder_layers import LoraState
+from nemo_like.policy.device import ComputeClock
+from nemo_like.policy.inputs.model_inputs import ModelInputs, TokenLogprobs
+from nemo_like.policy.offload import HostMemory, keep_freed_memory
+from nemo_like.policy.optim import LARGEST, Masters, WeightEma, all_within, clip_factor
 from nemo_like.sampling_filter import SamplingFilter
 
 ResultT = TypeVar("ResultT")

@@ -13,7 +13,7 @@ import numpy as np
 from nemo_like.data.jagged import Jagged
 
 if TYPE_CHECKING:
-    from nemo_like.policy.targets import Targets
+    from nemo_like.policy.heads.targets import Targets
 
 LogprobName = Literal["prev_logprobs", "reference_logprobs"]
 

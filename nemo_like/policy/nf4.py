@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.models.quantization import BLOCK_SIZE
+from nemo_like.models.peft_adapter import BLOCK_SIZE
 
 _FORMAT = "nf4"
 _MAX_VALUES = 1 << 24

@@ -1,4 +1,19 @@
-"""AdamW, the learning-rate schedule, and the checks that gradients and weights are finite."""
+"""The optimizer of either engine: learning-rate schedule, AdamW, checks of gradients, moving
+average of the weights.
+
+Shapes of the learning-rate schedule after warm-up, as fractions between 1 and 0.
+
+WSD is the schedule of MiniCPM (Hu et al. 2024, arXiv 2404.06395), the decay 1 - sqrt that of Hägele
+et al. 2024 (arXiv 2405.18392); warm restarts are SGDR (Loshchilov and Hutter 2017, arXiv
+1608.03983). With the same lengths the values are those of transformers'
+`get_wsd_schedule` and `get_cosine_with_hard_restarts_schedule_with_warmup` after their warm-up.
+
+Exponential moving average (EMA) of the weights that are trained, sharded like them.
+
+After optimizer step n, e_n = d e_(n-1) + (1 - d) w_n with the decay d (Polyak and Juditsky 1992, in
+the exponential form of Kingma and Ba 2015, section 7.2). Until step `start_step` the average is the
+weight itself.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +24,72 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from nemo_like.config.optimization import EmaConfig
 from nemo_like.config.schema import OptimizerConfig, PolicyConfig, SchedulerConfig
 from nemo_like.data.streaming.learning_rate import batch_size_scale
+from nemo_like.integer_math import ceil_div
 from nemo_like.losses import GlobalCounts
-from nemo_like.policy.schedules import remaining_rate
+
+_DEFAULT_WSD_SHARE = 10
+"""Without `wsd_decay_steps` the decay has one of so many steps, as in MiniCPM."""
+
+
+def remaining_rate(step: int, end: int, scheduler: SchedulerConfig) -> float:
+    """Return the part of the decay that is left at optimizer step `step`, from 1 to 0.
+
+    `step` is at least `warmup_steps`. It is 0 from step `end` on, for all kinds but `constant`.
+    """
+    if scheduler.kind == "constant":
+        return 1.0
+    start = scheduler.warmup_steps
+    if step >= end:
+        return 0.0
+    if scheduler.kind == "wsd":
+        start = wsd_decay_start(end, scheduler)
+        return _decay(scheduler.wsd_decay_shape, (step - start) / (end - start))
+    if scheduler.kind == "cosine_restarts":
+        return _decay("cosine", _cycle_progress(step - start, end - start, scheduler))
+    return _decay(scheduler.kind, (step - start) / (end - start))
+
+
+def wsd_decay_start(end: int, scheduler: SchedulerConfig) -> int:
+    """Return the last step of `wsd` at the full rate; the decay ends at step `end`.
+
+    A decay that is longer than the steps after warm-up starts after warm-up.
+    """
+    num_steps = scheduler.wsd_decay_steps
+    if num_steps is None:
+        num_steps = ceil_div(end, _DEFAULT_WSD_SHARE)
+    return max(end - num_steps, scheduler.warmup_steps)
+
+
+def _decay(shape: str, progress: float) -> float:
+    """Return what is left of a decay with this progress; before its start it is 1."""
+    progress = max(progress, 0.0)
+    if shape == "linear":
+        return 1.0 - progress
+    if shape == "sqrt":
+        return 1.0 - math.sqrt(progress)
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _cycle_progress(step: int, num_steps: int, scheduler: SchedulerConfig) -> float:
+    """Return the progress of step `step` of `num_steps` within its cycle, from 0 to below 1.
+
+    Cycle i has the length T m^i, with the multiplier m, and all of them together have `num_steps`.
+    Example: two cycles of 9 steps with m = 2 have 3 and 6 steps.
+    """
+    multiplier = scheduler.cycle_multiplier
+    num_units = sum(multiplier**cycle for cycle in range(scheduler.num_cycles))
+    # A cycle has a number of units of num_steps / num_units steps. Steps times num_units are
+    # integers, so that a restart is never one step late because of rounding.
+    position = step * num_units
+    length = num_steps
+    while position >= length:
+        position -= length
+        length *= multiplier
+    return position / length
+
 
 LARGEST = 0.99 * math.sqrt(torch.finfo(torch.float32).max)
 """About 1.8e19: the square of any number up to this is finite in float32."""
@@ -121,3 +198,38 @@ def all_within(tensors: Iterable[Tensor], largest: float = torch.finfo(torch.flo
         return True
     # One transfer from the device for all tensors. A comparison with NaN is False.
     return bool((torch.stack(extremes).abs() <= largest).all())
+
+
+Masters = Iterable[tuple[str, Tensor]]
+"""Name and float32 shard [...] of each trained weight, in a fixed order."""
+
+
+class WeightEma:
+    """Averages of the shards of one rank, float32."""
+
+    def __init__(self, masters: Masters, config: EmaConfig) -> None:
+        """Start with the values of `masters`, [...] each."""
+        self.shards = {name: weight.detach().clone() for name, weight in masters}
+        self._config = config
+
+    @torch.no_grad()
+    def update(self, masters: Masters, num_steps: int) -> None:
+        """Include `masters`, [...] each, the weights after `num_steps` applied optimizer steps."""
+        decay = self._config.decay if num_steps > self._config.start_step else 0.0
+        for name, weight in masters:
+            self.shards[name].lerp_(weight.detach(), 1.0 - decay)
+
+    def reset(self, masters: Masters) -> None:
+        """Start again with the values of `masters`, [...] each."""
+        for name, weight in masters:
+            self.shards[name].copy_(weight.detach())
+
+    @torch.no_grad()
+    def swap(self, masters: Masters) -> None:
+        """Exchange the averages and the weights `masters`, [...] each, bit by bit."""
+        for name, weight in masters:
+            average = self.shards[name]
+            # One copy at a time.
+            current = weight.detach().clone()
+            weight.detach().copy_(average)
+            average.copy_(current)

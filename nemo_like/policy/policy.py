@@ -27,11 +27,11 @@ from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import Purpose, microbatch_budget, plan_spec
-from nemo_like.policy.device_flops import DeviceInfo
+from nemo_like.policy.device import DeviceInfo
+from nemo_like.policy.heads.targets import TargetSettings
 from nemo_like.policy.isolation import IsolationReport
 from nemo_like.policy.logprob_store import LogprobHandle, LogprobName
-from nemo_like.policy.nonfinite import SkippedStep
-from nemo_like.policy.targets import TargetSettings
+from nemo_like.policy.loss_step import SkippedStep
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.run.directory import check_shared
 from nemo_like.run.files import FileRecord

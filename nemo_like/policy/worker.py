@@ -21,26 +21,29 @@ from nemo_like.data.planning.plan import Microbatch, PlanSpec, RankPlan
 from nemo_like.distributed.batched_data_dict import SlicedDataDict
 from nemo_like.losses import GlobalCounts, Loss, LossInputs, fetch_metrics
 from nemo_like.metrics import Max, Mean, Metrics, Sum, merge_metrics
-from nemo_like.policy.compilation import CompilationCounter
-from nemo_like.policy.device_flops import (
-    DeviceInfo,
-    peak_flops,
-    reset_peak_memory,
-    total_memory_bytes,
-)
+from nemo_like.policy.decoder_layers import CompilationCounter
+from nemo_like.policy.device import DeviceInfo, peak_flops, reset_peak_memory, total_memory_bytes
 from nemo_like.policy.engine import Engine
+from nemo_like.policy.frozen_models import BaseModelReference, ReferenceModel, Teachers, WorkerSave
+from nemo_like.policy.heads.row_logprobs import (
+    compute_row_logprobs,
+    keeping_logprobs,
+    unpack_outputs,
+)
+from nemo_like.policy.heads.scores import shard_scores
+from nemo_like.policy.heads.targets import TargetSettings
+from nemo_like.policy.inputs.shard_rows import ShardRows
 from nemo_like.policy.isolation import IsolationReport, probe_isolation
 from nemo_like.policy.logprob_store import LogprobHandle, LogprobName, LogprobStore
-from nemo_like.policy.loss_step import LossStep
-from nemo_like.policy.nonfinite import SkippedStep, row_loss_sums
+from nemo_like.policy.loss_step import (
+    LossStep,
+    SkippedStep,
+    gradient_metrics,
+    max_over_mean,
+    memory_metrics,
+    row_loss_sums,
+)
 from nemo_like.policy.optim import LARGEST, NonFiniteError, learning_rate, learning_rate_scale
-from nemo_like.policy.reference import BaseModelReference, ReferenceModel, WorkerSave
-from nemo_like.policy.row_logprobs import compute_row_logprobs, keeping_logprobs, unpack_outputs
-from nemo_like.policy.row_scores import shard_scores
-from nemo_like.policy.shard_rows import ShardRows
-from nemo_like.policy.step_metrics import gradient_metrics, max_over_mean, memory_metrics
-from nemo_like.policy.targets import TargetSettings
-from nemo_like.policy.teachers import Teachers
 from nemo_like.run import directory as run_directory
 from nemo_like.run.files import FileRecord
 from nemo_like.sampling_filter import SamplingFilter

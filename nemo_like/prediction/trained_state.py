@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from nemo_like.models.spec import ModelSpec
-from nemo_like.models.weight_sizes import weight_sizes
+from nemo_like.models.weight_files import weight_sizes
 
 OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
 

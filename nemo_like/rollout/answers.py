@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nemo_like.generation.requests import Completions, FinishReason
-from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.generation.requests import Completions, FinishReason, SamplingParams
 from nemo_like.rollout.collector import RolloutCollector, RolloutJob
 from nemo_like.rollout.prompt import Prompt
 

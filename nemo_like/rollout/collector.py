@@ -15,8 +15,7 @@ from nemo_like.config.reward import RewardConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.environments.reward import RewardEnvironment, RewardProblem, RewardSample
 from nemo_like.generation.generator import Generator
-from nemo_like.generation.requests import Completions
-from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.generation.requests import Completions, SamplingParams
 from nemo_like.rollout.conversation_driver import ConversationDriver
 from nemo_like.rollout.conversations import ConversationRow, check_prompt_lengths, turn_seed
 from nemo_like.rollout.prompt import Prompt

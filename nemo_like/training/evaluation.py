@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.generation.requests import SamplingParams
 from nemo_like.metrics import Metrics
 from nemo_like.rollout.answer_metrics import answer_metrics
 from nemo_like.rollout.prompt import Prompt

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.schema import RunConfig
-from nemo_like.models.weight_digest import weights_digest
+from nemo_like.models.weight_files import weights_digest
 
 _POLICY = "policy.model_name"
 

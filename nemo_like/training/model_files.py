@@ -12,12 +12,10 @@ from nemo_like.config.model_directory import hub_name, model_directory
 from nemo_like.config.parallel import named_by_keys, policy_layout
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.models.freezing import frozen_weights
-from nemo_like.models.layout_check import model_problems, vllm_problems
+from nemo_like.models.layout_check import frozen_weights, model_problems, vllm_problems
 from nemo_like.models.pretrained import load_model_config, load_tokenizer, with_output_head
 from nemo_like.models.spec import ModelSpec
-from nemo_like.models.weight_headers import read_header
-from nemo_like.models.weight_sizes import weight_sizes
+from nemo_like.models.weight_files import read_header, weight_sizes
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.freezing import frozen_parameters
 from nemo_like.policy.megatron.param_map import ModelSharding

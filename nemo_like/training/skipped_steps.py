@@ -24,7 +24,7 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.errors import WorkerError
 from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics, merge_metrics
-from nemo_like.policy.nonfinite import SkippedStep
+from nemo_like.policy.loss_step import SkippedStep
 from nemo_like.policy.optim import NonFiniteError
 from nemo_like.policy.policy import Logprobs, ShardedBatch
 from nemo_like.run.files import reporting_write_errors, write_text

@@ -13,7 +13,7 @@ from nemo_like.config.text import counted
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.generation.generator import Generator
-from nemo_like.generation.replica import Replica
+from nemo_like.generation.replicas import Replica
 from nemo_like.metrics import Metrics, Timers, merge_metrics
 from nemo_like.policy.policy import Policy
 from nemo_like.weight_sync.check import LogprobCheck, probe_rows

@@ -1,4 +1,11 @@
-"""What driver, senders and receivers of a weight update exchange, and the choice of the transport.
+"""Layouts of weight buckets, the interface of the transports, and the check that an update is
+complete.
+
+Layouts of weight buckets: named tensors of one dtype in a buffer of bytes.
+
+Sender and receiver compute nothing themselves: the layouts are planned once per weight update and
+sent to the receivers, and both sides make the same views of a buffer. The bytes are those of the
+tensors in memory, so every dtype, bfloat16 too, is transferred bit by bit.
 
 All of it is small and picklable; only `BucketMessage.tensors` refers to weights, and exists only
 where both sides are one process.
@@ -6,8 +13,9 @@ where both sides are one process.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -15,7 +23,118 @@ import torch
 from torch import Tensor
 
 from nemo_like.distributed.ray.processes import machine_id
-from nemo_like.weight_sync.bucket import BucketLayout
+
+ALIGNMENT = 64
+"""Bytes: every tensor starts at a multiple of it, a cache line and more than any element size."""
+
+MAX_BUCKET_BYTES = 256 * 2**20
+"""Default limit of a bucket. At most two buckets exist at a time on each side."""
+
+_MIN_BUCKETS = 8
+_MIN_BUCKET_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLayout:
+    """Names, shapes and positions of the tensors of one bucket.
+
+    Example: bfloat16 [2, 3] "w" and [] "b" start at bytes 0 and 64, and the bucket has 66 bytes.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    starts: tuple[int, ...]
+    """The first byte of each tensor."""
+    num_bytes: int
+    """Bytes of the bucket, alignment included."""
+    dtype: str
+    """dtype of all tensors, as in `torch.bfloat16` without the module."""
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> BucketLayout:
+        """Return the layout of tensors with these names and shapes, in this order."""
+        starts: list[int] = []
+        end = 0
+        for shape in shapes.values():
+            start = aligned(end)
+            starts.append(start)
+            end = start + num_bytes_of(shape, dtype)
+        return cls(tuple(shapes), tuple(shapes.values()), tuple(starts), end, dtype_name(dtype))
+
+    def views(self, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield each name with the view [*shape] of its bytes in `buffer`, uint8 [n].
+
+        The buffer may be larger than the bucket. Raises ValueError if it is smaller.
+        """
+        if buffer.numel() < self.num_bytes:
+            raise ValueError(
+                f"a bucket of {len(self.names)} tensors needs {self.num_bytes} bytes; the buffer"
+                f" has {buffer.numel()}"
+            )
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        for name, shape, start in zip(self.names, self.shapes, self.starts, strict=True):
+            raw = buffer[start : start + num_bytes_of(shape, dtype)]
+            yield name, raw.view(dtype).view(shape)
+
+
+def plan_layouts(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_bytes: int
+) -> tuple[BucketLayout, ...]:
+    """Return the layouts of the buckets that transfer tensors of these names and shapes.
+
+    The limit of a bucket is lowered from `max_bytes` to an eighth of all bytes, but not below
+    8 MiB: nothing overlaps with the gather of the first bucket and with the load of the last.
+    """
+    names = list(shapes)
+    sizes = [num_bytes_of(shape, dtype) for shape in shapes.values()]
+    total = sum(map(aligned, sizes))
+    overlapping = max(_MIN_BUCKET_BYTES, -(-total // _MIN_BUCKETS))
+    layouts = []
+    for bucket in plan_buckets(sizes, min(max_bytes, overlapping)):
+        members = {name: shapes[name] for name in names[bucket.start : bucket.stop]}
+        layouts.append(BucketLayout.of(members, dtype))
+    return tuple(layouts)
+
+
+def plan_buckets(num_bytes: Sequence[int], max_bytes: int) -> tuple[range, ...]:
+    """Split consecutive tensors, given by size in bytes, into buckets of at most `max_bytes`.
+
+    A tensor above the limit gets a bucket of its own. Each size is rounded up to the alignment of
+    64. Example: sizes [3, 4, 9, 2] with a limit of 128 give ranges 0-2 and 2-4. Raises ValueError
+    for a limit below 1.
+    """
+    if max_bytes < 1:
+        raise ValueError(f"max_bytes is {max_bytes}; a bucket needs at least one byte")
+    buckets: list[range] = []
+    start = 0
+    total = 0
+    for index, weight_bytes in enumerate(num_bytes):
+        # Rounded up, so that the alignment inside the bucket does not exceed the limit.
+        size = aligned(weight_bytes)
+        if index > start and total + size > max_bytes:
+            buckets.append(range(start, index))
+            start = index
+            total = 0
+        total += size
+    if start < len(num_bytes):
+        buckets.append(range(start, len(num_bytes)))
+    return tuple(buckets)
+
+
+def aligned(num_bytes: int) -> int:
+    """Round up to the alignment."""
+    return num_bytes + -num_bytes % ALIGNMENT
+
+
+def num_bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Return the bytes of a tensor of this shape and dtype."""
+    return math.prod(shape) * dtype.itemsize
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in `torch`. Example: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
 
 Transport = Literal["in_process", "shared_memory", "gloo", "cuda_ipc", "nccl"]
 
@@ -266,3 +385,75 @@ class WeightTarget(Protocol):
     def close_weight_channel(self) -> int:
         """Leave the channel; returns the bytes of the buffers of its own that it needed."""
         ...
+
+
+_MAX_SHOWN = 5
+
+
+class UpdateCoverage:
+    """The weights that an update in progress has set, by Hugging Face name."""
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        names: Sequence[str],
+        *,
+        tied: Mapping[str, str] | None = None,
+    ) -> None:
+        """Check the `names` that the policy will send against the model's weights.
+
+        `shapes` has the shape of every weight of the model. `tied` maps the second name of a tied
+        weight to its name in `shapes`, for example `lm_head.weight` to
+        `model.embed_tokens.weight`. Raises ValueError for a name that the model does not have, for
+        a weight that is sent twice, and for weights that are not sent.
+        """
+        self._shapes = shapes
+        self._tied = tied or {}
+        unknown = [name for name in names if self._canonical(name) not in shapes]
+        if unknown:
+            raise ValueError(
+                f"the policy sends {len(unknown)} weights that the generator's model does not"
+                f" have: {_shown(unknown)}; load policy and generator from the same model"
+            )
+        announced = [self._canonical(name) for name in names]
+        if len(set(announced)) < len(announced):
+            twice = sorted({name for name in announced if announced.count(name) > 1})
+            raise ValueError(f"the policy sends {len(twice)} weights twice: {_shown(twice)}")
+        self._raise_if_missing(set(announced), "the policy does not send")
+        self._loaded: set[str] = set()
+
+    def add(self, name: str, shape: tuple[int, ...]) -> None:
+        """Record that `name` is set from a tensor of `shape`; call it before the weight changes.
+
+        Raises ValueError for an unknown name, another shape, or a weight that was set before.
+        """
+        canonical = self._canonical(name)
+        expected = self._shapes.get(canonical)
+        if expected is None:
+            raise ValueError(f"weight {name!r} is not part of the generator's model")
+        if tuple(shape) != tuple(expected):
+            raise ValueError(
+                f"weight {name!r} has shape {tuple(shape)}, the generator's has {tuple(expected)}"
+            )
+        if canonical in self._loaded:
+            raise ValueError(f"weight {name!r} came twice in one update")
+        self._loaded.add(canonical)
+
+    def check_complete(self) -> None:
+        """Raise ValueError if a weight was not set."""
+        self._raise_if_missing(self._loaded, "the weight update left out")
+
+    def _canonical(self, name: str) -> str:
+        return self._tied.get(name, name)
+
+    def _raise_if_missing(self, present: set[str], problem: str) -> None:
+        missing = [name for name in self._shapes if name not in present]
+        if missing:
+            raise ValueError(
+                f"{problem} {len(missing)} weights of the generator's model: {_shown(missing)}"
+            )
+
+
+def _shown(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MAX_SHOWN])
+    return f"{shown} ..." if len(names) > _MAX_SHOWN else shown

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nemo_like.distributed import activity
 from nemo_like.weight_sync.broadcast import BroadcastSender
-from nemo_like.weight_sync.bucket import BucketLayout, num_bytes_of, plan_layouts
 from nemo_like.weight_sync.channel import (
+    BucketLayout,
     BucketMessage,
     ChannelBrokenError,
     ChannelRequest,
@@ -20,6 +20,8 @@ from nemo_like.weight_sync.channel import (
     Endpoint,
     SentBucket,
     WeightPlan,
+    num_bytes_of,
+    plan_layouts,
 )
 from nemo_like.weight_sync.cuda_ipc import CudaIpcSender
 from nemo_like.weight_sync.shared_memory import SharedMemorySender

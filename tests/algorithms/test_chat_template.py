@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from nemo_like.algorithms.grpo.data import open_source
 from nemo_like.data.jagged import Jagged
-from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.generation.requests import SamplingParams
 from nemo_like.training.open_run import open_training_run
 from tests.recipe import Recipe
 

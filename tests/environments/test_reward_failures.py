@@ -22,7 +22,7 @@ from nemo_like.environments.reward import (
     ScoredSamples,
 )
 from nemo_like.environments.rewards import RewardWorker
-from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.generation.requests import SamplingParams
 from nemo_like.rollout.collector import RolloutJob
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.rollout.reward_problems import check_error_share, problem_metrics, reward_mask

@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from nemo_like.data.jagged import Jagged
-from nemo_like.generation.requests import Completions, GenerationRequests
-from nemo_like.generation.sampling_params import SamplingParams
-from nemo_like.generation.worker_protocol import GenerationWorkerProtocol
+from nemo_like.generation.requests import (
+    Completions,
+    GenerationRequests,
+    GenerationWorkerProtocol,
+    SamplingParams,
+)
 
 
 def generate(

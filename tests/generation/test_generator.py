@@ -22,9 +22,8 @@ from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.worker_group import Handle
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
-from nemo_like.generation.replica import Replica, assign_units
-from nemo_like.generation.requests import Completions, GenerationProgress
-from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.generation.replicas import Replica, assign_units
+from nemo_like.generation.requests import Completions, GenerationProgress, SamplingParams
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,7 @@ from transformers import (
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.local_group import local_context
 from nemo_like.generation.hf_worker import HFGenerationWorker
-from nemo_like.generation.requests import Completions, GenerationRequests
-from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.generation.requests import Completions, GenerationRequests, SamplingParams
 from nemo_like.sampling_filter import filter_logits
 from nemo_like.weight_sync.channel import BucketMessage, ChannelSpec
 from tests.generation.driven import generate

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from nemo_like.generation.host_weights import HostWeights, place_in_blocks
+from nemo_like.generation.adapters import HostWeights, place_in_blocks
 
 
 class TiedModel(nn.Module):

@@ -20,11 +20,11 @@ from nemo_like.distributed.errors import WorkerDied, WorkerError
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
 from nemo_like.distributed.ray.worker_group import RayWorkerGroup
-from nemo_like.generation import replica as replica_module
+from nemo_like.generation import replicas as replica_module
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
-from nemo_like.generation.replica import Replica
-from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.generation.replicas import Replica
+from nemo_like.generation.requests import SamplingParams
 from nemo_like.parallel_layout import ParallelLayout
 from tests.generation.tracked_worker import TrackedWorker
 

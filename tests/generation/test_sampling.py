@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_like.generation.sampling import row_uniforms, sample_tokens
-from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.generation.hf_decoding import row_uniforms, sample_tokens
+from nemo_like.generation.requests import SamplingParams
 from nemo_like.sampling_filter import filter_logits
 
 

@@ -36,8 +36,7 @@ from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.environments.environment_worker import EnvironmentWorker
 from nemo_like.environments.environment_workers import EnvironmentWorkers
 from nemo_like.generation.generator import Generator
-from nemo_like.generation.requests import Completions, GenerationRequests
-from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.generation.requests import Completions, GenerationRequests, SamplingParams
 from nemo_like.metrics import metric_values
 from nemo_like.models.presets import load_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker

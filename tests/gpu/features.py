@@ -28,11 +28,10 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import LocalGroup
 from nemo_like.losses import Loss, NllLoss
-from nemo_like.losses.bradley_terry import BradleyTerryLoss
-from nemo_like.losses.distillation import DistillationLoss
-from nemo_like.losses.divergence import Divergence
+from nemo_like.losses.distillation import DistillationLoss, Divergence
+from nemo_like.losses.pairs import BradleyTerryLoss
+from nemo_like.policy.heads.targets import TargetSettings
 from nemo_like.policy.policy import Logprobs, Policy, ShardedBatch
-from nemo_like.policy.targets import TargetSettings
 from tests.gpu.steps import open_policy, some_rows
 from tests.policy.tiny import VOCABULARY
 

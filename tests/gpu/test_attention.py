@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_like.policy.attention import padded_attention, varlen_attention
-from nemo_like.policy.context_parallel import _make_exchange
-from nemo_like.policy.segment_attention import Spans, segment_attention
-from nemo_like.policy.varlen_kernels import varlen_kernel
+from nemo_like.policy.inputs.attention import (
+    _make_exchange,
+    padded_attention,
+    varlen_attention,
+    varlen_kernel,
+)
+from nemo_like.policy.inputs.segment_attention import Spans, segment_attention
 from tests.policy.test_attention import boundaries, random_qkv
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -13,8 +13,7 @@ from torch import Tensor
 from nemo_like.device_transfer import fetch_scalars, tensor_to_device, to_device
 from nemo_like.distributed.local_group import LocalGroup
 from nemo_like.losses import NllLoss
-from nemo_like.policy.compute_clock import ComputeClock
-from nemo_like.policy.device_flops import peak_memory_bytes, reset_peak_memory
+from nemo_like.policy.device import ComputeClock, peak_memory_bytes, reset_peak_memory
 from nemo_like.policy.policy import Policy
 from tests.gpu.steps import open_policy, some_rows
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nemo_like.losses import NllLoss
-from nemo_like.policy.logprobs import token_logprobs
+from nemo_like.policy.heads.logprobs import token_logprobs
 from tests.gpu.steps import open_policy, some_rows, two_steps
 
 REPOSITORY = Path(__file__).parents[2]

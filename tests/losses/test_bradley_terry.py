@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_like.losses import GlobalCounts, LossInputs
-from nemo_like.losses.bradley_terry import BradleyTerryLoss, bradley_terry_losses
+from nemo_like.losses.pairs import BradleyTerryLoss, bradley_terry_losses
 from nemo_like.metrics import merge_metrics, metric_values
-from nemo_like.policy.nonfinite import row_loss_sums
+from nemo_like.policy.loss_step import row_loss_sums
 
 
 def loss_by_definition(scores: np.ndarray, margins: np.ndarray, center: float) -> float:

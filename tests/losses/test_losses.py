@@ -19,9 +19,9 @@ from nemo_like.losses import (
     NllLoss,
     fetch_metrics,
 )
-from nemo_like.losses.mismatch import mismatch_metrics
+from nemo_like.losses.importance import mismatch_metrics
+from nemo_like.losses.policy_gradient import reference_kl
 from nemo_like.losses.reduce import Normalization
-from nemo_like.losses.reference_kl import reference_kl
 from nemo_like.metrics import merge_metrics, metric_values
 
 

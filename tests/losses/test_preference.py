@@ -12,7 +12,7 @@ from nemo_like.algorithms.dpo.config import PreferenceLossConfig
 from nemo_like.algorithms.dpo.loss import PreferenceLoss
 from nemo_like.losses import GlobalCounts, LossInputs
 from nemo_like.metrics import merge_metrics, metric_values
-from nemo_like.policy.nonfinite import row_loss_sums
+from nemo_like.policy.loss_step import row_loss_sums
 from tests.policy.preferences import LOSSES, loss_by_definition
 
 

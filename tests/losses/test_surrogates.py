@@ -18,7 +18,7 @@ from nemo_like.config.importance_correction import CorrectionKind, ImportanceCor
 from nemo_like.config.loss import LossNormalization, PolicyGradientLossConfig, Surrogate
 from nemo_like.losses import ClippedPolicyGradientLoss, GlobalCounts, LossInputs
 from nemo_like.metrics import merge_metrics, metric_values
-from nemo_like.policy.nonfinite import row_loss_sums
+from nemo_like.policy.loss_step import row_loss_sums
 from tests.losses.definition import DefinedRow, distance_to_a_kink, gradient, loss_value
 from tests.policy.thread_ranks import run_thread_ranks
 

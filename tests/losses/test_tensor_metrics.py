@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.losses.tensor_metrics import (
+from nemo_like.losses.reduce import (
     LossMetrics,
     TensorMax,
     TensorMean,

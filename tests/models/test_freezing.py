@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.models.freezing import frozen_weights
+from nemo_like.models.layout_check import frozen_weights
 
 EMBEDDING = "model.embed_tokens.weight"
 LAYERS = [f"model.layers.{index}.mlp.up_proj.weight" for index in range(12)]

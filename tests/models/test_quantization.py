@@ -9,8 +9,8 @@ import pytest
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.lora import LoraConfig
 from nemo_like.config.schema import PolicyConfig
+from nemo_like.models.peft_adapter import quantization_problems
 from nemo_like.models.presets import load_spec
-from nemo_like.models.quantization import quantization_problems
 from nemo_like.models.spec import ModelSpec
 from nemo_like.training.lora_checks import check_quantization
 from tests.policy.tiny import MIXTURES

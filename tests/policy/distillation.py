@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.losses.divergence import Divergence
-from nemo_like.policy.targets import TargetSettings
+from nemo_like.losses.distillation import Divergence
+from nemo_like.policy.heads.targets import TargetSettings
 from tests.policy.tiny import VOCABULARY, random_batch
 
 LENGTHS = [9, 14, 6, 23, 2, 17, 1, 12]

@@ -30,20 +30,19 @@ from nemo_like.config.schema import OptimizerConfig, PolicyConfig
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_like.losses import ClippedPolicyGradientLoss, Loss, NllLoss
-from nemo_like.losses.bradley_terry import BradleyTerryLoss
-from nemo_like.losses.distillation import DistillationLoss
-from nemo_like.losses.divergence import Divergence
+from nemo_like.losses.distillation import DistillationLoss, Divergence
+from nemo_like.losses.pairs import BradleyTerryLoss
 from nemo_like.models.presets import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor import engine as engine_module
 from nemo_like.policy.dtensor import model as model_module
 from nemo_like.policy.dtensor.engine import DTensorEngine
+from nemo_like.policy.frozen_models import Teachers, teacher_config
+from nemo_like.policy.heads.targets import Targets, TargetSettings
+from nemo_like.policy.inputs.model_inputs import ModelInputs
+from nemo_like.policy.inputs.shard_rows import ShardRows
 from nemo_like.policy.loss_step import LossStep
-from nemo_like.policy.model_inputs import ModelInputs
-from nemo_like.policy.shard_rows import ShardRows
-from nemo_like.policy.targets import Targets, TargetSettings
-from nemo_like.policy.teachers import Teachers, teacher_config
 from tests.policy.preferences import pair_batch
 from tests.policy.test_gradient_equality import dynamic
 

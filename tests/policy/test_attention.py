@@ -11,9 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_like.policy.attention import attention_forward, padded_attention, varlen_attention
-from nemo_like.policy.context_parallel import plan_exchange
-from nemo_like.policy.segments import cp_gather_positions, cp_shard_positions
+from nemo_like.policy.inputs.attention import (
+    attention_forward,
+    padded_attention,
+    plan_exchange,
+    varlen_attention,
+)
+from nemo_like.policy.inputs.model_inputs import cp_gather_positions, cp_shard_positions
 from tests.policy.thread_ranks import run_thread_ranks
 
 

@@ -14,7 +14,7 @@ from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.policy import engine as engine_module
-from nemo_like.policy.compute_clock import ComputeClock
+from nemo_like.policy.device import ComputeClock
 from tests.policy.dtensor.test_layouts import Rank
 from tests.policy.tiny import random_batch, run_ranks
 

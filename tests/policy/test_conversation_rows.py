@@ -23,7 +23,7 @@ from nemo_like.models.presets import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
-from nemo_like.policy.shard_rows import ShardRows
+from nemo_like.policy.inputs.shard_rows import ShardRows
 from nemo_like.rollout.conversations import ConversationRow
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.rollout.rollout import build_rollout

@@ -14,12 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_like.losses.divergence import Divergence
-from nemo_like.policy.divergence import DivergenceOutputs, token_divergence
-from nemo_like.policy.divergence_chunks import TopKTarget, VocabularyTarget
-from nemo_like.policy.logprobs import token_logprobs
-from nemo_like.policy.projection import VocabShard
-from nemo_like.policy.top_k import top_k_logprobs
+from nemo_like.losses.distillation import Divergence
+from nemo_like.policy.heads.divergence import (
+    DivergenceOutputs,
+    TopKTarget,
+    VocabularyTarget,
+    token_divergence,
+    top_k_logprobs,
+)
+from nemo_like.policy.heads.logit_chunks import VocabShard
+from nemo_like.policy.heads.logprobs import token_logprobs
 from tests.losses.divergence_definition import divergence_of, outcomes, softmax
 from tests.policy.test_logprobs import Recorder
 from tests.policy.thread_ranks import run_thread_ranks

@@ -16,7 +16,7 @@ from nemo_like.config.parallel import build_layout
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.policy.dtensor.groups import Groups
+from nemo_like.policy.dtensor.parallel import Groups
 from tests.policy.megatron.ranks import joined
 from tests.policy.tiny import run_ranks
 

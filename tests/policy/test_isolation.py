@@ -13,9 +13,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
 from nemo_like.parallel_layout import ParallelLayout
-from nemo_like.policy import attention
 from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.inputs import attention
 from nemo_like.policy.isolation import IsolationError, probe_isolation
 from tests.policy.tiny import ARCHITECTURES, VOCABULARY, context
 

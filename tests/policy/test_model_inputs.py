@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
-from nemo_like.policy.model_inputs import (
+from nemo_like.policy.inputs.model_inputs import (
     NUM_TRAINED,
     ModelInputs,
     build_inputs,
+    cp_gather_positions,
+    cp_shard_positions,
     num_predicted_tokens,
+    segment_lengths,
     unpack_tokens,
 )
-from nemo_like.policy.segments import cp_gather_positions, cp_shard_positions, segment_lengths
 
 
 def round_up(length: int, multiple: int) -> int:

@@ -28,7 +28,7 @@ from nemo_like.models.presets import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
-from nemo_like.policy.nonfinite import row_loss_sums
+from nemo_like.policy.loss_step import row_loss_sums
 from nemo_like.policy.optim import LARGEST, NonFiniteError, all_within, clip_factor
 from nemo_like.policy.worker import PolicyWorker
 from tests.policy.megatron.ranks import joined, meeting_in, of_model, open_pool

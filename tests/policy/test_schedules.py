@@ -12,8 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LRScheduler
 from transformers import get_cosine_with_hard_restarts_schedule_with_warmup, get_wsd_schedule
 
 from nemo_like.config.schema import OptimizerConfig, SchedulerConfig
-from nemo_like.policy.optim import learning_rate
-from nemo_like.policy.schedules import wsd_decay_start
+from nemo_like.policy.optim import learning_rate, wsd_decay_start
 
 
 def rates(num_steps: int, **scheduler) -> list[float]:

@@ -18,9 +18,9 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.losses.bradley_terry import BradleyTerryLoss
+from nemo_like.losses.pairs import BradleyTerryLoss
 from nemo_like.models.presets import load_spec
-from nemo_like.models.weight_sizes import weight_sizes
+from nemo_like.models.weight_files import weight_sizes
 from tests.policy.dtensor.test_layouts import DYNAMIC, PACKED, Rank, gradients
 from tests.policy.preferences import PAIR_LENGTHS
 from tests.policy.scores import (

@@ -14,11 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nemo_like.policy import attention
-from nemo_like.policy.attention import attention_forward, padded_attention, varlen_attention
-from nemo_like.policy.segment_attention import Spans, segment_attention
-from nemo_like.policy.torch_features import first_available, keyword_names
-from nemo_like.policy.varlen_kernels import VarlenKernel, varlen_kernel
+from nemo_like.policy.collectives import first_available, keyword_names
+from nemo_like.policy.inputs import attention
+from nemo_like.policy.inputs.attention import (
+    VarlenKernel,
+    attention_forward,
+    padded_attention,
+    varlen_attention,
+    varlen_kernel,
+)
+from nemo_like.policy.inputs.segment_attention import Spans, segment_attention
 from tests.policy.test_attention import boundaries, random_qkv
 
 LENGTHS = [7, 1, 12, 5]

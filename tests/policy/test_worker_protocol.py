@@ -11,7 +11,7 @@ from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.worker_calls import call_all, call_sharded, submit_all
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.generation.hf_worker import HFGenerationWorker
-from nemo_like.generation.worker_protocol import GenerationWorkerProtocol
+from nemo_like.generation.requests import GenerationWorkerProtocol
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.weight_sync.channel import WeightSource
 

@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from nemo_like.config.schema import ActivationCheckpointing
-from nemo_like.policy.activation_checkpointing import checkpoint_layers
-from nemo_like.policy.dtensor.groups import Groups
+from nemo_like.policy.decoder_layers import checkpoint_layers
+from nemo_like.policy.dtensor.loading import VocabularyHead
 from nemo_like.policy.dtensor.model import LogprobModel, backbone, decoder_layers
-from nemo_like.policy.dtensor.vocab_head import VocabularyHead
-from nemo_like.policy.model_inputs import ModelInputs
+from nemo_like.policy.dtensor.parallel import Groups
+from nemo_like.policy.inputs.model_inputs import ModelInputs
 
 
 class LiveStorage(TorchDispatchMode):

@@ -28,8 +28,8 @@ from nemo_like.data.planning.spec import Microbatch, PlanSpec
 from nemo_like.models.presets import PRESETS, load_spec
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
-from nemo_like.policy import attention
-from nemo_like.policy.model_inputs import ModelInputs, build_inputs
+from nemo_like.policy.inputs import attention
+from nemo_like.policy.inputs.model_inputs import ModelInputs, build_inputs
 from nemo_like.policy.optim import build_optimizer
 from nemo_like.prediction.memory import GIB, MemoryModel, usable_bytes
 from nemo_like.prediction.placement import Placement

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from nemo_like.config.optimization import EmaConfig, OptimizerConfig
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.presets import load_spec
-from nemo_like.models.weight_sizes import weight_sizes
+from nemo_like.models.weight_files import weight_sizes
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.prediction.memory import MemoryModel
 from nemo_like.prediction.placement import Placement

@@ -28,8 +28,7 @@ from nemo_like.environments.reward import RewardEnvironment
 from nemo_like.environments.rewards import RewardWorker
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
-from nemo_like.generation.requests import Completions
-from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.generation.requests import Completions, SamplingParams
 from nemo_like.metrics import metric_values
 from nemo_like.rollout.answer_metrics import answer_metrics
 from nemo_like.rollout.collector import RolloutCollector

@@ -16,7 +16,7 @@ from nemo_like.config.schema import DataConfig
 from nemo_like.distributed.errors import WorkerDied, WorkerFailure
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.environments.reward import RewardError, RewardSample
-from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.generation.requests import SamplingParams
 from nemo_like.metrics import metric_values
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.policy import Policy

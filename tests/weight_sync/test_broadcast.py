@@ -11,8 +11,7 @@ import torch
 from nemo_like.distributed import activity
 from nemo_like.weight_sync import broadcast
 from nemo_like.weight_sync.broadcast import BroadcastReceiver, BroadcastSender
-from nemo_like.weight_sync.bucket import BucketLayout
-from nemo_like.weight_sync.channel import ChannelBrokenError, ChannelSpec
+from nemo_like.weight_sync.channel import BucketLayout, ChannelBrokenError, ChannelSpec
 
 CPU = torch.device("cpu")
 NUM_BYTES = 64

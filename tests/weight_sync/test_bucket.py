@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_like.weight_sync.bucket import (
+from nemo_like.weight_sync.channel import (
     ALIGNMENT,
     BucketLayout,
     num_bytes_of,

@@ -6,8 +6,8 @@ import pickle
 import pytest
 import torch
 
-from nemo_like.weight_sync.bucket import BucketLayout
 from nemo_like.weight_sync.channel import (
+    BucketLayout,
     ChannelSpec,
     CudaIpcAddress,
     Endpoint,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_like.weight_sync.coverage import UpdateCoverage
+from nemo_like.weight_sync.channel import UpdateCoverage
 
 SHAPES = {"embed": (4, 2), "norm": (2,), "scale": ()}
 TIED = {"head": "embed"}

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.weight_sync.bucket import num_bytes_of
 from nemo_like.weight_sync.channel import (
     BucketMessage,
     ChannelRequest,
@@ -20,9 +19,10 @@ from nemo_like.weight_sync.channel import (
     Endpoint,
     LoadedBucket,
     SentBucket,
+    UpdateCoverage,
     WeightPlan,
+    num_bytes_of,
 )
-from nemo_like.weight_sync.coverage import UpdateCoverage
 from nemo_like.weight_sync.receiver import NamedTensors, WeightReceiver
 from nemo_like.weight_sync.sender import WeightSender
 from nemo_like.weight_sync.shared_memory import NAME

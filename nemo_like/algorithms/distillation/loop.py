@@ -18,11 +18,10 @@ from nemo_like.data.loader import RowLoader
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.generation.sampling_params import SamplingParams
-from nemo_like.losses.distillation import DistillationLoss
-from nemo_like.losses.divergence import Divergence
+from nemo_like.generation.requests import SamplingParams
+from nemo_like.losses.distillation import DistillationLoss, Divergence
 from nemo_like.metrics import Metrics, merge_metrics
-from nemo_like.policy.targets import TEACHER, TargetSettings
+from nemo_like.policy.heads.targets import TEACHER, TargetSettings
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.rollout.rollout import row_seeds
 from nemo_like.run.progress import Sample

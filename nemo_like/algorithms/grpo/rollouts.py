@@ -12,7 +12,7 @@ from nemo_like.algorithms.grpo.dynamic_sampling import KeptGroups
 from nemo_like.algorithms.grpo.step_rollout import StepRollout
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.loader import Position, RowLoader, SavedPosition
-from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.generation.requests import SamplingParams
 from nemo_like.metrics import Mean, Metrics, Sum
 from nemo_like.rollout.collector import RolloutJob
 from nemo_like.rollout.prompt import Prompt

@@ -11,7 +11,7 @@ from nemo_like.algorithms.reward_model.data import (
     preference_pair,
 )
 from nemo_like.config.paths import resolve_paths
-from nemo_like.losses.bradley_terry import BradleyTerryLoss
+from nemo_like.losses.pairs import BradleyTerryLoss
 from nemo_like.policy.checkpoint.hf_export import padding_token_id
 from nemo_like.training.epochs import run_epochs
 from nemo_like.training.run import RunResult

@@ -1,21 +1,97 @@
-"""Safetensors files of a Hugging Face model, from which any block can be read without the rest."""
+"""Reading of weights in the format of Hugging Face: safetensors files and GGUF files."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from nemo_like.config.errors import ConfigError
-from nemo_like.policy.checkpoint.tensor_files import TensorFiles, check_values
+from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.policy.optim import LARGEST, all_within
+from nemo_like.run.files import (
+    WriteError,
+    finish_library_file,
+    reporting_write_errors,
+    system_error_number,
+)
+
+_MAX_MAPPED_BYTES = 2**25
+_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2}
+
+
+class TensorFiles:
+    """Open files. Pages that were read stay mapped, and count as memory of the process, until the
+    files are closed; so they are closed, and opened again, before more than `max_mapped_bytes` are
+    mapped.
+    """
+
+    def __init__(self, max_mapped_bytes: int = _MAX_MAPPED_BYTES) -> None:
+        self._max_mapped_bytes = max_mapped_bytes
+        self._num_mapped_bytes = 0
+        self._files: dict[Path, Any] = {}
+
+    def read_into(self, target: Tensor, path: Path, key: str, index: Sequence[slice]) -> None:
+        """Copy the part `index` of the tensor `key` into `target` [*shape of the part].
+
+        `index` has one slice with start and stop per dim. The values are converted to the precision
+        and device of `target`.
+        """
+        stored = self._file(path).get_slice(key)
+        row_bytes = _ITEM_BYTES.get(stored.get_dtype(), 8) * math.prod(stored.get_shape()[1:])
+        del stored  # it would keep the file mapped
+        if not index:
+            target.copy_(self._file(path).get_tensor(key))
+            return
+        rows, *columns = index
+        num_rows = max(1, self._max_mapped_bytes // max(1, row_bytes))
+        for start in range(rows.start, rows.stop, num_rows):
+            stop = min(start + num_rows, rows.stop)
+            self._add_mapped((stop - start) * row_bytes)
+            values = self._file(path).get_slice(key)[(slice(start, stop), *columns)]
+            target[start - rows.start : stop - rows.start].copy_(values)
+            del values  # a view of the mapped file
+
+    def close(self) -> None:
+        """Close all files; a later read opens them again."""
+        self._files = {}
+        self._num_mapped_bytes = 0
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._files:
+            # Memory-mapped: opening reads only the header.
+            self._files[path] = safe_open(path, framework="pt")
+        return self._files[path]
+
+    def _add_mapped(self, num_bytes: int) -> None:
+        """Close the files if `num_bytes` more would exceed the limit."""
+        # Complete rows, because a column slice maps the pages between its parts as well.
+        if self._num_mapped_bytes + num_bytes > self._max_mapped_bytes:
+            self.close()
+        self._num_mapped_bytes += num_bytes
+
+
+def check_values(tensor: Tensor, path: Path, key: str) -> None:
+    """Raise ConfigError for NaN, infinity and values above `LARGEST` in a part of a weight.
+
+    A model with such a weight would fail later, with a message about something else.
+    """
+    if tensor.is_floating_point() and not all_within([tensor], LARGEST):
+        raise ConfigError(
+            f"{shown_path(path)}: {key} has values that are NaN, infinite or larger than"
+            f" {LARGEST:.2g}; download or save the model again, or use another one"
+        )
+
 
 Shape = tuple[int, ...]
 
@@ -195,3 +271,66 @@ def _weight_files(model_name: str) -> list[Path]:
             )
         paths.append(path)
     return paths
+
+
+def convert_gguf(source: Path, target: Path) -> Path:
+    """Dequantise `source` to float32 safetensors, tokenizer and chat template in `target`.
+
+    Raises ConfigError if `source` is no GGUF file, if `target` exists or cannot be written, or if
+    the `gguf` package is missing.
+    """
+    if not source.is_file() or source.suffix != ".gguf":
+        raise ConfigError(f"{source} is not a .gguf file; give the path of one")
+    if target.exists():
+        raise ConfigError(f"{target} exists already; choose another --out or remove it first")
+    # transformers imports the package by name and would fail late, with an unclear message.
+    try:
+        import gguf
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "reading GGUF needs the package gguf: pip install 'nemo-like[gguf]'"
+        ) from error
+    # Here and not at the top, so that `--help` and the checks above need no torch.
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with _reading_once(gguf):
+        model = AutoModelForCausalLM.from_pretrained(
+            str(source.parent), gguf_file=source.name, dtype=torch.float32
+        )
+        tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
+    # The weights are plain float32 now. With the remains of the quantisation saving would fail.
+    if hasattr(model.config, "quantization_config"):
+        delattr(model.config, "quantization_config")
+    setattr(model, "hf_quantizer", None)  # noqa: B010  (in the stub, attributes of a module are modules)
+    unfinished = target.with_name(target.name + ".tmp")
+    try:
+        with reporting_write_errors(target):
+            model.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
+            for path in unfinished.glob("*.safetensors"):
+                finish_library_file(path)
+            unfinished.rename(target)
+    except WriteError as error:
+        number = system_error_number(error)
+        cause = str(error) if number is None else os.strerror(number)
+        raise ConfigError(f"--out {target} cannot be written: {cause}") from error
+    return target
+
+
+@contextmanager
+def _reading_once(gguf: Any) -> Iterator[None]:
+    """Have transformers parse the file once.
+
+    It does so for the config, the weights and the tokenizer, seconds each for a large vocabulary,
+    and builds the map of tensor names once per module.
+    """
+    names = ("GGUFReader", "get_tensor_name_map")
+    originals = {name: getattr(gguf, name) for name in names}
+    try:
+        for name, original in originals.items():
+            setattr(gguf, name, cache(original))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(gguf, name, original)

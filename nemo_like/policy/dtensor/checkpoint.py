@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from nemo_like.policy.checkpoint import sharded as sharded_checkpoint
-from nemo_like.policy.checkpoint.sharded import Block, PendingSave
+from nemo_like.policy.checkpoint.sharded import Block, HostBuffers, PendingSave
 from nemo_like.policy.checkpoint.sharded_reader import (
     EMA,
     WEIGHT,
     CheckpointReader,
     open_checkpoint,
 )
-from nemo_like.policy.checkpoint.staging import HostBuffers
 from nemo_like.policy.dtensor.optimizer import ShardedOptimizer
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
-from nemo_like.policy.ema import WeightEma
+from nemo_like.policy.optim import WeightEma
 
 
 def save(

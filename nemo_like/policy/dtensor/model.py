@@ -13,29 +13,31 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import PolicyConfig
+from nemo_like.models.pretrained import meta_model
 from nemo_like.models.spec import SCORE_WEIGHT, ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
-from nemo_like.policy import attention
-from nemo_like.policy.activation_checkpointing import checkpoint_layers
-from nemo_like.policy.compilation import compile_layers
-from nemo_like.policy.compute_clock import ComputeClock
-from nemo_like.policy.dtensor.groups import Groups
+from nemo_like.policy.decoder_layers import (
+    LoraState,
+    checkpoint_layers,
+    compile_layers,
+    frozen_names,
+)
+from nemo_like.policy.device import ComputeClock
 from nemo_like.policy.dtensor.loading import (
+    VocabularyHead,
     allocate,
     check_head,
     compute_buffers,
     fsdp_parameter_groups,
+    is_tied,
 )
 from nemo_like.policy.dtensor.lora import add_adapters
-from nemo_like.policy.dtensor.parallel import ShardSpec
+from nemo_like.policy.dtensor.parallel import Groups, ShardSpec
 from nemo_like.policy.dtensor.quantized import quantize_layers
-from nemo_like.policy.dtensor.vocab_head import VocabularyHead, is_tied
-from nemo_like.policy.freezing import frozen_names
-from nemo_like.policy.lora_state import LoraState
-from nemo_like.policy.model_inputs import ModelInputs, TokenLogprobs
-from nemo_like.policy.output_head import meta_model
-from nemo_like.policy.score_head import ScoreHead, SequenceShare
-from nemo_like.policy.varlen_kernels import varlen_kernel
+from nemo_like.policy.heads.scores import ScoreHead, SequenceShare
+from nemo_like.policy.inputs import attention
+from nemo_like.policy.inputs.attention import varlen_kernel
+from nemo_like.policy.inputs.model_inputs import ModelInputs, TokenLogprobs
 from nemo_like.sampling_filter import SamplingFilter
 
 

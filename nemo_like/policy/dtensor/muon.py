@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from nemo_like.config.optimization import OptimizerConfig
 from nemo_like.integer_math import ceil_div
 from nemo_like.policy.collectives import gather_rows
-from nemo_like.policy.dtensor.groups import Groups
+from nemo_like.policy.dtensor.parallel import Groups
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
 
 MOMENTUM = "momentum_buffer"

@@ -13,8 +13,8 @@ from nemo_like.config.schema import OptimizerConfig
 from nemo_like.policy.checkpoint.sharded_reader import MOMENTS, States
 from nemo_like.policy.collectives import sum_floats
 from nemo_like.policy.dtensor.adamw_8bit import ShardedAdamW8bit
-from nemo_like.policy.dtensor.groups import Groups
 from nemo_like.policy.dtensor.muon import MOMENTUM, ShardedMuon
+from nemo_like.policy.dtensor.parallel import Groups
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
 from nemo_like.policy.optim import build_optimizer
 

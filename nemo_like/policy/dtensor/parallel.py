@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism for a Hugging Face model, by the plan in the model's config.
+"""Process groups, and tensor and sequence parallelism for a Hugging Face model.
 
 Each rank has its shards as plain local weights, so FSDP2, the optimizer and every forward see
 ordinary tensors, and no operation goes through DTensor's dispatch. FSDP may shard dim 0 of such a
@@ -26,12 +26,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from nemo_like.config.errors import ConfigError
+from nemo_like.distributed.process_groups import (
+    build_device_mesh,
+    build_replica_mesh,
+    share_timeout,
+)
 from nemo_like.models.layout_check import model_problems
 from nemo_like.models.spec import ModelSpec
-from nemo_like.parallel_layout import LayoutError, ParallelLayout
+from nemo_like.parallel_layout import LayoutError, ParallelLayout, engine_problems
 from nemo_like.policy.collectives import copy_to, gather_rows, scatter_sum, sum_over
 
 # Styles of transformers' `base_model_tp_plan` that this module supports.
@@ -293,3 +299,75 @@ def _vocab_parallel_embedding(
     local_ids = torch.where(is_local, local_ids, 0)
     embedded = F.embedding(local_ids, module.weight, padding_idx=padding_idx)
     return reduce_output(embedded * is_local.unsqueeze(-1))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Process groups of this rank; None where this rank would be the only member."""
+
+    world: dist.ProcessGroup | None = None
+    dp: dist.ProcessGroup | None = None
+    cp: dist.ProcessGroup | None = None
+    """Ranks with the other chunks of the same rows."""
+    dp_cp: dist.ProcessGroup | None = None
+    tensor: TensorParallel | None = None
+    fsdp_mesh: DeviceMesh | None = None
+    """The ranks of `dp_cp`, over which weights, gradients and optimizer state are sharded; with
+    several replicas [replicas, ranks of `shard`]. None without FSDP.
+    """
+    shard: dist.ProcessGroup | None = None
+    """The ranks over which this rank's copy of the weights is sharded."""
+    replica: int = 0
+    """Index of this rank's copy of the weights. Copy 0 writes checkpoints and exports."""
+
+    @classmethod
+    def join(
+        cls,
+        parallel_layout: ParallelLayout,
+        rank: int,
+        device: torch.device,
+        *,
+        mixed_precision: bool,
+    ) -> Groups:
+        """Create the groups of `rank` in the default process group; every rank calls.
+
+        Raises LayoutError for a pipeline or expert parallelism.
+        """
+        problems = engine_problems("dtensor", pp=parallel_layout.pp, ep=parallel_layout.ep)
+        if problems:
+            raise LayoutError(problems)
+        if parallel_layout.world_size == 1 and not mixed_precision:
+            # No process group exists then, and none is needed.
+            return cls()
+        mesh = build_device_mesh(parallel_layout, device.type)
+        # Dp and cp ranks with the same tp rank have equal weights: FSDP shards over both axes.
+        if parallel_layout.dp > 1 and parallel_layout.cp > 1:
+            dp_cp = mesh["dp", "cp"]._flatten("dp_cp")
+        else:
+            dp_cp = mesh["cp" if parallel_layout.cp > 1 else "dp"]
+        has_replicas = parallel_layout.dp * parallel_layout.cp > 1
+        # FSDP implements mixed precision, so one process in mixed precision has a mesh of one rank.
+        needs_fsdp = has_replicas or mixed_precision
+        tensor = None
+        if parallel_layout.tp > 1:
+            tp_rank = parallel_layout.coordinates(rank).tp
+            tensor = TensorParallel(
+                mesh.get_group("tp"), tp_rank, parallel_layout.tp, parallel_layout.sequence_parallel
+            )
+        shard = dp_cp
+        fsdp_mesh = dp_cp
+        if parallel_layout.num_replicas > 1:
+            replica_mesh = build_replica_mesh(parallel_layout, device.type)
+            fsdp_mesh = replica_mesh["replica", "shard"]
+            shard = replica_mesh["shard"]
+        share_timeout()
+        return cls(
+            world=dist.group.WORLD if parallel_layout.world_size > 1 else None,
+            dp=mesh.get_group("dp") if parallel_layout.dp > 1 else None,
+            cp=mesh.get_group("cp") if parallel_layout.cp > 1 else None,
+            dp_cp=dp_cp.get_group() if has_replicas else None,
+            tensor=tensor,
+            fsdp_mesh=fsdp_mesh if needs_fsdp else None,
+            shard=shard.get_group() if parallel_layout.num_shards > 1 else None,
+            replica=parallel_layout.replica(rank),
+        )

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like.integer_math import ceil_div
 from nemo_like.policy.collectives import gather_rows
-from nemo_like.policy.dtensor.groups import Groups
-from nemo_like.policy.dtensor.parallel import ShardSpec
+from nemo_like.policy.dtensor.parallel import Groups, ShardSpec
 
 
 @dataclass(frozen=True)

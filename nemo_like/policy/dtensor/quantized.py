@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.models.quantization import BLOCK_SIZE
+from nemo_like.models.peft_adapter import BLOCK_SIZE
 from nemo_like.policy.checkpoint.hf_reader import ModelFiles
-from nemo_like.policy.dtensor.groups import Groups
-from nemo_like.policy.dtensor.parallel import ShardSpec, TensorParallel
+from nemo_like.policy.dtensor.parallel import Groups, ShardSpec, TensorParallel
 from nemo_like.policy.dtensor.parameters import ShardedParameter, row_range
 from nemo_like.policy.nf4 import (
     Nf4,

@@ -14,8 +14,8 @@ from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed.process_groups import init_process_group, is_joined
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.policy.dtensor.engine import DTensorEngine
-from nemo_like.policy.dtensor.groups import Groups
-from nemo_like.policy.teachers import teacher_config
+from nemo_like.policy.dtensor.parallel import Groups
+from nemo_like.policy.frozen_models import teacher_config
 from nemo_like.policy.worker import PolicyWorker
 
 

@@ -17,11 +17,11 @@ from nemo_like.policy.checkpoint.sharded_reader import (
     adam_states,
     open_checkpoint,
 )
-from nemo_like.policy.ema import WeightEma
 from nemo_like.policy.megatron.groups import Groups
 from nemo_like.policy.megatron.optimizer import ShardedAdamW, read_kind
 from nemo_like.policy.megatron.param_map import ParamMap, Shape
 from nemo_like.policy.megatron.parameters import ReadBlock, assemble_rows
+from nemo_like.policy.optim import WeightEma
 
 
 def load(

@@ -18,22 +18,24 @@ from torch import Tensor, nn
 
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.models.adapters import is_adapter
+from nemo_like.models.peft_adapter import is_adapter
+from nemo_like.models.pretrained import meta_model, open_config
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint import sharded as sharded_checkpoint
-from nemo_like.policy.checkpoint.adapter_reader import open_initial, stored_head
+from nemo_like.policy.checkpoint.adapter import open_initial, stored_head
 from nemo_like.policy.checkpoint.hf_reader import open_model
 from nemo_like.policy.checkpoint.sharded import PendingSave
 from nemo_like.policy.checkpoint.sharded_reader import EMA, adam_states
+from nemo_like.policy.decoder_layers import frozen_names
 from nemo_like.policy.engine import Engine, ResultT, StepFunction
-from nemo_like.policy.freezing import frozen_names
+from nemo_like.policy.heads.scores import ScoreHead, SequenceShare
+from nemo_like.policy.inputs.model_inputs import ModelInputs
 from nemo_like.policy.megatron import checkpoint as megatron_checkpoint
-from nemo_like.policy.megatron.engine_adapters import EngineAdapters
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.families.family import Family
 from nemo_like.policy.megatron.freezing import frozen_parameters
-from nemo_like.policy.megatron.groups import Groups
-from nemo_like.policy.megatron.model import build_model
+from nemo_like.policy.megatron.groups import Groups, ScheduleTimers
+from nemo_like.policy.megatron.model import VocabularyHead, build_model
 from nemo_like.policy.megatron.optimizer import ShardedAdamW
 from nemo_like.policy.megatron.param_map import (
     EMBEDDING,
@@ -42,12 +44,7 @@ from nemo_like.policy.megatron.param_map import (
     Shape,
     parallel_coords,
 )
-from nemo_like.policy.megatron.parameters import FullWeightGatherer, ReadBlock
-from nemo_like.policy.megatron.timers import ScheduleTimers
-from nemo_like.policy.megatron.vocab_head import VocabularyHead
-from nemo_like.policy.model_inputs import ModelInputs
-from nemo_like.policy.output_head import meta_model, open_config
-from nemo_like.policy.score_head import ScoreHead, SequenceShare
+from nemo_like.policy.megatron.parameters import EngineAdapters, FullWeightGatherer, ReadBlock
 from nemo_like.sampling_filter import SamplingFilter
 
 

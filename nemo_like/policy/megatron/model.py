@@ -1,4 +1,4 @@
-"""A decoder of a supported family as a Megatron-Core model: one pipeline stage of it.
+"""A Megatron-Core model: its parallelism, its construction, its output embedding.
 
 The model maps packed rows to hidden states. The output embedding is applied elsewhere, in chunks of
 tokens, so the logits of a microbatch never exist. The rotary embedding is that of transformers.
@@ -6,24 +6,96 @@ tokens, so the logits of a microbatch never exist. The rotary embedding is that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
 from nemo_like.config.schema import ActivationCheckpointing
-from nemo_like.policy.activation_checkpointing import checkpoint_layers
+from nemo_like.policy.decoder_layers import checkpoint_layers
+from nemo_like.policy.heads.logit_chunks import VocabShard
+from nemo_like.policy.heads.logprobs import label_logprobs
+from nemo_like.policy.inputs.model_inputs import ModelInputs, TokenLogprobs
 from nemo_like.policy.megatron.families.family import Family
+from nemo_like.policy.megatron.groups import Groups
 from nemo_like.policy.megatron.layers import RMSNorm, Segments, untyped
-from nemo_like.policy.megatron.parallel import transformer_config
 from nemo_like.policy.megatron.param_map import ModelSharding
-from nemo_like.policy.model_inputs import ModelInputs
+from nemo_like.sampling_filter import SamplingFilter
+
+
+def transformer_config(
+    sharding: ModelSharding,
+    family_config: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    sequence_parallel: bool,
+    recompute: bool,
+) -> TransformerConfig:
+    """Build Megatron-Core's configuration of the model and of its parallelism.
+
+    `family_config` has the arguments in which the family differs from a Llama. `dtype` is that of
+    weights and activations. With `recompute` each layer is recomputed in the backward.
+    """
+    is_cuda = device.type == "cuda"
+    spec = sharding.spec
+    # An explicit layout, because the layers need not divide evenly by the number of stages.
+    stages = [["decoder"] * len(sharding.layers(stage)) for stage in range(sharding.pp)]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return TransformerConfig(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        ffn_hidden_size=spec.intermediate_size,
+        num_attention_heads=spec.num_heads,
+        num_query_groups=spec.num_kv_heads,
+        kv_channels=spec.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=spec.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=sharding.tp,
+        pipeline_model_parallel_size=sharding.pp,
+        pipeline_model_parallel_layout=stages if sharding.pp > 1 else None,
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        sequence_parallel=sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Microbatches differ in length. Megatron-Core requires this dispatcher with the flag, even
+        # for dense models.
+        variable_seq_lengths=sharding.pp > 1,
+        moe_token_dispatcher_type="alltoall",
+        **family_config,
+        deallocate_pipeline_outputs=True,
+        batch_p2p_sync=is_cuda,
+        # The loss is already divided by the global count; it and its gradients stay unscaled.
+        calculate_per_token_loss=True,
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
+        # Weights are read from files.
+        perform_initialization=False,
+        use_cpu_initialization=not is_cuda,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        bias_activation_fusion=is_cuda,
+        bias_dropout_fusion=is_cuda,
+        cuda_graph_scope=[],
+    )
 
 
 def build_model(
@@ -169,3 +241,60 @@ class PackedModel(GPTModel):
         """Return `hidden_states` [T, 1, D] as they are."""
         # Megatron-Core would compute the logits of all tokens here.
         return hidden_states
+
+
+class VocabularyHead:
+    """The output embedding, tied or not, of the last pipeline stage."""
+
+    def __init__(
+        self,
+        model: PackedModel,
+        sharding: ModelSharding,
+        tp_rank: int,
+        groups: Groups,
+        chunk_size: int,
+    ) -> None:
+        self._model = model
+        self._chunk_size = chunk_size
+        self._is_sequence_parallel = model.config.sequence_parallel
+        self._rows = sharding.vocabulary_range(tp_rank)
+        self._shard = None
+        if sharding.tp > 1:
+            # With sequence parallelism the backward of the gather sums the ranks' gradients.
+            self._shard = VocabShard(
+                groups.tp, self._rows.start, partial_hidden_grad=self._is_sequence_parallel
+            )
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        inputs: ModelInputs,
+        temperature: float,
+        with_entropy: bool,
+        token_filter: SamplingFilter | None,
+    ) -> TokenLogprobs:
+        """See `label_logprobs`; `hidden` is [T, 1, D], with sequence parallelism [T / tp, 1, D]."""
+        if self._is_sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        return label_logprobs(
+            hidden.squeeze(1),
+            self._weight(),
+            inputs,
+            temperature=temperature,
+            chunk_size=self._chunk_size,
+            with_entropy=with_entropy,
+            token_filter=token_filter,
+            vocab=self._shard,
+        )
+
+    def _weight(self) -> Tensor:
+        """Return this rank's rows [V / tp, D] without the padding of the vocabulary."""
+        model = self._model
+        if model.share_embeddings_and_output_weights:
+            weight = model.shared_embedding_or_output_weight()
+        else:
+            weight = model.output_layer.weight
+        assert weight is not None
+        num_rows = len(self._rows)
+        # The unsliced parameter where possible, so that its gradient needs no padded copy.
+        return weight if len(weight) == num_rows else weight[:num_rows]

@@ -29,8 +29,7 @@ from torch.distributed import ProcessGroup
 from nemo_like.config.schema import OptimizerConfig
 from nemo_like.integer_math import ceil_div
 from nemo_like.policy.checkpoint.sharded_reader import MOMENTS, WEIGHT
-from nemo_like.policy.megatron.cpu import cuda_type_names
-from nemo_like.policy.megatron.groups import Groups
+from nemo_like.policy.megatron.groups import Groups, cuda_type_names
 from nemo_like.policy.megatron.model import PackedModel
 from nemo_like.policy.megatron.param_map import ParamMap, Shape
 from nemo_like.policy.megatron.parameters import ReadBlock, assemble_rows

@@ -15,7 +15,7 @@ from nemo_like.config.parallel import build_layout
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed.process_groups import init_process_group
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.policy.teachers import teacher_config
+from nemo_like.policy.frozen_models import teacher_config
 from nemo_like.policy.worker import PolicyWorker
 
 # Every rank would print these on import and use of Megatron-Core: Apex and Transformer Engine are

@@ -19,7 +19,7 @@ from nemo_like.data.streaming.packed_batch import (
     slice_for_sequence_parallel,
 )
 from nemo_like.data.streaming.packed_collate import PackingCollator
-from nemo_like.policy import attention
+from nemo_like.policy.inputs import attention
 
 LENGTHS = (5, 1, 9, 3)
 FLASH_NAMES = "packed_test_names"

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from nemo_like.data.streaming.packing_support import check_packing_support
-from nemo_like.policy import attention
+from nemo_like.policy.inputs import attention
 
 
 def make_model(implementation: str, **options: Any) -> LlamaForCausalLM:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.policy.checkpoint.gguf import convert_gguf
+from nemo_like.policy.checkpoint.hf_reader import convert_gguf
 
 
 @pytest.fixture

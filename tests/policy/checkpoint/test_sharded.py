@@ -24,9 +24,8 @@ from torch import Tensor
 from nemo_like.config.errors import ConfigError
 from nemo_like.distributed import activity
 from nemo_like.policy.checkpoint import sharded as sharded_checkpoint
-from nemo_like.policy.checkpoint.sharded import Block, save
+from nemo_like.policy.checkpoint.sharded import Block, HostBuffers, save
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem, open_checkpoint
-from nemo_like.policy.checkpoint.staging import HostBuffers
 from nemo_like.run.checkpoint import CheckpointError
 
 SHAPES = {"embed.weight": (7, 4), "norm.weight": (5,)}

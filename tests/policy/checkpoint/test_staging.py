@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from nemo_like.distributed import activity
-from nemo_like.policy.checkpoint.staging import BackgroundWriter, HostBuffers, StagedFile
+from nemo_like.policy.checkpoint.sharded import BackgroundWriter, HostBuffers, StagedFile
 from nemo_like.run.files import WriteError, file_record
 
 CHUNK_BYTES = 64

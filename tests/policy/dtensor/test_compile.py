@@ -15,7 +15,8 @@ from torch._dynamo.utils import counters as torch_counters
 
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed import process_groups
-from nemo_like.policy import compilation, logprobs
+from nemo_like.policy import decoder_layers
+from nemo_like.policy.heads import logprobs
 from tests.policy.dtensor.test_layouts import Rank, gradients, worst
 from tests.policy.test_gradient_equality import fixed
 from tests.policy.tiny import context, random_batch
@@ -85,8 +86,8 @@ def test_layers_are_compiled_under_fsdp_too(model_dir, tmp_path, monkeypatch):
 
 
 def test_many_graphs_give_one_warning(monkeypatch, caplog):
-    monkeypatch.setattr(compilation, "MAX_GRAPHS", 0)
-    counter = compilation.CompilationCounter()
+    monkeypatch.setattr(decoder_layers, "MAX_GRAPHS", 0)
+    counter = decoder_layers.CompilationCounter()
     assert counter.pop() == 0
     with caplog.at_level(logging.WARNING):
         for size in (3, 4):

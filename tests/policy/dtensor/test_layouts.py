@@ -37,7 +37,7 @@ from nemo_like.losses import Loss, NllLoss
 from nemo_like.metrics import metric_values
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.engine import DTensorEngine
-from nemo_like.policy.dtensor.groups import Groups
+from nemo_like.policy.dtensor.parallel import Groups
 from nemo_like.policy.dtensor.parameters import local_shard
 from nemo_like.policy.logprob_store import LogprobHandle
 from nemo_like.policy.worker import PolicyWorker

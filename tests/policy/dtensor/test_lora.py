@@ -20,8 +20,8 @@ from torch._dynamo.utils import counters as torch_counters
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.lora import LoraConfig
 from nemo_like.config.schema import ParallelConfig
-from nemo_like.policy import logprobs
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.heads import logprobs
 from tests.policy.adapters import (
     LORA,
     LORA_OF,

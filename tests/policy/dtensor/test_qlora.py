@@ -18,7 +18,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.models.quantization import BYTES_PER_VALUE
+from nemo_like.models.peft_adapter import BYTES_PER_VALUE
 from nemo_like.policy.checkpoint.adapter import open_merged
 from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker

@@ -9,7 +9,7 @@ import pytest
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses.distillation import DistillationLoss
-from nemo_like.policy.teachers import teacher_config
+from nemo_like.policy.frozen_models import teacher_config
 from nemo_like.policy.worker import PolicyWorker
 from tests.policy.distillation import (
     SETTINGS,

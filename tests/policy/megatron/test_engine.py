@@ -19,10 +19,10 @@ from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.policy import engine as engine_module
-from nemo_like.policy.compute_clock import ComputeClock
+from nemo_like.policy.device import ComputeClock
+from nemo_like.policy.inputs.model_inputs import TokenLogprobs
 from nemo_like.policy.megatron.engine import MegatronEngine
 from nemo_like.policy.megatron.layers import SegmentAttention
-from nemo_like.policy.model_inputs import TokenLogprobs
 from tests.policy.megatron.ranks import (
     PARALLEL,
     Step,

@@ -35,7 +35,7 @@ from nemo_like.models.presets import load_spec
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.checkpoint.hf_reader import open_model
-from nemo_like.policy.megatron import cpu as megatron_cpu
+from nemo_like.policy.megatron import groups as megatron_cpu
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.worker import MegatronPolicyWorker
 from tests.policy.megatron.ranks import of_model

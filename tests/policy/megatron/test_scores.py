@@ -14,7 +14,7 @@ import torch
 
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.losses.bradley_terry import BradleyTerryLoss
+from nemo_like.losses.pairs import BradleyTerryLoss
 from tests.policy.megatron.ranks import RecordingEngine, as_tensors, joined, of_model
 from tests.policy.preferences import PAIR_LENGTHS
 from tests.policy.scores import (

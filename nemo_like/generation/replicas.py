@@ -1,0 +1,327 @@
+"""Replicas of the generator as the driver sees them: groups, requests, polls.
+
+The replicas of a generator: their starts, restarts, and calls to several of them.
+
+Every replica is a worker group of its own, so that the failure of one does not stop the others. A
+replica whose process died or hung is restarted. An exception that a replica raises is not retried:
+a new process would raise it again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from nemo_like.config.text import counted
+from nemo_like.distributed.errors import ClusterError, WorkerDied, WorkerFailure, WorkerHung
+from nemo_like.distributed.worker_calls import call_all, submit_all
+from nemo_like.distributed.worker_group import Handle, WorkerGroup
+from nemo_like.generation.requests import (
+    GenerationProgress,
+    GenerationRequests,
+    GenerationWorkerProtocol,
+)
+
+POLL_S = 0.1
+"""Seconds that a replica decodes per poll; the completions that end in it arrive at its end."""
+_POLLS_AHEAD = 2
+"""Polls that are queued at a replica, so that it need not wait for the driver between two."""
+
+
+@dataclass(eq=False)
+class Replica:
+    """A worker group that decodes requests. Rank 0 is its leader, whose results count.
+
+    A replica runs its calls in the order in which they were started. Only `abort`, and `read_polls`
+    with `wait`, wait for it: a replica that hangs must not hold up the driver.
+    """
+
+    index: int
+    group: WorkerGroup
+    has_weights: bool
+    """True if its weights are those of the generator's version; requests are sent to it then."""
+    costs: dict[int, int] = field(default_factory=dict)
+    """Unfinished requests: id to the max number of tokens it may still need."""
+    busy_s: float = 0.0
+    """Seconds of decoding since the last `Generator.pop_metrics`."""
+    num_tokens: int = 0
+    """Tokens sampled since then."""
+    num_unfinished_tokens: int = 0
+    """Tokens sampled for unfinished requests, as of the last poll that was read."""
+    polls: deque[list[Handle]] = field(default_factory=deque)
+    """Polls that were started and whose result has not been read, oldest first."""
+    started: deque[list[Handle]] = field(default_factory=deque)
+    """Calls without a result that were started and are not known to have ended, oldest first."""
+
+    @property
+    def cost(self) -> int:
+        """Max tokens of all unfinished requests."""
+        return sum(self.costs.values())
+
+    def start(self, method: Callable[..., None], *args: Any) -> None:
+        """Start a call without a result; `read_polls` raises its failure."""
+        self.started.append(submit_all(self.group, method, *args))
+
+    def submit(self, requests: GenerationRequests) -> None:
+        """Add requests. Returns at once."""
+        self.start(GenerationWorkerProtocol.submit, requests)
+        costs = (requests.prompt_ids.lengths + requests.max_new_tokens()).tolist()
+        self.costs |= dict(zip(requests.request_ids.tolist(), costs, strict=True))
+
+    def start_polls(self) -> None:
+        """Queue polls while requests are unfinished."""
+        while self.costs and len(self.polls) < _POLLS_AHEAD:
+            self.polls.append(submit_all(self.group, GenerationWorkerProtocol.poll, POLL_S))
+
+    def read_polls(self, results: list[GenerationProgress], *, wait: bool = False) -> None:
+        """Append the results of the polls that are done, or of all polls with `wait`.
+
+        Raises WorkerFailure for a call that failed; `results` has the polls before it.
+        """
+        while self.started and (wait or self.group.is_done(self.started[0])):
+            self.group.get(self.started.popleft())
+        while self.polls and (wait or self.group.is_done(self.polls[0])):
+            progress = self.group.get(self.polls.popleft())[0]
+            self.busy_s += progress.busy_s
+            self.num_tokens += progress.num_tokens
+            num_finished = len(progress.completions.token_ids.values)
+            self.num_unfinished_tokens += progress.num_tokens - num_finished
+            for request_id in progress.request_ids.tolist():
+                del self.costs[request_id]
+            results.append(progress)
+
+    def abort(self) -> tuple[list[int], int]:
+        """Discard unfinished requests; return their ids and the number of tokens discarded.
+
+        Call after `read_polls(wait=True)`.
+        """
+        num_tokens = call_all(self.group, GenerationWorkerProtocol.abort)[0]
+        return self.forget(), num_tokens
+
+    def forget(self) -> list[int]:
+        """Drop all unfinished requests and running calls; return the ids of the requests."""
+        request_ids = list(self.costs)
+        self.costs = {}
+        self.num_unfinished_tokens = 0
+        self.polls.clear()
+        self.started.clear()
+        return request_ids
+
+
+def assign_units(unit_costs: np.ndarray, outstanding: np.ndarray) -> np.ndarray:
+    """Assign each unit of work to the replica with the least outstanding work, int64 [U].
+
+    `unit_costs` is int64 [U], `outstanding` int64 [R], the work that each replica has already.
+    Units are assigned in order of decreasing cost (longest processing time first), ties in the
+    order of the units and of the replicas, so the result depends on the arguments only.
+    """
+    loads = np.array(outstanding, dtype=np.int64)
+    replica_of_unit = np.zeros(len(unit_costs), dtype=np.int64)
+    for unit in np.argsort(-unit_costs, kind="stable"):
+        replica = int(loads.argmin())
+        replica_of_unit[unit] = replica
+        loads[replica] += unit_costs[unit]
+    return replica_of_unit
+
+
+ResultT = TypeVar("ResultT")
+_START_ENDS_S = 60.0
+"""Max wait for a replica that is starting when the run ends."""
+StartReplica = Callable[[int], WorkerGroup]
+"""Starts the worker group of a replica, given its index; blocks until the model is loaded."""
+
+
+class ReplicaSet:
+    """A fixed number of replicas, of which some may be starting again."""
+
+    def __init__(
+        self,
+        start_replica: StartReplica,
+        num_replicas: int,
+        *,
+        max_restarts: int,
+        report: Callable[[str], None],
+    ) -> None:
+        """Start all replicas, in parallel; `report` gets a line about each restart.
+
+        Raises what `start_replica` raises.
+        """
+        self._start_replica = start_replica
+        self._max_restarts = max_restarts
+        self._report = report
+        self._starting: dict[int, Future[WorkerGroup] | None] = {}
+        """Replicas without a process, by index; None for a start that waits for `onload`."""
+        self._is_offloaded = False
+        self._lost_ids: list[int] = []
+        self._num_lost_tokens = 0
+        self.num_restarts = 0
+        if num_replicas == 1:
+            # In this thread, which a group in this process needs.
+            groups = [start_replica(0)]
+        else:
+            starts = [self._start_in_thread(index) for index in range(num_replicas)]
+            # All of them, so that no replica is starting when the failure of another is raised.
+            wait(starts)
+            groups = [start.result() for start in starts]
+        self.replicas = [
+            Replica(index, group, has_weights=True) for index, group in enumerate(groups)
+        ]
+
+    @property
+    def live(self) -> list[Replica]:
+        """Replicas whose process runs."""
+        return [replica for replica in self.replicas if replica.index not in self._starting]
+
+    @property
+    def is_starting(self) -> bool:
+        """True if a replica is being restarted."""
+        return bool(self._starting)
+
+    def call(
+        self, replicas: Sequence[Replica], method: Callable[..., ResultT], *args: Any
+    ) -> dict[int, ResultT]:
+        """Call `method` on replicas at the same time; return the results by replica index.
+
+        A replica that fails is replaced and has no result.
+        """
+        return self.start_call(replicas, method, *args)()
+
+    def start_call(
+        self, replicas: Sequence[Replica], method: Callable[..., ResultT], *args: Any
+    ) -> Callable[[], dict[int, ResultT]]:
+        """Start `method` on replicas; the returned function waits and returns what `call` does."""
+        running: list[tuple[Replica, list[Handle]]] = []
+        for replica in replicas:
+            with self.replacing(replica):
+                running.append((replica, submit_all(replica.group, method, *args)))
+
+        def finish() -> dict[int, ResultT]:
+            results: dict[int, ResultT] = {}
+            for replica, handles in running:
+                with self.replacing(replica):
+                    results[replica.index] = replica.group.get(handles)[0]
+            return results
+
+        return finish
+
+    @contextmanager
+    def replacing(self, replica: Replica) -> Iterator[None]:
+        """Replace `replica` if a call in the block shows that it failed."""
+        try:
+            yield
+        except WorkerFailure as failure:
+            self.replace(replica, failure)
+
+    def replace(self, replica: Replica, failure: WorkerFailure) -> None:
+        """Restart a replica that failed. Raises WorkerFailure if that is not possible."""
+        if replica.index in self._starting or replica is not self.replicas[replica.index]:
+            # Several calls of a replica fail when it dies.
+            return
+        if not isinstance(failure, WorkerDied | WorkerHung):
+            raise failure
+        self._restart(replica, failure)
+
+    def take_lost(self) -> tuple[list[int], int]:
+        """Return the unfinished requests of the replicas that failed since the last call.
+
+        Also the number of tokens that were sampled for them, as of the last polls.
+        """
+        lost = self._lost_ids, self._num_lost_tokens
+        self._lost_ids = []
+        self._num_lost_tokens = 0
+        return lost
+
+    def finish_restarts(self) -> None:
+        """Take over replicas whose restart is done; one that died meanwhile is started again."""
+        for index, start in list(self._starting.items()):
+            if start is None or not start.done():
+                continue
+            del self._starting[index]
+            old = self.replicas[index]
+            try:
+                group = start.result()
+            except (WorkerFailure, ClusterError) as failure:
+                # Its node may be gone, or its memory taken; other replicas work meanwhile.
+                self._restart(old, failure)
+                continue
+            # Also at version 0, so that its weights are verified before it samples.
+            self.replicas[index] = Replica(
+                index, group, has_weights=False, busy_s=old.busy_s, num_tokens=old.num_tokens
+            )
+
+    def offload(self) -> None:
+        """Move the weights of every replica to host memory.
+
+        Waits for replicas that are starting, which load their model onto the device. A replica that
+        fails while the others are offloaded is started by `onload`.
+        """
+        while True:
+            starting = [start for start in self._starting.values() if start is not None]
+            if not starting:
+                break
+            wait(starting)
+            self.finish_restarts()
+        self._is_offloaded = True
+        self.call(self.live, GenerationWorkerProtocol.offload)
+
+    def onload(self) -> None:
+        """Move the weights back to the device, and start the replicas that failed meanwhile."""
+        self._is_offloaded = False
+        for index in self._starting:
+            self._starting[index] = self._start_in_thread(index)
+        self.call(self.live, GenerationWorkerProtocol.onload)
+
+    def shutdown(self) -> None:
+        """Stop the replicas; may wait for those that are starting."""
+        for replica in self.live:
+            replica.group.shutdown()
+        starting = [start for start in self._starting.values() if start is not None]
+        # A start that outlives the cluster would connect to a new one.
+        for start in wait(starting, _START_ENDS_S).done:
+            if start.exception() is None:
+                start.result().shutdown()
+
+    def _restart(self, replica: Replica, failure: WorkerFailure | ClusterError) -> None:
+        """Start a new process for a replica. Raises WorkerFailure beyond `max_restarts`."""
+        if self.num_restarts >= self._max_restarts:
+            raise WorkerFailure(
+                f"a replica of the generator failed after"
+                f" {counted(self.num_restarts, 'restart')}, the limit of"
+                f" policy.generation.max_restarts={self._max_restarts}:"
+                f" {failure}",
+                group=f"generation-{replica.index}",
+                rank=0,
+                method="restart",
+            ) from failure
+        self.num_restarts += 1
+        self._num_lost_tokens += replica.num_unfinished_tokens
+        self._lost_ids += replica.forget()
+        replica.has_weights = False
+        self._report(
+            f"replica {replica.index} of the generator failed and is restarted (restart"
+            f" {self.num_restarts} of at most {self._max_restarts}): {failure}"
+        )
+        start = None if self._is_offloaded else self._start_in_thread(replica.index)
+        self._starting[replica.index] = start
+
+    def _start_in_thread(self, index: int) -> Future[WorkerGroup]:
+        """Start a replica; its group, or the exception, is the result of the future."""
+        future: Future[WorkerGroup] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self._start_replica(index))
+            except BaseException as error:  # noqa: BLE001 (raised where the result is read)
+                future.set_exception(error)
+
+        # A daemon, so that a run that ends does not wait for a replica that is starting.
+        thread = threading.Thread(target=run, name=f"start-replica-{index}", daemon=True)
+        thread.start()
+        return future

@@ -1,0 +1,129 @@
+"""Safetensors files of a model without their values: names, shapes, sizes, digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from nemo_like.models.spec import SCORE_WEIGHT, ModelSpec
+
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors library."""
+
+Shape = tuple[int, ...]
+
+
+def read_shapes(path: Path) -> dict[str, Shape]:
+    """Return the shape of each tensor of a safetensors file by name.
+
+    Raises ValueError with the problem of a file that cannot be read or is damaged; see
+    `read_header`.
+    """
+    return {name: tuple(entry["shape"]) for name, entry in read_header(path).items()}
+
+
+def read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the entries of the header by name of the tensor: `dtype`, `shape`, `data_offsets`.
+
+    The header is a JSON object after its length in 8 bytes; the tensors follow without a gap
+    (https://github.com/huggingface/safetensors, "Format"). Raises ValueError, with a text that
+    continues the name of the file, unless the header and the size of the file agree.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            # Checked before the read: a damaged length could exceed the memory.
+            if header_size > min(size, MAX_HEADER_BYTES):
+                raise ValueError("the length of the header exceeds the file")
+            header = json.loads(file.read(header_size))
+        header.pop("__metadata__", None)
+        ends = [entry["data_offsets"][1] for entry in header.values()]
+        expected_size = 8 + header_size + max(ends, default=0)
+        for entry in header.values():
+            tuple(entry["shape"])
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            "is damaged: it does not begin with the header of a safetensors file"
+        ) from error
+    if size != expected_size:
+        raise ValueError(f"is damaged: it has {size:,} bytes and should have {expected_size:,}")
+    return header
+
+
+_NUM_SAMPLES = 32
+"""Samples of each file; values of a model that was trained differ in all of them."""
+_SAMPLE_BYTES = 4096
+
+
+def weights_digest(directory: Path) -> str:
+    """Return a hash of the sizes and of evenly spaced samples of the *.safetensors files.
+
+    It does not depend on names and dates, so a copy of the directory has the same one. Raises
+    OSError for a file that cannot be read.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(size.to_bytes(8, "little"))
+            for sample in range(_NUM_SAMPLES):
+                file.seek(sample * max(size - _SAMPLE_BYTES, 0) // (_NUM_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def weight_sizes(spec: ModelSpec) -> dict[str, int] | None:
+    """Return Hugging Face name -> number of values of each distinct weight.
+
+    None for a model of another shape: experts, latent or linear attention, two-matrix feed-forward.
+    """
+    hidden = spec.hidden_size
+    sizes = {"model.embed_tokens.weight": spec.embedding_params}
+    for layer in range(spec.num_layers):
+        for name, size in _layer_sizes(spec).items():
+            sizes[f"model.layers.{layer}.{name}"] = size
+    sizes["model.norm.weight"] = hidden
+    if spec.head == "scores":
+        sizes[SCORE_WEIGHT] = spec.head_params
+    elif not spec.is_tied:
+        sizes["lm_head.weight"] = spec.embedding_params
+    # The count of the configuration is checked against transformers for every supported shape.
+    return sizes if sum(sizes.values()) == spec.num_params else None
+
+
+def _layer_sizes(spec: ModelSpec) -> dict[str, int]:
+    hidden = spec.hidden_size
+    query = spec.num_heads * spec.head_dim
+    key = spec.num_kv_heads * spec.head_dim
+    width = spec.intermediate_size
+    sizes = {
+        "input_layernorm.weight": hidden,
+        "post_attention_layernorm.weight": hidden,
+        "self_attn.q_proj.weight": hidden * query,
+        "self_attn.k_proj.weight": hidden * key,
+        "self_attn.v_proj.weight": hidden * key,
+        "self_attn.o_proj.weight": query * hidden,
+        "mlp.gate_proj.weight": hidden * width,
+        "mlp.up_proj.weight": hidden * width,
+        "mlp.down_proj.weight": width * hidden,
+    }
+    if spec.has_qkv_bias:
+        sizes["self_attn.q_proj.bias"] = query
+        sizes["self_attn.k_proj.bias"] = key
+        sizes["self_attn.v_proj.bias"] = key
+    if spec.has_output_bias:
+        sizes["self_attn.o_proj.bias"] = hidden
+    if spec.has_qk_norm:
+        sizes["self_attn.q_norm.weight"] = spec.head_dim
+        sizes["self_attn.k_norm.weight"] = spec.head_dim
+    if spec.has_mlp_bias:
+        sizes["mlp.gate_proj.bias"] = width
+        sizes["mlp.up_proj.bias"] = width
+        sizes["mlp.down_proj.bias"] = hidden
+    return sizes

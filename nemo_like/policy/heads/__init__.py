@@ -1,0 +1,1 @@
+"""What a policy computes from hidden states: log-probs, divergences, scores."""

@@ -1,0 +1,131 @@
+"""The scalar head of a reward model, and the scores of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_like.data.planning.plan import RankPlan
+from nemo_like.distributed import activity
+from nemo_like.distributed.batched_data_dict import SlicedDataDict
+from nemo_like.policy.collectives import sum_over
+from nemo_like.policy.engine import Engine
+from nemo_like.policy.inputs.model_inputs import ModelInputs, TokenLogprobs, build_inputs
+from nemo_like.sampling_filter import SamplingFilter
+
+
+class SequenceShare(NamedTuple):
+    """The positions of one rank with sequence parallelism: an equal share of T in rank order."""
+
+    group: dist.ProcessGroup
+    rank: int
+
+
+class ScoreHead:
+    """The layer `score` of a model; it has the signature of `VocabularyHead`."""
+
+    def __init__(self, model: Any, share: SequenceShare | None) -> None:
+        self._model = model
+        self._share = share
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        inputs: ModelInputs,
+        temperature: float,
+        with_entropy: bool,
+        token_filter: SamplingFilter | None,
+    ) -> TokenLogprobs:
+        """See `row_scores`; `hidden` is [B, S, D] or [T, 1, D], with sequence parallelism T / tp.
+
+        The other arguments are those of a distribution, which scores do not have.
+        """
+        # Looked up in each call: FSDP replaces the parameters of its modules.
+        return row_scores(hidden.flatten(0, 1), self._model.score.weight, inputs, self._share)
+
+
+def row_scores(
+    hidden: Tensor, weight: Tensor, inputs: ModelInputs, share: SequenceShare | None
+) -> TokenLogprobs:
+    """Return the score of each row: `weight` times the hidden state of its last token, float32.
+
+    `hidden` [T, D] are the last hidden states of this rank's positions, with sequence parallelism
+    [T / tp, D]; `weight` [1, D] is the score head. The product is float32 in any precision: the
+    loss compares scores whose difference is small. With sequence parallelism the gradients of
+    `hidden` and `weight` are those of this rank's positions, else they are complete on every rank.
+    """
+    positions = inputs.last_positions
+    rows = inputs.row_ids.index_select(0, positions)
+    is_local = None
+    if share is not None:
+        positions = positions - share.rank * len(hidden)
+        is_local = (positions >= 0) & (positions < len(hidden))
+        # A mask and not a selection: the number of local rows would have to be read from the
+        # device.
+        positions = positions.clamp(0, len(hidden) - 1)
+    states = hidden.index_select(0, positions).float()
+    values = (states @ weight.float().mT).squeeze(1)
+    if is_local is not None:
+        values = torch.where(is_local, values, 0.0)
+    scores = values.new_zeros(inputs.num_rows).index_add(0, rows, values)
+    if share is not None:
+        scores = sum_over(share.group, scores)
+    return TokenLogprobs(scores.new_zeros(len(inputs.row_ids)), None, scores=scores)
+
+
+def shard_scores(engine: Engine, shard: SlicedDataDict, plan: RankPlan) -> np.ndarray | None:
+    """Return the score of each row of `shard`, float32 [B]; None on pipeline stages but the last.
+
+    Of the columns only `input_ids` is read. A row that `plan` does not contain gets 0. Every rank
+    calls. Raises ValueError for an engine without a score head.
+    """
+    cp_rank = engine.parallel_layout.coordinates(engine.rank).cp
+    columns = {"input_ids": shard["input_ids"]}
+
+    def inputs() -> Iterable[ModelInputs]:
+        for microbatch in plan.microbatches:
+            activity.note(f"scores of a microbatch of {len(microbatch.rows)} rows")
+            yield build_inputs(
+                columns, microbatch, plan.spec, cp_rank=cp_rank, device=engine.device
+            )
+
+    parts = compute_row_scores(engine, inputs())
+    engine.clock.drop()
+    if not parts:
+        return None
+    scores = np.zeros(len(shard["input_ids"]), dtype=np.float32)
+    for microbatch, part in zip(plan.microbatches, parts, strict=True):
+        # A dummy has a score and no row.
+        rows = list(microbatch.rows)
+        scores[rows] = part[: len(rows)]
+    return scores
+
+
+def compute_row_scores(engine: Engine, microbatches: Iterable[ModelInputs]) -> list[np.ndarray]:
+    """Return the scores of each microbatch, float32 [R] each; none on stages but the last.
+
+    Every rank calls. Raises ValueError for an engine without a score head.
+    """
+    if engine.spec.head != "scores":
+        raise ValueError(
+            "this model has no score head; start the worker with head='scores' and the directory of"
+            " a reward model"
+        )
+
+    def gathered(inputs: ModelInputs, outputs: TokenLogprobs) -> tuple[None, Tensor]:
+        """Return None as loss, and the scores [R]: each is on one context-parallel rank."""
+        assert outputs.scores is not None, "an engine with a score head returns scores"
+        return None, engine.sum_over_cp(outputs.scores.detach())
+
+    parts = engine.run(microbatches, gathered, backward=False)
+    if not parts:
+        return []
+    # After the last microbatch, so that the device is waited for once.
+    values = torch.cat(parts).cpu().numpy()
+    ends = np.cumsum([len(part) for part in parts])
+    return np.split(values, ends[:-1])

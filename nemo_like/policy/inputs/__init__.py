@@ -1,0 +1,1 @@
+"""The inputs of a model: rows of a microbatch as tensors, and attention over them."""

@@ -1,0 +1,475 @@
+"""One microbatch of a plan as model inputs: rows to tensors and back, packed or padded, positions
+and labels.
+
+Positions of consecutive segments, and the share of them that a context-parallel rank has.
+
+With context parallelism of c ranks each segment is split into 2c chunks. Rank r has chunks r and
+2c-1-r in this order (zig-zag), which balances the work of causal attention.
+
+Rows to tensors and back: one microbatch of a plan as model inputs, packed or padded.
+
+Nothing is decided here: the rows, their padded lengths and their order come from the plan.
+
+Everything is aligned on the predicting position: position i of a row has the label (token i+1) and,
+of each token column, the value of token i+1. A row's last real token and all padding predict
+nothing. Segments are the rows in the microbatch's order, each with its own padding after its real
+tokens (causal attention does not see it), and then one segment of trailing padding where the total
+is rounded up. Position ids start at 0 in every segment.
+
+Context parallelism (`cp_size` c > 1): each segment is split into 2c chunks, rank r has chunks r and
+2c-1-r in this order (zig-zag), and these shares are packed, in the padded layout too, where a
+segment is a row with its padding. Labels and columns are aligned before the split; `cu_seqlens`
+stays global.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_like.data.jagged import Jagged
+from nemo_like.data.planning.plan import Microbatch, PlanSpec
+from nemo_like.device_transfer import tensor_to_device, to_device
+from nemo_like.policy.heads.logit_chunks import VocabShard
+
+
+def segment_starts(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return the bounds of consecutive segments, int64 [n+1]."""
+    starts = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    return starts
+
+
+def segment_positions(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return segment of each position and position within it, for consecutive segments.
+
+    Both are int64 [sum(lengths)]. Example: lengths [2, 3] give segments [0, 0, 1, 1, 1] and
+    positions [0, 1, 0, 1, 2].
+    """
+    segments = np.arange(len(lengths), dtype=np.int64)
+    segment = np.repeat(segments, lengths)
+    starts = segment_starts(lengths)
+    position = np.arange(len(segment), dtype=np.int64)
+    return segment, position - starts[segment]
+
+
+def cp_shard_positions(
+    padded_lengths: Sequence[int] | np.ndarray, cp_size: int, cp_rank: int
+) -> np.ndarray:
+    """Return the positions of the pack on `cp_rank`, int64 [sum(padded_lengths) / cp_size].
+
+    Example: one row of 8 positions on 2 ranks has chunks 01|23|45|67; rank 0 gets [0, 1, 6, 7],
+    rank 1 [2, 3, 4, 5]. Raises ValueError for a padded length that is not a multiple of 2 x cp_size
+    or a rank outside the axis.
+    """
+    padded = np.asarray(padded_lengths, dtype=np.int64)
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"cp_rank {cp_rank} is not in 0..{cp_size - 1}")
+    if cp_size == 1:
+        return np.arange(padded.sum(), dtype=np.int64)
+    num_chunks = 2 * cp_size
+    if (padded % num_chunks).any():
+        raise ValueError(
+            f"padded lengths {padded.tolist()} are not all multiples of 2 x cp_size = {num_chunks}"
+        )
+    chunk_lengths = padded // num_chunks
+    row, position = segment_positions(2 * chunk_lengths)
+    chunk_length = chunk_lengths[row]
+    is_second = position >= chunk_length
+    # A rank's first chunk is number r. Its second is number 2c-1-r, at the start of which
+    # `position` has already advanced by one chunk.
+    num_skipped_chunks = np.where(is_second, num_chunks - 2 - cp_rank, cp_rank)
+    row_start = segment_starts(padded)[row]
+    return row_start + position + num_skipped_chunks * chunk_length
+
+
+def cp_gather_positions(padded_lengths: Sequence[int] | np.ndarray, cp_size: int) -> np.ndarray:
+    """Return the inverse of `cp_shard_positions`, int64 [sum(padded_lengths)].
+
+    `concat(shares of rank 0, 1, ...)[result]` is the pack in order.
+    """
+    shares = [cp_shard_positions(padded_lengths, cp_size, rank) for rank in range(cp_size)]
+    gathered = np.concatenate(shares)
+    inverse = np.empty_like(gathered)
+    inverse[gathered] = np.arange(len(gathered), dtype=np.int64)
+    return inverse
+
+
+def segment_lengths(padded_lengths: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+    """Return the padded length of every segment: the rows, then trailing padding if any."""
+    trailing = num_tokens - sum(padded_lengths)
+    if trailing == 0:
+        return tuple(padded_lengths)
+    return (*padded_lengths, trailing)
+
+
+NUM_TRAINED = "num_trained_tokens"
+"""Row column of training inputs: float32 [R], trained tokens of each row."""
+
+
+class TokenLogprobs(NamedTuple):
+    """Outputs at the T predicting positions of a microbatch; 0 where `label_mask` is False."""
+
+    logprobs: Tensor
+    """float32 [T]: log-prob of `inputs.labels`, under the filtered distribution where sampling is
+    filtered.
+    """
+    entropy: Tensor | None
+    """float32 [T], with `with_entropy`: entropy of the unfiltered distribution."""
+    unfiltered_logprobs: Tensor | None = None
+    """float32 [T], with a token filter: log-prob of `inputs.labels` under the unfiltered
+    distribution.
+    """
+    is_argmax: Tensor | None = None
+    """bool [T]: True where no token is more probable than the label; ties count as True."""
+    columns: Mapping[str, Tensor] | None = None
+    """float32 [T] each, of a microbatch with a `head` of its own: they join its columns for the
+    loss.
+    """
+    scores: Tensor | None = None
+    """float32 [R], of an engine with a score head: the score of each row whose last token is on
+    this context-parallel rank, else 0. `logprobs` are 0 then.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputEmbedding:
+    """The input of an output head: hidden states, and this rank's part of the vocabulary."""
+
+    hidden: Tensor
+    """[T, D], of all T positions of this rank."""
+    weight: Tensor
+    """[V, D]: this rank's rows. FSDP frees them after the forward pass."""
+    bias: Tensor | None
+    """[V]."""
+    vocab: VocabShard | None
+    chunk_size: int
+    """Tokens per chunk in which logits are computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInputs:
+    """One microbatch as tensors: T positions on this rank, `num_tokens` = T x cp_size in total.
+
+    Example: rows [5, 6, 7] and [8, 9] packed with `padded_lengths` (4, 2) and `num_tokens` 6:
+    `input_ids` [[5, 6, 7, 0, 8, 9]], `position_ids` [[0, 1, 2, 3, 0, 1]], `cu_seqlens` [0, 4, 6],
+    `labels` [6, 7, 0, 0, 9, 0], `label_mask` [1, 1, 0, 0, 1, 0], `label_positions` [0, 1, 4],
+    `last_positions` [2, 5], `row_ids` [0, 0, 0, 0, 1, 1].
+    """
+
+    input_ids: Tensor
+    """int64, packed [1, T]; padded [R, T / R] on one context-parallel rank, else [1, T] as well."""
+    position_ids: Tensor
+    """int64, the shape of `input_ids`."""
+    cu_seqlens: Tensor | None
+    """int32 [R+1] (or [R+2] with trailing padding): segment bounds over all cp ranks. None where
+    `input_ids` is [R, T / R]: rows are right-padded then and causal attention needs no mask.
+    """
+    max_seqlen: int
+    """Longest segment over all cp ranks."""
+    labels: Tensor
+    """int64 [T]: the next token, 0 where there is none."""
+    label_mask: Tensor
+    """bool [T]: True where the position predicts a real token of its row; in training, a trained
+    token.
+    """
+    label_positions: Tensor
+    """int64 [N]: the indices where `label_mask` is True, in order. Found on the host, because a
+    search on the device waits for it.
+    """
+    host_label_rows: np.ndarray
+    """int64 [N]: the row of each of `label_positions`, in host memory."""
+    last_positions: Tensor
+    """int64 [N]: the indices of the last tokens of rows, those on this context-parallel rank."""
+    row_ids: Tensor
+    """int64 [T]: index of the row in the microbatch; 0 on padding."""
+    columns: dict[str, Tensor]
+    """[T, ...] token columns, 0 where there is no label; a name that ends in `_mask` is bool."""
+    row_columns: dict[str, Tensor]
+    """[R, ...] row columns. A dummy has one row of zeros, so that `row_ids` are valid indices."""
+    host_row_columns: dict[str, np.ndarray]
+    """The values of `row_columns` in host memory, but for those that were given as tensors."""
+    lengths: tuple[int, ...]
+    padded_lengths: tuple[int, ...]
+    num_tokens: int
+    layout: Literal["packed", "padded"]
+    cp_size: int = 1
+    head: Callable[[OutputEmbedding, ModelInputs], TokenLogprobs] | None = None
+    """Computes the outputs of this microbatch in the place of the log-probs of `labels`."""
+
+    @property
+    def num_rows(self) -> int:
+        """R; 1 for a dummy."""
+        return max(len(self.lengths), 1)
+
+    def flattened(self) -> ModelInputs:
+        """Return the same positions as one [1, T] sequence of segments with `cu_seqlens`."""
+        if self.cu_seqlens is not None:
+            # Packed, or context-parallel: already one sequence.
+            return self
+        num_segments, width = self.input_ids.shape
+        segment = torch.arange(num_segments + 1, dtype=torch.int32, device=self.input_ids.device)
+        bounds = segment * width
+        return dataclasses.replace(
+            self,
+            input_ids=self.input_ids.reshape(1, -1),
+            position_ids=self.position_ids.reshape(1, -1),
+            cu_seqlens=bounds,
+        )
+
+
+def build_inputs(
+    shard: Mapping[str, Any],
+    microbatch: Microbatch,
+    spec: PlanSpec,
+    *,
+    pad_token_id: int = 0,
+    cp_rank: int = 0,
+    device: str | torch.device = "cpu",
+    num_trained: np.ndarray | None = None,
+) -> ModelInputs:
+    """Build the tensors of `microbatch`, whose `rows` index the columns of `shard`.
+
+    `input_ids` is Jagged; any other Jagged is a token column; any array or tensor [n, ...] of
+    numbers is a row column. Other columns (texts) are ignored. Raises ValueError where a token
+    column is shorter than its row.
+
+    `num_trained`, int64 [R] ([1] for a dummy), are the trained tokens of each row over all
+    context-parallel ranks. With it only trained tokens have a label: those with `token_mask` in
+    rows that have some. The counts become the row column `NUM_TRAINED`, float32 [R].
+
+    The host does not wait for the device.
+    """
+    grid = _Grid.of(microbatch, spec, cp_rank)
+    # Shift 1: the label of a position is the next token of its row.
+    has_label = grid.position < grid.length - 1
+    columns, row_columns, row_tensors = _split_columns(shard, grid, has_label, device)
+    if num_trained is not None:
+        row_columns[NUM_TRAINED] = num_trained.astype(np.float32)
+        is_trained_row = num_trained > 0
+        # Logits are computed only where there is a label, so a narrow mask saves memory.
+        has_label = has_label & columns["token_mask"] & is_trained_row[grid.row_ids]
+    label_positions = np.flatnonzero(has_label)
+    tensors = to_device(
+        {
+            **_position_arrays(grid, shard["input_ids"], pad_token_id),
+            "label_mask": has_label,
+            "label_positions": label_positions,
+            **{f"column/{name}": values for name, values in columns.items()},
+            **{f"row/{name}": values for name, values in row_columns.items()},
+        },
+        device,
+    )
+    return ModelInputs(
+        input_ids=tensors["input_ids"],
+        position_ids=tensors["position_ids"],
+        cu_seqlens=tensors.get("cu_seqlens"),
+        max_seqlen=int(np.diff(grid.bounds).max()),
+        labels=tensors["labels"],
+        label_mask=tensors["label_mask"],
+        label_positions=tensors["label_positions"],
+        host_label_rows=grid.row_ids[label_positions],
+        last_positions=tensors["last_positions"],
+        row_ids=tensors["row_ids"],
+        columns={name: tensors[f"column/{name}"] for name in columns},
+        row_columns={name: tensors[f"row/{name}"] for name in row_columns} | row_tensors,
+        host_row_columns=row_columns,
+        lengths=microbatch.lengths,
+        padded_lengths=microbatch.padded_lengths,
+        num_tokens=microbatch.num_tokens,
+        layout=spec.layout,
+        cp_size=spec.cp_size,
+    )
+
+
+def _position_arrays(grid: _Grid, token_ids: Jagged, pad_token_id: int) -> dict[str, np.ndarray]:
+    """Return ids, positions and labels of the T positions, and `cu_seqlens` of a packed layout.
+
+    The shapes and dtypes are those of `ModelInputs`.
+    """
+    is_real = grid.position < grid.length
+    has_next = grid.position < grid.length - 1
+    input_ids = grid.gather("input_ids", token_ids, 0, is_real, pad_token_id)
+    labels = grid.gather("input_ids", token_ids, 1, has_next, 0)
+    # Token ids are stored as int32; embedding and gather need int64.
+    arrays = {
+        "input_ids": input_ids.astype(np.int64, copy=False).reshape(grid.shape),
+        "position_ids": grid.position.reshape(grid.shape),
+        "labels": labels.astype(np.int64, copy=False),
+        "last_positions": np.flatnonzero(grid.position == grid.length - 1),
+        "row_ids": grid.row_ids,
+    }
+    if grid.is_packed:
+        # int32, as the attention kernels require.
+        arrays["cu_seqlens"] = grid.bounds.astype(np.int32)
+    return arrays
+
+
+def _split_columns(
+    shard: Mapping[str, Any], grid: _Grid, has_label: np.ndarray, device: str | torch.device
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, Tensor]]:
+    """Return (token columns [T, ...], row columns [R, ...], row columns that are tensors [R, ...]).
+
+    `has_label` is bool [T]; elsewhere a token column is 0.
+    """
+    columns: dict[str, np.ndarray] = {}
+    row_columns: dict[str, np.ndarray] = {}
+    row_tensors: dict[str, Tensor] = {}
+    for name, column in shard.items():
+        if name == "input_ids":
+            continue
+        if isinstance(column, Jagged):
+            values = grid.gather(name, column, 1, has_label, 0)
+            columns[name] = values.astype(bool) if name.endswith("_mask") else values
+        elif isinstance(column, Tensor):
+            row_tensors[name] = _row_tensor(column, grid.rows, device)
+        elif isinstance(column, np.ndarray) and column.dtype.kind in "biuf":
+            # Booleans, integers and floats; not texts or objects.
+            row_columns[name] = _row_array(column, grid.rows)
+    return columns, row_columns, row_tensors
+
+
+def unpack_tokens(values: Tensor, inputs: ModelInputs) -> Jagged:
+    """Convert per-position `values` [num_tokens] to rows, a float32 Jagged in microbatch order.
+
+    The shift is undone: the value at the position that predicts token i becomes the value of token
+    i; token 0, which no position predicts, gets 0. With context parallelism `values` are gathered
+    over the cp ranks first (`cp_gather_positions`). A dummy has no rows. Raises ValueError for
+    another number of values.
+    """
+    values = values.reshape(-1)
+    if len(values) != inputs.num_tokens:
+        raise ValueError(
+            f"{len(values)} values for a microbatch of {inputs.num_tokens} positions; gather the cp"
+            f" ranks' shares first"
+        )
+    flat = values.detach().to("cpu", torch.float32).numpy()
+    lengths = np.array(inputs.lengths, dtype=np.int64)
+    # Rows start at padded offsets here, and at unpadded ones in the result.
+    starts = segment_starts(inputs.padded_lengths)[:-1]
+    row, token = segment_positions(lengths)
+    result = np.zeros(len(token), dtype=np.float32)
+    is_predicted = token > 0
+    predicting_position = starts[row] + token - 1
+    result[is_predicted] = flat[predicting_position[is_predicted]]
+    return Jagged.from_lengths(result, lengths)
+
+
+def num_predicted_tokens(token_mask: Jagged, microbatch: Microbatch) -> np.ndarray:
+    """Count the tokens of each row that the mask keeps and a position predicts, int64 [R].
+
+    Token 0 and truncated tokens are not counted. With context parallelism the count is still that
+    of the full row. A dummy gives [1] of 0.
+    """
+    if not microbatch.rows:
+        return np.zeros(1, dtype=np.int64)
+    rows = np.array(microbatch.rows, dtype=np.int64)
+    starts = token_mask.offsets[rows]
+    # Lengths after truncation, which may be shorter than the rows of the mask.
+    lengths = np.array(microbatch.lengths, dtype=np.int64)
+    row, token = segment_positions(lengths)
+    is_kept = token_mask.values[starts[row] + token] != 0
+    is_counted = is_kept & (token > 0)
+    counts = np.bincount(row, weights=is_counted, minlength=len(rows))
+    return counts.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Index arrays of the T positions on this rank, built once per microbatch."""
+
+    rows: np.ndarray
+    """int64 [R]: rows of the shard."""
+    num_rows: int
+    is_packed: bool
+    """True for one sequence of segments, False for a rectangle of rows."""
+    shape: tuple[int, int]
+    """Shape of `input_ids`."""
+    bounds: np.ndarray
+    """int64 [segments + 1]: segment bounds over all cp ranks."""
+    segment: np.ndarray
+    """int64 [T]: segment of each position."""
+    position: np.ndarray
+    """int64 [T]: position within the segment."""
+    length: np.ndarray
+    """int64 [T]: real tokens of the position's segment."""
+
+    @property
+    def row_ids(self) -> np.ndarray:
+        """int64 [T]: row of each position, 0 on padding."""
+        return np.where(self.position < self.length, self.segment, 0)
+
+    @classmethod
+    def of(cls, microbatch: Microbatch, spec: PlanSpec, cp_rank: int) -> _Grid:
+        segments = segment_lengths(microbatch.padded_lengths, microbatch.num_tokens)
+        bounds = segment_starts(segments)
+        positions = cp_shard_positions(segments, spec.cp_size, cp_rank)
+        # Every context-parallel rank has an equal share of every segment.
+        share_lengths = np.array(segments) // spec.cp_size
+        segment, _ = segment_positions(share_lengths)
+        num_rows = len(microbatch.rows)
+        # The segment of trailing padding has no real tokens.
+        lengths = np.zeros(len(segments), dtype=np.int64)
+        lengths[:num_rows] = microbatch.lengths
+        is_packed = spec.layout == "packed" or spec.cp_size > 1
+        width = len(positions)
+        if not is_packed:
+            width //= max(num_rows, 1)
+        return cls(
+            rows=np.array(microbatch.rows, dtype=np.int64),
+            num_rows=num_rows,
+            is_packed=is_packed,
+            shape=(len(positions) // width, width),
+            bounds=bounds,
+            segment=segment,
+            position=positions - bounds[segment],
+            length=lengths[segment],
+        )
+
+    def gather(
+        self, name: str, column: Jagged, shift: int, where: np.ndarray, fill: int
+    ) -> np.ndarray:
+        """Return [T, ...]: token `position + shift` of each row where `where`, else `fill`."""
+        shape = (len(where), *column.values.shape[1:])
+        gathered = np.full(shape, fill, dtype=column.dtype)
+        if self.num_rows == 0:
+            return gathered
+        segment = self.segment[where]
+        starts = column.offsets[self.rows]
+        ends = column.offsets[self.rows + 1]
+        source = starts[segment] + self.position[where] + shift
+        is_beyond = source >= ends[segment]
+        # A column that is too short would otherwise give tokens of the next row.
+        if is_beyond.any():
+            first = segment[np.argmax(is_beyond)]
+            row = self.rows[first]
+            num_tokens = column.lengths[row]
+            num_read = self.length[self.segment == first][0]
+            raise ValueError(
+                f"column {name!r} has {num_tokens} tokens in row {row}, but the plan reads"
+                f" {num_read}; every token column needs a value for each token of its row"
+            )
+        gathered[where] = column.values[source]
+        return gathered
+
+
+def _row_array(column: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return the rows [R, ...] of `column` [n, ...]; one row of zeros for a dummy."""
+    if len(rows) == 0:
+        return np.zeros((1, *column.shape[1:]), dtype=column.dtype)
+    # Indexing copies. An array from shared memory is read-only, which torch cannot represent.
+    return column[rows]
+
+
+def _row_tensor(column: Tensor, rows: np.ndarray, device: str | torch.device) -> Tensor:
+    """Return the rows [R, ...] of `column` [n, ...] on `device`; one row of zeros for a dummy."""
+    if len(rows) == 0:
+        return column.new_zeros((1, *column.shape[1:]), device=device)
+    index = tensor_to_device(torch.from_numpy(rows), column.device)
+    return tensor_to_device(column[index], device)
