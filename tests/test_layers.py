@@ -27,7 +27,6 @@ LEVELS = {
     "device_transfer": 3,
     "run": 3,
     "config": 2, "metrics": 2,
-    "sandbox": 3,
     "parallel_layout": 1,
     "integer_math": 0, "console": 0, "__init__": 0,
 }  # fmt: skip

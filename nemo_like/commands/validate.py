@@ -22,9 +22,9 @@ from nemo_like.data.datasets import Rows, RowSchema
 from nemo_like.data.row_columns import check_columns
 from nemo_like.diagnostics.environment_checks import check_environment
 from nemo_like.diagnostics.report import Diagnostics, Report
-from nemo_like.environments.calling import BadReward, score_samples
-from nemo_like.environments.loading import load_reward_functions
-from nemo_like.environments.reward import RewardError
+from nemo_like.environments.reward import RewardError, RewardProblem
+from nemo_like.environments.reward_calls import BadReward, score_each
+from nemo_like.environments.reward_worker import load_reward_functions
 from nemo_like.models.pretrained import import_transformers_without_torch
 from nemo_like.models.spec import ModelSpec
 from nemo_like.run.progress import Progress
@@ -160,13 +160,12 @@ def _check_rewards(config: RunConfig, rows: Rows | None, diagnostics: Diagnostic
     sample = answered_sample(rows)
     for name, function in functions.items():
         path = config.reward.functions[name].path
-        try:
-            (value,) = score_samples(function, [sample], name)
-        except BadReward as error:
-            problem = RewardError.from_sample(name, path, str(error), sample)
-            diagnostics.problems.append(str(problem))
+        score = score_each(function, [sample], name)[0]
+        if isinstance(score, BadReward):
+            problem = RewardProblem(name, path, score.kind, score.text)
+            diagnostics.problems.append(str(RewardError.from_problem(problem, sample)))
         else:
             diagnostics.add_lines(
                 "rewards",
-                f"{name} ({path}): {value:g} for the answer of {rows.locations[0]} itself",
+                f"{name} ({path}): {score:g} for the answer of {rows.locations[0]} itself",
             )

@@ -26,8 +26,8 @@ def printable(text: str, encoding: str = "utf-8") -> str:
     return visible.encode(encoding, "backslashreplace").decode(encoding)
 
 
-def shown_value(value: Any) -> str:
-    """Return `repr(value)` for a message, of at most 80 characters.
+def shown_value(value: Any, limit: int = _MAX_SHOWN) -> str:
+    """Return `repr(value)` for a message, of at most `limit` characters.
 
     Also for numbers with more digits than Python prints.
     """
@@ -35,7 +35,7 @@ def shown_value(value: Any) -> str:
         text = repr(value)
     except (ValueError, RecursionError):
         text = f"a value of type {type(value).__name__}"
-    return shortened(text)
+    return shortened(text, limit)
 
 
 def error_text(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from nemo_like.data.datasets import Rows, conversation, question
 from nemo_like.data.observations import ObservationEncoder
 from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.environments.environment import Conversation, EnvironmentFailure
-from nemo_like.environments.environment_worker import EnvironmentWorker
+from nemo_like.environments.environment_workers import EnvironmentWorker
 from nemo_like.environments.steps import StepOutcome, StepTask
 
 _POLL_S = 1.0
@@ -78,9 +78,8 @@ def _check_step(
         conversation=Conversation(messages=(*sampled.messages, turn), row=sampled.row),
         timeout_s=config.environment.timeout_s,
     )
-    worker.submit([task])
     try:
-        outcome = _outcome(worker)
+        outcome = _outcome(worker, task)
         described = _described(config, outcome, encoder)
     except (EnvironmentFailure, ConfigError) as error:
         diagnostics.problems.append(f"{rows.locations[0]}: {error}")
@@ -91,12 +90,12 @@ def _check_step(
     )
 
 
-def _outcome(worker: EnvironmentWorker) -> StepOutcome:
-    """Wait for the step, which has a time limit of its own unless it was turned off."""
-    while True:
-        outcomes = worker.poll(_POLL_S)
-        if outcomes:
-            return outcomes[0]
+def _outcome(worker: EnvironmentWorker, task: StepTask) -> StepOutcome:
+    """Run a step, which has a time limit of its own unless it was turned off."""
+    outcomes = worker.advance([task], _POLL_S)
+    while not outcomes:
+        outcomes = worker.advance([], _POLL_S)
+    return outcomes[0]
 
 
 def _described(config: RunConfig, outcome: StepOutcome, encoder: ChatEncoder | None) -> str:

@@ -16,8 +16,12 @@ from typing import Any
 
 from nemo_like.environments.code_tests import CodeTest, InputOutput, Tests, parse_tests
 from nemo_like.environments.reward import RewardSample
-from nemo_like.sandbox.limits import SandboxLimits, SandboxResult
-from nemo_like.sandbox.sandbox import Requirement, Sandbox
+from nemo_like.environments.sandbox.sandbox import (
+    Requirement,
+    Sandbox,
+    SandboxLimits,
+    SandboxResult,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from nemo_like.environments.code import CodeScore, check_code, code_sandbox, extract_code, row_tests
 from nemo_like.environments.environment import Conversation, State, StepResult
-from nemo_like.sandbox.sandbox import Requirement
+from nemo_like.environments.sandbox.sandbox import Requirement
 
 _NO_CODE = "Write the complete program in one block that begins with ```python and ends with ```."
 

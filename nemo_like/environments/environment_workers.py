@@ -1,29 +1,267 @@
-"""Driver side of environments: distributes steps over worker processes and collects outcomes.
+"""The processes that run an environment, and their driver side.
 
-The state of a conversation travels with each step, so the steps of a process that died or hung are
-given to its successor, and nothing else is lost.
+Async steps run in one event loop of a process, plain ones in a thread each. Both are outside of the
+thread that the driver calls, so a slow step delays its own conversation only. The state of a
+conversation travels with each step: the steps of a process that died or hung are given to its
+successor, and nothing else is lost.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from inspect import isawaitable, iscoroutinefunction
+from typing import Any, Protocol
 
-from nemo_like.config.text import counted
+from nemo_like.config.environment import EnvironmentConfig
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.import_path import import_class, user_error_text
+from nemo_like.config.text import counted, error_text
+from nemo_like.distributed import activity
 from nemo_like.distributed.errors import WorkerDied, WorkerFailure, WorkerHung
 from nemo_like.distributed.worker_calls import submit_one
-from nemo_like.distributed.worker_group import Handle, WorkerGroup
-from nemo_like.environments.environment_worker import EnvironmentWorkerProtocol
-from nemo_like.environments.steps import StepOutcome, StepTask
+from nemo_like.distributed.worker_group import Handle, WorkerContext, WorkerGroup
+from nemo_like.environments.environment import Environment, EnvironmentFailure
+from nemo_like.environments.steps import (
+    BadStep,
+    StepOutcome,
+    StepTask,
+    checked_outcome,
+    checked_state,
+    failure,
+    timed_out,
+)
 
 logger = logging.getLogger(__name__)
 
+_EXAMPLE = "nemo_like.environments.calculator.Calculator"
+_CLOSE_S = 5.0
+_NUM_CALLS_SHOWN = 5
 _POLL_S = 0.02
 """Max seconds that a worker waits for the end of a step in one call; calls behind it wait too."""
+
+
+class EnvironmentWorkerProtocol(Protocol):
+    """The method of `EnvironmentWorker` that the driver calls."""
+
+    def advance(self, tasks: Sequence[StepTask], max_seconds: float) -> list[StepOutcome]:
+        """Start steps, and return the outcomes of those that ended since the last call.
+
+        Waits up to `max_seconds` for one. Raises EnvironmentFailure if a step failed.
+        """
+        ...
+
+
+def load_environment(config: EnvironmentConfig) -> Environment:
+    """Import `environment.path` and construct it. Raises ConfigError that names the key."""
+    assert config.path is not None, "the run has an environment"
+    key = "environment.path"
+    environment_class = import_class(key, config.path, _EXAMPLE, ("reset", "step"))
+    try:
+        return environment_class(**config.options)
+    except Exception as error:
+        # The constructor is code of the user.
+        raise ConfigError(
+            f"environment.options: {config.path}(**{config.options}) failed with"
+            f" {user_error_text(error)}; give the arguments that the class takes"
+        ) from error
+
+
+class EnvironmentWorker:
+    """Implements `EnvironmentWorkerProtocol` with one instance of the environment."""
+
+    def __init__(
+        self,
+        context: WorkerContext | None,
+        *,
+        config: EnvironmentConfig,
+        max_threads: int = 256,
+        margin_s: float = 60.0,
+    ) -> None:
+        """Construct the environment and start the event loop; `context` is not needed.
+
+        At most `max_threads` plain steps run at the same time, and as many may run on after their
+        time limit. An async step may block the loop for the time limit of a conversation and
+        `margin_s` more.
+        """
+        self._path = config.path or ""
+        self._environment = load_environment(config)
+        self._is_plain = not iscoroutinefunction(self._environment.step)
+        """`step` runs in a thread."""
+        self._loop = asyncio.new_event_loop()
+        self._slots = asyncio.Semaphore(max_threads)
+        self._max_threads = max_threads
+        self._abandoned: list[threading.Thread] = []
+        """Threads of plain steps that did not end in time."""
+        self._running: set[Future[StepOutcome]] = set()
+        self._blocked_limit_s = None
+        if config.timeout_s is not None:
+            self._blocked_limit_s = config.timeout_s + margin_s
+        self._probe: Future[None] | None = None
+        """A call that the loop has not run yet, unless it is done."""
+        self._probed_s = 0.0
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="environment", daemon=True
+        )
+        self._thread.start()
+
+    def advance(self, tasks: Sequence[StepTask], max_seconds: float) -> list[StepOutcome]:
+        """See `EnvironmentWorkerProtocol.advance`."""
+        self._running |= {self._submit(self._run(task)) for task in tasks}
+        done, self._running = wait(self._running, max_seconds, FIRST_COMPLETED)
+        if len(self._abandoned) > self._max_threads:
+            raise EnvironmentFailure(
+                f"environment.path {self._path}: {len(self._abandoned)} steps still run after"
+                " environment.timeout_s; make them async functions, which are cancelled, or give"
+                " their calls a time limit"
+            )
+        if not done:
+            self._check_loop()
+        # A worker whose steps are slow is not hung: every step has its own limit.
+        activity.note(f"{len(self._running)} steps run")
+        return sorted((step.result() for step in done), key=lambda outcome: outcome.key)
+
+    def close(self) -> None:
+        """Stop the event loop; steps that still run are abandoned."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
+
+    def _submit(self, call: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
+
+    def _check_loop(self) -> None:
+        """Raise EnvironmentFailure if an async step blocks the loop, and with it all time limits.
+
+        Without a time limit of conversations there is none here.
+        """
+        now = time.monotonic()
+        if self._probe is None or self._probe.done():
+            self._probe = self._submit(asyncio.sleep(0))
+            self._probed_s = now
+        elif self._blocked_limit_s is not None and now - self._probed_s > self._blocked_limit_s:
+            frame = sys._current_frames().get(self._thread.ident or 0)
+            stack = "".join(traceback.format_stack(frame)[-_NUM_CALLS_SHOWN:]) if frame else ""
+            raise EnvironmentFailure(
+                f"environment.path {self._path}: an async step has blocked its process for"
+                f" {now - self._probed_s:.0f} s, so no other step runs and environment.timeout_s"
+                " has no effect; await in it, or make it a plain function, which runs in a thread."
+                f" It is here:\n{stack}"
+            )
+
+    async def _run(self, task: StepTask) -> StepOutcome:
+        """Run a step for at most the time that is left to its conversation."""
+        # Before the time limit: waiting for the threads of others is no time of the step.
+        async with self._slots if self._is_plain else nullcontext():
+            started_s = time.monotonic()
+            step = asyncio.ensure_future(self._step(task))
+            # Not `wait_for`, which waits for a step that ignores its cancellation.
+            await asyncio.wait({step}, timeout=task.timeout_s)
+            if not step.done():
+                step.add_done_callback(_read_exception)
+                step.cancel()
+                return timed_out(task, time.monotonic() - started_s)
+            if step.cancelled():
+                raise failure(self._path, "step was cancelled by its own code", task.conversation)
+            if isinstance(step.exception(), GeneratorExit):
+                raise failure(self._path, "step raised GeneratorExit", task.conversation)
+            return step.result()
+
+    async def _step(self, task: StepTask) -> StepOutcome:
+        """Reset at the first turn, and step."""
+        started_s = time.monotonic()
+        conversation = task.conversation
+        method = "step"
+        try:
+            if conversation.turn == 1:
+                method = "reset"
+                value = await self._call(self._environment.reset, conversation.row)
+                conversation = conversation.with_state(checked_state(value))
+            method = "step"
+            value = await self._call(self._environment.step, conversation)
+            return checked_outcome(
+                task.key, conversation.state, value, time.monotonic() - started_s
+            )
+        except BadStep as error:
+            problem, cause = f"{method} {error}", error
+        except _Raised as raised:
+            problem, cause = f"{method} raised {user_error_text(raised.cause)}", raised.cause
+        except Exception as error:  # noqa: BLE001
+            # What was returned is an object of the user, whose own methods may raise.
+            text = error_text(error)
+            problem, cause = f"{method} returned a value whose check raised {text}", error
+        raise failure(self._path, problem, conversation) from cause
+
+    async def _call(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        """Call a method of the environment. Raises _Raised for its exception."""
+        try:
+            if iscoroutinefunction(function):
+                return await function(argument)
+            value = await self._call_in_thread(function, argument)
+            # A plain function that returns a coroutine.
+            return await value if isawaitable(value) else value
+        except (asyncio.CancelledError, GeneratorExit, _Raised):
+            raise
+        except BaseException as error:
+            raise _Raised(error) from error
+
+    async def _call_in_thread(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        """Call a plain function in a thread of its own. Raises _Raised for its exception."""
+        result: asyncio.Future[Any] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                outcome = (function(argument), None)
+            except BaseException as error:  # noqa: BLE001 (raised by the step that waits)
+                outcome = (None, error)
+            self._loop.call_soon_threadsafe(_resolve, result, outcome)
+
+        # A plain step has its slot already.
+        async with nullcontext() if self._is_plain else self._slots:
+            # A daemon, so that a step that never ends does not keep the process alive.
+            thread = threading.Thread(target=run, name="environment-step", daemon=True)
+            thread.start()
+            try:
+                value, error = await result
+            except asyncio.CancelledError:
+                self._abandon(thread)
+                raise
+        if error is not None:
+            raise _Raised(error) from error
+        return value
+
+    def _abandon(self, thread: threading.Thread) -> None:
+        """Note a plain step that runs on after its time limit; a thread cannot be ended."""
+        alive = [other for other in self._abandoned if other.is_alive()]
+        self._abandoned = [*alive, thread]
+
+
+class _Raised(Exception):
+    """A method of the environment raised `cause`."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__()
+        self.cause = cause
+
+
+def _resolve(future: asyncio.Future[Any], outcome: tuple[Any, BaseException | None]) -> None:
+    # The step may have been cancelled meanwhile.
+    if not future.done():
+        future.set_result(outcome)
+
+
+def _read_exception(step: asyncio.Future[Any]) -> None:
+    """Read the exception of a cancelled step, which asyncio would otherwise log as never read."""
+    if not step.cancelled():
+        step.exception()
+
 
 StartWorker = Callable[[int], WorkerGroup]
 """Starts a group of one `EnvironmentWorker`, given its index."""
@@ -37,10 +275,10 @@ class _Worker:
     group: WorkerGroup
     tasks: dict[int, StepTask] = field(default_factory=dict)
     """Unfinished tasks by key."""
-    submits: deque[Handle] = field(default_factory=deque)
-    """Calls of `submit` that are not known to have ended, oldest first."""
-    poll: Handle | None = None
-    """The running call of `poll`."""
+    new_tasks: list[StepTask] = field(default_factory=list)
+    """Unfinished tasks that the process does not have yet."""
+    call: Handle | None = None
+    """The running call of `advance`."""
 
 
 class EnvironmentWorkers:
@@ -58,7 +296,7 @@ class EnvironmentWorkers:
         self._start_worker = start_worker
         self._max_restarts = max_restarts
         self._report = report
-        self.num_restarts = 0
+        self._num_restarts = 0
         if num_workers == 1:
             # In this thread, which a group in this process needs.
             groups = [start_worker(0)]
@@ -74,15 +312,13 @@ class EnvironmentWorkers:
 
     def submit(self, tasks: Sequence[StepTask]) -> None:
         """Start steps, each on the worker with the fewest unfinished ones. Returns at once."""
-        assigned: dict[int, list[StepTask]] = {}
         for task in tasks:
             worker = min(self._workers, key=lambda each: len(each.tasks))
             worker.tasks[task.key] = task
-            assigned.setdefault(worker.index, []).append(task)
-        for index, chunk in assigned.items():
-            worker = self._workers[index]
+            worker.new_tasks.append(task)
+        for worker in self._workers:
             with self._replacing(worker):
-                self._send(worker, chunk)
+                self._advance(worker, 0.0)
 
     def collect(self, timeout_s: float) -> list[StepOutcome]:
         """Return the outcomes of the steps that ended since the last call.
@@ -90,19 +326,13 @@ class EnvironmentWorkers:
         Waits up to `timeout_s` for one, if any is unfinished. Raises WorkerFailure if a step
         failed, or a process that may not be restarted any more.
         """
-        polls = []
         for worker in self._workers:
-            if worker.tasks and worker.poll is None:
-                with self._replacing(worker):
-                    wait_s = min(timeout_s, _POLL_S)
-                    worker.poll = submit_one(
-                        worker.group, 0, EnvironmentWorkerProtocol.poll, wait_s
-                    )
-            if worker.poll is not None:
-                polls.append(worker.poll)
-        if not polls:
+            with self._replacing(worker):
+                self._advance(worker, min(timeout_s, _POLL_S))
+        calls = [worker.call for worker in self._workers if worker.call is not None]
+        if not calls:
             return []
-        self._workers[0].group.wait_any(polls, timeout_s)
+        self._workers[0].group.wait_any(calls, timeout_s)
         outcomes: list[StepOutcome] = []
         for worker in self._workers:
             with self._replacing(worker):
@@ -114,19 +344,20 @@ class EnvironmentWorkers:
         for worker in self._workers:
             worker.group.shutdown()
 
-    def _send(self, worker: _Worker, tasks: Sequence[StepTask]) -> None:
-        handle = submit_one(worker.group, 0, EnvironmentWorkerProtocol.submit, tasks)
-        worker.submits.append(handle)
+    def _advance(self, worker: _Worker, max_seconds: float) -> None:
+        """Give a worker its new tasks, unless a call of it runs, and ask for outcomes."""
+        if worker.call is None and worker.tasks:
+            worker.call = submit_one(
+                worker.group, 0, EnvironmentWorkerProtocol.advance, worker.new_tasks, max_seconds
+            )
+            worker.new_tasks = []
 
     def _read(self, worker: _Worker) -> list[StepOutcome]:
-        """Return the outcomes of the worker's poll if it is done."""
-        group = worker.group
-        while worker.submits and group.is_done([worker.submits[0]]):
-            group.get([worker.submits.popleft()])
-        if worker.poll is None or not group.is_done([worker.poll]):
+        """Return the outcomes of the worker's call if it is done."""
+        if worker.call is None or not worker.group.is_done([worker.call]):
             return []
-        outcomes: list[StepOutcome] = group.get([worker.poll])[0]
-        worker.poll = None
+        outcomes: list[StepOutcome] = worker.group.get([worker.call])[0]
+        worker.call = None
         for outcome in outcomes:
             del worker.tasks[outcome.key]
         return outcomes
@@ -140,24 +371,21 @@ class EnvironmentWorkers:
             self._restart(worker, failure)
 
     def _restart(self, worker: _Worker, failure: WorkerFailure) -> None:
-        """Start another process with the worker's tasks. Raises WorkerFailure beyond the limit."""
-        if self.num_restarts >= self._max_restarts:
+        """Start another process for the worker's tasks. Raises WorkerFailure beyond the limit."""
+        if self._num_restarts >= self._max_restarts:
             raise WorkerFailure(
-                f"a worker of the environment failed after {counted(self.num_restarts, 'restart')},"
-                f" the limit of environment.max_restarts={self._max_restarts}:"
-                f" {failure}",
+                f"a worker of the environment failed after {counted(self._num_restarts, 'restart')}"
+                f", the limit of environment.max_restarts={self._max_restarts}: {failure}",
                 group=failure.group,
                 rank=0,
                 method="restart",
             ) from failure
-        self.num_restarts += 1
+        self._num_restarts += 1
         self._report(
             f"worker {worker.index} of the environment failed and is restarted with its"
-            f" {counted(len(worker.tasks), 'conversation')} (restart {self.num_restarts} of at most"
-            f" {self._max_restarts}): {failure}"
+            f" {counted(len(worker.tasks), 'conversation')} (restart {self._num_restarts} of at"
+            f" most {self._max_restarts}): {failure}"
         )
-        worker.submits.clear()
-        worker.poll = None
         worker.group = self._start_worker(worker.index)
-        if worker.tasks:
-            self._send(worker, list(worker.tasks.values()))
+        worker.call = None
+        worker.new_tasks = list(worker.tasks.values())

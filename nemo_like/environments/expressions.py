@@ -1,6 +1,6 @@
 r"""Equality of expressions by math-verify, and of units by pint.
 
-It runs in the child process of `comparison`, because neither library bounds its time and memory.
+It runs in the child process of `math.AnswerComparer`: neither library bounds its time and memory.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def expressions_equal(gold: str, predicted: str) -> bool:
 
 def _values_equal(gold: str, predicted: str) -> bool:
     # The limits of the libraries are off (0): they use the real-time timer, which counts waiting
-    # time as well, and interrupt less than the limits of `comparison`.
+    # time as well, and interrupt less than the limits of `math`.
     return bool(verify(_parsed(gold), _parsed(predicted), timeout_seconds=0))
 
 

@@ -1,14 +1,24 @@
 """Rewards for problems with verifiable answers: a correct answer, and a marked answer.
 
 Numbers are compared exactly; anything else (fractions, roots, expressions, sets) goes to the
-math-verify library.
+math-verify library, in a child process: math-verify and sympy may run without end, use all memory
+or raise on an answer such as `9**9**9**9`, and nothing in a process interrupts arithmetic on big
+integers. This process imports neither library.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
 import re
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable
 from decimal import Decimal
 from functools import lru_cache
+from types import FrameType
 
 from nemo_like.environments.answers import (
     final_answer,
@@ -16,7 +26,6 @@ from nemo_like.environments.answers import (
     marked_answer,
     num_marked_answers,
 )
-from nemo_like.environments.comparison import shared_comparer
 from nemo_like.environments.quantities import (
     Quantity,
     as_number,
@@ -26,8 +35,11 @@ from nemo_like.environments.quantities import (
     units_match,
 )
 from nemo_like.environments.reward import RewardSample
+from nemo_like.environments.sandbox.isolation import lower_limit
+from nemo_like.environments.user_process import Handler, ProcessEnded, ProcessHung, UserProcess
 
 __all__ = [
+    "AnswerComparer",
     "answer_reward",
     "answers_equal",
     "as_number",
@@ -37,6 +49,12 @@ __all__ = [
     "marked_answer",
 ]
 
+_CPU_LIMIT_S = 2.0
+"""CPU time of one comparison, after which it counts as unequal."""
+_HARD_CPU_LIMIT_S = 3.0
+"""CPU time after which the kernel ends the child, also in code that does not return to Python."""
+_WALL_LIMIT_S = 30.0
+_MEMORY_LIMIT_BYTES = 4 * 2**30
 _MAX_ANSWER_CHARACTERS = 300
 """A longer text has no answer, and would take math-verify long."""
 _WORDS = re.compile(
@@ -75,8 +93,7 @@ def answers_equal(gold: str, predicted: str) -> bool:
 
     Two numbers are equal if their values are and no units differ; `50%` equals `50` and `0.5`.
     Words are compared as text, without regard to case. The rest goes to math-verify, in a process
-    with limits on time and memory (see `comparison`); an answer that exceeds them is unequal. Works
-    in any thread.
+    with limits on time and memory; an answer that exceeds them is unequal. Works in any thread.
     """
     gold = bare(normalize(gold))
     predicted = bare(normalize(predicted))
@@ -122,4 +139,83 @@ def _hundredth(value: Decimal) -> Decimal:
 # Completions of one prompt often give the same answer, and a comparison is slow.
 @lru_cache(maxsize=4096)
 def _is_equal_expression(gold: str, predicted: str) -> bool:
-    return shared_comparer.is_equal(gold, predicted)
+    return _comparer.is_equal(gold, predicted)
+
+
+class AnswerComparer:
+    """Compares answers with math-verify in one child process, which is started on demand."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # The libraries log and warn about answers that they cannot read.
+        self._process = UserProcess(_prepare_comparison, is_quiet=True)
+
+    def is_equal(self, gold: str, predicted: str) -> bool:
+        """Return True if math-verify finds the answers equal.
+
+        A comparison that fails, or exceeds a limit on time or memory, returns False. Raises
+        RuntimeError if the child process cannot be started.
+        """
+        with self._lock:
+            try:
+                self._process.send((gold, predicted))
+                return self._process.receive(_WALL_LIMIT_S)
+            except (ProcessHung, ProcessEnded):
+                return False
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{error}; check that `{sys.executable} -c 'import math_verify'` works"
+                ) from error
+
+    def close(self) -> None:
+        """End the child process."""
+        with self._lock:
+            self._process.close()
+
+
+class _OutOfTime(BaseException):
+    """Raised in a comparison at its CPU limit; not an Exception, so that no library handles it."""
+
+
+def _prepare_comparison() -> Handler:
+    """Limit the child process and import the libraries; it replies whether a pair is equal."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.signal(signal.SIGVTALRM, _raise_out_of_time)
+    lower_limit(resource.RLIMIT_AS, _MEMORY_LIMIT_BYTES, _MEMORY_LIMIT_BYTES)
+    lower_limit(resource.RLIMIT_CORE, 0, 0)
+    # Slow, so it is imported before the time of the first comparison starts.
+    from nemo_like.environments.expressions import expressions_equal
+
+    logging.disable()
+
+    def handle(pair: tuple[str, str], reply: Callable[[bool], None]) -> None:
+        reply(_within_limit(expressions_equal, *pair))
+
+    return handle
+
+
+def _raise_out_of_time(number: int, frame: FrameType | None) -> None:
+    raise _OutOfTime
+
+
+def _within_limit(compare: Callable[[str, str], bool], gold: str, predicted: str) -> bool:
+    try:
+        signal.setitimer(signal.ITIMER_PROF, _HARD_CPU_LIMIT_S)
+        # Repeated every 0.5 s, in case a library handles the first exception.
+        signal.setitimer(signal.ITIMER_VIRTUAL, _CPU_LIMIT_S, 0.5)
+        try:
+            return compare(gold, predicted)
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    except (Exception, _OutOfTime):  # noqa: BLE001
+        # An answer that the libraries cannot handle is not the right one.
+        return False
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+_comparer = AnswerComparer()
+"""The comparer of this process."""
+
+atexit.register(_comparer.close)

@@ -15,12 +15,17 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.reward import RewardConfig
+from nemo_like.config.text import shown_value
 from nemo_like.data.messages import Message
 from nemo_like.distributed.worker_calls import submit_one
 from nemo_like.distributed.worker_group import Handle, WorkerGroup
 
 RewardSection = Literal["functions", "models"]
 """Section of `reward` that names what scored a sample."""
+
+BadRewardKind = Literal["raised", "timeout", "value", "ended"]
+"""`raised` an exception; exceeded the `timeout`; the `value` is not one finite number; called
+sys.exit or os._exit, or its process `ended`."""
 
 _MAX_TEXT_SHOWN = 500
 
@@ -47,7 +52,10 @@ class RewardSample:
 
     def __str__(self) -> str:
         fields = {"prompt": self.prompt, "completion": self.completion, "answer": self.answer}
-        return "\n".join(f"  {name}: {_shorten(text)}" for name, text in fields.items())
+        # Part of an error message, and a completion may have thousands of tokens.
+        return "\n".join(
+            f"  {name}: {shown_value(text, _MAX_TEXT_SHOWN)}" for name, text in fields.items()
+        )
 
 
 RewardFunction = Callable[[Any], Any]
@@ -59,21 +67,10 @@ class RewardError(Exception):
     """A reward function failed; the message has the function, the problem and the sample."""
 
     @classmethod
-    def from_sample(
-        cls,
-        name: str,
-        path: str,
-        problem: str,
-        sample: RewardSample,
-        *,
-        section: RewardSection = "functions",
-    ) -> RewardError:
-        """Return the error of `reward.functions.<name>`, whose import path is `path`.
-
-        With section `models` it is that of a reward model, and `path` its `model_name`.
-        """
+    def from_problem(cls, problem: RewardProblem, sample: RewardSample) -> RewardError:
+        """Return the error of a problem on `sample`."""
         return cls(
-            f"reward.{section}.{name} ({path}) {problem} on this sample:\n{sample}\n"
+            f"{problem}, on this sample:\n{sample}\n"
             "  reward.on_error=zero or drop continues a run in spite of such samples"
         )
 
@@ -89,8 +86,7 @@ class RewardProblem:
     """Name in `reward.functions` or `reward.models`."""
     path: str
     """Import path of the function, or `model_name` of the model."""
-    kind: str
-    """`raised`, `timeout`, `value` or `ended`; see `calling.BadRewardKind`."""
+    kind: BadRewardKind
     text: str
     section: RewardSection = "functions"
 
@@ -109,7 +105,7 @@ class RewardScores:
 
 
 class RewardWorkerProtocol(Protocol):
-    """The method of `rewards.RewardWorker` that the driver calls."""
+    """The method of `reward_worker.RewardWorker` that the driver calls."""
 
     def score(self, samples: Sequence[RewardSample]) -> RewardScores:
         """Return the values of every function, and problems unless they stop the run."""
@@ -201,10 +197,3 @@ class RewardEnvironment:
         for name, values in components.items():
             rewards = rewards + self._weights[name] * values
         return rewards.astype(np.float32)
-
-
-def _shorten(text: str | None) -> str:
-    # The sample is part of an error message, and a completion may have thousands of tokens.
-    if text is None or len(text) <= _MAX_TEXT_SHOWN:
-        return repr(text)
-    return f"{text[:_MAX_TEXT_SHOWN]!r}... ({len(text)} characters)"

@@ -1,21 +1,20 @@
-"""Steps of environments as tasks and outcomes, and the checks of what a step returns."""
+"""Steps of environments as tasks and outcomes, and checks of what a step returns."""
 
 from __future__ import annotations
 
 import json
-import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
+from nemo_like.config.text import shown_value
 from nemo_like.data.messages import Message
 from nemo_like.environments.environment import Conversation, EnvironmentFailure, State, StepResult
+from nemo_like.environments.reward_calls import finite_number
 
 ENVIRONMENT = "environment"
 """Name of the reward component of an environment; named components have it as a prefix."""
 _MAX_SHOWN = 500
-_MAX_NUMBER = 3.4028234e38
-"""Rewards are stored in float32, where larger ones are infinite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,20 +55,19 @@ def checked_state(value: Any) -> State:
     """Return the state that `reset` returned. Raises BadStep unless it consists of JSON values."""
     if not isinstance(value, Mapping):
         raise BadStep(f"returned {_shown(value)}, which is not a mapping; return {{}} for no state")
-    try:
-        json.dumps(dict(value))
-    except (TypeError, ValueError, RecursionError) as error:
+    problem = _json_problem(dict(value))
+    if problem is not None:
         raise BadStep(
-            f"returned a state that is not JSON ({error}): states travel between processes, so use"
-            " texts, numbers, lists and mappings with texts as keys"
-        ) from error
+            f"returned a state that is not JSON ({problem}): states travel between processes, so"
+            " use texts, numbers, lists and mappings with texts as keys"
+        )
     return dict(value)
 
 
-def checked_outcome(task: StepTask, state: State, value: Any, seconds: float) -> StepOutcome:
-    """Return the outcome of a step that returned `value` after `seconds`.
+def checked_outcome(key: int, state: State, value: Any, seconds: float) -> StepOutcome:
+    """Return the outcome of the task `key`, whose step returned `value` after `seconds`.
 
-    `state` is that before the step. Raises BadStep for an invalid value.
+    `state` is the state before the step. Raises BadStep for an invalid value.
     """
     if not isinstance(value, StepResult):
         raise BadStep(
@@ -84,7 +82,7 @@ def checked_outcome(task: StepTask, state: State, value: Any, seconds: float) ->
             " return one of the two"
         )
     return StepOutcome(
-        key=task.key,
+        key=key,
         state=state,
         observation=observation,
         rewards=_checked_rewards(value.reward),
@@ -146,14 +144,21 @@ def _message_problem(message: Any) -> str | None:
     content = message.get("content")
     if not isinstance(content, str):
         return "its content is not text"
-    try:
-        json.dumps(message)
-    except (TypeError, ValueError, RecursionError) as error:
-        return f"it is not JSON ({error})"
+    problem = _json_problem(message)
+    if problem is not None:
+        return f"it is not JSON ({problem})"
     try:
         content.encode()
     except UnicodeEncodeError:
         return "its content has half of a surrogate pair, which no tokenizer encodes; remove it"
+    return None
+
+
+def _json_problem(value: Any) -> str | None:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        return str(error)
     return None
 
 
@@ -178,20 +183,13 @@ def _checked_numbers(what: str, values: Any) -> dict[str, float]:
 
 
 def _checked_number(what: str, value: Any) -> float:
-    """Convert a number of Python, NumPy or torch. Raises BadStep unless it is finite."""
-    # The libraries are not imported for the check; scalars of both have `ndim` and `item`.
-    if getattr(value, "ndim", None) == 0:
-        value = value.item()
-    if isinstance(value, numbers.Real):
-        number = float(cast(float, value))
-        if abs(number) <= _MAX_NUMBER:
-            return number
-    raise BadStep(f"returned {_shown(value)} as {what}, which is not a finite number")
+    """Return a number as float. Raises BadStep unless it is finite."""
+    number = finite_number(value)
+    if number is None:
+        raise BadStep(f"returned {_shown(value)} as {what}, which is not a finite number")
+    return number
 
 
 def _shown(value: Any) -> str:
     # A part of an error message; a turn may have thousands of tokens.
-    text = repr(value)
-    if len(text) <= _MAX_SHOWN:
-        return text
-    return f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
+    return shown_value(value, _MAX_SHOWN)

@@ -24,8 +24,7 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.errors import WorkerDied, WorkerFailure, WorkerHung
-from nemo_like.environments.calling import BadRewardKind
-from nemo_like.environments.reward import RewardError, RewardProblem, RewardSample
+from nemo_like.environments.reward import BadRewardKind, RewardError, RewardProblem, RewardSample
 from nemo_like.metrics import Mean, Metrics, Sum
 from nemo_like.policy.policy import Policy
 from nemo_like.rollout.collector import RolloutJob
@@ -232,9 +231,7 @@ class ModelRewards:
             if problem is None:
                 continue
             if self._config.on_error == "stop":
-                raise RewardError.from_sample(
-                    model.name, problem.path, problem.text, job.samples[row], section="models"
-                )
+                raise RewardError.from_problem(problem, job.samples[row])
             if row not in job.reward_problems:
                 job.add_problem(row, problem, self._config)
 

@@ -9,8 +9,7 @@ from typing import get_args
 import numpy as np
 
 from nemo_like.config.reward import RewardConfig
-from nemo_like.environments.calling import BadRewardKind
-from nemo_like.environments.reward import RewardError, RewardProblem
+from nemo_like.environments.reward import BadRewardKind, RewardError, RewardProblem
 from nemo_like.metrics import Metrics, Sum
 
 _NUM_SHOWN = 3

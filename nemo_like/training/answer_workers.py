@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from nemo_like.config.schema import RunConfig
-from nemo_like.environments.environment_worker import load_environment
-from nemo_like.environments.loading import load_reward_functions
+from nemo_like.environments.environment_workers import load_environment
+from nemo_like.environments.reward_worker import load_reward_functions
 from nemo_like.run.progress import Progress
 from nemo_like.training.rollout_workers import (
     RolloutWorkers,

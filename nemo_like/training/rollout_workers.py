@@ -10,10 +10,9 @@ from typing import Any
 from nemo_like.config.parallel import num_generation_workers, workers_per_replica
 from nemo_like.config.schema import RunConfig
 from nemo_like.distributed.worker_group import WorkerGroup
-from nemo_like.environments.environment_worker import EnvironmentWorker
-from nemo_like.environments.environment_workers import EnvironmentWorkers
+from nemo_like.environments.environment_workers import EnvironmentWorker, EnvironmentWorkers
 from nemo_like.environments.reward import RewardEnvironment
-from nemo_like.environments.rewards import RewardWorker
+from nemo_like.environments.reward_worker import RewardWorker
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.rollout.model_rewards import ModelRewards

@@ -20,8 +20,8 @@ from nemo_like.config.schema import ClusterConfig, ParallelConfig, RunConfig
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.worker_calls import call_all
 from nemo_like.distributed.worker_group import WorkerGroup
-from nemo_like.environments.environment_worker import load_environment
-from nemo_like.environments.loading import load_reward_functions
+from nemo_like.environments.environment_workers import load_environment
+from nemo_like.environments.reward_worker import load_reward_functions
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker

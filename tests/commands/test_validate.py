@@ -529,7 +529,7 @@ def test_reward_functions_are_tried_on_the_data(model: Path, write: Write) -> No
     ).problems
     assert problems[0].startswith(
         f"reward.functions.mine ({path}) raised KeyError: 'ground_truth' ({__file__}:"
-        f"{broken_reward.__code__.co_firstlineno + 2}) on this sample:\n  prompt: '0+1'"
+        f"{broken_reward.__code__.co_firstlineno + 2}), on this sample:\n  prompt: '0+1'"
     )
     assert "reward.on_error=zero" in problems[0]
     missing = RewardConfig(functions={"mine": RewardFunctionConfig(path="no_such_module.reward")})

@@ -25,8 +25,7 @@ from nemo_like.environments.code_runner import literal
 from nemo_like.environments.code_tests import CodeTest, InputOutput, parse_tests
 from nemo_like.environments.environment import Conversation, StepResult
 from nemo_like.environments.reward import RewardSample
-from nemo_like.sandbox.limits import SandboxLimits
-from nemo_like.sandbox.sandbox import Sandbox, SandboxError
+from nemo_like.environments.sandbox.sandbox import Sandbox, SandboxError, SandboxLimits
 
 _EXAMPLES = Path(__file__).parents[2] / "examples" / "code"
 _KEYS = st.none() | st.booleans() | st.integers() | st.text() | st.binary()

@@ -10,14 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.environments import comparison
-from nemo_like.environments.comparison import AnswerComparer
-from nemo_like.environments.math import answers_equal
+from nemo_like.environments.math import AnswerComparer, answers_equal
+from nemo_like.environments.sandbox import linux
 
 HOSTILE = [
     "9**9**9**9", "100000!!", "(" * 140 + "1" + ")" * 140, "\\frac{" * 40 + "1" + "}{2}" * 40,
@@ -53,29 +53,33 @@ def test_a_verdict_is_cached() -> None:
 
 def test_a_child_that_was_killed_is_replaced() -> None:
     comparer = AnswerComparer()
+    before = set(linux.descendants(os.getpid()))
     try:
         assert comparer.is_equal("1/2", "0.5")
-        assert comparer._child is not None
-        os.kill(comparer._child.pid, signal.SIGKILL)
-        comparer._child.wait()
+        (child,) = set(linux.descendants(os.getpid())) - before
+        os.kill(child, signal.SIGKILL)
+        # The first request may reach the child before it has ended.
+        comparer.is_equal("1/2", "0.5")
         assert comparer.is_equal("1/2", "0.5")
+        assert child not in linux.descendants(os.getpid())
     finally:
         comparer.close()
 
 
 def test_a_child_that_cannot_start_is_an_error_and_not_a_wrong_answer(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparison, "_SERVE", "raise SystemExit(1)")
+    (tmp_path / "math_verify.py").write_text("raise ImportError('broken')")
+    monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(RuntimeError, match="import math_verify"):
         AnswerComparer().is_equal("1/2", "0.5")
 
 
 def test_answers_are_compared_below_a_lower_limit_of_the_user() -> None:
     script = (
-        "from nemo_like.environments.comparison import AnswerComparer as A;"
-        " from nemo_like.sandbox.limits import SandboxLimits as L;"
-        " from nemo_like.sandbox.sandbox import Sandbox as S;"
+        "from nemo_like.environments.math import AnswerComparer as A;"
+        " from nemo_like.environments.sandbox.sandbox import SandboxLimits as L;"
+        " from nemo_like.environments.sandbox.sandbox import Sandbox as S;"
         " assert A().is_equal('1/2', '0.5');"
         " assert S(L(memory_mb=4096)).run('print(1)').reason == 'ok'"
     )
@@ -85,10 +89,10 @@ def test_answers_are_compared_below_a_lower_limit_of_the_user() -> None:
 
 def test_the_child_ends_with_its_parent() -> None:
     script = (
-        "import os, signal; from nemo_like.environments.comparison import AnswerComparer as A; a ="
-        " A();"
-        "a.is_equal('1/2', '0.5'); print(a._child.pid, flush=True); os.kill(os.getpid(),"
-        " signal.SIGKILL)"
+        "import os, signal; from nemo_like.environments.math import AnswerComparer as A;"
+        "from nemo_like.environments.sandbox.linux import descendants;"
+        "a = A(); a.is_equal('1/2', '0.5'); print(*descendants(os.getpid()), flush=True);"
+        "os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False

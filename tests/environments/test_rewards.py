@@ -17,9 +17,8 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.reward import RewardConfig, RewardFunctionConfig
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.worker_group import Handle
-from nemo_like.environments.loading import load_reward_functions
 from nemo_like.environments.reward import RewardEnvironment, RewardError, RewardSample
-from nemo_like.environments.rewards import RewardWorker
+from nemo_like.environments.reward_worker import RewardWorker, load_reward_functions
 
 _CONTEXT = local_context(num_threads=1)
 _SOURCE = """
@@ -178,7 +177,7 @@ def test_a_failing_function_shows_the_sample(function: str, message: str) -> Non
 
 def test_a_long_sample_is_shown_in_part() -> None:
     worker = RewardWorker(_CONTEXT, functions=_functions(bonus="user_rewards.from_row"))
-    with pytest.raises(RewardError, match=r"\(9000 characters\)") as caught:
+    with pytest.raises(RewardError, match=r"\(9,002 characters\)") as caught:
         worker.score([_sample("x" * 9000)])
     assert len(str(caught.value)) < 2000
 

@@ -33,8 +33,7 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.data.observations import ObservationEncoder
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import LocalGroup, local_context
-from nemo_like.environments.environment_worker import EnvironmentWorker
-from nemo_like.environments.environment_workers import EnvironmentWorkers
+from nemo_like.environments.environment_workers import EnvironmentWorker, EnvironmentWorkers
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.requests import Completions, GenerationRequests, SamplingParams
 from nemo_like.metrics import metric_values

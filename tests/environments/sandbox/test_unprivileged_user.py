@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.sandbox import linux, processes
-from tests.sandbox.hostile import ISSUE, MORE
+from nemo_like.environments.sandbox import linux
+from tests.environments.sandbox.hostile import ISSUE, MORE
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 _PYTHON = "/usr/bin/python3"
 _NOBODY = 65534
 _NAMES = (
@@ -33,8 +33,8 @@ _NAMES = (
 )
 _SCRIPT = """
 import json, os, sys
-from nemo_like.sandbox.limits import SandboxLimits
-from nemo_like.sandbox.sandbox import Sandbox, SandboxError
+from nemo_like.environments.sandbox.sandbox import SandboxLimits
+from nemo_like.environments.sandbox.sandbox import Sandbox, SandboxError
 limits = SandboxLimits(wall_s=2.0, cpu_s=1.0, memory_mb=256, max_processes=12, scratch_mb=8)
 try:
     sandbox = Sandbox(limits, without=json.loads(sys.argv[1]))
@@ -72,7 +72,7 @@ def test_hostile_programs_of_a_user_without_privileges(without: list[str], direc
         pytest.skip(f"another user cannot run {_PYTHON} 3.11 or import the package")
     constants = f"HOME = {str(directory)!r}\nMARKER = 'marker'\nPORT = 0\nSECRET_NAME = 'SECRET'\n"
     programs = {name: constants + (ISSUE | MORE)[name] for name in _NAMES}
-    before = set(processes.descendants(os.getpid()))
+    before = set(linux.descendants(os.getpid()))
     # Processes that are left behind become children of this one.
     linux.become_subreaper()
     scratch = directory / "scratch"
@@ -94,6 +94,6 @@ def test_hostile_programs_of_a_user_without_privileges(without: list[str], direc
     assert "ok" not in result["reasons"].values(), result
     assert result["reasons"]["starts_daemon"] == "left_processes"
     assert result["reasons"]["forks_and_sleeps"] == result["reasons"]["stops_itself"] == "timeout"
-    assert set(processes.descendants(os.getpid())) == before
+    assert set(linux.descendants(os.getpid())) == before
     assert directory.stat().st_mode & 0o777 == 0o755
     assert list(scratch.iterdir()) == [] and list(directory.iterdir()) == [scratch]

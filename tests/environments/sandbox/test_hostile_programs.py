@@ -14,11 +14,10 @@ import pytest
 
 from nemo_like.environments.code import check_code
 from nemo_like.environments.code_tests import parse_tests
-from nemo_like.sandbox import linux, processes
-from nemo_like.sandbox.limits import SandboxLimits
-from nemo_like.sandbox.sandbox import Mechanism, Sandbox, SandboxError
-from nemo_like.sandbox.scratch import remove_scratch
-from tests.sandbox.hostile import ISSUE, MORE
+from nemo_like.environments.sandbox import linux
+from nemo_like.environments.sandbox.isolation import remove_scratch
+from nemo_like.environments.sandbox.sandbox import Mechanism, Sandbox, SandboxError, SandboxLimits
+from tests.environments.sandbox.hostile import ISSUE, MORE
 
 _WALL_S = 2.0
 _LIMITS = SandboxLimits(
@@ -111,7 +110,7 @@ def test_a_hostile_program_scores_0_and_leaves_nothing_behind(
     }
     lines = [f"{key} = {value!r}" for key, value in constants.items()]
     attack = "\n".join(lines) + "\n" + (ISSUE | MORE)[name]
-    before = set(processes.descendants(os.getpid()))
+    before = set(linux.descendants(os.getpid()))
     files_before = sorted(home.rglob("*"))
     # Processes that are left behind become children of this one.
     linux.become_subreaper()
@@ -127,7 +126,7 @@ def test_a_hostile_program_scores_0_and_leaves_nothing_behind(
     assert tested.share == 0.0 and tested.problem
     assert _SECRET not in result.stdout + result.stderr
     assert len(result.stdout) + len(result.stderr) <= 2 * _LIMITS.max_kept_bytes
-    assert set(processes.descendants(os.getpid())) == before
+    assert set(linux.descendants(os.getpid())) == before
     assert sorted(home.rglob("*")) == files_before
     assert list(scratch_parent.iterdir()) == []
     assert not (Path("/tmp") / _MARKER).exists() and not (Path.home() / _MARKER).exists()

@@ -16,9 +16,7 @@ import select
 import sys
 import time
 
-from nemo_like.sandbox import isolation, linux, processes, wire
-from nemo_like.sandbox.probe import probe
-from nemo_like.sandbox.scratch import remove_scratch, size_bytes
+from nemo_like.environments.sandbox import isolation, linux, wire
 
 TYPE_CHECKING = False  # The module typing takes long to import.
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ def main() -> None:
     changes_user = is_probe or not {"namespaces", "user"}.isdisjoint(request["mechanisms"])
     is_root = os.geteuid() == 0
     request["user_id"] = _unprivileged_user() if is_root and changes_user else None
-    reply = wire.encode(probe(request) if is_probe else run(request))
+    reply = wire.encode(isolation.probe(request) if is_probe else run(request))
     while reply:
         reply = reply[os.write(1, reply) :]
 
@@ -99,7 +97,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         linux.set_dumpable(enabled=False)
         num_other_tasks = 2
         if not has_namespaces and user_id is None:
-            num_other_tasks += processes.num_tasks(os.geteuid())
+            num_other_tasks += linux.num_tasks(os.geteuid())
         pipes = [os.pipe() for _ in range(4)]
         inputs = [_memory_file(request["stdin"]), _memory_file(request["message"])]
         start = time.monotonic()
@@ -117,7 +115,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         monitor.end()
     finally:
         if has_namespaces or user_id is None:
-            remove_scratch(scratch)
+            isolation.remove_scratch(scratch)
     return monitor.result()
 
 
@@ -187,7 +185,7 @@ def _serve_as_init(pid: int, status: int) -> None:
             break
     report = {
         "code": code,
-        "left": processes.has_children_after(_GRACE_S),
+        "left": linux.has_children_after(_GRACE_S),
         "cpu_s": usage.ru_utime + usage.ru_stime,
         "rss_kb": usage.ru_maxrss,
     }
@@ -281,8 +279,8 @@ class _Monitor:
                 _, self._code, self._usage = os.wait4(self._pid, 0)
         else:
             if self._code is not None:
-                self._left = processes.has_children_after(_GRACE_S)
-            processes.end_descendants()
+                self._left = linux.has_children_after(_GRACE_S)
+            linux.end_descendants()
         for index in range(len(self._outputs)):
             while self._read(index):
                 pass
@@ -351,12 +349,12 @@ class _Monitor:
         """Compare the resident memory of all processes, and the files on disk, with the limits."""
         if self._reason:
             return
-        pids = [self._pid, *processes.descendants(self._pid)]
-        if processes.resident_bytes(pids) > int(self._limits["memory_mb"]) << 20:
+        pids = [self._pid, *linux.descendants(self._pid)]
+        if linux.resident_bytes(pids) > int(self._limits["memory_mb"]) << 20:
             self._reason = "memory"
         max_bytes = int(self._limits["scratch_mb"]) << 20
         # The scratch directory of a mount namespace has a fixed size.
-        if not self._has_namespaces and size_bytes(self._scratch, max_bytes) > max_bytes:
+        if not self._has_namespaces and isolation.size_bytes(self._scratch, max_bytes) > max_bytes:
             self._reason = "disk"
 
 

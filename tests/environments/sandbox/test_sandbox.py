@@ -15,10 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_like.sandbox import linux, processes, wire
-from nemo_like.sandbox.limits import SandboxLimits
-from nemo_like.sandbox.sandbox import Sandbox, SandboxError, find_problems, missing_isolation
-from nemo_like.sandbox.scratch import remove_scratch, size_bytes
+from nemo_like.environments.sandbox import linux, wire
+from nemo_like.environments.sandbox.isolation import remove_scratch, size_bytes
+from nemo_like.environments.sandbox.sandbox import (
+    Sandbox,
+    SandboxError,
+    SandboxLimits,
+    find_problems,
+    missing_isolation,
+)
 
 _LIMITS = SandboxLimits(wall_s=20.0, cpu_s=5.0, max_processes=8, max_kept_bytes=1000)
 
@@ -123,7 +128,7 @@ def test_a_stopped_program_ends_at_once(sandbox: Sandbox) -> None:
 
 
 def test_a_cancelled_call_ends_the_program(sandbox: Sandbox) -> None:
-    before = set(processes.descendants(os.getpid()))
+    before = set(linux.descendants(os.getpid()))
 
     async def run() -> None:
         async with asyncio.timeout(0.5):
@@ -132,7 +137,7 @@ def test_a_cancelled_call_ends_the_program(sandbox: Sandbox) -> None:
     with pytest.raises(TimeoutError):
         asyncio.run(run())
     deadline = time.monotonic() + 60
-    while set(processes.descendants(os.getpid())) != before:
+    while set(linux.descendants(os.getpid())) != before:
         assert time.monotonic() < deadline, "the program runs on"
         time.sleep(0.05)
 
@@ -140,19 +145,19 @@ def test_a_cancelled_call_ends_the_program(sandbox: Sandbox) -> None:
 def test_a_program_ends_with_a_caller_that_is_killed(sandbox: Sandbox, tmp_path: Path) -> None:
     script = f"""
 import tempfile
-from nemo_like.sandbox.sandbox import Sandbox
-from nemo_like.sandbox.limits import SandboxLimits
+from nemo_like.environments.sandbox.sandbox import Sandbox
+from nemo_like.environments.sandbox.sandbox import SandboxLimits
 tempfile.tempdir = {str(tmp_path)!r}
 sandbox = Sandbox(SandboxLimits(wall_s=1000))
 print("ready", flush=True)
 sandbox.run("import time; time.sleep(1000)")
 """
     linux.become_subreaper()
-    before = set(processes.descendants(os.getpid()))
+    before = set(linux.descendants(os.getpid()))
     caller = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert caller.stdout is not None and caller.stdout.readline() == "ready\n"
     deadline = time.monotonic() + 120
-    while len(processes.descendants(caller.pid)) < 3:
+    while len(linux.descendants(caller.pid)) < 3:
         assert time.monotonic() < deadline, "the program did not start"
         time.sleep(0.05)
     caller.kill()
@@ -161,7 +166,7 @@ sandbox.run("import time; time.sleep(1000)")
         assert time.monotonic() < deadline, "the scratch directory is left"
         time.sleep(0.05)
     while True:
-        left = set(processes.descendants(os.getpid())) - before
+        left = set(linux.descendants(os.getpid())) - before
         if not left:
             break
         assert time.monotonic() < deadline, f"processes {left} are left"
@@ -212,7 +217,7 @@ def test_invalid_settings_are_named() -> None:
 
 def test_the_log_has_one_line_about_the_machine(caplog: pytest.LogCaptureFixture) -> None:
     find_problems.cache_clear()
-    with caplog.at_level("INFO", "nemo_like.sandbox.sandbox"):
+    with caplog.at_level("INFO", "nemo_like.environments.sandbox.sandbox"):
         Sandbox(require="limits")
         Sandbox(require="limits")
     assert caplog.text.count("sandbox: ") == 1
