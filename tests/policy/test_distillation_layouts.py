@@ -16,6 +16,7 @@ from nemo_like.losses.distillation import DistillationLoss
 from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.frozen_models import teacher_config
 from nemo_like.policy.worker import PolicyWorker
+from tests.exhaustive import usually
 from tests.policy.distillation import (
     SETTINGS,
     SFT_WEIGHT,
@@ -93,7 +94,7 @@ def expected(model_dir: Callable[[str], str], teachers: list[str]) -> Expected:
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", usually(LAYOUTS, "dp 2", "tp 2", "cp 2"))
 def test_a_layout_does_not_change_the_gradient(
     layout: str, expected, model_dir, teachers: list[str], rank_pool, meeting: Path
 ):

@@ -123,9 +123,15 @@ def models(tmp_path_factory) -> dict[str, tuple[str, str]]:
     [
         # share: of the model on one rank; copies: tensors of the size of that share.
         ("dtensor", "dense", 2, ParallelConfig(), 1 / 2, 1),
-        ("dtensor", "dense", 4, ParallelConfig(tensor=2), 1 / 4, 1),
+        pytest.param(
+            *("dtensor", "dense", 4, ParallelConfig(tensor=2), 1 / 4, 1),
+            marks=pytest.mark.exhaustive,
+        ),
         ("megatron", "dense", 4, ParallelConfig(tensor=2, pipeline=2), 1 / 4, 2),
-        ("megatron", "experts", 2, ParallelConfig(expert=2), 0.64, 2),
+        pytest.param(
+            *("megatron", "experts", 2, ParallelConfig(expert=2), 0.64, 2),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_the_peak_of_loading_is_the_shard_and_a_bucket(

@@ -31,6 +31,7 @@ from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.loss_step import row_loss_sums
 from nemo_like.policy.optim import LARGEST, NonFiniteError, all_within, clip_factor
 from nemo_like.policy.worker import PolicyWorker
+from tests.exhaustive import usually
 from tests.policy.megatron.ranks import joined, meeting_in, of_model, open_pool
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS
 from tests.policy.tiny import random_batch, run_ranks, saved_tensors
@@ -138,7 +139,9 @@ def pool():
         yield ranks
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", usually(PLACES, "dtensor, one rank", "dtensor, dp2", "megatron, pp2 x dp2")
+)
 def test_a_step_that_is_not_finite_is_skipped_on_every_rank(place, model_dir, pool, tmp_path):
     engine, world_size, parallel = PLACES[place]
     config = of_model(CONFIG, model_dir("qwen3"))

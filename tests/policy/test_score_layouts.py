@@ -21,6 +21,7 @@ from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses.pairs import BradleyTerryLoss
 from nemo_like.models.presets import load_spec
 from nemo_like.models.weight_files import weight_sizes
+from tests.exhaustive import usually
 from tests.policy.dtensor.test_layouts import DYNAMIC, PACKED, Rank, gradients
 from tests.policy.preferences import PAIR_LENGTHS
 from tests.policy.scores import (
@@ -91,7 +92,7 @@ def program(
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", usually(LAYOUTS, "dp 2", "tp 2", "cp 2"))
 def test_a_layout_does_not_change_scores_and_gradient(
     layout, model_dir, rank_pool, meeting, tmp_path
 ):

@@ -24,6 +24,7 @@ from tests.policy.tiny import context, random_batch
 BATCHES = [[9, 14, 6], [5, 21, 3, 8], [11, 4]]
 
 
+@pytest.mark.exhaustive
 def test_compiled_layers_have_the_gradient_of_plain_ones(model_dir):
     """With selective checkpointing. Rows are padded: the attention of packed rows on CPU cannot be
     traced.

@@ -41,6 +41,7 @@ from nemo_like.policy.dtensor.parallel import Groups
 from nemo_like.policy.dtensor.parameters import local_shard
 from nemo_like.policy.logprob_store import LogprobHandle
 from nemo_like.policy.worker import PolicyWorker
+from tests.exhaustive import usually
 from tests.policy.test_gradient_equality import POLICY_GRADIENT
 from tests.policy.tiny import (
     ARCHITECTURES,
@@ -370,7 +371,10 @@ def worst(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    usually(LAYOUTS, "dp 2", "tp 2, sequence", "cp 2", "tp 2 x cp 2, sequence", "dp 4, replicas 2"),
+)
 def test_a_layout_changes_nothing(
     layout, models, straight, predictable, rank_pool, meeting, tmp_path
 ):

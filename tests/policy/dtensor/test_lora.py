@@ -22,6 +22,7 @@ from nemo_like.config.lora import LoraConfig
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.heads import logprobs
+from tests.exhaustive import usually
 from tests.policy.adapters import (
     LORA,
     LORA_OF,
@@ -97,7 +98,7 @@ def test_one_process_has_the_gradients_of_peft(reference, reward_reference, stra
     assert settings["target_modules"] == list(LORA.target_modules)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", usually(LAYOUTS, "dp 2", "tp 2, sequence", "cp 2"))
 def test_a_layout_changes_nothing(
     layout, reference, reward_reference, straight, model_dir, rank_pool, meeting, tmp_path
 ):

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import pytest
 
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed import process_groups
@@ -40,6 +41,7 @@ def gradients_of_variants(
     return found
 
 
+@pytest.mark.exhaustive
 def test_copies_of_the_weights_have_the_gradient_of_one(model_dir, rank_pool, meeting):
     """Over several microbatches, and with the norm that clips them."""
     config: Any = dataclasses.replace(

@@ -23,6 +23,7 @@ from nemo_like.policy.device import ComputeClock
 from nemo_like.policy.inputs.model_inputs import TokenLogprobs
 from nemo_like.policy.megatron.engine import MegatronEngine
 from nemo_like.policy.megatron.layers import SegmentAttention
+from tests.exhaustive import usually
 from tests.policy.megatron.ranks import (
     PARALLEL,
     Step,
@@ -107,7 +108,10 @@ def filtered_gradients(model_dir) -> tuple[dict[str, Tensor], float]:
     return gradients, loss
 
 
-@pytest.mark.parametrize("parallel", CASES_OF)
+@pytest.mark.parametrize(
+    "parallel",
+    usually(CASES_OF, "one rank", "dp2", "tp2 + sp", "pp2", "cp2", "tp2 x pp2 x cp2 + sp"),
+)
 def test_every_layout_gives_the_gradient_of_transformers_on_unpadded_rows(
     parallel, model_dir, expected, of_one_rank, filtered_gradients, on_ranks
 ):

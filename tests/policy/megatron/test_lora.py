@@ -19,6 +19,7 @@ from nemo_like.models.presets import load_spec
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.lora import check_lora
 from nemo_like.policy.megatron.param_map import ModelSharding
+from tests.exhaustive import usually
 from tests.policy.adapters import TRAINED, Part, of_architecture, train
 from tests.policy.dtensor.adapter_ranks import DTensorSide
 from tests.policy.megatron.adapter_ranks import build_worker, program
@@ -76,7 +77,9 @@ def straight(model_dir, tmp_path_factory) -> Callable[[str], tuple[list[float], 
     return run
 
 
-@pytest.mark.parametrize("parallel", PARTS)
+@pytest.mark.parametrize(
+    "parallel", usually(PARTS, "dp2", "tp2", "cp2", "tp2 x ep2 + sp", "tp2 x pp2 + sp")
+)
 def test_every_layout_has_the_gradients_of_peft(
     parallel, reference, reward_reference, straight, model_dir, on_ranks, tmp_path
 ):

@@ -26,6 +26,7 @@ from nemo_like.policy.isolation import IsolationError, IsolationReport
 from nemo_like.policy.megatron import layers as megatron_layers
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.param_map import ModelSharding, parallel_coords
+from tests.exhaustive import usually
 from tests.policy.megatron.ranks import (
     Step,
     as_tensors,
@@ -65,7 +66,12 @@ CASES_OF = {
 """Layout -> architectures and ways of batching."""
 
 
-@pytest.mark.parametrize("parallel", CASES_OF)
+@pytest.mark.parametrize(
+    "parallel",
+    usually(
+        CASES_OF, "one rank", "ep2", "pp2 x ep2", "tp2 x dp2 x ep2 + sp", "tp2 x cp2 x ep4 + sp"
+    ),
+)
 def test_experts_have_the_gradient_of_transformers_wherever_they_live(
     parallel, model_dir, expected, on_ranks
 ):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from nemo_like.algorithms.dpo.loss import PreferenceLoss
+from tests.exhaustive import usually
 from tests.policy.megatron.ranks import Step, of_model, take_steps
 from tests.policy.megatron.reference import assert_step_is
 from tests.policy.preferences import LOSSES, PAIR_LENGTHS, gradients_by_definition, pair_batch
@@ -27,7 +28,7 @@ def definitions(model_dir) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS)
+@pytest.mark.parametrize("parallel", usually(LAYOUTS, "cp2", "tp2 x pp2 + sp"))
 def test_a_layout_does_not_change_the_gradient_of_a_preference(
     parallel, model_dir, definitions, on_ranks
 ):

@@ -15,6 +15,7 @@ import torch
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses.pairs import BradleyTerryLoss
+from tests.exhaustive import usually
 from tests.policy.megatron.ranks import RecordingEngine, as_tensors, joined, of_model
 from tests.policy.preferences import PAIR_LENGTHS
 from tests.policy.scores import (
@@ -71,7 +72,7 @@ def definition() -> Callable[[str], tuple[dict[str, torch.Tensor], float, np.nda
     return cache(lambda directory: reward_gradients(directory, reward_batch()))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", usually(LAYOUTS, "one rank", "tp2", "cp2", "pp2 x ep2"))
 def test_a_layout_does_not_change_scores_and_gradient(
     layout, model_dir, definition, on_ranks, tmp_path
 ):
