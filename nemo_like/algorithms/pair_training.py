@@ -9,7 +9,6 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from nemo_like.algorithms.pair_data import pair_samples
-from nemo_like.data.columns import num_trained_tokens
 from nemo_like.data.loader import RowLoader
 from nemo_like.data.preferences import PreferencePair
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
@@ -18,7 +17,7 @@ from nemo_like.metrics import Metrics, merge_metrics
 from nemo_like.policy.policy import Logprobs, ShardedBatch
 from nemo_like.training.run import TrainingRun
 from nemo_like.training.skipped_steps import TrainedBatch, train
-from nemo_like.training.throughput import StepWork, plan_metrics
+from nemo_like.training.throughput import StepWork, plan_metrics, plan_rows
 from nemo_like.training.validation_sets import named_metrics
 
 ExampleT = TypeVar("ExampleT")
@@ -50,7 +49,7 @@ class PairTask(Generic[ExampleT]):
     def train_step(self, run: TrainingRun, step: int) -> StepWork:
         """Train on the 2N rows of the next pairs."""
         batch = self.collate(run.next_rows(self.loader, step))
-        plan, sharded = run.plan_and_shard(batch, step, groups=batch["pair"])
+        plan, sharded = run.plan_and_shard(batch, step)
         trained = TrainedBatch(
             step=step + 1,
             batch=batch,
@@ -67,7 +66,7 @@ class PairTask(Generic[ExampleT]):
         run.add_metrics(plan_metrics(plan))
         return StepWork.of(plan, num_logprob_passes=int(self.needs_reference))
 
-    def validate(self, run: TrainingRun) -> Metrics:
+    def validate(self, run: TrainingRun, step: int) -> Metrics:
         """Return the metrics of the loss over the pairs of each validation set."""
         metrics: Metrics = {}
         with run.timers("validation"), run.workers.policy_onloaded():
@@ -79,10 +78,7 @@ class PairTask(Generic[ExampleT]):
         merged: Metrics = {}
         for examples in batches:
             batch = self.collate(examples)
-            plan = run.policy.plan(
-                batch["length"], "evaluate", batch["pair"], num_trained_tokens(batch)
-            )
-            sharded = run.policy.shard(batch, plan)
+            sharded = run.policy.shard(batch, plan_rows(run.policy, batch, "evaluate"))
             logprobs = _reference_logprobs(run, sharded) if self.needs_reference else None
             values = run.policy.evaluate(sharded, self.loss, logprobs)
             # Sums and counts are merged, so batches of different size weigh by their pairs.

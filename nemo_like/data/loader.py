@@ -115,6 +115,29 @@ class BatchLoader(Protocol[Out]):
         """Return the sources of the rows of the last batch; None without a mixture."""
         ...
 
+    def batch_metrics(self) -> dict[str, float]:
+        """Return the metrics of the choice of the last batch; empty for batches of fixed size."""
+        ...
+
+    def rows_of_batches(self, num_batches: int | None) -> np.ndarray:
+        """Return the rows of the next batches in the order of their first visit, int64 [n]."""
+        ...
+
+    def batches_left(self, num_epochs: int, is_kept: np.ndarray) -> int | None:
+        """Count the batches to the end of epoch `num_epochs`; None if that is not known.
+
+        `is_kept` bool [N] marks rows that are not dropped.
+        """
+        ...
+
+    def has_batch(self, num_epochs: int, is_kept: np.ndarray | None = None) -> bool:
+        """Return True if an epoch before `num_epochs` has another batch."""
+        ...
+
+    def num_left_out(self, is_kept: np.ndarray) -> int:
+        """Count the rows of the last epoch that no batch has because they fill none."""
+        ...
+
 
 class RowLoader(Generic[Out]):
     """Endless batches of at most `batch_size` encoded rows, all of one epoch.
@@ -240,15 +263,30 @@ class RowLoader(Generic[Out]):
         """Return the sources of the rows of the last batch; None without a mixture."""
         return sources_of(self._order, self._batch_rows)
 
-    def has_batch(self, num_epochs: int) -> bool:
+    def batch_metrics(self) -> dict[str, float]:
+        """Return no metrics; see `BatchLoader`."""
+        return {}
+
+    def num_left_out(self, is_kept: np.ndarray) -> int:
+        """Return 0; see `BatchLoader`. `nemo-like validate` reports `data.last_batch=drop`."""
+        return 0
+
+    def rows_of_batches(self, num_batches: int | None) -> np.ndarray:
+        """Return the rows of the next batches in the order of their first visit, int64 [n]."""
+        return self.upcoming(len(self) if num_batches is None else num_batches * self.batch_size)
+
+    def has_batch(self, num_epochs: int, is_kept: np.ndarray | None = None) -> bool:
         """Return True if an epoch before `num_epochs` has another batch.
 
-        Fetches rows to find out whether they are dropped. Raises ConfigError for a bad row.
+        Fetches rows to find out whether they are dropped, without those that are known to be, for
+        which `is_kept` bool [N] is False. Raises ConfigError for a bad row.
         """
         if self._order.epoch + 1 != num_epochs:
             return self._order.epoch < num_epochs
         needed = self.batch_size if self.last_batch == "drop" else 1
         left = self._order.left
+        if is_kept is not None:
+            left = left[is_kept[left]]
         num_kept = 0
         for start in range(0, len(left), self.batch_size):
             rows = self._rows.fetch(left[start : start + self.batch_size].tolist())

@@ -16,7 +16,7 @@ from nemo_like.config.text import counted, plural
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import Rows, RowSchema
 from nemo_like.data.encoded_rows import EncodedRows
-from nemo_like.data.loader import FetchableRows, RowLoader, no_batch_text, num_batches
+from nemo_like.data.loader import BatchLoader, FetchableRows, RowLoader, no_batch_text, num_batches
 from nemo_like.data.row_order import Curriculum
 from nemo_like.run.progress import Progress
 from nemo_like.training.encoding import (
@@ -165,25 +165,30 @@ class ExampleSource(Generic[ExampleT]):
         in_epochs = limits.max_num_epochs * self.steps_per_epoch()
         return _at_most(in_epochs, limits.max_num_steps)
 
-    def last_step(self, limits: EpochLoopConfig, loader: RowLoader[ExampleT], step: int) -> int:
+    def last_step(
+        self, limits: EpochLoopConfig, loader: BatchLoader[ExampleT], step: int
+    ) -> int | None:
         """Return the last step of a run whose loader has delivered the batches up to `step`.
 
-        It differs from `num_steps` if the files changed between a checkpoint and its resume. Raises
+        It differs from `num_steps` if the files changed between a checkpoint and its resume. None
+        if the number of batches is not known in advance and `limits` has no number of steps. Raises
         ConfigError if a run would have no step, because too many rows are left out.
         """
-        in_epochs = step + loader.batches_left(limits.max_num_epochs, self.rows.is_kept)
-        if in_epochs == 0:
-            raise ConfigError(no_batch_text(self.rows.num_kept, loader.batch_size))
-        return _at_most(in_epochs, limits.max_num_steps)
+        num_left = loader.batches_left(limits.max_num_epochs, self.rows.is_kept)
+        if num_left is None:
+            return limits.max_num_steps
+        if step + num_left == 0:
+            _, batch_size = self.config.examples_per_step
+            raise ConfigError(no_batch_text(self.rows.num_kept, batch_size))
+        return _at_most(step + num_left, limits.max_num_steps)
 
-    def is_exhausted(self, limits: EpochLoopConfig, loader: RowLoader[ExampleT]) -> bool:
-        """Return True if no batch is left before `last_step`, which then counted too many rows.
-
-        This can be so only if rows are left out during training. Raises ConfigError for a bad row.
-        """
-        if self.rows.is_finished or not leaves_out_rows(self.config):
+    def is_exhausted(self, limits: EpochLoopConfig, loader: BatchLoader[ExampleT]) -> bool:
+        """Return True if the loader has no further batch. Raises ConfigError for a bad row."""
+        # `last_step` is exact, unless rows are left out during training.
+        is_known = self.rows.is_finished or not leaves_out_rows(self.config)
+        if is_known and not self.config.data.batching.is_streaming:
             return False
-        return not loader.has_batch(limits.max_num_epochs)
+        return not loader.has_batch(limits.max_num_epochs, self.rows.is_kept)
 
 
 def encoded_examples(rows: Rows, encoded: EncodedRows) -> EncodedRows:

@@ -7,7 +7,8 @@ from contextlib import closing
 from typing import Protocol
 
 from nemo_like.config.schema import EpochLoopConfig, RunConfig
-from nemo_like.data.loader import RowLoader
+from nemo_like.config.text import counted
+from nemo_like.data.loader import BatchLoader
 from nemo_like.metrics import Metrics
 from nemo_like.training.dataset import ExampleSource, ExampleT
 from nemo_like.training.evaluation import is_due
@@ -28,8 +29,8 @@ class EpochTask(Protocol):
         """Train on the next rows after `step` steps; return them and what was computed."""
         ...
 
-    def validate(self, run: TrainingRun) -> Metrics:
-        """Return the metrics of all validation sets."""
+    def validate(self, run: TrainingRun, step: int) -> Metrics:
+        """Return the metrics of all validation sets after `step` steps."""
         ...
 
 
@@ -37,7 +38,7 @@ def run_epochs(
     config: RunConfig,
     limits: EpochLoopConfig,
     source: ExampleSource[ExampleT],
-    loader: RowLoader[ExampleT],
+    loader: BatchLoader[ExampleT],
     open_task: Callable[[], EpochTask],
 ) -> RunResult:
     """Train until `limits` end the run; return paths and last metrics.
@@ -47,23 +48,27 @@ def run_epochs(
     Raises ConfigError for wrong input.
     """
     with closing(source.rows):
-        num_steps = source.num_steps(limits)
         if source.encodes_before_run:
-            source.start_encoding(loader.upcoming(num_steps * loader.batch_size))
+            source.start_encoding(loader.rows_of_batches(source.last_step(limits, loader, 0)))
         total = source.last_step(limits, loader, 0)
         task = open_task()
-        with open_training_run(
-            config, source.data, num_steps=total, num_optimizer_steps=total
-        ) as run:
+        with (
+            open_training_run(
+                config, source.data, num_steps=total, num_optimizer_steps=total
+            ) as run,
+            # Actors that encode rows are stopped before this process leaves their cluster.
+            closing(source.rows),
+        ):
             if not source.encodes_before_run:
-                num_left = max(total - run.load_position(loader), 0)
-                source.start_encoding(loader.upcoming(num_left * loader.batch_size))
+                step = run.load_position(loader)
+                last = source.last_step(limits, loader, step)
+                source.start_encoding(loader.rows_of_batches(last and max(last - step, 0)))
             source.finish_encoding(run.progress)
             step = run.resume(loader)
             if step == 0:
                 task.show_rows(run)
                 if limits.val_at_start:
-                    run.add_metrics(task.validate(run))
+                    run.add_metrics(task.validate(run, step))
                     run.log_metrics(step)
             return run.finalize(_train(run, limits, source, loader, task, step))
 
@@ -72,14 +77,19 @@ def _train(
     run: TrainingRun,
     limits: EpochLoopConfig,
     source: ExampleSource[ExampleT],
-    loader: RowLoader[ExampleT],
+    loader: BatchLoader[ExampleT],
     task: EpochTask,
     step: int,
 ) -> int:
     """Train from `step` to the end of the run; return the last step."""
     # The files can have changed since the checkpoint, and the number of steps with them.
     total = source.last_step(limits, loader, step)
-    is_last = step >= total
+
+    def is_end() -> bool:
+        return (total is not None and step >= total) or source.is_exhausted(limits, loader)
+
+    # A run without any row left ends with the error of the loader, not after 0 steps.
+    is_last = step > 0 and is_end()
     with run.progress.phase(run.config.kind, total, unit="steps", done=step) as phase:
         while not is_last and not run.stops_early:
             run.stop_if_requested(step, loader)
@@ -87,11 +97,16 @@ def _train(
                 work = task.train_step(run, step)
             step += 1
             phase.advance()
-            is_last = step >= total or source.is_exhausted(limits, loader)
+            is_last = is_end()
             if is_due(step, limits.val_period, is_last=is_last):
-                run.add_metrics(task.validate(run))
+                run.add_metrics(task.validate(run, step))
             run.log_step(step, work)
             # After the log, because it can end the run.
             stop_if_too_many(run, step, loader)
             run.save_if_due(step, loader, is_last=is_last)
+    num_left_out = loader.num_left_out(source.rows.is_kept)
+    if num_left_out:
+        run.progress.print_line(
+            f"data.batching.tail=drop leaves out {counted(num_left_out, 'row')} of the last epoch"
+        )
     return step

@@ -14,8 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import counted
@@ -43,7 +41,7 @@ from nemo_like.training.run_lines import step_line
 from nemo_like.training.saving import CheckpointSaver, policy_directory
 from nemo_like.training.selection import Selection
 from nemo_like.training.stopping import RunStopped, StopRequests
-from nemo_like.training.throughput import StepWork, throughput_metrics
+from nemo_like.training.throughput import StepWork, plan_rows, throughput_metrics
 from nemo_like.training.weights import GeneratorWeights
 from nemo_like.training.workers import RunWorkers
 
@@ -243,21 +241,15 @@ class TrainingRun:
         return job.result()
 
     def plan_and_shard(
-        self,
-        batch: BatchedDataDict,
-        step: int,
-        groups: np.ndarray | None = None,
-        plan: BatchPlan | None = None,
+        self, batch: BatchedDataDict, step: int, plan: BatchPlan | None = None
     ) -> tuple[BatchPlan, ShardedBatch]:
         """Plan the batch from its numbers of tokens; send each data-parallel rank its rows once.
 
-        Rows with an equal id in `groups` int [B] share a microbatch. A `plan` that the loader made
-        is used as it is.
+        A `plan` that the loader made is used as it is.
         """
-        num_trained = num_trained_tokens(batch)
         if plan is None:
             with self.timers("plan"):
-                plan = self.policy.plan(batch["length"], groups=groups, num_trained=num_trained)
+                plan = plan_rows(self.policy, batch)
         # In GRPO the rollout is complete here, so a checkpoint is not kept waiting for the step.
         self.saver.publish_if_written()
         if step == 0:
@@ -267,7 +259,7 @@ class TrainingRun:
         record = {
             "step": step + 1,
             "lengths": batch["length"].tolist(),
-            "num_trained": num_trained.tolist(),
+            "num_trained": num_trained_tokens(batch).tolist(),
         }
         self.lengths.append_json(record, f"the row lengths of step {step + 1}")
         with self.timers("shard"):

@@ -6,9 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nemo_like.data.columns import num_trained_tokens
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan
+from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.metrics import Mean, Metrics, Timers
+from nemo_like.policy.batching import Purpose
+from nemo_like.policy.policy import Policy
 
 FLOPS_PER_TRAINED_UNIT = 3
 """Forward and backward in units of one forward: the backward computes two gradients per product.
@@ -84,6 +88,14 @@ def throughput_metrics(
         "performance/train_tflops_per_s_per_worker": Mean(flops_per_s_per_worker / 1e12),
         "performance/train_mfu": Mean(flops_per_s_per_worker / peak_flops),
     }
+
+
+def plan_rows(policy: Policy, batch: BatchedDataDict, purpose: Purpose = "train") -> BatchPlan:
+    """Plan the rows of a batch by their lengths and trained tokens; see `Policy.plan`.
+
+    Rows with an equal id in the column `pair`, if there is one, share a microbatch.
+    """
+    return policy.plan(batch["length"], purpose, batch.get("pair"), num_trained_tokens(batch))
 
 
 def plan_metrics(plan: BatchPlan) -> Metrics:

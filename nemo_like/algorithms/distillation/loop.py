@@ -13,7 +13,6 @@ from nemo_like.algorithms.distillation.data import TaughtRow, open_source, valid
 from nemo_like.algorithms.distillation.teachers import open_teachers, resolve_teachers
 from nemo_like.config.paths import resolve_paths
 from nemo_like.data.collate import EncodedRow, collate
-from nemo_like.data.columns import num_trained_tokens
 from nemo_like.data.loader import RowLoader
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan
@@ -31,7 +30,7 @@ from nemo_like.training.epochs import run_epochs
 from nemo_like.training.evaluation import show_rollout
 from nemo_like.training.run import RunResult, TrainingRun
 from nemo_like.training.skipped_steps import TrainedBatch, train
-from nemo_like.training.throughput import StepWork, plan_metrics
+from nemo_like.training.throughput import StepWork, plan_metrics, plan_rows
 from nemo_like.training.validation_sets import named_metrics
 
 _TRAINED_COLUMNS = ("input_ids", "token_mask", "length", "row_mask")
@@ -111,7 +110,7 @@ class _Task:
             flops += float(cost.of(work.lengths[is_own], work.num_trained[is_own]).sum())
         return replace(work, teacher_flops=flops)
 
-    def validate(self, run: TrainingRun) -> Metrics:
+    def validate(self, run: TrainingRun, step: int) -> Metrics:
         return validate(run, self._config, self._validation)
 
 
@@ -228,8 +227,7 @@ def validate(
 def _evaluate(run: TrainingRun, rows: Sequence[TaughtRow], settings: TargetSettings) -> Metrics:
     """Return the metrics of one batch of validation rows."""
     batch = _batch(rows)
-    plan = run.policy.plan(batch["length"], "evaluate", num_trained=num_trained_tokens(batch))
-    sharded = run.policy.shard(batch, plan)
+    sharded = run.policy.shard(batch, plan_rows(run.policy, batch, "evaluate"))
     targets = run.policy.compute_targets(sharded, settings)
     values = run.policy.evaluate(sharded, DistillationLoss(), targets)
     return {name: values[metric] for metric, name in _VALIDATION_NAMES.items()}

@@ -34,6 +34,7 @@ from nemo_like.run.checkpoint import Checkpointer, incomplete_reason
 from nemo_like.run.directory import RunDirectory
 from nemo_like.training.model_files import open_model_spec
 from nemo_like.training.saving import policy_directory
+from nemo_like.training.throughput import plan_rows
 from nemo_like.training.workers import local_policy
 
 REPLAYED_KEYS = (
@@ -232,7 +233,7 @@ def _measure(
     with local_policy(config, needs_reference="reference_logprobs" in missing) as policy:
         if weights is not None:
             policy.load(weights)
-        plan = policy.plan(batch["length"], num_trained=num_trained_tokens(batch))
+        plan = plan_rows(policy, batch)
         sharded = policy.shard(batch, plan)
         logprobs = policy.compute_logprobs(sharded, missing) if missing else None
         metrics = metric_values(policy.measure_gradient(sharded, None, loss, logprobs))

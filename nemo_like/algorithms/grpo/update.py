@@ -11,7 +11,7 @@ from nemo_like.algorithms.grpo.overlong import without_truncated
 from nemo_like.algorithms.grpo.records import TrainedRollout, fetch_logprobs
 from nemo_like.algorithms.grpo.rollout_advantages import rollout_advantages
 from nemo_like.algorithms.grpo.step_rollout import StepRollout
-from nemo_like.data.columns import num_trained_tokens, take_rows
+from nemo_like.data.columns import take_rows
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import RolloutLoss
@@ -19,7 +19,7 @@ from nemo_like.metrics import Metrics, merge_metrics
 from nemo_like.policy.logprob_store import LogprobName
 from nemo_like.training.run import TrainingRun
 from nemo_like.training.skipped_steps import TrainedBatch, train_steps
-from nemo_like.training.throughput import StepWork, plan_metrics
+from nemo_like.training.throughput import StepWork, plan_metrics, plan_rows
 
 
 def train_on_rollout(
@@ -136,8 +136,7 @@ def _shuffled(
 def _train_again(run: TrainingRun, trained: TrainedBatch, loss: RolloutLoss) -> list[Metrics]:
     """Plan and shard the rows in their new order; return the metrics of each optimizer step."""
     with run.timers("plan"):
-        batch = trained.batch
-        plan = run.policy.plan(batch["length"], num_trained=num_trained_tokens(batch))
+        plan = plan_rows(run.policy, trained.batch)
     with run.timers("shard"):
         sharded = run.policy.shard(trained.batch, plan)
     with run.timers("train"):

@@ -11,7 +11,8 @@ from nemo_like.config.parallel import policy_layout
 from nemo_like.config.text import counted, plural
 from nemo_like.data.collate import EncodedRow, count_tokens
 from nemo_like.data.datasets import SFT_ROWS, Rows, conversation
-from nemo_like.data.loader import RowLoader
+from nemo_like.data.loader import BatchLoader
+from nemo_like.data.row_order import Curriculum
 from nemo_like.data.streaming.loader import RowNumbers, StreamLoader
 from nemo_like.diagnostics.chat_checks import check_prompts_agree, check_texts
 from nemo_like.diagnostics.plan_preview import describe_plan
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-SftLoader = RowLoader[EncodedRow] | StreamLoader[EncodedRow]
-
 ROW_SCHEMA = SFT_ROWS
 encode_row = encode_conversation
 
@@ -60,18 +59,27 @@ def open_source(config: SftRunConfig, data: RunData | None = None) -> ExampleSou
 
 def open_loader(
     config: SftRunConfig, source: ExampleSource[EncodedRow], model: ModelSpec | None
-) -> SftLoader:
-    """Return the loader of the training rows, which also plans them if they are streamed.
+) -> BatchLoader[EncodedRow]:
+    """Return the loader of the training rows; see `open_stream`."""
+    if config.data.batching.is_streaming:
+        return open_stream(config, source, model)
+    return source.loader(_curriculum(config, source))
 
-    With `data.curriculum=length` every row is encoded first.
+
+def _curriculum(config: SftRunConfig, source: ExampleSource[EncodedRow]) -> Curriculum | None:
+    """Return the difficulty of the rows. With `data.curriculum=length` every row is encoded."""
+    return open_curriculum(config.data.curriculum, source.data.train, source.rows, Progress())
+
+
+def open_stream(
+    config: SftRunConfig, source: ExampleSource[EncodedRow], model: ModelSpec | None
+) -> StreamLoader[EncodedRow]:
+    """Return the loader of streamed rows, which also plans them.
 
     `model` gives the work of a row; without it, that of a dense 7B model is used.
     Raises ConfigError for values of `data.batching` that do not fit together.
     """
-    curriculum = open_curriculum(config.data.curriculum, source.data.train, source.rows, Progress())
     batching = config.data.batching
-    if not batching.is_streaming:
-        return source.loader(curriculum)
     plan = plan_spec(
         config.policy,
         purpose="train",
@@ -86,7 +94,7 @@ def open_loader(
         num_epochs=None if batching.tail == "wrap" else config.sft.max_num_epochs,
         seed=config.seed,
         shuffle=config.data.shuffle,
-        curriculum=curriculum,
+        curriculum=_curriculum(config, source),
         mixture=source.data.train.mixture,
     )
 
@@ -180,11 +188,9 @@ def _describe_first_step(
     diagnostics: Diagnostics,
 ) -> None:
     """Form the first step of a stream; warn if the window is too small to fill a microbatch."""
-    loader = diagnostics.check(lambda: open_loader(config, source, model))
-    if not isinstance(loader, StreamLoader):
-        return
-    rows = diagnostics.check(lambda: next(loader))
-    if rows is None:
+    loader = diagnostics.check(lambda: open_stream(config, source, model))
+    rows = None if loader is None else diagnostics.check(lambda: next(loader))
+    if loader is None or rows is None:
         return
     step = loader.planned
     metrics = step.metrics()

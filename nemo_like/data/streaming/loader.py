@@ -157,6 +157,30 @@ class StreamLoader(Generic[Out]):
             return self._is_rest_dropped(left)
         return len(left) == 0 and self._planner.num_waiting == 0
 
+    def batch_metrics(self) -> dict[str, float]:
+        """Return the metrics of the window from which the rows of the last step were chosen."""
+        return self.planned.window_metrics()
+
+    def rows_of_batches(self, num_batches: int | None) -> np.ndarray:
+        """Return the rows of one epoch: the number of rows of a step is not known in advance."""
+        return self.upcoming(len(self))
+
+    def batches_left(self, num_epochs: int, is_kept: np.ndarray) -> None:
+        """Return None: the number of steps is not known in advance."""
+        return
+
+    def has_batch(self, num_epochs: int, is_kept: np.ndarray | None = None) -> bool:
+        """Return True if another step follows; `num_epochs` is that of the constructor."""
+        return not self.is_finished(is_kept)
+
+    def num_left_out(self, is_kept: np.ndarray) -> int:
+        """Count the rows that `tail="drop"` leaves out of the last epoch; 0 before its last step.
+
+        Those of earlier epochs are in the metric `packing/num_dropped` of the steps that follow.
+        """
+        is_dropped = self.spec.tail == "drop" and self.is_finished(is_kept)
+        return self.num_left(is_kept) if is_dropped else 0
+
     def num_left(self, is_kept: np.ndarray) -> int:
         """Count the rows of this epoch that no step has yet; `is_kept` bool [N] as above."""
         if self._num_epochs is not None and self._order.epoch >= self._num_epochs:
