@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from nemo_like.config.text import error_text
 
 
@@ -106,3 +108,69 @@ class WorkerDied(WorkerFailure):
         self.log_tail = log_tail
         if log_tail:
             self.add_note(f"The last lines of its log:\n{log_tail}")
+
+
+SAVE_MEMORY = (
+    "Give a microbatch fewer tokens (policy.sequence_packing.train_mb_tokens,"
+    " policy.dynamic_batching.train_mb_tokens, or policy.train_micro_batch_size without either; for"
+    " log-probs the logprob_ settings), set policy.activation_checkpointing to selective or full,"
+    " or put fewer workers on a node (cluster.workers_per_node)."
+)
+SAVE_GENERATION_MEMORY = (
+    "If its memory was the cause, lower policy.generation.vllm.max_num_seqs or"
+    " policy.generation.vllm.kv_cache_gib, or policy.generation.hf.batch_size."
+)
+SAVE_REWARD_MODEL_MEMORY = (
+    "Give a microbatch fewer tokens (reward.models.NAME.mb_tokens), limit the conversations"
+    " (reward.models.NAME.max_length), set reward.models.NAME.precision to bfloat16, or give the"
+    " reward model separate workers (reward.models.NAME.num_workers)."
+)
+_COLLECTIVE = re.compile(
+    r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|timed"
+    r" out",
+    re.IGNORECASE,
+)
+_DISTRIBUTED_ERRORS = {"DistError", "DistBackendError", "DistNetworkError"}
+"""Names of torch.distributed's exceptions, which include those of NCCL."""
+
+
+def is_collective_error(error: BaseException) -> bool:
+    """Return True for an exception of torch.distributed's communication.
+
+    Types are compared by name, so that the driver does not import torch.
+    """
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if names & _DISTRIBUTED_ERRORS:
+        return True
+    # Gloo raises plain RuntimeErrors, which only their text identifies.
+    if type(error) is not RuntimeError:
+        return False
+    return _COLLECTIVE.search(str(error)) is not None
+
+
+def advise_on_memory(group: str) -> str:
+    """Return the settings that lower the memory of a worker of `group`."""
+    if group.startswith("reward_model"):
+        return SAVE_REWARD_MODEL_MEMORY
+    return SAVE_GENERATION_MEMORY if group.startswith("generation") else SAVE_MEMORY
+
+
+def progress_setting(group: str, method: str) -> str:
+    """Return the key of the progress deadline of a call of `method` in `group`."""
+    # A constructor loads a model; the generator's deadline is that of a decoding step.
+    if group.startswith("generation") and method != "__init__":
+        return "policy.generation.progress_timeout_s"
+    return "cluster.progress_timeout_s"
+
+
+def advise(error: Exception, group: str = "") -> str:
+    """Return the settings to change for a known exception in `group`; empty for others."""
+    # torch.OutOfMemoryError, also by its name only.
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+        return advise_on_memory(group)
+    if is_collective_error(error) and re.search("timed? ?out", str(error), re.IGNORECASE):
+        return (
+            "A worker waited for the others until the timeout; if they were only slow, raise"
+            " cluster.collective_timeout_s."
+        )
+    return ""

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nemo_like.distributed import activity, process_groups
-from nemo_like.distributed.advice import advise
-from nemo_like.distributed.errors import WorkerError, WorkerHung
+from nemo_like.distributed.errors import WorkerError, WorkerHung, advise
 from nemo_like.distributed.worker_group import IN_MEMORY, Handle, WorkerContext
 from nemo_like.parallel_layout import ParallelLayout
 

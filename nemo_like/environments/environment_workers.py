@@ -27,8 +27,7 @@ from nemo_like.config.import_path import import_class, user_error_text
 from nemo_like.config.text import counted, error_text
 from nemo_like.distributed import activity
 from nemo_like.distributed.errors import WorkerDied, WorkerFailure, WorkerHung
-from nemo_like.distributed.worker_calls import submit_one
-from nemo_like.distributed.worker_group import Handle, WorkerContext, WorkerGroup
+from nemo_like.distributed.worker_group import Handle, WorkerContext, WorkerGroup, submit_one
 from nemo_like.environments.environment import Environment, EnvironmentFailure
 from nemo_like.environments.steps import (
     BadStep,

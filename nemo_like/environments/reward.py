@@ -17,8 +17,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.reward import RewardConfig
 from nemo_like.config.text import shown_value
 from nemo_like.data.messages import Message
-from nemo_like.distributed.worker_calls import submit_one
-from nemo_like.distributed.worker_group import Handle, WorkerGroup
+from nemo_like.distributed.worker_group import Handle, WorkerGroup, submit_one
 
 RewardSection = Literal["functions", "models"]
 """Section of `reward` that names what scored a sample."""

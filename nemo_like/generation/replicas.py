@@ -21,8 +21,7 @@ import numpy as np
 
 from nemo_like.config.text import counted
 from nemo_like.distributed.errors import ClusterError, WorkerDied, WorkerFailure, WorkerHung
-from nemo_like.distributed.worker_calls import call_all, submit_all
-from nemo_like.distributed.worker_group import Handle, WorkerGroup
+from nemo_like.distributed.worker_group import Handle, WorkerGroup, call_all, submit_all
 from nemo_like.generation.requests import (
     GenerationProgress,
     GenerationRequests,

@@ -20,9 +20,8 @@ from nemo_like.data.columns import take_rows
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import BatchPlan, plan_batch
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.distributed.unshard import unshard
-from nemo_like.distributed.worker_calls import call_all, call_sharded
-from nemo_like.distributed.worker_group import Handle, WorkerGroup, onloaded
+from nemo_like.distributed.rank_plans import unshard
+from nemo_like.distributed.worker_group import Handle, WorkerGroup, call_all, call_sharded, onloaded
 from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics
 from nemo_like.models.spec import ModelSpec

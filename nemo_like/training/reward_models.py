@@ -9,8 +9,7 @@ from functools import partial
 from nemo_like.config.parallel import num_policy_workers
 from nemo_like.config.reward import RewardModelConfig
 from nemo_like.config.schema import ParallelConfig, PolicyConfig, RunConfig, SequencePackingConfig
-from nemo_like.distributed.worker_calls import call_all
-from nemo_like.distributed.worker_group import WorkerGroup
+from nemo_like.distributed.worker_group import WorkerGroup, call_all
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.policy import Policy

@@ -10,7 +10,7 @@ from typing import Literal
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.parallel import is_colocated
 from nemo_like.config.schema import RunConfig
-from nemo_like.distributed.worker_variables import set_variables
+from nemo_like.distributed.processes import set_variables
 
 WorkerKind = Literal["policy", "generation", "reward", "environment", "reward_model"]
 

@@ -18,8 +18,7 @@ import torch
 from nemo_like.config.parallel import is_colocated, policy_layout, workers_per_replica
 from nemo_like.config.schema import ClusterConfig, ParallelConfig, RunConfig
 from nemo_like.distributed.local_group import LocalGroup, local_context
-from nemo_like.distributed.worker_calls import call_all
-from nemo_like.distributed.worker_group import WorkerGroup
+from nemo_like.distributed.worker_group import WorkerGroup, call_all
 from nemo_like.environments.environment_workers import load_environment
 from nemo_like.environments.reward_worker import load_reward_functions
 from nemo_like.parallel_layout import ParallelLayout

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_like.distributed.errors import WorkerFailure
-from nemo_like.distributed.worker_calls import call_all, submit_all
-from nemo_like.distributed.worker_group import Handle, WorkerGroup
+from nemo_like.distributed.worker_group import Handle, WorkerGroup, call_all, submit_all
 from nemo_like.metrics import Mean, Metrics, Sum
 from nemo_like.weight_sync.channel import (
     MAX_BUCKET_BYTES,

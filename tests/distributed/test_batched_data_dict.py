@@ -19,7 +19,7 @@ from nemo_like.distributed.batched_data_dict import (
     SequencePackingArgs,
     SlicedDataDict,
 )
-from nemo_like.distributed.unshard import unshard
+from nemo_like.distributed.rank_plans import unshard
 
 ALGORITHMS = [
     "modified_first_fit_decreasing",

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from nemo_like.distributed.local_group import LocalGroup, local_context
-from nemo_like.distributed.worker_calls import call_all, call_sharded, submit_all
-from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.distributed.worker_group import WorkerContext, call_all, call_sharded, submit_all
 from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.generation.requests import GenerationWorkerProtocol
 from nemo_like.policy.worker import PolicyWorker

@@ -16,11 +16,10 @@ import ray
 
 from nemo_like.config.text import error_text
 from nemo_like.distributed import activity
-from nemo_like.distributed.advice import is_collective_error
+from nemo_like.distributed.errors import is_collective_error
+from nemo_like.distributed.processes import count_oom_kills, machine_id, set_variables
 from nemo_like.distributed.ray.heartbeat import start_heartbeat
-from nemo_like.distributed.ray.processes import count_oom_kills, machine_id
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.distributed.worker_variables import set_variables
 
 
 @dataclass(frozen=True, slots=True)

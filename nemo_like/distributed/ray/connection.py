@@ -11,20 +11,16 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
-from ray._private import worker as ray_worker
 
 from nemo_like.distributed.errors import ClusterError
-from nemo_like.distributed.ray.head_monitor import HeadMonitor
 from nemo_like.distributed.ray.session_guard import SessionDirectory, kept_logs_text
-from nemo_like.distributed.ray.startup_watch import StartupWatch
 
 _CONNECT_S = 10.0
 _MAX_ATTEMPTS = 3
@@ -55,8 +51,6 @@ def connect(logs: Path | None) -> SessionDirectory | None:
             " RAY_AUTH_MODE=token this needs RAY_AUTH_MODE=token and the same token, in"
             " ~/.ray/auth_token or RAY_AUTH_TOKEN"
         )
-        if "clusters run here" in str(error):
-            advice = "Set RAY_ADDRESS to the address of one of them"
         if "ersion mismatch" in str(error):
             advice = "Install the same versions of Ray and Python here and on the cluster"
         raise ClusterError(
@@ -72,26 +66,10 @@ def disconnect() -> None:
         ray.shutdown()
 
 
-def raylet_pid() -> int:
-    """Return the pid of the raylet that this process started."""
-    node: Any = ray_worker._global_node
-    assert node is not None, "a Ray was started"
-    return node.all_processes[ray_constants.PROCESS_TYPE_RAYLET][0].process.pid
-
-
 def _join(address: str) -> None:
-    with ExitStack() as stack:
-        stack.enter_context(_keep_signal_handlers())
-        if address == "auto":
-            # Ray would choose one of them at random.
-            found = services.find_gcs_addresses()
-            if len(found) > 1:
-                raise ValueError(f"{len(found)} clusters run here: {', '.join(sorted(found))}")
-        else:
-            _check_listening(address)
-            # If the head dies now, Ray ends the process after 60 s without a message; the
-            # monitor does so earlier.
-            stack.callback(HeadMonitor(address).stop)
+    if address != "auto":
+        _check_listening(address)
+    with _keep_signal_handlers():
         ray.init(address=address, logging_level=logging.ERROR)
 
 
@@ -110,7 +88,7 @@ def _start(logs: Path | None) -> SessionDirectory:
                 " for the token RAY_AUTH_TOKEN"
             ) from error
         try:
-            _start_session(session, logs)
+            _start_session(session)
         except BaseException as error:
             disconnect()
             session.close(logs)
@@ -149,13 +127,8 @@ def _create_token() -> None:
             os.link(file.name, path)
 
 
-def _start_session(session: SessionDirectory, logs: Path | None) -> None:
-    with (
-        _loopback_only(),
-        _keep_signal_handlers(),
-        _own_process_groups(),
-        StartupWatch(session, logs),
-    ):
+def _start_session(session: SessionDirectory) -> None:
+    with _loopback_only(), _keep_signal_handlers(), _own_process_groups():
         ray.init(
             address="local",
             include_dashboard=False,

@@ -29,12 +29,24 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nemo_like.distributed.advice import SAVE_MEMORY, advise, advise_on_memory, progress_setting
-from nemo_like.distributed.errors import WorkerDied, WorkerError, WorkerFailure, WorkerHung
-from nemo_like.distributed.process_end import reason_of_end
+from nemo_like.distributed.errors import (
+    SAVE_MEMORY,
+    WorkerDied,
+    WorkerError,
+    WorkerFailure,
+    WorkerHung,
+    advise,
+    advise_on_memory,
+    progress_setting,
+)
+from nemo_like.distributed.processes import (
+    count_oom_kills,
+    machine_id,
+    process_state,
+    reason_of_end,
+)
 from nemo_like.distributed.ray.actor import Location, Raised
 from nemo_like.distributed.ray.heartbeat import Silence
-from nemo_like.distributed.ray.processes import count_oom_kills, machine_id, process_state
 
 _LOG_LINES = 50
 """The name of the signal of a crash is above the stack, which is often deeper than 20 calls."""

@@ -30,10 +30,10 @@ _POLL_S = 1.0
 _END_S = 10.0
 """How long processes may take to disappear after SIGKILL."""
 _MAX_LOG_BYTES = 2**20
-_RAYLET_ENDED = (
-    "error: the raylet (pid {pid}), the Ray process that runs the workers of this machine, ended"
-    " unexpectedly, so the run cannot continue. The same command with resume=true continues from"
-    " the latest checkpoint, if there is one."
+_ENDED = (
+    "error: the driver ended without closing its Ray: it was killed, or Ray ended it because the"
+    " raylet or the head (GCS) ended. The processes of Ray are stopped. The same command with"
+    " resume=true continues from the latest checkpoint, if there is one."
 )
 
 
@@ -66,31 +66,18 @@ class SessionDirectory:
 
     def close(self, keep_logs: Path | None = None) -> None:
         """Kill the session's processes, copy its logs to `keep_logs`, and remove the directory."""
-        remove_session(self.path, keep_logs)
+        self.end(keep_logs)
         _open_sessions.discard(self)
-        self._guard.kill()
-        self._guard.wait()
         if self._guard.stdin is not None:
             self._guard.stdin.close()
         os.close(self._lock)
 
-    def watch_raylet(self, pid: int) -> None:
-        """Have the guard report the end of the raylet `pid` on standard error, until `unwatch`.
-
-        Ray ends this process within milliseconds of the raylet's end and without a message, so a
-        thread of this process might not get to write one.
-        """
-        self._send(f"watch {pid}\n")
-
-    def unwatch(self) -> None:
-        """Have the guard expect the end of the raylet."""
-        self._send("unwatch\n")
-
-    def _send(self, command: str) -> None:
-        assert self._guard.stdin is not None
-        with suppress(OSError, ValueError):  # the guard was killed, or the session is closed
-            self._guard.stdin.write(command.encode())
-            self._guard.stdin.flush()
+    def end(self, keep_logs: Path | None = None) -> None:
+        """End the session as `close` does, in a process that ends next."""
+        # First the guard, which would report the end of the driver.
+        self._guard.kill()
+        self._guard.wait()
+        remove_session(self.path, keep_logs)
 
 
 def remove_session(directory: Path, keep_logs: Path | None = None) -> None:
@@ -116,8 +103,7 @@ def remove_session(directory: Path, keep_logs: Path | None = None) -> None:
 def remove_all_sessions() -> None:
     """Kill the processes of every session that this process started; remove their directories."""
     for session in list(_open_sessions):
-        session.unwatch()
-        remove_session(session.path)
+        session.end()
 
 
 def kept_logs_text(logs: Path | None) -> str:
@@ -125,19 +111,6 @@ def kept_logs_text(logs: Path | None) -> str:
     if logs is None or not logs.is_dir():
         return ""
     return f"; the logs of Ray are in {logs}"
-
-
-def gcs_pid(directory: Path) -> int | None:
-    """Return the pid of the session's head process (GCS); None if it does not run."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes()
-        except OSError:  # it has ended
-            continue
-        program = command.partition(b"\0")[0]
-        if b"gcs_server" in program and str(directory).encode() in command:
-            return int(path.parent.name)
-    return None
 
 
 def remove_stale(base: Path) -> None:
@@ -218,36 +191,17 @@ def _copy_logs(directory: Path, target: Path) -> None:
 
 
 def _guard(driver_pid: int, directory: Path) -> None:
-    """Wait for the end of the driver and remove its session; report the end of its raylet."""
+    """Wait for the end of the driver, remove its session, and report it on standard error."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    raylet: int | None = None
-    raylet_pid = ""
     # The pipe closes at the driver's end, unless a process that the driver forked still has it
     # open; so the parent is checked as well.
     while os.getppid() == driver_pid:
-        watched = [0] if raylet is None else [0, raylet]
-        ready, _, _ = select.select(watched, [], [], _POLL_S)
-        commands = os.read(0, 4096).decode() if 0 in ready else ""
-        # First, because the driver announces that it is about to end the raylet.
-        for command in commands.splitlines():
-            verb, _, raylet_pid = command.partition(" ")
-            raylet = _open_process(int(raylet_pid)) if verb == "watch" else None
-        if raylet is not None and raylet in ready:
-            with suppress(OSError):  # the terminal is closed
-                print(_RAYLET_ENDED.format(pid=raylet_pid), file=sys.stderr, flush=True)
-            raylet = None
-        if 0 in ready and not commands:
+        if select.select([0], [], [], _POLL_S)[0]:
             break
     remove_session(directory)
-
-
-def _open_process(pid: int) -> int | None:
-    """Return a descriptor that is readable once the process has ended; None if it has already."""
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return None
+    with suppress(OSError):  # the terminal is closed
+        print(_ENDED, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

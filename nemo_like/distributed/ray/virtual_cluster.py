@@ -7,7 +7,6 @@ at once or not at all.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import time
@@ -28,9 +27,7 @@ from ray.util.placement_group import (
 
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed.errors import ClusterError
-from nemo_like.distributed.ray.connection import connect, disconnect, raylet_pid
-from nemo_like.distributed.ray.head_monitor import HeadMonitor, end_process
-from nemo_like.distributed.ray.raylet_watch import RayletWatch
+from nemo_like.distributed.ray.connection import connect, disconnect
 from nemo_like.distributed.ray.resources import Node, ResourceRequest, Resources
 
 logger = logging.getLogger(__name__)
@@ -102,11 +99,6 @@ class RayVirtualCluster:
         os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
         self._was_connected = ray.is_initialized()
         self._session = None if self._was_connected else connect(logs)
-        self._raylet_watch = None
-        if self._session is not None:
-            self._raylet_watch = RayletWatch(self._session, raylet_pid())
-        # From here on a lost head is detected; before it, `connect` watches the start.
-        self.head = HeadMonitor(ray.get_runtime_context().gcs_address)
         try:
             node_ids = self._reserve()
         except BaseException:
@@ -133,15 +125,7 @@ class RayVirtualCluster:
 
     def shutdown(self, *, keep_logs: bool = False) -> None:
         """Release the bundles, disconnect from a Ray that was joined, and stop one started here."""
-        self.head.stop()
-        if self._raylet_watch is not None:
-            # Before the raylet is ended on purpose, which the watch would report as a failure.
-            self._raylet_watch.stop()
-        if self.head.is_lost:
-            # Ray's shutdown, here or at the end of the process, would wait for the head and then
-            # end the process with a message of its own or a segmentation fault.
-            atexit.register(end_process)
-        elif ray.is_initialized():
+        if ray.is_initialized():
             if self._placement_group is not None and self._session is None:
                 remove_placement_group(self._placement_group)
             self._placement_group = None

@@ -81,7 +81,6 @@ class RayWorkerGroup:
         self._failure: WorkerFailure | None = None
         self._watched: set[ObjectRef[Raised | None]] = set()
         """Running calls that `is_done` has seen."""
-        self._head = cluster.head
         config = cluster.config
         bundle_of_rank = choose_bundles(cluster, bundles, parallel_layout, name, first_bundle)
         num_threads = 1 if bundles == "anywhere" else max(1, int(config.cpus_per_worker))
@@ -208,9 +207,8 @@ class RayWorkerGroup:
             raise
 
     def shutdown(self) -> None:
-        # Without Ray the actors are gone already, and any call would start a new Ray. Without the
-        # head every call below would block.
-        if ray.is_initialized() and not self._head.is_lost:
+        # Without Ray the actors are gone already, and any call would start a new Ray.
+        if ray.is_initialized():
             self._monitor.close(len(self._actors))
             for actor in self._actors:
                 ray.kill(actor, no_restart=True)
@@ -247,7 +245,6 @@ class RayWorkerGroup:
         return ray.put(value)
 
     def _raise_if_stopped(self) -> None:
-        self._raise_if_head_lost()
         if self._failure is not None:
             raise self._failure
         if not self._actors:
@@ -296,19 +293,10 @@ class RayWorkerGroup:
         return failure
 
     def _check_progress(self, pending: _Pending) -> None:
-        """Raise WorkerHung after the progress deadline, WorkerFailure if the head is lost."""
-        self._raise_if_head_lost()
+        """Raise WorkerHung after the progress deadline."""
         silence = self._monitor.check(_ranks(pending))
         if silence is not None:
             self._stop_hung(silence, pending)
-
-    def _raise_if_head_lost(self) -> None:
-        if self._head.is_lost and self._failure is None:
-            self._failure = WorkerFailure(
-                self._head.describe_loss(), group=self.name, rank=0, method="connect"
-            )
-        if self._head.is_lost and self._failure is not None:
-            raise self._failure
 
     def _stop(self, failure: Failure, pending: _Pending | None = None) -> NoReturn:
         if failure.is_secondary and pending:

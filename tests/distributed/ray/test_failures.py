@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_like.distributed.advice import is_collective_error
+from nemo_like.distributed.errors import is_collective_error
+from nemo_like.distributed.processes import count_oom_kills
 from nemo_like.distributed.ray.actor import Location, Raised
 from nemo_like.distributed.ray.failures import (
     Evidence,
@@ -19,7 +20,6 @@ from nemo_like.distributed.ray.failures import (
     read_evidence,
 )
 from nemo_like.distributed.ray.heartbeat import Silence
-from nemo_like.distributed.ray.processes import count_oom_kills
 
 LOST = (
     "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 _OOM_KILL_FILES = ("/sys/fs/cgroup/memory.events", "/proc/vmstat")
 """The counter of the control group (a container) first, then that of the machine."""
@@ -50,3 +53,33 @@ def machine_id() -> str:
     pid_namespace = os.readlink("/proc/self/ns/pid")
     mount_namespace = os.readlink("/proc/self/ns/mnt")
     return f"{boot_id} {pid_namespace} {mount_namespace}"
+
+
+_MARK = "this worker ends: "
+_REASON = re.compile(rf"^{_MARK}(.+)$", re.MULTILINE)
+
+
+def end_worker(reason: str) -> NoReturn:
+    """End this process at once, from any thread.
+
+    The driver raises WorkerDied with `reason`. For a state that a new process would not have, such
+    as the loss of a child process; an exception would end the run instead.
+    """
+    # Not by `print`, whose buffer another thread may have locked. `os._exit` flushes nothing.
+    os.write(2, f"{_MARK}{reason}\n".encode())
+    os._exit(1)
+
+
+def reason_of_end(log_tail: str) -> str:
+    """Return the reason that `end_worker` wrote to a log; empty if there is none."""
+    found = _REASON.search(log_tail)
+    return "" if found is None else found.group(1)
+
+
+def set_variables(environment: Mapping[str, str | None]) -> None:
+    """Set variables of this process; None removes a variable."""
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
