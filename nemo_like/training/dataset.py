@@ -186,7 +186,7 @@ class ExampleSource(Generic[ExampleT]):
         """Return True if the loader has no further batch. Raises ConfigError for a bad row."""
         # `last_step` is exact, unless rows are left out during training.
         is_known = self.rows.is_finished or not leaves_out_rows(self.config)
-        if is_known and not self.config.data.batching.is_streaming:
+        if is_known and self.config.has_fixed_batches:
             return False
         return not loader.has_batch(limits.max_num_epochs, self.rows.is_kept)
 
