@@ -20,8 +20,8 @@ from nemo_like.generation.requests import SamplingParams
 from nemo_like.rollout.answers import Answer, answer_prompts
 from nemo_like.run.progress import Progress
 from nemo_like.training.answer_workers import start_answer_workers
-from nemo_like.training.collector import open_collector
 from nemo_like.training.evaluation import answer_seeds
+from nemo_like.training.rollout_workers import open_collector
 
 MakeRecord = Callable[[PromptFile, int, Sequence[Answer]], Record]
 

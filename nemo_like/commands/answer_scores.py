@@ -22,8 +22,11 @@ from nemo_like.generation.requests import SamplingParams
 from nemo_like.rollout.collector import RolloutJob
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.run.progress import Progress
-from nemo_like.training.reward_model_files import RewardModelFiles
-from nemo_like.training.reward_models import open_reward_models, start_reward_models
+from nemo_like.training.reward_models import (
+    RewardModelFiles,
+    open_reward_models,
+    start_reward_models,
+)
 from nemo_like.training.workers import group_starter
 
 _NO_INFLUENCE = ("mb_tokens", "num_workers", "max_restarts")

@@ -6,18 +6,21 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
+from nemo_like.config.import_path import import_function, user_error_text
 from nemo_like.config.schema import EpochLoopConfig, RunConfig
 from nemo_like.config.text import counted, plural
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.datasets import Rows, RowSchema
+from nemo_like.data.datasets import Row, Rows, RowSchema
 from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.loader import BatchLoader, FetchableRows, RowLoader, no_batch_text, num_batches
 from nemo_like.data.row_order import Curriculum
+from nemo_like.metrics import Mean, Metrics, Sum
+from nemo_like.run.checkpoint import Checkpoint, CheckpointError
 from nemo_like.run.progress import Progress
 from nemo_like.training.encoding import (
     EncodeRow,
@@ -236,3 +239,89 @@ def describe_epoch(config: RunConfig, num_rows: int, batch_size: int, noun: str)
     if steps > num_full:
         return f"{text} and 1 of {num_left:,}"
     return f"{text}; {num_left:,} are left out each time (data.last_batch=drop)"
+
+
+_COLUMN = "column:"
+
+
+def open_curriculum(
+    name: str | None, rows: Rows, encoded: EncodedRows, progress: Progress
+) -> Curriculum | None:
+    """Return the difficulty of `rows` that `data.curriculum` names; None without one.
+
+    For `length` every row is encoded first. Raises ConfigError for a row without a finite number.
+    """
+    if name is None:
+        return None
+    if name == "length":
+        return Curriculum(name, _lengths(encoded, progress))
+    measure = _column_measure(name.removeprefix(_COLUMN))
+    if not name.startswith(_COLUMN):
+        measure = import_function(
+            "data.curriculum", name, "my_package.difficulty", "row of the file"
+        )
+    difficulty = np.empty(len(rows), dtype=np.float64)
+    for index, row in enumerate(rows.rows):
+        difficulty[index] = _number(
+            measure, row, f"{rows.locations[index]}: data.curriculum {name}"
+        )
+    return Curriculum(name, difficulty)
+
+
+def _lengths(encoded: EncodedRows, progress: Progress) -> np.ndarray:
+    """Encode every row; return the lengths, float64 [N], 0 for a dropped row."""
+    encoded.start(np.arange(len(encoded)))
+    with progress.phase("encoding rows for data.curriculum=length", len(encoded)) as phase:
+        encoded.finish(phase.advance)
+    lengths = np.zeros(len(encoded), dtype=np.float64)
+    for index in range(len(encoded)):
+        row = encoded.fetch([index])[0]
+        if row is not None:
+            lengths[index] = len(row.input_ids)
+    return lengths
+
+
+def _column_measure(column: str) -> Callable[[Row], Any]:
+    """Return a function that gives the value of `column` in a row."""
+    return lambda row: row.get(column)
+
+
+def _number(measure: Callable[[Row], Any], row: Row, place: str) -> float:
+    """Return the difficulty of a row. Raises ConfigError that begins with `place`."""
+    try:
+        value = measure(row)
+    except Exception as error:
+        # A function of the user can fail in any way.
+        raise ConfigError(f"{place} failed with {user_error_text(error)}") from error
+    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not is_number or not np.isfinite(np.float32(value)):
+        raise ConfigError(f"{place} is {value!r}; every row needs a finite number")
+    return float(value)
+
+
+def load_position(checkpoint: Checkpoint, loader: BatchLoader, *, allow_changed_rows: bool) -> bool:
+    """Move the loader to the position of a checkpoint; return True if the rows are the same.
+
+    Raises CheckpointError for a damaged checkpoint, and ConfigError for changed rows unless
+    `allow_changed_rows`.
+    """
+    state = checkpoint.state()
+    try:
+        return loader.load_state_dict(state.loader, allow_changed_rows=allow_changed_rows)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{checkpoint.path} has a damaged position of the data loader: {error!r}"
+        ) from error
+
+
+def loader_metrics(loader: BatchLoader) -> Metrics:
+    """Return the metrics of the last batch."""
+    metrics: Metrics = {
+        "data/epoch": Mean(loader.epoch),
+        "data/num_dropped": Sum(loader.num_dropped),
+    }
+    sources = loader.batch_sources()
+    counts = {} if sources is None else sources.num_rows
+    for name, num_rows in counts.items():
+        metrics[f"data/source_{name}/num_rows"] = Sum(num_rows)
+    return metrics

@@ -17,8 +17,8 @@ from nemo_like.run.checkpoint import Checkpointer
 from nemo_like.run.directory import log_config_changes, open_run_directory, write_config
 from nemo_like.run.progress import Progress
 from nemo_like.run.tracking import check_logger, run_log
+from nemo_like.training.checks import check_frozen_models, check_workers, frozen_models
 from nemo_like.training.dataset import RunData
-from nemo_like.training.frozen_models import check_frozen_models, frozen_models
 from nemo_like.training.lora_checks import check_resumed_lora
 from nemo_like.training.model_files import open_model_spec
 from nemo_like.training.run import TrainingRun
@@ -26,7 +26,6 @@ from nemo_like.training.run_lines import header_lines
 from nemo_like.training.run_warnings import precision_warnings
 from nemo_like.training.saving import policy_directory
 from nemo_like.training.stopping import stop_requests
-from nemo_like.training.worker_checks import check_workers
 from nemo_like.training.workers import start_workers
 
 logger = logging.getLogger(__name__)

@@ -9,12 +9,17 @@ from typing import Any
 
 from nemo_like.config.parallel import num_generation_workers, workers_per_replica
 from nemo_like.config.schema import RunConfig
+from nemo_like.data.chat import ChatEncoder
+from nemo_like.data.observations import ObservationEncoder
 from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.environments.environment_workers import EnvironmentWorker, EnvironmentWorkers
 from nemo_like.environments.reward import RewardEnvironment
 from nemo_like.environments.reward_worker import RewardWorker
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
+from nemo_like.rollout.collector import RolloutCollector
+from nemo_like.rollout.conversation_driver import ConversationDriver
+from nemo_like.rollout.conversations import ConversationLimits
 from nemo_like.rollout.model_rewards import ModelRewards
 from nemo_like.run.progress import Progress
 
@@ -120,3 +125,19 @@ def start_rewards(config: RunConfig, start: StartGroup) -> RewardEnvironment:
         on_error=config.reward.on_error,
     )
     return RewardEnvironment(group, config.reward)
+
+
+def open_collector(
+    config: RunConfig, workers: RolloutWorkers, encoder: ChatEncoder
+) -> RolloutCollector:
+    """Return the collector on `workers`; its rows are conversations if they have an environment."""
+    conversations = None
+    if workers.environment is not None:
+        conversations = ConversationDriver(
+            workers.environment,
+            ObservationEncoder(encoder),
+            ConversationLimits.from_config(
+                config.environment, config.policy.max_total_sequence_length
+            ),
+        )
+    return RolloutCollector(workers.generator, workers.rewards, encoder.tokenizer, conversations)

@@ -33,12 +33,11 @@ from nemo_like.run.directory import RunDirectory, start_run_directory
 from nemo_like.run.files import AppendedFile, write_text
 from nemo_like.run.progress import Progress, Sample
 from nemo_like.run.tracking import RunLog, Tracker
-from nemo_like.training.collector import open_collector
-from nemo_like.training.export import export_model
-from nemo_like.training.loading import load_position, loader_metrics
-from nemo_like.training.rollout_warnings import RolloutWarnings
+from nemo_like.training.dataset import load_position, loader_metrics
+from nemo_like.training.rollout_workers import open_collector
 from nemo_like.training.run_lines import step_line
-from nemo_like.training.saving import CheckpointSaver, policy_directory
+from nemo_like.training.run_warnings import RolloutWarnings
+from nemo_like.training.saving import CheckpointSaver, export_model, policy_directory
 from nemo_like.training.selection import Selection
 from nemo_like.training.stopping import RunStopped, StopRequests
 from nemo_like.training.throughput import StepWork, plan_rows, throughput_metrics

@@ -28,8 +28,8 @@ from nemo_like.prediction.offload import OffloadDecision
 from nemo_like.run.progress import Progress
 from nemo_like.training.model_files import open_model_spec
 from nemo_like.training.offloading import run_offload_decision
-from nemo_like.training.reward_model_files import RewardModelFiles
 from nemo_like.training.reward_models import (
+    RewardModelFiles,
     any_shares_gpus,
     model_placement,
     num_own_workers,

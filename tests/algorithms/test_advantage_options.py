@@ -17,12 +17,12 @@ from nemo_like.algorithms.grpo.advantage_config import AdvantageConfig
 from nemo_like.algorithms.grpo.advantages import (
     group_advantages,
     kl_to_go,
+    overlong_penalty,
     separate_advantages,
     token_advantages,
     whitened,
 )
-from nemo_like.algorithms.grpo.dynamic_sampling import KeptGroups, rows_with_spread
-from nemo_like.algorithms.grpo.overlong import overlong_penalty
+from nemo_like.algorithms.grpo.rollouts import KeptGroups, rows_with_spread
 from nemo_like.data.jagged import Jagged
 from tests.recipe import Recipe
 from tests.rollout.test_selection import rollout_of

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_like.algorithms.grpo.overlong import without_truncated
+from nemo_like.algorithms.grpo.advantages import without_truncated
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.reward import RewardConfig, RewardFunctionConfig

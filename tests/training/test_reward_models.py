@@ -24,8 +24,7 @@ from nemo_like.rollout.collector import RolloutJob
 from nemo_like.rollout.model_rewards import ModelRewards, RewardModel
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.rollout.scored_conversation import scored_conversation
-from nemo_like.training.reward_model_files import open_reward_model
-from nemo_like.training.reward_models import serving_config
+from nemo_like.training.reward_models import open_reward_model, serving_config
 from tests.reward_models import ReferenceScores, save_reward_model
 
 DATA = DataConfig(train_path="train.jsonl")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_like.training.rollout_warnings import RolloutWarnings
+from nemo_like.training.run_warnings import RolloutWarnings
 from tests.recipe import Recipe
 
 NO_BASELINE = ("grpo.advantage.baseline=none", "grpo.advantage.normalize=none")

@@ -11,8 +11,7 @@ from contextlib import closing
 from nemo_like.algorithms.grpo.config import GrpoRunConfig, asynchronous_warnings
 from nemo_like.algorithms.grpo.data import num_optimizer_steps, open_source
 from nemo_like.algorithms.grpo.records import TrainedRollout, save_rollout
-from nemo_like.algorithms.grpo.rollouts import RolloutPipeline
-from nemo_like.algorithms.grpo.step_rollout import StepRollout
+from nemo_like.algorithms.grpo.rollouts import RolloutPipeline, StepRollout
 from nemo_like.algorithms.grpo.update import train_on_rollout
 from nemo_like.config.paths import resolve_paths
 from nemo_like.data.loader import RowLoader

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from nemo_like.algorithms.grpo.advantages import rollout_advantages, without_truncated
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
-from nemo_like.algorithms.grpo.overlong import without_truncated
 from nemo_like.algorithms.grpo.records import TrainedRollout, fetch_logprobs
-from nemo_like.algorithms.grpo.rollout_advantages import rollout_advantages
-from nemo_like.algorithms.grpo.step_rollout import StepRollout
+from nemo_like.algorithms.grpo.rollouts import StepRollout
 from nemo_like.data.columns import take_rows
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict

@@ -22,12 +22,12 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec, stream_spec
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.run.progress import Progress, Sample
-from nemo_like.training.curriculum import open_curriculum
 from nemo_like.training.dataset import (
     ExampleSource,
     RunData,
     describe_run,
     encoded_examples,
+    open_curriculum,
     open_data,
 )
 from nemo_like.training.encoding import encode_conversation, encode_sft_row
