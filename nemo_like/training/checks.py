@@ -12,8 +12,8 @@ from pathlib import Path
 
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.schema import RunConfig
-from nemo_like.models.weight_files import weights_digest
 from nemo_like.data.chat import ChatEncoder
+from nemo_like.models.weight_files import weights_digest
 from nemo_like.run.directory import RunDirectory
 from nemo_like.run.progress import Progress
 from nemo_like.training.workers import RunWorkers
