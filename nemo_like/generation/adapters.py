@@ -89,7 +89,7 @@ def _targets(model: PreTrainedModel, lora: LoraConfig) -> Iterator[tuple[str, nn
 def _adapted_linear(module: Any, scale: float, hidden: Tensor) -> Tensor:
     """Return the output [..., outputs] of `module` with its adapter for `hidden` [..., inputs].
 
-    The operations are those of the policy, so that both round alike.
+    The operations are the same as in the policy, so that both round alike.
     """
     out = F.linear(hidden, module.weight, module.bias)
     return torch.add(out, module.lora_B(module.lora_A(hidden)), alpha=scale)

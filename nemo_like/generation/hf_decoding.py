@@ -45,9 +45,9 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Return the next token of each row, int64 [B], and its log-prob, float32 [B].
 
-    `logits` is [B, V] of any float type, `uniforms` float64 [B]. The log-prob is that of the
+    `logits` is [B, V] of any float type, `uniforms` float64 [B]. The log-prob refers to the
     distribution sampled from, after temperature and filters. Temperature 0 takes the most likely
-    token; its log-prob is that of the model at temperature 1 without filters.
+    token; its log-prob refers to the model at temperature 1 without filters.
     """
     logits = logits.float()
     if params.temperature == 0:
@@ -247,7 +247,7 @@ def check_finite(logprob: float, token_index: int, weight_version: int) -> None:
 
 
 class _CachedForward:
-    """Model and KV cache of a left-padded batch; `logits` [b, V] are those of the next token."""
+    """Model and KV cache of a left-padded batch; `logits` [b, V] are of the next token."""
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ class Replica:
     index: int
     group: WorkerGroup
     has_weights: bool
-    """True if its weights are those of the generator's version; requests are sent to it then."""
+    """True if its weights have the generator's version; requests are sent to it then."""
     costs: dict[int, int] = field(default_factory=dict)
     """Unfinished requests: id to the max number of tokens it may still need."""
     busy_s: float = 0.0

@@ -181,7 +181,7 @@ class Completions:
         weight_versions: Sequence[Sequence[int] | np.ndarray],
         finish_reasons: Sequence[FinishReason],
     ) -> Completions:
-        """Build from one sequence per row; those of a row have equal lengths."""
+        """Build from one sequence per row; the sequences of a row have equal lengths."""
         return cls(
             Jagged.from_rows(token_ids, np.int32),
             Jagged.from_rows(logprobs, np.float32),
@@ -214,7 +214,7 @@ class GenerationProgress:
     num_unfinished: int
     """Requests of the replica that still run or wait."""
     num_tokens: int
-    """Tokens sampled since the last poll, those of unfinished completions included."""
+    """Tokens sampled since the last poll, also of unfinished completions."""
     busy_s: float
     """Seconds that the replica decoded in this poll."""
 

@@ -76,7 +76,7 @@ def scoring_request(*, reads_cache: bool) -> VLLMSamplingParams:
 
 
 def to_completions(outputs: Sequence[Any], version: int) -> Completions:
-    """Convert vLLM's completions, in order; `version` is that of the current weights.
+    """Convert vLLM's completions, in order; `version` is the version of the current weights.
 
     Raises FloatingPointError for a log-prob that is not finite: vLLM samples token 0 with log-prob
     NaN from weights that are not finite.
@@ -99,7 +99,7 @@ def to_completions(outputs: Sequence[Any], version: int) -> Completions:
 
 
 def prompt_logprobs(output: RequestOutput) -> np.ndarray:
-    """Return the log-prob of each token of the prompt, float32 [L]; that of the first is 0."""
+    """Return the log-prob of each token of the prompt, float32 [L]; the first is 0."""
     token_ids = output.prompt_token_ids
     entries = output.prompt_logprobs
     assert token_ids is not None
@@ -153,7 +153,7 @@ def start_engine(
         # The engine runs in this process, so that `poll` decides when it steps.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # Otherwise vLLM replaces the handlers of `logging`, and closes those of this run.
+        # Otherwise vLLM replaces the handlers of `logging`, and closes the handlers of this run.
         "VLLM_CONFIGURE_LOGGING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

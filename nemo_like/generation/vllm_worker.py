@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _SCORE_PRIORITY = -1
 """vLLM runs requests with lower numbers first; the requests of the driver have 0."""
 _SCORE_PREFIX = "score-"
-"""Of request ids; those of the driver are numbers."""
+"""Of request ids; the driver's ids are numbers."""
 
 
 class VLLMGenerationWorker:
@@ -294,7 +294,7 @@ class VLLMGenerationWorker:
     def _run(
         self, requests: Sequence[tuple[np.ndarray, VLLMSamplingParams]]
     ) -> list[RequestOutput]:
-        """Run requests, each a row int32 [L] and its options, before those of the driver.
+        """Run requests, each a row int32 [L] and its options, before the driver's requests.
 
         The running requests of the driver advance as well.
         """

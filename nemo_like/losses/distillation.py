@@ -93,7 +93,7 @@ class DistillationLoss:
 
     sft_weight: float = 0.0
     uses_sampling_distribution: bool = False
-    """The temperatures are those of the divergence; the likelihood is at temperature 1."""
+    """The temperatures belong to the divergence; the likelihood is at temperature 1."""
     needs_entropy: bool = False
     entropy_gradient: bool = False
 

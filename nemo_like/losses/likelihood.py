@@ -25,7 +25,7 @@ class NllLoss:
 
     normalization: Normalization = "token"
     uses_sampling_distribution: bool = False
-    """A likelihood is that of the model's own distribution: temperature 1, no filters."""
+    """A likelihood refers to the model's own distribution: temperature 1, no filters."""
     sources: tuple[str, ...] = ()
     """Names of the sources of a mixture, whose losses are metrics. The index of the source of each
     row is in the column `source`, int64 [R].

@@ -7,7 +7,7 @@ the loss of the pair is
 
     -log sigmoid(r_chosen - r_rejected - m) + c (r_chosen + r_rejected)^2
 
-The first term is that of Bradley and Terry (1952) with the margin of Llama 2 (Touvron et al. 2023,
+The first term is from Bradley and Terry (1952) with the margin of Llama 2 (Touvron et al. 2023,
 equation 2); the second, with `center_coefficient` c, keeps the mean score of a pair near 0, which
 the first term leaves free (Eisenstein et al. 2023, "Helping or Herding?"). The loss of a batch is
 the mean over its pairs, over all data-parallel ranks.

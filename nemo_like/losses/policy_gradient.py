@@ -54,8 +54,8 @@ class SurrogateTerms:
 def row_log_ratio(inputs: LossInputs, log_ratio: Tensor) -> Tensor:
     """Return the mean of `log_ratio` over the trained tokens of a row, for each of its tokens.
 
-    `log_ratio` and the result are float32 [T]. The value is that of the row, log s = 1/n sum of
-    l - l_prev, over all context-parallel ranks; the gradient is that of the token's own l, as in
+    `log_ratio` and the result are float32 [T]. The value belongs to the row, log s = 1/n sum of
+    l - l_prev, over all context-parallel ranks; the gradient belongs to the token's own l, as in
     log s_t = sg(log s) + l - sg(l) of GSPO-token.
 
     GSPO has the same gradient. The loss of a row is a function f(s), and its token weights add up
@@ -144,7 +144,7 @@ def reference_kl(
 ) -> Tensor:
     """Estimate KL(policy || reference) per token, float32 [T]; 0 where `mask` is False.
 
-    With d = l_ref - l, the value is that of the estimator `kind`, clamped to [-10, 10]:
+    With d = l_ref - l, the value is the estimator `kind`, clamped to [-10, 10]:
     k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, where |d| is at most 20.
 
     The gradient with respect to `policy_logprobs` is -d clamped to [-10, 10], for every `kind`.
@@ -230,7 +230,7 @@ class ClippedPolicyGradientLoss:
 
     @property
     def uses_sampling_distribution(self) -> bool:
-        """True: log-probs are those of the distribution that is sampled from."""
+        """True: log-probs refer to the distribution that is sampled from."""
         return True
 
     @property
@@ -254,8 +254,8 @@ class ClippedPolicyGradientLoss:
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """Compute from `advantages`, `generation_logprobs` and the columns of `logprob_names`.
 
-        With top-k, top-p or min-p sampling the ratio is that of the filtered distributions; the KL
-        to the reference and the entropy are those of the unfiltered distributions. With a column
+        With top-k, top-p or min-p sampling the ratio refers to the filtered distributions; the KL
+        to the reference and the entropy refer to the unfiltered distributions. With a column
         `version_gap` the mismatch is reported by version gap as well. Raises ValueError for a
         missing column, and for advantages of tokens where the loss needs one per row.
         """

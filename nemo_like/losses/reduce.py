@@ -190,7 +190,7 @@ class LossInputs:
 
         A loss may be any function of the result. Every context-parallel rank then computes the
         same loss, and its backward reaches the rank's own tokens, so that the gradients of the
-        ranks add up to that of the loss.
+        ranks add up to the gradient of the loss.
         """
         masked = torch.where(self.token_mask, values, 0.0)
         sums = masked.new_zeros(len(self.row_num_tokens)).index_add(0, self.row_ids, masked)

@@ -177,9 +177,10 @@ _KEY = "policy.freeze"
 def frozen_weights(patterns: Sequence[str], names: Mapping[str, str]) -> frozenset[str]:
     """Return the weights that match one of `patterns`, by the name of the distinct weight.
 
-    `names` has every name of a weight and that of the distinct weight: for a tied output embedding
-    `{"lm_head.weight": "model.embed_tokens.weight", ...}`, so that either name freezes both. In a
-    pattern `*` stands for any text, `?` for one character and `[0-7]` for one of several.
+    `names` has every name of a weight and the name of the distinct weight: for a tied output
+    embedding `{"lm_head.weight": "model.embed_tokens.weight", ...}`, so that either name freezes
+    both. In a pattern `*` stands for any text, `?` for one character and `[0-7]` for one of
+    several.
 
     Raises ConfigError for a pattern that matches nothing, and if nothing is left to be trained.
     """

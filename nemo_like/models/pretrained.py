@@ -152,7 +152,7 @@ class OpenedConfig(NamedTuple):
 
 
 def open_config(model_name: str, head: OutputHead, *, trainable: bool, seed: int) -> OpenedConfig:
-    """Load the configuration of `model_name` and change it to that of a model with `head`.
+    """Load the configuration of `model_name` and change it for a model with `head`.
 
     A language model gets an initial score head, which depends on `seed` only. Raises ConfigError
     for a model that cannot have `head`: a reward model has no output embedding, and a model that is
@@ -188,7 +188,7 @@ def initial_scores(hidden_size: int, std: float, seed: int) -> Tensor:
 def meta_model(model_config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     """Build the architecture on the meta device, with tied weights where the model ties them.
 
-    `options` are those of transformers' `from_config`. Raises ConfigError for an architecture that
+    `options` are as in transformers' `from_config`. Raises ConfigError for an architecture that
     transformers does not have with a score head.
     """
     is_causal = ModelSpec.from_config(model_config).head == "vocabulary"

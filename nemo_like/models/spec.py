@@ -140,7 +140,7 @@ class MoeSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """Sizes and properties of a decoder. The names of the sizes are those of Hugging Face."""
+    """Sizes and properties of a decoder, with the names of Hugging Face's configurations."""
 
     name: str
     """The model's path or hub name, for messages."""

@@ -70,7 +70,7 @@ def plan_spec(
 def stream_spec(batching: BatchingConfig, plan: PlanSpec) -> StreamSpec:
     """Build the input of the streaming planner for a `data.batching.kind` other than fixed.
 
-    `plan` is that of `plan_spec`. Raises ConfigError for values that do not fit together.
+    `plan` comes from `plan_spec`. Raises ConfigError for values that do not fit together.
     """
     window_tokens = batching.window_tokens
     if window_tokens is None and batching.kind == "pool":

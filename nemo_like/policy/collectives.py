@@ -47,7 +47,7 @@ def keyword_names(function: Callable[..., Any]) -> frozenset[str]:
 
 
 Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
-# The second names are those of torch 2.11.
+# The second names are from torch 2.11.
 _all_gather_single = first_available(dist, "all_gather_single", "all_gather_into_tensor")
 _reduce_scatter_single = first_available(dist, "reduce_scatter_single", "reduce_scatter_tensor")
 

@@ -145,7 +145,7 @@ def peak_flops(device: torch.device, seconds: float = 0.05) -> tuple[float, str]
         begin = time.perf_counter()
         torch.mm(left, right)
         if device.type == "cuda":
-            # Without this the time would be that of the launch.
+            # Without this only the launch would be timed.
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - begin)
     # A product of two n x n matrices takes n^3 multiplications and as many additions.

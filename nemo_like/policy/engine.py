@@ -74,7 +74,7 @@ class EngineOptimizer(Protocol):
     def moments(self) -> Iterable[Tensor]:
         """Return both Adam moments of every local shard, in the shape of the shard.
 
-        There are none before the first step.
+        Empty before the first step.
         """
         ...
 
@@ -195,7 +195,7 @@ class Engine(ABC, Generic[OptimizerT]):
     ) -> None:
         """Gather the named weights, in compute precision, into `targets` of rank 0.
 
-        The names are those of `full_weights`. `targets` are [*shape] each, of `dtype`; None on all
+        The names are as in `full_weights`. `targets` are [*shape] each, of `dtype`; None on all
         other ranks. Every rank calls.
         """
         for index, (_, weight) in enumerate(self.full_weights(names)):
@@ -214,7 +214,7 @@ class Engine(ABC, Generic[OptimizerT]):
 
     @abstractmethod
     def _frozen_weights(self) -> Iterable[Tensor]:
-        """Return those of `_resident_tensors` that have no gradients."""
+        """Return the resident tensors that have no gradients."""
         ...
 
     @torch.no_grad()

@@ -3,12 +3,12 @@ distillation.
 
 The reference of a policy worker: a model that is not trained, but may be updated.
 
-A checkpoint has the weights of an updated reference beside those of the policy, because they are
+A checkpoint has the weights of an updated reference beside the policy's, because they are
 not the initial weights any more.
 
 The teachers of distillation: frozen models on the ranks of the policy, in its parallel layout.
 
-A teacher may have any size; tokenizer and vocabulary are those of the policy, up to padding. It is
+A teacher may have any size; tokenizer and vocabulary are the policy's, up to padding. It is
 on the device only while it computes.
 """
 
@@ -69,7 +69,7 @@ class ReferenceModel:
         return self.engine.save(directory / _DIRECTORY, in_background=in_background)
 
     def load(self, directory: Path) -> None:
-        """Read the weights from the policy's `directory`, if it has those of a reference.
+        """Read the weights from the policy's `directory`, if it has weights of a reference.
 
         Raises CheckpointError for a damaged checkpoint.
         """

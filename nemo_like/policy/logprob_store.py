@@ -35,7 +35,7 @@ class LogprobHandle:
 
 
 class LogprobStore:
-    """Keeps the log-probs of the latest pass on one rank; those of earlier passes are released.
+    """Keeps the log-probs of the latest pass on one rank; earlier passes are released.
 
     They are jagged float32 arrays in host memory, in the row order of the shard: 4 bytes per token
     and column, as much as `input_ids` of the shard. They are therefore independent of the
@@ -59,7 +59,7 @@ class LogprobStore:
     def keep(self, columns: Mapping[str, Jagged], names: tuple[LogprobName, ...]) -> LogprobHandle:
         """Keep the columns of the pass that `start_pass` began; they replace the previous ones.
 
-        `names` are those of the pass; `columns`, float32 [T] in shard order, is empty on all
+        `names` are the names of the pass; `columns`, float32 [T] in shard order, is empty on all
         pipeline stages but the last.
         """
         self._columns = dict(columns)
@@ -94,7 +94,7 @@ class LogprobStore:
         Raises ValueError if the columns were released, or belong to rows of other lengths.
         """
         latest = self._num_passes - 1
-        # The values of an older pass are gone, and those of the latest belong to other rows.
+        # The values of an older pass are gone, and the latest values belong to other rows.
         if handle.pass_index != latest:
             kept = "none" if latest < 0 else f"pass {latest}"
             raise ValueError(

@@ -1,6 +1,6 @@
 """Weights in NF4 by bitsandbytes, and products with them.
 
-A weight [m, n] is stored as two tensors whose dim 0 is that of the weight: codes, uint8 [m, n / 2],
+A weight [m, n] is stored as two tensors with the dim 0 of the weight: codes, uint8 [m, n / 2],
 with two values per byte (the first in the upper bits), and the largest magnitude of each block of
 64 inputs, float32 [m, n / 64]. As no block has values of two rows, any rows, and any columns that
 begin and end with a block, are quantized by themselves as in the complete weight.

@@ -185,7 +185,7 @@ def keep_freed_memory() -> bool:
         # Large blocks come from the heap, which keeps them, and not from mappings of their own.
         (_M_MMAP_MAX, 0),
         (_M_TRIM_THRESHOLD, _NEVER_TRIM),
-        # One heap: that of another thread cannot have blocks above 64 MiB.
+        # One heap: the heap of another thread cannot have blocks above 64 MiB.
         (_M_ARENA_MAX, 1),
     )
     accepted = [library.mallopt(name, value) == 1 for name, value in settings]

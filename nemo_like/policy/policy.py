@@ -51,7 +51,7 @@ class ShardedBatch:
 class Logprobs:
     """Log-probs of a sharded batch, which stay on the ranks that computed them.
 
-    Valid until the next `Policy.compute_logprobs`: the workers keep those of one pass.
+    Valid until the next `Policy.compute_logprobs`: the workers keep the log-probs of one pass.
     """
 
     sharded: ShardedBatch
@@ -227,7 +227,7 @@ class Policy:
     ) -> Metrics:
         """Return the metrics of the first optimizer step of the plan without taking it.
 
-        The arguments, `columns` [B, ...] or Jagged [T, ...], and the errors are those of `train`.
+        The arguments, `columns` [B, ...] or Jagged [T, ...], and the errors are as in `train`.
         The weights do not change.
         """
         return call_sharded(

@@ -106,7 +106,7 @@ class PolicyWorker:
         None means `prev_logprobs`, and with a reference also `reference_logprobs`. They are at the
         sampling temperature and 0 for tokens that are not trained; `prev_logprobs` are under the
         distribution that is sampled from, `reference_logprobs` under the reference's unfiltered
-        distribution. Without `as_sampled` all are those of the models' own distributions, at
+        distribution. Without `as_sampled` all refer to the models' own distributions, at
         temperature 1 and unfiltered. The log-probs of the previous call are released. Raises
         ValueError for `reference_logprobs` without a reference.
         """
@@ -169,8 +169,8 @@ class PolicyWorker:
     def compute_scores(self, shard: SlicedDataDict) -> np.ndarray | None:
         """Compute the score of each row of the shard, float32 [B], without gradients.
 
-        The budget is that of log-probs. None on all pipeline stages but the last. Raises ValueError
-        for a model without a score head.
+        The budget is `logprob_mb_tokens`. None on all pipeline stages but the last. Raises
+        ValueError for a model without a score head.
         """
         return shard_scores(self._policy, shard, _logprob_plan(shard))
 
@@ -225,8 +225,8 @@ class PolicyWorker:
     ) -> Metrics:
         """Return the metrics of the first optimizer step of the plan without taking it.
 
-        They are those of the loss, the gradient's norm before clipping, and the counts. Weights
-        and optimizer state do not change. The arguments are those of `train`.
+        They are the metrics of the loss, the gradient's norm before clipping, and the counts.
+        Weights and optimizer state do not change. The arguments are as in `train`.
         """
         plan = shard.plan
         assert plan is not None, "a shard of BatchedDataDict.shard has a plan"
@@ -421,7 +421,7 @@ class PolicyWorker:
 
     @property
     def _sampling_temperature(self) -> float:
-        # Temperature 0 is greedy decoding. Its log-probs are those of the unscaled distribution.
+        # Temperature 0 is greedy decoding. Its log-probs refer to the unscaled distribution.
         return self.config.generation.temperature or 1.0
 
     @property
@@ -511,8 +511,8 @@ class PolicyWorker:
             is_coupled |= loss.coupled_rows(inputs) is not None
         dp_rank = self._policy.parallel_layout.dp_rank(self._policy.rank)
         gathered = self._policy.gather_over_dp_cp((dp_rank, losses))
-        # Each context-parallel rank has the loss of its share of every row, or that of coupled rows
-        # in full.
+        # Each context-parallel rank has the loss of its share of every row, or the loss of coupled
+        # rows in full.
         shares = [rank_losses for rank, rank_losses in gathered if rank == dp_rank]
         if is_coupled:
             shares = shares[:1]

@@ -78,10 +78,12 @@ def probe_rows(
 
 
 class LogprobCheck:
-    """Compares the log-probs of replicas with those of the policy after each update."""
+    """Compares the log-probs of the replicas and of the policy after each update."""
 
     def __init__(self, dtype: str) -> None:
-        """`dtype` is that of the generator's weights; raises ValueError if it has no threshold."""
+        """`dtype` is the dtype of the generator's weights; raises ValueError if it has no
+        threshold.
+        """
         if dtype not in THRESHOLDS:
             raise ValueError(
                 f"there is no threshold for weights in {dtype}; one of {', '.join(THRESHOLDS)}"

@@ -34,7 +34,7 @@ class WeightReceiver:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """`device` is that of the process; with the GPU transports buckets arrive on it."""
+        """`device` is the device of the process; with the GPU transports buckets arrive on it."""
         self._device = device
         self._spec: ChannelSpec | None = None
         self._channel: _Channel | None = None

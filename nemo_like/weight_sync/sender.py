@@ -179,7 +179,7 @@ class WeightSender:
             self._broken = str(error)
 
     def _send_in_process(self, index: int, layout: BucketLayout, dtype: torch.dtype) -> SentBucket:
-        """Return the bucket's weights, [*shape] each; those of `dtype` are not copied."""
+        """Return the bucket's weights, [*shape] each; weights of `dtype` are not copied."""
         start = time.perf_counter()
         weights = self._owner.full_weights(layout.names)
         tensors = tuple((name, weight.detach().to(dtype)) for name, weight in weights)

@@ -109,7 +109,7 @@ class WeightSync:
         transport: Transport | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        """Prepare updates in `dtype`, that of the generator ("float32" or "bfloat16").
+        """Prepare updates in the generator's `dtype` ("float32" or "bfloat16").
 
         `transport` None selects it from the processes of both sides. A broadcast of one bucket
         fails after `timeout_s`.

@@ -48,7 +48,7 @@ ADAPTER_DIRECTORY = "adapter"
 def initial_matrix(name: str, shape: tuple[int, int], seed: int) -> Tensor:
     """Return the initial values of A or B, float32 [*shape]: A uniform in +-1/sqrt(inputs), B 0.
 
-    The values are those of PEFT in distribution. They depend on `seed` and `name`, and not on the
+    The values have the distribution of PEFT's. They depend on `seed` and `name`, and not on the
     engine or the layout of the ranks.
     """
     matrix = torch.zeros(shape)
@@ -84,7 +84,7 @@ def write_adapter(
 
 
 def adapter_config(lora: LoraConfig, model_name: str, names: Iterable[str]) -> dict[str, object]:
-    """Return the contents of PEFT's `adapter_config.json`; `names` are those of all tensors."""
+    """Return the contents of PEFT's `adapter_config.json`; `names` has the name of every tensor."""
     names = list(names)
     has_score_head = SCORE_WEIGHT in names
     targets = lora.target_modules
@@ -153,7 +153,7 @@ class MergedWeights:
         for name, weight in model.named_parameters(remove_duplicate=False):
             by_weight.setdefault(weight, []).append(name)
         for names in by_weight.values():
-            # A tied weight may be stored under any of its names; the first is that of the shapes.
+            # A tied weight may be stored under any of its names; `shapes` has the first.
             self._stored_names[names[0]] = next((name for name in names if name in files), names[0])
         for name in reader.shapes:
             # A score head is in the checkpoint, and may not be in the files of the model.
@@ -198,7 +198,7 @@ def open_initial(lora: LoraConfig, shapes: Mapping[str, Shape], seed: int) -> It
     """Open the values with which the training of adapters starts.
 
     `shapes` are the full shapes of the matrices of all ranks by name. Without
-    `policy.lora.adapter_path` the values are those of `initial_matrix`. Raises ConfigError for an
+    `policy.lora.adapter_path` the values come from `initial_matrix`. Raises ConfigError for an
     adapter of other layers or shapes.
     """
     if lora.adapter_path is None:

@@ -44,7 +44,7 @@ class Region(NamedTuple):
         return math.prod(self.shape)
 
     def intersection(self, other: Region) -> Region:
-        """Return the common rectangle, with a length of 0 where there is none."""
+        """Return the common rectangle; a length is 0 if there is no overlap."""
         starts = []
         lengths = []
         for start, length, other_start, other_length in zip(*self, *other, strict=True):

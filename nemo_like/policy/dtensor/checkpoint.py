@@ -104,7 +104,7 @@ def _read_into(
 ) -> None:
     """Copy this rank's shard of `kind` (weight or moment) into `target`.
 
-    `target` has the same shape and sharding as the parameter, or is a shard like that of it.
+    `target` has the same shape and sharding as the parameter, or is a shard of the same kind.
     """
     offset, shape = sharded.block()
     local_shard(target).copy_(reader.read(f"{kind}/{sharded.name}", offset, shape))

@@ -58,7 +58,7 @@ class DTensorEngine(Engine[ShardedOptimizer]):
     ) -> None:
         """Load the model; every rank calls.
 
-        `groups` are those of another engine of the same layout, so that both use the same
+        `groups` come from another engine of the same layout, so that both use the same
         communicators. `seed` determines the initial LoRA adapters and the initial score head.
         """
         if groups is None:

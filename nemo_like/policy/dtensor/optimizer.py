@@ -164,7 +164,7 @@ class ShardedOptimizer:
     def moments(self) -> Iterator[Tensor]:
         """Yield the tensors [...] of the optimizer state of this rank's shards, as they are stored.
 
-        There is none before the first step.
+        Empty before the first step.
         """
         if self._eight_bit is not None:
             yield from self._eight_bit.stored()

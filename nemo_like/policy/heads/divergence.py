@@ -120,7 +120,7 @@ class VocabularyTarget:
         divergence: Divergence,
         grad: Tensor,
     ) -> None:
-        """Add to `gradient` [chunk, V] that of the student's `logits` [chunk, V].
+        """Add the gradient of the student's `logits` [chunk, V] to `gradient` [chunk, V].
 
         `grad` is float32 [chunk], the gradient of the divergence.
         """
@@ -143,7 +143,7 @@ class TopKTarget:
     """The k most probable tokens of the teacher.
 
     With the tail `bucket` all other tokens are one further outcome of both distributions, so that
-    the divergence is that of k + 1 outcomes. With `renormalize` both distributions are restricted
+    the divergence has k + 1 outcomes. With `renormalize` both distributions are restricted
     to the k tokens.
     """
 
@@ -216,7 +216,7 @@ class TopKTarget:
         divergence: Divergence,
         grad: Tensor,
     ) -> None:
-        """Add to `gradient` [chunk, V] that of the student's `logits` [chunk, V].
+        """Add the gradient of the student's `logits` [chunk, V] to `gradient` [chunk, V].
 
         `grad` is float32 [chunk], the gradient of the divergence.
         """
@@ -251,7 +251,8 @@ class TopKTarget:
 def label_gradient(
     gradient: Tensor, logits: Tensor, kept: ChunkKept, labels: Tensor, grad: Tensor
 ) -> None:
-    """Add to `gradient` [chunk, V] that of the label's log-prob, times `grad` float32 [chunk].
+    """Add the gradient of the label's log-prob times `grad` float32 [chunk] to `gradient` [chunk,
+    V].
 
     `labels` int64 [chunk] are relative to the rows of this rank.
     """
@@ -272,7 +273,7 @@ def _columns(token_ids: Tensor, num_columns: int) -> Tensor:
 def marked_columns(token_ids: Tensor, num_columns: int) -> Tensor:
     """Return bool [chunk, num_columns], True at `token_ids` [chunk, k].
 
-    They are relative to the rows of this rank; those of other ranks are ignored. The device is not
+    They are relative to the rows of this rank; rows of other ranks are ignored. The device is not
     waited for: nothing is searched.
     """
     # One further column for them.
@@ -468,9 +469,10 @@ def top_k_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return the token ids int64 [T, k] and the log-probs float32 [T, k + 1].
 
-    The last log-prob is that of all other tokens together. `hidden` is [T, D], `weight` [V, D] and
-    `bias` [V] are this rank's rows of the output embedding; the distribution is softmax(logits /
-    temperature). The results are equal on all ranks of `vocab`. k is at most the vocabulary size.
+    The last log-prob is the probability of all other tokens together. `hidden` is [T, D], `weight`
+    [V, D] and `bias` [V] are this rank's rows of the output embedding; the distribution is
+    softmax(logits / temperature). The results are equal on all ranks of `vocab`. k is at most the
+    vocabulary size.
     """
     num_tokens = len(hidden)
     ids = torch.empty((num_tokens, k), dtype=torch.int64, device=hidden.device)
@@ -493,7 +495,7 @@ def top_k_logprobs(
 def _largest(logits: Tensor, k: int, start: int, vocab: VocabShard | None) -> tuple[Tensor, Tensor]:
     """Return the k largest logits float32 [chunk, k] over all ranks and their token ids.
 
-    `logits` [chunk, V] are those of this rank, whose first token is `start`.
+    `logits` [chunk, V] are the logits of this rank, whose first token is `start`.
     """
     num_tokens, num_columns = logits.shape
     if vocab is None:

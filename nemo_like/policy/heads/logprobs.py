@@ -60,9 +60,9 @@ def token_logprobs(
     With `vocab`, `weight` and `bias` are this rank's rows; `hidden` and the global `labels` are the
     same on all its ranks, and the results are bit-equal on them.
 
-    With `token_filter`, `logprobs` are those of the filtered, renormalized distribution. The label
+    With `token_filter`, `logprobs` refer to the filtered, renormalized distribution. The label
     is always kept, so its log-prob is finite. The set of kept tokens is a constant for the
-    gradient. `unfiltered_logprobs` and `entropy` are those of the unfiltered distribution. This
+    gradient. `unfiltered_logprobs` and `entropy` refer to the unfiltered distribution. This
     needs two to three more float32 [chunk_size, V].
 
     With `compile` the passes over the logits are compiled by torch.compile; the results are equal

@@ -43,7 +43,7 @@ class ScoreHead:
     ) -> TokenLogprobs:
         """See `row_scores`; `hidden` is [B, S, D] or [T, 1, D], with sequence parallelism T / tp.
 
-        The other arguments are those of a distribution, which scores do not have.
+        The other arguments belong to a distribution, which scores do not have.
         """
         # Looked up in each call: FSDP replaces the parameters of its modules.
         return row_scores(hidden.flatten(0, 1), self._model.score.weight, inputs, self._share)
@@ -57,7 +57,7 @@ def row_scores(
     `hidden` [T, D] are the last hidden states of this rank's positions, with sequence parallelism
     [T / tp, D]; `weight` [1, D] is the score head. The product is float32 in any precision: the
     loss compares scores whose difference is small. With sequence parallelism the gradients of
-    `hidden` and `weight` are those of this rank's positions, else they are complete on every rank.
+    `hidden` and `weight` have this rank's positions, else they are complete on every rank.
     """
     positions = inputs.last_positions
     rows = inputs.row_ids.index_select(0, positions)

@@ -129,7 +129,7 @@ class DistillationHead:
     def __call__(self, embedding: OutputEmbedding, inputs: ModelInputs) -> TokenLogprobs:
         """Return the log-probs of the labels, and the columns of `losses.distillation`; [T] each.
 
-        Raises ValueError for a microbatch that is not one of those of the teachers' pass.
+        Raises ValueError for a microbatch that the teachers' pass did not have.
         """
         size = len(embedding.hidden)
         device = embedding.hidden.device
@@ -222,7 +222,7 @@ class DistillationHead:
 
 
 def _check_length(stored: Stored, num_tokens: int) -> None:
-    """Raise ValueError unless the results of a teacher are those of `num_tokens` tokens."""
+    """Raise ValueError unless a teacher's results have `num_tokens` tokens."""
     for tensor in stored.values():
         if len(tensor) != num_tokens:
             raise ValueError(
@@ -234,7 +234,7 @@ def _check_length(stored: Stored, num_tokens: int) -> None:
 def _moved_rows(rows: Tensor, source: VocabShard | None, start: int, num_rows: int) -> Tensor:
     """Return the rows [start, start + num_rows) of a table, without those beyond its end.
 
-    `rows` [V, ...] are those of this rank, all of them without `source`.
+    `rows` [V, ...] are the rows of this rank; without `source` all rows.
     """
     if source is None:
         return rows[start : start + num_rows]

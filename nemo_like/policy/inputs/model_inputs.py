@@ -174,7 +174,7 @@ class ModelInputs:
     max_seqlen: int
     """Longest segment over all cp ranks."""
     labels: Tensor
-    """int64 [T]: the next token, 0 where there is none."""
+    """int64 [T]: the next token, 0 at the end of a row."""
     label_mask: Tensor
     """bool [T]: True where the position predicts a real token of its row; in training, a trained
     token.
@@ -291,7 +291,7 @@ def build_inputs(
 def _position_arrays(grid: _Grid, token_ids: Jagged, pad_token_id: int) -> dict[str, np.ndarray]:
     """Return ids, positions and labels of the T positions, and `cu_seqlens` of a packed layout.
 
-    The shapes and dtypes are those of `ModelInputs`.
+    The shapes and dtypes are as in `ModelInputs`.
     """
     is_real = grid.position < grid.length
     has_next = grid.position < grid.length - 1

@@ -236,7 +236,7 @@ def _output_positions(group: _Group) -> Tensor:
 def _attend_group(
     q: Tensor, k: Tensor, v: Tensor, group: _Group, scale: float, window: int | None, causal: bool
 ) -> Tensor:
-    """Return [kept positions of the group, H, D]; `q`, `k` and `v` are those of all segments."""
+    """Return [kept positions of the group, H, D]; `q`, `k` and `v` are of all segments."""
     # A query chunk at the end of its keys is `lag` positions behind their start.
     lags = [segment.length_k - segment.length_q for segment in group.segments]
     if group.slots_q is None or group.slots_k is None:

@@ -167,7 +167,7 @@ class MegatronEngine(Engine[ShardedAdamW]):
             )
         if self._adapters is None:
             return
-        # A score head has the values of the model's files, or those of `initial_weights`.
+        # The values of a score head come from the model's files, or from `initial_weights`.
         shapes = {name: shape for name, shape in self._saved_shapes().items() if is_adapter(name)}
         matrices = {name: each for name, each in self._trained.items() if is_adapter(name)}
         with open_initial(self.config.lora, shapes, seed) as read:

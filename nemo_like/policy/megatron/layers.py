@@ -3,7 +3,7 @@ product.
 
 Experts of an MoE layer with one grouped matrix product for all experts of a rank.
 
-Modules, parameters and their names are those of Megatron-Core's SequentialMLP, so weights,
+Modules, parameters and their names are as in Megatron-Core's SequentialMLP, so weights,
 gradients, optimizer and checkpoints are as with it. It would run three small products per expert
 and layer, and read the number of tokens of each expert on the host.
 

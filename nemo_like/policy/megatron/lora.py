@@ -10,7 +10,7 @@ matrices that PEFT and the other engine have:
 
 The output A x, of size rank, passes the collective, so that the gradients of replicated matrices
 are complete on every tp rank; with sequence parallelism they cover the tokens of a rank, and
-Megatron-Core sums them like those of norms. In MoE models only attention has adapters.
+Megatron-Core sums them like the gradients of norms. In MoE models only attention has adapters.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def adapter_map(param_map: ParamMap, lora: LoraConfig, model: ModelSpec, tp_rank
 
 
 class AdapterMaps:
-    """Specs of `adapter_map` of any rank, in the place of those of a family's weights."""
+    """Specs of `adapter_map` of any rank, in place of the specs of a family's weights."""
 
     def __init__(self, family: Family, lora: LoraConfig) -> None:
         self._family = family
@@ -204,7 +204,7 @@ def add_adapters(
             # Megatron-Core sums the gradients of marked parameters over the tp ranks.
             replicated.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
         num_rows, _ = layer.weight.shape
-        # None if the outputs of the adapters are those of the layer in the same order.
+        # None if the adapters have the outputs of the layer in the same order.
         is_in_order = rows == list(range(num_rows))
         index = None if is_in_order else torch.tensor(rows, device=device)
         layer.register_buffer("adapter_rows", index, persistent=False)
@@ -221,7 +221,7 @@ def _adapted_column(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the layer's output [T, 1, rows] with those of its adapters, and its bias.
+    """Return the sum of the outputs of the layer [T, 1, rows] and its adapters, and its bias.
 
     `hidden` is [T, 1, D], with sequence parallelism [T / tp, 1, D].
     """
@@ -252,7 +252,7 @@ def _adapted_row(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the layer's output [T, 1, D] with that of its adapter, and its bias.
+    """Return the sum of the outputs of the layer [T, 1, D] and its adapter, and its bias.
 
     `hidden` [T, 1, F] has this rank's F inputs; with sequence parallelism the output is
     [T / tp, 1, D].

@@ -1,7 +1,8 @@
 """A Megatron-Core model: its parallelism, its construction, its output embedding.
 
 The model maps packed rows to hidden states. The output embedding is applied elsewhere, in chunks of
-tokens, so the logits of a microbatch never exist. The rotary embedding is that of transformers.
+tokens, so the logits of a microbatch never exist. The rotary embedding is computed as in
+transformers.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def transformer_config(
 ) -> TransformerConfig:
     """Build Megatron-Core's configuration of the model and of its parallelism.
 
-    `family_config` has the arguments in which the family differs from a Llama. `dtype` is that of
-    weights and activations. With `recompute` each layer is recomputed in the backward.
+    `family_config` has the arguments in which the family differs from a Llama. `dtype` is the dtype
+    of weights and activations. With `recompute` each layer is recomputed in the backward.
     """
     is_cuda = device.type == "cuda"
     spec = sharding.spec

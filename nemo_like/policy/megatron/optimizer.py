@@ -46,7 +46,7 @@ class FlatShard(NamedTuple):
 
 
 class _SubOptimizer(NamedTuple):
-    """The distributed optimizer of the experts, or that of all other parameters.
+    """The distributed optimizer of the experts, or of all other parameters.
 
     Two are needed because experts are replicated over other ranks than the rest of the model.
     """

@@ -153,8 +153,8 @@ class RankParams:
     def add_column_parallel(self, name: str, hf_names: Sequence[str], width: int) -> None:
         """Add fused weights [width, hidden size] whose rows (output features) are sharded.
 
-        The rank's rows of the first Hugging Face tensor come first, then those of the second, and
-        so on, as in Megatron-Core's fused gate and up projection.
+        The rank's rows of the first Hugging Face tensor come first, then its rows of the second,
+        and so on, as in Megatron-Core's fused gate and up projection.
         """
         size = width // self._sharding.tp
         shape = (size, self._hidden)

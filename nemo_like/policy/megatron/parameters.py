@@ -47,7 +47,7 @@ def assemble_rows(
 ) -> Tensor:
     """Read rows [start, stop) of a rank's parameter: float32 [stop - start, ...] on the CPU.
 
-    The other dims are those of the spec. Padding of the vocabulary is 0.
+    The other dims come from the spec. Padding of the vocabulary is 0.
     """
     activity.note(f"reading weights of shape {tuple(spec.shape)}")
     if stop is None:
@@ -233,7 +233,7 @@ class EngineAdapters:
         )
 
     def shapes(self, weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Return the full shapes of what is trained, given those of the model's weights."""
+        """Return the full shapes of the trained tensors from the shapes of the model's weights."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in weights.items():
             names = adapter_names(name)

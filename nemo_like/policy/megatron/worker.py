@@ -49,7 +49,7 @@ class MegatronPolicyWorker(PolicyWorker):
         """Join the process groups and load the model, and its frozen copy if `needs_reference`.
 
         `teachers` are the directories of further frozen models. `head` and `trainable`
-        are those of `DTensorPolicyWorker`.
+        are as in `DTensorPolicyWorker`.
         """
         # Megatron-Core relies on this order of communication before the compute that overlaps it,
         # and warns without it.
