@@ -1,7 +1,5 @@
 """Requests to a generation worker, sampling options, completions, and the methods of a worker.
 
-The methods of a generation worker that a driver calls.
-
 A worker is one replica of the generator, on one or several devices. It implements
 `GenerationWorkerProtocol` and runs only while one of its methods is called: the driver submits
 requests, then calls `poll` again and again, and updates the weights between two polls. Weights,

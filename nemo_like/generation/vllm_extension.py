@@ -1,7 +1,5 @@
 """Weights of a vLLM worker: updates in place, and the LoRA adapter from tensors in memory.
 
-The LoRA adapter of a vLLM worker, set from tensors in memory.
-
 Every request uses the adapter with the id `ADAPTER_ID`. A weight update replaces its matrices, so
 that unfinished requests continue with the new ones.
 

@@ -1,8 +1,6 @@
 """The loss of distillation: divergence of a student's next-token distribution from a teacher's.
 
-Divergences of a student's next-token distribution p from that of a teacher, q.
-
-With a mixture m = beta q + (1 - beta) p:
+With the student's distribution p, the teacher's q, and the mixture m = beta q + (1 - beta) p:
 
     reverse_kl   KL(p || q) = sum p (log p - log q)
     forward_kl   KL(q || p) = sum q (log q - log p)

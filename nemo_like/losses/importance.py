@@ -1,7 +1,5 @@
 """Importance weights, and the difference between the log-probs of the policy and of the sampler.
 
-Differences between the log-probs of the training engine and those of the sampler, as metrics.
-
 Sources: Schulman 2020 (k3 estimator); Yao et al. 2025 (truncated importance sampling between
 inference and training engines).
 

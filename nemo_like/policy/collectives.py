@@ -1,10 +1,5 @@
 """Collectives with gradients for activations, and reductions of numbers and Python objects.
 
-Names and keywords that differ between releases of a library, chosen by what is installed.
-
-Supported are torch 2.11 to 2.13. Names are tested and not versions, so that nightly builds work as
-well.
-
 Forward and backward are the pairs of Megatron-Core's `tensor_parallel/mappings.py`:
 
     function       forward          backward
@@ -28,6 +23,7 @@ from torch import Tensor
 def first_available(module: Any, *names: str) -> Any:
     """Return the attribute of `module` with the first of `names` that it has.
 
+    Names that differ between releases are tested, and not versions, so that nightly builds work.
     Raises AttributeError if it has none of them.
     """
     for name in names:

@@ -1,8 +1,6 @@
 """Layouts of weight buckets, the interface of the transports, and the check that an update is
 complete.
 
-Layouts of weight buckets: named tensors of one dtype in a buffer of bytes.
-
 Sender and receiver compute nothing themselves: the layouts are planned once per weight update and
 sent to the receivers, and both sides make the same views of a buffer. The bytes are those of the
 tensors in memory, so every dtype, bfloat16 too, is transferred bit by bit.

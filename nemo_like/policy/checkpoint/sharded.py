@@ -1,8 +1,6 @@
 """Writing of sharded checkpoints: copies of a rank's blocks in host memory, and the thread that
 writes them.
 
-Copies of a rank's blocks in host memory, and the thread that writes them to safetensors files.
-
 While the thread writes, training may change the tensors: the files have the values of the copies.
 
     <directory>/rank_00000_000.safetensors  blocks of weights and Adam moments that rank 0 owns

@@ -1,7 +1,5 @@
 """Divergence of a student from a teacher per token, from hidden states, in chunks of tokens.
 
-Targets of distillation, and what the divergence from them needs of one chunk of logits.
-
 A target is the teacher's complete distribution, from its last hidden states, or its k most probable
 tokens. `divergence` combines the chunks.
 

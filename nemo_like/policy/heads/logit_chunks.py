@@ -1,8 +1,6 @@
 """Logits of one chunk of tokens: the product with the output embedding, its reduction per token,
 and its gradient.
 
-Logits of one chunk of tokens: the product, its reduction per token, and its gradient.
-
 `logprobs` combines the chunks. The reduction and the gradient are elementwise passes over
 [chunk, V], limited by memory bandwidth. Eager code overwrites the logits in these passes.
 Compiled code (`policy.compile`) fuses them and allocates its results.

@@ -1,12 +1,8 @@
 """One microbatch of a plan as model inputs: rows to tensors and back, packed or padded, positions
 and labels.
 
-Positions of consecutive segments, and the share of them that a context-parallel rank has.
-
 With context parallelism of c ranks each segment is split into 2c chunks. Rank r has chunks r and
 2c-1-r in this order (zig-zag), which balances the work of causal attention.
-
-Rows to tensors and back: one microbatch of a plan as model inputs, packed or padded.
 
 Nothing is decided here: the rows, their padded lengths and their order come from the plan.
 

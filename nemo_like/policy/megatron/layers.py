@@ -1,8 +1,6 @@
 """The layers of a Megatron-Core model: norms, attention, and experts with one grouped matrix
 product.
 
-Experts of an MoE layer with one grouped matrix product for all experts of a rank.
-
 Modules, parameters and their names are as in Megatron-Core's SequentialMLP, so weights,
 gradients, optimizer and checkpoints are as with it. It would run three small products per expert
 and layer, and read the number of tokens of each expert on the host.
