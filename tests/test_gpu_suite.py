@@ -27,6 +27,7 @@ sys.exit(pytest.main(["--confcutdir=tests/gpu", "-p", "no:cacheprovider", "-rs",
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they run where there is a CUDA device")
+@pytest.mark.exhaustive
 def test_the_suite_is_collected_without_ray_hydra_and_megatron() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],

@@ -356,6 +356,7 @@ def call_api(address: str, path: str, body: object = None) -> dict[str, str]:
         return json.load(response)
 
 
+@pytest.mark.exhaustive
 def test_of_two_heads_each_gives_its_jobs_its_own_address(heads: list[tuple[str, str]]) -> None:
     """`start_head.sh` prints what a job and `ray status` need, without the advice of Ray."""
     jobs = []

@@ -14,6 +14,7 @@ from nemo_like.commands.validate import validate
 from nemo_like.config.errors import ConfigError
 from nemo_like.run.progress import Progress
 from tests.algorithms.test_runs import interrupt_at, read_metrics
+from tests.exhaustive import usually
 from tests.recipe import Recipe
 
 
@@ -23,7 +24,7 @@ def write_pairs(folder: Path, rows: list[dict]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["dpo", "ipo", "simpo"])
+@pytest.mark.parametrize("kind", usually(["dpo", "ipo", "simpo"], "dpo"))
 def test_a_resumed_run_equals_a_straight_one_and_the_margin_grows(recipe: Recipe, kind: str):
     options = (f"loss_fn.kind={kind}", "policy.optimizer.lr=1e-3", "loss_fn.sft_loss_weight=0.1")
     straight = run_dpo(recipe.dpo(*options, "checkpointing.keep_latest=5"))

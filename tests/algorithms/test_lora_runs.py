@@ -24,6 +24,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
 from nemo_like.run.directory import RunDirectory
 from tests.algorithms.test_runs import interrupt_at, read_metrics
+from tests.exhaustive import usually
 from tests.recipe import Recipe
 
 LORA = (
@@ -58,7 +59,7 @@ SHORT = {
 RUNS: dict[str, Any] = {"sft": run_sft, "dpo": run_dpo, "grpo": run_grpo}
 
 
-@pytest.mark.parametrize("job", RUNS)
+@pytest.mark.parametrize("job", usually(RUNS, "grpo"))
 def test_a_lora_run_from_its_start_to_a_run_that_continues_from_its_adapter(
     recipe: Recipe, job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

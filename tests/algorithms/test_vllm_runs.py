@@ -106,6 +106,7 @@ def _save_mixture(demo: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 def test_completions_have_the_log_probs_of_a_megatron_policy_on_two_ranks(
     recipe: Recipe, joined_ray: None, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ from benchmarks.fault_injection import PHASES, TARGETS, compare, main, make_plan
 from benchmarks.fault_processes import MARK, Process, marked
 
 
+@pytest.mark.exhaustive
 def test_killed_runs_are_resumed_and_equal_the_reference(tmp_path: Path):
     report_path = tmp_path / "report.json"
     arguments = [

@@ -75,6 +75,7 @@ def cells_of(results: Path, name: str) -> dict[str, Record]:
 
 
 @pytest.mark.parametrize("name", list(part.MODULES))
+@pytest.mark.exhaustive
 def test_a_part_finishes_and_no_cell_fails(results: Path, name: str) -> None:
     record = read_record(results / f"{name}.json")
     assert record["finished"] and record["running"] is None
@@ -85,6 +86,7 @@ def test_a_part_finishes_and_no_cell_fails(results: Path, name: str) -> None:
         assert cell["status"] == "ok" or cell["reason"]
 
 
+@pytest.mark.exhaustive
 def test_kernels_log_probs_and_steps_agree_with_their_references(results: Path) -> None:
     cells = cells_of(results, "A")
     measured = [name for name, cell in cells.items() if cell["status"] == "ok"]
@@ -94,6 +96,7 @@ def test_kernels_log_probs_and_steps_agree_with_their_references(results: Path) 
     assert "pytest tests/gpu" in measured
 
 
+@pytest.mark.exhaustive
 def test_the_matrix_has_all_models_budgets_and_kinds_of_checkpointing(results: Path) -> None:
     cells = cells_of(results, "B1").values()
     settings = [cell["settings"] for cell in cells]
@@ -110,6 +113,7 @@ def test_the_matrix_has_all_models_budgets_and_kinds_of_checkpointing(results: P
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-2)
 
 
+@pytest.mark.exhaustive
 def test_the_loops_of_transformers_train_on_the_same_loss(results: Path) -> None:
     cells = cells_of(results, "B2")
     baseline = cells["baseline 1b"]["values"]
@@ -119,6 +123,7 @@ def test_the_loops_of_transformers_train_on_the_same_loss(results: Path) -> None
         assert values["num_tokens"] == baseline["num_tokens"]
 
 
+@pytest.mark.exhaustive
 def test_lora_distillation_and_reward_models_are_measured(results: Path) -> None:
     cells = cells_of(results, "B2")
     baseline = cells["baseline 1b"]["values"]
@@ -145,6 +150,7 @@ def test_the_predicted_memory_is_that_of_the_options() -> None:
         assert (predicted(options) > baseline) == (name == "EMA"), name
 
 
+@pytest.mark.exhaustive
 def test_bytes_arrive_in_the_second_process_and_a_grpo_step_has_all_phases(results: Path) -> None:
     cells = cells_of(results, "C")
     assert cells["transport shared_memory"]["values"]["passed"]
@@ -154,12 +160,14 @@ def test_bytes_arrive_in_the_second_process_and_a_grpo_step_has_all_phases(resul
     assert {"rollout", "train", "weight sync", "policy offload"} <= phases.keys()
 
 
+@pytest.mark.exhaustive
 def test_grouped_products_of_experts_equal_the_loop(results: Path) -> None:
     cells = cells_of(results, "D")
     assert cells["MoE layer in torch, 64 tokens"]["values"]["passed"]
     assert "Megatron-Core" in cells["megatron step 1b, defaults"]["reason"]
 
 
+@pytest.mark.exhaustive
 def test_tables_and_plots_of_a_gpu_run_replace_the_text_between_the_markers(
     results: Path, tmp_path: Path
 ) -> None:
@@ -179,6 +187,7 @@ def test_tables_and_plots_of_a_gpu_run_replace_the_text_between_the_markers(
     assert readme.read_text(encoding="utf-8") == text
 
 
+@pytest.mark.exhaustive
 def test_a_gpu_run_is_written_with_its_memory_and_its_profile(
     results: Path, tmp_path: Path
 ) -> None:
@@ -203,6 +212,7 @@ def test_a_gpu_run_is_written_with_its_memory_and_its_profile(
     assert 'class="mark"' in (tmp_path / "memory.svg").read_text(encoding="utf-8")
 
 
+@pytest.mark.exhaustive
 def test_results_of_a_cpu_are_not_written_into_the_readme(
     results: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,6 +224,7 @@ def test_results_of_a_cpu_are_not_written_into_the_readme(
     assert "### A: correctness" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_without_time_the_report_records_every_cell_as_not_run(tmp_path: Path) -> None:
     arguments = ["--parts", "D", "--device", "cpu", "--size", "tiny", "--seconds", "40"]
     # The reserve of 10 s and the expected 40 s of a step leave no time for one.

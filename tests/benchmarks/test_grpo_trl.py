@@ -83,6 +83,7 @@ def test_the_endless_model_has_the_same_prompts_and_another_end(demo: Path, tmp_
         write_endless_model(model, tmp_path / "none", "<none>")
 
 
+@pytest.mark.exhaustive
 def test_a_run_without_ray_gives_one_record_per_step(demo: Path, tmp_path: Path):
     prompts = tmp_path / "prompts.jsonl"
     write_prompts(read_prompts(demo / "grpo_train.jsonl", "{prompt}"), prompts, 4, 0)

@@ -119,15 +119,15 @@ def test_a_call_that_hangs_ends_the_process_with_a_message() -> None:
         class Worker:
             def __init__(self, context): pass
             def work(self):
-                for index in range(30):
+                for index in range(20):
                     activity.note(f"sample {index}")
                     time.sleep(0.2)
             def hang(self):
                 time.sleep(1000)
 
-        group = LocalGroup(Worker, {}, local_context(), name="reward", progress_timeout_s=5.0)
+        group = LocalGroup(Worker, {}, local_context(), name="reward", progress_timeout_s=3.0)
         group.run_all_workers("work")
-        time.sleep(6)
+        time.sleep(3.5)
         print("slow work and no work are no hang", flush=True)
         group.run_all_workers("hang")
     """

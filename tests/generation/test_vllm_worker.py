@@ -546,6 +546,7 @@ def test_an_omitted_tensor_is_an_error(engine: Engine, fault: str, name: str) ->
         engine.update(fault=fault)
 
 
+@pytest.mark.exhaustive
 def test_tensor_parallel_ranks_load_their_shards_and_end_with_their_parent(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2}

@@ -18,6 +18,7 @@ from nemo_like.metrics import metric_values
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.weight_sync.channel import Transport, WeightSyncError
 from nemo_like.weight_sync.sync import WeightSync, _Replicas
+from tests.exhaustive import usually
 from tests.weight_sync.weight_workers import GeneratorSide, PolicySide
 
 MAX_BYTES = 2000
@@ -128,7 +129,7 @@ def test_the_transport_is_selected_and_bounded_by_two_buckets(
     assert report.buffer_bytes <= 2 * (largest + os.sysconf("SC_PAGE_SIZE"))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", usually(TRANSPORTS, "gloo"))
 def test_a_killed_and_a_stopped_receiver_do_not_fail_the_others(
     cluster: RayVirtualCluster,
     groups: tuple[RayWorkerGroup, list[RayWorkerGroup]],
@@ -174,7 +175,7 @@ def check_replica_after_failure(replica: WorkerGroup, version: int) -> None:
     assert shared_memory_files() == set()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", usually(TRANSPORTS, "shared_memory"))
 def test_a_failed_policy_is_named_and_leaves_nothing(
     cluster: RayVirtualCluster,
     groups: tuple[RayWorkerGroup, list[RayWorkerGroup]],

@@ -167,6 +167,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
+@pytest.mark.exhaustive
 def test_a_run_encoded_on_two_nodes_equals_the_run_with_processes(
     cluster: None, one_thread: None, recipe: Recipe, caplog: pytest.LogCaptureFixture
 ) -> None:
