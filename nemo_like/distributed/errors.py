@@ -1,4 +1,4 @@
-"""Exceptions of the cluster and of workers, with the cause and the setting to change."""
+"""Exceptions of the cluster and of workers, with the cause and advice: the setting to change."""
 
 from __future__ import annotations
 

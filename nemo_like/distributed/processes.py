@@ -1,4 +1,7 @@
-"""State of processes and machines from /proc and cgroup files; standard library only."""
+"""Processes and machines: environment variables, state from /proc, and kills for memory.
+
+A worker can also end its process itself, with a reason that the driver reports.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,6 @@ def process_state(pid: int) -> str:
         return ""
     # The state follows the name of the process, in parentheses, which may have spaces.
     return text.rpartition(")")[2].split()[0]
-
-
-def has_ended(pid: int) -> bool:
-    """Return True for a process that is gone, or a zombie that its parent has not waited for."""
-    return process_state(pid) in ("", "Z", "X")
 
 
 def count_oom_kills() -> int:

@@ -1,4 +1,7 @@
-"""Views of a data-parallel rank's plan: single global batches, and lists in NeMo RL's format."""
+"""Views of a data-parallel rank's plan: single global batches, and lists in NeMo RL's format.
+
+`unshard` gathers the results of the ranks in the row order of the batch.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A worker is a plain class, `Worker(context, **kwargs)`. A group constructs one per rank and calls
 its methods by name: `local_group.LocalGroup` in this process, `ray.worker_group.RayWorkerGroup` in
-the processes of a Ray cluster.
+the processes of a Ray cluster. `call_all(group, PolicyWorker.load, path)` is
+`group.run_all_workers("load", path)` with checked types of arguments and result.
 """
 
 from __future__ import annotations

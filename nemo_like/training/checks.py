@@ -1,7 +1,7 @@
-"""The identity of frozen models, which are read from their files at every start of a run.
+"""Checks before the first step: the workers, and the identity of frozen models.
 
-A checkpoint has none of their weights: the model below LoRA adapters, the reference, teachers and
-reward models. It continues only with the models that it was trained with.
+A checkpoint has no weights of frozen models: the model below LoRA adapters, the reference, teachers
+and reward models. It continues only with the models that it was trained with.
 """
 
 from __future__ import annotations

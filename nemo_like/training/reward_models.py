@@ -1,4 +1,4 @@
-"""The reward models of a run: their workers, and where these run."""
+"""The reward models of a run: their files, their workers, and where these run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workers that sample and score completions: generator, environment and reward functions."""
+"""The workers that sample and score completions, and the collector that drives them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warnings about settings that are legal and probably not intended, one sentence each."""
+"""Warnings about settings that are legal and probably not intended, and about bad completions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Saving the checkpoints of a run, with `checkpointing.async_save` while training continues."""
+"""Saving the checkpoints of a run, and its Hugging Face models at the end.
+
+With `checkpointing.async_save` training continues while the workers write a checkpoint.
+"""
 
 from __future__ import annotations
 

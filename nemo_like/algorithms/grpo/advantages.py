@@ -1,7 +1,8 @@
 """Advantages from the rewards of each prompt's completions; NumPy in float64 on the driver.
 
 Sources: Shao et al. 2024 (GRPO); Liu et al. 2025 (Dr. GRPO); Ahmadian et al. 2024 (RLOO); Hu et al.
-2025, arXiv 2501.03262 (REINFORCE++); arXiv 2601.05242 (GDPO).
+2025, arXiv 2501.03262 (REINFORCE++); arXiv 2601.05242 (GDPO); Yu et al. 2025, arXiv 2503.14476
+(DAPO: the overlong penalty and filter).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Starts the rollouts of coming steps, at most `grpo.max_staleness` steps ahead of training."""
+"""The rollouts of coming steps, started at most `grpo.max_staleness` steps ahead of training.
+
+With dynamic sampling (DAPO, arXiv 2503.14476) groups with equal rewards are replaced by further
+prompts.
+"""
 
 from __future__ import annotations
 
