@@ -62,7 +62,7 @@ def sort(request: dict[str, Any]) -> None:
             return analyzer.Dist.sample_sort(rows, comm.new_group(range(size)), size)
 
     else:
-        sample_sort = import_module("nemo_like.data.streaming.sample_sort").sample_sort
+        sample_sort = import_module("nemo_like.torch_data.curriculum").sample_sort
         dist.init_process_group(
             "gloo",
             init_method=f"file://{request['rendezvous']}",

@@ -40,8 +40,7 @@ from nemo_like.data.planning.padded import form_padded
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.data.streaming.alignment import ProcessGroupCoordinator
-from nemo_like.data.streaming.known_lengths import stream_steps
-from nemo_like.data.streaming.planner import StreamingPlanner
+from nemo_like.data.streaming.planner import StreamingPlanner, stream_steps
 from nemo_like.data.streaming.selection import Selection
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.distributed.batched_data_dict import BatchedDataDict

@@ -21,7 +21,7 @@ LEVELS = {
     "rollout": 8, "diagnostics": 8,
     "policy": 7, "generation": 7, "environments": 7, "reports": 7,
     "weight_sync": 6, "prediction": 6,
-    "distributed": 5,
+    "torch_data": 5, "distributed": 5,
     "data": 4, "losses": 4, "sampling_filter": 4, "models": 3,
     "device_transfer": 3,
     "run": 3,

@@ -1,14 +1,17 @@
 """Order in which the rows of a data set are visited, with a position that a run can resume.
 
 Every epoch visits the rows in a permutation that depends on the seed and the epoch only, so the
-position is the number of visited rows. A digest of the rows detects changed files on resume.
+position is the number of visited rows. `RowOrder` is the order of a run: a digest of the rows
+detects changed files on resume. `ShardedOrder` is the part of one rank of a plain PyTorch loop. All
+ranks compute the same permutation, so a shard is known from (rank, number of ranks) alone. An epoch
+that continues on another number of ranks deals out the rows that no rank has trained yet.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,8 +20,10 @@ from typing import Any
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
+from nemo_like.integer_math import check_integer
 
 _VERSION = 3
+_SHARD_VERSION = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +47,53 @@ def epoch_permutation(num_rows: int, seed: int, epoch: int, *, shuffle: bool = T
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
-class RowOrder:
+class EpochOrder:
+    """Row indices in visiting order, epoch after epoch, with a position."""
+
+    def __init__(self, num_rows: int, *, seed: int, shuffle: bool) -> None:
+        self.seed = check_integer("seed", seed, 0)
+        self.shuffle = shuffle
+        self.num_rows = check_integer("num_rows", num_rows, 0)
+        self.start_epoch(0)
+
+    @property
+    def epoch(self) -> int:
+        """Number of completed epochs."""
+        return self._epoch
+
+    @property
+    def num_left(self) -> int:
+        """Number of rows that this epoch has not visited yet."""
+        return len(self._order) - self._position
+
+    @property
+    def order(self) -> np.ndarray:
+        """Row indices in the order of this epoch, int64 [N]."""
+        return self._order
+
+    @property
+    def left(self) -> np.ndarray:
+        """Rows that this epoch has not visited yet, in order, int64 [num_left]."""
+        return self._order[self._position :]
+
+    def take(self, num_rows: int) -> np.ndarray:
+        """Return the next rows of this epoch, int64 [at most `num_rows`], and advance."""
+        rows = self._order[self._position : self._position + num_rows]
+        self._position += len(rows)
+        return rows
+
+    def start_epoch(self, epoch: int | None = None) -> None:
+        """Go to the first row of `epoch`, by default the next one."""
+        self._epoch = self._epoch + 1 if epoch is None else check_integer("epoch", epoch, 0)
+        self._position = 0
+        self._order = self._order_of_epoch()
+
+    def _order_of_epoch(self) -> np.ndarray:
+        """Return the rows of the present epoch, int64."""
+        return epoch_permutation(self.num_rows, self.seed, self._epoch, shuffle=self.shuffle)
+
+
+class RowOrder(EpochOrder):
     """Row indices in visiting order, epoch after epoch; every epoch visits each row exactly once.
 
     Example: 3 rows, not shuffled: `take(2)` is [0, 1], `take(2)` is [2], `start_epoch()`, `take(2)`
@@ -66,35 +117,13 @@ class RowOrder:
             raise ValueError("an order needs at least one row")
         if curriculum is not None and not np.isfinite(curriculum.difficulty).all():
             raise ValueError(f"the difficulty {curriculum.name} is not finite for every row")
-        self.seed = seed
-        self.shuffle = shuffle
         self._curriculum = curriculum
         self._digests = digests
-        self.start_epoch(0)
+        super().__init__(len(digests), seed=seed, shuffle=shuffle)
 
     def __len__(self) -> int:
         """Number of rows of an epoch."""
-        return len(self._digests)
-
-    @property
-    def epoch(self) -> int:
-        """Number of completed epochs."""
-        return self._epoch
-
-    @property
-    def num_left(self) -> int:
-        """Number of rows that this epoch has not visited yet."""
-        return len(self) - self._position
-
-    @property
-    def order(self) -> np.ndarray:
-        """Row indices in the order of this epoch, int64 [N]."""
-        return self._order
-
-    @property
-    def left(self) -> np.ndarray:
-        """Rows that this epoch has not visited yet, in order, int64 [num_left]."""
-        return self._order[self._position :]
+        return self.num_rows
 
     def upcoming(self, num_rows: int) -> np.ndarray:
         """Return the rows of the next `num_rows` visits, each once, in the order of the first
@@ -107,12 +136,6 @@ class RowOrder:
         later.start_epoch()
         more = later.order[: num_rows - len(rows)]
         return np.concatenate([rows, more[~np.isin(more, rows)]])
-
-    def take(self, num_rows: int) -> np.ndarray:
-        """Return the next rows of this epoch, int64 [at most `num_rows`], and advance."""
-        rows = self._order[self._position : self._position + num_rows]
-        self._position += len(rows)
-        return rows
 
     def copy(self) -> RowOrder:
         """Return an order at the same position that advances independently."""
@@ -134,14 +157,11 @@ class RowOrder:
             self.__dict__.update(before.__dict__)
             raise
 
-    def start_epoch(self, epoch: int | None = None) -> None:
-        """Go to the first row of `epoch`, by default the next one."""
-        self._epoch = self._epoch + 1 if epoch is None else epoch
-        self._position = 0
-        order = epoch_permutation(len(self), self.seed, self._epoch, shuffle=self.shuffle)
+    def _order_of_epoch(self) -> np.ndarray:
+        order = super()._order_of_epoch()
         if self._curriculum is not None:
             order = order[np.argsort(self._curriculum.difficulty[order], kind="stable")]
-        self._order = order
+        return order
 
     def restart_epoch(self) -> None:
         """Go back to the first row of this epoch."""
@@ -198,6 +218,172 @@ class RowOrder:
         if state["num_rows"] == len(self):
             self._position = int(state["num_visited"])
         return is_same
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of an epoch that was trained on a fixed number of ranks, as plain values."""
+
+    taken: tuple[int, ...]
+    """Rows that each rank took from its shard."""
+    left: tuple[tuple[int, ...], ...]
+    """Rows of these that each rank had not trained when the part ended."""
+
+
+class ShardedOrder(EpochOrder):
+    """The rows of one rank, epoch after epoch, with a position that other group sizes can continue.
+
+    Example: 5 rows, not shuffled, rank 1 of 2: `take(9)` is [1, 3].
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        check_rank(rank, num_ranks)
+        self.rank = rank
+        self.num_ranks = num_ranks
+        super().__init__(num_rows, seed=seed, shuffle=shuffle)
+
+    def start_epoch(self, epoch: int | None = None) -> None:
+        """Begin `epoch`, by default the next one, on the current number of ranks."""
+        self._history: list[_Part] = []
+        super().start_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return JSON values; the states of all ranks together are the global position."""
+        return {
+            "version": _SHARD_VERSION,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "num_rows": self.num_rows,
+            "epoch": self.epoch,
+            "rank": self.rank,
+            "num_ranks": self.num_ranks,
+            "position": self._position,
+            "history": [
+                {"taken": list(part.taken), "left": [list(rows) for rows in part.left]}
+                for part in self._history
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the rows of `state`, which a rank of the same number of ranks wrote.
+
+        Raises ValueError for a state of other rows, another seed or another number of ranks; see
+        `load_global_state` for the latter.
+        """
+        self._check(state)
+        for name in ("rank", "num_ranks"):
+            if state[name] != getattr(self, name):
+                raise ValueError(
+                    f"the state is that of {name}={state[name]}, this is {name}="
+                    f"{getattr(self, name)}; pass the states of all ranks to `load_global_state`"
+                )
+        self._restore(state, int(state["position"]))
+
+    def load_global_state(
+        self, states: Sequence[Mapping[str, Any]], untrained: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """Continue the epoch of a group of any size, from the states of all its ranks.
+
+        `untrained` are the rows that each of them had taken and not trained. They come first; the
+        other rows follow in the order of the epoch. Ranks may be in different epochs (with
+        `tail="wrap"`) only if their number is unchanged. Raises ValueError for incomplete or
+        different states.
+        """
+        states = sorted(states, key=lambda state: state["rank"])
+        _check_group(states)
+        if untrained and len(untrained) != len(states):
+            raise ValueError(
+                f"untrained has {len(untrained)} lists of rows for {len(states)} ranks; pass one"
+                " list per rank"
+            )
+        epochs = {state["epoch"] for state in states}
+        if len(epochs) > 1:
+            raise ValueError(
+                f"the ranks are in different epochs {sorted(epochs)}, so their rows cannot be"
+                " dealt out again; resume on the same number of ranks"
+            )
+        for state in states:
+            self._check(state)
+        left = [tuple(map(int, rows)) for rows in untrained] or [()] * len(states)
+        part = _Part(tuple(int(state["position"]) for state in states), tuple(left))
+        self._restore(states[0], 0, part)
+
+    def _restore(self, state: Mapping[str, Any], position: int, *new_parts: _Part) -> None:
+        self._epoch = int(state["epoch"])
+        self._history = [
+            _Part(tuple(part["taken"]), tuple(map(tuple, part["left"])))
+            for part in state["history"]
+        ]
+        self._history += new_parts
+        self._order = self._order_of_epoch()
+        self._position = position
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless `state` is a position in the same order of the same rows."""
+        if state.get("version") != _SHARD_VERSION:
+            raise ValueError(
+                f"the state of the order has version {state.get('version')}, this is version"
+                f" {_SHARD_VERSION}; continue with the version that wrote it"
+            )
+        for name in ("num_rows", "seed", "shuffle"):
+            if state.get(name) != getattr(self, name):
+                raise ValueError(
+                    f"the state was written with {name}={state.get(name)}, here {name}="
+                    f"{getattr(self, name)}: another order of the rows; use the same {name}, or"
+                    " start a new run"
+                )
+
+    def _order_of_epoch(self) -> np.ndarray:
+        rows = super()._order_of_epoch()
+        for part in self._history:
+            rows = _rows_after(rows, part)
+        return rows[self.rank :: self.num_ranks]
+
+
+def check_rank(rank: int, num_ranks: int) -> None:
+    """Raise ValueError unless there is such a rank."""
+    check_integer("num_ranks", num_ranks, 1)
+    if check_integer("rank", rank, 0) >= num_ranks:
+        raise ValueError(f"rank {rank} of {num_ranks}; it must be from 0 to {num_ranks - 1}")
+
+
+def _check_group(states: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError unless `states`, sorted by rank, are those of all ranks of one group."""
+    if not states or len(states) != states[0]["num_ranks"]:
+        raise ValueError(
+            f"{len(states)} states were given; the states of all"
+            f" {states[0]['num_ranks'] if states else 'former'} ranks are needed"
+        )
+    ranks = [state["rank"] for state in states]
+    if ranks != list(range(len(states))):
+        raise ValueError(
+            f"the states belong to the ranks {ranks}; one state of each of the {len(states)}"
+            " ranks is needed"
+        )
+    for state in states:
+        if (state["num_ranks"], state["history"]) != (len(states), states[0]["history"]):
+            raise ValueError(
+                f"the state of rank {state['rank']} belongs to another part of the epoch than that"
+                " of rank 0: the group had another size then; pass states of one checkpoint"
+            )
+
+
+def _rows_after(rows: np.ndarray, part: _Part) -> np.ndarray:
+    """Return the rows of an order, int64, that are untrained after `part`: first those taken."""
+    is_taken = np.zeros(len(rows), dtype=bool)
+    for rank, num_taken in enumerate(part.taken):
+        own = np.arange(rank, len(rows), len(part.taken))
+        is_taken[own[:num_taken]] = True
+    left = np.array([row for rows in part.left for row in rows], dtype=np.int64)
+    return np.concatenate([left, rows[~is_taken]])
 
 
 def _shown(value: object) -> str:

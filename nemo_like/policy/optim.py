@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from nemo_like.config.optimization import EmaConfig
 from nemo_like.config.schema import OptimizerConfig, PolicyConfig, SchedulerConfig
-from nemo_like.data.streaming.learning_rate import batch_size_scale
 from nemo_like.integer_math import ceil_div
 from nemo_like.losses import GlobalCounts
+from nemo_like.torch_data.learning_rate import batch_size_scale
 
 _DEFAULT_WSD_SHARE = 10
 """Without `wsd_decay_steps` the decay has one of so many steps, as in MiniCPM."""

@@ -16,7 +16,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.data.packing.algorithms import PackingAlgorithm
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec, plan_batch
 from nemo_like.data.planning.spec import Balance
-from nemo_like.data.streaming.known_lengths import plan_stream
+from nemo_like.data.streaming.planner import plan_stream
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.integer_math import ceil_div, round_up
 from nemo_like.prediction.step_time import (

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from nemo_like.data.streaming.former import MicrobatchFormer, StreamCounts, positions, split_bins
+from nemo_like.data.streaming.former import MicrobatchFormer, positions, split_bins
 from nemo_like.data.streaming.planner import PlannedStep, planned_step
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.integer_math import round_up
@@ -136,7 +136,7 @@ class AlignedStep:
         }
 
 
-class AlignedPlanner:
+class AlignedPlanner(MicrobatchFormer):
     """Plans the steps of this rank; the number of microbatches is the same on all ranks.
 
     `spec.plan.num_ranks` is 1: the spec describes one rank.
@@ -153,47 +153,19 @@ class AlignedPlanner:
                 f"an aligned planner plans the rows of one rank: plan.num_ranks must be 1, got"
                 f" {spec.plan.num_ranks}"
             )
-        self.spec = spec
+        super().__init__(spec, spec.microbatches_per_step)
         self.join = join
         self.is_finished = False
         """True after `next_step` returned None, on all ranks."""
         self._failure: str | None = None
         self._coordinator = coordinator
-        self._former = MicrobatchFormer(spec, spec.microbatches_per_step)
-
-    @property
-    def counts(self) -> StreamCounts:
-        """Rows of this rank since the start of the stream."""
-        return self._former.counts
 
     @property
     def needs_rows(self) -> bool:
         """True while rows must be pushed (or the stream closed) before `next_step`."""
         if self.is_finished or self._failure is not None:
             return False
-        return not self._former.form() and not self._former.is_closed
-
-    @property
-    def waiting(self) -> tuple[int, ...]:
-        """Ids of the rows of this rank in the incomplete step and in the window."""
-        return self._former.waiting
-
-    @property
-    def in_window(self) -> tuple[int, ...]:
-        """Ids of the rows in the window, the oldest first."""
-        return self._former.in_window
-
-    def push(self, row: int, length: int, num_trained: int | None = None, extra: int = 0) -> bool:
-        """Add a row of this rank; see `MicrobatchFormer.push`."""
-        return self._former.push(row, length, num_trained, extra)
-
-    def form_now(self) -> None:
-        """Form one microbatch of the window without waiting for rows; see `StreamingPlanner`."""
-        self._former.form_one()
-
-    def close(self) -> None:
-        """Mark the end of this rank's shard."""
-        self._former.close()
+        return not self.form() and not self.is_closed
 
     def reopen(self) -> None:
         """Continue after the last step, for example with the next epoch. Every rank must call it.
@@ -203,7 +175,7 @@ class AlignedPlanner:
         if not self.is_finished:
             raise ValueError("the stream has not ended on all ranks; call `next_step` until None")
         self.is_finished = False
-        self._former.reopen()
+        super().reopen()
 
     def next_step(self) -> AlignedStep | None:
         """Return the next step; None after the last one. Every rank must call it.
@@ -226,13 +198,13 @@ class AlignedPlanner:
         """
         if self.needs_rows:
             raise ValueError("the step is incomplete: push rows while `needs_rows`, or close")
-        rows = [row for rows in self._former.bins for row in rows]
+        rows = [row for rows in self.bins for row in rows]
         return [
-            len(self._former.bins),
+            len(self.bins),
             len(rows),
             sum(row.num_trained for row in rows),
-            sum(positions(rows, self.spec.plan.layout) for rows in self._former.bins),
-            self._former.num_steps,
+            sum(positions(rows, self.spec.plan.layout) for rows in self.bins),
+            self.num_steps,
             self._settings_checksum(),
             0,
         ]
@@ -247,17 +219,17 @@ class AlignedPlanner:
             raise AlignmentError(self._failure)
         num_bins = ranks[:, 0]
         if self._is_end(num_bins):
+            self.drop_rest()
             self.is_finished = True
-            self._former.drop_rest()
             # Without `join` the shard may have more rows; they must not be pushed and lost.
-            self._former.close()
+            self.close()
             return None
         num_microbatches = round_up(int(num_bins.max()), self.spec.plan.microbatch_multiple)
-        bins = split_bins(self._former.take_step(), num_microbatches, self.spec.plan.layout)
+        bins = split_bins(self.take_step(), num_microbatches, self.spec.plan.layout)
         own = planned_step(
             bins,
             self.spec.step_spec,
-            self._former,
+            self,
             num_microbatches=num_microbatches,
             num_trained=int(ranks[:, 2].sum()),
         )
@@ -287,7 +259,7 @@ class AlignedPlanner:
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values of this rank."""
         return {
-            **self._former.state_dict(),
+            **super().state_dict(),
             "rank": self._coordinator.rank,
             "num_ranks": self._coordinator.num_ranks,
             "is_finished": self.is_finished,
@@ -305,7 +277,7 @@ class AlignedPlanner:
                     f"{getattr(self._coordinator, name)}; for another number of ranks pass the"
                     " states of all ranks to `load_global_state`"
                 )
-        self._former.load_state_dict(state)
+        super().load_state_dict(state)
         self.is_finished = bool(state["is_finished"])
         self._failure = None
 
@@ -328,9 +300,14 @@ class AlignedPlanner:
                 "the states are from different steps"
                 f" {[state['num_steps'] for state in states]}; pass the states of one checkpoint"
             )
-        self._former = MicrobatchFormer(self.spec, self.spec.microbatches_per_step)
-        self._former.start_at(int(states[0]["num_steps"]))
+        self.restart(int(states[0]["num_steps"]))
         self.is_finished = bool(states[0]["is_finished"])
+
+    def clear(self) -> None:
+        """Remove the waiting rows, and forget the end of the stream or a failure."""
+        super().clear()
+        self.is_closed = False
+        self.is_finished = False
         self._failure = None
 
     def _settings_checksum(self) -> int:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import heapq
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 from nemo_like.data.planning.oversize import OversizeWarning
-from nemo_like.data.streaming.selection import Fill, select_rows
+from nemo_like.data.streaming.selection import Fill, WaitingRow, Window, select_rows
 from nemo_like.data.streaming.spec import StreamSpec
-from nemo_like.data.streaming.window import WaitingRow, Window
 from nemo_like.integer_math import check_integer, round_up
 
 _VERSION = 1
@@ -38,14 +38,8 @@ class StreamCounts:
 
     def since(self, other: StreamCounts) -> StreamCounts:
         """Return the rows since `other`, counts of the same stream at an earlier time."""
-        # Once per step, so without the loop over the fields of `asdict`, which takes longer.
-        return StreamCounts(
-            num_pushed=self.num_pushed - other.num_pushed,
-            num_emitted=self.num_emitted - other.num_emitted,
-            num_dropped=self.num_dropped - other.num_dropped,
-            num_truncated=self.num_truncated - other.num_truncated,
-            num_oversize=self.num_oversize - other.num_oversize,
-        )
+        earlier = vars(other)
+        return StreamCounts(**{name: value - earlier[name] for name, value in vars(self).items()})
 
 
 class MicrobatchFormer:
@@ -69,15 +63,19 @@ class MicrobatchFormer:
         """Microbatches of the current step."""
         self._limits = spec.limits(0)
 
-    def copy(self) -> MicrobatchFormer:
+    def copy(self) -> Self:
         """Return a former in the same state, which changes independently."""
-        former = MicrobatchFormer(self.spec, self.num_bins)
-        former.__dict__.update(self.__dict__)
-        former.counts = replace(self.counts)
-        former.window = self.window.copy()
+        twin = copy.copy(self)
+        twin.counts = replace(self.counts)
+        twin.window = self.window.copy()
         # The rows of a complete microbatch do not change.
-        former.bins = list(self.bins)
-        return former
+        twin.bins = list(self.bins)
+        return twin
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows in the incomplete step and in the window."""
+        return len(self.window) + sum(map(len, self.bins))
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -163,11 +161,15 @@ class MicrobatchFormer:
     def form(self) -> bool:
         """Form microbatches while rows suffice; return True if the step has all of them."""
         while len(self.bins) < self.num_bins and self.is_ready:
-            self.form_one()
+            self.form_now()
         return len(self.bins) == self.num_bins
 
-    def form_one(self) -> None:
-        """Form one microbatch. Raises ValueError for an empty window or a complete step."""
+    def form_now(self) -> None:
+        """Form one microbatch of the rows in the window without waiting for more.
+
+        For a source whose next row may not join the window yet. Raises ValueError for an empty
+        window or a complete step.
+        """
         if len(self.bins) == self.num_bins:
             raise ValueError("the step has all its microbatches; call `take_step` first")
         numbers = select_rows(self.window, self._limits, self.spec.selection)
@@ -186,12 +188,19 @@ class MicrobatchFormer:
 
     def drop_rest(self) -> None:
         """Drop the rows of the incomplete step and of the window, and count them."""
-        self.counts.num_dropped += sum(map(len, self.bins)) + len(self.window)
+        self.counts.num_dropped += self.num_waiting
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove the waiting rows without counting them. The number of steps continues."""
         self.bins = []
         self.window = Window()
 
-    def start_at(self, num_steps: int) -> None:
-        """Continue the numbers of steps, and so the warmup, after `num_steps` steps."""
+    def restart(self, num_steps: int) -> None:
+        """Begin without rows and counts after `num_steps` steps, where the warmup continues."""
+        self.clear()
+        self.counts = StreamCounts()
+        self._counts_at_step = StreamCounts()
         self.num_steps = num_steps
         self._limits = self.spec.limits(num_steps)
 

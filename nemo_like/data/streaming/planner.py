@@ -6,20 +6,21 @@ after preprocessing. Every row is in exactly one step, or counted by the policy 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
 from nemo_like.data.packing.packers import Packing, prefix_sums
 from nemo_like.data.planning.given_bins import plan_bins
-from nemo_like.data.planning.plan import BatchPlan
+from nemo_like.data.planning.oversize import FittedRows
+from nemo_like.data.planning.plan import BatchPlan, join_steps
+from nemo_like.data.planning.plan_step import StepPlan
 from nemo_like.data.planning.spec import PlanSpec
-from nemo_like.data.streaming.former import Bin, MicrobatchFormer, StreamCounts, split_bins
+from nemo_like.data.streaming.former import Bin, MicrobatchFormer, split_bins
 from nemo_like.data.streaming.spec import StreamSpec
-from nemo_like.integer_math import ceil_div
+from nemo_like.integer_math import round_up
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,97 +55,35 @@ class PlannedStep:
         }
 
 
-class StreamingPlanner:
+class StreamingPlanner(MicrobatchFormer):
     """Plans the steps of all ranks from one stream of rows.
 
     Example: packed microbatches of 8 tokens, one per step, from a window of 2 rows. After
     `push(0, 5)`, `next_step()` is None because the window is not full; after `push(1, 3)` it is a
     step with the rows 0 and 1.
+
+    A state can also be continued with another number of ranks; the ids of rows must mean the same
+    rows.
     """
 
     def __init__(self, spec: StreamSpec) -> None:
-        self.spec = spec
-        self._former = MicrobatchFormer(spec, spec.num_bins)
-
-    def copy(self) -> StreamingPlanner:
-        """Return a planner in the same state, which changes independently."""
-        planner = StreamingPlanner(self.spec)
-        planner._former = self._former.copy()
-        return planner
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps returned so far."""
-        return self._former.num_steps
-
-    @property
-    def counts(self) -> StreamCounts:
-        """Rows since the start of the stream."""
-        return self._former.counts
-
-    @property
-    def num_waiting(self) -> int:
-        """Rows in the window and in the incomplete step."""
-        return len(self._former.window) + sum(map(len, self._former.bins))
-
-    @property
-    def waiting(self) -> tuple[int, ...]:
-        """Ids of the rows in the incomplete step and in the window."""
-        return self._former.waiting
-
-    @property
-    def in_window(self) -> tuple[int, ...]:
-        """Ids of the rows in the window, the oldest first."""
-        return self._former.in_window
-
-    def push(self, row: int, length: int, num_trained: int | None = None, extra: int = 0) -> bool:
-        """Add a row; see `MicrobatchFormer.push`."""
-        return self._former.push(row, length, num_trained, extra)
-
-    def form_now(self) -> None:
-        """Form one microbatch of the rows in the window without waiting for more.
-
-        For a source whose next row may not join the window yet.
-        """
-        self._former.form_one()
-
-    def close(self) -> None:
-        """Mark the end of the stream; `next_step` then returns the remaining rows."""
-        self._former.close()
-
-    def reopen(self) -> None:
-        """Continue after the end, for example with the next epoch."""
-        self._former.reopen()
+        super().__init__(spec, spec.num_bins)
 
     def next_step(self) -> PlannedStep | None:
         """Return the next step; None if more rows are needed or the stream ended."""
-        former = self._former
-        if former.form():
-            return self._planned(former.take_step())
-        if not former.is_closed or not former.bins:
+        if self.form():
+            bins = self.take_step()
+        elif not self.is_closed or not self.bins:
             return None
-        if self.spec.tail == "drop":
-            former.drop_rest()
+        elif self.spec.tail == "drop":
+            self.drop_rest()
             return None
-        bins = former.take_step()
-        # Split microbatches are better than dummies: every rank then has rows.
-        multiple = self.spec.plan.bins_multiple
-        bins = split_bins(bins, ceil_div(len(bins), multiple) * multiple, self.spec.plan.layout)
-        return self._planned(bins)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return JSON values with which another planner continues, without replaying rows."""
-        return self._former.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`, also with another number of ranks.
-
-        The ids of rows must mean the same rows. Raises ValueError for a state of another version.
-        """
-        self._former.load_state_dict(state)
-
-    def _planned(self, bins: list[Bin]) -> PlannedStep:
-        return planned_step(bins, self.spec.step_spec, self._former)
+        else:
+            # Split microbatches are better than dummies: every rank then has rows.
+            bins = self.take_step()
+            num_bins = round_up(len(bins), self.spec.plan.bins_multiple)
+            bins = split_bins(bins, num_bins, self.spec.plan.layout)
+        return planned_step(bins, self.spec.step_spec, self)
 
 
 def planned_step(
@@ -185,3 +124,59 @@ def planned_step(
         max_wait=step - min((row.step for row in rows), default=step),
         num_dropped=former.step_counts.num_dropped,
     )
+
+
+def stream_steps(
+    lengths: np.ndarray, planner: StreamingPlanner, num_trained: np.ndarray | None = None
+) -> Iterator[PlannedStep]:
+    """Push rows with ids 0 to B - 1, then close; yield every step.
+
+    `lengths` and `num_trained`, their tokens with loss, are int64 [B].
+    """
+    for row, length in enumerate(lengths.tolist()):
+        planner.push(row, length, None if num_trained is None else int(num_trained[row]))
+        while (step := planner.next_step()) is not None:
+            yield step
+    planner.close()
+    while (step := planner.next_step()) is not None:
+        yield step
+
+
+def plan_stream(
+    lengths: np.ndarray, spec: StreamSpec, num_trained: np.ndarray | None = None
+) -> BatchPlan:
+    """Plan rows of `lengths` int64 [B] in this order as one epoch of a stream.
+
+    `num_trained` int64 [B] are their tokens with loss; None: all but the first of a row.
+    The plan has one optimizer step for each step of the stream. Rows that the oversize policy or
+    `tail="drop"` leaves out are `dropped`. Raises ValueError for a row above the token limit under
+    `oversize="error"`, and if no step can be formed.
+    """
+    planner = StreamingPlanner(spec)
+    is_dropped = np.ones(len(lengths), dtype=bool)
+    kept_lengths = lengths.copy()
+    kept_trained = lengths.copy()
+    steps = []
+    for step in stream_steps(lengths, planner, num_trained):
+        plan = step.plan
+        rows = np.asarray(step.rows, dtype=np.int64)[plan.rows]
+        is_dropped[rows] = False
+        kept_lengths[rows] = plan.lengths
+        kept_trained[rows] = plan.num_trained
+        steps.append(StepPlan(Packing(rows, plan.offsets), plan.num_microbatches))
+    if not steps:
+        raise ValueError(
+            f"the {len(lengths)} rows do not fill one step of {spec.num_bins} microbatches, and"
+            f" tail is {spec.tail}; give more rows, or set tail to emit"
+        )
+    counts = planner.counts
+    fitted = FittedRows(
+        lengths=kept_lengths,
+        padded_lengths=round_up(kept_lengths, spec.plan.row_multiple),
+        is_dropped=is_dropped,
+        num_truncated=counts.num_truncated,
+        num_oversize=counts.num_oversize,
+        num_trained=kept_trained,
+    )
+    dropped = tuple(np.flatnonzero(is_dropped).tolist())
+    return join_steps(spec.step_spec, fitted, steps, dropped)

@@ -1,4 +1,4 @@
-"""Selection of the rows of one microbatch from a window.
+"""The window of waiting rows, and the selection of the rows of one microbatch from it.
 
 Every rule starts with the oldest row, so a row waits for at most as many microbatches as rows were
 in the window before it. The rules differ in the rows they add:
@@ -17,12 +17,13 @@ row adds its own length.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import copy
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, islice
-from typing import Literal
+from itertools import accumulate, chain, islice, takewhile
+from typing import Literal, NamedTuple
 
-from nemo_like.data.streaming.window import WaitingRow, Window
 from nemo_like.parallel_layout import RowLayout
 
 Selection = Literal["prefer_closest", "prefer_first", "first_fit", "in_order", "best_fit"]
@@ -31,6 +32,73 @@ _MAX_COMBINED_ROWS = 96
 """Oldest rows of the window among which `best_fit` looks for the best combination of packed rows.
 The time for one microbatch is proportional to it, and more rows leave no less space unused.
 """
+
+
+class WaitingRow(NamedTuple):
+    """One row of the stream. Numbers only: the row's data stays where it was read."""
+
+    row: int
+    """Id that the caller gave to `StreamingPlanner.push`."""
+    length: int
+    """Real tokens, after truncation."""
+    size: int
+    """Positions: `length` rounded up to the row multiple of the layout."""
+    num_trained: int
+    """Tokens with loss."""
+    extra: int
+    """Use of the second resource, for example image patches; 0 without one."""
+    step: int
+    """Number of steps that were complete when the row arrived."""
+
+
+class Window:
+    """Rows by arrival number; the caller removes those that it selects.
+
+    Every operation is O(log n), plus the move of at most n pointers in the sorted list.
+    """
+
+    def __init__(self, rows: Iterable[WaitingRow] = ()) -> None:
+        self.rows: dict[int, WaitingRow] = {}
+        """Rows by arrival number, the oldest first."""
+        self.by_size: list[tuple[int, int]] = []
+        """(size, arrival number) of every row, ascending, so that rows of equal size stay in order
+        of arrival.
+        """
+        self.num_tokens = 0
+        """Sum of `size` over the rows."""
+        self._next_number = 0
+        for row in rows:
+            self.add(row)
+
+    def copy(self) -> Window:
+        """Return a window with the same rows, which changes independently."""
+        # Rows are immutable, so the containers are copied only.
+        window = copy.copy(self)
+        window.rows = dict(self.rows)
+        window.by_size = list(self.by_size)
+        return window
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[WaitingRow]:
+        """Iterate over the rows in order of arrival."""
+        return iter(self.rows.values())
+
+    def add(self, row: WaitingRow) -> None:
+        """Add a row as the newest."""
+        number = self._next_number
+        self._next_number += 1
+        self.rows[number] = row
+        insort(self.by_size, (row.size, number))
+        self.num_tokens += row.size
+
+    def remove(self, number: int) -> WaitingRow:
+        """Remove and return the row with an arrival number."""
+        row = self.rows.pop(number)
+        del self.by_size[bisect_left(self.by_size, (row.size, number))]
+        self.num_tokens -= row.size
+        return row
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,26 +181,22 @@ def select_rows(window: Window, limits: MicrobatchLimits, rule: Selection) -> li
         raise ValueError("there are no rows to select from")
     if limits.layout == "packed" and rule in ("prefer_closest", "prefer_first"):
         rule = "first_fit"
-    oldest = window.oldest()
+    oldest = next(iter(window.rows))
     fill = Fill(limits)
-    fill.add(oldest, window[oldest])
+    fill.add(oldest, window.rows[oldest])
     if fill.is_full or len(window) == 1:
         return fill.numbers
     if rule == "best_fit":
         return _best_fit(window, fill)
-    if rule == "prefer_closest":
-        return _prefer_closest(window, fill)
-    if rule == "prefer_first":
-        return _prefer_first(window, fill)
-    return _in_arrival_order(window, fill, stop_early=rule == "in_order")
+    if rule in ("first_fit", "in_order"):
+        return _in_arrival_order(window, fill, stop_early=rule == "in_order")
+    return _fewest_positions(window, fill, is_closest=rule == "prefer_closest")
 
 
 def _in_arrival_order(window: Window, fill: Fill, *, stop_early: bool) -> list[int]:
     """Add rows in order of arrival; with `stop_early` up to the first one that does not fit."""
-    numbers = window.numbers()
-    next(numbers)
-    for number in numbers:
-        row = window[number]
+    # The oldest row is in the microbatch already.
+    for number, row in islice(window.rows.items(), 1, None):
         if fill.fits(row):
             fill.add(number, row)
             if fill.is_full:
@@ -142,81 +206,46 @@ def _in_arrival_order(window: Window, fill: Fill, *, stop_early: bool) -> list[i
     return fill.numbers
 
 
-def _prefer_closest(window: Window, fill: Fill) -> list[int]:
-    """Add the row with the smallest (positions of the microbatch, distance to the longest row).
+def _fewest_positions(window: Window, fill: Fill, *, is_closest: bool) -> list[int]:
+    """Add the row that adds the fewest positions, as long as one fits.
 
-    All rows up to the longest row so far add the same positions; the longest of them is the
-    closest. If there is none, the shortest longer row adds the fewest.
+    All rows up to the longest row so far add the same positions; of these it is the longest
+    (`is_closest`) or the oldest. If there is none, the shortest longer row adds the fewest.
     """
     taken = set(fill.numbers)
-    by_size = window.by_size
     while not fill.is_full:
-        number = _closest(window, by_size, fill, taken)
-        if number is None:
-            break
-        fill.add(number, window[number])
-        taken.add(number)
-    return fill.numbers
-
-
-def _closest(
-    window: Window, by_size: list[tuple[int, int]], fill: Fill, taken: set[int]
-) -> int | None:
-    """Return the next row of `prefer_closest`, or None if no row fits."""
-    longer = bisect_left(by_size, (fill.max_size + 1, -1))
-    if fill.positions_with(fill.max_size) <= fill.limits.max_tokens:
-        # From the longest size downward; within one size the oldest row comes first.
-        stop = longer
-        while stop > 0:
-            start = bisect_left(by_size, (by_size[stop - 1][0], -1), 0, stop)
-            for _, number in by_size[start:stop]:
-                if number not in taken and fill.fits_others(window[number]):
-                    return number
-            stop = start
-    for size, number in by_size[longer:]:
-        if fill.positions_with(size) > fill.limits.max_tokens:
-            break
-        if number not in taken and fill.fits_others(window[number]):
-            return number
-    return None
-
-
-def _prefer_first(window: Window, fill: Fill) -> list[int]:
-    """Add the row with the smallest (positions of the microbatch, order of arrival)."""
-    taken = set(fill.numbers)
-    by_size = window.by_size
-    while not fill.is_full:
-        number = None
+        longer = bisect_left(window.by_size, (fill.max_size + 1, -1))
+        candidates: list[Iterable[int]] = []
         if fill.positions_with(fill.max_size) <= fill.limits.max_tokens:
-            number = _first_up_to(window, fill, taken)
-        if number is None:
-            number = _shortest_longer(window, by_size, fill, taken)
-        if number is None:
+            not_longer = _downward(window.by_size, longer)
+            if not is_closest:
+                rows = window.rows.items()
+                not_longer = (number for number, row in rows if row.size <= fill.max_size)
+            candidates.append(not_longer)
+        fitting = takewhile(
+            lambda entry: fill.positions_with(entry[0]) <= fill.limits.max_tokens,
+            islice(window.by_size, longer, None),
+        )
+        candidates.append(number for _, number in fitting)
+        for number in chain.from_iterable(candidates):
+            if number not in taken and fill.fits_others(window.rows[number]):
+                break
+        else:
             break
-        fill.add(number, window[number])
+        fill.add(number, window.rows[number])
         taken.add(number)
     return fill.numbers
 
 
-def _first_up_to(window: Window, fill: Fill, taken: set[int]) -> int | None:
-    """Return the oldest row that is not longer than the longest row so far, or None."""
-    for number in window.numbers():
-        row = window[number]
-        if number not in taken and row.size <= fill.max_size and fill.fits_others(row):
-            return number
-    return None
-
-
-def _shortest_longer(
-    window: Window, by_size: list[tuple[int, int]], fill: Fill, taken: set[int]
-) -> int | None:
-    """Return the shortest row above the longest row so far that fits, or None."""
-    for size, number in by_size[bisect_left(by_size, (fill.max_size + 1, -1)) :]:
-        if fill.positions_with(size) > fill.limits.max_tokens:
-            return None
-        if number not in taken and fill.fits_others(window[number]):
-            return number
-    return None
+def _downward(by_size: list[tuple[int, int]], stop: int) -> Iterator[int]:
+    """Iterate over the arrival numbers of `by_size[:stop]`, the longest row first, of rows of equal
+    size the oldest.
+    """
+    while stop > 0:
+        start = bisect_left(by_size, (by_size[stop - 1][0], -1), 0, stop)
+        for _, number in by_size[start:stop]:
+            yield number
+        stop = start
 
 
 def _best_fit(window: Window, fill: Fill) -> list[int]:
@@ -224,7 +253,8 @@ def _best_fit(window: Window, fill: Fill) -> list[int]:
     if fill.limits.layout == "padded":
         return _best_run(window, fill)
     if fill.limits.has_other_limits:
-        return _first_fit_decreasing(window, fill)
+        # Packed rows with several limits.
+        return _first_fit_decreasing(window, fill, len(window))
     return _best_sum(window, fill)
 
 
@@ -237,7 +267,7 @@ def _best_run(window: Window, fill: Fill) -> list[int]:
     limits = fill.limits
     oldest = fill.numbers[0]
     by_size = window.by_size
-    at = bisect_left(by_size, (window[oldest].size, oldest))
+    at = bisect_left(by_size, (window.rows[oldest].size, oldest))
     # A run with the oldest row has at most as many rows on either side as fit of its size.
     max_rows = limits.max_tokens // by_size[at][0]
     low = max(at + 1 - max_rows, 0)
@@ -253,21 +283,16 @@ def _best_run(window: Window, fill: Fill) -> list[int]:
         if sums[index + 1] - sums[start] > best_sum:
             best_sum = sums[index + 1] - sums[start]
             best_top = low + index
-    for _, number in reversed(by_size[: best_top + 1]):
-        # With other limits some rows of the run do not fit; shorter rows can take their place.
-        if number != oldest and fill.fits(window[number]):
-            fill.add(number, window[number])
-            if fill.is_full:
-                break
-    return fill.numbers
+    # With other limits some rows of the run do not fit; shorter rows can take their place.
+    return _first_fit_decreasing(window, fill, best_top + 1)
 
 
-def _first_fit_decreasing(window: Window, fill: Fill) -> list[int]:
-    """Packed rows with several limits: add rows from the largest to the smallest that fits."""
+def _first_fit_decreasing(window: Window, fill: Fill, stop: int) -> list[int]:
+    """Add the rows of `window.by_size[:stop]` that fit, from the largest to the smallest."""
     oldest = fill.numbers[0]
-    for _, number in reversed(window.by_size):
-        if number != oldest and fill.fits(window[number]):
-            fill.add(number, window[number])
+    for _, number in reversed(window.by_size[:stop]):
+        if number != oldest and fill.fits(window.rows[number]):
+            fill.add(number, window.rows[number])
             if fill.is_full:
                 break
     return fill.numbers
@@ -286,7 +311,7 @@ def _best_sum(window: Window, fill: Fill) -> list[int]:
     # The sums that are reachable before each row, to find the rows of the best sum again.
     before: list[tuple[int, int, int]] = []
     # The oldest row is in the microbatch already.
-    for number, row in islice(window.items(), 1, _MAX_COMBINED_ROWS + 1):
+    for number, row in islice(window.rows.items(), 1, _MAX_COMBINED_ROWS + 1):
         if row.size > remaining:
             continue
         before.append((reachable, row.size, number))
@@ -297,6 +322,6 @@ def _best_sum(window: Window, fill: Fill) -> list[int]:
     for sums, size, number in reversed(before):
         # Rows are needed from the last one backward: skip a row if the others reach the total.
         if not (sums >> total) & 1:
-            fill.add(number, window[number])
+            fill.add(number, window.rows[number])
             total -= size
     return fill.numbers

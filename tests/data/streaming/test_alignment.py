@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_like.data.planning.spec import PlanSpec
+from nemo_like.data.row_order import ShardedOrder
 from nemo_like.data.streaming.alignment import (
     AlignedPlanner,
     AlignedStep,
@@ -25,7 +26,6 @@ from nemo_like.data.streaming.alignment import (
     waiting_rows,
 )
 from nemo_like.data.streaming.former import OversizeRowError
-from nemo_like.data.streaming.sharding import ShardedOrder
 from nemo_like.data.streaming.spec import StreamSpec
 from tests.data.streaming.gloo_ranks import GlooCase, Outcome, run_rank
 from tests.data.streaming.stream_cases import (

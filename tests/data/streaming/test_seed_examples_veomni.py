@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.data.planning.spec import PlanSpec
-from nemo_like.data.streaming.batch_size_warmup import WarmupBudget
-from nemo_like.data.streaming.packed_collate import PackingCollator, pack_length
 from nemo_like.data.streaming.planner import PlannedStep, StreamingPlanner
-from nemo_like.data.streaming.spec import StreamSpec
-from nemo_like.data.streaming.token_mean import count_supervised_tokens
+from nemo_like.data.streaming.spec import StreamSpec, WarmupBudget
+from nemo_like.torch_data.packed_batch import count_supervised_tokens
+from nemo_like.torch_data.packed_collate import PackingCollator, pack_length
 
 
 def dyn_bsz(max_tokens: int, num_ranks: int = 1, **settings: Any) -> StreamSpec:

@@ -8,8 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.data.streaming.selection import MicrobatchLimits, Selection, select_rows
-from nemo_like.data.streaming.window import WaitingRow, Window
+from nemo_like.data.streaming.selection import (
+    MicrobatchLimits,
+    Selection,
+    WaitingRow,
+    Window,
+    select_rows,
+)
 
 RULES = get_args(Selection)
 

@@ -24,9 +24,9 @@ from nemo_like.config.schema import ClusterConfig
 from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.data.streaming.alignment import AlignedPlanner
-from nemo_like.data.streaming.online import OnlineBatchLoader
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.distributed.errors import ClusterError
+from nemo_like.torch_data.online import OnlineBatchLoader
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.data.echo_encoding import encode
 from tests.data.test_encoded_rows import rows_of

@@ -1,0 +1,445 @@
+"""Samples one by one, from a map-style or an iterable dataset, with a position to resume.
+
+DataLoader workers only fetch and preprocess. The order of the samples is that of one process,
+whatever the number of workers, unless an iterable dataset divides its samples among them.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from nemo_like.data.row_order import ShardedOrder
+from nemo_like.integer_math import check_integer
+
+Sample = TypeVar("Sample")
+SampleOut_co = TypeVar("SampleOut_co", covariant=True)
+StartMethod = Literal["spawn", "forkserver", "fork"]
+
+_NUMBER_BYTES = 32
+"""Approximate size of a Python number."""
+_MAX_PIPED_BYTES = 2**17
+"""Largest tensor that a worker sends through its pipe."""
+
+
+class MapStyle(Protocol[SampleOut_co]):
+    """A map-style dataset."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> SampleOut_co: ...
+
+
+class Numbered(NamedTuple, Generic[Sample]):
+    """A sample with the id that a planner knows it by."""
+
+    number: int
+    sample: Sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """DataLoader workers. Every start method works, as only the dataset is sent to a worker."""
+
+    num_workers: int = 0
+    multiprocessing_context: StartMethod | None = None
+    """None is the default of the platform."""
+    prefetch_factor: int = 2
+    """Rows that each worker fetches in advance."""
+
+    def __post_init__(self) -> None:
+        check_integer("num_workers", self.num_workers, 0)
+        check_integer("prefetch_factor", self.prefetch_factor, 1)
+
+    def loader(self, dataset: Any, seed: int, *, sampler: Any = None) -> Any:
+        """Return a DataLoader of single samples; torchdata's for a dataset with a position."""
+        kind: Any = DataLoader
+        if hasattr(dataset, "state_dict"):
+            kind = _stateful_data_loader() or DataLoader
+        # Without a generator of its own the DataLoader would draw a number from the global one, and
+        # the dropout of a resumed run would differ.
+        generator = torch.Generator()
+        generator.manual_seed(seed)
+        return kind(
+            dataset,
+            batch_size=None,
+            sampler=sampler,
+            collate_fn=to_pipe,
+            generator=generator,
+            num_workers=self.num_workers,
+            prefetch_factor=self.prefetch_factor,
+            multiprocessing_context=self.multiprocessing_context,
+        )
+
+
+class MapFeed(Generic[Sample]):
+    """Rows of a shard of a map-style dataset, epoch after epoch.
+
+    The number of a row is its index. With `is_endless`, rows of two epochs can wait at once; the
+    number is then `epoch * N + index`.
+    """
+
+    def __init__(
+        self,
+        dataset: MapStyle[Sample],
+        order: ShardedOrder,
+        options: WorkerOptions | None = None,
+        *,
+        seed_rows: bool,
+        is_endless: bool = False,
+        max_rows: int | None = None,
+    ) -> None:
+        """Visit the rows of `order`, at most `max_rows` in each epoch.
+
+        `seed_rows` seeds the random augmentation of each row, see `seeded_row`.
+        """
+        self._dataset = dataset
+        self._order = order
+        self._options = options or WorkerOptions()
+        self._seed_rows = seed_rows
+        self._is_endless = is_endless
+        self._num_unused = 0 if max_rows is None else max(order.num_left - max_rows, 0)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose rows are fetched."""
+        return self._order.epoch
+
+    def start_epoch(self, epoch: int | None = None) -> None:
+        """Go to the begin of `epoch`, by default the next one."""
+        self._order.start_epoch(epoch)
+
+    def row_of(self, number: int) -> int:
+        """Return the index of the row with a number."""
+        return number % self._order.num_rows
+
+    def is_blocked(self, window: Iterable[int]) -> bool:
+        """Return True if the next sample may not join the samples `window`: the same row of the
+        epoch before waits there, and both in one batch would count it twice.
+        """
+        if self._order.num_left <= self._num_unused:
+            return False
+        return int(self._order.left[0]) in set(map(self.row_of, window))
+
+    def samples(self, waiting: Sequence[int] = ()) -> Iterator[Numbered[Sample]]:
+        """Fetch the rows `waiting`, which were taken before, and then the rest of the epoch.
+
+        An error of the dataset leaves the position as it is.
+        """
+        first = self.epoch * self._order.num_rows if self._is_endless else 0
+        rest = self._order.left[: self._order.num_left - self._num_unused]
+        numbers = [*waiting, *(rest + first).tolist()]
+        seed = self._order.seed if self._seed_rows else None
+        rows = _Rows(self._dataset, seed, None if self._is_endless else self.epoch)
+        for position, sample in enumerate(self._fetched(rows, numbers)):
+            if position >= len(waiting):
+                self._order.take(1)
+            yield Numbered(numbers[position], sample)
+
+    def _fetched(self, rows: _Rows, numbers: list[int]) -> Iterator[Sample]:
+        if self._options.num_workers == 0:
+            return map(rows.__getitem__, numbers)
+        seed = self._order.seed + self.epoch
+        return _from_workers(self._options.loader(rows, seed, sampler=numbers))
+
+    def state_dict(self, samples: Mapping[int, Sample]) -> dict[str, Any]:
+        """Return the position as JSON values; the rows `samples` are fetched again on resume."""
+        del samples
+        return {"order": self._order.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after `state` of the same rank and number of ranks."""
+        if "order" not in state:
+            raise ValueError("the state belongs to an iterable dataset, but this one is map-style")
+        self._order.load_state_dict(state["order"])
+
+    def load_global_state(
+        self, states: Sequence[Mapping[str, Any]], waiting: Sequence[Sequence[int]]
+    ) -> None:
+        """Continue after the states of all ranks, whose rows `waiting` are untrained."""
+        self._order.load_global_state([state["order"] for state in states], waiting)
+
+
+class IterableFeed(Generic[Sample]):
+    """Samples of an iterable dataset, which shards itself over ranks and DataLoader workers.
+
+    Samples are numbered in order of arrival, and those that wait are part of the state. For a
+    resume the dataset needs `state_dict` and `load_state_dict`, and with workers torchdata's
+    StatefulDataLoader; `set_epoch` is called if it exists.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Sample],
+        options: WorkerOptions | None = None,
+        *,
+        seed: int = 0,
+        epoch: int = 0,
+    ) -> None:
+        self._dataset: Any = dataset
+        self._options = options or WorkerOptions()
+        self._seed = seed
+        self._next_number = 0
+        self.start_epoch(epoch)
+
+    def start_epoch(self, epoch: int | None = None) -> None:
+        """Go to the begin of `epoch`, by default the next one."""
+        self.epoch = self.epoch + 1 if epoch is None else epoch
+        self._is_ended = False
+        self._loaded_position: Any = None
+        self._restored: dict[int, Sample] = {}
+        self._source: Any = None
+        """What has the position: the dataset, or the DataLoader whose workers have copies of it."""
+
+    def row_of(self, number: int) -> int:
+        """Return the number; an iterable dataset has no indices."""
+        return number
+
+    def is_blocked(self, window: Iterable[int]) -> bool:
+        """Return True if samples of the last epoch wait: which rows they are is not known, so no
+        sample of the next epoch may join them.
+        """
+        return self._is_ended and any(True for _ in window)
+
+    def samples(self, waiting: Sequence[int] = ()) -> Iterator[Numbered[Sample]]:
+        """Give the samples `waiting` of a state, and then the rest of the epoch."""
+        for number in waiting:
+            yield Numbered(number, self._restored[number])
+        self._restored = {}
+        if self._is_ended:
+            return
+        for sample in self._begin():
+            self._next_number += 1
+            yield Numbered(self._next_number - 1, sample)
+        self._is_ended = True
+
+    def _begin(self) -> Iterator[Sample]:
+        """Begin the epoch, or continue it after the loaded position."""
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(self.epoch)
+        self._source = self._dataset
+        if self._options.num_workers:
+            self._source = self._options.loader(self._dataset, self._seed + self.epoch)
+        if self._loaded_position is not None:
+            self._source.load_state_dict(self._loaded_position)
+        if self._options.num_workers:
+            return _from_workers(self._source)
+        return iter(self._dataset)
+
+    def state_dict(self, samples: Mapping[int, Sample]) -> dict[str, Any]:
+        """Return the position and the waiting `samples`.
+
+        Raises ValueError if the dataset or the DataLoader cannot save its position.
+        """
+        self._check_stateful()
+        position = self._loaded_position
+        if self._source is not None and not self._is_ended:
+            if not hasattr(self._source, "state_dict"):
+                raise ValueError(
+                    "the positions of DataLoader workers in an iterable dataset need torchdata:"
+                    " install nemo-like[data], or use num_workers=0 or a map-style dataset"
+                )
+            position = self._source.state_dict()
+        return {
+            "epoch": self.epoch,
+            "num_workers": self._options.num_workers,
+            "next_number": self._next_number,
+            "is_ended": self._is_ended,
+            "position": position,
+            "samples": {**self._restored, **samples},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after `state`, with the same number of workers."""
+        self._check_stateful()
+        if "order" in state:
+            raise ValueError("the state belongs to a map-style dataset, but this one is iterable")
+        if state["num_workers"] != self._options.num_workers:
+            raise ValueError(
+                f"the state was written with num_workers={state['num_workers']}, here it is"
+                f" {self._options.num_workers}; an iterable dataset needs the same number, a"
+                " map-style dataset any"
+            )
+        self.start_epoch(state["epoch"])
+        self._next_number = state["next_number"]
+        self._is_ended = state["is_ended"]
+        self._loaded_position = state["position"]
+        self._restored = dict(state["samples"])
+
+    def _check_stateful(self) -> None:
+        if not (hasattr(self._dataset, "state_dict") and hasattr(self._dataset, "load_state_dict")):
+            raise ValueError(
+                f"{type(self._dataset).__name__} is an iterable dataset without state_dict and"
+                " load_state_dict, so its position cannot be saved; implement both, or use a"
+                " map-style dataset"
+            )
+
+
+class _Rows(Dataset[Any]):
+    """Rows by number, each fetched with the random state of its row."""
+
+    def __init__(self, dataset: MapStyle[Any], seed: int | None, epoch: int | None) -> None:
+        """`epoch` is None if numbers are `epoch * N + index`."""
+        self._dataset = dataset
+        self._seed = seed
+        self._epoch = epoch
+
+    def __getitem__(self, number: int) -> Any:
+        epoch, index = divmod(number, len(self._dataset))
+        if self._epoch is not None:
+            epoch = self._epoch
+        context = nullcontext() if self._seed is None else seeded_row(self._seed, epoch, index)
+        try:
+            with context:
+                return self._dataset[index]
+        except StopIteration as error:
+            # It would end the epoch without a message.
+            raise RuntimeError(f"the dataset raised StopIteration for row {index}") from error
+
+
+@contextmanager
+def seeded_row(seed: int, epoch: int, row: int) -> Iterator[None]:
+    """Seed the global generators of `random`, NumPy and torch (CPU) from (seed, epoch, row), so
+    that a row that is fetched again has the same augmentation.
+
+    In the training process their states are restored at the end, so that fetching rows has no
+    effect on dropout or on other random numbers; it takes about 0.2 ms. A DataLoader worker has no
+    other random numbers. Generators that a dataset creates from the entropy of the system are not
+    affected.
+    """
+    if get_worker_info() is not None:
+        _seed(seed, epoch, row)
+        yield
+        return
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()  # noqa: NPY002
+    torch_state = torch.get_rng_state()
+    try:
+        _seed(seed, epoch, row)
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        torch.set_rng_state(torch_state)
+
+
+def _seed(seed: int, epoch: int, row: int) -> None:
+    # A sequence gives independent streams for neighboring epochs and rows.
+    words = np.random.SeedSequence([seed, epoch, row]).generate_state(8)
+    random.seed(int.from_bytes(words[:2].tobytes(), "little"))
+    # Augmentations use the global generator, so it is the one to seed.
+    np.random.seed(words[2:6])  # noqa: NPY002
+    # torch.manual_seed would also seed the devices, whose states are not restored.
+    torch.default_generator.manual_seed(int.from_bytes(words[6:].tobytes(), "little") >> 1)
+
+
+def _from_workers(loader: Iterable[Any]) -> Iterator[Any]:
+    """Iterate over the samples of a DataLoader with workers."""
+    iterator: Iterator[Any] | None = iter(loader)
+    while True:
+        try:
+            sample = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:  # noqa: BLE001 - raised again
+            # The traceback is part of a reference cycle with the workers' queues. Without it the
+            # workers are stopped now, and not by a time limit of 5 s each. The message of an error
+            # of a worker has the traceback of the worker.
+            iterator = None
+            raise error.with_traceback(None) from None
+        yield from_pipe(sample)
+
+
+def _stateful_data_loader() -> Any | None:
+    try:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+    except ImportError:
+        return None
+    return StatefulDataLoader
+
+
+class PipedTensor(NamedTuple):
+    """A small tensor on its way from a worker, which pickles it as an array."""
+
+    array: np.ndarray
+
+
+def num_bytes(sample: Any) -> int:
+    """Return the approximate memory of a sample, without the overhead of containers.
+
+    Tensors, NumPy arrays, strings and numbers in nested mappings, lists and tuples are counted.
+    Other objects count as one number.
+    """
+    if isinstance(sample, torch.Tensor):
+        return sample.numel() * sample.element_size()
+    if isinstance(sample, np.ndarray):
+        return sample.nbytes
+    if isinstance(sample, bytes | bytearray | str):
+        return len(sample)
+    if isinstance(sample, Mapping):
+        return sum(map(num_bytes, sample.values()))
+    if isinstance(sample, list | tuple):
+        return sum(map(num_bytes, sample))
+    return _NUMBER_BYTES
+
+
+def to_pipe(sample: Any) -> Any:
+    """Return the sample of a DataLoader worker with small tensors in a form that is pickled.
+
+    A worker otherwise shares each tensor, of any shape and dtype, through a file of its own. For
+    the columns of one row that takes longer than to copy them. Mappings, lists and tuples are
+    searched; they are not modified.
+    """
+    return _replaced(sample, _piped)
+
+
+def from_pipe(sample: Any) -> Any:
+    """Return the sample that a worker sent, with memory of its own.
+
+    Each tensor that is still shared holds an open file, and a process may have about 1,000. A
+    window of samples with several tensors each would exceed that, so those are copied.
+    """
+    return _replaced(sample, _own)
+
+
+def _piped(value: Any) -> Any:
+    # A subclass may have more than values.
+    if type(value) is not torch.Tensor or num_bytes(value) > _MAX_PIPED_BYTES:
+        return value
+    try:
+        return PipedTensor(value.detach().numpy())
+    except TypeError:
+        # NumPy has no such dtype, layout or device. The tensor is shared.
+        return value
+
+
+def _own(value: Any) -> Any:
+    if isinstance(value, PipedTensor):
+        return torch.from_numpy(value.array)
+    if isinstance(value, torch.Tensor) and value.is_shared():
+        return value.clone()
+    return value
+
+
+def _replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
+    """Return a copy of `value` with its leaves replaced."""
+    if isinstance(value, MutableMapping):
+        # A copy, as the dataset may keep the containers that it returns.
+        copied = copy.copy(value)
+        for name, inner in value.items():
+            copied[name] = _replaced(inner, replace)
+        return copied
+    if type(value) is list:
+        return [_replaced(inner, replace) for inner in value]
+    if isinstance(value, tuple) and not isinstance(value, PipedTensor):
+        items = [_replaced(inner, replace) for inner in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return replace(value)

@@ -1,0 +1,250 @@
+"""Steps of samples, aligned over ranks: a feed, the planner of their lengths, and the samples that
+wait. `OnlineBatchLoader` and `LoadBalancedDataset` are both built on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from nemo_like.data.streaming.alignment import (
+    AlignedPlanner,
+    AlignedStep,
+    Coordinator,
+    SingleCoordinator,
+    waiting_rows,
+)
+from nemo_like.data.streaming.spec import StreamSpec
+from nemo_like.torch_data.feeds import IterableFeed, MapFeed, Numbered, num_bytes
+from nemo_like.torch_data.packed_batch import IGNORE_INDEX
+
+Sample = TypeVar("Sample")
+
+
+@dataclass(frozen=True)
+class ColumnLength:
+    """Length of one column of a sample, for example of `input_ids`."""
+
+    column: str
+
+    def __call__(self, sample: Any) -> int:
+        """Return the number of values of the column. Raises ValueError if it is missing."""
+        if not isinstance(sample, Mapping) or self.column not in sample:
+            raise ValueError(
+                f"a sample of type {type(sample).__name__} has no column {self.column!r}; pass its"
+                " name, or a function of a sample that returns its length"
+            )
+        return len(sample[self.column])
+
+
+def count_trained(sample: Any) -> int | None:
+    """Return the tokens with loss of a sample with `labels`, integers [L], that are not shifted.
+
+    The first one is never predicted, so it does not count. None without `labels`.
+    """
+    if not isinstance(sample, Mapping) or "labels" not in sample:
+        return None
+    labels = torch.as_tensor(sample["labels"])
+    return int((labels[1:] != IGNORE_INDEX).sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleNumbers(Generic[Sample]):
+    """Functions of a sample that give the planner its numbers."""
+
+    length_of: Callable[[Sample], int]
+    num_trained_of: Callable[[Sample], int | None] = lambda sample: None
+    """Tokens with loss; None: all but the first."""
+    extra_of: Callable[[Sample], int] = lambda sample: 0
+    """Use of the second resource."""
+
+
+class SampleStream(Generic[Sample]):
+    """The steps of one rank, with their samples."""
+
+    def __init__(
+        self,
+        feed: MapFeed[Sample] | IterableFeed[Sample],
+        spec: StreamSpec,
+        numbers: SampleNumbers[Sample],
+        coordinator: Coordinator | None = None,
+        *,
+        join: bool = True,
+        infinite_loop: bool = False,
+        max_window_bytes: int | None = None,
+    ) -> None:
+        """Plan the samples of `feed`: of one epoch, or with `infinite_loop` of one after the other.
+
+        When the samples in the window have `max_window_bytes`, a microbatch is formed.
+        """
+        self.feed = feed
+        self.planner = AlignedPlanner(spec, coordinator or SingleCoordinator(), join=join)
+        self.samples: dict[int, Sample] = {}
+        """The waiting samples, and the spare one."""
+        self.spare: int | None = None
+        """Number of a sample of an earlier step that is kept, see `keep_spare`."""
+        self.wait_s = 0.0
+        """Time that the last step waited for its samples."""
+        self._numbers = numbers
+        self._infinite_loop = infinite_loop
+        self._max_window_bytes = max_window_bytes
+        self._num_bytes: dict[int, int] = {}
+        self._incoming: Iterator[Numbered[Sample]] | None = None
+        self._num_epochs_without_rows = 0
+
+    def next_step(self, check: Callable[[], None] = lambda: None) -> AlignedStep | None:
+        """Return the next step; None after the last one.
+
+        `check` may raise an error before the exchange with the other ranks. An error before the
+        exchange is reported to them, so that they raise AlignmentError.
+        """
+        started = time.perf_counter()
+        try:
+            self._fill()
+            check()
+        except Exception:
+            self.planner.fail()
+            raise
+        self.wait_s = time.perf_counter() - started
+        return self.planner.next_step()
+
+    def take(self, step: AlignedStep) -> list[tuple[list[int], list[Sample]]]:
+        """Return (numbers, samples) of each microbatch of `step`; empty lists for a dummy."""
+        taken = []
+        for microbatch in step.own.plan.ranks[0]:
+            numbers = [step.own.rows[row] for row in microbatch.rows]
+            taken.append((numbers, [self.samples.pop(number) for number in numbers]))
+            for number in numbers:
+                self._num_bytes.pop(number, None)
+        return taken
+
+    def keep_spare(self, number: int, sample: Sample) -> None:
+        """Keep a sample of a step for a dummy, until another one is kept."""
+        if self.spare is not None:
+            self.samples.pop(self.spare, None)
+        self.spare = number
+        self.samples[number] = sample
+
+    def start_epoch(self, epoch: int | None = None) -> None:
+        """Go to the begin of `epoch`, by default the next one, without the samples that wait."""
+        self.feed.start_epoch(epoch)
+        self.planner.clear()
+        self._clear_samples()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last step; JSON values for a map-style dataset."""
+        return {
+            "feed": self.feed.state_dict(self.samples),
+            "planner": self.planner.state_dict(),
+            "spare": self.spare,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after `state`. The waiting samples are fetched before the next step, which
+        raises ValueError if one has another length now.
+        """
+        self.planner.load_state_dict(state["planner"])
+        self.feed.load_state_dict(state["feed"])
+        self._clear_samples()
+        self.spare = state["spare"]
+
+    def load_global_state(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continue after the `states` of all ranks of a group of any size; see `OnlineBatchLoader`.
+
+        Only for a map-style dataset.
+        """
+        assert isinstance(self.feed, MapFeed), "checked by the caller"
+        states = sorted(states, key=lambda state: state["planner"]["rank"])
+        self.planner.load_global_state([state["planner"] for state in states])
+        waiting = [waiting_rows(state["planner"]) for state in states]
+        self.feed.load_global_state([state["feed"] for state in states], waiting)
+        self._clear_samples()
+        # Any rank can fetch any row of a map-style dataset.
+        spares = [state["spare"] for state in states if state["spare"] is not None]
+        self.spare = min(spares, default=None)
+
+    def _clear_samples(self) -> None:
+        self.samples = {}
+        self.spare = None
+        self._num_bytes = {}
+        self._incoming = None
+
+    def _fill(self) -> None:
+        """Push samples until a step is complete, or the rows end."""
+        incoming = self._incoming or self._restore()
+        while self.planner.needs_rows:
+            if self._must_form():
+                self.planner.form_now()
+                continue
+            entry = next(incoming, None)
+            if entry is not None:
+                self._push(*entry)
+            elif not self._infinite_loop:
+                self.planner.close()
+            elif not self._must_form():
+                self._start_next_epoch()
+                incoming = self._incoming = self.feed.samples()
+
+    def _restore(self) -> Iterator[Numbered[Sample]]:
+        """Fetch the waiting samples of a state; return those that follow."""
+        lengths = {row.row: row.length for row in chain(*self.planner.bins, self.planner.window)}
+        spare = [] if self.spare is None else [self.spare]
+        incoming = self.feed.samples([*lengths, *spare])
+        for number, expected in lengths.items():
+            sample = next(incoming).sample
+            _check_same_length(number, expected, self._numbers.length_of(sample))
+            self._keep(number, sample)
+        for number in spare:
+            self.samples[number] = next(incoming).sample
+        self._incoming = incoming
+        return incoming
+
+    def _push(self, number: int, sample: Sample) -> None:
+        numbers = self._numbers
+        length = numbers.length_of(sample)
+        num_trained = numbers.num_trained_of(sample)
+        if self.planner.push(number, length, num_trained, numbers.extra_of(sample)):
+            self._keep(number, sample)
+            self._num_epochs_without_rows = 0
+
+    def _keep(self, number: int, sample: Sample) -> None:
+        self.samples[number] = sample
+        if self._max_window_bytes is not None:
+            self._num_bytes[number] = num_bytes(sample)
+
+    def _must_form(self) -> bool:
+        """Return True if no sample may join the window: the next one waits there since the last
+        epoch, or the samples have `max_window_bytes`.
+        """
+        window = self.planner.in_window
+        if self._infinite_loop and self.feed.is_blocked(window):
+            return True
+        if self._max_window_bytes is None or not window:
+            return False
+        return sum(self._num_bytes[number] for number in window) >= self._max_window_bytes
+
+    def _start_next_epoch(self) -> None:
+        # The first epoch may have begun in the middle.
+        self._num_epochs_without_rows += 1
+        if self._num_epochs_without_rows > 2:
+            raise ValueError(
+                "the dataset gave no sample in an epoch, or all were dropped as oversize, so an"
+                " infinite loop would not end; check the dataset and max_tokens_for_batch"
+            )
+        self.feed.start_epoch()
+
+
+def _check_same_length(number: int, expected: int, length: int) -> None:
+    """Raise ValueError if a sample that was fetched again has another length than when planned."""
+    if length != expected:
+        raise ValueError(
+            f"row {number} waited for its step with {expected} tokens and has {length} tokens when"
+            " fetched again, so the state does not match the dataset; use the same data, and draw"
+            " random numbers from the global generators of random, numpy or torch, which"
+            " seed_rows=True seeds"
+        )
