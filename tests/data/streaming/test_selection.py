@@ -89,9 +89,9 @@ def test_a_microbatch_has_the_oldest_row_and_stays_within_every_limit(
     case: tuple[Window, MicrobatchLimits], rule: Selection
 ) -> None:
     window, limits = case
-    oldest = window.oldest()
+    oldest = next(iter(window.rows))
     numbers = select_rows(window, limits, rule)
-    rows = [window[number] for number in numbers]
+    rows = [window.rows[number] for number in numbers]
     assert numbers[0] == oldest
     assert len(set(numbers)) == len(numbers)
     if len(rows) == 1:
