@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from nemo_like.policy import attention
+from nemo_like.policy.inputs import attention
 from nemo_like.torch_data.packed_batch import (
     forward_arguments,
     shift_packed_labels,
     slice_for_sequence_parallel,
 )
-from nemo_like.policy.inputs import attention
 from nemo_like.torch_data.packed_collate import PackingCollator
 
 LENGTHS = (5, 1, 9, 3)

@@ -18,7 +18,6 @@ from transformers import (
 )
 
 from nemo_like.policy.inputs import attention
-from nemo_like.policy import attention
 from nemo_like.torch_data.packed_collate import check_packing_support
 
 
