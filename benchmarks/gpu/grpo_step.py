@@ -26,8 +26,8 @@ from nemo_like.generation.requests import SamplingParams
 from nemo_like.losses import ClippedPolicyGradientLoss
 from nemo_like.metrics import Timers
 from nemo_like.rollout.collector import RolloutCollector
-from nemo_like.rollout.prompt import Prompt
-from nemo_like.rollout.rollout import Rollout, row_seeds
+from nemo_like.rollout.conversations import Prompt
+from nemo_like.rollout.rows import Rollout, row_seeds
 from nemo_like.run.progress import Progress
 from nemo_like.training.weights import GeneratorWeights
 from nemo_like.training.workers import RunWorkers, start_workers

@@ -18,7 +18,7 @@ from nemo_like.data.datasets import PROMPT_ROWS, Rows, row_digest
 from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.row_loading import load_rows
 from nemo_like.data.row_locations import Location, Locations
-from nemo_like.rollout.prompt import Prompt
+from nemo_like.rollout.conversations import Prompt
 from nemo_like.training.encoding import PromptRows, encode_question
 from nemo_like.training.validation_sets import row_sources
 

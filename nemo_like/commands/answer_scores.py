@@ -20,7 +20,7 @@ from nemo_like.config.schema import ClusterConfig
 from nemo_like.environments.reward import RewardSample
 from nemo_like.generation.requests import SamplingParams
 from nemo_like.rollout.collector import RolloutJob
-from nemo_like.rollout.prompt import Prompt
+from nemo_like.rollout.conversations import Prompt
 from nemo_like.run.progress import Progress
 from nemo_like.training.reward_models import (
     RewardModelFiles,

@@ -26,7 +26,7 @@ from nemo_like.generation.requests import (
     GenerationWorkerProtocol,
     SamplingParams,
 )
-from nemo_like.rollout.rollout import row_seeds
+from nemo_like.rollout.rows import row_seeds
 from nemo_like.run.files import AppendedFile
 from nemo_like.training.model_files import open_encoder, open_model_spec
 from nemo_like.training.rollout_workers import generation_worker

@@ -11,8 +11,8 @@ import numpy as np
 from nemo_like.commands.answer_files import Record
 from nemo_like.commands.answer_rows import PromptFile
 from nemo_like.config.text import plural
-from nemo_like.rollout.answer_metrics import ScoredAnswers, answer_means
 from nemo_like.rollout.intervals import Estimate, estimates
+from nemo_like.rollout.metrics import ScoredAnswers, answer_means
 
 
 @dataclass(frozen=True, kw_only=True)

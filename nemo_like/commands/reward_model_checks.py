@@ -10,7 +10,7 @@ from nemo_like.config.text import counted
 from nemo_like.data.datasets import Rows, conversation, question
 from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.environments.reward import RewardSample
-from nemo_like.rollout.scored_conversation import scored_conversation
+from nemo_like.rollout.conversations import scored_conversation
 from nemo_like.training.reward_models import RewardModelFiles, open_reward_model
 
 

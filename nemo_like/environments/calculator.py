@@ -1,13 +1,35 @@
-"""An environment with one tool: a calculator that the model calls in its text."""
+"""An environment with one tool: a calculator that the model calls in its text.
+
+Its arithmetic is exact and limited in size. An expression of the model is parsed to a syntax tree,
+of which only numbers and arithmetic operators are evaluated. Nothing of it is executed.
+"""
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
-from nemo_like.environments.arithmetic import BadExpression, evaluate, shown
 from nemo_like.environments.environment import Conversation, State, StepResult
+
+MAX_CHARACTERS = 200
+MAX_BITS = 256
+"""Max size of every numerator and denominator, so that no power fills the memory."""
+_MAX_DIGITS_SHOWN = 12
+_EXPRESSION = re.compile(r"[0-9eE.+\-*/%() ]+")
+"""The parser warns about, and prints, some texts with other characters."""
+
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: lambda left, right: Fraction(left // right),
+    ast.Mod: operator.mod,
+}
 
 
 class Calculator:
@@ -60,3 +82,81 @@ class Calculator:
         return StepResult(
             observation=[{"role": self._role, "content": text}], reward=reward, metrics=metrics
         )
+
+
+class BadExpression(ValueError):
+    """An expression cannot be evaluated; `str()` is the reason, in a few words for the model."""
+
+
+def evaluate(expression: str) -> Fraction:
+    """Return the exact value of an expression. Raises BadExpression.
+
+    Numbers, parentheses and the operators `+ - * / // % **` are understood. Example:
+    `evaluate("(1+2)*3/2")` is `Fraction(9, 2)`.
+    """
+    if len(expression) > MAX_CHARACTERS:
+        raise BadExpression(f"longer than {MAX_CHARACTERS} characters")
+    if _EXPRESSION.fullmatch(expression.strip()) is None:
+        raise BadExpression("not an arithmetic expression")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+        return _value(tree.body)
+    except BadExpression:
+        raise
+    except ZeroDivisionError as error:
+        raise BadExpression("division by zero") from error
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise BadExpression("not an arithmetic expression") from error
+
+
+def shown(value: Fraction) -> str:
+    """Return an integer exactly, and any other value as a decimal of up to 12 digits."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    return f"{float(value):.{_MAX_DIGITS_SHOWN}g}"
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant):
+        return _bounded(_number(node))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
+        value = _value(node.operand)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp):
+        left = _value(node.left)
+        right = _value(node.right)
+        if isinstance(node.op, ast.Pow):
+            return _power(left, right)
+        if type(node.op) in _OPERATORS:
+            return _bounded(_OPERATORS[type(node.op)](left, right))
+    raise BadExpression("not an arithmetic expression")
+
+
+def _number(node: ast.Constant) -> Fraction:
+    value = node.value
+    # bool is a subclass of int; complex numbers and texts are no numbers here.
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadExpression("not an arithmetic expression")
+    if isinstance(value, int):
+        return Fraction(value)
+    try:
+        # The decimal that was written, not its binary approximation.
+        return Fraction(repr(value))
+    except ValueError as error:
+        raise BadExpression("a number is too large") from error
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator != 1:
+        raise BadExpression("an exponent is not an integer")
+    num_bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+    # Before the power is computed, which could take all memory.
+    if num_bits > 1 and abs(exponent.numerator) * (num_bits - 1) > MAX_BITS:
+        raise BadExpression("a number is too large")
+    return _bounded(base**exponent.numerator)
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+        raise BadExpression("a number is too large")
+    return value

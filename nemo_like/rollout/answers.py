@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nemo_like.generation.requests import Completions, FinishReason, SamplingParams
+from nemo_like.generation.requests import FinishReason, SamplingParams
 from nemo_like.rollout.collector import RolloutCollector, RolloutJob
-from nemo_like.rollout.prompt import Prompt
+from nemo_like.rollout.conversations import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +56,10 @@ def answer_prompts(
         max_total_length=max_total_length,
         seeds=seeds,
     )
-    completions = _CompletionIndex(job)
     num_seen = 0
     num_missing = [num_samples] * len(prompts)
     while num_seen < len(job.prompts):
         collector.advance()
-        completions.update()
         completed = job.scored_rows[num_seen:]
         num_seen += len(completed)
         for row in completed:
@@ -69,38 +67,20 @@ def answer_prompts(
             num_missing[prompt] -= 1
             if num_missing[prompt] == 0:
                 first = prompt * num_samples
-                rows = range(first, first + num_samples)
-                yield prompt, [completions.answer(each) for each in rows]
+                yield prompt, [_answer(job, each) for each in range(first, first + num_samples)]
 
 
-class _CompletionIndex:
-    """Finds the completion of a row in the parts of a job."""
-
-    def __init__(self, job: RolloutJob) -> None:
-        self._job = job
-        self._places: dict[int, tuple[Completions, int]] = {}
-        self._num_parts = 0
-
-    def update(self) -> None:
-        """Add the completions that the job got since the last call."""
-        for part in self._job.parts[self._num_parts :]:
-            start = len(self._places)
-            for position, row in enumerate(self._job.rows[start : start + len(part)]):
-                self._places[row] = (part, position)
-            self._num_parts += 1
-
-    def answer(self, row: int) -> Answer:
-        """Return the answer of a complete row."""
-        job = self._job
-        part, position = self._places[row]
-        problem = job.reward_problems.get(row)
-        return Answer(
-            text=job.samples[row].completion,
-            token_ids=part.token_ids[position],
-            logprob=float(part.logprobs[position].sum(dtype=np.float64)),
-            finish_reason=part.finish_reasons[position],
-            reward=float(job.rewards[row]),
-            components={name: float(values[row]) for name, values in job.components.items()},
-            problem=None if problem is None else str(problem),
-            is_scored=problem is None or not job.drops_problems,
-        )
+def _answer(job: RolloutJob, row: int) -> Answer:
+    """Return the answer of a complete row."""
+    part, position = job.places[row]
+    problem = job.reward_problems.get(row)
+    return Answer(
+        text=job.samples[row].completion,
+        token_ids=part.token_ids[position],
+        logprob=float(part.logprobs[position].sum(dtype=np.float64)),
+        finish_reason=part.finish_reasons[position],
+        reward=float(job.rewards[row]),
+        components={name: float(values[row]) for name, values in job.components.items()},
+        problem=None if problem is None else str(problem),
+        is_scored=problem is None or not job.drops_problems,
+    )

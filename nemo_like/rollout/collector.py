@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,17 +14,27 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_like.config.reward import RewardConfig
 from nemo_like.data.jagged import Jagged
-from nemo_like.environments.reward import RewardEnvironment, RewardProblem, RewardSample
+from nemo_like.environments.reward import (
+    RewardEnvironment,
+    RewardError,
+    RewardProblem,
+    RewardSample,
+)
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.requests import Completions, SamplingParams
-from nemo_like.rollout.conversation_driver import ConversationDriver
-from nemo_like.rollout.conversations import ConversationRow, check_prompt_lengths, turn_seed
-from nemo_like.rollout.prompt import Prompt
-from nemo_like.rollout.reward_problems import check_error_share
-from nemo_like.rollout.rollout import Rollout, build_rollout
+from nemo_like.rollout.conversations import (
+    ConversationDriver,
+    ConversationRow,
+    Prompt,
+    check_prompt_lengths,
+    turn_seed,
+)
+from nemo_like.rollout.rows import Rollout, build_rollout
 
 _WAIT_S = 0.05
 """Max wait for completions or rewards in one call of `advance`."""
+_NUM_SHOWN = 3
+"""Different problems that an error shows."""
 
 
 @dataclass(eq=False)
@@ -37,8 +48,8 @@ class RolloutJob:
     conversations: list[ConversationRow] | None = None
     """B conversations of several turns; None in rollouts of one turn."""
     parts: list[Completions] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    """Row of each completion in `parts`."""
+    places: dict[int, tuple[Completions, int]] = field(default_factory=dict)
+    """By row, in the order of `parts`: the part with its completion, and the position in it."""
     samples: dict[int, RewardSample] = field(default_factory=dict)
     """By row."""
     rewards: np.ndarray = field(init=False)
@@ -64,9 +75,9 @@ class RolloutJob:
 
     def add_completions(self, rows: list[int], completions: Completions) -> None:
         """Add the completions of `rows`, in their order."""
-        self.rows += rows
         self.parts.append(completions)
-        if len(self.rows) == len(self.prompts):
+        self.places |= {row: (completions, position) for position, row in enumerate(rows)}
+        if len(self.places) == len(self.prompts):
             self.generation_s = time.monotonic() - self.started_s
 
     def add_component(self, name: str, row: int, value: float) -> None:
@@ -101,7 +112,7 @@ class RolloutJob:
 
     def result(self) -> Rollout:
         """Return the rollout, in the order of the prompts."""
-        completions = Completions.concat(self.parts).take(np.argsort(self.rows))
+        completions = Completions.concat(self.parts).take(np.argsort(list(self.places)))
         samples = [self.samples[row] for row in range(len(self.prompts))]
         return build_rollout(
             self.prompts,
@@ -356,3 +367,25 @@ class RolloutCollector:
                 if problem is not None:
                     job.add_problem(row, problem, self._rewards.config)
                 job.add_scored(row)
+
+
+def check_error_share(
+    problems: Collection[RewardProblem], num_rows: int, config: RewardConfig
+) -> None:
+    """Raise RewardError if more completions of a rollout failed than `max_error_share` allows.
+
+    `problems` has one entry per completion that failed so far, of `num_rows` in all.
+    """
+    # Not the product with the share, which may be rounded below a number of rows.
+    if len(problems) / num_rows <= config.max_error_share:
+        return
+    counts = Counter(str(problem) for problem in problems)
+    frequent_first = sorted(counts.items(), key=lambda item: -item[1])
+    lines = [f"  {count} x {text}" for text, count in frequent_first[:_NUM_SHOWN]]
+    if len(counts) > _NUM_SHOWN:
+        lines.append(f"  and {len(counts) - _NUM_SHOWN} other problems")
+    raise RewardError(
+        f"the rewards of {len(problems)} of {num_rows} completions failed, above"
+        f" reward.max_error_share {config.max_error_share:g}: correct the functions, or raise the"
+        " limit. Problems:\n" + "\n".join(lines)
+    )

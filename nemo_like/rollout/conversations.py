@@ -1,4 +1,4 @@
-"""One conversation of a rollout: its token ids, texts, rewards, and the reason of its end.
+"""Prompts, and the conversations that begin with them: token ids, texts, rewards and their ends.
 
 The token ids of a conversation only grow: a turn of the model adds exactly the ids that were
 sampled, and an observation adds the ids of its text, tokenized once. The prompt of every turn is
@@ -7,7 +7,7 @@ all ids so far.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,17 +15,33 @@ import numpy as np
 
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.errors import ConfigError
+from nemo_like.config.schema import DataConfig
+from nemo_like.config.text import shown_value
+from nemo_like.data.chat import prepare_messages
 from nemo_like.data.datasets import question
-from nemo_like.data.messages import Message
+from nemo_like.data.messages import Message, Tool
+from nemo_like.data.observations import ObservationEncoder
 from nemo_like.environments.environment import Conversation, State
+from nemo_like.environments.environment_workers import EnvironmentWorkers
 from nemo_like.environments.reward import RewardSample
 from nemo_like.environments.steps import StepOutcome, StepTask
 from nemo_like.generation.requests import Completions, FinishReason
-from nemo_like.rollout.prompt import Prompt
 
 EndReason = Literal["done", "turns", "tokens", "timeout"]
 """`done`: the environment ended the conversation. The others are its limits: `environment.
 max_turns`, `environment.max_tokens` and `environment.timeout_s`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """The encoded prompt of one row: the input of the policy in a rollout."""
+
+    token_ids: np.ndarray
+    """int32 [L], with the chat template's opening of the assistant turn."""
+    text: str
+    answer: str | None
+    row: dict[str, Any] = field(default_factory=dict)
+    """The row of the data file, for reward functions that use other columns than the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +188,51 @@ class ConversationRow:
         )
 
 
+class ConversationDriver:
+    """Steps the environment after turns of the model and appends its observations."""
+
+    def __init__(
+        self,
+        workers: EnvironmentWorkers,
+        observations: ObservationEncoder,
+        limits: ConversationLimits,
+    ) -> None:
+        self._workers = workers
+        self._observations = observations
+        self.limits = limits
+        self._conversations: dict[int, ConversationRow] = {}
+        """Conversations whose step is not done, by key."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """Conversations whose step is not done."""
+        return len(self._conversations)
+
+    def submit(self, conversations: Mapping[int, ConversationRow]) -> None:
+        """Start the steps that answer the last turn of `conversations`, which are by key."""
+        self._conversations |= conversations
+        tasks = [each.task(key, self.limits) for key, each in conversations.items()]
+        self._workers.submit(tasks)
+
+    def collect(self, timeout_s: float) -> dict[int, ConversationRow]:
+        """Return the conversations whose step is done, by key: ended, or ready for the next turn.
+
+        Waits up to `timeout_s` for one, if any is unfinished. Raises WorkerFailure if a step
+        failed, and ConfigError for an observation that the chat template cannot render.
+        """
+        stepped = {}
+        for outcome in self._workers.collect(timeout_s):
+            conversation = self._conversations.pop(outcome.key)
+            conversation.add_outcome(outcome, self.limits)
+            if conversation.ended_by is None:
+                last_token_id = int(conversation.segments[-1][-1])
+                num_left = self.limits.max_tokens - conversation.num_tokens
+                token_ids = self._observations.encode(outcome.observation, last_token_id, num_left)
+                conversation.add_observation(outcome.observation, token_ids, self.limits)
+            stepped[outcome.key] = conversation
+        return stepped
+
+
 def prompt_messages(prompt: Prompt) -> list[Message]:
     """Return the messages of a prompt, without those that the config adds."""
     if not prompt.row:
@@ -196,26 +257,36 @@ def check_prompt_lengths(prompts: Sequence[Prompt], limits: ConversationLimits) 
     for prompt in prompts:
         if len(prompt.token_ids) >= limits.max_tokens:
             raise ConfigError(
-                f"the prompt {_shortened(prompt.text)} has {len(prompt.token_ids)} tokens, and"
+                f"the prompt {shown_value(prompt.text)} has {len(prompt.token_ids)} tokens, and"
                 f" a conversation at most {limits.max_tokens}, so there is no room for a turn of"
                 " the model; raise environment.max_tokens or policy.max_total_sequence_length"
             )
 
 
-def row_segments(conversations: Sequence[ConversationRow]) -> list[list[np.ndarray]]:
-    """Return the segments of each conversation, int32 [L] each; see `ConversationRow.segments`."""
-    return [conversation.segments for conversation in conversations]
+@dataclass(frozen=True)
+class ScoredConversation:
+    """What a reward model scores for one completion."""
+
+    messages: list[Message]
+    """All turns, with the prompts that the config adds; the last is that of the model."""
+    tools: list[Tool] | None = None
 
 
-def conversation_record(conversation: ConversationRow) -> dict[str, Any]:
-    """Return what a record of the rollout has of a conversation, as JSON values."""
-    return {
-        "messages": conversation.messages,
-        "num_turns": conversation.num_turns,
-        "ended_by": conversation.ended_by,
-        "environment_metrics": conversation.metrics,
-    }
+def scored_conversation(sample: RewardSample, data: DataConfig) -> ScoredConversation:
+    """Return the conversation of a sample as the policy saw it, with the prompts of `data`.
 
-
-def _shortened(text: str) -> str:
-    return repr(text if len(text) <= 80 else f"{text[:77]}...")
+    Those are added to the messages of the data row only, not to observations of an environment.
+    """
+    prompt: list[Message] = [{"role": "user", "content": sample.prompt}]
+    tools = None
+    if sample.row:
+        prompt_of_row = question(dict(sample.row))
+        prompt = list(prompt_of_row.messages)
+        tools = prompt_of_row.tools
+    turns = list(sample.messages[len(prompt) :])
+    if not sample.messages:
+        turns = [{"role": "assistant", "content": sample.completion}]
+    prepared = prepare_messages(
+        prompt, system_prompt=data.system_prompt, prompt_template=data.prompt_template
+    )
+    return ScoredConversation([*prepared, *turns], tools)

@@ -26,7 +26,7 @@ from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.encoding_pool import Receive, RowPool
 from nemo_like.data.messages import TrainOn, mask_turns, row_tools, trained_turns
 from nemo_like.data.token_rows import encode_text, encode_token_row
-from nemo_like.rollout.prompt import Prompt
+from nemo_like.rollout.conversations import Prompt
 from nemo_like.run.progress import Progress
 
 EncodeRow = Callable[[ChatEncoder, RunConfig, Row], EncodedRow | None]

@@ -9,10 +9,10 @@ import numpy as np
 
 from nemo_like.generation.requests import SamplingParams
 from nemo_like.metrics import Metrics
-from nemo_like.rollout.answer_metrics import answer_metrics
-from nemo_like.rollout.prompt import Prompt
+from nemo_like.rollout.conversations import Prompt
+from nemo_like.rollout.metrics import answer_metrics
 from nemo_like.rollout.records import record_sample
-from nemo_like.rollout.rollout import Rollout, row_seeds
+from nemo_like.rollout.rows import Rollout, row_seeds
 from nemo_like.training.run import TrainingRun
 from nemo_like.training.validation_sets import PromptSet, named_metrics, source_metrics
 

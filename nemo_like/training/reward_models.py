@@ -16,7 +16,7 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
-from nemo_like.rollout.model_rewards import ModelRewards, RewardModel
+from nemo_like.rollout.rewards import ModelRewards, RewardModel
 from nemo_like.run.progress import Progress
 from nemo_like.training.model_files import load_checked_config, load_encoder
 

@@ -18,9 +18,8 @@ from nemo_like.environments.reward_worker import RewardWorker
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.rollout.collector import RolloutCollector
-from nemo_like.rollout.conversation_driver import ConversationDriver
-from nemo_like.rollout.conversations import ConversationLimits
-from nemo_like.rollout.model_rewards import ModelRewards
+from nemo_like.rollout.conversations import ConversationDriver, ConversationLimits
+from nemo_like.rollout.rewards import ModelRewards
 from nemo_like.run.progress import Progress
 
 StartGroup = Callable[..., WorkerGroup]

@@ -27,7 +27,7 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.metrics import Metrics, Timers, metric_values
 from nemo_like.policy.policy import Policy, ShardedBatch
 from nemo_like.rollout.collector import RolloutCollector, RolloutJob
-from nemo_like.rollout.rollout import Rollout
+from nemo_like.rollout.rows import Rollout
 from nemo_like.run.checkpoint import Checkpoint, Checkpointer, TrainingState
 from nemo_like.run.directory import RunDirectory, start_run_directory
 from nemo_like.run.files import AppendedFile, write_text

@@ -15,7 +15,7 @@ from nemo_like.data.datasets import Rows, RowSchema
 from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.row_loading import load_rows
 from nemo_like.metrics import Metrics
-from nemo_like.rollout.prompt import Prompt
+from nemo_like.rollout.conversations import Prompt
 from nemo_like.training.encoding import PromptRows, encode_question
 
 MAX_SOURCES = 64

@@ -13,7 +13,7 @@ import torch
 
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.generation.hf_worker import HFGenerationWorker
-from nemo_like.rollout.rollout import Rollout
+from nemo_like.rollout.rows import Rollout
 from nemo_like.training import evaluation as validation
 from nemo_like.training.run import TrainingRun
 from nemo_like.weight_sync.channel import WeightSyncError

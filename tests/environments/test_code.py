@@ -15,14 +15,16 @@ from hypothesis import strategies as st
 
 from nemo_like.environments.code import (
     CodeScore,
+    CodeTest,
+    InputOutput,
     code_reward,
     code_share_reward,
     extract_code,
+    parse_tests,
     score_code,
 )
 from nemo_like.environments.code_environment import CodeTests
 from nemo_like.environments.code_runner import literal
-from nemo_like.environments.code_tests import CodeTest, InputOutput, parse_tests
 from nemo_like.environments.environment import Conversation, StepResult
 from nemo_like.environments.reward import RewardSample
 from nemo_like.environments.sandbox.sandbox import Sandbox, SandboxError, SandboxLimits

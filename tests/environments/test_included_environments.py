@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_like.environments.arithmetic import MAX_BITS, BadExpression, evaluate, shown
-from nemo_like.environments.calculator import Calculator
+from nemo_like.environments.calculator import MAX_BITS, BadExpression, Calculator, evaluate, shown
 from nemo_like.environments.environment import Conversation, StepResult
 from nemo_like.environments.guessing_game import GuessingGame
 

@@ -24,9 +24,9 @@ from nemo_like.environments.reward import (
 from nemo_like.environments.reward_worker import RewardWorker
 from nemo_like.environments.sandbox import linux
 from nemo_like.generation.requests import SamplingParams
-from nemo_like.rollout.collector import RolloutJob
-from nemo_like.rollout.prompt import Prompt
-from nemo_like.rollout.reward_problems import check_error_share, problem_metrics, reward_mask
+from nemo_like.rollout.collector import RolloutJob, check_error_share
+from nemo_like.rollout.conversations import Prompt
+from nemo_like.rollout.metrics import problem_metrics
 
 _CONTEXT = local_context(num_threads=1)
 _SOURCE = """
@@ -293,9 +293,7 @@ def test_a_refill_shares_the_limit_of_its_step() -> None:
 
 def test_errors_are_counted_by_kind() -> None:
     problems = [_problem("value", "x"), None, _problem("timeout", "y"), _problem("value", "z")]
-    mask = reward_mask(problems, drops=True)
-    assert mask.tolist() == [False, True, False, False]
-    assert reward_mask(problems, drops=False).all()
+    mask = np.array([False, True, False, False])
     values = {name: metric.value for name, metric in problem_metrics(problems, mask).items()}
     assert values["reward/num_errors"] == 3 and values["reward/num_dropped"] == 3
     assert values["reward/num_errors_value"] == 2 and values["reward/num_errors_timeout"] == 1

@@ -43,9 +43,7 @@ from nemo_like.policy.megatron.worker import MegatronPolicyWorker
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.rollout.collector import RolloutCollector
-from nemo_like.rollout.conversation_driver import ConversationDriver
-from nemo_like.rollout.conversations import ConversationLimits
-from nemo_like.rollout.prompt import Prompt
+from nemo_like.rollout.conversations import ConversationDriver, ConversationLimits, Prompt
 from nemo_like.sampling_filter import filter_logits
 from nemo_like.weight_sync.check import LogprobCheck
 from nemo_like.weight_sync.sync import SyncReport, WeightSync

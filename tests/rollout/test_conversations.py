@@ -29,12 +29,16 @@ from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.generation.requests import Completions, SamplingParams
 from nemo_like.metrics import metric_values
-from nemo_like.rollout.answer_metrics import answer_metrics
 from nemo_like.rollout.collector import RolloutCollector
-from nemo_like.rollout.conversation_driver import ConversationDriver
-from nemo_like.rollout.conversations import ConversationLimits, ConversationRow, turn_seed
-from nemo_like.rollout.prompt import Prompt
-from nemo_like.rollout.rollout import Rollout, build_rollout, row_seeds
+from nemo_like.rollout.conversations import (
+    ConversationDriver,
+    ConversationLimits,
+    ConversationRow,
+    Prompt,
+    turn_seed,
+)
+from nemo_like.rollout.metrics import answer_metrics, rollout_metrics
+from nemo_like.rollout.rows import Rollout, build_rollout, row_seeds
 
 CONTEXT = local_context(num_threads=1)
 SAMPLING = SamplingParams(max_new_tokens=6)
@@ -171,7 +175,7 @@ def test_rewards_of_turns_and_of_functions_add_up(generator: Generator) -> None:
     for sample, conversation in zip(rollout.samples, rollout.conversations, strict=True):
         assert sample.completion == conversation.messages[-1]["content"]
         assert list(sample.messages) == conversation.messages
-    values = metric_values(rollout.metrics())
+    values = metric_values(rollout_metrics(rollout))
     assert values["conversation/turns_mean"] == 3 and values["conversation/turns_max"] == 4
     assert values["environment/tool_calls"] == 3
     assert values["conversation/ended_by_environment_share"] == 1
@@ -199,7 +203,7 @@ def test_limits_end_a_conversation(
         # Every turn has its reward, and a row ends with a turn of the model.
         assert conversation.rewards["environment_turns"] == conversation.num_turns
         assert len(conversation.segments) == 2 * conversation.num_turns
-    values = metric_values(rollout.metrics())
+    values = metric_values(rollout_metrics(rollout))
     assert values[f"conversation/ended_by_{reason}_share"] == pytest.approx(2 / 3)
 
 
@@ -224,7 +228,7 @@ def test_conversations_that_a_token_limit_ends_are_truncated(generator: Generato
     assert 0 < sum(is_truncated) < len(is_truncated)
     assert without_truncated(rollout).batch["row_mask"].tolist() == np.invert(is_truncated).tolist()
     share = pytest.approx(np.mean(is_truncated))
-    assert metric_values(rollout.metrics())["generation/truncated_share"] == share
+    assert metric_values(rollout_metrics(rollout))["generation/truncated_share"] == share
     rows = np.arange(len(is_truncated))
     values = metric_values(answer_metrics(rollout, rows, num_samples=1, pass_reward=1.0))
     assert values["generation_truncated_share"] == share
@@ -240,7 +244,7 @@ def test_a_tool_that_hangs_ends_its_own_conversation(generator: Generator) -> No
     assert rollout.conversations is not None
     assert [each.ended_by for each in rollout.conversations] == ["timeout", "done"]
     assert rollout.batch["reward"].tolist() == [0.0, 1.0]
-    assert metric_values(rollout.metrics())["conversation/ended_by_timeout_share"] == 0.5
+    assert metric_values(rollout_metrics(rollout))["conversation/ended_by_timeout_share"] == 0.5
 
 
 def test_drained_conversations_go_on_later(generator: Generator) -> None:

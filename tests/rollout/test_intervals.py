@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_like.metrics import metric_values
-from nemo_like.rollout.answer_metrics import ScoredAnswers, answer_means
 from nemo_like.rollout.intervals import PromptMeans, bootstrap_intervals, estimates, wilson_interval
-from nemo_like.rollout.pass_at_k import pass_metrics
+from nemo_like.rollout.metrics import ScoredAnswers, answer_means, pass_metrics
 
 
 def means_of(totals: list[float], weights: list[float] | None = None) -> PromptMeans:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_like.metrics import metric_values
-from nemo_like.rollout.pass_at_k import pass_at_k, pass_metrics, powers_of_two
+from nemo_like.rollout.metrics import pass_at_k, pass_metrics, powers_of_two
 
 
 @given(

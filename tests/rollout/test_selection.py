@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from nemo_like.environments.reward import RewardSample
 from nemo_like.generation.requests import Completions, FinishReason
-from nemo_like.rollout.prompt import Prompt
-from nemo_like.rollout.rollout import Rollout, build_rollout
-from nemo_like.rollout.selection import concat_rollouts, select_rows
+from nemo_like.rollout.conversations import Prompt
+from nemo_like.rollout.rows import Rollout, build_rollout, concat_rollouts, select_rows
 
 
 def rollout_of(first: int, lengths: list[int]) -> Rollout:

@@ -21,9 +21,8 @@ from nemo_like.metrics import metric_values
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.policy import Policy
 from nemo_like.rollout.collector import RolloutJob
-from nemo_like.rollout.model_rewards import ModelRewards, RewardModel
-from nemo_like.rollout.prompt import Prompt
-from nemo_like.rollout.scored_conversation import scored_conversation
+from nemo_like.rollout.conversations import Prompt, scored_conversation
+from nemo_like.rollout.rewards import ModelRewards, RewardModel
 from nemo_like.training.reward_models import open_reward_model, serving_config
 from tests.reward_models import ReferenceScores, save_reward_model
 

@@ -21,8 +21,9 @@ from nemo_like.generation.requests import SamplingParams
 from nemo_like.losses.distillation import DistillationLoss, Divergence
 from nemo_like.metrics import Metrics, merge_metrics
 from nemo_like.policy.heads.targets import TEACHER, TargetSettings
-from nemo_like.rollout.prompt import Prompt
-from nemo_like.rollout.rollout import row_seeds
+from nemo_like.rollout.conversations import Prompt
+from nemo_like.rollout.metrics import rollout_metrics
+from nemo_like.rollout.rows import row_seeds
 from nemo_like.run.progress import Sample
 from nemo_like.training.dataset import ExampleSource
 from nemo_like.training.encoding import encode_conversation
@@ -195,7 +196,7 @@ def _sampled_batch(
     rollout.check_versions(step, step)
     if step == 0:
         show_rollout(run, rollout, "rollout sample")
-    metrics = rollout.metrics()
+    metrics = rollout_metrics(rollout)
     if not config.needs_rewards:
         # Nothing scored the completions.
         metrics = {name: value for name, value in metrics.items() if "reward" not in name}

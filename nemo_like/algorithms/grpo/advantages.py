@@ -17,7 +17,7 @@ from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.metrics import Mean, Metrics, Sum
-from nemo_like.rollout.rollout import Rollout
+from nemo_like.rollout.rows import Rollout
 
 _MAX_KL = 20.0
 """Limit of the magnitude of a token's log-prob difference in `kl_to_go`."""

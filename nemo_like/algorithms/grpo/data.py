@@ -23,7 +23,7 @@ from nemo_like.diagnostics.row_checks import (
     encode_sample,
 )
 from nemo_like.prediction.lengths import RowLengths
-from nemo_like.rollout.prompt import Prompt
+from nemo_like.rollout.conversations import Prompt
 from nemo_like.run.progress import Progress, Sample
 from nemo_like.training.dataset import ExampleSource, RunData, describe_epoch, open_data
 from nemo_like.training.encoding import PromptRows, encode_question

@@ -16,7 +16,7 @@ from nemo_like.algorithms.grpo.update import train_on_rollout
 from nemo_like.config.paths import resolve_paths
 from nemo_like.data.loader import RowLoader
 from nemo_like.losses import RolloutLoss, rollout_loss
-from nemo_like.rollout.prompt import Prompt
+from nemo_like.rollout.conversations import Prompt
 from nemo_like.training.dataset import ExampleSource
 from nemo_like.training.evaluation import AnswerSampling, is_due, score_answers, show_rollout
 from nemo_like.training.open_run import open_training_run

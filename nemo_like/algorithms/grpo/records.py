@@ -18,7 +18,7 @@ from nemo_like.rollout.records import (
     remove_old_tokens,
     row_values,
 )
-from nemo_like.rollout.rollout import Rollout
+from nemo_like.rollout.rows import Rollout
 from nemo_like.run.files import write_json_lines
 from nemo_like.training.run import TrainingRun
 from nemo_like.training.throughput import StepWork

@@ -20,9 +20,9 @@ from nemo_like.data.loader import Position, RowLoader, SavedPosition
 from nemo_like.generation.requests import SamplingParams
 from nemo_like.metrics import Mean, Metrics, Sum
 from nemo_like.rollout.collector import RolloutJob
-from nemo_like.rollout.prompt import Prompt
-from nemo_like.rollout.rollout import Rollout, row_seeds
-from nemo_like.rollout.selection import concat_rollouts, select_rows
+from nemo_like.rollout.conversations import Prompt
+from nemo_like.rollout.metrics import rollout_metrics
+from nemo_like.rollout.rows import Rollout, concat_rollouts, row_seeds, select_rows
 from nemo_like.training.dataset import loader_metrics
 from nemo_like.training.run import TrainingRun
 
@@ -218,7 +218,7 @@ class StepRollout:
     def metrics(self) -> Metrics:
         """Return the metrics of all completions of the step, whether they are trained on or not."""
         sampled = self.rollout if self.sampled is None else self.sampled
-        return sampled.metrics() | self.sampling_metrics
+        return rollout_metrics(sampled) | self.sampling_metrics
 
 
 def rows_with_spread(

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.environments.code import check_code
-from nemo_like.environments.code_tests import parse_tests
+from nemo_like.environments.code import check_code, parse_tests
 from nemo_like.environments.sandbox import linux
 from nemo_like.environments.sandbox.isolation import remove_scratch
 from nemo_like.environments.sandbox.sandbox import Mechanism, Sandbox, SandboxError, SandboxLimits

@@ -24,11 +24,11 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.errors import WorkerDied, WorkerFailure, WorkerHung
-from nemo_like.environments.reward import BadRewardKind, RewardError, RewardProblem, RewardSample
+from nemo_like.environments.reward import BadRewardKind, RewardError, RewardProblem
 from nemo_like.metrics import Mean, Metrics, Sum
 from nemo_like.policy.policy import Policy
 from nemo_like.rollout.collector import RolloutJob
-from nemo_like.rollout.scored_conversation import ScoredConversation, scored_conversation
+from nemo_like.rollout.conversations import ScoredConversation, scored_conversation
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +208,7 @@ class ModelRewards:
         more failed than `reward.max_error_share` allows.
         """
         samples = [job.samples[row] for row in range(len(job.prompts))]
-        conversations = [self._conversation(sample) for sample in samples]
+        conversations = [scored_conversation(sample, self._data) for sample in samples]
         job.drops_problems = self._config.on_error == "drop"
         for model in self._models:
             scores = model.score(conversations)
@@ -234,6 +234,3 @@ class ModelRewards:
                 raise RewardError.from_problem(problem, job.samples[row])
             if row not in job.reward_problems:
                 job.add_problem(row, problem, self._config)
-
-    def _conversation(self, sample: RewardSample) -> ScoredConversation:
-        return scored_conversation(sample, self._data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,7 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.environments.reward import RewardProblem, RewardSample
 from nemo_like.generation.requests import Completions
-from nemo_like.metrics import Max, Mean, Metrics, Min, Sum
-from nemo_like.rollout.conversation_metrics import conversation_metrics
-from nemo_like.rollout.conversations import ConversationRow, conversation_record, row_segments
-from nemo_like.rollout.prompt import Prompt
-from nemo_like.rollout.reward_metrics import reward_metrics
-from nemo_like.rollout.reward_problems import problem_metrics, reward_mask
+from nemo_like.rollout.conversations import ConversationRow, Prompt
 
 
 @dataclass(frozen=True)
@@ -39,47 +34,7 @@ class Rollout:
     conversations: Sequence[ConversationRow] | None = None
     """B conversations, in rollouts of several turns."""
     reward_problems: Sequence[RewardProblem | None] = ()
-    """Of each row why a reward function failed; empty if none did."""
-
-    def metrics(self) -> Metrics:
-        """Return metrics of rewards, lengths, and completions that reached the length limit."""
-        lengths = self.completions.token_ids.lengths
-        reasons = np.array(self.completions.finish_reasons)
-        is_stopped = reasons == "stop"
-        # Without the completions that reached the limit, whose length is that of the limit.
-        stopped_lengths = lengths[is_stopped]
-        prompt_lengths = self.batch["length"] - lengths
-        if self.conversations is not None:
-            prompt_lengths = np.array([len(each.segments[0]) for each in self.conversations])
-        num_rows = len(lengths)
-        num_tokens = float(lengths.sum())
-        num_prompt_tokens = float(prompt_lengths.sum())
-        num_stopped_tokens = float(stopped_lengths.sum())
-        num_truncated = float(num_rows - len(stopped_lengths))
-        p90 = float(np.quantile(lengths, 0.9))
-        mask = self.batch["reward_mask"]
-        metrics = problem_metrics(self.reward_problems, mask)
-        if mask.any():
-            metrics |= reward_metrics(
-                self.batch["reward"][mask],
-                self.batch["group"][mask],
-                {name: values[mask] for name, values in self.components.items()},
-            )
-        metrics |= {
-            "generation/completion_length_mean": Mean(num_tokens, num_rows),
-            "generation/completion_length_max": Max(float(lengths.max())),
-            "generation/completion_length_min": Min(float(lengths.min())),
-            "generation/completion_length_p90": Max(p90),
-            "generation/completion_length_stopped_mean": Mean(
-                num_stopped_tokens, len(stopped_lengths)
-            ),
-            "generation/truncated_share": Mean(num_truncated, num_rows),
-            "generation/prompt_length_mean": Mean(num_prompt_tokens, num_rows),
-            "generation/num_tokens": Sum(num_tokens),
-        }
-        if self.conversations is not None:
-            metrics |= conversation_metrics(self.conversations)
-        return metrics
+    """Of each row why a reward function failed, None if none did."""
 
     def check_versions(self, oldest: int, newest: int) -> None:
         """Raise RuntimeError if a token was sampled with weights outside of these versions.
@@ -127,7 +82,7 @@ class Rollout:
             }
             for name, values in self.components.items():
                 record[f"reward_{name}"] = float(values[i])
-            problem = self.reward_problems[i] if self.reward_problems else None
+            problem = self.reward_problems[i]
             if problem is not None:
                 record["error"] = str(problem)
                 record["dropped"] = not self.batch["reward_mask"][i]
@@ -138,7 +93,13 @@ class Rollout:
             versions = self.completions.weight_versions[i]
             record["weight_versions"] = np.unique(versions).tolist()
             if self.conversations is not None:
-                record |= conversation_record(self.conversations[i])
+                conversation = self.conversations[i]
+                record |= {
+                    "messages": conversation.messages,
+                    "num_turns": conversation.num_turns,
+                    "ended_by": conversation.ended_by,
+                    "environment_metrics": conversation.metrics,
+                }
             records.append(record)
         return records
 
@@ -176,15 +137,77 @@ def build_rollout(
         pairs = zip(prompts, completions.token_ids, strict=True)
         segments = [[prompt.token_ids, token_ids] for prompt, token_ids in pairs]
     else:
-        segments = row_segments(conversations)
+        segments = [conversation.segments for conversation in conversations]
     batch = _training_rows(segments, completions)
     batch["reward"] = rewards
     prompt_indices = np.arange(len(prompts) // group_size, dtype=np.int64)
     batch["group"] = np.repeat(prompt_indices, group_size)
-    mask = reward_mask(problems or [None] * len(prompts), drops=drops_problems)
-    batch["reward_mask"] = mask
-    batch["row_mask"] = batch["row_mask"] & mask
+    problems = problems or [None] * len(prompts)
+    is_rewarded = [problem is None or not drops_problems for problem in problems]
+    batch["reward_mask"] = np.array(is_rewarded, dtype=bool)
+    batch["row_mask"] = batch["reward_mask"].copy()
     return Rollout(batch, samples, components, completions, conversations, problems)
+
+
+def select_rows(rollout: Rollout, rows: np.ndarray) -> Rollout:
+    """Return the given rows (int64 [n]) of a rollout in the given order; `group` is unchanged."""
+    conversations = None
+    if rollout.conversations is not None:
+        conversations = [rollout.conversations[row] for row in rows.tolist()]
+    return replace(
+        rollout,
+        conversations=conversations,
+        reward_problems=[rollout.reward_problems[row] for row in rows.tolist()],
+        batch=rollout.batch.select_indices(rows),
+        samples=[rollout.samples[row] for row in rows.tolist()],
+        components={name: values[rows] for name, values in rollout.components.items()},
+        completions=rollout.completions.take(rows),
+    )
+
+
+def concat_rollouts(parts: Sequence[Rollout]) -> Rollout:
+    """Concatenate the rows of rollouts; each prompt of the result has its own `group`.
+
+    A component of the reward that a part lacks is 0 in its rows. Raises ValueError for no parts.
+    """
+    if not parts:
+        raise ValueError("concat_rollouts needs at least one rollout")
+    batches = []
+    num_groups = 0
+    for part in parts:
+        groups = part.batch["group"]
+        batches.append({**part.batch, "group": groups + num_groups})
+        num_groups += int(groups.max(initial=-1)) + 1
+    samples = []
+    conversations = []
+    problems = []
+    for part in parts:
+        samples += part.samples
+        conversations += part.conversations or []
+        problems += part.reward_problems
+    has_conversations = parts[0].conversations is not None
+    return replace(
+        parts[0],
+        conversations=conversations if has_conversations else None,
+        reward_problems=problems,
+        batch=BatchedDataDict.from_batches(batches),
+        samples=samples,
+        components=_concat_components(parts),
+        completions=Completions.concat([part.completions for part in parts]),
+    )
+
+
+def _concat_components(parts: Sequence[Rollout]) -> dict[str, np.ndarray]:
+    """Return the components of the reward of all rows, float32 [B] each."""
+    names = dict.fromkeys(name for part in parts for name in part.components)
+    components = {}
+    for name in names:
+        columns = []
+        for part in parts:
+            missing = np.zeros(part.batch.size, dtype=np.float32)
+            columns.append(part.components.get(name, missing))
+        components[name] = np.concatenate(columns)
+    return components
 
 
 def _training_rows(
@@ -212,5 +235,4 @@ def _training_rows(
         token_mask=token_mask,
         generation_logprobs=Jagged(logprobs, input_ids.offsets),
         length=input_ids.lengths,
-        row_mask=np.ones(len(rows), dtype=bool),
     )
