@@ -1,4 +1,4 @@
-"""Checks before the first step: the workers, and the identity of frozen models.
+"""The identity of frozen models, which are read from their files at every start of a run.
 
 A checkpoint has no weights of frozen models: the model below LoRA adapters, the reference, teachers
 and reward models. It continues only with the models that it was trained with.
@@ -6,17 +6,12 @@ and reward models. It continues only with the models that it was trained with.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.schema import RunConfig
-from nemo_like.data.chat import ChatEncoder
 from nemo_like.models.weight_files import weights_digest
-from nemo_like.run.directory import RunDirectory
-from nemo_like.run.progress import Progress
-from nemo_like.training.workers import RunWorkers
 
 _POLICY = "policy.model_name"
 
@@ -75,30 +70,3 @@ def _role(key: str, config: RunConfig) -> str:
     if config.policy.lora.enabled:
         return "the frozen weights of its adapters"
     return "the reference policy"
-
-
-logger = logging.getLogger(__name__)
-
-
-def check_workers(
-    config: RunConfig,
-    encoder: ChatEncoder,
-    workers: RunWorkers,
-    directory: RunDirectory,
-    progress: Progress,
-) -> None:
-    """Check chat template, shared directory and row isolation before the first step.
-
-    Raises ConfigError, or WorkerError for a model whose packed rows see each other.
-    """
-    difference = encoder.prompt_difference()
-    if difference is not None:
-        logger.warning("the chat template makes rollouts and SFT rows differ: %s", difference)
-    if config.checkpointing.enabled or config.checkpointing.export_hf:
-        workers.policy.check_shared_directory(directory.path)
-    with (
-        progress.phase("checking that rows are isolated", unit="checks"),
-        workers.policy_onloaded(),
-    ):
-        # A kernel that attends across rows would train without an error, and wrongly.
-        workers.policy.probe_isolation()

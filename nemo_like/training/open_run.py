@@ -11,13 +11,19 @@ from dataclasses import replace
 
 from nemo_like.config.load import to_dict
 from nemo_like.config.schema import RunConfig
+from nemo_like.data.chat import ChatEncoder
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
 from nemo_like.policy.optim import resolve_decay_steps
 from nemo_like.run.checkpoint import Checkpointer
-from nemo_like.run.directory import log_config_changes, open_run_directory, write_config
+from nemo_like.run.directory import (
+    RunDirectory,
+    log_config_changes,
+    open_run_directory,
+    write_config,
+)
 from nemo_like.run.progress import Progress
 from nemo_like.run.tracking import check_logger, run_log
-from nemo_like.training.checks import check_frozen_models, check_workers, frozen_models
+from nemo_like.training.checks import check_frozen_models, frozen_models
 from nemo_like.training.dataset import RunData
 from nemo_like.training.lora_checks import check_resumed_lora
 from nemo_like.training.model_files import open_model_spec
@@ -26,7 +32,7 @@ from nemo_like.training.run_lines import header_lines
 from nemo_like.training.run_warnings import precision_warnings
 from nemo_like.training.saving import policy_directory
 from nemo_like.training.stopping import stop_requests
-from nemo_like.training.workers import start_workers
+from nemo_like.training.workers import RunWorkers, start_workers
 
 logger = logging.getLogger(__name__)
 
@@ -98,3 +104,27 @@ def open_training_run(
             except Exception as error:
                 run.saver.finish_after_error(error)
                 raise
+
+
+def check_workers(
+    config: RunConfig,
+    encoder: ChatEncoder,
+    workers: RunWorkers,
+    directory: RunDirectory,
+    progress: Progress,
+) -> None:
+    """Check chat template, shared directory and row isolation before the first step.
+
+    Raises ConfigError, or WorkerError for a model whose packed rows see each other.
+    """
+    difference = encoder.prompt_difference()
+    if difference is not None:
+        logger.warning("the chat template makes rollouts and SFT rows differ: %s", difference)
+    if config.checkpointing.enabled or config.checkpointing.export_hf:
+        workers.policy.check_shared_directory(directory.path)
+    with (
+        progress.phase("checking that rows are isolated", unit="checks"),
+        workers.policy_onloaded(),
+    ):
+        # A kernel that attends across rows would train without an error, and wrongly.
+        workers.policy.probe_isolation()
