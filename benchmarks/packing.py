@@ -43,7 +43,8 @@ from packing_references import (
 )
 
 from nemo_like.data.packing.algorithms import get_packer
-from nemo_like.data.planning.balance import Schedule, schedule
+from nemo_like.data.packing.packers import Packing
+from nemo_like.data.planning.balance import schedule
 from nemo_like.data.planning.bounds import l2_bound, lockstep_bound, rank_bound
 
 CAPACITIES = (8192, 32768)
@@ -172,7 +173,9 @@ def scheduling(
                             seconds, planned = _timed(
                                 partial(plan, lengths, capacity, num_ranks), 1
                             )
-                            bins = planned.bins() if isinstance(planned, Schedule) else planned
+                            bins = planned
+                            if isinstance(planned, Packing):
+                                bins = by_rank(planned, num_ranks)
                             cells.append({**measure(bins, lengths, capacity), "ms": seconds * 1e3})
                 report.row(
                     "schedules", rows=num_rows, ranks=num_ranks, scheduler=name, **_summary(cells)
@@ -198,6 +201,13 @@ def _schedulers(
     if arguments.verl is not None:
         schedulers["verl Karmarkar-Karp"] = verl(arguments.verl)
     return schedulers
+
+
+def by_rank(planned: Packing, num_ranks: int) -> RankBins:
+    """The bins of each rank of a schedule."""
+    bins = planned.bins()
+    count = len(bins) // num_ranks
+    return [bins[rank * count : (rank + 1) * count] for rank in range(num_ranks)]
 
 
 def measure(bins: RankBins, lengths: np.ndarray, capacity: int) -> dict[str, float]:
@@ -277,7 +287,7 @@ def overflow(report: Report, trials: int) -> None:
             microbatch_multiple=1 + trial % 4,
         )
         sizes = np.diff(planned.offsets)
-        over += int((planned.bin_tokens > capacity).sum())
+        over += int((planned.loads(lengths) > capacity).sum())
         wrong += sorted(planned.perm.tolist()) != list(range(num_rows))
         empty += np.count_nonzero(sizes) != min(num_rows, len(sizes))
     report.row("overflow", schedules=trials, over_cap=over, not_once=wrong, empty=empty)
@@ -299,14 +309,13 @@ def scaling(report: Report, max_rows: int, trace: np.ndarray | None) -> None:
                     ),
                     2,
                 )
-                measure_of = "lockstep_over_bound" if sync == "microbatch" else "rank_imbalance"
-                values |= {
-                    f"{sync}_ms": seconds * 1e3,
-                    measure_of: f"{planned.stats[measure_of]:.5f}",
-                }
-            report.row(
-                "scaling", rows=num_rows, ranks=num_ranks, M=planned.num_microbatches, **values
-            )
+                measures = measure(by_rank(planned, num_ranks), lengths, 8192)
+                name, key = ("lockstep_over_bound", "lock")
+                if sync == "step":
+                    name, key = ("rank_imbalance", "rank")
+                values |= {f"{sync}_ms": seconds * 1e3, name: f"{measures[key]:.5f}"}
+            num_microbatches = planned.num_bins // num_ranks
+            report.row("scaling", rows=num_rows, ranks=num_ranks, M=num_microbatches, **values)
 
 
 def _packer(algorithm: str, lengths: np.ndarray) -> Callable[[], Any]:

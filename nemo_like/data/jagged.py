@@ -136,38 +136,6 @@ class Jagged:
         lengths = np.concatenate([part.lengths for part in parts])
         return Jagged.from_lengths(values, lengths)
 
-    @classmethod
-    def from_padded(cls, padded: np.ndarray, lengths: np.ndarray) -> Jagged:
-        """Keep the first `lengths[b]` values of each row of `padded` [B, S]."""
-        longest = int(np.max(lengths, initial=0))
-        if len(lengths) != len(padded) or longest > padded.shape[1]:
-            raise ValueError(
-                f"{len(lengths)} lengths up to {longest} do not fit an array of shape"
-                f" {padded.shape}"
-            )
-        lengths = np.asarray(lengths)
-        is_real = np.arange(padded.shape[1]) < lengths[:, None]
-        return cls.from_lengths(padded[is_real], lengths)
-
-    def to_padded(self, pad_value: float = 0, length: int | None = None) -> np.ndarray:
-        """Return a padded array [B, S, ...] with S the longest row, or `length`.
-
-        Raises ValueError if a row is longer than `length`.
-        """
-        lengths = self.lengths
-        longest = int(lengths.max(initial=0))
-        padded_length = longest if length is None else length
-        if longest > padded_length:
-            raise ValueError(
-                f"a row has {longest} tokens, more than the requested length {padded_length}"
-            )
-        shape = (len(self), padded_length, *self.values.shape[1:])
-        padded = np.full(shape, pad_value, dtype=self.values.dtype)
-        # A mask selects in row-major order, which is the order of the flat values.
-        is_real = np.arange(padded_length) < lengths[:, None]
-        padded[is_real] = self.values
-        return padded
-
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:
     """Return row offsets int64 [B+1] of row lengths [B]."""

@@ -17,7 +17,7 @@ import numpy as np
 from nemo_like.data.packing.packers import Packing, prefix_sums
 from nemo_like.data.planning.oversize import FittedRows, fit_rows
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec, join_steps
-from nemo_like.data.planning.plan_step import StepPlan, join_ranks
+from nemo_like.data.planning.plan_step import join_ranks
 from nemo_like.integer_math import ceil_div, round_up
 
 _LINEAR_WORK = 24576
@@ -40,7 +40,7 @@ def plan_verl(
     return join_steps(spec, fitted, steps, ())
 
 
-def _plan_step(rows: np.ndarray, fitted: FittedRows, spec: PlanSpec) -> StepPlan:
+def _plan_step(rows: np.ndarray, fitted: FittedRows, spec: PlanSpec) -> Packing:
     """Plan the rows of one step, int64 [n]."""
     lengths = fitted.lengths[rows]
     work = (_LINEAR_WORK * lengths + lengths * lengths).tolist()

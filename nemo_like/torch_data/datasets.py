@@ -115,7 +115,7 @@ class ShardedIterableDataset(_ResumableDataset, Generic[Sample]):
 
         `drop_last` leaves out rows so that all ranks have equally many. `allow_empty` permits ranks
         and workers without rows. `seed_rows` seeds the random augmentation of each row, see
-        `row_seeding`. Raises ValueError for a rank out of range and fewer rows than ranks.
+        `feeds.seeded_row`. Raises ValueError for a rank out of range and fewer rows than ranks.
         """
         super().__init__()
         check_rank(dp_rank, dp_world_size)
@@ -143,6 +143,7 @@ class ShardedIterableDataset(_ResumableDataset, Generic[Sample]):
         loaded = self._take_loaded()
         if loaded is not None:
             feed.load_state_dict(loaded["position"])
+            self.epoch = feed.epoch
         self._shard = worker
         self._position_of = lambda: feed.state_dict({})
         return (entry.sample for entry in feed.samples())
@@ -168,14 +169,6 @@ class ShardedIterableDataset(_ResumableDataset, Generic[Sample]):
             is_endless=is_endless,
             max_rows=max(ceil_div(len(self) - worker, num_workers), 0),
         )
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after `state` in the next iteration, with the same number of workers.
-
-        Raises ValueError for what is not a state of this class.
-        """
-        super().load_state_dict(state)
-        self.epoch = int(state["position"]["order"]["epoch"])
 
     def _check_not_empty(self, num_workers: int) -> None:
         num_rows = len(self.dataset)
@@ -222,7 +215,7 @@ class LoadBalancedDataset(_ResumableDataset, Generic[Sample]):
         shards itself over ranks and workers.
 
         A batch has at most `max_tokens_for_batch` tokens: rows times the longest row, or with
-        `seq_packing_enabled` the sum of lengths (see `packing_support.check_packing_support`). A
+        `seq_packing_enabled` the sum of lengths (see `packed_collate.check_packing_support`). A
         longer row is alone in its batch, dropped or an error (`oversized`); rows are not truncated.
         Each group has `batches_per_optimizer_step` batches (`load_balanced_accumulate_steps` of
         Cosmos-RL), the last one of a finite stream may have fewer. `max_num_steps` limits the
@@ -241,15 +234,17 @@ class LoadBalancedDataset(_ResumableDataset, Generic[Sample]):
             )
         _check_choice("oversized", oversized, _NO_TRUNCATION)
         _check_choice("batching_strategy", batching_strategy, get_args(BatchingStrategy))
-        for name, value in (
-            ("pool_size", pool_size),
-            ("batches_per_optimizer_step", batches_per_optimizer_step),
-            ("max_tokens_for_batch", max_tokens_for_batch),
-            ("max_num_steps", 1 if max_num_steps is None else max_num_steps),
-        ):
-            check_integer(name, value, 1)
-        if isinstance(dataset, ShardedIterableDataset) and dataset.allow_empty:
-            _check_empty_shards(infinite_loop, coordinator)
+        check_integer("pool_size", pool_size, 1)
+        check_integer("batches_per_optimizer_step", batches_per_optimizer_step, 1)
+        check_integer("max_tokens_for_batch", max_tokens_for_batch, 1)
+        if max_num_steps is not None:
+            check_integer("max_num_steps", max_num_steps, 1)
+        may_be_empty = isinstance(dataset, ShardedIterableDataset) and dataset.allow_empty
+        if may_be_empty and (infinite_loop or coordinator is None):
+            raise ValueError(
+                "allow_empty=True gives ranks without rows, which need infinite_loop=False and a"
+                " coordinator that aligns their steps; else other ranks wait for them"
+            )
         self.dataset = dataset
         self.max_num_steps = max_num_steps
         self.infinite_loop = infinite_loop
@@ -298,14 +293,6 @@ class LoadBalancedDataset(_ResumableDataset, Generic[Sample]):
         """
         self._num_skipped = check_integer("num_groups", num_groups, 0)
         self._loaded = None
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after `state` in the next iteration, with the same number of workers.
-
-        Raises ValueError for what is not a state of this class.
-        """
-        super().load_state_dict(state)
-        self._num_skipped = 0
 
     def _check_iteration(self, num_workers: int) -> None:
         """Raise ValueError for options that DataLoader workers do not support."""
@@ -394,14 +381,6 @@ def _groups(stream: SampleStream[Sample], max_groups: int | None) -> Iterator[li
         if group is None:
             return
         yield group
-
-
-def _check_empty_shards(infinite_loop: bool, coordinator: Coordinator | None) -> None:
-    if infinite_loop or coordinator is None:
-        raise ValueError(
-            "allow_empty=True gives ranks without rows, which need infinite_loop=False and a"
-            " coordinator that aligns their steps; else other ranks wait for them"
-        )
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

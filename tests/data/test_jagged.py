@@ -24,9 +24,7 @@ def make(lengths: list[int]) -> tuple[Jagged, list[list[int]]]:
     picks=st.lists(st.integers(0, 1_000), max_size=12),
     max_length=st.integers(0, 300),
 )
-def test_take_slice_truncate_concat_pad(
-    lengths: list[int], picks: list[int], max_length: int
-) -> None:
+def test_take_slice_truncate_concat(lengths: list[int], picks: list[int], max_length: int) -> None:
     jagged, rows = make(lengths)
     picks = [pick % len(rows) for pick in picks]
     assert rows_of(jagged) == rows
@@ -36,9 +34,6 @@ def test_take_slice_truncate_concat_pad(
     assert rows_of(jagged.slice(1, len(rows))) == rows[1:]
     assert rows_of(jagged.truncate(max_length)) == [row[:max_length] for row in rows]
     assert rows_of(Jagged.concat([jagged, taken])) == rows + rows_of(taken)
-    padded = jagged.to_padded(pad_value=-1)
-    assert padded.tolist() == [row + [-1] * (max(lengths) - len(row)) for row in rows]
-    assert rows_of(Jagged.from_padded(padded, jagged.lengths)) == rows
 
 
 def test_take_copies_and_slice_does_not() -> None:
@@ -53,7 +48,6 @@ def test_take_copies_and_slice_does_not() -> None:
 def test_values_may_have_more_dims() -> None:
     jagged = Jagged.from_lengths(np.arange(10).reshape(5, 2), np.array([2, 3]))
     assert jagged.take([1, 0])[0].tolist() == [[4, 5], [6, 7], [8, 9]]
-    assert jagged.to_padded().shape == (2, 3, 2)
 
 
 @pytest.mark.parametrize("lengths", [[0] * 3, [400, 2, 700]])
@@ -68,12 +62,6 @@ def test_what_does_not_fit_is_refused() -> None:
     jagged, _ = make([2, 3])
     with pytest.raises(ValueError, match="row lengths add up to 3 but there are 4 values"):
         Jagged.from_lengths(np.zeros(4), np.array([1, 2]))
-    with pytest.raises(ValueError, match="a row has 3 tokens, more than the requested length 2"):
-        jagged.to_padded(length=2)
-    with pytest.raises(
-        ValueError, match=r"2 lengths up to 4 do not fit an array of shape \(2, 3\)"
-    ):
-        Jagged.from_padded(jagged.to_padded(), np.array([1, 4]))
     with pytest.raises(IndexError, match="row 2 of 2"):
         _ = jagged[2]
     with pytest.raises(ValueError, match="at least one part"):

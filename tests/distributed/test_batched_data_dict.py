@@ -34,10 +34,10 @@ ALGORITHMS = [
 def make_batch(lengths: list[int]) -> BatchedDataDict:
     """One column of each kind; every value identifies its row."""
     rows = [100 * (row + 1) + np.arange(length) for row, length in enumerate(lengths)]
-    jagged = Jagged.from_rows(rows, np.int32)
+    padded = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row) for row in rows], True)
     return BatchedDataDict(
-        input_ids=torch.from_numpy(jagged.to_padded().astype(np.int64)),
-        tokens=jagged,
+        input_ids=padded,
+        tokens=Jagged.from_rows(rows, np.int32),
         input_lengths=torch.tensor(lengths),
         reward=np.arange(len(lengths), dtype=np.float32),
         image=torch.arange(len(lengths) * 6).reshape(len(lengths), 2, 3),

@@ -144,7 +144,9 @@ class SequencePacker:
         """Run the joint scheduler for one rank, with tokens as work. `lengths` is int64 [n]."""
         # Without a cost model tokens are the only known measure of work. With one rank every bin
         # is a microbatch, so the bin count settings are those of microbatches.
-        scheduled = schedule(
+        if len(lengths) == 0 and self.min_bin_count:
+            self._check_num_bins(self.min_bin_count, 0)
+        return schedule(
             lengths,
             self.bin_capacity,
             num_ranks=1,
@@ -152,9 +154,6 @@ class SequencePacker:
             microbatch_multiple=self.bin_count_multiple or 1,
             min_microbatches=max(self.min_bin_count or 0, 1),
         )
-        if len(lengths) == 0 and self.min_bin_count:
-            self._check_num_bins(self.min_bin_count, 0)
-        return Packing(scheduled.perm, scheduled.offsets)
 
     def _check_num_bins(self, num_bins: int, num_rows: int) -> None:
         """Raise ValueError if there are more bins than rows, since no bin may be empty."""

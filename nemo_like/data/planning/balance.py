@@ -2,14 +2,14 @@
 
 Both are decided together, from lengths and work alone: a greedy construction (LPT and others) and
 then local search. Invariants of every schedule:
-* each row is in one bin, and all rows of a group are in the same bin;
+* each row is in one bin;
 * no bin has more than `max_tokens` tokens;
 * every rank has the same number of bins, a multiple of `microbatch_multiple`, and the smallest
   number for which a construction succeeds;
-* no bin is empty unless there are fewer rows (or groups) than bins;
+* no bin is empty unless there are fewer rows than bins;
 * the same arguments give the same schedule.
 
-`bounds` has the lower bounds that `Schedule.stats` compares with.
+`bounds` has lower bounds with which a schedule can be compared.
 """
 
 from __future__ import annotations
@@ -17,24 +17,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from nemo_like.data.packing.packers import Packing, checked_lengths, prefix_sums
+from nemo_like.data.packing.packers import Packing, prefix_sums
 from nemo_like.data.planning import balance_kernels
-from nemo_like.data.planning.bounds import l2_bound, lockstep_bound, rank_bound
-from nemo_like.data.planning.cost import CostModel
+from nemo_like.data.planning.bounds import l2_bound
 from nemo_like.data.planning.local_search import AssignmentSearch, Items
-from nemo_like.data.planning.schedule_inputs import (
-    check_settings,
-    check_token_limit,
-    checked_work,
-    inverse_permutation,
-    sorted_items,
-)
 from nemo_like.integer_math import ceil_div, round_up
 from nemo_like.parallel_layout import Sync
 
@@ -58,92 +48,6 @@ Assignment = tuple[np.ndarray, np.ndarray]
 """(bin of each item, int64 [n]; rank of each bin, int64 [K])"""
 
 
-@dataclass(frozen=True, eq=False)
-class Schedule:
-    """Rows in bins as two arrays, rank-major.
-
-    Bin m of rank r has the rows `perm[offsets[r * M + m] : offsets[r * M + m + 1]]`. The bins of a
-    rank are sorted by decreasing work.
-
-    Example: two ranks of two microbatches, `perm=[0, 3, 1, 2]` and `offsets=[0, 1, 2, 4, 4]`: rank
-    0 runs rows [0] and [3], rank 1 runs rows [1, 2] and, as no rows are left, an empty bin.
-    """
-
-    perm: np.ndarray
-    """int64 [n], each row once."""
-    offsets: np.ndarray
-    """int64 [R * M + 1]."""
-    num_ranks: int
-    num_microbatches: int
-    """M, the number of bins of each rank; 0 if there are no rows."""
-    min_microbatches: int
-    """Lower bound on M by the L2 bound, rounded up to the multiple."""
-    max_tokens: int
-    lengths: np.ndarray
-    """int64 [n], as given."""
-    work: np.ndarray
-    """float64 [n], as given or by the cost model."""
-
-    def bins(self) -> list[list[list[int]]]:
-        """Rows by rank and microbatch."""
-        flat = Packing(self.perm, self.offsets).bins()
-        by_rank = []
-        for rank in range(self.num_ranks):
-            start = rank * self.num_microbatches
-            by_rank.append(flat[start : start + self.num_microbatches])
-        return by_rank
-
-    @cached_property
-    def bin_tokens(self) -> np.ndarray:
-        """int64 [R, M]."""
-        return self._by_bin(self.lengths)
-
-    @cached_property
-    def bin_work(self) -> np.ndarray:
-        """float64 [R, M]."""
-        return self._by_bin(self.work)
-
-    @cached_property
-    def stats(self) -> dict[str, float]:
-        """Quality of the schedule, relative to lower bounds.
-
-        `rank_imbalance` is `max_rank_work / max(mean_rank_work, max_row_work)`. `lockstep_ratio` is
-        the sum over microbatches of the max-loaded rank, over the same denominator.
-        `rank_over_bound` and `lockstep_over_bound` divide by the best lower bound under this token
-        limit and number of microbatches instead: 1 is provably optimal.
-        """
-        rank_work = self.bin_work.sum(axis=1)
-        makespan = float(rank_work.max(initial=0.0))
-        microbatch_work = self.bin_work.max(axis=0, initial=0.0)
-        lockstep_work = float(microbatch_work.sum())
-        mean_rank_work = float(self.work.sum()) / self.num_ranks
-        max_row_work = float(self.work.max(initial=0.0))
-        # The max-loaded rank has at least the mean work, and some rank has the largest row. Without
-        # any work the ratios are 0.
-        simple_bound = max(mean_rank_work, max_row_work) or 1.0
-        shape = (self.lengths, self.work, self.max_tokens, self.num_ranks, self.num_microbatches)
-        may_be_empty = bool((np.diff(self.offsets) == 0).any())
-        makespan_bound = max(rank_bound(*shape, may_be_empty=may_be_empty), simple_bound)
-        lockstep_work_bound = max(lockstep_bound(*shape), simple_bound)
-        capacity = max(1, self.bin_tokens.size * self.max_tokens)
-        return {
-            "num_microbatches": float(self.num_microbatches),
-            "min_microbatches": float(self.min_microbatches),
-            "utilization": float(self.lengths.sum()) / capacity,
-            "rank_imbalance": makespan / simple_bound,
-            "rank_over_bound": makespan / makespan_bound,
-            "lockstep_ratio": lockstep_work / simple_bound,
-            "lockstep_over_bound": lockstep_work / lockstep_work_bound,
-        }
-
-    def _by_bin(self, values: np.ndarray) -> np.ndarray:
-        """Sum `values` [n] over the rows of each bin, [R, M] of the same dtype."""
-        num_bins = len(self.offsets) - 1
-        bin_of = np.repeat(np.arange(num_bins), np.diff(self.offsets))
-        sums = np.bincount(bin_of, values[self.perm], minlength=num_bins)
-        return sums.astype(values.dtype).reshape(self.num_ranks, self.num_microbatches)
-
-
 @contextmanager
 def few_plans() -> Iterator[None]:
     """Plan batches of up to 200 rows without numba inside the block; the plans are the same.
@@ -159,102 +63,59 @@ def few_plans() -> Iterator[None]:
 
 
 def schedule(
-    lengths: Sequence[int] | np.ndarray,
+    lengths: np.ndarray,
     max_tokens: int,
     num_ranks: int,
     *,
-    work: CostModel | np.ndarray | None = None,
+    work: np.ndarray,
     sync: Sync = "microbatch",
     microbatch_multiple: int = 1,
     min_microbatches: int = 1,
-    groups: Sequence[int] | np.ndarray | None = None,
-    effort: float = 1.0,
-    use_numba: bool | None = None,
-) -> Schedule:
+) -> Packing:
     """Assign rows to bins and bins to ranks under a token limit.
 
-    The schedule has the smallest number of microbatches for which a construction succeeds, then a
-    small makespan. With `sync="microbatch"` the objective is the sum over microbatches of the
-    max-loaded rank, with `sync="step"` the total of the max-loaded rank.
+    Bin `r * M + m` of the result is microbatch m of rank r. M is the smallest multiple of
+    `microbatch_multiple`, at least `min_microbatches`, for which a construction succeeds. The bins
+    of a rank are sorted by decreasing work. With `sync="microbatch"` the objective is the sum over
+    microbatches of the max-loaded rank, with `sync="step"` the total of the max-loaded rank.
 
-    `lengths` int [n] are tokens. `work` is the time of each row, float [n], or the cost model that
-    gives it. Each rank has at least `min_microbatches`, a multiple of `microbatch_multiple`. Rows
-    with equal id in `groups` int [n] share a bin, in their given order. `effort` scales the limit
-    on local search; 0 means none. `use_numba`: None compiles if numba is installed and there are
-    enough rows, False interprets with a lower limit, True requires numba.
+    `lengths` int64 [n] are tokens, each from 1 to `max_tokens`; raises ValueError otherwise. `work`
+    float64 [n] is the time of each row, at least 0.
 
-    Raises ValueError for a row or group above `max_tokens`, for counts below 1 and for arrays of
-    other shapes.
-
-    Example: `schedule([6, 4, 4, 4, 2], max_tokens=10, num_ranks=2).bins()` is `[[[0, 3]], [[1, 2,
-    4]]]`, two full bins.
+    Example: rows of 6, 4, 4, 4, 2 tokens with equal work per token, 10 tokens and two ranks are the
+    bins [0, 3] and [1, 2, 4], one per rank.
     """
-    counts = {
-        "max_tokens": max_tokens,
-        "num_ranks": num_ranks,
-        "microbatch_multiple": microbatch_multiple,
-    }
-    check_settings(counts, sync, effort)
-    lengths = checked_lengths(lengths)
-    work = checked_work(work, lengths)
     if len(lengths) == 0:
-        return _empty_schedule(num_ranks, max_tokens, work)
-    item_of, items = sorted_items(groups, lengths, work)
-    check_token_limit(item_of, items.tokens, max_tokens, groups is not None)
-
-    num_needed_bins = l2_bound(items.tokens, max_tokens)
-    bound = max(min_microbatches, ceil_div(num_needed_bins, num_ranks))
-    bound = round_up(bound, microbatch_multiple)
-    kernels = _kernels(use_numba, len(items))
-    num_microbatches = bound
+        return Packing(np.empty(0, np.int64), np.zeros(1, np.int64))
+    order = np.argsort(-work, kind="stable")
+    items = Items(lengths[order], work[order])
+    kernels = _kernels(len(items))
+    num_needed = ceil_div(l2_bound(items.tokens, max_tokens), num_ranks)
+    num_microbatches = round_up(max(min_microbatches, num_needed), microbatch_multiple)
     # The lower bound is usually attained. With one row per bin the construction always succeeds, so
     # the loop ends.
     while True:
         num_bins = num_microbatches * num_ranks
         search = AssignmentSearch(items, max_tokens, num_ranks, num_bins, kernels)
-        found = _minimize(search, sync, effort)
+        found = _minimize(search, sync)
         if found is not None:
             break
         num_microbatches += microbatch_multiple
     bin_of, rank_of = found
-    positions = _rank_major_positions(search.bin_work(bin_of), rank_of)
-    position_of_row = positions[bin_of[item_of]]
-    perm, offsets = _sorted_by_bin(position_of_row, item_of, search.num_bins)
-    return Schedule(
-        perm=perm,
-        offsets=offsets,
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        min_microbatches=bound,
-        max_tokens=max_tokens,
-        lengths=lengths,
-        work=work,
-    )
+    positions = _rank_major_positions(search.bin_work(bin_of), rank_of)[bin_of]
+    sizes = np.bincount(positions, minlength=num_bins)
+    # Within a bin by decreasing work.
+    return Packing(order[np.argsort(positions, kind="stable")], prefix_sums(sizes))
 
 
-def _empty_schedule(num_ranks: int, max_tokens: int, work: np.ndarray) -> Schedule:
-    """Return the schedule of no rows; `work` is float [0]."""
-    no_rows = np.empty(0, np.int64)
-    return Schedule(
-        perm=no_rows,
-        offsets=np.zeros(1, np.int64),
-        num_ranks=num_ranks,
-        num_microbatches=0,
-        min_microbatches=0,
-        max_tokens=max_tokens,
-        lengths=no_rows,
-        work=work,
-    )
-
-
-def _minimize(search: AssignmentSearch, sync: Sync, effort: float) -> Assignment | None:
+def _minimize(search: AssignmentSearch, sync: Sync) -> Assignment | None:
     """Return the best assignment found for the objective of `sync`; None if none fits."""
     # The limit is in steps, not in seconds, so that the result is deterministic.
     max_steps = _STEPS_PER_ROW * len(search.items)
     if search.kernels is None:
         max_steps = min(max_steps, _MAX_INTERPRETED_STEPS)
     minimize = _minimize_lockstep if sync == "microbatch" else _minimize_makespan
-    return minimize(search, int(effort * max_steps))
+    return minimize(search, max_steps)
 
 
 def assign_bins(
@@ -272,8 +133,6 @@ def assign_bins(
 
     Example: work [5, 1, 4, 2] over 2 ranks is `[[0, 1], [2, 3]]`: lockstep 5 + 2, ranks 6 and 6.
     """
-    counts = {"num_ranks": num_ranks, "microbatch_multiple": microbatch_multiple}
-    check_settings(counts, sync, effort=0.0)
     work = np.asarray(bin_work, dtype=np.float64)
     bins_multiple = num_ranks * microbatch_multiple
     num_microbatches = ceil_div(len(work), bins_multiple) * microbatch_multiple
@@ -286,7 +145,7 @@ def assign_bins(
         capacity=1,
         num_ranks=num_ranks,
         num_bins=num_microbatches * num_ranks,
-        kernels=_kernels(None, len(work)),
+        kernels=_kernels(len(work)),
     )
     position_of = np.arange(len(work))
     rank_of = search.assign_ranks(search.bin_work(position_of))
@@ -375,31 +234,12 @@ def _minimize_makespan(search: AssignmentSearch, max_steps: int) -> Assignment |
 
 def _rank_major_positions(bin_work: np.ndarray, rank_of: np.ndarray) -> np.ndarray:
     """Position of each bin, int64 [K], when sorted by rank and then by decreasing work."""
-    order = np.lexsort((-bin_work, rank_of))
-    return inverse_permutation(order)
+    positions = np.empty(len(bin_work), dtype=np.int64)
+    positions[np.lexsort((-bin_work, rank_of))] = np.arange(len(bin_work))
+    return positions
 
 
-def _sorted_by_bin(
-    bin_of_row: np.ndarray, item_of: np.ndarray, num_bins: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Sort rows by bin, then by item (decreasing work), then as given: (perm [n], offsets [K + 1]).
-
-    Both inputs are int64 [n].
-    """
-    sizes = np.bincount(bin_of_row, minlength=num_bins)
-    perm = np.lexsort((item_of, bin_of_row))
-    return perm, prefix_sums(sizes)
-
-
-def _kernels(use_numba: bool | None, num_rows: int) -> Any | None:
+def _kernels(num_rows: int) -> Any | None:
     """Return the compiled kernels, or None to interpret."""
     min_rows = _MAX_EQUAL_ROWS + 1 if _avoid_numba.get() else _MIN_COMPILED_ROWS
-    if use_numba is False or (use_numba is None and num_rows < min_rows):
-        return None
-    kernels = balance_kernels.compiled()
-    if use_numba and kernels is None:
-        raise ValueError(
-            "use_numba=True but numba is not installed; install nemo-like[speed] or leave use_numba"
-            " at None"
-        )
-    return kernels
+    return None if num_rows < min_rows else balance_kernels.compiled()

@@ -20,7 +20,15 @@ from nemo_like.config.text import counted
 from nemo_like.data.packing.metrics import bin_stats
 from nemo_like.data.packing.packers import Packing, checked_lengths, prefix_sums
 from nemo_like.data.planning.oversize import FittedRows, checked_groups, checked_trained, fit_rows
-from nemo_like.data.planning.plan_step import StepPlan, join_ranks, longest_of, plan_rank, plan_step
+from nemo_like.data.planning.plan_step import (
+    assign_to_ranks,
+    in_execution_order,
+    join_ranks,
+    longest_of,
+    plan_rank,
+    plan_step,
+    work_of_bins,
+)
 from nemo_like.data.planning.spec import Microbatch, PlanSpec
 from nemo_like.integer_math import ceil_div, round_up
 
@@ -375,10 +383,10 @@ def plan_batch(
 
 
 def join_steps(
-    spec: PlanSpec, fitted: FittedRows, steps: list[StepPlan], dropped: tuple[int, ...]
+    spec: PlanSpec, fitted: FittedRows, steps: list[Packing], dropped: tuple[int, ...]
 ) -> BatchPlan:
     """Join the plans of all steps into one, rank after rank."""
-    num_microbatches = [step.num_microbatches for step in steps]
+    num_microbatches = [step.num_bins // spec.num_ranks for step in steps]
     step_offsets = prefix_sums(np.asarray(num_microbatches, dtype=np.int64))
     bins = _rank_major_bins(steps, spec.num_ranks)
     padded = fitted.padded_lengths[bins.perm]
@@ -401,21 +409,60 @@ def join_steps(
     )
 
 
-def _rank_major_bins(steps: list[StepPlan], num_ranks: int) -> Packing:
+def _rank_major_bins(steps: list[Packing], num_ranks: int) -> Packing:
     """Join the bins of all steps; those of rank 0 over all steps come first."""
     if not steps:
         return Packing(np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
     if len(steps) == 1:
-        return steps[0].bins
-    perm = np.concatenate([step.bins.perm for step in steps])
-    sizes = np.concatenate([np.diff(step.bins.offsets) for step in steps])
+        return steps[0]
+    perm = np.concatenate([step.perm for step in steps])
+    sizes = np.concatenate([np.diff(step.offsets) for step in steps])
     step_major = Packing(perm, prefix_sums(sizes))
     # Ids of the bins of each step, int64 [R, M of the step].
     bin_ids = []
     first = 0
     for step in steps:
-        ids = first + np.arange(step.bins.num_bins)
-        bin_ids.append(ids.reshape(num_ranks, step.num_microbatches))
-        first += step.bins.num_bins
+        ids = first + np.arange(step.num_bins)
+        bin_ids.append(ids.reshape(num_ranks, -1))
+        first += step.num_bins
     rank_major_ids = np.concatenate(bin_ids, axis=1).ravel()
     return step_major.take(rank_major_ids)
+
+
+def plan_bins(
+    bins: Packing,
+    lengths: np.ndarray,
+    spec: PlanSpec,
+    *,
+    num_microbatches: int = 0,
+    num_truncated: int = 0,
+    num_oversize: int = 0,
+    num_trained: np.ndarray | None = None,
+) -> BatchPlan:
+    """Plan one step whose microbatches are formed already: assign them to the ranks of `spec`.
+
+    `bins` has the rows of each microbatch as indices into `lengths` int64 [B] and `num_trained`
+    int64 [B], their tokens with loss; none is empty. Each rank runs at least `num_microbatches`,
+    with dummies where there are fewer.
+    """
+    padded = round_up(lengths, spec.row_multiple)
+    step = bins
+    # One microbatch is the most frequent step of an aligned rank; it needs no assignment.
+    if bins.num_bins > 1 or spec.bins_multiple > 1:
+        step = assign_to_ranks(bins, work_of_bins(bins, padded, num_trained, spec), spec)
+    step = in_execution_order(step, padded, spec)
+    num_assigned = step.num_bins // spec.num_ranks
+    if num_assigned < num_microbatches:
+        # -1 is an empty bin.
+        ids = np.full((spec.num_ranks, num_microbatches), -1)
+        ids[:, :num_assigned] = np.arange(step.num_bins).reshape(spec.num_ranks, num_assigned)
+        step = step.take(ids.ravel())
+    fitted = FittedRows(
+        lengths=lengths,
+        padded_lengths=padded,
+        is_dropped=np.zeros(len(lengths), dtype=bool),
+        num_truncated=num_truncated,
+        num_oversize=num_oversize,
+        num_trained=num_trained,
+    )
+    return join_steps(spec, fitted, [step], ())

@@ -1,6 +1,7 @@
 """Planning of one optimizer step: rows to microbatches, and microbatches to ranks.
 
-`plan` joins the steps.
+A step is a `Packing` with as many bins for each rank: with R ranks and R * M bins, bin r * M + m
+is microbatch m of rank r. An empty bin is a dummy microbatch. `plan` joins the steps.
 """
 
 from __future__ import annotations
@@ -17,17 +18,6 @@ from nemo_like.data.planning.oversize import FittedRows, group_rows
 from nemo_like.data.planning.padded import form_padded
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.integer_math import ceil_div, round_up
-
-
-@dataclass(frozen=True, eq=False)
-class StepPlan:
-    """Plan of one step: microbatch m of rank r is bin `r * num_microbatches + m`.
-
-    An empty bin is a dummy microbatch.
-    """
-
-    bins: Packing
-    num_microbatches: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +42,7 @@ class _Items:
 
 def plan_step(
     rows: np.ndarray, fitted: FittedRows, groups: np.ndarray | None, spec: PlanSpec
-) -> StepPlan:
+) -> Packing:
     """Assign `rows` (row ids int64 [n]) to the ranks of `spec`; the result has bins of row ids.
 
     `groups` int64 [B] are group ids of all rows of the batch.
@@ -64,7 +54,7 @@ def plan_step(
         spec,
     )
     if len(items.lengths) == 0:
-        step = StepPlan(_empty_bins(spec.bins_multiple), spec.microbatch_multiple)
+        step = _empty_bins(spec.bins_multiple)
     elif spec.max_tokens is None:
         step = _plan_in_order(items, spec)
     elif spec.layout == "padded":
@@ -72,13 +62,16 @@ def plan_step(
     else:
         step = _plan_packed(items, spec)
     # Items to positions in `rows`, then to row ids.
-    bins = step.bins.expand(items.rows)
+    bins = step.expand(items.rows)
     bins = Packing(rows[bins.perm], bins.offsets)
-    if spec.microbatch_order == "largest_first":
-        bins = largest_first(
-            bins, fitted.padded_lengths, spec.num_ranks, is_padded=spec.layout == "padded"
-        )
-    return StepPlan(bins, step.num_microbatches)
+    return in_execution_order(bins, fitted.padded_lengths, spec)
+
+
+def in_execution_order(bins: Packing, padded_lengths: np.ndarray, spec: PlanSpec) -> Packing:
+    """Sort the microbatches of each rank as `spec.microbatch_order` selects."""
+    if spec.microbatch_order == "packer":
+        return bins
+    return largest_first(bins, padded_lengths, spec.num_ranks, is_padded=spec.layout == "padded")
 
 
 def plan_rank(rows: np.ndarray, padded_lengths: np.ndarray, spec: PlanSpec) -> Packing:
@@ -140,7 +133,7 @@ def longest_of(bins: Packing, lengths: np.ndarray) -> np.ndarray:
     return longest
 
 
-def join_ranks(rank_bins: list[Packing], microbatch_multiple: int) -> StepPlan:
+def join_ranks(rank_bins: list[Packing], microbatch_multiple: int) -> Packing:
     """Join the bins of all ranks and add empty bins, so that all ranks have the same number."""
     max_bins = max(bins.num_bins for bins in rank_bins)
     # At least one microbatch, so that a step without rows still runs on every rank.
@@ -155,7 +148,7 @@ def join_ranks(rank_bins: list[Packing], microbatch_multiple: int) -> StepPlan:
         offsets.append(ends + num_rows)
         num_rows += len(bins.perm)
     perm = np.concatenate([bins.perm for bins in rank_bins])
-    return StepPlan(Packing(perm, np.concatenate(offsets)), num_microbatches)
+    return Packing(perm, np.concatenate(offsets))
 
 
 def _items(
@@ -210,13 +203,14 @@ def padded_work(
     return row_work(longest, spec, np.zeros_like(longest)), head * num_trained
 
 
-def _plan_packed(items: _Items, spec: PlanSpec) -> StepPlan:
+def _plan_packed(items: _Items, spec: PlanSpec) -> Packing:
     """Pack items and assign the bins to ranks, jointly with the `balanced` algorithm."""
     capacity = spec.capacity or 0
     # An item above the capacity counts as a full bin, so no other row shares its bin.
     lengths = np.minimum(items.lengths, capacity)
     if spec.algorithm == PackingAlgorithm.BALANCED:
-        scheduled = schedule(
+        assert items.work is not None, "checked by the spec"
+        return schedule(
             lengths,
             capacity,
             spec.num_ranks,
@@ -224,8 +218,6 @@ def _plan_packed(items: _Items, spec: PlanSpec) -> StepPlan:
             sync=spec.sync,
             microbatch_multiple=spec.microbatch_multiple,
         )
-        bins = Packing(scheduled.perm, scheduled.offsets)
-        return StepPlan(bins, scheduled.num_microbatches)
     packer = _bin_packer(spec)
     bins = packer.pack_csr(lengths)
     # Fill up with split bins instead of dummies, as far as there are rows.
@@ -235,7 +227,7 @@ def _plan_packed(items: _Items, spec: PlanSpec) -> StepPlan:
     return assign_to_ranks(bins, bin_work, spec)
 
 
-def _plan_padded(items: _Items, spec: PlanSpec) -> StepPlan:
+def _plan_padded(items: _Items, spec: PlanSpec) -> Packing:
     """Form padded microbatches under the token budget and assign them to ranks."""
     bins = form_padded(
         items.lengths,
@@ -254,7 +246,7 @@ def _plan_padded(items: _Items, spec: PlanSpec) -> StepPlan:
     return assign_to_ranks(bins, bin_work, spec)
 
 
-def _plan_in_order(items: _Items, spec: PlanSpec) -> StepPlan:
+def _plan_in_order(items: _Items, spec: PlanSpec) -> Packing:
     """Give each rank a consecutive share of the rows, in microbatches of `max_rows` rows."""
     # Shares have equal numbers of rows, rounded to items: a group is never divided.
     rows_before = prefix_sums(items.num_rows)
@@ -270,7 +262,7 @@ def _plan_in_order(items: _Items, spec: PlanSpec) -> StepPlan:
     return join_ranks(rank_bins, spec.microbatch_multiple)
 
 
-def assign_to_ranks(bins: Packing, bin_work: np.ndarray | None, spec: PlanSpec) -> StepPlan:
+def assign_to_ranks(bins: Packing, bin_work: np.ndarray | None, spec: PlanSpec) -> Packing:
     """Assign bins to ranks without changing them: by `bin_work` float64 [K], or round-robin."""
     if bin_work is None:
         num_multiples = ceil_div(bins.num_bins, spec.bins_multiple)
@@ -284,7 +276,7 @@ def assign_to_ranks(bins: Packing, bin_work: np.ndarray | None, spec: PlanSpec) 
         rank_major = assign_bins(
             bin_work, spec.num_ranks, sync=spec.sync, microbatch_multiple=spec.microbatch_multiple
         )
-    return StepPlan(bins.take(np.ravel(rank_major)), rank_major.shape[1])
+    return bins.take(np.ravel(rank_major))
 
 
 def _bin_packer(spec: PlanSpec) -> SequencePacker:
@@ -303,3 +295,18 @@ def _empty_bins(num_bins: int) -> Packing:
     no_rows = np.empty(0, dtype=np.int64)
     offsets = np.zeros(num_bins + 1, dtype=np.int64)
     return Packing(no_rows, offsets)
+
+
+def work_of_bins(
+    bins: Packing, padded: np.ndarray, num_trained: np.ndarray | None, spec: PlanSpec
+) -> np.ndarray | None:
+    """Return the work of each microbatch, float64 [K]; None for `balance="none"`.
+
+    `padded` int64 [B] are the padded row lengths, `num_trained` int64 [B] the tokens with loss.
+    """
+    if spec.layout == "packed":
+        work = row_work(padded, spec, num_trained)
+        return None if work is None else bins.loads(work)
+    bin_trained = None if num_trained is None else bins.loads(num_trained)
+    work, loss_work = padded_work(longest_of(bins, padded), bin_trained, spec)
+    return None if work is None else work * np.diff(bins.offsets) + loss_work

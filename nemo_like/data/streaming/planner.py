@@ -13,10 +13,8 @@ from itertools import chain
 import numpy as np
 
 from nemo_like.data.packing.packers import Packing, prefix_sums
-from nemo_like.data.planning.given_bins import plan_bins
 from nemo_like.data.planning.oversize import FittedRows
-from nemo_like.data.planning.plan import BatchPlan, join_steps
-from nemo_like.data.planning.plan_step import StepPlan
+from nemo_like.data.planning.plan import BatchPlan, join_steps, plan_bins
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.data.streaming.former import Bin, MicrobatchFormer, split_bins
 from nemo_like.data.streaming.spec import StreamSpec
@@ -163,7 +161,7 @@ def plan_stream(
         is_dropped[rows] = False
         kept_lengths[rows] = plan.lengths
         kept_trained[rows] = plan.num_trained
-        steps.append(StepPlan(Packing(rows, plan.offsets), plan.num_microbatches))
+        steps.append(Packing(rows, plan.offsets))
     if not steps:
         raise ValueError(
             f"the {len(lengths)} rows do not fill one step of {spec.num_bins} microbatches, and"
