@@ -22,7 +22,7 @@ from nemo_like.generation.requests import SamplingParams
 from nemo_like.rollout.collector import RolloutJob
 from nemo_like.rollout.conversations import Prompt
 from nemo_like.run.progress import Progress
-from nemo_like.training.reward_models import (
+from nemo_like.training.rollout_workers import (
     RewardModelFiles,
     open_reward_models,
     start_reward_models,

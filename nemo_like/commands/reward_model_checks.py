@@ -11,7 +11,7 @@ from nemo_like.data.datasets import Rows, conversation, question
 from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.environments.reward import RewardSample
 from nemo_like.rollout.conversations import scored_conversation
-from nemo_like.training.reward_models import RewardModelFiles, open_reward_model
+from nemo_like.training.rollout_workers import RewardModelFiles, open_reward_model
 
 
 def check_reward_models(config: RunConfig, rows: Rows | None, diagnostics: Diagnostics) -> None:

@@ -14,7 +14,7 @@ from nemo_like.prediction.offload import (
     generator_peak_bytes,
     policy_peak_bytes,
 )
-from nemo_like.training.reward_models import any_shares_gpus
+from nemo_like.training.rollout_workers import any_shares_gpus
 
 
 def run_offload_decision(config: RunConfig, policy: Policy) -> OffloadDecision:

@@ -5,22 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from nemo_like.config.parallel import num_generation_workers, workers_per_replica
-from nemo_like.config.schema import RunConfig
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.parallel import (
+    num_generation_workers,
+    num_policy_workers,
+    workers_per_replica,
+)
+from nemo_like.config.reward import RewardModelConfig
+from nemo_like.config.schema import ParallelConfig, PolicyConfig, RunConfig, SequencePackingConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.observations import ObservationEncoder
-from nemo_like.distributed.worker_group import WorkerGroup
+from nemo_like.distributed.worker_group import WorkerGroup, call_all
 from nemo_like.environments.environment_workers import EnvironmentWorker, EnvironmentWorkers
 from nemo_like.environments.reward import RewardEnvironment
 from nemo_like.environments.reward_worker import RewardWorker
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
+from nemo_like.models.spec import ModelSpec
+from nemo_like.parallel_layout import ParallelLayout
+from nemo_like.policy.policy import Policy
+from nemo_like.policy.worker import PolicyWorker
 from nemo_like.rollout.collector import RolloutCollector
 from nemo_like.rollout.conversations import ConversationDriver, ConversationLimits
-from nemo_like.rollout.rewards import ModelRewards
+from nemo_like.rollout.rewards import ModelRewards, RewardModel
 from nemo_like.run.progress import Progress
+from nemo_like.training.model_files import load_checked_config, load_encoder
 
 StartGroup = Callable[..., WorkerGroup]
 """`start(name, worker_class, index=0, **kwargs)` starts a worker group; see
@@ -140,3 +152,165 @@ def open_collector(
             ),
         )
     return RolloutCollector(workers.generator, workers.rewards, encoder.tokenizer, conversations)
+
+
+@dataclass(frozen=True)
+class ModelPlacement:
+    """Where the workers of one reward model run."""
+
+    is_shared: bool
+    """On the resources of the policy's workers."""
+    first_bundle: int
+    """Of the run's extra bundles, if it is not shared."""
+    parallel_layout: ParallelLayout
+
+
+def open_reward_models(config: RunConfig) -> dict[str, RewardModelFiles]:
+    """Open the files of all reward models. Raises ConfigError; see `open_reward_model`."""
+    models = config.reward.models
+    return {name: open_reward_model(name, model) for name, model in models.items()}
+
+
+def start_reward_models(
+    config: RunConfig,
+    files: dict[str, RewardModelFiles],
+    start: Callable[..., WorkerGroup],
+    progress: Progress,
+) -> ModelRewards | None:
+    """Start the workers of all reward models; None in a run without any.
+
+    `start` is that of `training.workers`. Models on the GPUs of the policy are in host memory
+    when this returns.
+    """
+    models = []
+    for index, (name, model) in enumerate(config.reward.models.items()):
+        opened = files[name]
+        offloads = shares_gpus(config, model)
+        models.append(
+            RewardModel(
+                name,
+                model,
+                opened.encoder,
+                partial(_start_model, config, model, opened.spec, start, index, offloads=offloads),
+                max_length=opened.max_length,
+                offloads=offloads,
+                report=progress.print_line,
+            )
+        )
+    return ModelRewards(models, config.reward, config.data) if models else None
+
+
+def model_placement(config: RunConfig, index: int) -> ModelPlacement:
+    """Return the placement of the reward model with this index in `reward.models`."""
+    models = list(config.reward.models.values())
+    num_workers = models[index].num_workers
+    return ModelPlacement(
+        is_shared=num_workers == 0,
+        first_bundle=sum(model.num_workers for model in models[:index]),
+        parallel_layout=ParallelLayout(dp=num_workers or num_policy_workers(config.cluster)),
+    )
+
+
+def num_own_workers(config: RunConfig) -> int:
+    """Return the number of workers of reward models with resources of their own."""
+    if not config.generates:
+        return 0
+    return sum(model.num_workers for model in config.reward.models.values())
+
+
+def shares_gpus(config: RunConfig, model: RewardModelConfig) -> bool:
+    """Return True if a reward model runs on the GPUs of the policy."""
+    return config.cluster.gpus_per_node > 0 and model.num_workers == 0
+
+
+def any_shares_gpus(config: RunConfig) -> bool:
+    """Return True if a reward model of the run is on the GPUs of the policy."""
+    models = config.reward.models.values()
+    return config.generates and any(shares_gpus(config, model) for model in models)
+
+
+def serving_config(model: RewardModelConfig) -> PolicyConfig:
+    """Return the settings with which the policy's worker and planner serve a reward model."""
+    packing = SequencePackingConfig(
+        enabled=True, train_mb_tokens=model.mb_tokens, logprob_mb_tokens=model.mb_tokens
+    )
+    return PolicyConfig(
+        model_name=model.model_name,
+        tokenizer_name=model.tokenizer_name,
+        precision=model.precision,
+        oversize_rows="singleton",
+        sequence_packing=packing,
+    )
+
+
+def _start_model(
+    config: RunConfig,
+    model: RewardModelConfig,
+    spec: ModelSpec,
+    start: Callable[..., WorkerGroup],
+    index: int,
+    *,
+    offloads: bool,
+) -> Policy:
+    """Start the workers of one reward model."""
+    # Imported on demand, as the worker of the policy is: it imports the libraries of its engine.
+    from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+
+    serving = serving_config(model)
+    group = start(
+        "reward_model",
+        DTensorPolicyWorker,
+        index,
+        config=serving,
+        parallel=ParallelConfig(),
+        seed=config.seed,
+        head="scores",
+        trainable=False,
+    )
+    if offloads:
+        # Policy, generator or another reward model is loaded onto the same devices next.
+        call_all(group, PolicyWorker.offload)
+    return Policy(group, serving, spec, seed=config.seed)
+
+
+@dataclass(frozen=True)
+class RewardModelFiles:
+    """The files of a reward model, without its weights."""
+
+    spec: ModelSpec
+    encoder: ChatEncoder
+    """With the reward model's tokenizer; it adds no prompts."""
+    max_length: int | None
+    """Max tokens of a conversation; None without a limit."""
+
+
+def open_reward_model(name: str, config: RewardModelConfig) -> RewardModelFiles:
+    """Open the files of `reward.models.<name>`.
+
+    Raises ConfigError for missing or damaged files, for a model that is not one for sequence
+    classification with one output, and for a limit above the positions of the model.
+    """
+    key = f"reward.models.{name}"
+    model = load_checked_config(config.model_name, f"{key}.model_name")
+    architecture = str((getattr(model, "architectures", None) or ["model of no architecture"])[0])
+    if not architecture.endswith("ForSequenceClassification"):
+        raise ConfigError(
+            f"{key}.model_name is {config.model_name!r}, a {architecture}, which has no score head:"
+            " give the directory that `nemo-like rm` exports (<output_dir>/<run_name>/hf), or"
+            " another model for sequence classification with one label"
+        )
+    num_labels = int(getattr(model, "num_labels", 1))
+    if num_labels != 1:
+        raise ConfigError(
+            f"{key}.model_name is {config.model_name!r}, a classifier of {num_labels} labels; a"
+            " reward model has one output (num_labels 1 in config.json)"
+        )
+    spec = ModelSpec.from_config(model, config.model_name)
+    limit = spec.max_positions
+    if config.max_length is not None and limit is not None and config.max_length > limit:
+        raise ConfigError(
+            f"{key}.max_length is {config.max_length}, above the {limit} positions of the model"
+            f" {config.model_name!r}: lower it, or set it to null for that number"
+        )
+    encoder = load_encoder(config, key, spec.vocab_size)
+    return RewardModelFiles(spec, encoder, config.max_length or limit)

@@ -13,12 +13,12 @@ from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import ClusterConfig, RunConfig
 from nemo_like.run.progress import Progress
-from nemo_like.training.worker_environment import (
+from nemo_like.training.workers import (
     WorkerKind,
     environment_variables,
+    start_workers,
     worker_environment,
 )
-from nemo_like.training.workers import start_workers
 from tests.config.test_check import GRPO, SFT
 from tests.recipe import Recipe
 
