@@ -64,7 +64,7 @@ class LocalGroup:
             watch.start()
         # Several local groups share the process; the one whose worker joined leaves.
         was_joined = process_groups.is_joined()
-        self._worker = self._guard("__init__", worker_class, context, **kwargs)
+        self.worker = self._guard("__init__", worker_class, context, **kwargs)
         self._joined = process_groups.is_joined() and not was_joined
 
     def run_all_workers(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -85,11 +85,11 @@ class LocalGroup:
         return Handle(value)
 
     def submit_all(self, method: str, /, *args: Any, **kwargs: Any) -> list[Handle]:
-        if self._worker is None:
+        if self.worker is None:
             raise RuntimeError(f"the {self.name} group was shut down")
         arguments = [_value(argument) for argument in args]
         keywords = {name: _value(argument) for name, argument in kwargs.items()}
-        result = self._guard(method, getattr(self._worker, method), *arguments, **keywords)
+        result = self._guard(method, getattr(self.worker, method), *arguments, **keywords)
         return [Handle(result, None, 0, method)]
 
     def submit_one(self, rank: int, method: str, /, *args: Any, **kwargs: Any) -> Handle:
@@ -115,10 +115,10 @@ class LocalGroup:
         A worker may have a method `close`, which releases what it must not keep until the end of
         the process; workers in processes of their own end with them.
         """
-        if self._worker is not None and hasattr(self._worker, "close"):
+        if self.worker is not None and hasattr(self.worker, "close"):
             # Not in a variable: a bound method would keep the worker through the collection below.
-            self._worker.close()
-        self._worker = None
+            self.worker.close()
+        self.worker = None
         if self._has_gpu:
             # A model refers to itself through its hooks and replaced methods. Without this its
             # memory would be free some time later, but the next worker needs it now.

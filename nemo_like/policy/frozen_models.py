@@ -143,22 +143,22 @@ class Teachers:
 
     def __init__(self, engines: Sequence[Engine], policy: Engine) -> None:
         """`policy` is the student, whose microbatches they run; the teachers are offloaded."""
-        self._engines = engines
+        self.engines = engines
         self._policy = policy
 
     def compute(
         self, rows: ShardRows, microbatches: Sequence[Microbatch], settings: TargetSettings
     ) -> Targets:
         """Run each teacher on its rows of `microbatches`. Raises ValueError without teachers."""
-        if not self._engines:
+        if not self.engines:
             raise ValueError("this worker has no teacher; start it with teachers")
         policy_size = self._policy.spec.vocab_size
         embeddings: dict[int, TeacherEmbedding] = {}
         stored: dict[tuple[int, ...], dict[int, Stored]] = {}
-        for teacher, engine in enumerate(self._engines):
+        for teacher, engine in enumerate(self.engines):
             mixed = list(microbatches)
             own = mixed
-            if len(self._engines) > 1:
+            if len(self.engines) > 1:
                 mixed, own = self._microbatches_of(teacher, rows, microbatches)
             head = _TeacherHead(settings, min(policy_size, engine.spec.vocab_size))
             # Dummies come last; pipeline stages but the last have no results.
@@ -167,7 +167,7 @@ class Teachers:
             if head.embedding is not None:
                 embeddings[teacher] = head.embedding
         return Targets(
-            settings, has_several=len(self._engines) > 1, embeddings=embeddings, stored=stored
+            settings, has_several=len(self.engines) > 1, embeddings=embeddings, stored=stored
         )
 
     def _microbatches_of(
@@ -185,7 +185,7 @@ class Teachers:
             if is_kept.any():
                 mixed.append(microbatch)
                 own.append(_only_rows(microbatch, is_kept, rows.spec))
-        num_microbatches = max(self._engines[teacher].gather_over_dp_cp(len(own)))
+        num_microbatches = max(self.engines[teacher].gather_over_dp_cp(len(own)))
         dummy = Microbatch((), (), (), rows.spec.dummy_tokens)
         own += [dummy] * (num_microbatches - len(own))
         return mixed, own

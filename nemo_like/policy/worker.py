@@ -70,16 +70,16 @@ class PolicyWorker:
     ) -> None:
         """`reference` is `policy` itself if the reference is the policy without LoRA adapters."""
         self.config = config
-        self._policy = policy
+        self.engine = policy
         self._reference: ReferenceModel | BaseModelReference | None = None
-        self._engines = [policy]
+        self.engines = [policy]
         if reference is policy:
             self._reference = BaseModelReference(policy)
         elif reference is not None:
             self._reference = ReferenceModel(reference)
-            self._engines.append(reference)
+            self.engines.append(reference)
         self._logprobs = LogprobStore()
-        self._teachers = Teachers(teachers, policy)
+        self.teachers = Teachers(teachers, policy)
         self._weights = WeightSender(
             policy, adapters_only=config.lora.sends_adapters(config.precision)
         )
@@ -90,8 +90,8 @@ class PolicyWorker:
 
     def device_info(self) -> DeviceInfo:
         """Return the speed and memory of this worker's device."""
-        peak, source = peak_flops(self._policy.device)
-        memory_bytes = total_memory_bytes(self._policy.device)
+        peak, source = peak_flops(self.engine.device)
+        memory_bytes = total_memory_bytes(self.engine.device)
         return DeviceInfo(peak_flops=peak, peak_flops_source=source, memory_bytes=memory_bytes)
 
     def compute_logprobs(
@@ -111,7 +111,7 @@ class PolicyWorker:
         ValueError for `reference_logprobs` without a reference.
         """
         sources: dict[LogprobName, tuple[Engine, SamplingFilter | None]] = {
-            "prev_logprobs": (self._policy, self._sampling_filter)
+            "prev_logprobs": (self.engine, self._sampling_filter)
         }
         if self._reference is not None:
             sources["reference_logprobs"] = (self._reference.engine, None)
@@ -155,7 +155,7 @@ class PolicyWorker:
         assert shard.plan is not None, "a shard of BatchedDataDict.shard has a plan"
         self._logprobs.start_pass()
         rows = self._rows(shard, shard.plan.spec)
-        targets = self._teachers.compute(rows, shard.plan.microbatches, settings)
+        targets = self.teachers.compute(rows, shard.plan.microbatches, settings)
         return self._logprobs.keep_targets(targets)
 
     def fetch_logprobs(self, shard: SlicedDataDict, logprobs: LogprobHandle) -> dict[str, Jagged]:
@@ -172,7 +172,7 @@ class PolicyWorker:
         The budget is `logprob_mb_tokens`. None on all pipeline stages but the last. Raises
         ValueError for a model without a score head.
         """
-        return shard_scores(self._policy, shard, _logprob_plan(shard))
+        return shard_scores(self.engine, shard, _logprob_plan(shard))
 
     def train(
         self,
@@ -232,12 +232,12 @@ class PolicyWorker:
         assert plan is not None, "a shard of BatchedDataDict.shard has a plan"
         rows = self._training_rows(shard, plan, columns, logprobs)
         counts, step_fn = self._loss_step(rows, plan.step(0), loss)
-        results = self._policy.run(
+        results = self.engine.run(
             map(rows.inputs, plan.step(0)), step_fn, backward=True, **self._logprob_options(loss)
         )
-        grad_norm = self._policy.gradient_norm(is_loss_finite=step_fn.is_finite())
+        grad_norm = self.engine.gradient_norm(is_loss_finite=step_fn.is_finite())
         local_metrics = merge_metrics(fetch_metrics([metrics for metrics, _ in results]))
-        metrics = merge_metrics(self._policy.gather_over_dp_cp(local_metrics))
+        metrics = merge_metrics(self.engine.gather_over_dp_cp(local_metrics))
         return metrics | gradient_metrics(grad_norm, counts)
 
     def skipped_steps(self) -> list[SkippedStep]:
@@ -258,24 +258,24 @@ class PolicyWorker:
         plan = _logprob_plan(shard)
         rows = self._rows({**shard, **self._kept_logprobs(shard, logprobs)}, plan.spec, logprobs)
         # Only the metrics are used, so the loss is not normalized.
-        step_fn = LossStep(loss, 1.0, self._policy.sum_over_cp)
+        step_fn = LossStep(loss, 1.0, self.engine.sum_over_cp)
         uses_ema = self.config.ema.use_for_validation
-        with self._policy.ema_weights() if uses_ema else nullcontext():
-            results = self._policy.run(
+        with self.engine.ema_weights() if uses_ema else nullcontext():
+            results = self.engine.run(
                 map(rows.inputs, plan.microbatches),
                 step_fn,
                 backward=False,
                 **self._logprob_options(loss),
             )
         local_metrics = merge_metrics(fetch_metrics([metrics for metrics, _ in results]))
-        return merge_metrics(self._policy.gather_over_dp_cp(local_metrics))
+        return merge_metrics(self.engine.gather_over_dp_cp(local_metrics))
 
     def probe_isolation(self) -> IsolationReport:
         """Check that rows of a microbatch do not see each other; raises IsolationError."""
         return probe_isolation(
-            self._policy,
+            self.engine,
             layout="packed" if self.config.sequence_packing.enabled else "padded",
-            vocab_size=self._policy.spec.vocab_size,
+            vocab_size=self.engine.spec.vocab_size,
             precision=self.config.precision,
         )
 
@@ -335,7 +335,7 @@ class PolicyWorker:
             raise RuntimeError("the previous save is not finished; call finish_save first")
         self._check_finite(with_moments=True)
         path = Path(directory)
-        policy = self._policy.save(path, in_background=in_background)
+        policy = self.engine.save(path, in_background=in_background)
         reference = None
         if self._reference is not None:
             reference = self._reference.save(path, in_background=in_background)
@@ -347,8 +347,8 @@ class PolicyWorker:
         The reference changes only if it had been updated before the save. Raises NonFiniteError if
         a weight or a moment is not finite.
         """
-        self._policy.load(Path(directory))
-        if not self._policy.is_finite(with_moments=True):
+        self.engine.load(Path(directory))
+        if not self.engine.is_finite(with_moments=True):
             raise NonFiniteError(
                 f"{directory} has weights or optimizer moments that are not finite, or weights"
                 f" larger than {LARGEST:.2g};"
@@ -363,7 +363,7 @@ class PolicyWorker:
             raise ValueError(
                 "this worker has no reference to update; start it with needs_reference=True"
             )
-        self._reference.update(self._policy)
+        self._reference.update(self.engine)
 
     def export_hf(self, directory: str | Path, *, ema: bool = False) -> None:
         """Write a transformers model directory on rank 0, with `ema` of the averaged weights.
@@ -371,22 +371,22 @@ class PolicyWorker:
         Raises NonFiniteError if a weight is not finite, RuntimeError without averages.
         """
         self._check_finite()
-        with self._policy.ema_weights() if ema else nullcontext():
-            self._policy.export_hf(Path(directory))
+        with self.engine.ema_weights() if ema else nullcontext():
+            self.engine.export_hf(Path(directory))
 
     def answer_directory_probe(self, folder: str, token: str) -> str:
         """See `run_directory.answer`."""
-        return run_directory.answer(folder, token, self._policy.rank)
+        return run_directory.answer(folder, token, self.engine.rank)
 
     def offload(self) -> None:
         """Move weights and optimizer state to host memory."""
         self._logprobs.release_targets()
-        for engine in self._engines:
+        for engine in self.engines:
             engine.offload()
 
     def onload(self) -> None:
         """Move weights and optimizer state back to the device."""
-        for engine in self._engines:
+        for engine in self.engines:
             engine.onload()
 
     def _computing(self, name: LogprobName) -> AbstractContextManager[None]:
@@ -415,9 +415,9 @@ class PolicyWorker:
     def _rows(
         self, columns: Mapping[str, Any], spec: PlanSpec, handle: LogprobHandle | None = None
     ) -> ShardRows:
-        cp_rank = self._policy.parallel_layout.coordinates(self._policy.rank).cp
+        cp_rank = self.engine.parallel_layout.coordinates(self.engine.rank).cp
         targets = self._logprobs.targets(handle)
-        return ShardRows(columns, spec, cp_rank, self._policy.device, targets)
+        return ShardRows(columns, spec, cp_rank, self.engine.device, targets)
 
     @property
     def _sampling_temperature(self) -> float:
@@ -450,7 +450,7 @@ class PolicyWorker:
 
         The log-probs of each microbatch, float32 [T], are appended to `kept`.
         """
-        engine = self._policy
+        engine = self.engine
         counts, step_fn = self._loss_step(rows, microbatches, loss)
         lr = learning_rate(engine.num_optimizer_steps, self.config.optimizer, self.config.scheduler)
         lr *= learning_rate_scale(self.config.scheduler, counts)
@@ -491,8 +491,8 @@ class PolicyWorker:
         self, rows: ShardRows, microbatches: Sequence[Microbatch], loss: Loss
     ) -> tuple[GlobalCounts, LossStep]:
         """Count the optimizer step over the dp ranks; return the counts and the step function."""
-        counts = GlobalCounts(*self._policy.sum_over_dp(rows.count(microbatches)))
-        return counts, LossStep(loss, loss.denominator(counts), self._policy.sum_over_cp)
+        counts = GlobalCounts(*self.engine.sum_over_dp(rows.count(microbatches)))
+        return counts, LossStep(loss, loss.denominator(counts), self.engine.sum_over_cp)
 
     def _record_skipped(
         self,
@@ -509,8 +509,8 @@ class PolicyWorker:
         for microbatch, inputs in zip(microbatches, loss_inputs, strict=bool(loss_inputs)):
             losses |= dict(zip(microbatch.rows, row_loss_sums(loss, inputs), strict=False))
             is_coupled |= loss.coupled_rows(inputs) is not None
-        dp_rank = self._policy.parallel_layout.dp_rank(self._policy.rank)
-        gathered = self._policy.gather_over_dp_cp((dp_rank, losses))
+        dp_rank = self.engine.parallel_layout.dp_rank(self.engine.rank)
+        gathered = self.engine.gather_over_dp_cp((dp_rank, losses))
         # Each context-parallel rank has the loss of its share of every row, or the loss of coupled
         # rows in full.
         shares = [rank_losses for rank, rank_losses in gathered if rank == dp_rank]
@@ -521,12 +521,12 @@ class PolicyWorker:
 
     def _check_finite(self, *, with_moments: bool = False) -> None:
         """Raise NonFiniteError if the policy's weights, or its moments, are not finite."""
-        if self._policy.is_finite(with_moments=with_moments):
+        if self.engine.is_finite(with_moments=with_moments):
             return
         checked = "weights or optimizer moments" if with_moments else "weights"
         raise NonFiniteError(
             f"the policy's {checked} are not finite, or larger than {LARGEST:.2g}, after optimizer"
-            f" step {self._policy.num_optimizer_steps}. They are neither saved nor exported, and no"
+            f" step {self.engine.num_optimizer_steps}. They are neither saved nor exported, and no"
             f" completion is sampled from them. Lower policy.optimizer.lr (now"
             f" {self.config.optimizer.lr:g}), then run again"
         )

@@ -57,9 +57,9 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def checked_scores(run: Any, prompts: Any, step: int, *rest: Any) -> Any:
         (replica,) = run.workers.rollout.generator.replicas
-        policy, generator = run.policy.group._worker, replica.group._worker
+        policy, generator = run.policy.group.worker, replica.group.worker
         sampled_with = dict(generator._model.named_parameters(remove_duplicate=False))
-        for name, weight in policy._policy.full_weights(list(policy._policy.weight_shapes())):
+        for name, weight in policy.engine.full_weights(list(policy.engine.weight_shapes())):
             assert torch.equal(sampled_with[name], weight), (
                 f"{name} of the generator is not the policy's at step {step}"
             )

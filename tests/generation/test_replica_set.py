@@ -65,7 +65,7 @@ class LocalStarts:
 
 def _worker(replica: Replica) -> Any:
     group: Any = replica.group
-    return group._worker
+    return group.worker
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:
@@ -165,7 +165,7 @@ def test_a_replica_that_is_starting_at_the_end_of_the_run_is_stopped(model_direc
     generator.shutdown()
     assert sorted(starts.indices) == [0, 1, 1]
     # The group that was replaced is still open here; the process of a lost replica is gone.
-    assert [group._worker is None for group in starts.groups].count(True) == 2
+    assert [group.worker is None for group in starts.groups].count(True) == 2
 
 
 def test_requests_go_on_after_the_generator_was_offloaded(model_directory: Path) -> None:

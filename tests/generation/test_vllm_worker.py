@@ -213,7 +213,7 @@ def test_logprobs_are_those_of_the_sampled_distribution_after_every_update(engin
 class _ChangingWorker(PolicyWorker):
     def change_weights(self, seed: int) -> None:
         """Move all weights at random."""
-        engine: Any = self._policy
+        engine: Any = self.engine
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for weight in engine.local_weights():
@@ -274,8 +274,8 @@ class AdaptedPolicy:
 
     def push(self, scale: float) -> SyncReport:
         """Set random adapters and send them."""
-        worker: Any = self.group._worker
-        trained: Any = worker._policy._trained
+        worker: Any = self.group.worker
+        trained: Any = worker.engine._trained
         if isinstance(trained, dict):
             matrices = list(trained.values())
         else:

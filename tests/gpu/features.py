@@ -154,13 +154,13 @@ def open_feature(
 
 def engine_of(policy: Policy) -> Any:
     """Return the engine of the policy."""
-    return worker_of(policy)._policy
+    return worker_of(policy).engine
 
 
 def worker_of(policy: Policy) -> Any:
     """Return the worker of a policy in this process."""
     assert isinstance(policy.group, LocalGroup)
-    return policy.group._worker
+    return policy.group.worker
 
 
 def sharded_rows(policy: Policy) -> ShardedBatch:

@@ -146,7 +146,7 @@ def test_an_offload_and_onload_change_nothing(models: Models, name: str, precisi
 @pytest.mark.usefixtures("deterministic")
 def test_teachers_are_on_the_device_only_while_they_compute(models: Models, name: str) -> None:
     with opened(name, models, "bfloat16") as policy:
-        teachers: list[Any] = list(worker_of(policy)._teachers._engines)
+        teachers: list[Any] = list(worker_of(policy).teachers.engines)
         assert len(teachers) == 2
 
         def check_offloaded() -> None:

@@ -47,8 +47,8 @@ def test_transfers_keep_values_shapes_and_dtypes() -> None:
 def tensors_of(policy: Policy) -> Iterator[Tensor]:
     """Weights and moments of a policy in this process."""
     assert isinstance(policy.group, LocalGroup)
-    worker: Any = policy.group._worker
-    engine: Any = worker._policy
+    worker: Any = policy.group.worker
+    engine: Any = worker.engine
     yield from engine.local_weights()
     yield from engine.optimizer.moments()
 

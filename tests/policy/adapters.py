@@ -134,7 +134,7 @@ def step_gradients(
     loss: Loss = NllLoss(),  # noqa: B008  (immutable)
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """The gradients of one step that leaves every weight as it is, and the step's metrics."""
-    engine: Any = worker._policy
+    engine: Any = worker.engine
     found: dict[str, np.ndarray] = {}
 
     def step(lr: float, *, is_loss_finite: bool = True) -> float:
@@ -214,7 +214,7 @@ def use(side: Side, architecture: str, model: str, straight: Path, out: Path) ->
 
 def check_sent_adapters(worker: PolicyWorker, dtype: torch.dtype) -> None:
     """A generator that receives the adapters alone gets those of `adapter_values`, and all."""
-    engine: Any = worker._policy
+    engine: Any = worker.engine
     lora = dataclasses.replace(worker.config.lora, weight_sync="adapter")
     sending = PolicyWorker(dataclasses.replace(worker.config, lora=lora), engine, engine)
     _, received = received_weights(sending, str(dtype).removeprefix("torch."), 1000)
@@ -223,7 +223,7 @@ def check_sent_adapters(worker: PolicyWorker, dtype: torch.dtype) -> None:
         wanted[name] = adapter_values(name, shape).to(dtype)
     adapted = [name for name in engine.weight_shapes() if f"{name[:-7]}.lora_A.weight" in wanted]
     assert 2 * len(adapted) == len(wanted) > 0
-    assert worker._policy.rank > 0 or received.keys() == wanted.keys()
+    assert worker.engine.rank > 0 or received.keys() == wanted.keys()
     for name, tensor in received.items():
         assert torch.equal(tensor, wanted[name]), name
 
@@ -244,7 +244,7 @@ def use_scores(side: Side, architecture: str, model: str, out: Path) -> dict[str
     assert scores is None or after is None or not np.array_equal(after, scores)
     # The adapter with its score head is the start of another run, and of this one.
     lora = dataclasses.replace(config.lora, adapter_path=str(out / "reward_model" / "adapter"))
-    engine: Any = worker._policy
+    engine: Any = worker.engine
     engine.barrier()
     continued = side.worker(dataclasses.replace(config, lora=lora), head="scores", initial=True)
     worker.load(out / "reward_start")
@@ -255,8 +255,8 @@ def use_scores(side: Side, architecture: str, model: str, out: Path) -> dict[str
     steps = step_gradients(side, worker, shard, REWARD_LOSS)
     if dist.is_initialized():
         half = side.worker(dataclasses.replace(config, precision="bfloat16"), head="scores")
-        assert {each.dtype for each in side.frozen(half._policy)} == {torch.bfloat16}
-        assert {each.dtype for each in side.masters(half._policy)} == {torch.float32}
+        assert {each.dtype for each in side.frozen(half.engine)} == {torch.bfloat16}
+        assert {each.dtype for each in side.masters(half.engine)} == {torch.float32}
         loss = _reward_loss(half, shard)
         assert loss == pytest.approx(losses[0], rel=0.1, nan_ok=True)
     return {"rows": rows, "scores": scores, "steps": steps}
@@ -270,7 +270,7 @@ def _reward_loss(worker: PolicyWorker, shard: SlicedDataDict) -> float:
 
 def averages_of(worker: PolicyWorker) -> dict[str, Tensor]:
     """Copies of this rank's averages: of the matrices of adapters, and of nothing else."""
-    engine: Any = worker._policy
+    engine: Any = worker.engine
     names = {name for name, _ in engine._masters()}
     assert engine._ema.shards.keys() == names
     assert all(".lora_" in name for name in names)
@@ -279,7 +279,7 @@ def averages_of(worker: PolicyWorker) -> dict[str, Tensor]:
 
 def disturbed(side: Side, worker: PolicyWorker, steps: range) -> list[float]:
     """As `train`, with an offload and a skipped step before each step, which change nothing."""
-    engine: Any = worker._policy
+    engine: Any = worker.engine
     losses = []
     for step in steps:
         engine.move_to_host()
@@ -313,8 +313,8 @@ def check_bfloat16(side: Side, architecture: str, model: str) -> None:
         dataclasses.replace(TRAINED, precision="bfloat16"), architecture, model
     )
     worker = side.worker(config)
-    engine: Any = worker._policy
-    assert worker._engines == [engine]
+    engine: Any = worker.engine
+    assert worker.engines == [engine]
     assert {each.dtype for each in side.frozen(engine)} == {torch.bfloat16}
     masters = list(side.masters(engine))
     assert {each.dtype for each in masters} == {torch.float32}

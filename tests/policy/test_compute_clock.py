@@ -64,13 +64,13 @@ def train_beside_a_slow_rank(
         try:
             rank = Rank(worker_context, ParallelConfig())
             worker = rank.worker(config)
-            engine: Any = worker._policy
+            engine: Any = worker.engine
             if worker_context.rank == 0:
                 engine._model.causal_lm.base_model.register_forward_hook(
                     lambda *_: time.sleep(delay_s)
                 )
             (metrics,) = worker.train(rank.shard(config, random_batch(LENGTHS)), None, NllLoss())
-            assert worker._policy.gather_over_world(worker_context.rank) == [0, 1]
+            assert worker.engine.gather_over_world(worker_context.rank) == [0, 1]
         finally:
             process_groups.destroy()
     return metrics["policy/rank_time_worst_over_mean"].value

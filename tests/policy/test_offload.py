@@ -126,7 +126,7 @@ def train_with_and_without_offload(
     """(losses of three steps, weights and moments, buffers of each offload)."""
     worker_class = MegatronPolicyWorker if engine == "megatron" else DTensorPolicyWorker
     worker: PolicyWorker = worker_class(worker_context, config=config, needs_reference=True)
-    engines: list[Any] = worker._engines
+    engines: list[Any] = worker.engines
     losses = []
     pointers = []
     batch = random_batch([7, 12, 3, 9], seed=0)

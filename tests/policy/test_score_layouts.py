@@ -81,7 +81,7 @@ def program(
             worker.save(out / f"checkpoint_{model}")
             worker.export_hf(out / model)
             # Rank 0 writes the files that the others read next.
-            worker._policy.gather_over_world(0)
+            worker.engine.gather_over_world(0)
             # The exported model without gradients, as it is served.
             served = dataclasses.replace(config, model_name=str(out / model))
             frozen = rank.worker(served, head="scores", trainable=False)
@@ -150,7 +150,7 @@ def test_a_head_that_the_files_do_not_fit_is_an_error(model_dir, meeting, tmp_pa
     reward = dataclasses.replace(PACKED, model_name=str(tmp_path / "reward_model"))
     spec = load_spec(reward.model_name)
     assert spec.head == "scores"
-    shapes = worker._policy.weight_shapes()
+    shapes = worker.engine.weight_shapes()
     assert weight_sizes(spec) == {name: math.prod(shape) for name, shape in shapes.items()}
     with pytest.raises(ConfigError, match="a reward model, which has a score head"):
         rank.worker(reward)
@@ -159,7 +159,7 @@ def test_a_head_that_the_files_do_not_fit_is_an_error(model_dir, meeting, tmp_pa
     # Served in bfloat16 a reward model has no float32 weights.
     half = dataclasses.replace(reward, precision="bfloat16", train_global_batch_size=8)
     served = rank.worker(half, head="scores", trainable=False)
-    weights = list(served._policy.local_weights())
+    weights = list(served.engine.local_weights())
     assert all(weight.dtype == torch.bfloat16 for weight in weights)
     shard = rank.shard(half, reward_batch())
     exact = worker.compute_scores(shard)

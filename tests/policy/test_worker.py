@@ -113,7 +113,7 @@ def test_training_moves_the_policy_and_not_the_reference(model_dir):
     assert losses[-1] < 0.8 * losses[0]
     after = compute_and_fetch(worker, shard)
     assert np.array_equal(after["reference_logprobs"].values, before["reference_logprobs"].values)
-    reference: Any = worker._engines[1]
+    reference: Any = worker.engines[1]
     assert reference.clock.pop_seconds() == 0.0, "the intervals of every pass are kept"
     assert after["prev_logprobs"].values.sum() > before["prev_logprobs"].values.sum() + 1.0
     assert worker.evaluate(shard, NllLoss())["policy/loss"].value < losses[-1]
@@ -164,7 +164,7 @@ def sharded_program(
     outputs = compute_and_fetch(worker, shard)
     start = outputs["prev_logprobs"].values
     is_reference_equal = np.array_equal(start, outputs["reference_logprobs"].values)
-    reference: Any = worker._engines[1]
+    reference: Any = worker.engines[1]
     losses = [worker.train(shard, None, NllLoss())[0]["policy/loss"].value for _ in range(6)]
     outputs = compute_and_fetch(worker, shard)
     worker.offload()

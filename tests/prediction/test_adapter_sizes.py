@@ -37,7 +37,7 @@ def test_state_is_the_bytes_of_a_real_engine(architecture, targets, quantization
     lora = LoraConfig(enabled=True, rank=3, target_modules=targets, quantization=quantization)
     config = PolicyConfig(model_name=str(model), lora=lora)
     worker = DTensorPolicyWorker(context(), config=config, needs_reference=True)
-    engine: Any = worker._policy
+    engine: Any = worker.engine
     parts = MemoryModel(engine.spec, Placement(precision="float32", lora=lora)).parts(64)
     weights = [each.parameter for each in engine.parameters]
     trained = [weight for weight in weights if weight.requires_grad]

@@ -40,7 +40,7 @@ def test_state_is_the_bytes_of_a_real_engine(optimizer, tmp_path):
         ema=EmaConfig(enabled=True),
     )
     worker = DTensorPolicyWorker(context(), config=config)
-    engine: Any = worker._policy
+    engine: Any = worker.engine
     trained = [each.parameter for each in engine.parameters if each.parameter.requires_grad]
     for parameter in trained:
         parameter.grad = torch.ones_like(parameter)

@@ -201,7 +201,7 @@ def test_a_failed_policy_is_named_and_leaves_nothing(
 
 
 def worker_of(group: LocalGroup) -> Any:
-    return group._worker
+    return group.worker
 
 
 def test_in_one_process_weights_are_passed_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:

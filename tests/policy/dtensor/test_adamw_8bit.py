@@ -69,7 +69,7 @@ def program(
         process_groups.init_process_group(worker_context)
     try:
         worker = rank.worker(config)
-        engine: Any = worker._policy
+        engine: Any = worker.engine
         take_steps(engine, range(2))
         worker.save(out / "half")
         take_steps(engine, range(2, NUM_STEPS))
@@ -78,7 +78,7 @@ def program(
         resumed = rank.worker(config)
         resumed.load(out / "half")
         resumed.save(out / "loaded")
-        take_steps(resumed._policy, range(2, NUM_STEPS))
+        take_steps(resumed.engine, range(2, NUM_STEPS))
         resumed.save(out / "resumed")
         return {"num_codes": num_codes, "finite": engine.is_finite(with_moments=True)}
     finally:

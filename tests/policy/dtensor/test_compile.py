@@ -74,7 +74,7 @@ def test_layers_are_compiled_under_fsdp_too(model_dir, tmp_path, monkeypatch):
     try:
         rank = Rank(context(), ParallelConfig())
         worker = rank.worker(config)
-        engine: Any = worker._policy
+        engine: Any = worker.engine
         assert engine._fsdp_modules
         counts = []
         for lengths in BATCHES:

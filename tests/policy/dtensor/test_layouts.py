@@ -170,7 +170,7 @@ def gradients(
     handle: LogprobHandle | None = None,
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """The gradient of one step that leaves every weight as it is, and the step's metrics."""
-    engine: Any = worker._policy
+    engine: Any = worker.engine
     found: dict[str, np.ndarray] = {}
 
     def step(lr: float, *, is_loss_finite: bool = True) -> float:
@@ -247,7 +247,7 @@ def train(worker: PolicyWorker, rank: Rank, steps: range) -> list[float]:
 
 def replicated_weights(worker: PolicyWorker) -> dict[str, np.ndarray]:
     """Shard, on this rank, of the weights that tensor parallelism replicates."""
-    engine: Any = worker._policy
+    engine: Any = worker.engine
     return {
         weight.name: local_shard(weight.parameter).clone().numpy()
         for weight in engine.parameters

@@ -178,7 +178,7 @@ def test_only_target_layers_have_adapters(model_dir):
     lora = LoraConfig(enabled=True, target_modules=("self_attn.q_proj", "down_proj"))
     config = dataclasses.replace(PACKED, model_name=model_dir("qwen2"), lora=lora)
     worker = DTensorPolicyWorker(context(), config=config)
-    engine: Any = worker._policy
+    engine: Any = worker.engine
     trained = {each.name for each in engine.parameters if each.parameter.requires_grad}
     expected = set()
     for layer in range(2):

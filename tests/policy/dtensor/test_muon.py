@@ -90,18 +90,18 @@ def program(
         process_groups.init_process_group(worker_context)
     try:
         worker = rank.worker(config)
-        engine: Any = worker._policy
+        engine: Any = worker.engine
         take_steps(engine, range(2))
         worker.save(out / "half")
         take_steps(engine, range(2, NUM_STEPS))
         worker.save(out / "straight")
         resumed = rank.worker(config)
         resumed.load(out / "half")
-        take_steps(resumed._policy, range(2, NUM_STEPS))
+        take_steps(resumed.engine, range(2, NUM_STEPS))
         resumed.save(out / "resumed")
         trained = rank.worker(config)
         losses = [loss for _ in range(3) for loss in train(trained, rank, range(1))]
-        return {"losses": losses, "finite": trained._policy.is_finite(with_moments=True)}
+        return {"losses": losses, "finite": trained.engine.is_finite(with_moments=True)}
     finally:
         if worker_context.world_size > 1:
             process_groups.destroy()
@@ -139,7 +139,7 @@ def test_updates_are_those_of_torch_in_every_layout(model_dir, rank_pool, tmp_pa
     # The checkpoint of another layout continues on one process.
     worker = Rank(context(), ParallelConfig()).worker(config)
     worker.load(tmp_path / "dp 2 x tp 2" / "half")
-    take_steps(worker._policy, range(2, NUM_STEPS))
+    take_steps(worker.engine, range(2, NUM_STEPS))
     worker.save(tmp_path / "taken over")
     assert relative_error(saved_tensors(tmp_path / "taken over", "weight"), weights) < 1e-6
     with open_checkpoint(tmp_path / "taken over") as reader:
@@ -152,7 +152,7 @@ def test_original_adjustment_and_another_optimizer_than_that_of_the_checkpoint(m
     optimizer = dataclasses.replace(MUON, muon_lr_adjust="original", muon_lr=None)
     config = dataclasses.replace(CONFIG, model_name=model_dir("qwen3"), optimizer=optimizer)
     worker = Rank(context(), ParallelConfig()).worker(config)
-    take_steps(worker._policy, range(NUM_STEPS))
+    take_steps(worker.engine, range(NUM_STEPS))
     worker.save(tmp_path / "muon")
     weights = expected_weights(config.model_name, optimizer)
     assert relative_error(saved_tensors(tmp_path / "muon", "weight"), weights) < 1e-6

@@ -123,7 +123,7 @@ def test_an_export_merges_what_the_run_sends(straight, model_dir):
 def test_weights_in_4_bits_are_no_parameters_and_take_their_bytes(model_dir):
     model = model_dir(MODEL)
     worker = DTensorPolicyWorker(context(), config=of_architecture(PACKED, MODEL, model))
-    engine: Any = worker._policy
+    engine: Any = worker.engine
     names = {each.name for each in engine.parameters}
     assert not any("_proj.weight" in name for name in names)
     stored = {each.name: each.stored for each in engine._quantized}

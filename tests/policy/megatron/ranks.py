@@ -208,7 +208,7 @@ def take_steps(
         for step in steps:
             worker = rank.worker(step.config)
             (metrics,) = worker.train(rank.shard(step.config, worker, step.batch), None, step.loss)
-            engine = worker._policy
+            engine = worker.engine
             assert isinstance(engine, RecordingEngine)
             results.append(
                 StepResult(
@@ -270,7 +270,7 @@ def _train(rank: Rank, run: Run) -> Trained:
     if run.out is not None:
         worker.save(run.out)
         worker.export_hf(run.out / "hf")
-    engine = worker._policy
+    engine = worker.engine
     assert isinstance(engine, MegatronEngine)
     return Trained(
         losses=[each["policy/loss"].value for each in metrics if "policy/loss" in each],

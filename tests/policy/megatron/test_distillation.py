@@ -43,7 +43,7 @@ def program(
                 shard = rank.shard(config, worker, taught_batch())
                 handle = worker.compute_targets(shard, SETTINGS[name])
                 (metrics,) = worker.train(shard, None, LOSS, handle)
-                engine = worker._policy
+                engine = worker.engine
                 assert isinstance(engine, RecordingEngine)
                 values = {key: metric.value for key, metric in metrics.items()}
                 results.append(StepResult(engine.gradients, values))

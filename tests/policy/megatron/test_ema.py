@@ -60,7 +60,7 @@ def program(
         for step in range(1, NUM_STEPS + 1):
             worker.train(shard, None, NllLoss())
             worker.save(out / str(step))
-        engine = worker._policy
+        engine = worker.engine
         assert np.isnan(engine.optimizer_step(1.0, is_loss_finite=False))
         worker.save(out / "skipped")
         worker.export_hf(out / "hf_ema", ema=True)

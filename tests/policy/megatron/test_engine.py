@@ -226,7 +226,7 @@ def train_beside_a_slow_rank(
     with pytest.MonkeyPatch.context() as patch, joined(context, parallel) as rank:
         patch.setattr(engine_module, "ComputeClock", WallClock)
         worker = rank.worker(config)
-        engine: Any = worker._policy
+        engine: Any = worker.engine
         if context.rank == 0:
             engine._model.register_forward_hook(lambda *_: time.sleep(delay_s))
         (metrics,) = worker.train(
@@ -304,7 +304,7 @@ def accumulate(
                     for each in shard.plan.microbatches
                 ]
                 assert len(microbatches) == sum(sizes)
-                engine = worker._policy
+                engine = worker.engine
                 assert isinstance(engine, MegatronEngine)
                 calls = 0
                 while sizes:

@@ -77,7 +77,7 @@ def train_both_ways(
             worker = rank.worker(config)
             shard = rank.shard(config, worker, random_batch(LENGTHS))
             worker.train(shard, None, NllLoss())
-            engine = worker._policy
+            engine = worker.engine
             assert isinstance(engine, RecordingEngine)
             found[name] = engine.gradients
     return found

@@ -110,7 +110,7 @@ def test_frozen_weights_are_stored_in_bfloat16_and_changed_patterns_are_refused(
     config = dataclasses.replace(config, precision="bfloat16")
     worker = DTensorPolicyWorker(context(0, 1, tmp_path / "meeting"), config=config)
     try:
-        engine = worker._policy
+        engine = worker.engine
         for sharded in engine.parameters:  # type: ignore[attr-defined]
             is_frozen = sharded.name in frozen
             assert sharded.parameter.requires_grad != is_frozen

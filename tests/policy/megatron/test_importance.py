@@ -43,7 +43,7 @@ def train(
                 else:
                     handle = worker.compute_logprobs(shard, loss.logprob_names)
                 (metrics,) = worker.train(shard, None, loss, handle)
-                engine = worker._policy
+                engine = worker.engine
                 assert isinstance(engine, RecordingEngine)
                 found[f"{kind}, {is_single_step}"] = (engine.gradients, metric_values(metrics))
     return found

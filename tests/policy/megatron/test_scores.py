@@ -49,7 +49,7 @@ def program(
                 if batching == "packed":
                     worker.save(out / f"checkpoint_{model}")
                     worker.export_hf(out / model)
-                    engine = worker._policy
+                    engine = worker.engine
                     assert isinstance(engine, RecordingEngine)
                     engine.barrier()
                     served = of_model(dataclasses.replace(config), str(out / model))
@@ -59,7 +59,7 @@ def program(
                     if scores is not None and served_scores is not None:
                         np.testing.assert_allclose(served_scores, scores, rtol=1e-5, atol=1e-5)
                 (metrics,) = worker.train(shard, None, LOSS)
-                engine = worker._policy
+                engine = worker.engine
                 assert isinstance(engine, RecordingEngine)
                 rows = [row.tolist() for row in shard["input_ids"]]
                 found[model, batching] = (rows, scores, engine.gradients, metrics)
