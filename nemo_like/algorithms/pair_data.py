@@ -11,8 +11,8 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import EpochLoopConfig, RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow, TokenCounts, collate, count_tokens
-from nemo_like.data.datasets import Message, Row, Rows
 from nemo_like.data.encoded_rows import EncodedRows
+from nemo_like.data.messages import Message
 from nemo_like.data.preferences import (
     PreferencePair,
     encode_preference,
@@ -20,6 +20,8 @@ from nemo_like.data.preferences import (
     preference,
     split_pair,
 )
+from nemo_like.data.row_files import Row
+from nemo_like.data.rows import Rows
 from nemo_like.diagnostics.chat_checks import check_texts
 from nemo_like.diagnostics.plan_preview import describe_plan
 from nemo_like.diagnostics.report import Diagnostics
@@ -79,6 +81,9 @@ class PairRows:
     def __init__(self, rows: Rows, encoded: EncodedRows) -> None:
         self._encoded = encoded
         self.digests = rows.digests
+
+    def __len__(self) -> int:
+        return len(self._encoded)
 
     def fetch(self, rows: Sequence[int]) -> list[PreferencePair | None]:
         """Return the pairs of `rows`, None for a dropped one; see `loader.FetchableRows`."""

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
     from nemo_like.data.chat import ChatEncoder
     from nemo_like.data.collate import EncodedRow
-    from nemo_like.data.datasets import Row, Rows, RowSchema
+    from nemo_like.data.datasets import RowSchema
+    from nemo_like.data.row_files import Row
+    from nemo_like.data.rows import Rows
     from nemo_like.diagnostics.report import Diagnostics
     from nemo_like.prediction.lengths import RowLengths
     from nemo_like.run.progress import Progress
@@ -44,11 +46,7 @@ class AlgorithmData(Protocol):
     """Row formats of the training and validation files."""
 
     def encode_row(self, encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow | None:
-        """Encode one row of the training file; see `training.encoding.EncodeRow`.
-
-        Encoding processes call it with a config that has only the keys of
-        `training.encoding.encoding_setup`.
-        """
+        """Encode one row of the training file; see `training.encoding.EncodeRow`."""
         ...
 
     def rewarded_rows(self, train: Rows | None, validation: Rows | None) -> Rows | None:

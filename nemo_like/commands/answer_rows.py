@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import plural
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.datasets import PROMPT_ROWS, Rows, row_digest
+from nemo_like.data.datasets import PROMPT_ROWS
 from nemo_like.data.encoded_rows import EncodedRows
-from nemo_like.data.row_loading import load_rows
-from nemo_like.data.row_locations import Location, Locations
+from nemo_like.data.row_files import Location, Row
+from nemo_like.data.rows import Rows, load_rows, store_rows
 from nemo_like.rollout.conversations import Prompt
 from nemo_like.training.encoding import PromptRows, encode_question
 from nemo_like.training.validation_sets import row_sources
@@ -45,11 +43,11 @@ class PromptFile:
 
     def digest(self, index: int) -> str:
         """Return a hash of the row of a prompt."""
-        return f"{int(self.rows.digests[self.row_numbers[index]]):016x}"
+        return self.rows.digest(self.row_numbers[index])
 
     def location(self, index: int) -> str:
         """Return file and line of a prompt."""
-        return self.rows.locations[self.row_numbers[index]]
+        return self.rows.location(self.row_numbers[index])
 
 
 def named_files(given: Sequence[str]) -> dict[str, str]:
@@ -103,7 +101,7 @@ def left_out_text(files: Sequence[PromptFile]) -> str | None:
     places = []
     for file in files:
         missing = sorted(set(range(len(file.rows))) - set(file.row_numbers))
-        places += [file.rows.locations[number] for number in missing]
+        places += [file.rows.location(number) for number in missing]
     if not places:
         return None
     return (
@@ -122,13 +120,10 @@ def _load(path: str, config: RunConfig, key: str) -> Rows:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key}: {shown_path(file)} cannot be read: {error}") from error
-    prompts = []
-    locations = Locations()
+    prompts: list[tuple[Location, Row, None]] = []
     for number, line in enumerate(lines, 1):
         if line.strip() and (max_rows is None or len(prompts) < max_rows):
-            prompts.append({"prompt": line})
-            locations.append(Location(f"{shown_path(file)}:", number))
+            prompts.append((Location(f"{shown_path(file)}:", number), {"prompt": line}, None))
     if not prompts:
         raise ConfigError(f"{key}: {shown_path(file)} has no rows")
-    digests = [row_digest(row["prompt"].encode()) for row in prompts]
-    return Rows(prompts, locations, ("prompt",), np.array(digests, dtype=np.uint64))
+    return store_rows(prompts, lambda: ("prompt",))

@@ -14,8 +14,8 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig, SequencePackingConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow
-from nemo_like.data.datasets import SFT_ROWS, Rows
-from nemo_like.data.row_loading import load_rows
+from nemo_like.data.datasets import SFT_ROWS
+from nemo_like.data.rows import Rows, load_rows
 from nemo_like.metrics import Metrics, metric_values
 from nemo_like.rollout.intervals import Estimate
 from nemo_like.run.progress import Progress
@@ -84,7 +84,7 @@ def _encoded(rows: Rows, encoder: ChatEncoder, config: AnswerRunConfig) -> Itera
         try:
             encoded = encode_conversation(encoder, config, row)
         except ConfigError as error:
-            raise ConfigError(f"{rows.locations[index]}: {error}") from error
+            raise ConfigError(f"{rows.location(index)}: {error}") from error
         if encoded is not None:
             yield encoded
 

@@ -7,7 +7,8 @@ from functools import partial
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import counted
-from nemo_like.data.datasets import Rows, conversation, question
+from nemo_like.data.datasets import conversation, question
+from nemo_like.data.rows import Rows
 from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.environments.reward import RewardSample
 from nemo_like.rollout.conversations import scored_conversation
@@ -42,12 +43,12 @@ def _check(config: RunConfig, name: str, rows: Rows | None, diagnostics: Diagnos
     text = f"{name} ({model.model_name}): {files.spec.model_type} on {workers}"
     if rows is not None:
         num_tokens = _num_tokens(config, name, files, rows)
-        text += f"; {num_tokens} tokens for the answer of {rows.locations[0]} itself"
+        text += f"; {num_tokens} tokens for the answer of {rows.location(0)} itself"
         limit = files.max_length
         if limit is not None and num_tokens > limit and model.oversize_rows == "error":
             diagnostics.warnings.append(
                 f"reward.models.{name} scores conversations of at most {limit} tokens, and that of"
-                f" {rows.locations[0]} with its own answer has {num_tokens}: raise"
+                f" {rows.location(0)} with its own answer has {num_tokens}: raise"
                 f" reward.models.{name}.max_length, or set reward.models.{name}.oversize_rows to"
                 " truncate, which removes the beginning"
             )
@@ -61,13 +62,13 @@ def _num_tokens(config: RunConfig, name: str, files: RewardModelFiles, rows: Row
         encoded = files.encoder.encode_sft(conversation_of_row.messages, conversation_of_row.tools)
     except ConfigError as error:
         raise ConfigError(
-            f"reward.models.{name} cannot score the answer of {rows.locations[0]}: {error}"
+            f"reward.models.{name} cannot score the answer of {rows.location(0)}: {error}"
         ) from error
     largest = int(encoded.input_ids.max())
     if largest >= files.spec.vocab_size:
         raise ConfigError(
             f"reward.models.{name}: its tokenizer gives the token id {largest} for"
-            f" {rows.locations[0]}, but the model has a vocabulary of {files.spec.vocab_size}; set"
+            f" {rows.location(0)}, but the model has a vocabulary of {files.spec.vocab_size}; set"
             f" reward.models.{name}.tokenizer_name to the tokenizer that the model was trained with"
         )
     return len(encoded.input_ids)

@@ -18,8 +18,9 @@ from nemo_like.commands.reward_model_checks import answered_sample, check_reward
 from nemo_like.config.check import derivation
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import counted
-from nemo_like.data.datasets import Rows, RowSchema
+from nemo_like.data.datasets import RowSchema
 from nemo_like.data.row_columns import check_columns
+from nemo_like.data.rows import Rows
 from nemo_like.diagnostics.environment_checks import check_environment
 from nemo_like.diagnostics.report import Diagnostics, Report
 from nemo_like.environments.reward import RewardError, RewardProblem
@@ -166,6 +167,5 @@ def _check_rewards(config: RunConfig, rows: Rows | None, diagnostics: Diagnostic
             diagnostics.problems.append(str(RewardError.from_problem(problem, sample)))
         else:
             diagnostics.add_lines(
-                "rewards",
-                f"{name} ({path}): {score:g} for the answer of {rows.locations[0]} itself",
+                "rewards", f"{name} ({path}): {score:g} for the answer of {rows.location(0)} itself"
             )

@@ -87,11 +87,6 @@ class StreamableDataConfig(DataConfig):
     """Visit the rows of every epoch by increasing difficulty: `length` (tokens, which must all be
     encoded before the first step), `column:NAME` (a number of each row) or the import path of a
     function `(row) -> float`. null turns it off."""
-    encoding_backend: Literal["processes", "ray_data"] = "processes"
-    """Where rows are tokenized in the background: `processes` of the driver's machine, or actors of
-    a Ray Data pipeline on all nodes of the cluster, one free CPU each. `num_encoding_workers` is
-    the number of either. `ray_data` needs the extra `ray-data`, `cluster.backend=ray` and a
-    `data.batching.kind` other than `fixed`."""
 
 
 def batching_problems(
@@ -99,7 +94,6 @@ def batching_problems(
 ) -> Iterator[Problem]:
     """Yield the problems of `data.batching`, `data.curriculum` and the keys they depend on."""
     yield from _curriculum_problems(data.curriculum)
-    yield from _backend_problems(config, data)
     batching = data.batching
     if not batching.is_streaming:
         yield from _unused_problems(data)
@@ -154,39 +148,6 @@ def _curriculum_problems(curriculum: str | None) -> Iterator[Problem]:
             ("data.curriculum",),
             f"data.curriculum is {curriculum!r}; write length, column:NAME, or the import path of a"
             " function (row) -> float such as my_package.difficulty",
-        )
-
-
-def _backend_problems(config: RunConfig, data: StreamableDataConfig) -> Iterator[Problem]:
-    """Yield the problems of `data.encoding_backend`."""
-    if data.encoding_backend != "ray_data":
-        return
-    if config.cluster.backend != "ray":
-        yield Problem(
-            ("data.encoding_backend", "cluster.backend"),
-            f"data.encoding_backend is ray_data, but cluster.backend is {config.cluster.backend},"
-            " which starts no Ray: set cluster.backend=ray, or data.encoding_backend=processes",
-        )
-    if not data.batching.is_streaming:
-        yield Problem(
-            ("data.encoding_backend", "data.batching.kind"),
-            "data.encoding_backend is ray_data, but data.batching.kind is fixed: set"
-            " data.batching.kind to pool, online, token_budget or dyn_bsz, or"
-            " data.encoding_backend=processes",
-        )
-    if data.curriculum == "length":
-        yield Problem(
-            ("data.encoding_backend", "data.curriculum"),
-            "data.curriculum is length, which tokenizes all rows before the run joins the cluster,"
-            " but data.encoding_backend is ray_data: set data.encoding_backend=processes, or"
-            " another data.curriculum",
-        )
-    if data.num_encoding_workers == 0:
-        yield Problem(
-            ("data.encoding_backend", "data.num_encoding_workers"),
-            "data.num_encoding_workers is 0, which tokenizes in the driver, but"
-            " data.encoding_backend is ray_data: set data.num_encoding_workers to the number of"
-            " actors, or to null for all free CPUs",
         )
 
 

@@ -218,11 +218,8 @@ class DataConfig:
     """Rows left at the end of an epoch that do not fill a batch: train a smaller step on them, or
     leave them out."""
     num_encoding_workers: Annotated[int | None, AtLeast(0)] = None
-    """Processes that tokenize rows in the background; 0 tokenizes in the driver, null decides by
-    the size of the data."""
-    encoding_timeout_s: Annotated[float, AtLeast(0)] = 300.0
-    """Max seconds that the first step waits until all rows are tokenized; the remaining rows are
-    tokenized during training."""
+    """Processes that tokenize rows before the first step; 0 tokenizes in the driver, null decides
+    by the size of the data."""
 
     @property
     def validation_files(self) -> dict[str, str]:
@@ -410,11 +407,6 @@ class RunConfig:
     def needs_rewards(self) -> bool:
         """True if sampled completions are scored by reward functions."""
         return self.generates
-
-    @property
-    def encoded_as(self) -> str:
-        """Name of the job that encodes a row in the same way, in processes of its own."""
-        return self.kind
 
     @property
     def teachers_by_key(self) -> dict[str, str]:

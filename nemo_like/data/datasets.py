@@ -9,14 +9,11 @@ converted to a conversation (for SFT) or a question (for a rollout). Nothing is 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, overload
-
-import numpy as np
+from typing import Any
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.text import printable, shortened
@@ -30,9 +27,7 @@ from nemo_like.data.messages import (
     tools_problem,
     unknown_roles,
 )
-from nemo_like.data.mixture import Mixture
 from nemo_like.data.row_files import UNDERSTOOD, Row, shown_json
-from nemo_like.data.row_locations import Locations
 from nemo_like.data.token_rows import token_row_problem
 
 __all__ = [
@@ -43,7 +38,6 @@ __all__ = [
     "Question",
     "Row",
     "RowSchema",
-    "Rows",
     "conversation",
     "question",
 ]
@@ -100,55 +94,6 @@ class RowSchema:
             f" {self.understood}. Columns of other names are given by data.columns (prompt: NAME)"
             f"{_preference_hint(row)}"
         )
-
-
-@dataclass(frozen=True)
-class Rows(Sequence[Row]):
-    """The rows of one file or directory, which have the same format, or of several sources."""
-
-    rows: Sequence[Row]
-    """Large files are not in memory; see `row_store`."""
-    locations: Locations
-    """Location of each row. Example: `data/train.jsonl:17`."""
-    format: tuple[str, ...]
-    """Columns by which the format was recognized."""
-    digests: np.ndarray
-    """uint64 [N]: hash of the content of each row, which identifies the row after the file has
-    changed.
-    """
-    num_left_out: int = 0
-    """Rows of the file that a selection left out."""
-    mixture: Mixture | None = None
-    """The sources of the rows, if they are visited by weight."""
-
-    @property
-    def sources(self) -> dict[str, range]:
-        """Indices of the rows of each source; the name is empty without a mixture."""
-        if self.mixture is None:
-            return {"": range(len(self))}
-        sources = {}
-        start = 0
-        for name, size in zip(self.mixture.names, self.mixture.sizes, strict=True):
-            sources[name] = range(start, start + size)
-            start += size
-        return sources
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return list(self.rows[index])
-        return self.rows[index]
-
-
-def row_digest(content: bytes) -> int:
-    """Return a 64-bit hash of a row's content."""
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 def conversation(row: Row) -> list[Message]:

@@ -1,30 +1,38 @@
-"""Rows that are encoded once, ahead of their use, in this process or by a pool of others.
+"""Rows that are encoded once, ahead of their use, in this process or in several.
 
-`start` begins to encode the rows in the order of their first visit; `finish` waits for the end or
-for a time limit and raises for a bad row; `fetch` returns encoded rows and encodes missing ones
-next. Encoded rows are kept in memory and, above a limit, in an unnamed file that disappears with
-the process.
+Encoded rows are kept in a file. It is unnamed and disappears with the process, or it is in the
+cache (`NEMO_LIKE_CACHE`, by default `~/.cache/nemo_like`), where later runs find the rows of a data
+set whose encoding took long.
 """
 
 from __future__ import annotations
 
-import errno
+import ctypes
+import hashlib
 import os
+import signal
+import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
 
 import numpy as np
 
+from nemo_like import __version__
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.bad_rows import MAX_LISTED, BadRows
 from nemo_like.data.collate import EncodedRow
-from nemo_like.data.datasets import Row, Rows
-from nemo_like.data.encoding_pool import EncodingPool, RowPool, StartPool
+from nemo_like.data.row_files import Row
+from nemo_like.data.rows import MAX_LISTED, BadRows, Rows
 
 Encode = Callable[[Row], EncodedRow | None]
+"""Encodes a row; None drops it."""
+Advance = Callable[[int], None]
+"""Is called with the number of rows since its last call."""
 
 ROW_ERRORS = (
     ConfigError,
@@ -39,269 +47,231 @@ ROW_ERRORS = (
 """Exceptions that a row can cause in an encoding. A tokenizer refuses text that is not Unicode (a
 lone surrogate) with a TypeError.
 """
-MAX_MEMORY_BYTES = 2**25
-"""Size of encoded rows above which further ones are written to the file."""
+CACHE_VARIABLE = "NEMO_LIKE_CACHE"
 _BYTES_PER_TOKEN = 5
 """An int32 token id and a uint8 mask."""
-_BYTES_PER_ROW = 400
-"""Size of the objects around the tokens of a row in memory."""
 _ROWS_PER_CHUNK = 16
-"""Rows encoded in this process between two checks of the time."""
 _TRIAL_S = 1.0
 """Time for which rows are encoded here to estimate the total time."""
-_MIN_POOL_S = 5.0
-"""Estimated time from which worker processes are used: starting them takes about as long."""
-_MAX_AUTO_PROCESSES = 8
+_LONG_S = 5.0
+"""Estimated time from which processes and the cache are used."""
+_MAX_AUTO_PROCESSES = 16
 _COLLECTING_S = 5.0
 """Time for which further bad rows are sought after the first one."""
-_TODO = 0
-_DONE = 1
-_DROPPED = 2
+_PR_SET_PDEATHSIG = 1
+# Values of `_lengths` for rows that have no tokens.
+_TODO = -1
+_DROPPED = -2
+
+Result = EncodedRow | str | None
+"""An encoded row, the problem of a bad row, or None for a dropped one."""
+EncodeChunk = Callable[[Sequence[int] | np.ndarray], list[tuple[int, Result]]]
+"""Encodes rows; returns (row, result) of each."""
+
+_encode_chunk: EncodeChunk | None = None
+"""The encoding of an encoding process. Not an argument, which would be pickled with its rows."""
 
 
 class EncodedRows:
-    """The rows of a file in encoded form, each encoded once. `close` stops the pool."""
+    """The rows of a data set in encoded form, each encoded once."""
 
     def __init__(
         self,
         rows: Rows,
         encode: Encode,
         *,
-        module: str | None = None,
-        setup: dict[str, Any] | None = None,
-        num_processes: int | None = None,
-        start_pool: StartPool | None = None,
+        num_processes: int | None = 0,
+        settings: Callable[[], str] | None = None,
     ) -> None:
         """Prepare to encode `rows`.
 
-        `start_pool` starts the pool that encodes the rows given to `start`; the other arguments
-        describe the default, worker processes of this machine.
-
-        `module` is the module that worker processes run (see `encoding_pool.serve`) and `setup` its
-        input. Without a module, and with `num_processes=0`, rows are encoded in this process.
-        `num_processes=None` decides by the time that the first rows take.
+        With `num_processes=0` rows are encoded in this process; None decides by the time that the
+        first rows take. `settings` describes all that the encoding depends on, for the cache; None
+        uses no cache.
         """
         self.digests = rows.digests
         self._rows = rows
         self._encode = encode
-        self._module = module
-        self._setup = setup or {}
-        self._num_processes = 0 if module is None else num_processes
-        self._start_pool = start_pool
-        self._state = np.zeros(len(rows), dtype=np.uint8)
-        self._cache = _Cache(len(rows))
-        self._pool: RowPool | None = None
-        # Guards `_state`, `_cache`, `_problems` and `_failure`, which threads of the pool change.
-        self._changed = threading.Condition()
-        # int64; a view of the order, because a list of a million indices needs 40 MB.
-        self._queue = np.empty(0, np.int64)
-        self._failure: str | None = None
-        """Problem of the pool or of the file of encoded rows."""
-        self._problems: dict[int, str] = {}
-        """Bad row -> its problem."""
-        self._found_s = 0.0
-        """Time at which the first bad row was found."""
-        self.num_started = 0
-        """Number of rows given to `start`."""
-        self.is_finished = True
-        """True if all of them are encoded and `finish` has returned."""
-        self._num_before = 0
-        """Rows that were encoded before `start`."""
+        self._num_processes = num_processes
+        self._settings = settings
+        self._starts = np.zeros(len(rows), dtype=np.int64)
+        self._lengths = np.full(len(rows), _TODO, dtype=np.int32)
+        # The duplicate descriptor keeps the unnamed file open after the block.
+        with tempfile.TemporaryFile() as file:
+            self._file = os.dup(file.fileno())
+        self._end = 0
+
+    def __del__(self) -> None:
+        os.close(self._file)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     @property
-    def num_encoded(self) -> int:
-        """Number of rows encoded so far."""
-        return int(np.count_nonzero(self._state))
-
-    @property
     def is_kept(self) -> np.ndarray:
         """Mask of rows that are not known to be dropped, bool [N]."""
-        return self._state != _DROPPED
+        return self._lengths != _DROPPED
 
     @property
     def num_kept(self) -> int:
         """Number of rows that are not known to be dropped."""
         return int(np.count_nonzero(self.is_kept))
 
-    def start(self, order: np.ndarray) -> None:
-        """Begin to encode the rows `order` int64 [n]."""
-        # Rows can be encoded already, for example because a curriculum needed their lengths.
-        is_missing = self._state[order] == _TODO
-        self._queue = order if is_missing.all() else order[is_missing]
-        self.num_started = len(self._queue)
-        self._num_before = self.num_encoded
-        self.is_finished = False
-        if self._start_pool is not None and len(self._queue):
-            self._submit_to(self._start_pool(self._rows.rows, self._receive))
-            return
-        num_processes = self._num_processes
-        if num_processes is None:
-            num_processes = self._choose_num_processes()
-        if num_processes and len(self._queue) and self._module is not None:
-            self._submit_to(
-                EncodingPool(
-                    self._module, self._setup, num_processes, self._rows.rows, self._receive
-                )
-            )
-
-    def _submit_to(self, pool: RowPool) -> None:
-        """Give the queued rows to a new pool."""
-        self._pool = pool
-        pool.submit(self._queue)
-        # Not a slice, which would keep the array.
-        self._queue = np.empty(0, np.int64)
-
-    def _choose_num_processes(self) -> int:
-        """Encode rows of the queue for a short time and estimate the time of the rest."""
-        began = time.perf_counter()
-        num_tried = 0
-        while num_tried < len(self._queue) and time.perf_counter() - began < _TRIAL_S:
-            self._encode_here(self._queue[num_tried : num_tried + _ROWS_PER_CHUNK].tolist())
-            num_tried += _ROWS_PER_CHUNK
-        spent_s = time.perf_counter() - began
-        self._queue = self._queue[num_tried:]
-        remaining_s = spent_s * len(self._queue) / max(num_tried, 1)
-        if remaining_s < _MIN_POOL_S:
-            return 0
-        return min(_MAX_AUTO_PROCESSES, max(_num_cpus() // 2, 1))
-
-    def finish(
-        self, advance: Callable[[int], None] = lambda count: None, timeout_s: float | None = None
-    ) -> bool:
-        """Wait until the rows given to `start` are encoded, at most `timeout_s` seconds.
-
-        Returns True if they are. `advance` is called with the number of rows encoded since its last
-        call. Raises ConfigError for bad rows: at the end, or earlier if they are many.
-        """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        num_reported = self._num_before
-        while True:
-            if len(self._queue):
-                self._encode_here(self._queue[:_ROWS_PER_CHUNK].tolist())
-                self._queue = self._queue[_ROWS_PER_CHUNK:]
-            elif self._pool is not None:
-                with self._changed:
-                    self._changed.wait(0.2)
-            is_idle = not len(self._queue) and (self._pool is None or self._pool.is_idle)
-            if is_idle or self._has_enough_problems:
-                self._raise_problem()
-            advance(self.num_encoded - num_reported)
-            num_reported = self.num_encoded
-            if is_idle:
-                self.close()
-                self.is_finished = True
-                return True
-            if deadline is not None and time.monotonic() >= deadline:
-                return False
-
-    def fetch(self, rows: Sequence[int]) -> list[EncodedRow | None]:
-        """Return the encoded rows, None for a dropped row. Raises ConfigError for a bad row.
-
-        A bad row that was found in the background raises here too, even if it was not requested.
-        """
-        self._raise_problem()
-        missing = [row for row in rows if self._state[row] == _TODO]
-        if missing and self._pool is not None and not self._pool.is_idle:
-            self._pool.submit(missing, first=True)
-            self._wait_for(missing)
-            self._raise_problem()
-            missing = [row for row in missing if self._state[row] == _TODO]
-        # The pool may have ended without these rows; then they are encoded here.
-        self._encode_here(missing)
-        self._raise_problem()
-        return [self._cache.get(row) if self._state[row] == _DONE else None for row in rows]
-
-    def _wait_for(self, rows: list[int]) -> None:
-        """Wait until the pool has encoded `rows`, has a problem, or is idle."""
-        with self._changed:
-            while not self._has_problem and any(self._state[row] == _TODO for row in rows):
-                # The timeout covers a pool that ends without a notification.
-                self._changed.wait(1.0)
-                if self._pool is None or self._pool.is_idle:
-                    break
+    @property
+    def num_encoded(self) -> int:
+        """Number of rows encoded so far, dropped ones included."""
+        return int(np.count_nonzero(self._lengths != _TODO))
 
     def location(self, row: int) -> str:
         """Return the location of a row. Example: `data/train.jsonl:17`."""
-        return self._rows.locations[row]
+        return self._rows.location(row)
 
-    def close(self) -> None:
-        """Stop the pool; missing rows are then encoded in this process."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+    def fetch(self, rows: Sequence[int]) -> list[EncodedRow | None]:
+        """Return the encoded rows, None for a dropped row; rows that are missing are encoded.
 
-    def _encode_here(self, rows: Sequence[int]) -> None:
-        """Encode `rows` in this process, except those that are encoded already."""
-        for row in rows:
-            if self._has_enough_problems:
+        Raises ConfigError for bad rows.
+        """
+        missing = [row for row in rows if self._lengths[row] == _TODO]
+        if missing:
+            self._store_all(map(self._encode_chunk, [missing]), lambda count: None)
+        return [self._read(row) for row in rows]
+
+    def encode_ahead(self, rows: np.ndarray, advance: Advance = lambda count: None) -> None:
+        """Encode `rows` int64 [n], each of which may be encoded already.
+
+        Raises ConfigError for bad rows: the first of them with their number.
+        """
+        missing = rows[self._lengths[rows] == _TODO]
+        chunks = np.split(missing, range(_ROWS_PER_CHUNK, len(missing), _ROWS_PER_CHUNK))
+        here = map(self._encode_chunk, chunks)
+        started = time.monotonic()
+        if self._num_processes is None:
+            self._store_all(here, advance, limit_s=_TRIAL_S)
+        elif self._num_processes == 0:
+            self._store_all(here, advance)
+        num_tried = len(missing)
+        missing = missing[self._lengths[missing] == _TODO]
+        num_tried -= len(missing)
+        if not len(missing):
+            return
+        num_processes = self._num_processes
+        if num_processes is None:
+            spent_s = time.monotonic() - started
+            if spent_s * len(missing) < _LONG_S * num_tried:
+                self._store_all(here, advance)
                 return
-            if self._state[row] == _TODO:
-                encoded, problem = encode_row(self._encode, self._rows[row])
-                self._receive(row, encoded, problem)
+            num_processes = min(_MAX_AUTO_PROCESSES, len(os.sched_getaffinity(0)))
+        with self._cached(advance, num_processes) as is_cached:
+            if not is_cached:
+                chunks = np.split(missing, range(_ROWS_PER_CHUNK, len(missing), _ROWS_PER_CHUNK))
+                with _encoding_pool(num_processes, self._encode_chunk) as pool:
+                    self._store_all(pool.map(_encode_in_process, chunks), advance)
 
-    def _receive(self, row: int, encoded: EncodedRow | None, problem: str | None) -> None:
-        """Store the result of one row, from any thread. Row -1 is a problem of the pool itself."""
-        with self._changed:
-            if problem is not None and row < 0:
-                self._failure = self._failure or problem
-            elif problem is not None:
-                if not self._problems:
-                    self._found_s = time.monotonic()
-                if len(self._problems) < MAX_LISTED:
-                    self._problems[row] = problem
-            elif row >= 0 and self._state[row] == _TODO:
-                self._store(row, encoded)
-            self._changed.notify_all()
+    def _encode_chunk(self, rows: Sequence[int] | np.ndarray) -> list[tuple[int, Result]]:
+        """Encode rows, in any process; returns (row, result) of each."""
+        results: list[tuple[int, Result]] = []
+        for row in map(int, rows):
+            try:
+                results.append((row, self._encode(self._rows[row])))
+            except ROW_ERRORS as error:
+                results.append((row, row_error_text(error)))
+        return results
+
+    def _store_all(
+        self,
+        results: Iterator[list[tuple[int, Result]]],
+        advance: Advance,
+        limit_s: float | None = None,
+    ) -> None:
+        """Store the results of chunks until they end or `limit_s` has passed.
+
+        Raises ConfigError for bad rows: at the end, or earlier if they are many.
+        """
+        started = time.monotonic()
+        found_s = started
+        bad = BadRows()
+        for chunk in results:
+            for row, result in chunk:
+                if isinstance(result, str):
+                    found_s = found_s if bad.num_rows else time.monotonic()
+                    bad.add(self.location(row), result)
+                else:
+                    self._store(row, result)
+            advance(len(chunk))
+            now = time.monotonic()
+            if bad.num_rows >= MAX_LISTED or (bad.num_rows and now - found_s > _COLLECTING_S):
+                break
+            if limit_s is not None and now - started > limit_s:
+                break
+        if bad.num_rows:
+            raise ConfigError(bad.text(f" among {self.num_encoded + bad.num_rows:,} encoded"))
 
     def _store(self, row: int, encoded: EncodedRow | None) -> None:
-        """Put an encoded row into the cache; a write error becomes the problem to raise."""
+        """Write an encoded row to the file. Raises ConfigError if it cannot be written."""
         if encoded is None:
-            self._state[row] = _DROPPED
+            self._lengths[row] = _DROPPED
+            return
+        ids = np.asarray(encoded.input_ids, dtype=np.int32)
+        mask = np.asarray(encoded.token_mask, dtype=np.uint8)
+        data = ids.tobytes() + mask.tobytes()
+        try:
+            num_written = os.pwrite(self._file, data, self._end)
+        except OSError as error:
+            raise ConfigError(_no_space_text(str(error))) from error
+        if num_written < len(data):
+            raise ConfigError(_no_space_text("no space left on device"))
+        self._starts[row] = self._end
+        self._lengths[row] = len(ids)
+        self._end += len(data)
+
+    def _read(self, row: int) -> EncodedRow | None:
+        """Return a row that was stored, or None for a dropped one."""
+        length = int(self._lengths[row])
+        if length == _DROPPED:
+            return None
+        # Not mapped: mapped pages of a shuffled order would count as memory of the process.
+        data = os.pread(self._file, _BYTES_PER_TOKEN * length, int(self._starts[row]))
+        ids = np.frombuffer(data, np.int32, length)
+        mask = np.frombuffer(data, np.uint8, offset=4 * length)
+        return EncodedRow(ids, mask)
+
+    @contextmanager
+    def _cached(self, advance: Advance, num_processes: int) -> Iterator[bool]:
+        """Use the rows of an earlier run; else keep those that the block encodes, if they are all
+        and took long.
+
+        Yields True if the rows are known.
+        """
+        if self._settings is None:
+            yield False
+            return
+        folder = cache_directory()
+        key = hashlib.blake2b(digest_size=16)
+        key.update(repr((self.digests, __version__, _source_digest(), self._settings())).encode())
+        data, index = (folder / f"{key.hexdigest()}.{kind}" for kind in ("tokens", "npz"))
+        if index.exists() and data.exists():
+            num_before = self.num_encoded
+            with np.load(index) as arrays:
+                self._starts, self._lengths = arrays["starts"], arrays["lengths"]
+            os.close(self._file)
+            self._file = os.open(data, os.O_RDONLY)
+            advance(len(self) - num_before)
+            yield True
+            return
+        started = time.monotonic()
+        yield False
+        spent_s = num_processes * (time.monotonic() - started)
+        if self.num_encoded < len(self) or spent_s + _TRIAL_S < _LONG_S:
             return
         try:
-            self._cache.put(row, encoded)
-        except OSError as error:
-            folder = tempfile.gettempdir()
-            self._failure = f"encoded rows cannot be kept in {folder}: {error}; set TMPDIR"
-            return
-        self._state[row] = _DONE
-
-    @property
-    def _has_problem(self) -> bool:
-        return bool(self._problems) or self._failure is not None
-
-    @property
-    def _has_enough_problems(self) -> bool:
-        """True if no further bad rows are sought."""
-        is_late = time.monotonic() - self._found_s >= _COLLECTING_S
-        has_many = is_late or len(self._problems) >= MAX_LISTED
-        return self._failure is not None or (bool(self._problems) and has_many)
-
-    def _raise_problem(self) -> None:
-        """Raise ConfigError if a problem was received."""
-        with self._changed:
-            failure = self._failure
-            problems = sorted(self._problems.items())
-        if failure is None and not problems:
-            return
-        self.close()
-        if failure is not None:
-            raise ConfigError(failure)
-        bad = BadRows()
-        for row, problem in problems:
-            bad.add(self.location(row), problem)
-        raise ConfigError(bad.text(f" among {self.num_encoded + len(problems):,} encoded"))
-
-
-def encode_row(encode: Encode, row: Row) -> tuple[EncodedRow | None, str | None]:
-    """Encode a row: (encoded row or None, problem or None)."""
-    try:
-        return encode(row), None
-    except ROW_ERRORS as error:
-        return None, row_error_text(error)
+            _keep(self._file, self._end, data)
+            # Written last: the cache has the rows if it has the index.
+            partial = index.with_name(f"{index.name}.{os.getpid()}.npz")
+            np.savez(partial, starts=self._starts, lengths=self._lengths)
+            partial.replace(index)
+        except OSError:
+            # The run has its rows; only a later one encodes them again.
+            data.unlink(missing_ok=True)
 
 
 def row_error_text(error: Exception) -> str:
@@ -312,55 +282,74 @@ def row_error_text(error: Exception) -> str:
     return f"the row cannot be encoded ({type(error).__name__}: {reason}); correct or remove it"
 
 
-class _Cache:
-    """Encoded rows by index: in memory up to `MAX_MEMORY_BYTES`, then in an unnamed file."""
-
-    def __init__(self, num_rows: int) -> None:
-        self._in_memory: dict[int, EncodedRow] = {}
-        self._num_bytes = 0
-        self._file: int | None = None
-        self._end = 0
-        self._offsets = np.zeros(num_rows, dtype=np.int64)
-        self._lengths = np.zeros(num_rows, dtype=np.int32)
-
-    def put(self, row: int, encoded: EncodedRow) -> None:
-        """Store a row. Raises OSError if the file cannot be written."""
-        ids = np.asarray(encoded.input_ids, dtype=np.int32)
-        mask = np.asarray(encoded.token_mask, dtype=np.uint8)
-        num_bytes = _BYTES_PER_TOKEN * len(ids)
-        in_memory = num_bytes + _BYTES_PER_ROW
-        if self._num_bytes + in_memory <= MAX_MEMORY_BYTES:
-            self._in_memory[row] = EncodedRow(ids, mask)
-            self._num_bytes += in_memory
-            return
-        if self._file is None:
-            # The duplicate descriptor keeps the unnamed file open after the block.
-            with tempfile.TemporaryFile() as file:
-                self._file = os.dup(file.fileno())
-        data = ids.tobytes() + mask.tobytes()
-        num_written = os.pwrite(self._file, data, self._end)
-        if num_written < len(data):
-            raise OSError(errno.ENOSPC, "no space left on device")
-        self._offsets[row] = self._end
-        self._lengths[row] = len(ids)
-        self._end += len(data)
-
-    def get(self, row: int) -> EncodedRow:
-        """Return a row that was stored."""
-        if row in self._in_memory:
-            return self._in_memory[row]
-        assert self._file is not None, "a stored row is in memory or in the file"
-        length = int(self._lengths[row])
-        data = os.pread(self._file, _BYTES_PER_TOKEN * length, int(self._offsets[row]))
-        ids = np.frombuffer(data, np.int32, length)
-        mask = np.frombuffer(data, np.uint8, offset=4 * length)
-        return EncodedRow(ids, mask)
-
-    def __del__(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
+def cache_directory() -> Path:
+    """Return the directory of encoded rows that runs share."""
+    return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/nemo_like").expanduser() / "rows"
 
 
-def _num_cpus() -> int:
-    """Number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+def _no_space_text(reason: str) -> str:
+    return f"encoded rows cannot be kept in {tempfile.gettempdir()}: {reason}; set TMPDIR"
+
+
+def _keep(file: int, num_bytes: int, target: Path) -> None:
+    """Copy an unnamed file to `target`. Raises OSError if it cannot be written."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f"{target.name}.{os.getpid()}")
+    with partial.open("wb", buffering=0) as copied:
+        offset = 0
+        while offset < num_bytes:
+            offset += os.sendfile(copied.fileno(), file, offset, num_bytes - offset)
+    partial.replace(target)
+
+
+def _source_digest() -> str:
+    """Return a hash of the modules of this package, some of which encode rows."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        hashed.update(path.read_bytes())
+    return hashed.hexdigest()
+
+
+@contextmanager
+def _encoding_pool(num_processes: int, encode: EncodeChunk) -> Iterator[ProcessPoolExecutor]:
+    """Start processes that encode rows; they end with the block, or with this process.
+
+    Raises ConfigError if one of them ends.
+    """
+    # Tokenizers would warn in every process, and use as many threads in each as there are cores.
+    variable = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(variable)
+    os.environ[variable] = "false"
+    # Forked: the rows and the tokenizer are not copied. The processes use neither threads nor
+    # devices of this one.
+    pool = ProcessPoolExecutor(num_processes, get_context("fork"), _begin_process, (encode,))
+    try:
+        yield pool
+    except BrokenProcessPool as error:
+        raise ConfigError(
+            "a process that encodes rows ended, possibly for lack of memory; see its output above,"
+            " or set data.num_encoding_workers=0 to encode in the driver"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+        os.environ.pop(variable)
+        if before is not None:
+            os.environ[variable] = before
+
+
+def _begin_process(encode: EncodeChunk) -> None:
+    """Prepare an encoding process: it ends with the driver, which handles Ctrl-C."""
+    global _encode_chunk
+    _encode_chunk = encode
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Output of a library must not be mixed with the results of the driver.
+    os.dup2(2, 1)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _encode_in_process(rows: np.ndarray) -> list[tuple[int, Result]]:
+    """Encode rows in an encoding process."""
+    assert _encode_chunk is not None, "the process has begun"
+    return _encode_chunk(rows)

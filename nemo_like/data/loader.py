@@ -27,9 +27,11 @@ LastBatch = Literal["keep", "drop"]
 class FetchableRows(Protocol[Out]):
     """Rows of a file that can be fetched in their encoded form."""
 
+    def __len__(self) -> int: ...
+
     @property
-    def digests(self) -> np.ndarray:
-        """Hash of the content of each row, uint64 [N]."""
+    def digests(self) -> tuple[str, ...]:
+        """Hash of the content of all rows, of each source."""
         ...
 
     def fetch(self, rows: Sequence[int]) -> list[Out | None]:
@@ -160,9 +162,9 @@ class RowLoader(Generic[Out]):
         curriculum: Curriculum | None = None,
         mixture: Mixture | None = None,
     ) -> None:
-        if len(rows.digests) < 1 or batch_size < 1:
+        if len(rows) < 1 or batch_size < 1:
             raise ValueError(
-                f"a loader needs rows and a batch size, got {len(rows.digests)} rows and"
+                f"a loader needs rows and a batch size, got {len(rows)} rows and"
                 f" batch_size={batch_size}"
             )
         self.batch_size = batch_size
@@ -173,7 +175,7 @@ class RowLoader(Generic[Out]):
         """Epoch of the rows of the last batch; `epoch` is the next one after its last batch."""
         self._rows = rows
         self._order = open_order(
-            rows.digests, mixture, seed=seed, shuffle=shuffle, curriculum=curriculum
+            len(rows), rows.digests, mixture, seed=seed, shuffle=shuffle, curriculum=curriculum
         )
         self._batch_rows: list[int] = []
 
@@ -276,24 +278,8 @@ class RowLoader(Generic[Out]):
         return self.upcoming(len(self) if num_batches is None else num_batches * self.batch_size)
 
     def has_batch(self, num_epochs: int, is_kept: np.ndarray | None = None) -> bool:
-        """Return True if an epoch before `num_epochs` has another batch.
-
-        Fetches rows to find out whether they are dropped, without those that are known to be, for
-        which `is_kept` bool [N] is False. Raises ConfigError for a bad row.
-        """
-        if self._order.epoch + 1 != num_epochs:
-            return self._order.epoch < num_epochs
-        needed = self.batch_size if self.last_batch == "drop" else 1
-        left = self._order.left
-        if is_kept is not None:
-            left = left[is_kept[left]]
-        num_kept = 0
-        for start in range(0, len(left), self.batch_size):
-            rows = self._rows.fetch(left[start : start + self.batch_size].tolist())
-            num_kept += sum(row is not None for row in rows)
-            if num_kept >= needed:
-                return True
-        return False
+        """Return True if an epoch before `num_epochs` has another batch; see `batches_left`."""
+        return self.batches_left(num_epochs, is_kept) > 0
 
     def _is_rest_dropped(self) -> bool:
         """Return True if the rest of the epoch does not fill a batch and is left out."""
@@ -330,10 +316,7 @@ class RowLoader(Generic[Out]):
         The dropped rows of an epoch of a mixture depend on which rows of a source it has.
         """
         simulated = RowLoader(
-            _KeptRows(is_kept),
-            batch_size=self.batch_size,
-            last_batch=self.last_batch,
-            mixture=order.mixture,
+            _KeptRows(is_kept), batch_size=self.batch_size, last_batch=self.last_batch
         )
         simulated._order = order.copy()
         count = 0
@@ -371,8 +354,11 @@ class _KeptRows:
     """Rows of which only is known whether they are kept; a `FetchableRows`."""
 
     def __init__(self, is_kept: np.ndarray) -> None:
-        self.digests = np.arange(len(is_kept), dtype=np.uint64)
+        self.digests = ("",)
         self._is_kept = is_kept
+
+    def __len__(self) -> int:
+        return len(self._is_kept)
 
     def fetch(self, rows: Sequence[int]) -> list[bool | None]:
         """Return True for a kept row, None for a dropped one."""

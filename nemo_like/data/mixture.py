@@ -56,34 +56,29 @@ class MixtureOrder:
 
     def __init__(
         self,
-        digests: np.ndarray,
         mixture: Mixture,
+        digests: Sequence[str],
         *,
         seed: int = 0,
         shuffle: bool = True,
         curriculum: Curriculum | None = None,
     ) -> None:
-        """Initialize from `digests` uint64 [N], a hash of the content of each row.
+        """Initialize from `digests`, a hash of the rows of each source.
 
-        Raises ValueError if the sizes of the sources do not add up to N. With a `curriculum` the
-        rows of each source are visited by increasing difficulty.
+        With a `curriculum` the rows of each source are visited by increasing difficulty.
         """
-        if sum(mixture.sizes) != len(digests):
-            raise ValueError(
-                f"the sources have {sum(mixture.sizes)} rows together, but {len(digests)} are given"
-            )
         self.mixture = mixture
         self._weights = np.array(mixture.weights, dtype=np.float64)
         self._offsets = np.cumsum([0, *mixture.sizes])[:-1]
         self._orders: list[RowOrder] = []
-        for offset, size in zip(self._offsets, mixture.sizes, strict=True):
-            rows = slice(offset, offset + size)
+        for offset, size, digest in zip(self._offsets, mixture.sizes, digests, strict=True):
             own_curriculum = None
             if curriculum is not None:
-                own_curriculum = Curriculum(curriculum.name, curriculum.difficulty[rows])
-            order = RowOrder(digests[rows], seed=seed, shuffle=shuffle, curriculum=own_curriculum)
+                difficulty = curriculum.difficulty[offset : offset + size]
+                own_curriculum = Curriculum(curriculum.name, difficulty)
+            order = RowOrder(size, digest, seed=seed, shuffle=shuffle, curriculum=own_curriculum)
             self._orders.append(order)
-        self._num_rows = len(digests)
+        self._num_rows = sum(mixture.sizes)
         self._epoch = 0
         self._position = 0
         self._taken = np.zeros(len(mixture.sizes), dtype=np.int64)
@@ -228,17 +223,19 @@ class MixtureOrder:
 
 
 def open_order(
-    digests: np.ndarray,
-    mixture: Mixture | None,
+    num_rows: int,
+    digests: Sequence[str],
+    mixture: Mixture | None = None,
     *,
     seed: int = 0,
     shuffle: bool = True,
     curriculum: Curriculum | None = None,
 ) -> RowOrder | MixtureOrder:
-    """Return the order of rows with `digests` uint64 [N]: of one source, or of a mixture."""
+    """Return the order of rows with one of `digests` per source: of one source, or of a mixture."""
     if mixture is None:
-        return RowOrder(digests, seed=seed, shuffle=shuffle, curriculum=curriculum)
-    return MixtureOrder(digests, mixture, seed=seed, shuffle=shuffle, curriculum=curriculum)
+        (digest,) = digests
+        return RowOrder(num_rows, digest, seed=seed, shuffle=shuffle, curriculum=curriculum)
+    return MixtureOrder(mixture, digests, seed=seed, shuffle=shuffle, curriculum=curriculum)
 
 
 def _take_from(order: RowOrder, num_rows: int) -> np.ndarray:

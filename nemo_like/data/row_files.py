@@ -1,21 +1,38 @@
-"""Readers of data files: JSON lines, JSON, CSV, parquet, and Arrow data sets."""
+"""Readers of data files: JSON lines, JSON, CSV, parquet, and Arrow data sets.
+
+They read one row at a time, and a bad row is an error with its place.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.text import printable, shortened, shown_value
 from nemo_like.data.messages import without_nulls
-from nemo_like.data.row_locations import Location
-from nemo_like.data.text_files import format_suffix, open_decompressed, read_csv
 
 Row = dict[str, Any]
-LocatedRow = tuple[Location, Row | ConfigError, bytes]
-"""(location of the row, the row or the reason why it is none, its content as bytes)"""
+
+
+class Location(NamedTuple):
+    """Location of one row. Example: `Location("data/train.jsonl:", 17)`."""
+
+    prefix: str
+    """The file and a separator, the same object for all rows of a file."""
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.prefix}{self.number}"
+
+
+LocatedRow = tuple[Location, Row | ConfigError, bytes | None]
+"""(location of the row, the row or why it cannot be used, its JSON if the file has it)"""
 
 UNDERSTOOD = (
     "messages [+ answer]; prompt + completion; prompt + answer; question + answer with"
@@ -25,23 +42,13 @@ SUPPORTED_FILES = (
     ".jsonl, .csv (each also as .gz or .zst), .json, .parquet, or a directory with an Arrow dataset"
     " (datasets.save_to_disk) or parquet files"
 )
-_MAX_LISTED = 10_000
-"""Maximum number of files of an Arrow data set."""
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _MAX_SHOWN_CHARACTERS = 60
 _ROWS_PER_BATCH = 1000
 """Rows of a parquet or Arrow file that are converted to Python objects at once."""
 _READ_BYTES = 2**20
-# pyarrow's own errors derive from these; conversions to Python add OverflowError and
-# UnicodeDecodeError (a ValueError).
-_ARROW_ERRORS = (
-    ValueError,
-    OSError,
-    LookupError,
-    TypeError,
-    ArithmeticError,
-    RuntimeError,
-    MemoryError,
-)
+_MAX_FIELD_CHARACTERS = 2**31 - 1
+"""The csv module refuses longer fields; its default of 131,072 is too short for long texts."""
 
 
 def read_rows(path: Path, key: str) -> Iterator[LocatedRow]:
@@ -53,18 +60,23 @@ def read_rows(path: Path, key: str) -> Iterator[LocatedRow]:
         return _read_directory(path)
     readers = {
         ".jsonl": _read_jsonl,
-        ".jsonl.gz": _read_jsonl,
-        ".jsonl.zst": _read_jsonl,
         ".csv": _read_csv,
-        ".csv.gz": _read_csv,
-        ".csv.zst": _read_csv,
         ".json": _read_json,
-        ".parquet": _read_parquet,
+        ".parquet": _read_table,
     }
     suffix = format_suffix(path)
-    if suffix not in readers:
+    plain = Path(path.stem).suffix if path.suffix in _COMPRESSIONS else suffix
+    if plain not in readers or (plain != suffix and plain not in (".jsonl", ".csv")):
         raise ConfigError(f"{key}: {shown_path(path)} ends in {suffix!r}; give {SUPPORTED_FILES}")
-    return readers[suffix](path)
+    return readers[plain](path)
+
+
+def format_suffix(path: Path) -> str:
+    """Return the suffix that names the format, with that of a compression.
+
+    Example: `.jsonl.gz` for `train.v2.jsonl.gz`, `.parquet` for `train.parquet`.
+    """
+    return Path(path.stem).suffix + path.suffix if path.suffix in _COMPRESSIONS else path.suffix
 
 
 def shown_json(value: Any) -> str:
@@ -78,19 +90,44 @@ def shown_json(value: Any) -> str:
     return f"{text} ({type(value).__name__})"
 
 
+@contextmanager
+def _open_decompressed(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for reading, decompressed if its name ends in one of `_COMPRESSIONS`.
+
+    Raises ConfigError, also within the block, if the compressed data is damaged or incomplete.
+    """
+    if path.suffix not in _COMPRESSIONS:
+        with path.open("rb") as file:
+            yield file
+        return
+    import pyarrow
+
+    try:
+        compression = _COMPRESSIONS[path.suffix]
+        with io.BufferedReader(pyarrow.input_stream(str(path), compression=compression)) as file:
+            yield file
+    except OSError as error:
+        raise ConfigError(
+            f"{shown_path(path)}: cannot be decompressed: {_first_line(error)}; compress the file"
+            " again, or copy it again if it is incomplete"
+        ) from error
+
+
 def _read_jsonl(path: Path) -> Iterator[LocatedRow]:
     # Once for all lines: `shown_path` takes longer than parsing a short line.
     prefix = f"{shown_path(path)}:"
-    with open_decompressed(path) as lines:
+    with _open_decompressed(path) as lines:
         for number, line in enumerate(lines, 1):
-            if line.strip():
-                location = Location(prefix, number)
-                row: Row | ConfigError
-                try:
-                    row = _object(_parse(line, location), location)
-                except ConfigError as error:
-                    row = error
-                yield location, row, line.strip()
+            text = line.strip()
+            if not text:
+                continue
+            location = Location(prefix, number)
+            row: Row | ConfigError
+            try:
+                row = _object(_parse(line, location), location)
+            except ConfigError as error:
+                row = error
+            yield location, row, text.removeprefix(b"\xef\xbb\xbf")
 
 
 def _read_json(path: Path) -> Iterator[LocatedRow]:
@@ -103,12 +140,7 @@ def _read_json(path: Path) -> Iterator[LocatedRow]:
     prefix = f"{shown_path(path)} row "
     for number, row in enumerate(rows):
         location = Location(prefix, number)
-        yield location, _object(row, location), _content(row)
-
-
-def _read_csv(path: Path) -> Iterator[LocatedRow]:
-    for location, row in read_csv(path):
-        yield location, dict(row), _content(row)
+        yield location, _object(row, location), None
 
 
 def _parse(data: bytes, location: str | Location) -> Any:
@@ -147,91 +179,124 @@ def _object(value: Any, location: Location) -> Row:
     return value
 
 
-def _read_parquet(path: Path) -> Iterator[LocatedRow]:
-    import pyarrow
-    import pyarrow.parquet
+def _read_csv(path: Path) -> Iterator[LocatedRow]:
+    """Read the rows of a CSV file whose first line has the names of the columns.
 
+    Every value is a text, but a JSON list of messages, which any column may have, is read. A row's
+    location is its first line. Raises ConfigError for a bad header or row.
+    """
+    shown = shown_path(path)
+    csv.field_size_limit(_MAX_FIELD_CHARACTERS)
+    with (
+        _open_decompressed(path) as file,
+        # utf-8-sig also accepts a byte order mark; the csv module needs the original line ends.
+        io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text,
+    ):
+        reader = csv.reader(text, strict=True)
+        names: list[str] | None = None
+        while True:
+            location = Location(f"{shown}:", reader.line_num + 1)
+            try:
+                values = next(reader, None)
+            except csv.Error as error:
+                raise ConfigError(f"{location}: not valid CSV: {error}") from error
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f"{location}: not UTF-8 text in this or a later line: {error.reason}"
+                ) from error
+            if values is None:
+                return
+            if not values:
+                continue
+            if names is None:
+                names = _checked_names(values, location)
+                continue
+            if len(values) != len(names):
+                raise ConfigError(
+                    f"{location}: {len(values)} values for {len(names)} columns; a value with a"
+                    ' comma or a line break is written in quotes ("), and a quote in it twice'
+                )
+            yield location, dict(zip(names, map(_value, values), strict=True)), None
+
+
+def _value(text: str) -> Any:
+    """Return the messages of a JSON list of messages; any other text itself."""
+    # Most values end here. `prompt` may be a text that begins with a bracket.
+    if not (text.startswith("[") and text.endswith("]")):
+        return text
     try:
-        # Buffered, because a row group may be as large as the file.
-        with pyarrow.parquet.ParquetFile(path, buffer_size=_READ_BYTES) as file:
-            batches = file.iter_batches(batch_size=_ROWS_PER_BATCH)
-            yield from _batch_rows(batches, shown_path(path))
-    except ConfigError:
-        raise
-    except (pyarrow.ArrowException, *_ARROW_ERRORS) as error:
-        raise ConfigError(
-            f"{shown_path(path)}: not a parquet file: {_first_line(error)}"
-        ) from error
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    is_message_list = bool(value) and all(_is_message(item) for item in value)
+    return value if is_message_list else text
+
+
+def _is_message(value: object) -> bool:
+    """Return True for an object with the role of a message, also as ShareGPT names it."""
+    return isinstance(value, dict) and not value.keys().isdisjoint(("role", "from"))
+
+
+def _checked_names(names: list[str], location: Location) -> list[str]:
+    """Return the names of the columns. Raises ConfigError for an empty or repeated one."""
+    for name in names:
+        if not name.strip() or names.count(name) > 1:
+            problem = "a column without a name" if not name.strip() else f"{name!r} twice"
+            raise ConfigError(
+                f"{location}: the header has {problem}; the first line of a CSV file has one name"
+                " per column"
+            )
+    return names
 
 
 def _read_directory(path: Path) -> Iterator[LocatedRow]:
-    """Read what `datasets.save_to_disk` writes, or the parquet files of a directory by name.
-
-    `save_to_disk` lists its Arrow streams in state.json.
-    """
+    """Read what `datasets.save_to_disk` writes, or the parquet files of a directory, by name."""
     if (path / "dataset_dict.json").exists():
         # A DatasetDict: the run must not choose a split by itself.
-        splits = _listed(path / "dataset_dict.json", "splits")
+        splits = sorted(file.parent for file in path.glob("*/state.json"))
         raise ConfigError(
             f"{shown_path(path)} has several splits; name one: "
-            + ", ".join(shown_path(path / split) for split in splits)
+            + ", ".join(map(shown_path, splits))
         )
-    if (path / "state.json").exists():
-        for file in _listed(path / "state.json", "_data_files"):
-            yield from _read_arrow(path / file)
-        return
-    files = sorted(path.glob("*.parquet"))
+    files = sorted(path.glob("*.arrow")) or sorted(path.glob("*.parquet"))
     if not files:
         raise ConfigError(
-            f"{shown_path(path)} is a directory without state.json (datasets.save_to_disk) or"
+            f"{shown_path(path)} is a directory without Arrow files (datasets.save_to_disk) or"
             f" parquet files"
         )
     for file in files:
-        yield from _read_parquet(file)
+        yield from _read_table(file)
 
 
-def _listed(path: Path, key: str) -> list[str]:
-    """Return the file or folder names that a JSON file of `datasets` lists under `key`.
+def _read_table(path: Path) -> Iterator[LocatedRow]:
+    """Read a parquet file or an Arrow stream."""
+    import pyarrow
+    import pyarrow.parquet
 
-    Raises ConfigError unless all are plain names in the same directory.
-    """
-    content = _parse(path.read_bytes(), shown_path(path))
-    entries = content.get(key) if isinstance(content, dict) else None
-    names: list[Any] = [None]
-    if isinstance(entries, list):
-        names = [entry.get("filename") if isinstance(entry, dict) else entry for entry in entries]
-    if not all(_is_plain_name(name) for name in names):
-        raise ConfigError(
-            f"{shown_path(path)}: {key} is not a list of names in this directory; write it with"
-            f" datasets.save_to_disk"
-        )
-    return [str(name) for name in names][:_MAX_LISTED]
-
-
-def _is_plain_name(name: Any) -> bool:
-    """Return True for a file name without a path: a list must not point outside its directory."""
-    return isinstance(name, str) and name == Path(name).name and name.isprintable()
+    is_parquet = path.suffix == ".parquet"
+    try:
+        with ExitStack() as stack:
+            if is_parquet:
+                # Buffered, because a row group may be as large as the file.
+                file = pyarrow.parquet.ParquetFile(path, buffer_size=_READ_BYTES)
+                stack.enter_context(file)
+                batches = file.iter_batches(batch_size=_ROWS_PER_BATCH)
+            else:
+                source = stack.enter_context(pyarrow.OSFile(str(path)))
+                batches = stack.enter_context(pyarrow.ipc.open_stream(source))
+            yield from _batch_rows(batches, shown_path(path))
+    except ConfigError:
+        raise
+    except Exception as error:
+        # Damaged data raises pyarrow's own exceptions, and any of Python in conversions.
+        kind = "a parquet file" if is_parquet else "an Arrow stream"
+        raise ConfigError(f"{shown_path(path)}: not {kind}: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:
     """Return the first line of an error's text, or its type."""
     lines = str(error).splitlines()
     return shortened(printable(lines[0] if lines else type(error).__name__), 300)
-
-
-def _read_arrow(path: Path) -> Iterator[LocatedRow]:
-    import pyarrow
-
-    try:
-        # Not mapped: mapped pages count as memory of the process until the file is closed.
-        with pyarrow.OSFile(str(path)) as source, pyarrow.ipc.open_stream(source) as batches:
-            yield from _batch_rows(batches, shown_path(path))
-    except ConfigError:
-        raise
-    except (pyarrow.ArrowException, *_ARROW_ERRORS) as error:
-        raise ConfigError(
-            f"{shown_path(path)}: not an Arrow stream: {_first_line(error)}"
-        ) from error
 
 
 def _batch_rows(batches: Any, shown: str) -> Iterator[LocatedRow]:
@@ -243,37 +308,15 @@ def _batch_rows(batches: Any, shown: str) -> Iterator[LocatedRow]:
         # The conversion of a damaged file could otherwise read outside of its buffers.
         batch.validate(full=True)
         nested = [field.name for field in batch.schema if field.type.num_fields]
-        is_json = all(_is_json_type(field.type) for field in batch.schema)
         for start in range(0, batch.num_rows, _ROWS_PER_BATCH):
             # A part at a time: Python objects need several times the memory of the batch.
             for row in batch.slice(start, _ROWS_PER_BATCH).to_pylist():
                 for name in nested:
                     row[name] = without_nulls(row[name])
-                content = _content(row)
                 # Values that JSON does not have, such as dates, are texts.
-                values = row if is_json else json.loads(json.dumps(row, default=_json_value))
-                yield Location(prefix, number), values, content
+                text = json.dumps(row, default=_json_value)
+                yield Location(prefix, number), json.loads(text), text.encode()
                 number += 1
-
-
-def _is_json_type(kind: Any) -> bool:
-    """Return True if all values of an Arrow type are values of JSON in Python."""
-    from pyarrow import types
-
-    if types.is_struct(kind):
-        return all(_is_json_type(field.type) for field in kind)
-    if types.is_list(kind) or types.is_large_list(kind):
-        return _is_json_type(kind.value_type)
-    scalars = (
-        types.is_string,
-        types.is_large_string,
-        types.is_boolean,
-        types.is_null,
-        types.is_integer,
-        types.is_float32,
-        types.is_float64,
-    )
-    return any(is_type(kind) for is_type in scalars)
 
 
 def _check_columns(names: list[str], shown: str) -> None:
@@ -296,11 +339,3 @@ def _json_value(value: Any) -> Any:
         return value.decode("utf-8")
     except UnicodeDecodeError:
         return {"bytes": value.hex()}
-
-
-_SORTING_ENCODER = json.JSONEncoder(sort_keys=True, default=_json_value)
-
-
-def _content(row: Any) -> bytes:
-    """Convert a row to bytes that depend on its values only, for files without lines."""
-    return _SORTING_ENCODER.encode(row).encode()

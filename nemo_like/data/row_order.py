@@ -10,11 +10,9 @@ that continues on another number of ranks deals out the rows that no rank has tr
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ import numpy as np
 from nemo_like.config.errors import ConfigError
 from nemo_like.integer_math import check_integer
 
-_VERSION = 3
+_VERSION = 4
 _SHARD_VERSION = 1
 
 
@@ -102,24 +100,25 @@ class RowOrder(EpochOrder):
 
     def __init__(
         self,
-        digests: np.ndarray,
+        num_rows: int,
+        digest: str = "",
         *,
         seed: int = 0,
         shuffle: bool = True,
         curriculum: Curriculum | None = None,
     ) -> None:
-        """Initialize from `digests` uint64 [N], a hash of the content of each row.
+        """Initialize for `num_rows` rows; `digest` is a hash of their content.
 
         With a `curriculum` every epoch visits the rows by increasing difficulty, rows of equal
         difficulty in random order, or without `shuffle` in the order of the file.
         """
-        if len(digests) == 0:
+        if num_rows == 0:
             raise ValueError("an order needs at least one row")
         if curriculum is not None and not np.isfinite(curriculum.difficulty).all():
             raise ValueError(f"the difficulty {curriculum.name} is not finite for every row")
         self._curriculum = curriculum
-        self._digests = digests
-        super().__init__(len(digests), seed=seed, shuffle=shuffle)
+        self._digest = digest
+        super().__init__(num_rows, seed=seed, shuffle=shuffle)
 
     def __len__(self) -> int:
         """Number of rows of an epoch."""
@@ -141,11 +140,6 @@ class RowOrder(EpochOrder):
         """Return an order at the same position that advances independently."""
         # The arrays are replaced as a unit, never changed.
         return copy.copy(self)
-
-    @cached_property
-    def _content(self) -> str:
-        """Digest of all rows. Cached, because every saved position has it."""
-        return hashlib.blake2b(self._digests.tobytes(), digest_size=16).hexdigest()
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -175,7 +169,7 @@ class RowOrder(EpochOrder):
             "shuffle": self.shuffle,
             "curriculum": None if self._curriculum is None else self._curriculum.name,
             "num_rows": len(self),
-            "rows": self._content,
+            "rows": self._digest,
             "epoch": self._epoch,
             "num_visited": self._position,
         }

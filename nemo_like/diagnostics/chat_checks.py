@@ -6,8 +6,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.datasets import Message, Row, Rows, conversation, question
-from nemo_like.data.messages import row_tools
+from nemo_like.data.datasets import conversation, question
+from nemo_like.data.messages import Message, row_tools
+from nemo_like.data.row_files import Row
+from nemo_like.data.rows import Rows
 from nemo_like.diagnostics.report import Diagnostics
 
 _NUM_PROMPTS_COMPARED = 64
@@ -46,14 +48,14 @@ def check_texts(
     if ended:
         diagnostics.warnings.append(
             f"{_count(ended, rows)} contain the end token ({' or '.join(ends)}) in an assistant's"
-            f" text already, e.g. {rows.locations[ended[0]]}; the rendered turn contains it twice,"
+            f" text already, e.g. {rows.location(ended[0])}; the rendered turn contains it twice,"
             " so remove it from the text"
         )
     if forged:
         index, token = forged[0]
         diagnostics.warnings.append(
             f"{_count(forged, rows)} contain special tokens in a text that is not the assistant's,"
-            f" e.g. {token!r} in {rows.locations[index]}; the tokenizer makes control tokens of"
+            f" e.g. {token!r} in {rows.location(index)}; the tokenizer makes control tokens of"
             " them, so remove or rewrite them"
         )
 
@@ -77,7 +79,7 @@ def check_prompts_agree(encoder: ChatEncoder, rows: Rows | None, diagnostics: Di
     for index, difference in enumerate(differences):
         if difference is None:
             continue
-        where = "" if rows is None else f" (e.g. {rows.locations[index]})"
+        where = "" if rows is None else f" (e.g. {rows.location(index)})"
         diagnostics.warnings.append(
             f"the chat template makes rollouts and SFT rows differ{where}: {difference};"
             " a template given as policy.chat_template that renders both alike avoids it"

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.datasets import Rows, conversation, question
+from nemo_like.data.datasets import conversation, question
 from nemo_like.data.observations import ObservationEncoder
+from nemo_like.data.rows import Rows
 from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.environments.environment import Conversation, EnvironmentFailure
 from nemo_like.environments.environment_workers import EnvironmentWorker
@@ -54,7 +55,7 @@ def check_conversation_prompts(
     longest = max(lengths, key=lambda index: lengths[index])
     if lengths[longest] >= limit:
         diagnostics.problems.append(
-            f"the prompt of {rows.locations[longest]} has {lengths[longest]} tokens, and"
+            f"the prompt of {rows.location(longest)} has {lengths[longest]} tokens, and"
             f" environment.max_tokens is {limit}, so there is no room for a turn of the model;"
             f" raise it above {lengths[longest]}"
         )
@@ -82,11 +83,11 @@ def _check_step(
         outcome = _outcome(worker, task)
         described = _described(config, outcome, encoder)
     except (EnvironmentFailure, ConfigError) as error:
-        diagnostics.problems.append(f"{rows.locations[0]}: {error}")
+        diagnostics.problems.append(f"{rows.location(0)}: {error}")
         return
     path = config.environment.path
     diagnostics.add_lines(
-        "environment", f"{path}: {described} for the answer of {rows.locations[0]} itself"
+        "environment", f"{path}: {described} for the answer of {rows.location(0)} itself"
     )
 
 

@@ -16,10 +16,11 @@ import numpy as np
 
 from nemo_like.config.check import batching_section, padding_multiples
 from nemo_like.config.schema import RunConfig
-from nemo_like.data.bad_rows import MAX_LISTED, BadRows
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.datasets import MESSAGE_COLUMNS, Row, Rows, question
+from nemo_like.data.datasets import MESSAGE_COLUMNS, question
 from nemo_like.data.encoded_rows import ROW_ERRORS, row_error_text
+from nemo_like.data.row_files import Row
+from nemo_like.data.rows import MAX_LISTED, BadRows, Rows
 from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.run.progress import Progress
 
@@ -51,7 +52,7 @@ def encode_sample(
                 encoded[index] = encode(rows[index])
             # Any other exception is a bug, and not a property of the row.
             except ROW_ERRORS as error:
-                bad.add(rows.locations[index], row_error_text(error))
+                bad.add(rows.location(index), row_error_text(error))
             phase.advance()
     if bad.num_rows:
         diagnostics.problems.append(bad.text(f" of the {len(chosen)} rows sampled"))
@@ -108,7 +109,7 @@ def check_lengths(
     max_length = max(lengths.values())
     above = [index for index in lengths if lengths[index] > limit]
     if above:
-        location = rows.locations[_longest(above, lengths)]
+        location = rows.location(_longest(above, lengths))
         text = (
             f"{len(above)} of the {len(lengths):,} rows sampled are above"
             f" policy.max_total_sequence_length {limit}, the longest with {max_length} tokens"
@@ -172,7 +173,7 @@ def _add_long_prompts(
     text = (
         f"{len(above)} of the {len(lengths):,} prompts sampled leave no tokens for a completion"
         f" within policy.max_total_sequence_length {config.policy.max_total_sequence_length}, the"
-        f" longest with {lengths[longest]} tokens ({rows.locations[longest]})"
+        f" longest with {lengths[longest]} tokens ({rows.location(longest)})"
     )
     outcomes = {"truncate": "their beginnings are removed", "drop": "they are left out"}
     policy = config.policy.oversize_rows
@@ -198,7 +199,7 @@ def _describe_lengths(rows: Rows, lengths: Mapping[int, int], noun: str) -> str:
     else:
         which = f"{len(lengths):,} sampled of {len(rows):,}"
     return (
-        f"{noun} ({which}): the longest has {lengths[longest]:,} tokens ({rows.locations[longest]})"
+        f"{noun} ({which}): the longest has {lengths[longest]:,} tokens ({rows.location(longest)})"
     )
 
 

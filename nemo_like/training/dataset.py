@@ -15,22 +15,16 @@ from nemo_like.config.import_path import import_function, user_error_text
 from nemo_like.config.schema import EpochLoopConfig, RunConfig
 from nemo_like.config.text import counted, plural
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.datasets import Row, Rows, RowSchema
+from nemo_like.data.datasets import RowSchema
 from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.loader import BatchLoader, FetchableRows, RowLoader, no_batch_text, num_batches
+from nemo_like.data.row_files import Row
 from nemo_like.data.row_order import Curriculum
+from nemo_like.data.rows import Rows
 from nemo_like.metrics import Mean, Metrics, Sum
 from nemo_like.run.checkpoint import Checkpoint, CheckpointError
 from nemo_like.run.progress import Progress
-from nemo_like.training.encoding import (
-    EncodeRow,
-    decides_during_training,
-    encodes_on_cluster,
-    finish_encoding,
-    leaves_out_rows,
-    open_training_rows,
-    start_encoding,
-)
+from nemo_like.training.encoding import EncodeRow, encode_ahead, open_training_rows
 from nemo_like.training.model_files import open_encoder, open_model_config
 from nemo_like.training.training_sets import load_training
 from nemo_like.training.validation_sets import load_validation
@@ -99,27 +93,12 @@ class ExampleSource(Generic[ExampleT]):
             mixture=self.data.train.mixture,
         )
 
-    def start_encoding(self, order: np.ndarray, num_rows: int | None = None) -> None:
-        """Start to encode the first `num_rows` rows of `order`; see `encoding.start_encoding`.
+    def encode_ahead(self, order: np.ndarray) -> None:
+        """Encode the rows of `order`, int64 [n]; see `encoding.encode_ahead`.
 
-        Close `rows` after it. Raises ConfigError for a bad row that is found at once.
+        Raises ConfigError for bad rows.
         """
-        # Rows that a short run does not reach are not encoded.
-        start_encoding(self.config, self.rows, order, len(order) if num_rows is None else num_rows)
-
-    @property
-    def encodes_before_run(self) -> bool:
-        """True if `start_encoding` need not wait for a resumed position or for the cluster."""
-        config = self.config
-        if encodes_on_cluster(config):
-            return False
-        # The number of steps may depend on every row, whatever the position is.
-        needs_all = leaves_out_rows(config) and not decides_during_training(config, len(self.rows))
-        return needs_all or not config.resume
-
-    def finish_encoding(self, progress: Progress) -> None:
-        """Wait for the rows that are being encoded; see `encoding.finish_encoding`."""
-        finish_encoding(self.config, self.rows, progress)
+        encode_ahead(self.config, self.rows, order)
 
     def validation_batches(self, name: str) -> Iterator[list[ExampleT]]:
         """Yield every row of a validation set once, without the rows dropped as too long."""
@@ -187,9 +166,8 @@ class ExampleSource(Generic[ExampleT]):
 
     def is_exhausted(self, limits: EpochLoopConfig, loader: BatchLoader[ExampleT]) -> bool:
         """Return True if the loader has no further batch. Raises ConfigError for a bad row."""
-        # `last_step` is exact, unless rows are left out during training.
-        is_known = self.rows.is_finished or not leaves_out_rows(self.config)
-        if is_known and self.config.has_fixed_batches:
+        # `last_step` is exact.
+        if self.config.has_fixed_batches:
             return False
         return not loader.has_batch(limits.max_num_epochs, self.rows.is_kept)
 
@@ -261,18 +239,15 @@ def open_curriculum(
             "data.curriculum", name, "my_package.difficulty", "row of the file"
         )
     difficulty = np.empty(len(rows), dtype=np.float64)
-    for index, row in enumerate(rows.rows):
-        difficulty[index] = _number(
-            measure, row, f"{rows.locations[index]}: data.curriculum {name}"
-        )
+    for index, row in enumerate(rows):
+        difficulty[index] = _number(measure, row, f"{rows.location(index)}: data.curriculum {name}")
     return Curriculum(name, difficulty)
 
 
 def _lengths(encoded: EncodedRows, progress: Progress) -> np.ndarray:
     """Encode every row; return the lengths, float64 [N], 0 for a dropped row."""
-    encoded.start(np.arange(len(encoded)))
     with progress.phase("encoding rows for data.curriculum=length", len(encoded)) as phase:
-        encoded.finish(phase.advance)
+        encoded.encode_ahead(np.arange(len(encoded)), phase.advance)
     lengths = np.zeros(len(encoded), dtype=np.float64)
     for index in range(len(encoded)):
         row = encoded.fetch([index])[0]

@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from nemo_like.config.batching import StreamableDataConfig
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.schema import DataConfig, RunConfig
+from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow
-from nemo_like.data.datasets import (
-    SFT_ROWS,
-    Row,
-    Rows,
-    conversation,
-    flagged_conversation,
-    question,
-)
+from nemo_like.data.datasets import SFT_ROWS, conversation, flagged_conversation, question
 from nemo_like.data.encoded_rows import EncodedRows
-from nemo_like.data.encoding_pool import Receive, RowPool
 from nemo_like.data.messages import TrainOn, mask_turns, row_tools, trained_turns
+from nemo_like.data.row_files import Row
+from nemo_like.data.rows import Rows
 from nemo_like.data.token_rows import encode_text, encode_token_row
 from nemo_like.rollout.conversations import Prompt
 from nemo_like.run.progress import Progress
 
 EncodeRow = Callable[[ChatEncoder, RunConfig, Row], EncodedRow | None]
 """Encodes one row of a file. None drops the row; raises ConfigError for a bad row."""
-
-_WORKER_MODULE = "nemo_like.algorithms.encoding_worker"
-"""Program of the encoding processes. It finds the `EncodeRow` of a job by the name of the job."""
-_POLICY_KEYS = (
-    "model_name",
-    "tokenizer_name",
-    "chat_template",
-    "max_total_sequence_length",
-    "oversize_rows",
-)
-MAX_ROWS_AWAITED = 200_000
-"""Rows from which the first step waits only briefly: their encoding takes minutes."""
-_LARGE_TIMEOUT_S = 10.0
 
 
 def encode_conversation(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow | None:
@@ -127,6 +106,9 @@ class PromptRows:
         self._encoded = encoded
         self.digests = rows.digests
 
+    def __len__(self) -> int:
+        return len(self._rows)
+
     def fetch(self, rows: Sequence[int]) -> list[Prompt | None]:
         """Return the prompts of `rows`, None for a dropped row; see `loader.FetchableRows`."""
         prompts: list[Prompt | None] = []
@@ -146,58 +128,36 @@ class PromptRows:
         return self._encoded.location(row)
 
 
-def encoding_setup(config: RunConfig, vocab_size: int | None) -> dict[str, Any]:
-    """Return what the encoding of a row depends on, as JSON values."""
-    # A job can have further keys in its section, which no encoding depends on.
-    data_keys = [field.name for field in dataclasses.fields(DataConfig)]
-    return {
-        "kind": config.encoded_as,
-        "vocab_size": vocab_size,
-        "policy": {key: getattr(config.policy, key) for key in _POLICY_KEYS},
-        "max_new_tokens": config.policy.generation.max_new_tokens,
-        # JSON, because the encoding processes get the setup through a pipe.
-        "data": {key: getattr(config.data, key) for key in data_keys},
-    }
+def encoding_settings(config: RunConfig, encoder: ChatEncoder) -> str:
+    """Return all that the encoding of a row depends on, as text."""
+    tokenizer: Any = encoder.tokenizer
+    keys = ("max_total_sequence_length", "oversize_rows")
+    values = (
+        config.kind,
+        config.generates,
+        # The share of distillation steps that take a row as a prompt.
+        getattr(getattr(config, config.kind, None), "on_policy_fraction", None),
+        config.data,
+        [getattr(config.policy, key) for key in keys],
+        config.policy.generation.max_new_tokens,
+        encoder.vocab_size,
+        str(tokenizer.chat_template),
+        tokenizer.special_tokens_map,
+        tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab(),
+    )
+    return repr(values)
 
 
 def open_training_rows(
     config: RunConfig, encoder: ChatEncoder, rows: Rows, encode: EncodeRow
 ) -> EncodedRows:
-    """Return the training rows, encoded on demand or by `data.num_encoding_workers` processes.
-
-    Raises ConfigError if `data.encoding_backend=ray_data` needs a package that is not installed.
-    """
-    setup = encoding_setup(config, encoder.vocab_size)
-    start_pool = None
-    if encodes_on_cluster(config):
-        # Imported on demand: a run without Ray Data does not need Ray here.
-        from nemo_like.distributed.ray.ray_data import check_ray_data
-
-        check_ray_data("data.encoding_backend=ray_data")
-        start_pool = partial(_start_ray_data, setup, config.data.num_encoding_workers)
+    """Return the training rows, encoded on demand or ahead by `data.num_encoding_workers`."""
     return EncodedRows(
         rows,
         partial(encode, encoder, config),
-        module=_WORKER_MODULE,
-        setup=setup,
         num_processes=config.data.num_encoding_workers,
-        start_pool=start_pool,
+        settings=partial(encoding_settings, config, encoder),
     )
-
-
-def encodes_on_cluster(config: RunConfig) -> bool:
-    """Return True if rows are encoded on the cluster, so not before this process joined it."""
-    data = config.data
-    return isinstance(data, StreamableDataConfig) and data.encoding_backend == "ray_data"
-
-
-def _start_ray_data(
-    setup: dict[str, Any], num_actors: int | None, rows: Sequence[Row], receive: Receive
-) -> RowPool:
-    """Start the actors that encode `rows`; an `encoding_pool.StartPool`."""
-    from nemo_like.distributed.ray.ray_data import RayDataPool
-
-    return RayDataPool(_WORKER_MODULE, setup, rows, receive, num_actors=num_actors)
 
 
 def leaves_out_rows(config: RunConfig) -> bool:
@@ -205,72 +165,28 @@ def leaves_out_rows(config: RunConfig) -> bool:
     return config.policy.oversize_rows == "drop" or config.data.max_prompt_tokens is not None
 
 
-def decides_during_training(config: RunConfig, num_rows: int) -> bool:
-    """Return True if rows are left out when they are reached, so that the first step need not wait.
+def encode_ahead(config: RunConfig, rows: EncodedRows, order: np.ndarray) -> None:
+    """Encode the rows `order` int64 [n]; every row if rows can be left out.
 
-    This is so for large files in batches of a fixed size. The number of steps must then be given,
-    because the number of rows that are left is not known.
+    The number of steps depends on the rows that are left, whose number is printed. Raises
+    ConfigError for bad rows.
     """
-    if not config.has_fixed_batches or num_rows <= MAX_ROWS_AWAITED:
-        return False
-    return leaves_out_rows(config) and getattr(config, config.kind).max_num_steps is not None
-
-
-def start_encoding(
-    config: RunConfig, rows: EncodedRows, order: np.ndarray, num_needed: int
-) -> None:
-    """Start to encode the rows that the run visits: the first `num_needed` of `order`.
-
-    `order` is int64 [n], rows in the order of their first visit. If the number of steps depends on
-    the rows that are left out, every row of the file is encoded when this returns. Raises
-    ConfigError for a bad row that is found at once.
-    """
-    if not leaves_out_rows(config) or decides_during_training(config, len(rows)):
-        rows.start(order[:num_needed])
-        return
-    is_missing = np.ones(len(rows), dtype=bool)
-    is_missing[order] = False
-    rows.start(np.concatenate([order, np.flatnonzero(is_missing)]))
     progress = Progress()
-    if len(rows) > MAX_ROWS_AWAITED:
-        progress.print_line(
-            f"all {len(rows):,} rows are encoded before the first step, because the number of"
-            f" steps depends on the rows that are left out; with {config.kind}.max_num_steps"
-            " training starts at once"
-        )
-    finish_encoding(config, rows, progress)
-
-
-def finish_encoding(config: RunConfig, rows: EncodedRows, progress: Progress) -> None:
-    """Wait for the rows that `start_encoding` started, at most `data.encoding_timeout_s`.
-
-    Reports dropped rows, and rows that are not encoded yet. Raises ConfigError for a bad row.
-    """
-    if rows.is_finished:
-        return
-    timeout_s: float | None = config.data.encoding_timeout_s
-    if rows.num_started > MAX_ROWS_AWAITED:
-        timeout_s = min(config.data.encoding_timeout_s, _LARGE_TIMEOUT_S)
-    # Without a limit: the number of steps must be known before the first one.
-    if leaves_out_rows(config) and not decides_during_training(config, len(rows)):
-        timeout_s = None
-    with progress.phase("encoding rows", rows.num_started) as phase:
-        is_done = rows.finish(phase.advance, timeout_s)
-    if not is_done:
-        progress.print_line(
-            f"{rows.num_encoded:,} of {rows.num_started:,} rows are encoded after {timeout_s:g} s"
-            " (data.encoding_timeout_s); the others are encoded and checked during training"
-        )
+    if leaves_out_rows(config):
+        is_missing = np.ones(len(rows), dtype=bool)
+        is_missing[order] = False
+        order = np.concatenate([order, np.flatnonzero(is_missing)])
+    with progress.phase("encoding rows", len(order)) as phase:
+        rows.encode_ahead(order, phase.advance)
     dropped = np.flatnonzero(~rows.is_kept)
-    num_known = len(rows) if is_done else rows.num_encoded
     if len(dropped) and config.data.max_prompt_tokens is not None:
         progress.print_line(
             f"data.max_prompt_tokens {config.data.max_prompt_tokens} leaves out {len(dropped):,} of"
-            f" {num_known:,} rows; the first is {rows.location(int(dropped[0]))}"
+            f" {len(rows):,} rows; the first is {rows.location(int(dropped[0]))}"
         )
     elif len(dropped):
         progress.print_line(
-            f"policy.oversize_rows=drop skips {len(dropped):,} of {num_known:,} rows; the first is"
+            f"policy.oversize_rows=drop skips {len(dropped):,} of {len(rows):,} rows; the first is"
             f" {rows.location(int(dropped[0]))}: longer than policy.max_total_sequence_length"
             f" {config.policy.max_total_sequence_length}"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
 from typing import Protocol
 
 from nemo_like.config.schema import EpochLoopConfig, RunConfig
@@ -47,30 +46,17 @@ def run_epochs(
     starts: it encodes the validation rows, so that a bad row is an error before the first step.
     Raises ConfigError for wrong input.
     """
-    with closing(source.rows):
-        if source.encodes_before_run:
-            source.start_encoding(loader.rows_of_batches(source.last_step(limits, loader, 0)))
-        total = source.last_step(limits, loader, 0)
-        task = open_task()
-        with (
-            open_training_run(
-                config, source.data, num_steps=total, num_optimizer_steps=total
-            ) as run,
-            # Actors that encode rows are stopped before this process leaves their cluster.
-            closing(source.rows),
-        ):
-            if not source.encodes_before_run:
-                step = run.load_position(loader)
-                last = source.last_step(limits, loader, step)
-                source.start_encoding(loader.rows_of_batches(last and max(last - step, 0)))
-            source.finish_encoding(run.progress)
-            step = run.resume(loader)
-            if step == 0:
-                task.show_rows(run)
-                if limits.val_at_start:
-                    run.add_metrics(task.validate(run, step))
-                    run.log_metrics(step)
-            return run.finalize(_train(run, limits, source, loader, task, step))
+    source.encode_ahead(loader.rows_of_batches(source.last_step(limits, loader, 0)))
+    total = source.last_step(limits, loader, 0)
+    task = open_task()
+    with open_training_run(config, source.data, num_steps=total, num_optimizer_steps=total) as run:
+        step = run.resume(loader)
+        if step == 0:
+            task.show_rows(run)
+            if limits.val_at_start:
+                run.add_metrics(task.validate(run, step))
+                run.log_metrics(step)
+        return run.finalize(_train(run, limits, source, loader, task, step))
 
 
 def _train(

@@ -173,17 +173,6 @@ class TrainingRun:
         self.progress.print_line(f"resumed from {checkpoint.path}")
         return state.step
 
-    def load_position(self, loader: BatchLoader) -> int:
-        """Move the loader to the position of the resumed checkpoint; return the step, or 0.
-
-        Raises CheckpointError for a damaged checkpoint, and ConfigError for changed rows.
-        """
-        if self.resumed is None:
-            return 0
-        allow_changed_rows = self.config.data.allow_changed_rows
-        load_position(self.resumed, loader, allow_changed_rows=allow_changed_rows)
-        return self.resumed.state().step
-
     @cached_property
     def rollouts(self) -> RolloutCollector:
         """Drives generation, the environment and rewards."""

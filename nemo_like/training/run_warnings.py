@@ -12,7 +12,8 @@ from nemo_like.config.optimization import EmaConfig, SchedulerConfig
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import MAIN_SET, RunConfig
 from nemo_like.config.text import counted
-from nemo_like.data.datasets import Rows, conversation
+from nemo_like.data.datasets import conversation
+from nemo_like.data.rows import Rows
 from nemo_like.integer_math import nearest_multiples
 from nemo_like.training.training_sets import training_files, training_name
 

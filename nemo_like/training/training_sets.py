@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from nemo_like.config.schema import MAIN_SET, RunConfig
-from nemo_like.data.datasets import Rows, RowSchema
+from nemo_like.data.datasets import RowSchema
 from nemo_like.data.mixture import Mixture
 from nemo_like.data.row_columns import check_columns
-from nemo_like.data.row_filters import PassRateFilter
-from nemo_like.data.row_loading import load_rows
-from nemo_like.data.row_locations import Locations
-from nemo_like.data.row_store import JoinedRows
+from nemo_like.data.rows import PassRateFilter, Rows, load_rows
 from nemo_like.run.progress import Progress
 
 
@@ -93,20 +88,8 @@ def mixed_rows(sets: Mapping[str, Rows], weights: Mapping[str, float]) -> Rows:
     """
     if len(sets) == 1:
         return next(iter(sets.values()))
-    locations = Locations()
-    digests = []
-    for each in sets.values():
-        locations.extend(each.locations)
-        digests.append(each.digests)
     sizes = tuple(map(len, sets.values()))
     by_name = weights or dict(zip(sets, map(float, sizes), strict=True))
     mixture = Mixture(names=tuple(sets), sizes=sizes, weights=tuple(by_name[name] for name in sets))
-    first = next(iter(sets.values()))
-    return Rows(
-        JoinedRows([each.rows for each in sets.values()]),
-        locations,
-        first.format,
-        np.concatenate(digests),
-        num_left_out=sum(each.num_left_out for each in sets.values()),
-        mixture=mixture,
-    )
+    first, *others = sets.values()
+    return first.mixed_with(others, mixture)

@@ -11,9 +11,9 @@ from typing import Any
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.datasets import Rows, RowSchema
+from nemo_like.data.datasets import RowSchema
 from nemo_like.data.encoded_rows import EncodedRows
-from nemo_like.data.row_loading import load_rows
+from nemo_like.data.rows import Rows, load_rows
 from nemo_like.metrics import Metrics
 from nemo_like.rollout.conversations import Prompt
 from nemo_like.training.encoding import PromptRows, encode_question

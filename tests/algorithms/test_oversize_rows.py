@@ -190,36 +190,3 @@ def test_a_grpo_run_trains_on_cut_prompts(recipe: Recipe):
         )
     )
     assert result.last["generation/prompt_length_mean"] == 72
-
-
-def test_a_bad_row_that_is_found_during_the_run_saves_what_was_done(recipe: Recipe):
-    """The rows are encoded as they come, because the time to encode them ahead is over at once."""
-    path = recipe.folder / "late.jsonl"
-    good = (recipe.demo / "sft_train.jsonl").read_text().splitlines()[:63]
-    options = (
-        f"data.train_path={path}",
-        "data.validation_path=null",
-        "data.num_encoding_workers=0",
-        "data.encoding_timeout_s=1e-6",
-        "sft.val_period=0",
-        "sft.max_num_steps=4",
-        "checkpointing.save_period=1000",
-    )
-    path.write_text("\n".join([*good, good[0]]) + "\n")
-    order = sft_data.open_source(recipe.sft(*options)).loader().order.tolist()
-    # The bad row is in the third step of 16 rows.
-    bad = json.dumps({"prompt": "1+1", "completion": "1" * 200})
-    number = order[40]
-    good.insert(number, good[0])
-    path.write_text("\n".join([*good[:number], bad, *good[number + 1 :]]) + "\n")
-    message = rf"late\.jsonl:{number + 1}: .* stopped after step 2 and saved it"
-    with pytest.raises(ConfigError, match=rf"{message}.* data\.allow_changed_rows=true"):
-        run_sft(recipe.sft(*options))
-    run = recipe.folder / "sft"
-    assert sorted(path.name for path in (run / "checkpoints").glob("step_*")) == ["step_2"]
-    path.write_text("\n".join(good) + "\n")
-    resumed = run_sft(recipe.sft(*options, "resume=true", "data.allow_changed_rows=true"))
-    straight = run_sft(recipe.sft(*options, "run_name=straight"))
-    assert resumed.step == straight.step == 4
-    weights = [result.directory.hf / "model.safetensors" for result in (resumed, straight)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()

@@ -1,21 +1,15 @@
-"""An encoding process for the tests: the text of a row as its characters' codes, and some ways to
-fail.
-"""
+"""An encoding for the tests: the text of a row as its characters' codes, and some ways to fail."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
-from typing import Any
 
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.collate import EncodedRow
-from nemo_like.data.datasets import Row
-from nemo_like.data.encoded_rows import encode_row
-from nemo_like.data.encoding_pool import serve
+from nemo_like.data.row_files import Row
 
 
 def encode(row: Row) -> EncodedRow | None:
@@ -30,17 +24,7 @@ def encode(row: Row) -> EncodedRow | None:
     if text == "crash":
         os._exit(7)
     if text == "slow":
-        time.sleep(30)
+        time.sleep(0.05)
     print("a library prints")
     codes = np.array([ord(letter) for letter in text], dtype=np.int32)
     return EncodedRow(codes, np.arange(len(codes)).astype(np.uint8))
-
-
-def open_encode(setup: dict[str, Any]) -> Any:
-    assert setup == {"a": 1}
-    heavy = sorted({"torch", "ray", "transformers"} & sys.modules.keys())
-    return lambda row: (None, f"imported {heavy}") if heavy else encode_row(encode, row)
-
-
-if __name__ == "__main__":
-    serve(open_encode)

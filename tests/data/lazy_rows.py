@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-import numpy as np
-
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.datasets import row_digest
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -23,12 +21,11 @@ class LazyRows(Generic[In, Out]):
     def __init__(self, rows: Sequence[In], encode: Callable[[In], Out | None]) -> None:
         self._rows = rows
         self._encode = encode
-        digests = getattr(rows, "digests", None)
-        if digests is None:
-            digests = np.array(
-                [row_digest(json.dumps(row, default=str).encode()) for row in rows], np.uint64
-            )
-        self.digests: np.ndarray = digests
+        digest = hashlib.blake2b(json.dumps([*rows], default=str).encode()).hexdigest()
+        self.digests: tuple[str, ...] = getattr(rows, "digests", (digest,))
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def fetch(self, rows: Sequence[int]) -> list[Out | None]:
         """See `EncodedRows.fetch`."""
@@ -41,7 +38,4 @@ class LazyRows(Generic[In, Out]):
         try:
             return self._encode(self._rows[row])
         except ConfigError as error:
-            locations = getattr(self._rows, "locations", None)
-            raise ConfigError(
-                f"{locations[row] if locations else f'row {row}'}: {error}"
-            ) from error
+            raise ConfigError(f"{self.location(row)}: {error}") from error

@@ -15,9 +15,10 @@ from tokenizers import processors
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow, collate
-from nemo_like.data.datasets import SFT_ROWS, Message, conversation, question
+from nemo_like.data.datasets import SFT_ROWS, conversation, question
 from nemo_like.data.loader import RowLoader
-from nemo_like.data.row_loading import load_rows
+from nemo_like.data.messages import Message
+from nemo_like.data.rows import load_rows
 from tests.data.lazy_rows import LazyRows
 from tests.data.tiny_tokenizer import (
     CHATML,

@@ -15,7 +15,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.chat_structure import Frame
 from nemo_like.data.chat_template import ChatTemplate
-from nemo_like.data.datasets import Message
+from nemo_like.data.messages import Message
 from tests.data.chat_templates import GEMMA, LLAMA_TOOLS, MISTRAL, QWEN, R1_TOOLS
 from tests.data.tiny_tokenizer import (
     CHATML,

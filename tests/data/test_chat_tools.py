@@ -16,7 +16,7 @@ from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import PROMPT_ROWS, SFT_ROWS, conversation, question
 from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.messages import row_tools
-from nemo_like.data.row_loading import load_rows
+from nemo_like.data.rows import load_rows
 from tests.data.chat_templates import LLAMA_TOOLS, MISTRAL, QWEN, R1_TOOLS
 from tests.data.test_chat import trained_parts
 from tests.data.tiny_tokenizer import (

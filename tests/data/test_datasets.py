@@ -16,7 +16,7 @@ import pytest
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.datasets import PROMPT_ROWS, SFT_ROWS, RowSchema, conversation, question
-from nemo_like.data.row_loading import load_rows
+from nemo_like.data.rows import load_rows
 
 USER, ASSISTANT = {"role": "user", "content": "2+2=?"}, {"role": "assistant", "content": "4"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -83,7 +83,7 @@ def test_jsonl_skips_blank_lines_and_counts_them(tmp_path: Path) -> None:
     )
     rows = load_rows(path, SFT_ROWS)
     assert [row["prompt"] for row in rows] == ["ä", "b"]
-    assert rows.locations[1].endswith("train.jsonl:3")
+    assert rows.location(1).endswith("train.jsonl:3")
     assert rows[0:1] == [rows[0]]
 
 
@@ -110,7 +110,7 @@ def test_json_parquet_and_saved_directories_hold_the_same(tmp_path: Path) -> Non
         loaded = load_rows(tmp_path / name, SFT_ROWS)
         assert [conversation(row) for row in loaded] == expected, name
     assert (
-        load_rows(tmp_path / "train.parquet", SFT_ROWS).locations[1].endswith("train.parquet row 1")
+        load_rows(tmp_path / "train.parquet", SFT_ROWS).location(1).endswith("train.parquet row 1")
     )
 
 
@@ -125,7 +125,7 @@ def test_a_directory_of_save_to_disk(tmp_path: Path) -> None:
     assert list(load_rows(tmp_path / "full", SFT_ROWS)) == rows
     datasets.DatasetDict(train=full, test=full).save_to_disk(tmp_path / "splits")
     with pytest.raises(
-        ConfigError, match=r"splits has several splits; name one: .*splits/train, .*splits/test"
+        ConfigError, match=r"splits has several splits; name one: .*splits/test, .*splits/train"
     ):
         load_rows(tmp_path / "splits", SFT_ROWS)
     assert len(load_rows(tmp_path / "splits" / "train", SFT_ROWS)) == 5
@@ -214,7 +214,7 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
         ("one.json", b'{"a": 1}', "not a list of objects; one object per line is a .jsonl file"),
         ("lines.json", b'{"a": 1}\n{"a": 2}', r"JSON at line 2 column 1: .*a \.jsonl file"),
         ("bad.parquet", b"PAR1", "bad.parquet: not a parquet file"),
-        ("folder", None, "folder is a directory without state.json"),
+        ("folder", None, "folder is a directory without Arrow files"),
         ("missing.jsonl", None, "data.validation_path: there is no .*missing.jsonl"),
     ],
 )
@@ -240,3 +240,31 @@ def test_real_gsm8k(schema: RowSchema) -> None:
     answers = [question(row).answer for row in rows]
     assert answers[0] == "72"
     assert all(answer and float(answer) is not None for answer in answers)
+
+
+def test_a_large_file_is_kept_in_an_unnamed_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": f"{number} \u2028\x85" * 50, "answer": number} for number in range(2500)]
+    path = write_jsonl(
+        tmp_path / "train.jsonl", [json.dumps(row, ensure_ascii=False) for row in rows]
+    )
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    loaded = load_rows(path, PROMPT_ROWS)
+    assert list(loaded) == rows
+    assert loaded[1:-1] == rows[1:-1]
+    assert loaded.location(-1).endswith("train.jsonl:2500")
+    assert loaded.places.nbytes <= 32 * len(rows)
+    assert [each.name for each in tmp_path.iterdir()] == ["train.jsonl"]
+    with pytest.raises(IndexError):
+        loaded[2500]
+
+
+def test_a_changed_row_is_another_digest(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "train.jsonl", [{"prompt": "a", "answer": "1"}] * 3)
+    before = load_rows(path, PROMPT_ROWS)
+    assert load_rows(path, PROMPT_ROWS).digests == before.digests
+    write_jsonl(path, [{"prompt": "a", "answer": "1"}] * 2 + [{"prompt": "b", "answer": "1"}])
+    after = load_rows(path, PROMPT_ROWS)
+    assert after.digests != before.digests
+    assert [after.digest(row) == before.digest(row) for row in range(3)] == [True, True, False]

@@ -17,13 +17,11 @@ import numpy as np
 import pytest
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.data import encoded_rows
-from nemo_like.data.datasets import PROMPT_ROWS, Rows
-from nemo_like.data.encoded_rows import EncodedRows
-from nemo_like.data.row_loading import load_rows
+from nemo_like.data.datasets import PROMPT_ROWS
+from nemo_like.data.encoded_rows import CACHE_VARIABLE, EncodedRows, cache_directory
+from nemo_like.data.rows import Rows, load_rows
 from tests.data.echo_encoding import encode
 
-MODULE = "tests.data.echo_encoding"
 _REPOSITORY = Path(__file__).parents[2]
 
 
@@ -34,7 +32,7 @@ def rows_of(folder: Path, texts: Sequence[str]) -> Rows:
 
 
 def opened(rows: Rows, num_processes: int | None) -> EncodedRows:
-    return EncodedRows(rows, encode, module=MODULE, setup={"a": 1}, num_processes=num_processes)
+    return EncodedRows(rows, encode, num_processes=num_processes)
 
 
 def children() -> set[int]:
@@ -60,12 +58,12 @@ def test_rows_are_those_of_one_process_and_encoded_once(
     texts = [f"row {index} ä€" * (1 + index % 5) if index % 7 else "drop" for index in range(300)]
     encoded = opened(rows_of(tmp_path, texts), num_processes)
     before = children()
-    encoded.start(np.arange(300)[::-1])
     first = encoded.fetch([5, 0, 299, 5])
     assert [row is None for row in first] == [False, True, False, False]
     advanced: list[int] = []
-    assert encoded.finish(advanced.append)
-    assert sum(advanced) == encoded.num_encoded == 300
+    encoded.encode_ahead(np.arange(300)[::-1], advanced.append)
+    assert sum(advanced) == 297
+    assert encoded.num_encoded == 300
     assert children() == before
     assert np.array_equal(encoded.is_kept, [text != "drop" for text in texts])
     for index, row in enumerate(encoded.fetch(range(300))):
@@ -79,18 +77,41 @@ def test_rows_are_those_of_one_process_and_encoded_once(
         assert (row.input_ids.dtype, row.token_mask.dtype) == (np.int32, np.uint8)
 
 
-def test_rows_above_the_memory_limit_are_read_back_from_a_file(
+def test_encoded_rows_are_in_an_unnamed_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoded_rows, "MAX_MEMORY_BYTES", 1000)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     texts = [f"row {index}" * (index % 4 + 1) for index in range(50)]
     encoded = opened(rows_of(tmp_path, texts), 0)
-    encoded.start(np.arange(50))
-    assert encoded.finish()
+    encoded.encode_ahead(np.arange(50))
     for text, row in zip(texts, encoded.fetch(range(50)), strict=True):
         assert row is not None and "".join(map(chr, row.input_ids)) == text
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"], "the file has no name"
+
+
+def test_rows_whose_encoding_took_long_are_found_by_a_later_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    rows = rows_of(tmp_path, ["slow"] * 140 + ["drop", "fine"])
+
+    def encoded_by_a_run() -> EncodedRows:
+        encoded = EncodedRows(rows, encode, num_processes=None, settings=lambda: "a")
+        encoded.encode_ahead(np.arange(len(rows)))
+        return encoded
+
+    first = encoded_by_a_run()
+    kept = sorted(path.suffix for path in cache_directory().iterdir())
+    assert kept == [".npz", ".tokens"]
+    started = time.monotonic()
+    second = encoded_by_a_run()
+    assert time.monotonic() - started < 2, "only the trial of one second is encoded again"
+    for own, other in zip(first.fetch(range(142)), second.fetch(range(142)), strict=True):
+        assert (own is None) == (other is None)
+        if own is not None and other is not None:
+            assert np.array_equal(own.input_ids, other.input_ids)
+            assert np.array_equal(own.token_mask, other.token_mask)
+    assert second.num_kept == 141
 
 
 @pytest.mark.parametrize("num_processes", [0, 1])
@@ -106,11 +127,10 @@ def test_a_bad_row_is_reported_with_its_line_before_it_is_reached(
 ) -> None:
     encoded = opened(rows_of(tmp_path, ["fine"] * 40 + [text]), num_processes)
     before = children()
-    encoded.start(np.arange(41))
     with pytest.raises(ConfigError, match=message):
-        encoded.finish()
+        encoded.encode_ahead(np.arange(41))
     with pytest.raises(ConfigError, match=message):
-        encoded.fetch([0])
+        encoded.fetch([40])
     assert children() == before
 
 
@@ -120,54 +140,40 @@ def test_the_first_bad_rows_are_listed_together(tmp_path: Path, num_processes: i
     for index in (5, 40, 12):
         texts[index] = "bad"
     encoded = opened(rows_of(tmp_path, texts), num_processes)
-    encoded.start(np.arange(60))
     with pytest.raises(ConfigError, match="3 bad rows among 60 encoded") as error:
-        encoded.finish()
+        encoded.encode_ahead(np.arange(60))
     listed = [line for line in str(error.value).split() if "rows.jsonl:" in line]
     assert [line.strip(",:").rpartition(":")[2] for line in listed] == ["6", "13", "41"]
     encoded = opened(rows_of(tmp_path, ["bad"] * 1000), 0)
-    encoded.start(np.arange(1000))
-    with pytest.raises(ConfigError, match="20 bad rows among 20 encoded") as error:
-        encoded.finish()
+    with pytest.raises(ConfigError, match="32 bad rows among 32 encoded") as error:
+        encoded.encode_ahead(np.arange(1000))
     assert str(error.value).count("rows.jsonl:") == 20
 
 
 def test_only_requested_rows_are_encoded(tmp_path: Path) -> None:
     encoded = opened(rows_of(tmp_path, ["fine", "bad", "fine"]), 0)
-    encoded.start(np.array([0, 2]))
-    assert encoded.finish()
+    encoded.encode_ahead(np.array([0, 2]))
     assert encoded.num_encoded == 2
-
-
-def test_a_time_limit_leaves_the_rest_for_later_and_a_wanted_row_comes_first(
-    tmp_path: Path,
-) -> None:
-    encoded = opened(rows_of(tmp_path, ["fine"] * 16 + ["slow"] + ["fine"] * 47), 2)
-    encoded.start(np.arange(64))
-    assert encoded.finish(timeout_s=0) is False
-    start = time.monotonic()
-    (row,) = encoded.fetch([63])
-    assert row is not None and time.monotonic() - start < 25, "it waited for the slow row"
-    encoded.close()
 
 
 def test_a_process_that_ends_is_one_clear_error(tmp_path: Path) -> None:
     encoded = opened(rows_of(tmp_path, ["fine"] * 20 + ["crash"] + ["fine"] * 20), 1)
-    encoded.start(np.arange(41))
-    with pytest.raises(ConfigError, match=r"ended with code 7.*data\.num_encoding_workers=0"):
-        encoded.finish()
+    with pytest.raises(ConfigError, match=r"a process that encodes .*data\.num_encoding_workers=0"):
+        encoded.encode_ahead(np.arange(41))
 
 
 def test_processes_end_when_the_driver_is_killed(tmp_path: Path) -> None:
     script = f"""
-import time, numpy as np
+import threading, time, numpy as np
 from pathlib import Path
 from tests.data.test_encoded_rows import opened, rows_of, children
-encoded = opened(rows_of(Path({str(tmp_path)!r}), ["fine"] * 2000), 2)
-encoded.start(np.arange(2000))
-encoded.fetch([1999])
-print(*children(), flush=True)
-time.sleep(60)
+encoded = opened(rows_of(Path({str(tmp_path)!r}), ["slow"] * 20000), 2)
+def report():
+    while len(children()) < 2:
+        time.sleep(0.1)
+    print(*children(), flush=True)
+threading.Thread(target=report, daemon=True).start()
+encoded.encode_ahead(np.arange(20000))
 """
     driver = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=_REPOSITORY

@@ -22,8 +22,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.data.datasets import PROMPT_ROWS, SFT_ROWS, RowSchema, conversation, question
 from nemo_like.data.preferences import PREFERENCE_ROWS, preference
 from nemo_like.data.row_columns import KNOWN_COLUMNS, check_columns, known_row
-from nemo_like.data.row_loading import load_rows
-from nemo_like.data.row_locations import Location, Locations
+from nemo_like.data.rows import load_rows
 
 USER = {"role": "user", "content": "2+2=?"}
 ASSISTANT = {"role": "assistant", "content": "4"}
@@ -178,7 +177,7 @@ def test_renamed_columns_are_other_rows_to_a_resumed_run(tmp_path: Path) -> None
     path.write_text(json.dumps({**GOOD, "hint": "b"}) + "\n")
     own = load_rows(path, PROMPT_ROWS)
     renamed = load_rows(path, PROMPT_ROWS, columns={"prompt": "hint"})
-    assert own.digests[0] != renamed.digests[0]
+    assert own.digests != renamed.digests
 
 
 @given(st.dictionaries(st.sampled_from(KNOWN_COLUMNS), st.text(alphabet="ab", max_size=5)))
@@ -340,7 +339,7 @@ def test_csv(tmp_path: Path) -> None:
     loaded = load_rows(path, PROMPT_ROWS)
     assert [[row["prompt"], row["answer"]] for row in loaded] == rows
     # A row of two lines counts as two, so the number is the line at which an editor opens it.
-    assert [location.rpartition(":")[2] for location in loaded.locations] == ["2", "3", "5"]
+    assert [loaded.location(row).rpartition(":")[2] for row in range(3)] == ["2", "3", "5"]
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert list(load_rows(path, PROMPT_ROWS)) == list(loaded)
 
@@ -400,8 +399,8 @@ def test_compressed_files_have_the_rows_of_the_plain_one(tmp_path: Path, suffix:
     loaded = load_rows(tmp_path / f"train.jsonl{suffix}", PROMPT_ROWS)
     assert list(loaded) == list(plain)
     # The same rows to a resumed run.
-    assert loaded.digests.tolist() == plain.digests.tolist()
-    assert loaded.locations[-1].endswith(f"train.jsonl{suffix}:3000")
+    assert loaded.digests == plain.digests
+    assert loaded.location(-1).endswith(f"train.jsonl{suffix}:3000")
     table = write_csv(tmp_path / "train.csv", [["prompt", "answer"], ["a", "1"]])
     compressed(tmp_path / f"train.csv{suffix}", table.read_bytes())
     assert list(load_rows(tmp_path / f"train.csv{suffix}", PROMPT_ROWS)) == [GOOD]
@@ -417,20 +416,6 @@ def test_a_damaged_compressed_file_is_named(tmp_path: Path, suffix: str, damage:
     path.write_bytes(data[: len(data) - 100] if damage == "truncated" else text.encode())
     with pytest.raises(ConfigError, match=rf"train\.jsonl{suffix}: cannot be decompressed: "):
         load_rows(path, PROMPT_ROWS)
-
-
-def test_locations_of_several_files() -> None:
-    first = Locations()
-    for number in (1, 3):
-        first.append(Location("a.jsonl:", number))
-    second = Locations()
-    second.append(Location("b.parquet row ", 0))
-    first.extend(second)
-    assert list(first) == ["a.jsonl:1", "a.jsonl:3", "b.parquet row 0"]
-    assert first[1:] == ["a.jsonl:3", "b.parquet row 0"]
-    assert first[-1] == "b.parquet row 0"
-    with pytest.raises(IndexError):
-        first[3]
 
 
 @pytest.mark.parametrize(
@@ -510,7 +495,7 @@ def test_large_batches_of_tables_are_read_in_parts(tmp_path: Path) -> None:
     for path in (tmp_path / "a.parquet", folder):
         loaded = load_rows(path, PROMPT_ROWS)
         assert [row["prompt"] for row in loaded] == prompts
-        assert loaded.locations[2400].endswith(" row 2400")
+        assert loaded.location(2400).endswith(" row 2400")
 
 
 def test_tables_keep_the_order_of_keys_and_have_only_values_of_json(tmp_path: Path) -> None:

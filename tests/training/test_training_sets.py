@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from nemo_like.data.datasets import SFT_ROWS, Rows
-from nemo_like.data.row_loading import load_rows
+from nemo_like.data.datasets import SFT_ROWS
+from nemo_like.data.rows import Rows, load_rows
 from nemo_like.training.training_sets import mixed_rows
 
 
@@ -21,8 +21,9 @@ def test_sets_follow_each_other(tmp_path: Path) -> None:
     sets = {name: load(tmp_path, name, size) for name, size in (("train", 3), ("code", 2))}
     rows = mixed_rows(sets, {"code": 0.25, "train": 0.75})
     assert [row["prompt"] for row in rows] == ["train 0", "train 1", "train 2", "code 0", "code 1"]
-    assert rows.locations[3].endswith("code.jsonl:1")
-    assert rows.digests[3:].tolist() == sets["code"].digests.tolist()
+    assert rows.location(3).endswith("code.jsonl:1")
+    assert rows.digests == (*sets["train"].digests, *sets["code"].digests)
+    assert rows.digest(3) == sets["code"].digest(0)
     assert rows.mixture is not None
     assert (rows.mixture.sizes, rows.mixture.weights) == ((3, 2), (0.75, 0.25))
     by_size = mixed_rows(sets, {}).mixture

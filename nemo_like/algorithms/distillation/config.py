@@ -78,11 +78,6 @@ class DistillRunConfig(RunConfig):
         return bool(self.reward.functions)
 
     @property
-    def encoded_as(self) -> str:
-        """The job whose encoding of a row this one has: prompts, or complete conversations."""
-        return "grpo" if self.generates else "sft"
-
-    @property
     def teachers_by_key(self) -> dict[str, str]:
         """Directories or hub names of the teachers by config key."""
         return {teacher_key(name): path for name, path in self.named_teachers.items()}

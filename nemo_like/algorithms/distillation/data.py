@@ -14,8 +14,10 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow, TokenCounts, count_tokens
-from nemo_like.data.datasets import PROMPT_ROWS, SFT_ROWS, Row, Rows, RowSchema, conversation
+from nemo_like.data.datasets import PROMPT_ROWS, SFT_ROWS, RowSchema, conversation
 from nemo_like.data.encoded_rows import EncodedRows
+from nemo_like.data.row_files import Row
+from nemo_like.data.rows import Rows
 from nemo_like.diagnostics.chat_checks import check_prompts_agree, check_texts, prompt_messages
 from nemo_like.diagnostics.plan_preview import describe_plan
 from nemo_like.diagnostics.report import Diagnostics
@@ -93,6 +95,9 @@ class TaughtRows:
             self._examples = PromptRows(rows, encoded)
         self._encoded = encoded
         self._teachers = TeacherOfRow(config, rows, set_name)
+
+    def __len__(self) -> int:
+        return len(self._encoded)
 
     def fetch(self, rows: Sequence[int]) -> list[TaughtRow | None]:
         """Return `rows`, None for a dropped one; see `loader.FetchableRows`."""
@@ -197,10 +202,10 @@ def _check_format(config: DistillRunConfig, data: RunData) -> None:
     for rows, schema in files:
         # The format is the same for all rows, so the first ones show it.
         for index in range(min(len(rows), NUM_SAMPLES)):
-            columns = schema.recognize(rows[index], rows.locations[index])
+            columns = schema.recognize(rows[index], rows.location(index))
             problem = schema.problem(rows[index], columns)
             if problem is not None:
-                raise ConfigError(f"{rows.locations[index]}: {problem}")
+                raise ConfigError(f"{rows.location(index)}: {problem}")
 
 
 def _check_lengths(config: DistillRunConfig, data: RunData, diagnostics: Diagnostics) -> None:

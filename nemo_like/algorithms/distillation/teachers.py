@@ -13,8 +13,8 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.lora import LoraConfig
 from nemo_like.config.model_directory import model_directory
 from nemo_like.config.schema import MAIN_SET
-from nemo_like.data.datasets import Rows
 from nemo_like.data.row_files import shown_json
+from nemo_like.data.rows import Rows
 from nemo_like.models.pretrained import load_tokenizer
 from nemo_like.models.spec import ModelSpec
 from nemo_like.training.model_files import open_model_config, open_model_spec
@@ -145,7 +145,7 @@ class TeacherOfRow:
         if value not in self._names:
             found = "missing" if column not in self._rows[row] else shown_json(value)
             raise ConfigError(
-                f"{self._rows.locations[row]}: the column {column!r} (distill.teacher_column) is"
+                f"{self._rows.location(row)}: the column {column!r} (distill.teacher_column) is"
                 f" {found}, but distill.teachers has {', '.join(self._names)}; correct the row, or"
                 " add a teacher of that name"
             )

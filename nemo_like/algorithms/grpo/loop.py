@@ -6,7 +6,6 @@ One step: prompts, rollout, plan, log-probs, advantages, optimizer steps, weight
 from __future__ import annotations
 
 import logging
-from contextlib import closing
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig, asynchronous_warnings
 from nemo_like.algorithms.grpo.data import num_optimizer_steps, open_source
@@ -32,19 +31,16 @@ def run_grpo(config: GrpoRunConfig) -> RunResult:
     config = resolve_paths(config)
     source = open_source(config)
     loader = source.loader()
-    with closing(source.rows):
-        if source.encodes_before_run:
-            source.start_encoding(loader.upcoming(_max_num_prompts(config, 0)))
-        return _train(config, source, loader)
+    source.encode_ahead(loader.upcoming(_max_num_prompts(config)))
+    return _train(config, source, loader)
 
 
-def _max_num_prompts(config: GrpoRunConfig, step: int) -> int:
-    """Return the number of prompts that a run may need after `step` steps."""
+def _max_num_prompts(config: GrpoRunConfig) -> int:
+    """Return the number of prompts that a run may need."""
     tries = 1
     if config.grpo.dynamic_sampling.enabled:
         tries += config.grpo.dynamic_sampling.max_refills
-    num_steps = max(config.grpo.max_num_steps - step, 0)
-    return num_steps * config.grpo.num_prompts_per_step * tries
+    return config.grpo.max_num_steps * config.grpo.num_prompts_per_step * tries
 
 
 def _train(
@@ -66,10 +62,6 @@ def _train(
     ) as run:
         for warning in asynchronous_warnings(config):
             logger.warning(warning)
-        if not source.encodes_before_run:
-            num_done = run.load_position(loader)
-            source.start_encoding(loader.upcoming(_max_num_prompts(config, num_done)))
-        source.finish_encoding(run.progress)
         step = run.resume(loader)
         if step > 0:
             # The generator has loaded the initial weights.

@@ -16,9 +16,9 @@ from nemo_like.algorithms.pair_data import (
     rewarded_rows,
 )
 from nemo_like.algorithms.reward_model.config import RewardModelRunConfig
-from nemo_like.data.datasets import Rows
 from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.preferences import MARGIN_ROWS, PreferencePair, pair_margin
+from nemo_like.data.rows import Rows
 from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.prediction.lengths import RowLengths
@@ -58,6 +58,9 @@ class MarginRows:
         self._rows = rows
         self._pairs = PairRows(rows, encoded)
         self.digests = rows.digests
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def fetch(self, rows: Sequence[int]) -> list[MarginPair | None]:
         """Return the pairs of `rows`, None for a dropped one; see `loader.FetchableRows`."""

@@ -10,9 +10,10 @@ from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.text import counted, plural
 from nemo_like.data.collate import EncodedRow, count_tokens
-from nemo_like.data.datasets import SFT_ROWS, Rows, conversation
+from nemo_like.data.datasets import SFT_ROWS, conversation
 from nemo_like.data.loader import BatchLoader
 from nemo_like.data.row_order import Curriculum
+from nemo_like.data.rows import Rows
 from nemo_like.data.streaming.loader import RowNumbers, StreamLoader
 from nemo_like.diagnostics.chat_checks import check_prompts_agree, check_texts
 from nemo_like.diagnostics.plan_preview import describe_plan
@@ -152,7 +153,7 @@ def _check_trained(
         cut = "" if limit is None else f" within policy.max_total_sequence_length {limit}"
         diagnostics.warnings.append(
             f"{len(untrained)} of the rows sampled have no token with loss{cut}, e.g."
-            f" {rows.locations[untrained[0]]}"
+            f" {rows.location(untrained[0])}"
         )
 
 

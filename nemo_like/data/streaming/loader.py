@@ -65,7 +65,7 @@ class StreamLoader(Generic[Out]):
         self._numbers_of = numbers_of
         self._num_epochs = num_epochs
         self._order = open_order(
-            rows.digests, mixture, seed=seed, shuffle=shuffle, curriculum=curriculum
+            len(rows), rows.digests, mixture, seed=seed, shuffle=shuffle, curriculum=curriculum
         )
         # A source may repeat its rows within an epoch, also within a microbatch.
         self._may_repeat = mixture is not None
