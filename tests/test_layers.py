@@ -91,8 +91,11 @@ def num_code_lines(path: str, tree: ast.Module) -> int:
     """Lines of a file that are neither blank nor a comment nor part of a docstring."""
     documented: set[int] = set()
     for node in ast.walk(tree):
-        is_string = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if is_string and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             documented.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines = (PACKAGE / path).read_text(encoding="utf-8").splitlines()
     return sum(

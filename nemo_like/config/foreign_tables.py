@@ -98,7 +98,7 @@ def general() -> dict[str, Any]:
 
 
 def _renamed(value: str | Mapping[str, Any]) -> Entry:
-    fields = {"to": value} if isinstance(value, str) else dict(value)
+    fields: dict[str, Any] = {"to": value} if isinstance(value, str) else dict(value)
     to = fields.pop("to")
     return Entry("renamed", (to,) if isinstance(to, str) else tuple(to), **fields)
 

@@ -183,7 +183,7 @@ class SampleStream(Generic[Sample]):
                 continue
             entry = next(incoming, None)
             if entry is not None:
-                self._push(*entry)
+                self._push(entry.number, entry.sample)
             elif not self._infinite_loop:
                 self.planner.close()
             elif not self._must_form():

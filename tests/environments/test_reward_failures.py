@@ -160,7 +160,7 @@ _FAILURES = [
 
 
 @pytest.mark.parametrize(("function", "kind", "text"), _FAILURES)
-def test_a_failure_under_each_policy(function: str, kind: str, text: str) -> None:
+def test_a_failure_under_each_policy(function: str, kind: BadRewardKind, text: str) -> None:
     with pytest.raises(WorkerError) as caught:
         _score(function, "stop", "a", "bad", "abc")
     assert isinstance(caught.value.cause, RewardError)
@@ -196,7 +196,7 @@ def test_a_bool_is_0_or_1_and_a_scalar_of_a_library_a_number() -> None:
         ("none", "value", "returned None, which is not a finite number"),
     ],
 )
-def test_calls_with_a_timeout_fail_alone(function: str, kind: str, text: str) -> None:
+def test_calls_with_a_timeout_fail_alone(function: str, kind: BadRewardKind, text: str) -> None:
     before = set(linux.descendants(os.getpid()))
     start = time.monotonic()
     scored = _score(function, "drop", "a", "bad", "abc", "bad", timeout_s=1.0)
@@ -254,7 +254,7 @@ def test_options_are_keyword_arguments() -> None:
         RewardWorker(_CONTEXT, functions={"mine": wrong})
 
 
-def _problem(kind: str, text: str) -> RewardProblem:
+def _problem(kind: BadRewardKind, text: str) -> RewardProblem:
     return RewardProblem("mine", "m.f", kind, text)
 
 
