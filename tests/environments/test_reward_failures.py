@@ -15,6 +15,7 @@ from nemo_like.config.reward import OnError, RewardConfig, RewardFunctionConfig
 from nemo_like.distributed.errors import WorkerError
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.environments.reward import (
+    BadRewardKind,
     RewardEnvironment,
     RewardError,
     RewardProblem,
