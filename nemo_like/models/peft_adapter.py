@@ -284,3 +284,18 @@ def _check_layers(
 def _ends(layers: Iterable[str]) -> list[str]:
     """Return the last parts of the names, e.g. `q_proj`, each once."""
     return sorted({layer.rpartition(".")[2] for layer in layers})
+
+
+def check_targets(config: LoraConfig, layers: Iterable[str]) -> None:
+    """Raise ConfigError for a target that names none of `layers`, which can have an adapter."""
+    names = list(layers)
+    for target in config.target_modules:
+        if target == ALL_LINEAR:
+            continue
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            ends = sorted({name.rpartition(".")[2] for name in names})
+            raise ConfigError(
+                f"policy.lora.target_modules: {target!r} is not a linear layer that can have an"
+                f" adapter; these are {', '.join(ends)} (experts, routers, and in models with"
+                " experts all feed-forward layers, have none)"
+            )

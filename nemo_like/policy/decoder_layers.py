@@ -33,8 +33,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from nemo_like.config.errors import ConfigError
-from nemo_like.config.lora import ALL_LINEAR, LoraConfig
+from nemo_like.config.lora import LoraConfig
 from nemo_like.models.layout_check import frozen_weights
 
 SAVED_OPERATORS = frozenset(
@@ -165,18 +164,3 @@ class LoraState:
             yield
         finally:
             self.is_enabled = before
-
-
-def check_targets(config: LoraConfig, layers: Iterable[str]) -> None:
-    """Raise ConfigError for a target that names none of `layers`, which can have an adapter."""
-    names = list(layers)
-    for target in config.target_modules:
-        if target == ALL_LINEAR:
-            continue
-        if not any(f".{name}".endswith(f".{target}") for name in names):
-            ends = sorted({name.rpartition(".")[2] for name in names})
-            raise ConfigError(
-                f"policy.lora.target_modules: {target!r} is not a linear layer that can have an"
-                f" adapter; these are {', '.join(ends)} (experts, routers, and in models with"
-                " experts all feed-forward layers, have none)"
-            )

@@ -13,10 +13,14 @@ import yaml
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.lora import LoraConfig
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.models.peft_adapter import can_have_adapter, check_adapter, quantization_problems
+from nemo_like.models.peft_adapter import (
+    can_have_adapter,
+    check_adapter,
+    check_targets,
+    quantization_problems,
+)
 from nemo_like.models.spec import ModelSpec
 from nemo_like.models.weight_files import read_shapes
-from nemo_like.policy.decoder_layers import check_targets
 from nemo_like.prediction.adapter_sizes import num_adapter_params, trained_head_params
 
 _SAVED_KEYS = ("enabled", "rank", "alpha", "use_rslora", "target_modules", "quantization")

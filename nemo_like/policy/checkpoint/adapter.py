@@ -24,6 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.lora import ALL_LINEAR, LoraConfig
 from nemo_like.config.model_directory import hub_name, require_model_directory
+from nemo_like.models.output_head import meta_model
 from nemo_like.models.peft_adapter import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -32,7 +33,6 @@ from nemo_like.models.peft_adapter import (
     adapter_names,
     is_adapter,
 )
-from nemo_like.models.pretrained import meta_model
 from nemo_like.models.spec import SCORE_WEIGHT
 from nemo_like.models.weight_files import read_shapes
 from nemo_like.policy.checkpoint.hf_reader import ModelFiles, TensorFiles, check_values, open_model

@@ -27,7 +27,8 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.chat_template import ChatTemplate
 from nemo_like.distributed import activity
-from nemo_like.models.pretrained import load_tokenizer, meta_model
+from nemo_like.models.output_head import meta_model
+from nemo_like.models.pretrained import load_tokenizer
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.optim import NonFiniteError, all_within
 from nemo_like.run.files import finish_library_file, reporting_write_errors, write_json

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import PolicyConfig
+from nemo_like.models.output_head import open_config
 from nemo_like.models.peft_adapter import adapter_names, is_adapter
-from nemo_like.models.pretrained import open_config
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint.adapter import stored_head
 from nemo_like.policy.checkpoint.sharded import PendingSave

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from nemo_like.config.lora import LoraConfig
-from nemo_like.models.peft_adapter import adapter_names, can_have_adapter
+from nemo_like.models.peft_adapter import adapter_names, can_have_adapter, check_targets
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.checkpoint.adapter import open_initial
-from nemo_like.policy.decoder_layers import LoraState, check_targets
+from nemo_like.policy.decoder_layers import LoraState
 from nemo_like.policy.dtensor.parallel import ShardSpec, TensorParallel
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
 from nemo_like.policy.dtensor.quantized import base_product, local_shape

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.models.pretrained import meta_model
+from nemo_like.models.output_head import meta_model
 from nemo_like.models.spec import SCORE_WEIGHT, ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.decoder_layers import (

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import PolicyConfig
+from nemo_like.models.output_head import meta_model, open_config
 from nemo_like.models.peft_adapter import is_adapter
-from nemo_like.models.pretrained import meta_model, open_config
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint import sharded as sharded_checkpoint
 from nemo_like.policy.checkpoint.adapter import open_initial, stored_head
