@@ -129,10 +129,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Without `argv` the arguments are those of this process, which ends with the command.
     """
     _log_to_console()
-    # argparse does not accept options and trailing positionals in every order; `parse_known_args`
-    # returns the rest, and the message for it names the form of an override.
+    # argparse accepts positionals in one place only; `parse_known_args` returns the others.
     arguments, unknown = build_parser().parse_known_args(argv)
-    if unknown:
+    if hasattr(arguments, "overrides") and not any(text.startswith("-") for text in unknown):
+        arguments.overrides += unknown
+    elif unknown:
         say_error(
             f"error: unknown argument {unknown[0]!r}; overrides are written KEY=VALUE, see"
             " nemo-like --help"

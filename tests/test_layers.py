@@ -70,7 +70,7 @@ LIGHT_MODULES = (
     "nemo_like.run.checkpoint",
     "nemo_like.run.files",
     "nemo_like.run.progress",
-    "nemo_like.reports.plan_page",
+    "nemo_like.reports.page",
 )
 
 MAX_FILE_LINES = 400

@@ -167,10 +167,8 @@ def test_help_imports_no_library(arguments: tuple[str, ...]):
 def test_plan_counts_tokens_without_torch(demo: Path):
     ended = run(
         "plan",
-        "--data",
-        str(demo / "sft_train.jsonl"),
-        "--tokenizer",
-        str(demo / "model"),
+        f"data.train_path={demo / 'sft_train.jsonl'}",
+        f"policy.tokenizer_name={demo / 'model'}",
         "--limit",
         "64",
     )

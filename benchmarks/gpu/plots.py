@@ -1,11 +1,11 @@
-"""Plots of the README as SVG files, drawn with `nemo_like.reports.svg`."""
+"""Plots of the README as SVG files, drawn with `benchmarks.gpu.svg`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_like.reports.svg import Drawing, Scale
+from benchmarks.gpu.svg import Drawing, Scale
 
 _WIDTH = 860.0
 _LEFT = 330.0

@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 
 from nemo_like.algorithms.registry import ALGORITHMS
-from nemo_like.algorithms.sft.config import SftRunConfig
-from nemo_like.config.batching import StreamableDataConfig
-from nemo_like.config.schema import PolicyConfig, RunConfig
+from nemo_like.config.schema import RunConfig
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.run.progress import Progress
 from nemo_like.training.dataset import RunData
@@ -28,18 +26,3 @@ def first_lengths(config: RunConfig, num_rows: int | None, num_steps: int) -> Ro
     if num_rows is not None:
         num_steps = num_rows // config.rows_per_step
     return algorithm.first_lengths(config, data, num_steps, progress)
-
-
-def file_config(
-    path: str, tokenizer: str, batch_size: int, seed: int, *, shuffle: bool
-) -> SftRunConfig:
-    """Return a config that only names rows and tokenizer, for `nemo-like plan --data`."""
-    policy = PolicyConfig(
-        model_name=tokenizer,
-        tokenizer_name=tokenizer,
-        train_global_batch_size=batch_size,
-        # No row is oversize here; the plan applies its own max tokens.
-        max_total_sequence_length=2**40,
-    )
-    data = StreamableDataConfig(train_path=path, shuffle=shuffle)
-    return SftRunConfig(run_name="plan", seed=seed, policy=policy, data=data)

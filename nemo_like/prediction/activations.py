@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nemo_like.models.spec import ModelSpec
-from nemo_like.prediction.adapter_sizes import adapter_activations, adapter_outputs
 from nemo_like.prediction.placement import Placement
+from nemo_like.prediction.trained_sizes import adapter_activations, adapter_outputs
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Activations:
         num_active_experts = 0 if spec.moe is None else spec.moe.num_active_experts
         num_copies = max(num_active_experts - 1, 0)
         inputs = 2 * size * spec.hidden_size * (1 + num_copies / 2)
-        # Context parallelism all-gathers keys and values: those of the own chunks and of all chunks
+        # Context parallelism all-gathers keys and values: the own chunks and all chunks
         # before them are saved.
         key_shares = 1 if cp == 1 else cp + 0.5
         # Query, output, keys and values, and the log-sum-exp of each head in float32.

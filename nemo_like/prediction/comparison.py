@@ -6,6 +6,8 @@ engine with such a layout, not measurements of those tools.
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -14,7 +16,10 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.packing.algorithms import PackingAlgorithm
-from nemo_like.data.planning.plan import BatchPlan, PlanSpec, plan_batch
+from nemo_like.data.packing.packers import Packing, prefix_sums
+from nemo_like.data.planning.oversize import FittedRows, fit_rows
+from nemo_like.data.planning.plan import BatchPlan, PlanSpec, join_steps, plan_batch
+from nemo_like.data.planning.plan_step import join_ranks
 from nemo_like.data.planning.spec import Balance
 from nemo_like.data.streaming.planner import plan_stream
 from nemo_like.data.streaming.spec import StreamSpec
@@ -28,7 +33,6 @@ from nemo_like.prediction.step_time import (
     step_times,
     time_bounds,
 )
-from nemo_like.prediction.verl_layout import plan_verl
 
 _NEMO_RL = (
     PackingAlgorithm.CONCATENATIVE,
@@ -213,29 +217,35 @@ class Comparison:
         return self.baseline.step_time / outcome.step_time
 
 
-def strategies(
-    spec: PlanSpec,
-    longest: int,
-    *,
-    chosen: PlanSpec | None = None,
-    stream: StreamSpec | None = None,
-    micro_batch_size: int | None = None,
-) -> list[Strategy]:
-    """Return every strategy with the token budget of the packed `spec`.
-
-    Algorithm and balance of `spec` are replaced. Padding without dynamic batching takes
-    `micro_batch_size` rows at a time, or as many as fit into the budget at the length `longest`.
-    `chosen` comes last, if it is none of the others; with `stream` it is planned as a stream.
-    """
-    assert spec.max_tokens is not None
-    plain = replace(
-        spec, layout="padded", max_tokens=None, max_rows=1, balance="flops", oversize="error"
+def packed_spec(spec: PlanSpec, max_tokens: int) -> PlanSpec:
+    """Return the joint schedule of packed rows with the other settings of `spec`."""
+    return replace(
+        spec,
+        layout="packed",
+        max_tokens=max_tokens,
+        max_rows=None,
+        algorithm=PackingAlgorithm.BALANCED,
+        balance="flops",
+        microbatch_order="packer",
     )
-    num_rows = micro_batch_size
+
+
+def strategies(
+    spec: PlanSpec, max_tokens: int, longest: int, stream: StreamSpec | None = None
+) -> list[Strategy]:
+    """Return every strategy with a token budget.
+
+    `spec` comes last, if it is none of the others; with `stream` it is planned as a stream. Padding
+    without dynamic batching takes `spec.max_rows` rows at a time, or as many as fit into the budget
+    at the length `longest`.
+    """
+    packed = packed_spec(spec, max_tokens)
+    plain = replace(packed, layout="padded", max_tokens=None, max_rows=1, oversize="error")
+    num_rows = spec.max_rows
     if not num_rows:
         # As many as fit if all are as long as the longest: nothing else is safe without a plan.
         rows_per_rank = ceil_div(spec.global_batch_size or 1, spec.num_ranks)
-        num_fitting = spec.max_tokens // round_up(longest, plain.row_multiple)
+        num_fitting = max_tokens // round_up(longest, plain.row_multiple)
         num_rows = max(min(num_fitting, rows_per_rank), 1)
     plain = replace(plain, max_rows=num_rows)
     rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
@@ -243,62 +253,50 @@ def strategies(
         Strategy("padded/microbatch", f"transformers: {rows}, padded", plain, tool="transformers")
     ]
     for algorithm in _NEMO_RL:
-        packed = replace(spec, algorithm=algorithm, balance="none")
+        bins = replace(packed, algorithm=algorithm, balance="none")
         # The table has to fit into 100 columns.
         short = str(algorithm).replace("first_fit_decreasing", "FFD")
-        found.append(Strategy(_key(packed), f"NeMo RL: {short}", packed, tool="NeMo RL"))
-    found.append(Strategy("verl", "verl: use_dynamic_bsz", spec, tool="verl"))
-    dynamic = replace(spec, layout="padded", algorithm=PackingAlgorithm.BALANCED, balance="flops")
+        found.append(Strategy(_key(bins), f"NeMo RL: {short}", bins, tool="NeMo RL"))
+    found.append(Strategy("verl", "verl: use_dynamic_bsz", packed, tool="verl"))
+    dynamic = replace(packed, layout="padded")
     found.append(Strategy("dynamic", "dynamic, padded by length", dynamic))
     for algorithm, balance in _OWN:
-        packed = replace(spec, algorithm=algorithm, balance=balance)
-        found.append(Strategy(_key(packed), f"{algorithm} by {balance}", packed))
-    if chosen is not None and not any(each.plans_as(chosen, stream) for each in found):
-        found.append(Strategy("configured", "as configured", chosen, stream=stream))
+        bins = replace(packed, algorithm=algorithm, balance=balance)
+        found.append(Strategy(_key(bins), f"{algorithm} by {balance}", bins))
+    if not any(each.plans_as(spec, stream) for each in found):
+        found.append(Strategy("configured", "as configured", spec, stream=stream))
     return found
 
 
 def compare(
     lengths: np.ndarray,
     spec: PlanSpec,
+    max_tokens: int,
     *,
     num_trained: np.ndarray | None = None,
-    chosen: PlanSpec | None = None,
     stream: StreamSpec | None = None,
-    balance: str = "flops",
-    micro_batch_size: int | None = None,
     pp_size: int = 1,
     min_work: float = 0.0,
 ) -> Comparison:
     """Plan `lengths` int64 [B] in batches of `spec.global_batch_size` with every strategy.
 
-    `num_trained` int64 [B] are the tokens with loss of each row; None: they are not known.
-    The strategy that the report describes is `chosen`, whose steps `stream` forms if it is given;
-    without `chosen` it is `balanced` with `balance`. Raises ConfigError for rows that cannot be
-    planned.
+    `num_trained` int64 [B] are the tokens with loss of each row; None: they are not known. The
+    strategy that the report describes is `spec`, whose steps `stream` forms if it is given. Raises
+    ConfigError for rows that cannot be planned.
     """
-    assert spec.max_tokens is not None
     batch_size = spec.global_batch_size or len(lengths)
-    longest = int(lengths.max())
+    chosen_key = ""
     outcomes = []
-    for strategy in strategies(
-        spec, longest, chosen=chosen, stream=stream, micro_batch_size=micro_batch_size
-    ):
+    for strategy in strategies(spec, max_tokens, int(lengths.max()), stream):
         try:
             plan = strategy.plan(lengths, num_trained)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        outcomes.append(Outcome(strategy, plan, spec.max_tokens, pp_size, min_work))
-    by_key = {outcome.strategy.key: outcome for outcome in outcomes}
-    balanced_key = f"packed/balanced/{balance}"
-    # The strategy of a config may be one of the compared ones; it then keeps that name.
-    chosen_key = balanced_key
-    for key, outcome in by_key.items():
-        if chosen is not None and outcome.strategy.plans_as(chosen, stream):
-            chosen_key = key
-            break
+        outcomes.append(Outcome(strategy, plan, max_tokens, pp_size, min_work))
+        if not chosen_key and strategy.plans_as(spec, stream):
+            chosen_key = strategy.key
     batches = [lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size)]
-    bounds = min_microbatches(by_key[balanced_key].plan, batches)
+    bounds = min_microbatches(packed_spec(spec, max_tokens), batches)
     return Comparison(lengths, batch_size, tuple(outcomes), chosen_key, float(bounds.mean()))
 
 
@@ -312,3 +310,95 @@ def _max_over_mean(values: np.ndarray, plan: BatchPlan) -> float:
 
 def _key(spec: PlanSpec) -> str:
     return f"packed/{spec.algorithm}/{spec.balance}"
+
+
+_LINEAR_WORK = 24576
+"""Work of a token over that of a token squared: a 7B model, whatever the trained model is."""
+
+
+def plan_verl(
+    lengths: np.ndarray, spec: PlanSpec, num_trained: np.ndarray | None = None
+) -> BatchPlan:
+    """Plan rows of `lengths` int64 [B] as verl does with `use_dynamic_bsz`, packed as in `spec`.
+
+    Rows of an optimizer step are divided over the ranks, equally many each, and then over the
+    microbatches of a rank by the Karmarkar-Karp differencing method with an estimate of work. The
+    number of microbatches is the tokens of the rank over the budget, rounded up, so that a
+    microbatch may exceed the budget (`verl/utils/seqlen_balancing.py`, revision b178a3cd5).
+
+    `num_trained` int64 [B] are the tokens with loss of each row; verl does not use them.
+    """
+    fitted = fit_rows(lengths, None, spec, num_trained)
+    rows_per_step = spec.global_batch_size or max(len(lengths), 1)
+    steps = []
+    for start in range(0, len(lengths), rows_per_step):
+        rows = np.arange(start, min(start + rows_per_step, len(lengths)))
+        steps.append(_plan_verl_step(rows, fitted, spec))
+    return join_steps(spec, fitted, steps, ())
+
+
+def _plan_verl_step(rows: np.ndarray, fitted: FittedRows, spec: PlanSpec) -> Packing:
+    """Plan the rows of one step, int64 [n]."""
+    lengths = fitted.lengths[rows]
+    work = (_LINEAR_WORK * lengths + lengths * lengths).tolist()
+    # verl refuses a batch that the ranks do not divide.
+    equal_size = len(rows) % spec.num_ranks == 0
+    ranks = karmarkar_karp(work, spec.num_ranks, equal_size=equal_size)
+    num_microbatches = 1
+    for rank in ranks:
+        num_tokens = int(fitted.padded_lengths[rows[rank]].sum())
+        num_microbatches = max(num_microbatches, ceil_div(num_tokens, spec.capacity or 1))
+    num_microbatches = round_up(num_microbatches, spec.microbatch_multiple)
+    rank_bins = []
+    for rank in ranks:
+        # A rank with fewer rows than microbatches has dummies.
+        num_bins = min(num_microbatches, max(len(rank), 1))
+        parts = karmarkar_karp([work[row] for row in rank], num_bins, equal_size=False)
+        parts.sort(key=lambda part: sum(work[rank[row]] for row in part), reverse=True)
+        # The smallest ones are at both ends, where a pipeline fills and empties.
+        parts = parts[::2][::-1] + parts[1::2]
+        own = rows[[rank[row] for part in parts for row in part]]
+        sizes = np.array([len(part) for part in parts], dtype=np.int64)
+        rank_bins.append(Packing(own, prefix_sums(sizes)))
+    return join_ranks(rank_bins, spec.microbatch_multiple)
+
+
+@dataclass
+class _Partition:
+    """Items divided into parts, the one with the most work first."""
+
+    parts: list[tuple[int, int, tuple[int, ...]]]
+    """Work, number of items and items of each part."""
+
+    def __lt__(self, other: _Partition) -> bool:
+        # A heap returns the smallest first: the largest difference between two parts.
+        return self._order > other._order
+
+    @property
+    def _order(self) -> tuple[object, ...]:
+        return self.parts[0][0] - self.parts[-1][0], self.parts[0]
+
+
+def karmarkar_karp(work: Sequence[int], num_parts: int, *, equal_size: bool) -> list[list[int]]:
+    """Divide items into `num_parts` lists of indices with similar sums of `work`.
+
+    With `equal_size` all have equally many items, which `num_parts` must divide. Some are empty if
+    there are fewer items.
+
+    Example: `karmarkar_karp([8, 7, 6, 5, 4], 2, equal_size=False)` is `[[1, 3, 4], [0, 2]]`.
+    """
+    items = [(value, 1, (index,)) for index, value in enumerate(work)]
+    items.sort()
+    size = num_parts if equal_size else 1
+    heap = [_Partition([(0, 0, ())] * num_parts)]
+    for start in range(0, len(items), size):
+        empty = [(0, 0, ())] * (num_parts - size)
+        heap.append(_Partition(items[start : start + size][::-1] + empty))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        # The largest part of one joins the smallest part of the other.
+        largest = heapq.heappop(heap)
+        pairs = zip(largest.parts, reversed(heap[0].parts), strict=True)
+        joined = [(a[0] + b[0], a[1] + b[1], a[2] + b[2]) for a, b in pairs]
+        heapq.heapreplace(heap, _Partition(sorted(joined, reverse=True)))
+    return [sorted(part) for _, _, part in heap[0].parts]

@@ -1,21 +1,31 @@
-"""Row lengths from a file: one integer per line, columns of a CSV, or a field of a JSONL."""
+"""Row lengths from a file or from a past run."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.data.planning.plan import PlanSpec, plan_batch
 
 _MAX_TOKENS = 2**40
 """A larger length is a mistake, and sums of such lengths in float64 would not be exact."""
+COMPARED = (
+    "packing/padding_share",
+    "packing/utilization",
+    "packing/num_microbatches",
+    "packing/rank_imbalance_flops",
+)
+"""Metrics that are determined by lengths and plan alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,174 +52,186 @@ class RowLengths:
 
 
 def read_lengths(
-    path: Path, *, columns: Sequence[str] = (), field: str | None = None, limit: int | None = None
+    path: Path, columns: Sequence[str] = (), *, limit: int | None = None
 ) -> RowLengths:
-    """Read the first `limit` lengths of a file; several `columns` of a CSV are added up.
+    """Read the first `limit` lengths of a file.
 
-    Raises ConfigError with the line and the value, or with the columns of the file.
+    Each row is the sum of its `columns` in a CSV or JSONL file, where a list counts its items;
+    without `columns` a line is one length. Raises ConfigError with the line and the value.
     """
-    text = _read_text(path)
     shown = shown_path(path)
-    lines: Iterator[tuple[int, int]]
-    if columns:
-        lines = _csv_lengths(text, shown, columns)
-        description = " + ".join(columns)
-    elif field is not None:
-        lines = _field_lengths(text, shown, field)
-        description = f"field {field}"
-    else:
-        lines = _plain_lengths(text, shown)
-        description = "one length per line"
-    values: list[int] = []
-    numbers: list[int] = []
-    for number, value in lines:
-        # Lines after the limit are not parsed, so a mistake in them is no error.
-        if limit is not None and len(values) == limit:
-            break
-        values.append(value)
-        numbers.append(number)
-    if not values:
-        raise ConfigError(
-            f"{shown} has no rows; give a file with one length per line, or name its --column or"
-            " --field"
-        )
-    lengths = np.asarray(values, dtype=np.int64)
-    return RowLengths(lengths, f"{shown}, {description}", _LineLocations(shown, numbers))
-
-
-def _read_text(path: Path) -> str:
-    if path.is_dir():
-        raise ConfigError(f"{shown_path(path)} is a directory; give a file of lengths")
     try:
         # Spreadsheets write a byte order mark, which would become part of the first column's name.
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8: {error.reason}"
         raise ConfigError(
-            f"there is no file {str(path)!r}; give a text, CSV or JSONL file of row lengths"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{shown_path(path)} is not UTF-8 text (byte {error.start}); give a text, CSV or JSONL"
-            " file"
+            f"{shown} cannot be read ({reason}); give a text, CSV or JSONL file of row lengths"
         ) from error
-    except OSError as error:
-        raise ConfigError(f"{shown_path(path)} cannot be read: {error.strerror}") from error
+    values = []
+    locations = []
+    # Lines after the limit are not parsed, so a mistake in them is no error.
+    for number, counts in islice(_records(text, shown, columns), limit):
+        location = f"{shown}:{number}"
+        total = sum(_count(value, location, columns, text) for value in counts)
+        if not 1 <= total <= _MAX_TOKENS:
+            raise ConfigError(f"{location}: '{total}' is not a length; a row has at least 1 token")
+        values.append(total)
+        locations.append(location)
+    if not values:
+        raise ConfigError(f"{shown} has no rows; give a file with one length per line, or --column")
+    description = " + ".join(columns) or "one length per line"
+    return RowLengths(np.asarray(values, np.int64), f"{shown}, {description}", locations)
 
 
-def _plain_lengths(text: str, shown: str) -> Iterator[tuple[int, int]]:
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield (number, _length(line.strip(), f"{shown}:{number}", _plain_hint(text)))
-
-
-def _plain_hint(text: str) -> Callable[[], str]:
-    """Return a function that makes a hint from the first line of the file, on an error only."""
-
-    def hint() -> str:
-        first = text.lstrip().partition("\n")[0]
-        if first.startswith("{"):
-            return "name the field of a JSONL file: --field NAME"
-        if "," in first:
-            columns = ", ".join(next(csv.reader([first])))
-            return f"name the column of a CSV file: --column NAME (there are {columns})"
-        return "write one positive integer per line"
-
-    return hint
-
-
-def _csv_lengths(text: str, shown: str, columns: Sequence[str]) -> Iterator[tuple[int, int]]:
-    reader = csv.reader(io.StringIO(text))
-    header = next(reader, [])
-    missing = [name for name in columns if name not in header]
-    if missing:
-        # The CSV reader accepts JSON lines, with keys and values as cells.
-        if text.lstrip().startswith("{"):
-            raise ConfigError(
-                f"{shown} is JSONL, which has fields and no columns: write --field {columns[0]}"
-            )
-        raise ConfigError(
-            f"{shown} has no column {missing[0]!r}; its first line names"
-            f" {', '.join(header) or 'nothing'}"
-        )
-    indices = [header.index(name) for name in columns]
-    for cells in reader:
-        # The reader returns an empty line as a row without cells.
-        if not cells:
-            continue
-        place = f"{shown}:{reader.line_num}"
-        if len(cells) <= max(indices):
-            raise ConfigError(
-                f"{place}: {len(cells)} cells where the first line names {len(header)} columns"
-            )
-        total = 0
-        # One of several columns may be 0, such as an empty completion; their sum may not.
-        for index in indices:
-            cell = cells[index].strip()
-            total += _length(cell, f"{place} column {header[index]}", minimum=0)
-        yield reader.line_num, _positive(total, place)
-
-
-def _field_lengths(text: str, shown: str, field: str) -> Iterator[tuple[int, int]]:
-    for number, line in enumerate(text.split("\n"), 1):
+def _records(text: str, shown: str, columns: Sequence[str]) -> Iterator[tuple[int, Sequence[Any]]]:
+    """Yield the line number and the values of `columns` of each row, or the line without them."""
+    # `str.splitlines` would also split at characters that JSON does not escape.
+    lines = text.split("\n")
+    if columns and not text.lstrip().startswith("{"):
+        reader = csv.DictReader(io.StringIO(text))
+        for row in reader:
+            yield reader.line_num, _cells(row, columns, f"{shown}:{reader.line_num}")
+        return
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        place = f"{shown}:{number}"
-        row = _json(line, place)
-        if not isinstance(row, dict) or field not in row:
-            # The fields that exist usually show the mistake at once.
-            found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-            raise ConfigError(
-                f"{place}: there is no field {field!r}; the line has {found or 'no fields'}"
-            )
-        value = row[field]
-        # A list, of token ids for example, is counted.
-        is_list = isinstance(value, list)
-        length = len(value) if is_list else _length(value, f"{place} field {field}")
-        yield number, _positive(length, place)
+        if not columns:
+            yield number, [line.strip()]
+            continue
+        location = f"{shown}:{number}"
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{location}: not valid JSON: {error.msg}") from error
+        yield number, _cells(record if isinstance(record, dict) else {}, columns, location)
 
 
-def _json(line: str, place: str) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{place}: not valid JSON at column {error.colno}: {error.msg}"
-        ) from error
+def _cells(row: dict[str, Any], columns: Sequence[str], location: str) -> list[Any]:
+    """Return the values of `columns`. Raises ConfigError with the columns that exist."""
+    for name in columns:
+        if row.get(name) is None:
+            found = ", ".join(key for key, value in row.items() if value is not None)
+            raise ConfigError(f"{location} has no column {name!r}; it has {found or 'none'}")
+    return [row[name] for name in columns]
 
 
-def _length(
-    value: object, place: str, hint: Callable[[], str] | None = None, minimum: int = 1
-) -> int:
-    """Parse one length. Raises ConfigError for anything but an integer of at least `minimum`."""
-    number = None
+def _count(value: object, location: str, columns: Sequence[str], text: str) -> int:
+    """Return a number of tokens. Raises ConfigError unless it is a whole number of at least 0."""
+    # A list, of token ids for example, is counted.
+    if isinstance(value, list):
+        return len(value)
     # bool is a subclass of int, and a float is more likely another column than a length.
     if isinstance(value, int | str) and not isinstance(value, bool):
         try:
             number = int(value)
         except ValueError:
-            number = None
-    if number is None or not minimum <= number <= _MAX_TOKENS:
-        way_out = hint() if hint is not None else "lengths are whole numbers of tokens"
-        raise ConfigError(f"{place}: {value!r} is not a length; {way_out}")
-    return number
-
-
-def _positive(value: int, place: str) -> int:
-    """Return `value`; raises ConfigError unless it is at least 1."""
-    if value < 1:
-        raise ConfigError(f"{place}: the row has {value} tokens; a row has at least one")
-    return value
+            number = -1
+        if number >= 0:
+            return number
+    hint = "lengths are whole numbers of tokens"
+    first = text.lstrip().partition("\n")[0]
+    if not columns and first.startswith("{"):
+        hint = "name the field of a JSONL file: --column NAME"
+    elif not columns and "," in first:
+        names = ", ".join(next(csv.reader([first])))
+        hint = f"name the column of a CSV file: --column NAME (there are {names})"
+    raise ConfigError(f"{location}: {value!r} is not a length; {hint}")
 
 
 @dataclass(frozen=True)
-class _LineLocations(Sequence[str]):
-    """`file:line` of each row, formatted on access only."""
+class PastRun:
+    """The recorded lengths and metrics of a run."""
 
-    shown: str
-    numbers: Sequence[int]
+    path: Path
+    steps: dict[int, np.ndarray]
+    """Step -> int64 [B] row lengths, in the order they were planned."""
+    num_trained: dict[int, np.ndarray]
+    """Step -> int64 [B] tokens with loss of each row, for the steps where they were recorded."""
+    metrics: dict[int, dict[str, float]]
+    """Step -> metric -> value, from metrics.jsonl."""
 
-    def __len__(self) -> int:
-        return len(self.numbers)
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
 
-    def __getitem__(self, index: Any) -> Any:
-        return f"{self.shown}:{self.numbers[index]}"
+    def rows(self, limit: int | None = None) -> RowLengths:
+        """Return the first `limit` rows of all full steps in order.
+
+        The last step of an epoch may have fewer rows; it would not be a typical batch.
+        """
+        max_rows = max(map(len, self.steps.values()))
+        full = [step for step, lengths in self.steps.items() if len(lengths) == max_rows]
+        steps = "steps" if len(full) > 1 else "step"
+        source = f"{len(full):,} {steps} of the run {shown_path(self.path)}"
+        lengths = np.concatenate([self.steps[step] for step in full])[:limit]
+        num_trained = None
+        if all(step in self.num_trained for step in full):
+            num_trained = np.concatenate([self.num_trained[step] for step in full])[:limit]
+        return RowLengths(lengths, source, is_ordered=True, num_trained=num_trained)
+
+    def compare(self, spec: PlanSpec) -> dict[str, tuple[float, float]]:
+        """Return metric -> (logged mean, mean planned from the lengths with `spec`).
+
+        The means are over the steps that have both; without such a step the result is empty.
+        """
+        # A run that was killed may have planned a step without logging it.
+        steps = [
+            step
+            for step in self.steps
+            if all(name in self.metrics.get(step, {}) for name in COMPARED)
+        ]
+        if not steps:
+            return {}
+        planned = []
+        for step in steps:
+            plan = plan_batch(self.steps[step], spec, num_trained=self.num_trained.get(step))
+            planned.append(plan.metrics())
+        return {
+            name: (
+                fmean(self.metrics[step][name] for step in steps),
+                fmean(metrics[name] for metrics in planned),
+            )
+            for name in COMPARED
+        }
+
+
+def read_run(path: Path) -> PastRun:
+    """Read the run of `path`, its metrics.jsonl or its directory.
+
+    Raises ConfigError if the run has no row lengths.
+    """
+    folder = path if path.is_dir() else path.parent
+    recorded = folder / "plan" / "lengths.jsonl"
+    steps: dict[int, np.ndarray] = {}
+    num_trained: dict[int, np.ndarray] = {}
+    for line in _lines(recorded):
+        # A resumed run plans some steps again; the last record counts.
+        step = int(line["step"])
+        steps[step] = np.array(line["lengths"], dtype=np.int64)
+        if "num_trained" in line:
+            num_trained[step] = np.array(line["num_trained"], dtype=np.int64)
+    if not any(len(lengths) for lengths in steps.values()):
+        raise ConfigError(
+            f"{shown_path(folder)} has no row lengths in {shown_path(recorded)}; give the"
+            " metrics.jsonl in the directory of a run that trained a step"
+        )
+    metrics = {int(line["step"]): line for line in _lines(folder / "metrics.jsonl")}
+    return PastRun(folder, dict(sorted(steps.items())), num_trained, metrics)
+
+
+def _lines(path: Path) -> Iterable[dict[str, Any]]:
+    """Yield the lines of a JSONL file; an incomplete last line, left by a kill, is skipped.
+
+    A file that does not exist has no lines.
+    """
+    lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line:
+                yield json.loads(line)
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ConfigError(
+                    f"{shown_path(path)}:{number}: not valid JSON: {error.msg}"
+                ) from error

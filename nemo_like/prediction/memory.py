@@ -2,7 +2,7 @@
 
 Arithmetic from sizes; nothing is allocated. The formulas describe this package: FSDP2 over dp x cp
 with float32 master weights and AdamW, log-probs in chunks, attention that saves no score matrix.
-`MemoryModel.assumptions` gives every formula in words.
+`assumptions.memory_assumptions` has every formula in words.
 """
 
 from __future__ import annotations
@@ -13,27 +13,14 @@ from nemo_like.integer_math import ceil_div
 from nemo_like.models.peft_adapter import BYTES_PER_VALUE
 from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.activations import Activations
-from nemo_like.prediction.adapter_sizes import adapter_params, largest_linear_params, linear_params
 from nemo_like.prediction.placement import Placement
-from nemo_like.prediction.teacher_memory import TeacherMemory
+from nemo_like.prediction.trained_sizes import adapter_params, frozen_share, matrix_sizes
 
 GIB = 1 << 30
 CONTEXT_BYTES = 2 * GIB
 """CUDA context, kernels and NCCL buffers of a process."""
 SAFETY_SHARE = 0.10
 """Share of the remaining memory reserved for fragmentation and for parts without a formula."""
-MEASURED = (
-    "predicted over measured bytes per token is 0.99 - 1.04 for small real Llamas on CPU (bfloat16"
-    " and float32, with and without checkpointing, the copies of CPU attention counted); no GPU"
-    " has been measured"
-)
-
-
-def shown_bytes(num_bytes: float) -> str:
-    """Format bytes. Examples: `2.50 GiB`, `1.6 MiB`."""
-    if num_bytes >= GIB:
-        return f"{num_bytes / GIB:.2f} GiB"
-    return f"{num_bytes / 2**20:.1f} MiB"
 
 
 def usable_bytes(device_gib: float) -> float:
@@ -59,7 +46,10 @@ class MemoryModel:
         stages = {0, self.placement.parallel_layout.pp - 1}
         parts_of_stages = [self._stage(max_tokens, stage) for stage in stages]
         if self.placement.teachers:
-            parts_of_stages += [self._stage_with_teacher(max_tokens, stage) for stage in stages]
+            # A teacher computes beside the state of the policy and without its activations.
+            tokens = max_tokens / self.placement.parallel_layout.cp
+            computing = {"teacher": TeacherMemory(self.placement).computing(tokens)}
+            parts_of_stages += [self._stage_state(stage) | computing for stage in stages]
         return max(parts_of_stages, key=lambda parts: sum(parts.values()))
 
     def largest_budget(self, num_bytes: float, multiple: int) -> int:
@@ -94,92 +84,29 @@ class MemoryModel:
         """Activations per token."""
         return Activations(self.spec, self.placement)
 
-    def assumptions(self) -> list[str]:
-        """Return each formula in words, with the place where it was checked."""
-        place = self.placement
-        saved = "layers x one layer"
-        if place.activation_checkpointing == "full":
-            saved = "layers x c hidden, and one complete layer in the backward pass"
-        elif place.activation_checkpointing == "selective":
-            saved = (
-                "layers x the results of products and attention, c (3 hidden + 2 H d + 2 H_kv d + 2"
-                " width) + 4 H, and the rest of one layer in the backward pass"
-            )
-        return [
-            (
-                f"{self.spec.name}: {self.spec.num_params / 1e9:.3f} B parameters P, counted from"
-                " the configuration (equal to transformers' count for Llama, Qwen2, Qwen3 and"
-                " Mixtral shapes)."
-            ),
-            *self._state_lines(),
-            *place.trained.assumptions(self.spec),
-            (
-                f"activations: {saved}; a layer saves {self.activations.layer_bytes:,.0f} bytes per"
-                " token: norms 2 x (4 + c) x hidden, projection inputs 2 c hidden, attention c (2"
-                " H d + 2 H_kv d) + 4 H, feed-forward 4 c width; c bytes per value. Saved tensors"
-                f" equal autograd's; of the peak, {MEASURED}."
-            ),
-            (
-                "tensor parallelism divides heads and width, sequence parallelism also the norms;"
-                " context parallelism divides the tokens, but keys and values are all-gathered (cp"
-                " + 1/2 shares); the first pipeline stage has pp microbatches in flight."
-            ),
-            self._peak_assumption(),
-            *TeacherMemory(place).assumptions(),
-            (
-                f"usable memory: device - {CONTEXT_BYTES / GIB:.0f} GiB (CUDA context, NCCL) -"
-                f" {SAFETY_SHARE:.0%} of the rest (fragmentation). Generation is not included: a"
-                " colocated generator is offloaded where both do not fit (cluster.offload)."
-            ),
-        ]
+    @property
+    def optimizer_bytes(self) -> float:
+        """Bytes of optimizer state per trained parameter, without master weights.
 
-    def _state_lines(self) -> list[str]:
+        AdamW has two float32 moments. Muon has one for the matrices of layers, whose norms and
+        biases are neglected. 8-bit moments have a code per value and a float32 scale per block of
+        256. Adapters are trained with AdamW.
+        """
         place = self.placement
-        tp = place.parallel_layout.tp
-        if place.engine == "megatron" and place.lora is not None:
-            return [
-                (
-                    f"Megatron: frozen weights {place.compute_bytes} P on every rank, and of the"
-                    f" adapters Q weights {place.compute_bytes} Q and gradients 4 Q, AdamW with"
-                    f" float32 master weights 12 Q sharded over dp x cp = {place.num_shards}."
-                )
-            ]
-        if place.engine == "megatron":
-            return [
-                (
-                    f"Megatron: weights {place.compute_bytes} P and gradients 4 P on every rank,"
-                    " AdamW with float32 master weights 12 P sharded over dp x cp ="
-                    f" {place.num_shards} (distributed optimizer); P / (tp x pp) per rank."
-                )
-            ]
-        copy = "the output embedding and two layers at a time"
-        if not place.has_compute_copy:
-            copy = "nothing, a single process uses its own weights"
-        elif self.keeps_unsharded:
-            copy = "the complete model during a step (a small model)"
-        num_replicas = place.parallel_layout.num_replicas
-        values = "float32 weights 4 P, gradients 4 P and AdamW 8 P"
-        if place.lora is not None:
-            values = (
-                f"frozen weights {place.compute_bytes} P, and of the adapters Q float32 weights 4"
-                " Q, gradients 4 Q and AdamW 8 Q"
-            )
-            if place.lora.is_quantized:
-                values = (
-                    f"matrices of layers {BYTES_PER_VALUE:g} bytes per value (4 bits, and a float32"
-                    " scale per block of 64) on every rank of dp x cp, one matrix at a time"
-                    f" dequantized to {place.compute_bytes} bytes per value; embeddings and norms"
-                    f" {place.compute_bytes} bytes per value, and of the adapters Q float32 weights"
-                    " 4 Q, gradients 4 Q and AdamW 8 Q"
-                )
-        shards = "dp x cp x tp" if num_replicas == 1 else f"dp x cp x tp / {num_replicas} replicas"
-        return [
-            (
-                f"FSDP2: {values}, each sharded over"
-                f" {shards} = {place.num_shards * tp} ranks; all-gathered in compute precision:"
-                f" {copy}."
-            )
-        ]
+        if place.lora is not None or place.optimizer == "adamw":
+            return 8.0
+        if place.optimizer == "adamw_8bit":
+            return 2 * (1 + 4 / 256)
+        in_layers = self.spec.num_layers * self.spec.layer_params / self.spec.num_params
+        return 8.0 - 4.0 * in_layers
+
+    @property
+    def logit_bytes(self) -> int:
+        """Bytes per logit of a chunk: float32, beside the compute precision if that is smaller."""
+        if self.placement.teachers:
+            # Chunks are a quarter as large, of which up to nine exist in float32.
+            return 9
+        return 6 if self.placement.compute_bytes == 2 else 4
 
     def _stage(self, max_tokens: int, stage: int) -> dict[str, float]:
         """Return part -> bytes of one pipeline stage at its peak in training."""
@@ -197,12 +124,6 @@ class MemoryModel:
         name = max(peaks, key=lambda peak: peaks[peak])
         return parts | {name: peaks[name]}
 
-    def _stage_with_teacher(self, max_tokens: int, stage: int) -> dict[str, float]:
-        """Return part -> bytes of one pipeline stage while a teacher computes."""
-        tokens = max_tokens / self.placement.parallel_layout.cp
-        computing = TeacherMemory(self.placement).computing(tokens)
-        return self._stage_state(stage) | {"teacher": computing}
-
     @property
     def _stage_layers(self) -> int:
         """Layers of the pipeline stage that has the most."""
@@ -211,8 +132,7 @@ class MemoryModel:
     def _stage_state(self, stage: int) -> dict[str, float]:
         """Return part -> bytes of one pipeline stage that do not depend on the tokens."""
         spec = self.spec
-        place = self.placement
-        layout = place.parallel_layout
+        layout = self.placement.parallel_layout
         is_first = stage == 0
         is_last = stage == layout.pp - 1
         # Tied embeddings are one table, unless they are on different stages.
@@ -223,97 +143,64 @@ class MemoryModel:
         layer_params = self._stage_layers * spec.layer_params / layout.tp
         final_norm = is_last * spec.hidden_size
         parts = self._state(layer_params + tables + final_norm, head if is_last else 0.0)
-        if is_last and place.keeps_teacher_embeddings:
-            parts["teacher embeddings"] = TeacherMemory(place).embeddings
+        if is_last and self.placement.keeps_teacher_embeddings:
+            parts["teacher embeddings"] = TeacherMemory(self.placement).embeddings
         return parts
 
-    def _state(self, params: float, embedding: float) -> dict[str, float]:
-        """Return part -> bytes of everything that does not depend on the tokens.
+    def _state(self, params: float, head: float) -> dict[str, float]:
+        """Return part -> bytes of weights, gradients, optimizer state and copies of weights.
 
-        `params` and `embedding` are numbers of parameters of this stage and tensor-parallel rank.
-        """
-        place = self.placement
-        if place.lora is not None:
-            return self._lora_state(params, embedding)
-        size = place.compute_bytes
-        trained = place.trained.trained_share(self.spec)
-        optimizer_bytes = place.trained.optimizer_bytes(self.spec)
-        shard = params / place.num_shards
-        if place.engine == "megatron":
-            # Float32 weights are their own master weights; only bfloat16 needs a copy of 4 bytes.
-            master_bytes = 4 if size == 2 else 0
-            parts = {
-                "weights": size * params,
-                "gradients": 4 * trained * params,
-                "optimizer": (optimizer_bytes + master_bytes) * trained * shard,
-            }
-            if place.has_reference:
-                parts["reference"] = size * params
-            return parts | self._average(trained * shard)
-        parts = {
-            "weights": (4 * trained + size * (1 - trained)) * shard,
-            "gradients": 4 * trained * shard,
-            "optimizer": optimizer_bytes * trained * shard,
-        }
-        parts |= self._average(trained * shard)
-        if place.has_reference:
-            parts["reference"] = size * shard
-        if place.has_compute_copy:
-            layers = 2 * self.spec.layer_params / place.parallel_layout.tp
-            if self.keeps_unsharded:
-                # The gradients of an unsharded model are unsharded as well, in the precision of
-                # their reduction (float32).
-                parts["gathered weights"] = (size + 4) * params
-            else:
-                parts["gathered weights"] = size * (embedding + layers)
-        return parts
-
-    def _lora_state(self, params: float, embedding: float) -> dict[str, float]:
-        """Return `_state` of a frozen model with `params` weights and float32 adapters.
-
-        A score head is part of `params`, and trained in full.
+        `params` is the number of parameters of this stage and tensor-parallel rank, and `head` the
+        number of them in the output embedding or the score head.
         """
         place = self.placement
         size = place.compute_bytes
-        num_layers = self._stage_layers
-        trained = num_layers * self._adapter_params
-        frozen = params
-        if self.spec.head == "scores":
-            # `embedding` is the head, and 0 before the last pipeline stage.
-            trained += embedding
-            frozen -= embedding
-        shard = trained / place.num_shards
-        if place.engine == "megatron":
-            return {
-                "weights": size * (frozen + trained),
-                "gradients": 4 * trained,
-                "optimizer": (12 if size == 2 else 8) * shard,
-                **self._average(shard),
-            }
-        # Weights in 4 bits are not sharded by FSDP.
+        is_megatron = place.engine == "megatron"
+        # Float32 weights are their own master weights; only bfloat16 needs a copy of 4 bytes.
+        master_bytes = 4 if is_megatron and size == 2 else 0
         quantized = self._quantized_params
-        frozen -= num_layers * quantized
-        parts = {
-            "weights": size * frozen / place.num_shards
-            + BYTES_PER_VALUE * num_layers * quantized
-            + 4 * shard,
-            "gradients": 4 * shard,
-            "optimizer": 8 * shard,
-            **self._average(shard),
-        }
+        frozen, trained = self._frozen_and_trained(params, head)
+        shards = place.num_shards
+        if is_megatron:
+            parts = {"weights": size * (frozen + trained), "gradients": 4 * trained}
+        else:
+            # Weights in 4 bits are not sharded by FSDP.
+            frozen -= self._stage_layers * quantized
+            packed_bytes = BYTES_PER_VALUE * self._stage_layers * quantized
+            parts = {
+                "weights": (size * frozen + 4 * trained) / shards + packed_bytes,
+                "gradients": 4 * trained / shards,
+            }
+        parts["optimizer"] = (self.optimizer_bytes + master_bytes) * trained / shards
+        if place.has_ema:
+            parts["ema"] = 4 * trained / shards
+        if place.has_reference:
+            parts["reference"] = size * params / (1 if is_megatron else shards)
         if quantized:
-            matrix = largest_linear_params(self.spec) / place.parallel_layout.tp
-            parts["dequantized matrix"] = size * matrix
-        if place.has_compute_copy and self.keeps_unsharded:
-            parts["gathered weights"] = size * frozen + (size + 4) * trained
-        elif place.has_compute_copy:
+            largest = max(matrix_sizes(self.spec)) / place.parallel_layout.tp
+            parts["dequantized matrix"] = size * largest
+        if is_megatron or not place.has_compute_copy:
+            return parts
+        if self.keeps_unsharded:
+            # Gradients of an unsharded model are unsharded as well, in the precision of their
+            # reduction (float32).
+            num_gradients = params if place.lora is None else trained
+            parts["gathered weights"] = size * (frozen + trained) + 4 * num_gradients
+        else:
             layer = self.spec.layer_params / place.parallel_layout.tp - quantized
-            parts["gathered weights"] = size * (embedding + 2 * (layer + self._adapter_params))
+            parts["gathered weights"] = size * (head + 2 * (layer + self._adapter_params))
         return parts
 
-    def _average(self, num_trained: float) -> dict[str, float]:
-        """Return the part of the averages of a rank's trained parameters; none without `ema`."""
-        return {"ema": 4 * num_trained} if self.placement.trained.has_ema else {}
+    def _frozen_and_trained(self, params: float, head: float) -> tuple[float, float]:
+        """Return the numbers of frozen and trained parameters of a stage and rank; see `_state`.
+
+        Adapters are not part of `params`. A score head is, and is trained in full beside them.
+        """
+        if self.placement.lora is None:
+            trained = params * (1.0 - frozen_share(self.spec, self.placement.freeze))
+            return params - trained, trained
+        score_head = head if self.spec.head == "scores" else 0.0
+        return params - score_head, self._stage_layers * self._adapter_params + score_head
 
     @property
     def _adapter_params(self) -> float:
@@ -325,30 +212,10 @@ class MemoryModel:
     @property
     def _quantized_params(self) -> float:
         """Values in 4 bits of one layer on a tensor-parallel rank; 0 without quantization."""
-        if self.placement.lora is None or not self.placement.lora.is_quantized:
+        place = self.placement
+        if place.lora is None or not place.lora.is_quantized or place.engine == "megatron":
             return 0.0
-        return linear_params(self.spec) / self.placement.parallel_layout.tp
-
-    def _peak_assumption(self) -> str:
-        """Return what has the peak beside state and activations, as a sentence."""
-        backward = (
-            "2 c (width + hidden) bytes per token and a layer's gradients before they are reduced"
-        )
-        if self.spec.head == "scores":
-            return f"the peak is one layer's backward pass: {backward}; there are no logits."
-        return (
-            "the peak is the larger of logits and one layer's backward pass:"
-            f" {self.placement.chunk_size} tokens x vocabulary x {self._logit_bytes} bytes of"
-            f" logits and the output embedding's gradient, or {backward}."
-        )
-
-    @property
-    def _logit_bytes(self) -> int:
-        """Bytes per logit of a chunk: float32, beside the compute precision if that is smaller."""
-        if self.placement.teachers:
-            # Chunks are a quarter as large, of which up to nine exist in float32.
-            return 9
-        return 6 if self.placement.compute_bytes == 2 else 4
+        return sum(matrix_sizes(self.spec)) / place.parallel_layout.tp
 
     def _logits(self, tokens: float) -> float:
         """Return the bytes of one chunk of logits and of the output embedding's gradient."""
@@ -356,7 +223,7 @@ class MemoryModel:
         size = place.compute_bytes
         chunk_tokens = min(tokens, place.chunk_size)
         vocab_shard = self.spec.vocab_size / place.parallel_layout.tp
-        chunk = chunk_tokens * vocab_shard * self._logit_bytes
+        chunk = chunk_tokens * vocab_shard * self.logit_bytes
         # Gradients of several chunks are summed in float32, beside the one of the current chunk.
         is_single = tokens <= place.chunk_size or size == 4
         embedding = self.spec.embedding_params / place.parallel_layout.tp
@@ -395,3 +262,58 @@ class MemoryModel:
             if place.lora is not None:
                 gradients = (size + 4) * self._adapter_params
         return tokens * max(norm, layer) + gradients
+
+
+@dataclass(frozen=True)
+class TeacherMemory:
+    """Bytes of the teachers of distillation on one rank, in the parallel layout of the policy.
+
+    One teacher at a time is on the device; see `policy.teachers`.
+    """
+
+    placement: Placement
+
+    def computing(self, tokens: float) -> float:
+        """Return the bytes of the largest teacher while it runs forward on `tokens` of this rank.
+
+        They are its weights, what FSDP gathers of them, and the tensors of one layer.
+        """
+        return max(
+            self._weights(teacher) + tokens * self._forward_bytes(teacher)
+            for teacher in self.placement.teachers
+        )
+
+    @property
+    def embeddings(self) -> float:
+        """Bytes of the copies of output embeddings that stay on the device during training."""
+        return sum(self._embedding(teacher) for teacher in self.placement.teachers)
+
+    def _embedding(self, teacher: ModelSpec) -> float:
+        """Return the bytes of the output embedding on one tensor-parallel rank."""
+        layout = self.placement.parallel_layout
+        return self.placement.compute_bytes * teacher.embedding_params / layout.tp
+
+    def _weights(self, teacher: ModelSpec) -> float:
+        """Return the bytes of the weights, sharded and gathered."""
+        place = self.placement
+        layout = place.parallel_layout
+        size = place.compute_bytes
+        weights = size * teacher.num_params / (layout.tp * layout.pp)
+        if place.engine == "megatron":
+            return weights
+        shard = weights / place.num_shards
+        if not place.has_compute_copy:
+            return shard
+        if layout.keeps_unsharded("dtensor", teacher.num_params):
+            return shard + weights
+        return shard + self._embedding(teacher) + 2 * size * teacher.layer_params / layout.tp
+
+    def _forward_bytes(self, teacher: ModelSpec) -> float:
+        """Return the bytes per token of the largest tensors that exist at a time in a layer.
+
+        They are the residual, the input of the feed-forward, its gate and up projections and the
+        activation.
+        """
+        tp = self.placement.parallel_layout.tp
+        width = teacher.active_mlp_size / tp
+        return self.placement.compute_bytes * (2 * teacher.hidden_size + 3 * width)

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from nemo_like.config.lora import LoraConfig
-from nemo_like.config.parallel import policy_layout
-from nemo_like.config.schema import (
-    CUDA_CHUNK_TOKENS,
-    ActivationCheckpointing,
-    PolicyConfig,
-    RunConfig,
-)
+from nemo_like.config.schema import CUDA_CHUNK_TOKENS, ActivationCheckpointing, PolicyConfig
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import EngineName, ParallelLayout
-from nemo_like.prediction.trained_state import TrainedState
-
-Precision = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +16,7 @@ class Placement:
     """Parallel layout, engine and memory-related settings of a model."""
 
     parallel_layout: ParallelLayout = field(default_factory=ParallelLayout)
-    precision: Precision = "bfloat16"
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
     activation_checkpointing: ActivationCheckpointing = "none"
     engine: EngineName = "dtensor"
     chunk_size: int = CUDA_CHUNK_TOKENS
@@ -35,7 +25,10 @@ class Placement:
     """A frozen copy of the initial model is kept beside the policy. With adapters there is none."""
     lora: LoraConfig | None = None
     """The adapters that are trained instead of the weights."""
-    trained: TrainedState = field(default_factory=TrainedState)
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    freeze: tuple[str, ...] = ()
+    """Patterns of the names of weights that are not trained."""
+    has_ema: bool = False
     teachers: tuple[ModelSpec, ...] = ()
     """The teachers of distillation."""
     keeps_teacher_embeddings: bool = False
@@ -57,27 +50,14 @@ class Placement:
         return self.num_shards > 1 or self.precision == "bfloat16"
 
 
-def placement_of(config: RunConfig, teachers: Sequence[ModelSpec] = ()) -> Placement:
-    """Return the parallel layout and the memory-related settings of a config.
-
-    `teachers` are the models of `config.teacher_names`.
-    """
-    placement = policy_placement(
-        config.policy, policy_layout(config), needs_reference=config.needs_reference
-    )
-    return replace(
-        placement,
-        teachers=tuple(teachers),
-        keeps_teacher_embeddings=bool(teachers) and config.keeps_teacher_embeddings,
-    )
-
-
 def policy_placement(
     policy: PolicyConfig,
     parallel_layout: ParallelLayout,
     *,
     needs_reference: bool,
     device_type: str = "cuda",
+    teachers: tuple[ModelSpec, ...] = (),
+    keeps_teacher_embeddings: bool = False,
 ) -> Placement:
     """Return the memory-related settings of a policy in a layout, on a device type of torch."""
     return Placement(
@@ -88,7 +68,9 @@ def policy_placement(
         chunk_size=policy.chunk_size(device_type),
         has_reference=needs_reference and not policy.lora.enabled,
         lora=policy.lora if policy.lora.enabled else None,
-        trained=TrainedState(
-            optimizer=policy.optimizer.name, freeze=policy.freeze, has_ema=policy.ema.enabled
-        ),
+        optimizer=policy.optimizer.name,
+        freeze=policy.freeze,
+        has_ema=policy.ema.enabled,
+        teachers=teachers,
+        keeps_teacher_embeddings=bool(teachers) and keeps_teacher_embeddings,
     )

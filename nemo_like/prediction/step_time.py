@@ -16,7 +16,7 @@ import numpy as np
 
 from nemo_like.data.planning.bounds import l2_bound, lockstep_bound, rank_bound
 from nemo_like.data.planning.cost import CostModel
-from nemo_like.data.planning.plan import BatchPlan
+from nemo_like.data.planning.plan import BatchPlan, PlanSpec
 from nemo_like.integer_math import ceil_div, round_up
 from nemo_like.prediction.placement import Placement
 
@@ -113,12 +113,11 @@ def rank_work(work: np.ndarray, plan: BatchPlan) -> np.ndarray:
     return np.add.reduceat(work, plan.step_offsets[:-1], axis=1)
 
 
-def min_microbatches(plan: BatchPlan, batches: list[np.ndarray]) -> np.ndarray:
+def min_microbatches(spec: PlanSpec, batches: list[np.ndarray]) -> np.ndarray:
     """Return a lower bound (L2) of the microbatches of each rank in each step, int64 [S].
 
     `batches` are the row lengths of each step, int [B]. The bound holds for packed rows.
     """
-    spec = plan.spec
     capacity = spec.capacity or 1
     bins = []
     for lengths in batches:

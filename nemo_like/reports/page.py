@@ -1,131 +1,221 @@
-"""Parts of a self-contained HTML page: style, sections, tables; no scripts, no external resources."""
+"""A plan report as one HTML page: row lengths, microbatch utilization, timelines, memory.
+
+`page.html` has the layout and the colors. Charts are SVG paths of rectangles, one per color.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
 
-STYLE = """
-:root { color-scheme: light dark;
-  --paper: #fcfcfa; --ink: #20211f; --muted: #6d6e69; --rule: #e3e2dc; --room: #f0efea; --panel: #f6f5f1;
-  --real: #35618e; --padding: #e0a458; --mark: #a9a9a2; --budget: #b3452c; --mean: #20211f; --chosen: #eef3f8;
-  --weights: #2f5579; --gradients: #4d7ca8; --optimizer: #86a9c9; --ema: #a8c3da; --reference: #8a79a8; --gathered: #4f8f86; --dequantized: #7fb3ab;
-  --teacher: #6f8f4a;
-  --activations: #d09a45; --logits: #b9674b; --backward: #b9674b; --on-part: #ffffff; }
-@media (prefers-color-scheme: dark) { :root {
-  --paper: #16181b; --ink: #e6e4de; --muted: #9a9b96; --rule: #2d3035; --room: #202327; --panel: #1c1f23;
-  --real: #7aa9d6; --padding: #c58a3f; --mark: #63666a; --budget: #e2795d; --mean: #e6e4de; --chosen: #1f2a35;
-  --weights: #5c8dbd; --gradients: #3f6c98; --optimizer: #2d4f71; --ema: #24405c; --reference: #77669a; --gathered: #3f7d74; --dequantized: #2c5c55;
-  --teacher: #5d7a3c;
-  --activations: #b07f35; --logits: #a9573d; --backward: #a9573d; --on-part: #f4f3ef; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink);
-  font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-main { max-width: 1024px; margin: 0 auto; padding: 48px 32px 72px; }
-h1 { font-size: 25px; font-weight: 620; letter-spacing: -0.012em; margin: 0 0 6px; }
-h2 { font-size: 16.5px; font-weight: 620; margin: 52px 0 4px; }
-p { margin: 0 0 14px; max-width: 78ch; }
-.note { font-size: 13.5px; border-left: 3px solid var(--mark); padding-left: 12px; margin-bottom: 8px; }
-.lead, .caption { color: var(--muted); }
-.caption { font-size: 13.5px; margin-bottom: 16px; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(146px, 1fr)); gap: 1px; margin: 30px 0 0;
-  background: var(--rule); border: 1px solid var(--rule); border-radius: 8px; overflow: hidden; }
-.figure { background: var(--paper); padding: 15px 17px 13px; }
-.figure b { display: block; font-size: 23px; font-weight: 600; letter-spacing: -0.015em; font-variant-numeric: tabular-nums; }
-.figure span { color: var(--muted); font-size: 12.5px; line-height: 1.35; display: block; }
-.scroll { overflow-x: auto; margin-top: 14px; }
-table { border-collapse: collapse; width: 100%; font-size: 13.5px; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: 6px 0 6px 14px; border-bottom: 1px solid var(--rule); white-space: nowrap; }
-th { font-weight: 500; color: var(--muted); font-size: 12.5px; vertical-align: bottom; white-space: normal; line-height: 1.3; }
-th:first-child, td:first-child { text-align: left; padding-left: 8px; }
-td:last-child, th:last-child { padding-right: 8px; }
-tr.chosen td { background: var(--chosen); font-weight: 600; }
-.meter { display: inline-block; width: 74px; height: 7px; margin-left: 9px; background: var(--room); border-radius: 2px;
-  text-align: left; }
-.meter i { display: block; height: 7px; background: var(--real); border-radius: 2px; }
-svg { display: block; width: 100%; height: auto; overflow: visible; }
-svg text { font: 11.5px system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; fill: var(--muted);
-  font-variant-numeric: tabular-nums; }
-svg text.name { font-size: 12.5px; font-weight: 600; fill: var(--ink); }
-svg text.label { fill: var(--ink); }
-svg text.on-part { fill: var(--on-part); }
-.real { fill: var(--real); } .padding { fill: var(--padding); } .room { fill: var(--room); }
-.axis { stroke: var(--mark); } .grid { stroke: var(--rule); } .mark { stroke: var(--mark); }
-.budget { stroke: var(--budget); stroke-width: 1.4; } .mean { stroke: var(--mean); stroke-dasharray: 3 2.5; stroke-width: 1.2; }
-.part-weights { fill: var(--weights); } .part-gradients { fill: var(--gradients); } .part-optimizer { fill: var(--optimizer); } .part-ema { fill: var(--ema); }
-.part-reference { fill: var(--reference); } .part-gathered { fill: var(--gathered); } .part-dequantized { fill: var(--dequantized); } .part-teacher { fill: var(--teacher); } .part-logits { fill: var(--logits); }
-.part-activations { fill: var(--activations); } .part-backward { fill: var(--backward); }
-.legend { display: flex; flex-wrap: wrap; gap: 4px 20px; font-size: 12.5px; color: var(--muted); margin: 0 0 14px; }
-.legend i { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 7px; vertical-align: -1px; }
-.legend i.thin { width: 14px; height: 0; border-top: 2px solid; border-radius: 0; vertical-align: 3px; }
-.legend i.dashed { border-top-style: dashed; }
-ul { padding-left: 18px; margin: 10px 0 0; font-size: 13.5px; color: var(--muted); }
-li { margin-bottom: 7px; max-width: 92ch; }
-footer { margin-top: 56px; padding-top: 14px; border-top: 1px solid var(--rule); color: var(--muted); font-size: 12.5px; }
-@media (max-width: 640px) { main { padding: 28px 16px 48px; } }
-@media print { main { max-width: none; padding: 0; } h2 { break-after: avoid; } svg, tr { break-inside: avoid; } }
-"""
+import numpy as np
+from jinja2 import Environment
+
+from nemo_like import __version__
+from nemo_like.prediction.assumptions import assumptions
+from nemo_like.prediction.comparison import Outcome
+from nemo_like.prediction.memory import GIB
+from nemo_like.prediction.plan_report import PlanReport
+from nemo_like.reports.text import (
+    headline,
+    logged_table,
+    memory_budgets,
+    memory_table,
+    memory_unit,
+    recommendation_lines,
+    strategies_table,
+    verdict,
+)
+
+_DRAWN = ("padded/microbatch", "packed/first_fit_decreasing/none", "verl")
+"""Strategies drawn beside the chosen one: of transformers, NeMo RL and verl."""
+_NUM_BARS = 72
+_MAX_MICROBATCHES = 450
+_MAX_RANKS = 64
 
 
-def page(title: str, body: Iterable[str], footer: str) -> str:
-    """Return the complete document."""
+@dataclass(frozen=True)
+class Chart:
+    """Rectangles in a coordinate system from (0, 0) at the top left to (`width`, `height`)."""
+
+    title: str
+    note: str
+    width: float
+    height: float
+    paths: dict[str, str]
+    """Color class -> SVG path."""
+    marks: dict[str, float]
+    """Label -> position of a vertical line."""
+    limit: float | None = None
+    """Position of a horizontal line."""
+
+
+def plan_page(report: PlanReport) -> str:
+    """Return the HTML page."""
+    template = resources.files("nemo_like.reports").joinpath("page.html").read_text("utf-8")
+    comparison = report.comparison
+    # If the chosen strategy is drawn for comparison anyway, the scheduler is the fourth.
+    last = comparison.chosen_key
+    if last in _DRAWN:
+        last = "packed/balanced/flops"
+    drawn = [comparison[key] for key in (*_DRAWN, last)]
+    waits = report.spec.sync == "microbatch"
+    part_names = {name for budget in memory_budgets(report) for name in report.memory.parts(budget)}
     return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body><main>\n"
-        + "\n".join(body)
-        + f"\n<footer>{escape(footer)}</footer>\n</main></body></html>\n"
+        Environment(autoescape=True, trim_blocks=True)
+        .from_string(template)
+        .render(
+            version=__version__,
+            headline=headline(report),
+            notes=report.notes,
+            verdict=verdict(report),
+            recommendation=recommendation_lines(report),
+            num_steps=comparison.num_steps,
+            sync="in every microbatch" if waits else "once, at the end of the step",
+            lengths=_length_chart(report),
+            fill=[_fill_chart(outcome) for outcome in drawn],
+            timeline=list(_timelines(drawn, waits)),
+            memory=list(_memory_charts(report)),
+            parts=[name for name in _PART_COLORS if name in part_names],
+            colors=_PART_COLORS,
+            strategies=strategies_table(report),
+            memory_table=memory_table(report),
+            logged=logged_table(report),
+            assumptions=assumptions(report),
+        )
     )
 
 
-def section(title: str, caption: str, *content: object) -> str:
-    """Return a section with a heading, a caption and its content."""
-    return (
-        f'<section><h2>{escape(title)}</h2><p class="caption">{escape(caption)}</p>'
-        + "".join(map(str, content))
-        + "</section>"
+def _boxes(x: np.ndarray, y: np.ndarray, width: np.ndarray | float, height: np.ndarray) -> str:
+    """Return rectangles as one SVG path, without the empty ones; the arrays are broadcast."""
+    path = ""
+    for left, top, size_x, size_y in np.broadcast(x, y, width, height):
+        if size_x > 0 and size_y > 0:
+            path += f"M{left:.5g} {top:.5g}h{size_x:.4g}v{size_y:.4g}h{-size_x:.4g}z"
+    return path
+
+
+def _length_chart(report: PlanReport) -> Chart:
+    """Return the histogram of row lengths, with the token budget if it is not far above them."""
+    lengths = report.lengths
+    longest = int(lengths.max())
+    marks = {
+        "median": float(np.median(lengths)),
+        "mean": float(lengths.mean()),
+        "p99": float(np.percentile(lengths, 99)),
+        "longest": float(longest),
+    }
+    if report.request.max_tokens <= 1.6 * longest:
+        marks["budget"] = float(report.request.max_tokens)
+    width = 1.02 * max(marks.values())
+    counts, edges = np.histogram(lengths, bins=_NUM_BARS, range=(0, width))
+    bar = 0.9 * width / _NUM_BARS
+    bars = _boxes(edges[:-1], counts.max() - counts, bar, counts)
+    note = f"at most {counts.max():,} rows in a bar"
+    return Chart("tokens per row", note, width, float(counts.max()), {"real": bars}, marks)
+
+
+def _first_step(outcome: Outcome, values: np.ndarray) -> np.ndarray:
+    """Return the values [R, M] of the microbatches of the first optimizer step."""
+    return values[:, : outcome.plan.step_offsets[1]]
+
+
+def _fill_chart(outcome: Outcome) -> Chart:
+    """Return a bar of real tokens and padding for each microbatch of a step, fullest first."""
+    total = _first_step(outcome, outcome.plan.num_tokens).ravel()
+    real = _first_step(outcome, outcome.real_tokens).ravel()
+    # Of equally full ones those with less padding.
+    order = np.lexsort((total - real, -total))
+    # More bars than can be seen are thinned out evenly.
+    num_shown = min(len(order), _MAX_MICROBATCHES)
+    shown = order[np.linspace(0, len(order) - 1, num_shown).round().astype(int)]
+    total, real = total[shown], real[shown]
+    # A single row above the budget may make a microbatch larger than the budget.
+    height = float(max(total.max(), outcome.max_tokens))
+    x = np.arange(len(shown))
+    paths = {
+        "real": _boxes(x, height - real, 0.9, real),
+        "padding": _boxes(x, height - total, 0.9, total - real),
+    }
+    note = f"{outcome.utilization:.1%} filled, {outcome.padding_share:.1%} padding"
+    limit = height - outcome.max_tokens
+    return Chart(outcome.strategy.title, note, len(shown), height, paths, {}, limit)
+
+
+def _timelines(outcomes: list[Outcome], waits_at_microbatch: bool) -> Iterator[Chart]:
+    """Yield a step over time with one bar per rank: real work, work on padding, idle time.
+
+    All have the same time axis, whose unit is the real work spread evenly over the ranks.
+    """
+    panels = []
+    for outcome in outcomes:
+        work = _first_step(outcome, outcome.work)
+        real = _first_step(outcome, outcome.real_work)
+        if waits_at_microbatch:
+            # A microbatch starts when the slowest rank has finished the one before.
+            starts = np.cumsum(work.max(axis=0)) - work.max(axis=0) + np.zeros_like(work)
+        else:
+            starts = np.cumsum(work, axis=1) - work
+        panels.append((outcome, work, real, starts))
+    ideal = float(panels[-1][2].sum()) / len(panels[-1][2])
+    last_end = max(float((starts + work).max()) for _, work, _, starts in panels) / ideal
+    for outcome, work, real, starts in panels:
+        # A sample of the ranks, evenly spaced, if there are more than bars.
+        ranks = np.linspace(0, len(work) - 1, min(len(work), _MAX_RANKS)).round().astype(int)
+        y = np.arange(len(ranks))[:, None]
+        start, end, middle = (
+            values[ranks] / ideal for values in (starts, starts + work, starts + real)
+        )
+        # Real work is drawn first and work on padding after it, although they are mixed.
+        height = np.full_like(start, 0.8)
+        paths = {
+            "real": _boxes(start, y, middle - start, height),
+            "padding": _boxes(middle, y, end - middle, height),
+        }
+        marks = {"mean rank": float(work.sum()) / len(work) / ideal, "end": float(end.max())}
+        note = (
+            f"max-loaded rank {outcome.rank_flops:.3f} of the mean,"
+            f" all steps {outcome.step_time:.3f}"
+        )
+        yield Chart(outcome.strategy.title, note, 1.01 * last_end, len(ranks), paths, marks)
+
+
+_PART_COLORS = {
+    "weights": "#2f5579",
+    "gradients": "#4d7ca8",
+    "optimizer": "#86a9c9",
+    "ema": "#a8c3da",
+    "reference": "#8a79a8",
+    "dequantized matrix": "#7fb3ab",
+    "gathered weights": "#4f8f86",
+    "teacher": "#6f8f4a",
+    "teacher embeddings": "#6f8f4a",
+    "activations": "#d09a45",
+    "logits": "#b9674b",
+    "backward": "#b9674b",
+}
+"""Part of the memory -> color."""
+
+
+def _memory_charts(report: PlanReport) -> Iterator[Chart]:
+    """Yield the memory of one device by part, one bar per number of tokens, on the same scale."""
+    unit, size = memory_unit(report)
+    limits = {}
+    if report.recommendation is not None and report.request.memory_gib is not None:
+        limits["usable"] = report.recommendation.usable_gib * GIB / size
+        limits["device"] = report.request.memory_gib * GIB / size
+    bars = {
+        f"{budget:,} tokens, {description}": report.memory.parts(budget)
+        for budget, description in memory_budgets(report).items()
+    }
+    width = 1.02 * max(
+        *(sum(parts.values()) / size for parts in bars.values()), 0, *limits.values()
     )
-
-
-def figures(values: Iterable[tuple[str, str]]) -> str:
-    """Return the key figures, (number, description) each."""
-    cells = "".join(
-        f'<div class="figure"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
-        for value, name in values
-    )
-    return f'<div class="figures">{cells}</div>'
-
-
-def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """Return the legend of a chart from (color, meaning): `-budget` is a line, `--mean` a dashed one."""
-    marks = []
-    for color, meaning in entries:
-        name = color.lstrip("-")
-        num_dashes = len(color) - len(name)
-        kind = ("", "thin", "thin dashed")[num_dashes]
-        style = f"border-color:var(--{name})" if kind else f"background:var(--{name})"
-        marks.append(f'<span><i class="{kind}" style="{style}"></i>{escape(meaning)}</span>')
-    return f'<div class="legend">{"".join(marks)}</div>'
-
-
-def table(heads: Sequence[str], rows: Iterable[tuple[Sequence[str], bool]]) -> str:
-    """Return a table with one (cells, is chosen) per row; cells are HTML with escaped text."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
-    body = ""
-    for cells, is_chosen in rows:
-        kind = " class=chosen" if is_chosen else ""
-        columns = "".join(f"<td>{cell}</td>" for cell in cells)
-        body += f"<tr{kind}>{columns}</tr>"
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def meter(share: float) -> str:
-    """Return a small bar behind a number, for a share from 0 to 1."""
-    percent = 100 * min(max(share, 0.0), 1.0)
-    return f'<span class="meter"><i style="width:{percent:.1f}%"></i></span>'
-
-
-def bullets(lines: Iterable[str]) -> str:
-    """Return a list with one item per line."""
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f"<ul>{items}</ul>"
+    for title, parts in bars.items():
+        start = 0.0
+        paths = {}
+        for name, num_bytes in parts.items():
+            paths[name] = f"M{start:.5g} 0h{num_bytes / size:.5g}v1H{start:.5g}z"
+            start += num_bytes / size
+        yield Chart(title, f"{start:.1f} {unit}", width, 1.0, paths, limits)

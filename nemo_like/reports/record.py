@@ -1,4 +1,4 @@
-"""A plan report as plain values for JSON. README.md describes the keys.
+"""A plan report as plain values for JSON. docs/planner.md describes the keys.
 
 Within one value of `FORMAT` no key is renamed or removed.
 """
@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from nemo_like.prediction.assumptions import assumptions
 from nemo_like.prediction.comparison import Outcome
-from nemo_like.prediction.memory import usable_bytes
+from nemo_like.prediction.memory import GIB, usable_bytes
 from nemo_like.prediction.plan_report import PlanReport
-from nemo_like.reports.grpo_step import step_record
 
-FORMAT = 2
+FORMAT = 3
 
 
 def to_record(report: PlanReport) -> dict[str, Any]:
@@ -23,19 +23,9 @@ def to_record(report: PlanReport) -> dict[str, Any]:
     request = report.request
     comparison = report.comparison
     lengths = report.lengths
-    model = None
-    if request.model is not None:
-        model = {"name": request.model.name, "num_params": request.model.num_params}
-    percentiles = {}
-    for share in (50, 90, 99):
-        # JSON has no numbers of NumPy.
-        percentiles[f"p{share}"] = float(np.percentile(lengths, share))
-    outcomes = {}
-    for outcome in comparison.outcomes:
-        outcomes[outcome.strategy.key] = _outcome(outcome, report)
-    logged = {}
-    for name, (logged_value, planned_value) in request.logged.items():
-        logged[name] = {"logged": logged_value, "planned": planned_value}
+    placement = request.placement
+    layout = placement.parallel_layout
+    median, p90, p99 = np.percentile(lengths, (50, 90, 99)).tolist()
     return {
         "format": FORMAT,
         "rows": {
@@ -43,36 +33,39 @@ def to_record(report: PlanReport) -> dict[str, Any]:
             "num_rows": len(lengths),
             "num_tokens": int(lengths.sum()),
             "mean": float(lengths.mean()),
-            **percentiles,
+            "p50": median,
+            "p90": p90,
+            "p99": p99,
             "max": int(lengths.max()),
         },
         "setting": {
-            "max_tokens": report.max_tokens,
+            "max_tokens": request.max_tokens,
             "batch_size": comparison.batch_size,
             "num_steps": comparison.num_steps,
             "sync": report.spec.sync,
             "seed": report.spec.seed,
-            "parallel": {
-                **request.placement.parallel_layout.shape._asdict(),
-                "ep": request.placement.parallel_layout.ep,
-            },
-            "sequence_parallel": request.placement.parallel_layout.sequence_parallel,
-            "engine": request.placement.engine,
-            "precision": request.placement.precision,
-            "activation_checkpointing": request.placement.activation_checkpointing,
+            "parallel": {**layout.shape._asdict(), "ep": layout.ep},
+            "sequence_parallel": layout.sequence_parallel,
+            "engine": placement.engine,
+            "precision": placement.precision,
+            "activation_checkpointing": placement.activation_checkpointing,
             "cost": asdict(report.spec.cost),
-            "model": model,
+            "model": {"name": request.model.name, "num_params": request.model.num_params},
         },
         # The key keeps the name it had in the first version of the format.
         "least_microbatches": comparison.min_microbatches,
         "chosen": comparison.chosen_key,
         "baseline": comparison.baseline.strategy.key,
-        "strategies": outcomes,
+        "strategies": {
+            outcome.strategy.key: _outcome(outcome, report) for outcome in comparison.outcomes
+        },
         "memory": _memory(report),
-        "logged": logged,
-        "grpo_step": step_record(report.grpo),
+        "logged": {
+            name: {"logged": logged, "planned": planned}
+            for name, (logged, planned) in request.logged.items()
+        },
         "notes": list(report.notes),
-        "assumptions": report.assumptions(),
+        "assumptions": assumptions(report),
     }
 
 
@@ -88,43 +81,33 @@ def _outcome(outcome: Outcome, report: PlanReport) -> dict[str, Any]:
         "step_time": outcome.step_time,
         "speedup": report.comparison.speedup(outcome),
         "largest_microbatch": outcome.largest_microbatch,
-        "peak_gib": report.peak_gib(outcome),
+        "peak_gib": report.peak_bytes(outcome) / GIB,
         "metrics": outcome.metrics,
     }
 
 
-def _memory(report: PlanReport) -> dict[str, Any] | None:
+def _memory(report: PlanReport) -> dict[str, Any]:
     memory = report.memory
-    recommendation = report.recommendation
-    # Without a model there is nothing to predict memory from.
-    if memory is None:
-        return None
     largest = report.comparison.chosen.largest_microbatch
     record: dict[str, Any] = {
         "tokens": largest,
         "bytes": memory.parts(largest),
         "peak_bytes": memory.peak(largest),
     }
+    recommendation = report.recommendation
     if recommendation is None or report.request.memory_gib is None:
         return record
-    # A budget of 0 means that nothing fits; then there are no bytes to show.
-    recommended_bytes = None
-    if recommendation.max_tokens:
-        recommended_bytes = memory.parts(recommendation.max_tokens)
-    step_time = None
-    num_microbatches = None
+    budget = recommendation.max_tokens
     outcome = recommendation.outcome
-    if outcome is not None:
-        step_time = outcome.step_time
-        num_microbatches = outcome.num_microbatches
     return {
         **record,
         "device_gib": report.request.memory_gib,
         "usable_bytes": usable_bytes(report.request.memory_gib),
-        "recommended_max_tokens": recommendation.max_tokens,
+        "recommended_max_tokens": budget,
         "enough_max_tokens": recommendation.max_useful_tokens,
-        "recommended_bytes": recommended_bytes,
-        "recommended_step_time": step_time,
-        "recommended_microbatches_per_step": num_microbatches,
+        # A budget of 0 means that nothing fits; then there are no bytes to show.
+        "recommended_bytes": memory.parts(budget) if budget else None,
+        "recommended_step_time": outcome and outcome.step_time,
+        "recommended_microbatches_per_step": outcome and outcome.num_microbatches,
         "other_checkpointing_max_tokens": recommendation.other_max_tokens,
     }

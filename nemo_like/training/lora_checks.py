@@ -21,7 +21,7 @@ from nemo_like.models.peft_adapter import (
 )
 from nemo_like.models.spec import ModelSpec
 from nemo_like.models.weight_files import read_shapes
-from nemo_like.prediction.adapter_sizes import num_adapter_params, trained_head_params
+from nemo_like.prediction.trained_sizes import num_adapter_params, trained_head_params
 
 _SAVED_KEYS = ("enabled", "rank", "alpha", "use_rslora", "target_modules", "quantization")
 """Keys of `policy.lora` on which the adapters of a checkpoint depend."""

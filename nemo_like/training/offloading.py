@@ -1,20 +1,28 @@
-"""The decision of `cluster.offload` for a run."""
+"""The decision of `cluster.offload`: whether policy and generator take turns on their GPUs."""
 
 from __future__ import annotations
 
-from nemo_like.config.parallel import is_colocated
+from dataclasses import dataclass
+from typing import Literal
+
+from nemo_like.config.parallel import is_colocated, policy_layout
 from nemo_like.config.schema import RunConfig
 from nemo_like.models.pretrained import load_model_config
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import microbatch_budget
 from nemo_like.policy.policy import Policy
-from nemo_like.prediction.offload import (
-    OffloadDecision,
-    decide_offload,
-    generator_peak_bytes,
-    policy_peak_bytes,
-)
+from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, SAFETY_SHARE, MemoryModel
+from nemo_like.prediction.placement import policy_placement
+from nemo_like.prediction.trained_sizes import num_adapter_params
 from nemo_like.training.rollout_workers import any_shares_gpus
+
+
+@dataclass(frozen=True)
+class OffloadDecision:
+    """Whether policy and generator move to host memory while the other runs, and why."""
+
+    offloads: bool
+    reason: str
 
 
 def run_offload_decision(config: RunConfig, policy: Policy) -> OffloadDecision:
@@ -29,23 +37,79 @@ def run_offload_decision(config: RunConfig, policy: Policy) -> OffloadDecision:
         return OffloadDecision(False, "the workers have no GPU")
     if any_shares_gpus(config) and config.cluster.offload == "auto":
         return OffloadDecision(True, "a reward model shares their GPUs")
-    teachers = []
-    for name in config.teacher_names:
-        model_config = load_model_config(name)
-        teachers.append(ModelSpec.from_config(model_config, name))
-    max_tokens = _max_microbatch_tokens(config)
     return decide_offload(
         config.cluster.offload,
-        policy_bytes=policy_peak_bytes(config, policy.model, max_tokens, teachers),
+        policy_bytes=policy_peak_bytes(config, policy.model),
         generator_bytes=generator_peak_bytes(config, policy.model, device_bytes),
         device_bytes=device_bytes,
     )
 
 
-def _max_microbatch_tokens(config: RunConfig) -> int:
-    """Return the tokens of the largest microbatch that is trained."""
+def decide_offload(
+    mode: Literal["auto", "always", "never"],
+    *,
+    policy_bytes: float,
+    generator_bytes: float,
+    device_bytes: float,
+) -> OffloadDecision:
+    """Return the decision of `cluster.offload` for one GPU.
+
+    With `auto` nothing is offloaded if the predicted peaks of policy and generator together fit in
+    `device_bytes`, less a CUDA context per process and the safety margin of `prediction.memory`.
+    The peaks add up although only one of the two computes at a time, because torch's allocator
+    keeps the memory of activations.
+    """
+    if mode != "auto":
+        return OffloadDecision(mode == "always", f"cluster.offload is {mode}")
+    usable = max(0.0, (device_bytes - 2 * CONTEXT_BYTES) * (1.0 - SAFETY_SHARE))
+    needed = policy_bytes + generator_bytes
+    text = (
+        f"predicted peaks of policy {policy_bytes / GIB:.1f} GiB and generator"
+        f" {generator_bytes / GIB:.1f} GiB; {usable / GIB:.1f} GiB of a GPU's"
+        f" {device_bytes / GIB:.1f} GiB are usable"
+    )
+    return OffloadDecision(needed > usable, text)
+
+
+def policy_peak_bytes(config: RunConfig, spec: ModelSpec) -> float:
+    """Return the predicted peak of a policy worker with its largest training microbatch."""
+    teachers = [
+        ModelSpec.from_config(load_model_config(name), name) for name in config.teacher_names
+    ]
+    placement = policy_placement(
+        config.policy,
+        policy_layout(config),
+        needs_reference=config.needs_reference,
+        teachers=tuple(teachers),
+        keeps_teacher_embeddings=config.keeps_teacher_embeddings,
+    )
     max_tokens, max_rows = microbatch_budget(config.policy, "train")
-    if max_tokens is not None:
-        return max_tokens
-    assert max_rows is not None, "a budget limits tokens or rows"
-    return max_rows * config.policy.max_total_sequence_length
+    if max_tokens is None:
+        assert max_rows is not None, "a budget limits tokens or rows"
+        max_tokens = max_rows * config.policy.max_total_sequence_length
+    return MemoryModel(spec, placement).peak(max_tokens)
+
+
+def generator_peak_bytes(config: RunConfig, spec: ModelSpec, device_bytes: float) -> float:
+    """Return the predicted peak of a generation worker on a GPU of `device_bytes`.
+
+    vLLM takes its configured share of the GPU. The Hugging Face generator has the weights, LoRA
+    adapters that are not merged into them, the KV cache of a batch of rows of the maximum length (a
+    layer's cache twice while it grows), and the logits of one step in float32, twice for sampling.
+    """
+    generation = config.policy.generation
+    if generation.backend == "vllm":
+        return generation.vllm.gpu_memory_utilization * device_bytes
+    num_value_bytes = 2 if config.policy.precision == "bfloat16" else 4
+    kv_values = 2 * spec.num_kv_heads * spec.head_dim
+    if spec.latent is not None:
+        kv_values = spec.latent.kv_rank + spec.latent.rope_dim
+    num_rows = generation.hf.batch_size
+    num_positions = num_rows * config.policy.max_total_sequence_length
+    cache = (spec.num_layers + 1) * kv_values * num_value_bytes * num_positions
+    logits = 2 * 4 * num_rows * spec.vocab_size
+    num_params = spec.num_params
+    lora = config.policy.lora
+    if lora.sends_adapters(config.policy.precision):
+        num_params += num_adapter_params(spec, lora)
+    return float(num_params * num_value_bytes + cache + logits)

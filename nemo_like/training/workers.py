@@ -26,10 +26,9 @@ from nemo_like.environments.reward_worker import load_reward_functions
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
-from nemo_like.prediction.offload import OffloadDecision
 from nemo_like.run.progress import Progress
 from nemo_like.training.model_files import open_model_spec
-from nemo_like.training.offloading import run_offload_decision
+from nemo_like.training.offloading import OffloadDecision, run_offload_decision
 from nemo_like.training.rollout_workers import (
     RewardModelFiles,
     RolloutWorkers,

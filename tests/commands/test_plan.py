@@ -30,9 +30,15 @@ def lengths(tmp_path: Path) -> Path:
     return path
 
 
+BUDGET = "policy.sequence_packing.train_mb_tokens"
+BATCH_SIZE = "policy.train_global_batch_size"
+GPUS = "cluster.gpus_per_node"
+MODEL = "policy.model_name"
+
+
 def plan(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    """What `--json` prints."""
-    assert main(["plan", *map(str, arguments), "--json"]) == 0
+    """What `--json -` prints."""
+    assert main(["plan", "--json", "-", *map(str, arguments)]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -48,22 +54,10 @@ def message(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def test_the_json_holds_what_the_plans_say(lengths: Path, capsys):
-    record = plan(
-        capsys,
-        "--lengths",
-        lengths,
-        "--in-order",
-        "--batch-size",
-        50,
-        "--dp",
-        4,
-        "--max-tokens",
-        2048,
-        "--model",
-        "7b",
-    )
+    options = ("data.shuffle=false", f"{BATCH_SIZE}=50", f"{GPUS}=4", f"{BUDGET}=2048")
+    record = plan(capsys, "--lengths", lengths, *options, f"{MODEL}=7b")
     values = np.loadtxt(lengths, dtype=np.int64)
-    assert record["format"] == 2 and record["rows"]["num_tokens"] == values.sum()
+    assert record["format"] == 3 and record["rows"]["num_tokens"] == values.sum()
     assert len(record["strategies"]) == 10 and record["chosen"] == "packed/balanced/flops"
     spec = PlanSpec(
         max_tokens=2048,
@@ -96,12 +90,12 @@ def test_columns_are_added_up_and_fields_counted(tmp_path: Path, capsys):
     # The separator of lines that JSON does not escape is part of the text.
     text = '{"input_ids": [1, 2, 3], "n": 7, "text": "a\u2028b"}\n{"input_ids": [1], "n": 8}\n'
     rows.write_text(text, encoding="utf-8")
-    assert plan(capsys, "--lengths", rows, "--field", "input_ids")["rows"]["num_tokens"] == 4
-    assert plan(capsys, "--lengths", rows, "--field", "n", "--limit", 1)["rows"]["num_tokens"] == 7
+    assert plan(capsys, "--lengths", rows, "--column", "input_ids")["rows"]["num_tokens"] == 4
+    assert plan(capsys, "--lengths", rows, "--column", "n", "--limit", 1)["rows"]["num_tokens"] == 7
 
 
 def test_a_memory_recommends_a_budget_that_fits(lengths: Path, capsys):
-    options = ("--lengths", lengths, "--model", "1b", "--dp", 2, "--batch-size", 64)
+    options = ("--lengths", lengths, f"{MODEL}=1b", f"{GPUS}=2", f"{BATCH_SIZE}=64")
     memory = plan(capsys, *options, "--memory-gb", 24)["memory"]
     assert sum(memory["recommended_bytes"].values()) <= memory["usable_bytes"]
     assert memory["recommended_max_tokens"] % 256 == 0
@@ -116,19 +110,8 @@ def table(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def test_the_table_fits_a_pipe_of_100_columns(lengths: Path, capsys):
-    shown = table(
-        capsys,
-        "--lengths",
-        lengths,
-        "--model",
-        "70b",
-        "--dp",
-        64,
-        "--memory-gb",
-        80,
-        "--batch-size",
-        128,
-    )
+    options = ("--memory-gb", 80, f"{MODEL}=70b", f"{GPUS}=64", f"{BATCH_SIZE}=128")
+    shown = table(capsys, "--lengths", lengths, *options)
     assert max(map(len, shown.splitlines())) <= 100 and "…" not in shown
     for word in (
         "balanced by flops",
@@ -145,19 +128,21 @@ def test_the_table_fits_a_pipe_of_100_columns(lengths: Path, capsys):
 def test_a_budget_is_recommended_where_it_makes_a_step_faster_only(tmp_path: Path, capsys):
     path = tmp_path / "lengths.txt"
     path.write_text("100\n" * 64)
-    options = ("--lengths", path, "--model", "1b", "--batch-size", 64, "--max-tokens", 400)
+    keys = (f"{MODEL}=1b", f"{BATCH_SIZE}=64", f"{BUDGET}=400")
+    options = ("--lengths", path, "--memory-gb", 80, *keys)
     # One device moves no weights, so the number of microbatches does not matter.
-    alone = table(capsys, *options, "--memory-gb", 80, "--dp", 1)
+    alone = table(capsys, *options)
     assert "recommended budget" not in alone and "% speed" not in alone
     # 80 GiB would be enough for more on two devices as well, and fewer microbatches move less.
-    two = table(capsys, *options, "--memory-gb", 80, "--dp", 2, "--sync", "microbatch")
+    two = table(capsys, *options, f"{GPUS}=2", "parallel.reshard=always")
     assert "recommended budget" in two and "% speed" in two
 
 
 def test_the_readme_shows_what_its_commands_print(tmp_path: Path, capsys, monkeypatch):
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     section = readme.split("## Plan without a GPU")[1]
-    generate, command = section.split("```bash\n")[1].split("```")[0].splitlines()
+    commands = section.split("```bash\n")[1].split("```")[0]
+    generate, command = commands.replace("\\\n", "").splitlines()
     shown = section.split("```text\n")[1].split("```")[0].splitlines()
     monkeypatch.chdir(tmp_path)
     generate = generate.replace("python", shlex.quote(sys.executable), 1)
@@ -175,39 +160,40 @@ def test_the_page_is_one_file_without_scripts_or_resources(
     dp: int, lengths: Path, tmp_path: Path, capsys
 ):
     page = tmp_path / "plan.html"
-    options = (
-        "--model",
-        "7b",
-        "--dp",
-        dp,
-        "--batch-size",
-        200,
-        "--memory-gb",
-        80,
-        "--max-tokens",
-        4096,
-    )
-    assert str(page) in table(capsys, "--lengths", lengths, *options, "--html", page)
+    keys = (f"{GPUS}={dp}", f"{BATCH_SIZE}=200", f"{BUDGET}=4096")
+    options = ("--memory-gb", 80, "--html", page, *keys)
+    assert str(page) in table(capsys, "--lengths", lengths, *options)
     text = page.read_text()
     assert len(text) < 400_000
     for forbidden in ("<script", "http://", "https://", "url(", "<link", "src=", "nan", "inf "):
         assert forbidden not in text, forbidden
-    assert "prefers-color-scheme: dark" in text and text.count("<svg") == 4
-    for part in text.split("<svg")[1:]:
-        drawing = ElementTree.fromstring("<svg" + part.split("</svg>")[0] + "</svg>")
-        assert (
-            drawing.find(".//*[@class='real']") is not None
-            or "emory" in drawing.attrib["aria-label"]
-        )
+    assert "prefers-color-scheme: dark" in text
+    # The histogram, four strategies by fill and over time, and the memory of the planned and of
+    # the recommended budget. One device is too small for any.
+    drawings = [
+        ElementTree.fromstring("<svg" + part.split("</svg>")[0] + "</svg>")
+        for part in text.split("<svg")[1:]
+    ]
+    assert len(drawings) == 1 + 4 + 4 + (1 if dp == 1 else 2)
+    for drawing in drawings:
+        path = drawing.find("path")
+        assert path is not None and path.attrib["d"].startswith("M")
+
+
+def test_the_page_escapes_names(tmp_path: Path, capsys):
+    path, page = tmp_path / "<b>.txt", tmp_path / "plan.html"
+    path.write_text("12\n30\n")
+    table(capsys, "--lengths", path, "--html", page)
+    assert "&lt;b&gt;.txt" in page.read_text() and "<b>.txt" not in page.read_text()
 
 
 def test_lengths_need_no_heavy_library(lengths: Path, tmp_path: Path):
     script = (
         "import sys; from nemo_like.cli import main; "
-        f"code = main(['plan', '--lengths', {str(lengths)!r}, '--model', '7b', '--dp', '8',"
+        f"code = main(['plan', '--lengths', {str(lengths)!r}, 'cluster.gpus_per_node=8',"
         f" '--memory-gb', '80', "
         f"'--html', {str(tmp_path / 'plan.html')!r}, '--json', {str(tmp_path / 'plan.json')!r}]); "
-        "heavy = {'torch', 'ray', 'vllm', 'megatron', 'transformers', 'hydra'} &"
+        "heavy = {'torch', 'ray', 'vllm', 'megatron', 'transformers'} &"
         " sys.modules.keys(); "
         "print('heavy:', *sorted(heavy)); sys.exit(code)"
     )
@@ -254,133 +240,80 @@ def test_a_config_is_planned_as_its_run_would_be(recipe: Recipe, capsys):
         == 0
     )
     capsys.readouterr()
-    past = plan(capsys, "--metrics", recipe.folder / "sft" / "metrics.jsonl")
+    metrics = recipe.folder / "sft" / "metrics.jsonl"
+    past = plan(capsys, "--metrics", metrics)
     assert past["rows"]["num_rows"] == 32
     for name, pair in past["logged"].items():
         assert pair["planned"] == pytest.approx(pair["logged"]), name
     assert len(past["logged"]) == 4
+    page = recipe.folder / "plan.html"
+    assert "from its lengths" in table(capsys, "--metrics", metrics, "--html", page)
+    assert "<h2>Metrics of the run</h2>" in page.read_text()
+    assert plan(capsys, "--metrics", metrics, f"{BUDGET}=512")["setting"]["max_tokens"] == 512
     recipe.grpo()
-    record = plan(capsys, "--config", recipe.folder / "grpo.yaml", "--limit", 64, "--dp", 2)
+    keys = ("cluster.backend=ray", "cluster.workers_per_node=2")
+    record = plan(capsys, "--config", recipe.folder / "grpo.yaml", "--limit", 64, *keys)
     assert (
         "completion lengths drawn" in record["rows"]["source"] and record["rows"]["num_rows"] == 64
     )
     assert record["setting"]["parallel"]["dp"] == 2
 
 
-def test_a_grpo_step_is_predicted_from_a_config_and_calibrated_by_a_run(recipe: Recipe, capsys):
-    config = recipe.folder / "grpo.yaml"
-    recipe.grpo()
-    guessed = plan(
-        capsys,
-        "--config",
-        config,
-        "cluster.backend=ray",
-        "cluster.workers_per_node=4",
-        "--limit",
-        64,
-    )["grpo_step"]
-    assert "completion lengths drawn" in guessed["source"] and guessed["calibrated_with"] is None
-    # The policy's own log-probs and those of the reference: each rollout has two optimizer steps.
-    assert guessed["num_logprob_passes"] == 2
-    shown = [(split["policy_workers"], split["generation_workers"]) for split in guessed["splits"]]
-    assert shown == [(4, 4), (3, 1), (2, 2), (1, 3)] and guessed["configured"] == 0
-    assert guessed["splits"][0]["staleness_1_s"] is None
-    for split in guessed["splits"][1:]:
-        assert split["staleness_1_s"] < split["synchronous_s"]
-    replicas = plan(
-        capsys,
-        "--config",
-        config,
-        "cluster.backend=ray",
-        "cluster.workers_per_node=2",
-        "cluster.generation_workers=4",
-        "policy.generation.backend=vllm",
-        "policy.generation.vllm.tensor_parallel_size=2",
-        "--limit",
-        64,
-    )
-    generation = [split["generation_workers"] for split in replicas["grpo_step"]["splits"]]
-    # A replica takes two devices; the config has two replicas beside two policy workers.
-    assert generation == [6, 2, 4] and replicas["grpo_step"]["configured"] == 2
-    assert "continuous batching, up to 256 rows" in " ".join(replicas["assumptions"])
-    overrides = ["grpo.max_num_steps=3", "grpo.val_at_start=false", "checkpointing.enabled=false"]
-    assert main(["grpo", "--config", str(config), *overrides]) == 0
-    capsys.readouterr()
-    metrics = recipe.folder / "grpo" / "metrics.jsonl"
-    measured = plan(capsys, "--metrics", metrics)["grpo_step"]
-    assert "2 steps of the run" in measured["calibrated_with"]
-    (split,) = measured["splits"]
-    records = [json.loads(line) for line in metrics.read_bytes().splitlines()]
-    times = [record["timing/train_s"] for record in records if "timing/train_s" in record]
-    assert split["train_s"] == pytest.approx(sum(times[1:]) / 2)
-    rates = ("--tflops", 2, "--memory-gb-per-s", 3, "--link-gb-per-s", 4)
-    given = plan(capsys, "--metrics", metrics, *rates)
-    assert given["grpo_step"]["splits"][0]["train_s"] == pytest.approx(split["train_s"])
-    assert "2 TFLOP/s in training and prompts, 3 GB/s" in " ".join(given["assumptions"])
-    text = table(capsys, "--metrics", metrics)
-    assert "GRPO step, 1 shared as configured" in text and "calibrated with 2 steps" in text
-    assert max(map(len, text.splitlines())) <= 100 and "…" not in text
-    page = recipe.folder / "plan.html"
-    table(capsys, "--metrics", metrics, "--html", page)
-    assert "<h2>GRPO step</h2>" in page.read_text()
-    recipe.sft()
-    assert plan(capsys, "--config", recipe.folder / "sft.yaml")["grpo_step"] is None
-
-
 def test_text_is_counted_in_the_tokenizers_tokens(demo: Path, capsys):
-    options = (
-        "--data",
-        demo / "sft_train.jsonl",
-        "--tokenizer",
-        demo / "model",
-        "--batch-size",
-        8,
-        "--limit",
-        40,
+    keys = (
+        f"data.train_path={demo / 'sft_train.jsonl'}",
+        f"policy.tokenizer_name={demo / 'model'}",
+        f"{BATCH_SIZE}=8",
     )
-    record = plan(capsys, *options)
+    record = plan(capsys, *keys, "--limit", 40)
     assert record["rows"]["num_rows"] == 40 and 10 < record["rows"]["mean"] < 100
+    # A file of lengths takes the place of the config's own rows.
+    lengths = demo / "lengths.txt"
+    lengths.write_text("7\n" * 16)
+    assert plan(capsys, *keys, "--lengths", lengths)["rows"]["num_tokens"] == 7 * 16
 
 
 @pytest.mark.parametrize(
     ("content", "arguments", "words"),
     [
-        (None, (), ("there is no file", "lengths.txt")),
+        (None, (), ("lengths.txt", "cannot be read")),
         ("", (), ("lengths.txt has no rows",)),
         ("12\n7.5\n", (), ("lengths.txt:2", "'7.5' is not a length")),
         ("12\n0\n", (), ("lengths.txt:2", "'0'")),
         ("12\n-3\n", (), ("lengths.txt:2", "'-3'")),
-        ('{"a": 1}\n', (), ("lengths.txt:1", "--field NAME")),
+        ('{"a": 1}\n', (), ("lengths.txt:1", "--column NAME")),
         ("a,b\n1,2\n", (), ("lengths.txt:1", "--column NAME (there are a, b)")),
         ("a,b\n1,2\n", ("--column", "c"), ("no column 'c'", "a, b")),
-        ("a,b\n1,x\n", ("--column", "a,b"), ("lengths.txt:2 column b", "'x'")),
-        ("a,b\n1\n", ("--column", "b"), ("lengths.txt:2", "1 cells")),
-        ('{"a": 1}\n', ("--field", "b"), ("lengths.txt:1", "no field 'b'", "a")),
-        ('{"a": 1\n', ("--field", "a"), ("lengths.txt:1", "JSON")),
-        ("12\n", ("--column", "a", "--field", "b"), ("--column is for CSV",)),
+        ("a,b\n1,x\n", ("--column", "a,b"), ("lengths.txt:2", "'x'")),
+        ("a,b\n1\n", ("--column", "b"), ("lengths.txt:2", "no column 'b'", "a")),
+        ('{"a": 1}\n', ("--column", "b"), ("lengths.txt:1", "no column 'b'", "a")),
+        ('{"a": 1\n', ("--column", "a"), ("lengths.txt:1", "JSON")),
         (
             "12\n900\n",
-            ("--max-tokens", "512"),
-            ("1 of 2 rows", "--max-tokens 512", "900", "lengths.txt:2", "--oversize"),
+            (f"{BUDGET}=512",),
+            ("1 of 2 rows", f"{BUDGET} 512", "900", "lengths.txt:2", "policy.oversize_rows"),
         ),
-        ("12\n", ("--model", "13b"), ("unknown model '13b'", "7b (Qwen2.5-7B)")),
-        ("12\n", ("--model", "7b", "--tp", "8"), ("tp 8", "28 attention heads", "set tp to 4;")),
-        ("12\n", ("--model", "1b", "--pp", "32"), ("16 layers", "pp 32")),
-        ("12\n", ("--pp", "2", "--engine", "dtensor"), ("engine dtensor has no pipeline",)),
-        ("12\n", ("--sequence-parallel",), ("tp is 1", "or tp to 2 or more")),
+        ("12\n", (f"{MODEL}=13b",), (MODEL, "'13b'", "7b (Qwen2.5-7B)")),
         (
             "12\n",
-            ("--batch-size", "4", "--dp", "8"),
-            ("a batch of 4 rows on 8 data-parallel ranks",),
+            ("parallel.tensor=8", f"{GPUS}=8"),
+            ("parallel.tensor 8", "28 attention heads", "set parallel.tensor to 4"),
         ),
-        ("12\n", ("--cp", "2", "--max-tokens", "2"), ("--max-tokens is 2", "at least 4")),
-        ("12\n", ("--dp", "0"), ("--dp", "at least 1")),
+        (
+            "12\n",
+            (f"{MODEL}=1b", "policy.engine=megatron", "parallel.pipeline=32", f"{GPUS}=32"),
+            ("16 layers", "parallel.pipeline 32"),
+        ),
+        ("12\n", ("parallel.pipeline=2", f"{GPUS}=2"), ("policy.engine", "parallel.pipeline")),
+        ("12\n", ("parallel.sequence=true",), ("parallel.sequence", "parallel.tensor")),
+        ("12\n", (f"{BATCH_SIZE}=4", f"{GPUS}=8"), (BATCH_SIZE, "8 data-parallel ranks")),
+        ("12\n", (f"{GPUS}=2", "parallel.context=2", f"{BUDGET}=2"), (BUDGET, "4")),
+        ("12\n", (f"{GPUS}=-1",), (GPUS,)),
         ("12\n", ("--memory-gb", "-1"), ("--memory-gb",)),
-        ("12\n", ("--tflops", "0"), ("--tflops", "not a rate above 0")),
-        ("12\n", ("--link-gb-per-s", "5"), ("--link-gb-per-s are for the GRPO step",)),
-        ("12\n", ("--tokenizer", "x"), ("--tokenizer is for --data",)),
+        ("12\n", ("--limit", "0"), ("--limit", "at least 1")),
         ("12\n", ("--html", "nowhere/at/all.html"), ("--html", "cannot be written")),
-        ("12\n", ("a.b=1",), ("KEY=VALUE is for --config",)),
+        ("12\n", ("--dp", "2"), ("unknown argument '--dp'", "KEY=VALUE")),
+        ("12\n", ("policy.optimiser.lr=1",), ("policy.optimizer",)),
     ],
 )
 def test_wrong_input_is_one_message(
@@ -395,22 +328,30 @@ def test_wrong_input_is_one_message(
 
 
 def test_a_source_must_be_given_and_must_hold_lengths(tmp_path: Path, demo: Path, capsys):
-    assert "--lengths" in message(capsys, "--dp", 2)
+    assert "--lengths" in message(capsys, f"{GPUS}=2")
     assert "no row lengths" in message(capsys, "--metrics", tmp_path)
-    assert "--data needs --tokenizer" in message(capsys, "--data", demo / "sft_train.jsonl")
-    assert "--tokenizer" in message(
-        capsys, "--data", demo / "sft_train.jsonl", "--tokenizer", tmp_path / "nowhere"
-    )
-    assert "--data" in message(
-        capsys, "--data", tmp_path / "nowhere.jsonl", "--tokenizer", demo / "model"
-    )
+    assert "--column is for --lengths" in message(capsys, "--metrics", tmp_path, "--column", "a")
+    rows = f"data.train_path={demo / 'sft_train.jsonl'}"
+    text = message(capsys, rows, f"policy.tokenizer_name={tmp_path / 'nowhere'}")
+    assert "policy.tokenizer_name" in text and "nowhere" in text
+    assert "policy.tokenizer_name" in message(capsys, rows)
+    rows = f"data.train_path={tmp_path / 'nowhere.jsonl'}"
+    text = message(capsys, rows, f"policy.tokenizer_name={demo / 'model'}")
+    assert "data.train_path" in text and "nowhere.jsonl" in text
+
+
+def test_overrides_can_stand_anywhere(lengths: Path, capsys):
+    record = plan(capsys, f"{GPUS}=2", "--lengths", lengths, f"{MODEL}=1b", "--limit", 64, "seed=3")
+    assert record["setting"]["parallel"]["dp"] == 2 and record["setting"]["seed"] == 3
+    assert record["setting"]["model"]["name"] == "Llama-3.2-1B"
+    assert record["rows"]["num_rows"] == 64
 
 
 def test_a_model_config_with_a_missing_key_is_named(lengths: Path, tmp_path: Path, capsys):
     (tmp_path / "config.json").write_text(
         '{"hidden_size": 64, "vocab_size": 10, "num_hidden_layers": 2}'
     )
-    assert "num_attention_heads" in message(capsys, "--lengths", lengths, "--model", tmp_path)
+    assert "num_attention_heads" in message(capsys, "--lengths", lengths, f"{MODEL}={tmp_path}")
 
 
 def test_a_wrong_teacher_is_named_by_its_key(demo: Path, tmp_path: Path, capsys):

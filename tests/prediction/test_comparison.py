@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from nemo_like.config.lora import LoraConfig
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec
 from nemo_like.integer_math import round_up
+from nemo_like.models.presets import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.prediction.comparison import compare
 from nemo_like.prediction.lengths import RowLengths
@@ -38,6 +40,11 @@ def settings_of_a_plan(draw: st.DrawFn) -> tuple[np.ndarray, PlanSpec]:
         cost=COST,
     )
     return np.array(lengths), spec
+
+
+def max_tokens_of(spec: PlanSpec) -> int:
+    assert spec.max_tokens is not None
+    return spec.max_tokens
 
 
 def work_by_hand(plan: BatchPlan) -> np.ndarray:
@@ -66,7 +73,7 @@ def test_every_strategy_holds_every_row_once_and_is_told_as_it_is(
     case: tuple[np.ndarray, PlanSpec],
 ):
     lengths, spec = case
-    comparison = compare(lengths, spec)
+    comparison = compare(lengths, spec, max_tokens_of(spec))
     for outcome in comparison.outcomes:
         plan = outcome.plan
         rows = [row for rank in plan.ranks for microbatch in rank for row in microbatch.rows]
@@ -96,7 +103,7 @@ def test_every_strategy_holds_every_row_once_and_is_told_as_it_is(
 @given(settings_of_a_plan())
 def test_a_step_takes_as_long_as_its_slowest_ranks(case: tuple[np.ndarray, PlanSpec]):
     lengths, spec = case
-    comparison = compare(lengths, spec, pp_size=3)
+    comparison = compare(lengths, spec, max_tokens_of(spec), pp_size=3)
     for outcome in comparison.outcomes:
         work, offsets, total = work_by_hand(outcome.plan), outcome.plan.step_offsets, 0.0
         for start, stop in pairwise(offsets):
@@ -106,9 +113,26 @@ def test_a_step_takes_as_long_as_its_slowest_ranks(case: tuple[np.ndarray, PlanS
         assert outcome.step_time == pytest.approx(total * spec.num_ranks / COST.of(lengths).sum())
 
 
-def plan(lengths: list[int], **values: object) -> PlanReport:
-    values = {"batch_size": 8, "placement": Placement(), **values}
-    return make_plan(PlanRequest(rows=RowLengths(np.array(lengths), "a test"), **values))  # type: ignore[arg-type]
+def request(
+    rows: RowLengths, max_tokens: int, *, batch_size: int = 8, dp: int = 1, **values: Any
+) -> PlanRequest:
+    """The request for a packed 7B model on `dp` ranks."""
+    model, placement = load_spec("7b"), sharded(dp)
+    sync = placement.parallel_layout.sync("dtensor", model.num_params)
+    spec = PlanSpec(
+        max_tokens=max_tokens,
+        num_ranks=dp,
+        global_batch_size=batch_size,
+        sync=sync,
+        cost=CostModel.from_spec(model),
+    )
+    return PlanRequest(
+        rows=rows, spec=spec, max_tokens=max_tokens, model=model, placement=placement, **values
+    )
+
+
+def plan(lengths: list[int], max_tokens: int, **values: Any) -> PlanReport:
+    return make_plan(request(RowLengths(np.array(lengths), "a test"), max_tokens, **values))
 
 
 def test_transformers_pads_as_many_rows_as_fit_at_the_longest():
@@ -121,7 +145,7 @@ def test_transformers_pads_as_many_rows_as_fit_at_the_longest():
 
 def test_the_baseline_is_the_fastest_layout_of_another_tool():
     lengths = np.random.default_rng(3).lognormal(5, 1, 400).clip(1, 2000).astype(int).tolist()
-    report = plan(lengths, max_tokens=2048, batch_size=80, placement=sharded(4))
+    report = plan(lengths, max_tokens=2048, batch_size=80, dp=4)
     comparison = report.comparison
     others = ["transformers", *["NeMo RL"] * 4, "verl"]
     tools = [outcome.strategy.tool for outcome in comparison.outcomes]
@@ -145,7 +169,7 @@ def test_rows_above_the_budget_are_the_same_in_every_strategy(
     oversize: str, num_rows: int, longest: int
 ):
     report = plan([70, 60, 9, 9, 9, 9, 9, 9], max_tokens=50, oversize=oversize)
-    assert "2 of 8 rows are above --max-tokens 50" in report.notes[0]
+    assert "2 of 8 rows are above policy.sequence_packing.train_mb_tokens 50" in report.notes[0]
     for outcome in report.comparison.outcomes:
         assert (len(outcome.plan.lengths), outcome.plan.lengths.max()) == (num_rows, longest), (
             outcome.strategy.key
@@ -158,22 +182,18 @@ def test_with_the_max_useful_tokens_every_step_is_one_microbatch(
     lengths: list[int], num_ranks: int
 ):
     rows = RowLengths(np.array(lengths), "a test", is_ordered=True)
-    placement = sharded(num_ranks)
-    request = PlanRequest(rows=rows, batch_size=max(num_ranks, 7), placement=placement)
-    num_full = len(lengths) // request.batch_size * request.batch_size or len(lengths)
-    budget = max_useful_tokens(rows.values[:num_full], request, 256)
-    report = make_plan(
-        PlanRequest(
-            rows=rows, batch_size=request.batch_size, placement=placement, max_tokens=budget
-        )
-    )
+    batch_size = max(num_ranks, 7)
+    num_full = len(lengths) // batch_size * batch_size or len(lengths)
+    spec = PlanSpec(max_tokens=1, num_ranks=num_ranks, global_batch_size=batch_size)
+    budget = max_useful_tokens(rows.values[:num_full], spec, 256)
+    report = make_plan(request(rows, budget, batch_size=batch_size, dp=num_ranks))
     assert report.comparison.chosen.num_microbatches == 1
 
 
 def test_a_small_microbatch_takes_as_long_as_moving_the_weights():
     lengths = [20] * 64
-    slow = plan(lengths, max_tokens=20, batch_size=64, placement=sharded(2)).comparison
-    fast = plan(lengths, max_tokens=20, batch_size=64, placement=sharded(1)).comparison
+    slow = plan(lengths, max_tokens=20, batch_size=64, dp=2).comparison
+    fast = plan(lengths, max_tokens=20, batch_size=64, dp=1).comparison
     assert fast.chosen.step_time == pytest.approx(1.0)
     assert slow.chosen.step_time > 50  # 8 bytes against 6 FLOPs: 1,778 tokens
 

@@ -13,9 +13,10 @@ from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.presets import load_spec
 from nemo_like.models.weight_files import weight_sizes
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.prediction.assumptions import memory_assumptions
 from nemo_like.prediction.memory import MemoryModel
 from nemo_like.prediction.placement import Placement
-from nemo_like.prediction.trained_state import TrainedState, frozen_share
+from nemo_like.prediction.trained_sizes import frozen_share
 from tests.policy.tiny import context, save_tiny_model
 from tests.prediction.test_memory import ARCHITECTURES, config_of, shape_of
 
@@ -45,14 +46,14 @@ def test_state_is_the_bytes_of_a_real_engine(optimizer, tmp_path):
     for parameter in trained:
         parameter.grad = torch.ones_like(parameter)
     engine.optimizer.step(1e-3)
-    state = TrainedState(optimizer=optimizer, freeze=freeze, has_ema=True)
-    parts = MemoryModel(engine.spec, Placement(precision="float32", trained=state)).parts(64)
+    placement = Placement(precision="float32", optimizer=optimizer, freeze=freeze, has_ema=True)
+    memory = MemoryModel(engine.spec, placement)
+    parts = memory.parts(64)
     num_bytes = 4 * sum(parameter.numel() for parameter in trained)
     assert parts["gradients"] == pytest.approx(num_bytes)
     assert parts["ema"] == pytest.approx(num_bytes)
     assert sum(each.nbytes for each in engine._ema.shards.values()) == num_bytes
-    memory = MemoryModel(engine.spec, Placement(precision="float32", trained=state))
-    text = " ".join(memory.assumptions())
+    text = " ".join(memory_assumptions(memory))
     assert "policy.ema: 4 bytes" in text
     assert ("policy.freeze: " in text) == bool(freeze)
     assert ("policy.optimizer.name muon: " in text) == (optimizer == "muon")

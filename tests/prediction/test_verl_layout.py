@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_like.data.planning.plan import PlanSpec
-from nemo_like.prediction.verl_layout import karmarkar_karp, plan_verl
+from nemo_like.prediction.comparison import karmarkar_karp, plan_verl
 
 # What `get_seqlen_balanced_partitions` of verl b178a3cd5 returned.
 OF_VERL = [

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_like.algorithms.registry import load_any_config
+from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import RunConfig
 from nemo_like.models.presets import load_spec
 from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, MemoryModel
-from nemo_like.prediction.offload import decide_offload, generator_peak_bytes, policy_peak_bytes
-from nemo_like.prediction.placement import placement_of
+from nemo_like.prediction.placement import policy_placement
+from nemo_like.training.offloading import decide_offload, generator_peak_bytes, policy_peak_bytes
 
 SIZES = st.floats(0, 1e12)
 
@@ -72,8 +73,11 @@ reward: {{functions: {{math: {{path: nemo_like.environments.math.math_reward}}}}
 def test_the_peaks_of_a_1b_model_fit_on_a_large_gpu_and_not_on_a_small_one(tmp_path) -> None:
     config = grpo_config(tmp_path, "hf")
     spec = load_spec("1b")
-    policy = policy_peak_bytes(config, spec, 8192)
-    assert policy == MemoryModel(spec, placement_of(config)).peak(8192)
+    policy = policy_peak_bytes(config, spec)
+    placement = policy_placement(
+        config.policy, policy_layout(config), needs_reference=config.needs_reference
+    )
+    assert policy == MemoryModel(spec, placement).peak(8192)
     generator = generator_peak_bytes(config, spec, 139 * GIB)
     # Weights in bfloat16, and at least the KV cache of 64 rows of 1,024 tokens.
     cache = 16 * 2 * 8 * 64 * 2 * 64 * 1024

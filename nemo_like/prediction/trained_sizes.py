@@ -1,20 +1,25 @@
-"""Sizes of the LoRA adapters of one layer, from the sizes of a Llama-like model."""
+"""Numbers of parameters that are trained: LoRA adapters, or the weights that are not frozen.
+
+Adapters are those of a Llama-like model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from nemo_like.config.lora import LoraConfig
 from nemo_like.models.spec import ModelSpec
+from nemo_like.models.weight_files import weight_sizes
 
 
 class _Layer(NamedTuple):
-    """A linear layer with an adapter."""
+    """A linear layer that can have an adapter."""
 
     num_inputs: int
     num_outputs: int
-    is_row_parallel: bool
+    is_row_parallel: bool = False
     """Tensor parallelism shards the inputs and not the outputs."""
 
 
@@ -49,7 +54,7 @@ def adapter_activations(spec: ModelSpec, lora: LoraConfig) -> int:
 
     The inputs of the layers are counted with the model.
     """
-    return lora.rank * len(list(_targets(spec, lora)))
+    return lora.rank * len(_targets(spec, lora))
 
 
 def adapter_outputs(spec: ModelSpec, lora: LoraConfig, tp: int) -> float:
@@ -63,20 +68,31 @@ def adapter_outputs(spec: ModelSpec, lora: LoraConfig, tp: int) -> float:
     return total
 
 
-def linear_params(spec: ModelSpec) -> int:
-    """Return the values of all matrices of one layer, which `policy.lora.quantization` is about."""
-    return sum(layer.num_inputs * layer.num_outputs for layer in _layers(spec).values())
+def matrix_sizes(spec: ModelSpec) -> list[int]:
+    """Return the values of each matrix of a layer; `policy.lora.quantization` applies to them."""
+    return [layer.num_inputs * layer.num_outputs for layer in _layers(spec).values()]
 
 
-def largest_linear_params(spec: ModelSpec) -> int:
-    """Return the values of the largest matrix of a layer."""
-    return max(layer.num_inputs * layer.num_outputs for layer in _layers(spec).values())
+def frozen_share(spec: ModelSpec, patterns: Sequence[str]) -> float:
+    """Return the share of the parameters whose name matches a pattern of `policy.freeze`.
+
+    0 for a model whose names are not known, so that the prediction is not too small.
+    """
+    sizes = weight_sizes(spec) if patterns else None
+    if sizes is None:
+        return 0.0
+    if spec.is_tied:
+        # Either name freezes a tied embedding.
+        patterns = [pattern.replace("lm_head.", "model.embed_tokens.") for pattern in patterns]
+    frozen = 0
+    for name, size in sizes.items():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            frozen += size
+    return frozen / sum(sizes.values())
 
 
-def _targets(spec: ModelSpec, lora: LoraConfig) -> Iterator[_Layer]:
-    for name, layer in _layers(spec).items():
-        if lora.is_target(name):
-            yield layer
+def _targets(spec: ModelSpec, lora: LoraConfig) -> list[_Layer]:
+    return [layer for name, layer in _layers(spec).items() if lora.is_target(name)]
 
 
 def _layers(spec: ModelSpec) -> dict[str, _Layer]:
@@ -86,14 +102,14 @@ def _layers(spec: ModelSpec) -> dict[str, _Layer]:
     key = spec.num_kv_heads * spec.head_dim
     width = spec.intermediate_size
     layers = {
-        "self_attn.q_proj": _Layer(hidden, query, False),
-        "self_attn.k_proj": _Layer(hidden, key, False),
-        "self_attn.v_proj": _Layer(hidden, key, False),
-        "self_attn.o_proj": _Layer(query, hidden, True),
+        "self_attn.q_proj": _Layer(hidden, query),
+        "self_attn.k_proj": _Layer(hidden, key),
+        "self_attn.v_proj": _Layer(hidden, key),
+        "self_attn.o_proj": _Layer(query, hidden, is_row_parallel=True),
     }
     if spec.moe is None:
         # In MoE models only attention has adapters.
-        layers["mlp.gate_proj"] = _Layer(hidden, width, False)
-        layers["mlp.up_proj"] = _Layer(hidden, width, False)
-        layers["mlp.down_proj"] = _Layer(width, hidden, True)
+        layers["mlp.gate_proj"] = _Layer(hidden, width)
+        layers["mlp.up_proj"] = _Layer(hidden, width)
+        layers["mlp.down_proj"] = _Layer(width, hidden, is_row_parallel=True)
     return layers

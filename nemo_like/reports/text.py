@@ -1,8 +1,10 @@
-"""A plan report as a table on a terminal, or as plain text of 100 columns in a pipe."""
+"""A plan report as sentences and tables, and on a terminal or in a pipe of 100 columns."""
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -11,15 +13,31 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_like.config.text import counted, printable
+from nemo_like.prediction.assumptions import assumptions
 from nemo_like.prediction.memory import GIB
 from nemo_like.prediction.plan_report import PlanReport, Recommendation
-from nemo_like.reports.grpo_step import step_table, step_verdict
 
 _PIPE_WIDTH = 100
 _MAX_WIDTH = 120
 """Max width of running text: longer lines are hard to read."""
 _MIN_GAIN = 0.0005
 """Gain in speed that is shown as more than 0.0%."""
+
+_STRATEGY_HEADS = (
+    *("rows to microbatches", "pad-\nding", "micro-\nbatches", "\nfill", "over\nmin"),
+    *("rank\ntokens", "rank\nFLOPs", "over\nbound", "step\ntime", "\nspeed"),
+)
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table of texts; the first column has names, the others numbers."""
+
+    heads: tuple[str, ...]
+    """Heads of the columns, which may have two lines."""
+    rows: tuple[tuple[str, ...], ...]
+    marked: int | None = None
+    """The row that is emphasized."""
 
 
 def show(report: PlanReport, console: Console | None = None) -> None:
@@ -32,29 +50,24 @@ def show(report: PlanReport, console: Console | None = None) -> None:
         _say(console, line)
     for note in report.notes:
         _say(console, f"note: {note}")
-    console.print(_strategies(report))
+    # Narrow columns, so that all fit into the width of a pipe.
+    console.print(_rich(strategies_table(report), padding=0))
     _say(console, verdict(report))
-    if report.memory is not None:
-        console.print(_memory(report))
-    for line in recommendation_lines(report.recommendation, report):
+    console.print(_rich(memory_table(report)))
+    for line in recommendation_lines(report):
         _say(console, line)
     if report.request.logged:
-        console.print(_logged(report))
-    if report.grpo is not None:
-        console.print(step_table(report.grpo))
-        _say(console, step_verdict(report.grpo))
+        console.print(_rich(logged_table(report)))
     console.print(Text("\nassumptions", style="bold"))
-    for line in report.assumptions():
+    for line in assumptions(report):
         _say(console, line, "  - ", "dim")
 
 
 def _say(console: Console, line: str, bullet: str = "", style: str = "") -> None:
-    width = min(console.width, _MAX_WIDTH)
-    # Names of files and models may have characters that the terminal cannot show.
-    line = printable(line, console.encoding)
     text = textwrap.fill(
-        line,
-        width,
+        # Names of files and models may have characters that the terminal cannot show.
+        printable(line, console.encoding),
+        min(console.width, _MAX_WIDTH),
         initial_indent=bullet,
         subsequent_indent=" " * len(bullet),
         break_on_hyphens=False,
@@ -62,17 +75,21 @@ def _say(console: Console, line: str, bullet: str = "", style: str = "") -> None
     console.print(Text(text, style=style), soft_wrap=True)
 
 
+def _rich(table: TextTable, padding: int | tuple[int, int] = (0, 1)) -> Table:
+    shown = Table(box=SIMPLE_HEAD, pad_edge=False, padding=padding)
+    for index, head in enumerate(table.heads):
+        shown.add_column(head, justify="right" if index else "left", no_wrap=True)
+    for index, row in enumerate(table.rows):
+        shown.add_row(*row, style="bold" if index == table.marked else None)
+    return shown
+
+
 def headline(report: PlanReport) -> list[str]:
     """Return the lines about what was planned: rows, lengths, model and layout."""
     lengths = report.lengths
     comparison = report.comparison
     request = report.request
-    placement = request.placement
     median, p99 = np.percentile(lengths, (50, 99))
-    model = ""
-    if request.model is not None:
-        num_params = format_count(request.model.num_params)
-        model = f"{request.model.name} ({num_params} parameters), "
     rows_per_step = counted(comparison.batch_size, "row")
     if comparison.chosen.strategy.stream is not None:
         mean_rows = len(lengths) / comparison.num_steps
@@ -88,25 +105,23 @@ def headline(report: PlanReport) -> list[str]:
             f" longest {lengths.max():,}"
         ),
         (
-            f"{model}{placement.parallel_layout}, {placement.precision}, microbatches of at most"
-            f" {report.max_tokens:,} tokens, ranks synchronize once per {report.spec.sync}"
+            f"{request.model.name} ({_count(request.model.num_params)} parameters),"
+            f" {request.placement.parallel_layout}, {request.placement.precision}, microbatches of"
+            f" at most {request.max_tokens:,} tokens, ranks synchronize once per {report.spec.sync}"
         ),
     ]
 
 
-def format_count(number: float) -> str:
+def _count(number: float) -> str:
     """Format a number of parameters. Example: 7615616512 is `7.62 B`, 134515008 is `134.5 M`."""
-    if number >= 1e9:
-        return f"{number / 1e9:.2f} B"
-    return f"{number / 1e6:.1f} M"
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
 
 
 def memory_unit(report: PlanReport) -> tuple[str, int]:
     """Return (name, bytes) of the unit in which memory is shown."""
-    assert report.memory is not None
-    peak = report.memory.peak(report.comparison.chosen.largest_microbatch)
     # A tiny model on the CPU would be 0.0 GiB.
-    return ("GiB", GIB) if peak >= GIB else ("MiB", 1 << 20)
+    is_large = report.peak_bytes(report.comparison.chosen) >= GIB
+    return ("GiB", GIB) if is_large else ("MiB", 1 << 20)
 
 
 def memory_budgets(report: PlanReport) -> dict[int, str]:
@@ -134,12 +149,13 @@ def verdict(report: PlanReport) -> str:
     )
 
 
-def recommendation_lines(recommendation: Recommendation | None, report: PlanReport) -> list[str]:
+def recommendation_lines(report: PlanReport) -> list[str]:
     """Return the lines about the recommended token budget and its effect."""
+    recommendation = report.recommendation
     if recommendation is None:
         return []
-    gib = report.request.memory_gib
-    usable = f"{recommendation.usable_gib:.1f} of {gib:g} GiB"
+    max_tokens = report.request.max_tokens
+    usable = f"{recommendation.usable_gib:.1f} of {report.request.memory_gib:g} GiB"
     if recommendation.max_tokens == 0:
         return [
             f"nothing fits: the weights alone exceed the usable {usable}; use more dp, tp or pp"
@@ -147,11 +163,11 @@ def recommendation_lines(recommendation: Recommendation | None, report: PlanRepo
     outcome = recommendation.outcome
     chosen = report.comparison.chosen
     gain = 0.0 if outcome is None else chosen.step_time / outcome.step_time - 1.0
-    if outcome is not None and outcome.max_tokens > report.max_tokens and gain < _MIN_GAIN:
+    if outcome is not None and outcome.max_tokens > max_tokens and gain < _MIN_GAIN:
         lines = [
             (
                 f"up to {recommendation.max_tokens:,} tokens per microbatch fit into {usable}, but"
-                f" more than {report.max_tokens:,} make no step faster"
+                f" more than {max_tokens:,} make no step faster"
             )
         ]
         if report.request.placement.activation_checkpointing != "none":
@@ -165,7 +181,7 @@ def recommendation_lines(recommendation: Recommendation | None, report: PlanRepo
     ]
     if outcome is None:
         lines.append(f"the longest row ({report.lengths.max():,} tokens) does not fit into it")
-    elif outcome.max_tokens != report.max_tokens:
+    elif outcome.max_tokens != max_tokens:
         lines.append(
             f"with {outcome.max_tokens:,} tokens: {outcome.num_microbatches:.2f} instead of"
             f" {chosen.num_microbatches:.2f} microbatches per step, step time"
@@ -194,79 +210,52 @@ def _other_checkpointing(recommendation: Recommendation, report: PlanReport) -> 
     return f"without activation checkpointing {fitting}{effect}"
 
 
-def _strategies(report: PlanReport) -> Table:
+def strategies_table(report: PlanReport) -> TextTable:
     """Return the table with one strategy per row."""
     comparison = report.comparison
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0)
-    table.add_column("rows to microbatches", no_wrap=True)
-    # Heads have two lines, so that ten columns fit into the width of a pipe.
-    heads = [
-        "pad-\nding",
-        "micro-\nbatches",
-        "\nfill",
-        "over\nmin",
-        "rank\ntokens",
-        "rank\nFLOPs",
-        "over\nbound",
-        "step\ntime",
-        "\nspeed",
-    ]
-    unit, size = "", 1
-    if report.memory is not None:
-        unit, size = memory_unit(report)
-        heads.append(f"peak\n{unit}")
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
+    unit, size = memory_unit(report)
+    rows = []
     for outcome in comparison.outcomes:
         over_min = outcome.num_microbatches / comparison.min_microbatches
-        cells = [
-            f"{outcome.padding_share:.1%}",
-            f"{outcome.num_microbatches:.2f}",
-            f"{outcome.utilization:.1%}",
-            f"{over_min:.2f}",
-            f"{outcome.rank_tokens:.3f}",
-            f"{outcome.rank_flops:.3f}",
-            "-" if outcome.over_bound is None else f"{outcome.over_bound:.3f}",
-            f"{outcome.step_time:.3f}",
-            f"{comparison.speedup(outcome):.2f}x",
-        ]
-        if report.memory is not None:
-            peak = report.memory.peak(outcome.largest_microbatch)
-            cells.append(f"{peak / size:.1f}")
-        style = "bold" if outcome is comparison.chosen else None
-        table.add_row(outcome.strategy.title, *cells, style=style)
-    return table
+        rows.append(
+            (
+                outcome.strategy.title,
+                f"{outcome.padding_share:.1%}",
+                f"{outcome.num_microbatches:.2f}",
+                f"{outcome.utilization:.1%}",
+                f"{over_min:.2f}",
+                f"{outcome.rank_tokens:.3f}",
+                f"{outcome.rank_flops:.3f}",
+                "-" if outcome.over_bound is None else f"{outcome.over_bound:.3f}",
+                f"{outcome.step_time:.3f}",
+                f"{comparison.speedup(outcome):.2f}x",
+                f"{report.peak_bytes(outcome) / size:.1f}",
+            )
+        )
+    marked = comparison.outcomes.index(comparison.chosen)
+    return TextTable((*_STRATEGY_HEADS, f"peak\n{unit}"), tuple(rows), marked)
 
 
-def _memory(report: PlanReport) -> Table:
+def memory_table(report: PlanReport) -> TextTable:
     """Return the table with one part of the memory per row and one budget per column."""
-    assert report.memory is not None
+    unit, size = memory_unit(report)
     budgets = list(memory_budgets(report))
     columns = [report.memory.parts(budget) for budget in budgets]
-    unit, size = memory_unit(report)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column(f"memory of one device, {unit}", no_wrap=True)
-    for budget in budgets:
-        table.add_column(f"{budget:,} tokens", justify="right", no_wrap=True)
     # A part may be missing for one budget: the peak is in the logits or in the backward pass.
     names = dict.fromkeys(name for parts in columns for name in parts)
+    rows = []
     for name in names:
-        cells = []
-        for parts in columns:
-            cells.append(f"{parts[name] / size:.2f}" if name in parts else "-")
-        table.add_row(name, *cells)
-    table.add_section()
-    peaks = [sum(parts.values()) for parts in columns]
-    table.add_row("peak", *(f"{peak / size:.2f}" for peak in peaks), style="bold")
-    return table
+        cells = (f"{parts[name] / size:.2f}" if name in parts else "-" for parts in columns)
+        rows.append((name, *cells))
+    peaks = (f"{sum(parts.values()) / size:.2f}" for parts in columns)
+    heads = (f"memory of one device, {unit}", *(f"{budget:,} tokens" for budget in budgets))
+    return TextTable(heads, (*rows, ("peak", *peaks)), marked=len(rows))
 
 
-def _logged(report: PlanReport) -> Table:
+def logged_table(report: PlanReport) -> TextTable:
     """Return the table of logged and planned metrics of a past run."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column("the run", no_wrap=True)
-    for head in ("logged", "from its lengths"):
-        table.add_column(head, justify="right", no_wrap=True)
-    for name, (measured, planned) in report.request.logged.items():
-        table.add_row(name, f"{measured:.4f}", f"{planned:.4f}")
-    return table
+    rows: Iterator[tuple[str, ...]] = (
+        (name, f"{measured:.4f}", f"{planned:.4f}")
+        for name, (measured, planned) in report.request.logged.items()
+    )
+    return TextTable(("the run", "logged", "from its lengths"), tuple(rows))

@@ -1,9 +1,8 @@
-"""Scales, rectangles, lines and text as one inline SVG; colors are class names of page.py."""
+"""Scales, rectangles, lines and text as one inline SVG; colors are class names."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
@@ -66,16 +65,6 @@ class Drawing:
         else:
             self._parts.append(f"{shape}><title>{escape(title)}</title></rect>")
 
-    def rects(self, boxes: Iterable[tuple[float, float, float, float]], kind: str) -> None:
-        """Add many rectangles (x, y, width, height) as one path, which is much shorter text."""
-        path = ""
-        for x, y, width, height in boxes:
-            # Browsers draw an outline for an empty rectangle.
-            if width > 0 and height > 0:
-                path += f"M{_n(x)} {_n(y)}h{_n(width)}v{_n(height)}h{_n(-width)}z"
-        if path:
-            self._parts.append(f'<path class="{kind}" d="{path}"/>')
-
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
         """Add a line from (x1, y1) to (x2, y2)."""
         self._parts.append(
@@ -97,28 +86,6 @@ class Drawing:
             f' aria-label="{escape(self.label)}">'
         )
         return head + "".join(self._parts) + "</svg>"
-
-
-def spread_labels(
-    positions: list[float], widths: list[float], low: float, high: float
-) -> list[float]:
-    """Return centers of labels of these widths, moved apart until none overlaps another.
-
-    Example: centers 10 and 12 of width 20 each in 0 to 100 become 10 and 30.
-    """
-    # Left to right every label is moved right of its predecessor; right to left those that are then
-    # outside are moved back.
-    centers: list[float] = []
-    end = low
-    for position, width in zip(positions, widths, strict=True):
-        center = max(position, end + width / 2)
-        centers.append(center)
-        end = center + width / 2
-    limit = high
-    for index in range(len(centers) - 1, -1, -1):
-        centers[index] = min(centers[index], limit - widths[index] / 2)
-        limit = centers[index] - widths[index] / 2
-    return centers
 
 
 def _n(value: float) -> str:
