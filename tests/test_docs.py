@@ -253,13 +253,14 @@ def last_name(node: ast.expr) -> str:
 
 
 def timed_and_counted(tree: ast.Module) -> Iterator[str]:
-    """Names made from `timers("x")` and from the keys of the dictionary `counters`."""
+    """Names of `timers("x")`, of `timers.add("x", …)` and the keys of the dictionary `counters`."""
     constants = constants_of(tree)
     for node in ast.walk(tree):
         key: ast.expr | None = None
         if isinstance(node, ast.Call) and node.args:
             key = node.args[0]
-            if last_name(node.func) == "timers" and isinstance(key, ast.Constant):
+            is_timer = ast.unparse(node.func).endswith(("timers", "timers.add"))
+            if is_timer and isinstance(key, ast.Constant):
                 yield f"timing/{key.value}_s"
             if not ast.unparse(node.func).endswith("counters.get"):
                 continue

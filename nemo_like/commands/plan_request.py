@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from pathlib import Path
 
-from nemo_like.algorithms.registry import load_any_config
-from nemo_like.commands.first_step import first_lengths
+from nemo_like.algorithms.registry import ALGORITHMS, load_any_config
 from nemo_like.config.batching import StreamableDataConfig
 from nemo_like.config.errors import ConfigError, raise_problems
 from nemo_like.config.parallel import named_by_keys, policy_layout
@@ -22,6 +22,10 @@ from nemo_like.policy.batching import plan_spec, stream_spec
 from nemo_like.prediction.lengths import PastRun, RowLengths, read_lengths, read_run
 from nemo_like.prediction.placement import policy_placement
 from nemo_like.prediction.plan_report import PlanRequest
+from nemo_like.run.progress import Progress
+from nemo_like.training.dataset import RunData
+from nemo_like.training.model_files import open_encoder
+from nemo_like.training.training_sets import load_training
 
 _DEFAULTS = Path(__file__).with_name("plan.yaml")
 """The config without --config."""
@@ -112,6 +116,21 @@ def _row_lengths(
         has_hint = any(str(error).startswith(key) for key in keys)
         hint = "; for a plan, set policy.tokenizer_name to the directory of any tokenizer"
         raise ConfigError(f"{error}{hint if has_hint else ''}") from error
+
+
+def first_lengths(config: RunConfig, num_rows: int | None, num_steps: int) -> RowLengths:
+    """Return the row lengths of a run in its order.
+
+    The rows are those of about `num_rows` rows, or of `num_steps` steps if it is None. Raises
+    ConfigError for files that cannot be read.
+    """
+    encoder = open_encoder(config, None)
+    algorithm = ALGORITHMS[config.kind].import_data()
+    progress = Progress(sys.stderr)
+    data = RunData(encoder, load_training(config, algorithm.ROW_SCHEMA, progress))
+    if num_rows is not None:
+        num_steps = num_rows // config.rows_per_step
+    return algorithm.first_lengths(config, data, num_steps, progress)
 
 
 def _open_model(config: RunConfig) -> ModelSpec:

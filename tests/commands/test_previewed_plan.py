@@ -9,9 +9,8 @@ import pytest
 
 from nemo_like import parallel_layout
 from nemo_like.algorithms.sft.loop import run_sft
-from nemo_like.commands.first_step import first_lengths
 from nemo_like.commands.plan import add_arguments
-from nemo_like.commands.plan_request import plan_request
+from nemo_like.commands.plan_request import first_lengths, plan_request
 from nemo_like.commands.validate import validate
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import RunConfig
