@@ -85,6 +85,7 @@ def test_a_lost_replica_stops_the_run_and_a_resume_repeats_no_prompt(
     assert versions == [[step - 1 if step in first else step - 2] for step in steps]
 
 
+@pytest.mark.exhaustive
 def test_the_completions_of_lost_replicas_are_sampled_by_others(
     recipe: Recipe, joined_ray: None, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,7 +34,11 @@ def options(kind: str, *more: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [*((kind, "packed") for kind in KINDS), ("pool", "padded"), ("online", "padded")],
+    [
+        *((kind, "packed") for kind in KINDS),
+        ("pool", "padded"),
+        pytest.param("online", "padded", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_resumed_run_logs_the_metrics_of_the_uninterrupted_one(
     recipe: Recipe, kind: str, layout: str

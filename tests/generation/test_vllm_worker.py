@@ -47,6 +47,7 @@ from nemo_like.rollout.conversations import ConversationDriver, ConversationLimi
 from nemo_like.sampling_filter import filter_logits
 from nemo_like.weight_sync.check import LogprobCheck
 from nemo_like.weight_sync.sync import SyncReport, WeightSync
+from tests.exhaustive import usually
 from tests.generation.driven import generate
 from tests.generation.faulty_vllm import FaultyVLLMWorker
 from tests.generation.test_hf_worker import byte_level_tokenizer
@@ -149,7 +150,12 @@ ADAPTERS = LoraConfig(
 """A part of vLLM's fused layers, a scale that no float represents, and a rank that vLLM pads."""
 
 
-@pytest.fixture(scope="module", params=["llama, tied head", "qwen2, untied head, adapters"])
+@pytest.fixture(
+    scope="module",
+    params=usually(
+        ["llama, tied head", "qwen2, untied head, adapters"], "qwen2, untied head, adapters"
+    ),
+)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     torch.manual_seed(0)
     lora = None

@@ -450,6 +450,7 @@ def test_skipped_groups_are_counted_over_all_workers(num_workers: int, infinite_
         assert make(num_skipped) == groups[num_skipped:]
 
 
+@pytest.mark.exhaustive
 def test_processes_that_are_not_forked_give_the_same_groups() -> None:
     rows = ShardedIterableDataset(AugmentedRows([9, 4, 6, 2, 8] * 8), 0, 2, seed=4)
     dataset = LoadBalancedDataset(rows, pool_size=6, max_tokens_for_batch=24, max_num_steps=9)

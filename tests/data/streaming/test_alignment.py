@@ -670,7 +670,10 @@ def outcome_of(rank: int, steps: list[list[AlignedStep]], group: Group) -> Outco
     )
 
 
-@pytest.mark.parametrize(("num_ranks", "start_method"), [(2, "spawn"), (4, "forkserver")])
+@pytest.mark.parametrize(
+    ("num_ranks", "start_method"),
+    [pytest.param(2, "spawn", marks=pytest.mark.exhaustive), (4, "forkserver")],
+)
 def test_process_groups_give_the_steps_of_simulated_ranks(
     num_ranks: int, start_method: str, tmp_path: Path
 ) -> None:

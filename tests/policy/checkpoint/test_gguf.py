@@ -28,6 +28,7 @@ def smollm2() -> Path:
     return Path(str(found[0].locate()))
 
 
+@pytest.mark.exhaustive
 def test_the_converted_model_answers(smollm2: Path, tmp_path: Path):
     folder = convert_gguf(smollm2, tmp_path / "model")
     assert not list(tmp_path.glob("*.tmp")), "the unfinished directory was renamed"

@@ -23,6 +23,7 @@ from nemo_like.policy.checkpoint.adapter import open_merged
 from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.nf4 import dequantize
+from tests.exhaustive import usually
 from tests.policy.adapters import NF4, PACKED, TRAINED, look, of_architecture, train, use
 from tests.policy.dtensor.adapter_ranks import DTensorSide
 from tests.policy.peft_reference import Reference, assert_look, assert_use, nf4_values
@@ -87,7 +88,7 @@ def test_codes_have_the_published_values(dtype):
     torch.testing.assert_close(found, expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=0.0)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", usually(LAYOUTS, "dp 2", "tp 2, sequence"))
 def test_a_layout_changes_nothing(
     layout, reference, straight, model_dir, rank_pool, meeting, tmp_path
 ):
