@@ -19,7 +19,7 @@ from tests.policy.tiny import save_tiny_model
 REPOSITORY = Path(__file__).parents[1]
 SCRIPT = """
 import sys
-for name in ("ray", "hydra", "omegaconf", "megatron", "vllm", "math_verify", "tensorboard"):
+for name in ("ray", "pydantic", "omegaconf", "megatron", "vllm", "math_verify", "tensorboard"):
     sys.modules[name] = None
 import pytest
 sys.exit(pytest.main(["--confcutdir=tests/gpu", "-p", "no:cacheprovider", "-rs", "tests/gpu"]))
@@ -28,7 +28,7 @@ sys.exit(pytest.main(["--confcutdir=tests/gpu", "-p", "no:cacheprovider", "-rs",
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they run where there is a CUDA device")
 @pytest.mark.exhaustive
-def test_the_suite_is_collected_without_ray_hydra_and_megatron() -> None:
+def test_the_suite_is_collected_without_ray_pydantic_and_megatron() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         capture_output=True,

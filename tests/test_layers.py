@@ -33,8 +33,8 @@ TOP = 12
 
 LIBRARY_PLACES = {
     "ray": ("distributed/ray/",),
-    "hydra": ("config/",),
     "omegaconf": ("config/",),
+    "pydantic": ("config/",),
     "flash_attn": ("policy/inputs/",),
     "torchao": ("policy/dtensor/adamw_8bit.py",),
     "bitsandbytes": ("policy/nf4.py",),

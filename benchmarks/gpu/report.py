@@ -6,7 +6,7 @@
 
 Each part is a process with a time limit (--seconds, 480 by default) that writes DIR/<part>.json. It
 needs torch, transformers, numba, safetensors, pytest and hypothesis; it runs from source and
-without Ray, Hydra, OmegaConf, Megatron-Core and vLLM. What is missing is recorded as skipped.
+without Ray, pydantic, OmegaConf, Megatron-Core and vLLM. What is missing is recorded as skipped.
 B is short for its halves B1 (matrix of steps) and B2 (options, profile, comparison). A cell that
 exceeds its own limit, and a process that dies, are recorded, and the part continues in a new
 process.

@@ -140,7 +140,7 @@ def load_config(
 
     `kind` is the name of the job or the class of its config. Raises ConfigError.
     """
-    # Hydra is imported here, because `--help` needs the registry and no config.
+    # pydantic and OmegaConf are imported here, because `--help` needs the registry and no config.
     from nemo_like.config import load
 
     # A class gives the caller the precise type, a name is what the command line has.

@@ -14,7 +14,6 @@ from nemo_like.config.check import find_problems
 from nemo_like.config.errors import ConfigError, raise_problems
 from nemo_like.config.paths import resolve_paths
 from nemo_like.config.schema import RunConfig
-from nemo_like.config.yaml_locations import Sources
 from nemo_like.data.row_columns import check_columns
 from nemo_like.distributed.errors import ClusterError, WorkerError
 from nemo_like.environments.reward import RewardError
@@ -215,7 +214,7 @@ def _without_lengths(policy: Mapping[str, Any]) -> dict[str, Any]:
 
 def _built(tree: Mapping[str, Any]) -> AnswerRunConfig:
     """Build the config. Raises ConfigError for a value of the wrong type."""
-    config, problems = build_config(AnswerRunConfig, tree, Sources())
+    config, problems = build_config(AnswerRunConfig, tree)
     raise_problems(problems)
     assert config is not None
     return resolve_paths(config)

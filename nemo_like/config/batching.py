@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from nemo_like.config.constraints import AtLeast
+from annotated_types import Ge
+
 from nemo_like.config.errors import Problem
 from nemo_like.config.schema import DataConfig, RunConfig, SchedulerConfig
 
@@ -40,12 +41,12 @@ class BatchingConfig:
     `pool` with the rows of a pool that add the least padding (Cosmos-RL), `online` with the
     combination of waiting rows that leaves the fewest tokens unused (ODB), `token_budget` with
     consecutive rows (DeepSpeed), `dyn_bsz` with the oldest rows that fit (VeOmni)."""
-    microbatches_per_step: Annotated[int, AtLeast(1)] = 1
+    microbatches_per_step: Annotated[int, Ge(1)] = 1
     """Microbatches of each data-parallel rank in one optimizer step (not `fixed`)."""
-    window_rows: Annotated[int | None, AtLeast(1)] = None
+    window_rows: Annotated[int | None, Ge(1)] = None
     """Max rows per data-parallel rank that wait for a microbatch; null is 32 for `pool`, 200 for
     `dyn_bsz` and 256 for the others."""
-    window_tokens: Annotated[int | None, AtLeast(0)] = None
+    window_tokens: Annotated[int | None, Ge(0)] = None
     """Tokens per data-parallel rank from which a microbatch is formed although fewer than
     `window_rows` wait; 0 always waits for `window_rows`. null is 0 for `pool`, and else 4 x
     `train_mb_tokens` with packing and 16 x with dynamic batching."""
@@ -55,16 +56,16 @@ class BatchingConfig:
     tail: Literal["emit", "drop", "wrap"] = "emit"
     """Rows at the end of an epoch that do not fill a step: train a smaller step on them, leave them
     out, or fill the step with rows of the next epoch (not `fixed`, see `data.last_batch`)."""
-    max_rows: Annotated[int | None, AtLeast(1)] = None
+    max_rows: Annotated[int | None, Ge(1)] = None
     """Max rows of a microbatch (not `fixed`); null is no limit."""
     count_mode: Literal["total", "effective"] = "total"
     """`dyn_bsz`: tokens that count for the budget, all or those with loss."""
-    physical_overflow_ratio: Annotated[float, AtLeast(1)] = 1.5
+    physical_overflow_ratio: Annotated[float, Ge(1)] = 1.5
     """`dyn_bsz` with `count_mode=effective`: max tokens of a microbatch, those without loss
     included, as a multiple of the budget. Memory must suffice for it."""
-    warmup_steps: Annotated[int, AtLeast(0)] = 0
+    warmup_steps: Annotated[int, Ge(0)] = 0
     """Steps in which the budget grows linearly from `warmup_init_tokens` (not `fixed`)."""
-    warmup_init_tokens: Annotated[int, AtLeast(1)] = 200
+    warmup_init_tokens: Annotated[int, Ge(1)] = 200
     """Budget of the first step of the warm-up."""
 
     @property

@@ -1,20 +1,21 @@
 """Relations between keys that can be checked without data, and the batch arithmetic in words.
 
-Types and unknown keys are checked in `build` and `yaml_locations`, single values in `check_values`,
-files, models and rows of data in `commands.validate`.
+Unknown keys are checked in `yaml_files`, types and single values in `build`, files, models
+and rows of data in `commands.validate`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import reduce
 
 from nemo_like.config.check_data import data_problems
 from nemo_like.config.check_lora import lora_problems
 from nemo_like.config.check_optimization import optimization_problems
-from nemo_like.config.check_values import value_at, value_problems
 from nemo_like.config.environment import environment_problems
 from nemo_like.config.errors import Problem
+from nemo_like.config.keys import type_at
 from nemo_like.config.parallel import (
     is_colocated,
     num_generation_workers,
@@ -50,7 +51,6 @@ _VARIABLES_SET_ELSEWHERE = {
 def find_problems(config: RunConfig) -> list[Problem]:
     """Return every problem of `config` that does not depend on data, or an empty list."""
     problems = [
-        *value_problems(config),
         *_batching_modes(config),
         *_compilation(config),
         *lora_problems(config),
@@ -236,7 +236,7 @@ def _environment(config: RunConfig) -> Iterator[Problem]:
 
 def _validation(config: RunConfig) -> Iterator[Problem]:
     data = config.data
-    period = value_at(config, f"{config.kind}.val_period")
+    period = _value_at(config, f"{config.kind}.val_period")
     if isinstance(period, int) and period > 0 and not data.validation_files:
         key = f"{config.kind}.val_period"
         yield Problem(
@@ -287,12 +287,19 @@ def _selection(config: RunConfig) -> Iterator[Problem]:
                 f"{key} is {metric!r}, but data.validation_path is not set; set it, or {key} to"
                 " another metric or null",
             )
-        elif value_at(config, period_key) == 0:
+        elif _value_at(config, period_key) == 0:
             yield Problem(
                 (key, period_key),
                 f"{key} is {metric!r}, but {period_key} is 0, so that the run validates only at its"
                 f" end; set {period_key}, or {key} to null",
             )
+
+
+def _value_at(config: RunConfig, key: str) -> object:
+    """Return the value at a dotted key; None if this kind of config has no such key."""
+    if type_at(type(config), key) is None:
+        return None
+    return reduce(getattr, key.split("."), config)
 
 
 def _worker_shares(config: RunConfig) -> Iterator[Problem]:

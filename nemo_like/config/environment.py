@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from nemo_like.config.constraints import Above, AtLeast, ImportPath
+from annotated_types import Ge, Gt
+
+from nemo_like.config.constraints import IMPORT_PATH
 from nemo_like.config.errors import Problem
 
 
@@ -14,24 +16,24 @@ from nemo_like.config.errors import Problem
 class EnvironmentConfig:
     """Rollouts of several turns: a class that answers each turn of the model."""
 
-    path: Annotated[str | None, ImportPath()] = None
+    path: Annotated[str | None, IMPORT_PATH] = None
     """Import path of a class with the methods of `Environment`, e.g.
     `nemo_like.environments.calculator.Calculator`; null for one completion per prompt."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class."""
-    max_turns: Annotated[int, AtLeast(1)] = 8
+    max_turns: Annotated[int, Ge(1)] = 8
     """Max turns of the model in one conversation. `policy.generation.max_new_tokens` limits each
     turn."""
-    max_tokens: Annotated[int | None, AtLeast(2)] = None
+    max_tokens: Annotated[int | None, Ge(2)] = None
     """Max tokens of one conversation, prompt and observations included; null is
     `policy.max_total_sequence_length`."""
-    timeout_s: Annotated[float | None, Above(0)] = 60.0
+    timeout_s: Annotated[float | None, Gt(0)] = 60.0
     """Max seconds of the environment's steps in one conversation together. The conversation ends
     at this limit; others are not affected. null sets no limit."""
-    num_workers: Annotated[int, AtLeast(1)] = 1
+    num_workers: Annotated[int, Ge(1)] = 1
     """Processes that run the environment; each runs the steps of many conversations at the same
     time."""
-    max_restarts: Annotated[int, AtLeast(0)] = 10
+    max_restarts: Annotated[int, Ge(0)] = 10
     """Number of processes of the environment that are restarted in a run after they died or hung.
     No conversation is lost; the next failure stops the run."""
 

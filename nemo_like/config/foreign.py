@@ -32,7 +32,7 @@ from nemo_like.config.keys import (
 _MIN_KNOWN_SHARE = 0.75
 """Share of the keys that the tables must have, or the config is one of an unknown tool."""
 _REFERENCE = re.compile(r"\$\{([^:{}]+)\}")
-_FORMS = {"str": str, "list": list, "dict": dict}
+_FORMS = {"scalar": str | int | float, "list": list, "dict": dict}
 _OFF = ("null", "false", "0")
 
 Group = Literal["renamed", "unsupported", "deletable", "unknown"]

@@ -11,7 +11,6 @@ from nemo_like.config.foreign import Finding, Findings, Group, missing_keys, val
 from nemo_like.config.foreign_tables import tool_tables
 from nemo_like.config.keys import JobSchema, child_types, misspelled_key, type_at
 from nemo_like.config.text import shortened
-from nemo_like.config.yaml_locations import Sources
 
 MAX_SHOWN_KEYS = 400
 """Max keys that are listed of one group; more than any known config has."""
@@ -23,15 +22,15 @@ _MAX_OTHERS = 10
 
 
 def foreign_text(
-    job: JobSchema,
     source: str,
     tree: Mapping[str, Any],
     findings: Findings,
     others: Sequence[Problem],
-    sources: Sources,
+    locations: Mapping[str, Location],
 ) -> str:
     """Return the text of the error for the config `source`; problems of other keys come last."""
-    places = {key: _place(written.location, source) for key, written in sources.by_key.items()}
+    job = findings.job
+    places = {key: _place(location, source) for key, location in locations.items()}
     looks = f", as {findings.tool} has them" if findings.tool else ""
     if findings.tool not in tool_tables():
         tool = f"{findings.tool}," if findings.tool else "a tool"

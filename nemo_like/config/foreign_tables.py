@@ -14,8 +14,6 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
-import yaml
-
 _GENERAL = "general.yaml"
 
 
@@ -47,7 +45,7 @@ class Entry:
     no_effect: tuple[str, ...] = ("false",)
     """Canonical values with which an unsupported key can be deleted."""
     form: str = ""
-    """Type of the values to which an entry of `same_keys` applies: `str`, `list` or `dict`."""
+    """Type of the values to which an entry of `same_keys` applies: `scalar`, `list` or `dict`."""
 
 
 @cache
@@ -111,5 +109,8 @@ def _tool_files() -> tuple[dict[str, Any], ...]:
 
 
 def _read(name: str) -> dict[str, Any]:
+    # Imported here, because `--help` needs the schema and no YAML.
+    import yaml
+
     text = resources.files("nemo_like.config").joinpath("foreign", name).read_text("utf-8")
     return yaml.safe_load(text)

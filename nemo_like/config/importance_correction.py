@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from nemo_like.config.constraints import AtLeast, AtMost
+from annotated_types import Ge, Le
+
 from nemo_like.config.errors import Problem
 
 CorrectionKind = Literal[
@@ -37,10 +38,10 @@ class ImportanceCorrectionConfig:
     upper] out (IcePop, MIS), `sequence_mask` rows with exp(mean log w) outside of it (Geo-RS), and
     both keep w otherwise. `bypass` corrects in the ratio: l_prev is the generator's log-prob, and
     the policy's own is not computed. `none` only measures."""
-    upper: Annotated[float | None, AtLeast(1, "the weight of a token without mismatch")] = None
+    upper: Annotated[float | None, Ge(1)] = None
     """Upper bound; null is 2 for the truncated kinds, 5 for `token_mask` and 1.002 for
     `sequence_mask`."""
-    lower: Annotated[float | None, AtLeast(0), AtMost(1)] = None
+    lower: Annotated[float | None, Ge(0), Le(1)] = None
     """Lower bound; null is 0.5 for `token_mask`, 0.999 for `sequence_mask` and no bound for the
     truncated kinds."""
 

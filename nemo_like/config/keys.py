@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from nemo_like.config.constraints import Constraint
 from nemo_like.config.foreign_tables import general
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import shortened
@@ -44,15 +43,22 @@ def field_types(section: type) -> dict[str, Any]:
 
 
 @cache
-def field_constraints(section: type) -> dict[str, tuple[Constraint, ...]]:
+def field_constraints(section: type) -> dict[str, tuple[Any, ...]]:
     """Return name -> constraints of each field of a config dataclass, in order of declaration."""
     hints = get_type_hints(section, include_extras=True)
-    constraints: dict[str, tuple[Constraint, ...]] = {}
+    constraints: dict[str, tuple[Any, ...]] = {}
     for field in dataclasses.fields(section):
         hint = hints[field.name]
         is_annotated = get_origin(hint) is Annotated
         constraints[field.name] = hint.__metadata__ if is_annotated else ()
     return constraints
+
+
+def constraints_at(root: type, path: str) -> tuple[Any, ...]:
+    """Return the constraints of the key `path` of the schema."""
+    parent, _, name = path.rpartition(".")
+    section, _ = without_none(type_at(root, parent))
+    return field_constraints(section)[name] if is_section(section) else ()
 
 
 def without_none(annotation: Any) -> tuple[Any, bool]:

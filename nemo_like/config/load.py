@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,74 +16,60 @@ import yaml
 
 from nemo_like.config.build import build_config, to_dict
 from nemo_like.config.check import find_problems
-from nemo_like.config.compose import (
-    compose_plain,
-    defaults_chain,
-    find_layers,
-    hydra_session,
-    missing_file_text,
-)
 from nemo_like.config.errors import ConfigError, Problem, raise_problems, shown_path
 from nemo_like.config.foreign import find_foreign, guess_job
 from nemo_like.config.foreign_report import foreign_text
-from nemo_like.config.keys import JobSchema, field_types, type_at
-from nemo_like.config.overrides import (
-    check_override_keys,
-    parse_overrides,
-    record_overrides,
-    set_in_tree,
-)
+from nemo_like.config.interpolation import resolve_interpolations
+from nemo_like.config.keys import JobSchema, field_types, is_section, type_at
 from nemo_like.config.schema import RunConfig
-from nemo_like.config.text import is_possible_path, shown_value
-from nemo_like.config.yaml_locations import (
-    Sources,
-    check_keys,
-    merged_trees,
-    plain_tree,
-    read_yaml,
-    record,
+from nemo_like.config.text import is_possible_path
+from nemo_like.config.yaml_files import (
+    Composition,
+    YamlDumper,
+    compose_files,
+    merged,
+    missing_file_text,
 )
 
 __all__ = ["JobSchema", "detect_kind", "load_config", "to_dict", "to_yaml"]
-
-_NUMBER_LIKE = re.compile(r"[-+.0-9_]+([eE][-+]?[0-9_]*)?")
 
 
 def load_config(job: JobSchema, path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Compose the file and the overrides over the schema's defaults, check and build the config.
 
-    Overrides are Hydra's: `key=value`, `+key=value`, `~key` (back to its default), `group=file`.
-    Everything is checked that needs neither data nor a model. Raises ConfigError.
+    Overrides are `key=value` with a value in YAML, and `~key` (back to its default). Everything is
+    checked that needs neither data nor a model. Raises ConfigError.
     `algorithms.registry.load_config` takes the name of the job instead.
     """
     path = _config_file(path)
-    # Checked before Hydra reads the files: Hydra recurses without end on a cycle, and its message
-    # about a missing file has no location.
-    defaults_chain(path)
-    parsed = parse_overrides(overrides, path.parent)
-    texts = [override.for_hydra(job) for override in parsed]
-    group_choices = [override.text for override in parsed if override.chooses_file]
-    sources = Sources()
-    tree: dict[str, Any] = {}
-    with hydra_session(job, path):
-        unknown = [*check_override_keys(job, parsed)]
-        for layer in find_layers(path, group_choices):
-            root = read_yaml(layer.path)
-            if root is not None:
-                unknown += check_keys(job, root, layer.prefix, layer.path)
-                record(sources, root, layer.prefix, layer.path)
-                tree = merged_trees(tree, plain_tree(root, layer.prefix))
-        record_overrides(sources, parsed)
-        if unknown:
-            set_in_tree(tree, parsed)
-            _raise_foreign(job, path, tree, unknown, sources)
-        raise_problems(unknown)
-        plain = compose_plain(texts, sources)
-    config, problems = build_config(job.run_config, plain, sources)
+    composition = compose_files(job, path, overrides)
+    unknown = list(composition.problems())
+    if unknown:
+        _raise_foreign(composition, path, unknown)
+    raise_problems(unknown)
+    values = merged(schema_defaults(job.run_config), composition.tree)
+    plain = resolve_interpolations(values, composition.locate)
+    config, problems = build_config(job.run_config, plain, composition.locate)
     raise_problems(problems)
     assert config is not None
-    raise_problems([_located(problem, sources) for problem in find_problems(config)])
+    raise_problems([_located(problem, composition) for problem in find_problems(config)])
     return config
+
+
+def schema_defaults(section: type) -> dict[str, Any]:
+    """Return the defaults of a config dataclass as plain nested values, without required keys."""
+    plain: dict[str, Any] = {}
+    types = field_types(section)
+    for field in fields(section):
+        if is_section(types[field.name]):
+            plain[field.name] = schema_defaults(types[field.name])
+        elif isinstance(field.default, tuple):
+            plain[field.name] = list(field.default)
+        elif field.default is not MISSING:
+            plain[field.name] = field.default
+        elif field.default_factory is not MISSING:
+            plain[field.name] = field.default_factory()
+    return plain
 
 
 def detect_kind(
@@ -94,13 +80,10 @@ def detect_kind(
     A config of another tool is recognized by the keys of that tool, so that `load_config` can list
     what to change. Raises ConfigError if the job is ambiguous.
     """
-    path = _config_file(path)
-    content: dict[str, Any] = {}
-    for file in reversed(defaults_chain(path)):
-        root = read_yaml(file)
-        if root is not None:
-            content = merged_trees(content, plain_tree(root, ""))
-    keys = {override.key for override in parse_overrides(overrides, path.parent)}
+    # The types of the values do not matter here, so any job will do.
+    any_job = JobSchema(next(iter(jobs)), jobs)
+    content = compose_files(any_job, _config_file(path), ()).tree
+    keys = {text.lstrip("+~").partition("=")[0] for text in overrides}
     for section, value in content.items():
         keys.add(section)
         if isinstance(value, Mapping):
@@ -143,39 +126,26 @@ def to_yaml(config: RunConfig) -> str:
     return text
 
 
-class _QuotingDumper(yaml.SafeDumper):
-    """Quotes texts that OmegaConf reads as numbers and PyYAML does not, such as `1e-5`."""
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = "'" if _NUMBER_LIKE.fullmatch(text) else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_QuotingDumper.add_representer(str, _represent_text)
-
-
 def _dumped(config: RunConfig, *, allow_unicode: bool) -> str:
     return yaml.dump(
-        to_dict(config), Dumper=_QuotingDumper, sort_keys=False, allow_unicode=allow_unicode
+        to_dict(config), Dumper=YamlDumper, sort_keys=False, allow_unicode=allow_unicode
     )
 
 
-def _raise_foreign(
-    job: JobSchema, path: Path, tree: dict[str, Any], unknown: Sequence[Problem], sources: Sources
-) -> None:
+def _raise_foreign(composition: Composition, path: Path, unknown: Sequence[Problem]) -> None:
     """Raise one ConfigError with all findings in groups if the unknown keys are another tool's."""
-    findings = find_foreign(job, tree)
+    findings = find_foreign(composition.job, composition.tree)
     if findings.are_foreign:
         others = [problem for problem in unknown if not findings.covers(problem.keys[0])]
-        raise ConfigError(foreign_text(job, shown_path(path), tree, findings, others, sources))
+        text = foreign_text(
+            shown_path(path), composition.tree, findings, others, composition.locations
+        )
+        raise ConfigError(text)
 
 
 def _config_file(path: Path) -> Path:
     path = Path(path).absolute()
-    if not is_possible_path(str(path)):
-        raise ConfigError(f"config file {shown_value(str(path))} does not exist")
-    if not path.is_file():
+    if not is_possible_path(str(path)) or not path.is_file():
         raise ConfigError(f"config file {missing_file_text(path)}")
     if path.suffix != ".yaml":
         other = "; TOML and other formats are not read" if path.suffix != ".yml" else ""
@@ -183,9 +153,9 @@ def _config_file(path: Path) -> Path:
     return path
 
 
-def _located(problem: Problem, sources: Sources) -> Problem:
+def _located(problem: Problem, composition: Composition) -> Problem:
     """Return the problem with the location of its first key that a file or an override sets."""
     for key in problem.keys:
-        if key in sources.by_key:
-            return replace(problem, location=sources.by_key[key].location)
+        if key in composition.locations:
+            return replace(problem, location=composition.locations[key])
     return problem

@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from nemo_like.config.constraints import Above, AtLeast, NoEmptyTexts
+from annotated_types import Ge, Gt
+
+from nemo_like.config.constraints import NO_EMPTY_TEXTS
 
 MAX_VLLM_RANK = 512
 """The largest rank of an adapter in vLLM."""
@@ -24,14 +26,14 @@ class LoraConfig:
     enabled: bool = False
     """Train adapters only. Weights are stored in `policy.precision`, and checkpoints have the
     adapters. The reference policy is the model without adapters, which needs no second copy."""
-    rank: Annotated[int, AtLeast(1)] = 16
+    rank: Annotated[int, Ge(1)] = 16
     """Rank of the update of each layer."""
-    alpha: Annotated[float, Above(0)] = 32.0
+    alpha: Annotated[float, Gt(0)] = 32.0
     """The scale of the update is `alpha / rank`."""
     use_rslora: bool = False
     """Rank-stabilized LoRA: the scale is `alpha / sqrt(rank)`, so that the size of the update does
     not depend on the rank."""
-    target_modules: Annotated[tuple[str, ...], NoEmptyTexts()] = (
+    target_modules: Annotated[tuple[str, ...], NO_EMPTY_TEXTS] = (
         "q_proj",
         "k_proj",
         "v_proj",

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from nemo_like.config.constraints import Above, AtLeast, AtMost, ImportPath, SubsetOf
+from annotated_types import Ge, Gt, Le
+
+from nemo_like.config.constraints import IMPORT_PATH, subset_of
 from nemo_like.config.errors import Problem
 from nemo_like.config.importance_correction import ImportanceCorrectionConfig
 
@@ -46,14 +48,14 @@ class PolicyGradientLossConfig:
     geometric mean of its tokens' ratios; `gspo_token` does the same with advantages of tokens.
     `cispo` multiplies the log-prob by the clipped ratio as a constant, so that no token loses its
     gradient. `reinforce` is log-prob times advantage, without a ratio (RLOO, REINFORCE++)."""
-    ratio_clip_min: Annotated[float | None, AtLeast(0), AtMost(1)] = None
+    ratio_clip_min: Annotated[float | None, Ge(0), Le(1)] = None
     """Lower clip: the ratio of policy to previous probability is clipped at 1 - this. null is 0.2
     for `ppo`, 3e-4 for `gspo` and `gspo_token`, and no lower bound for `cispo`. Must be null for
     `reinforce`."""
-    ratio_clip_max: Annotated[float | None, AtLeast(0)] = None
+    ratio_clip_max: Annotated[float | None, Ge(0)] = None
     """Upper clip: the ratio is clipped at 1 + this. null is 0.2 for `ppo` (DAPO uses 0.28), 4e-4
     for `gspo` and `gspo_token`, and 4 for `cispo`. Must be null for `reinforce`."""
-    ratio_clip_c: Annotated[float | None, Above(1, "about 3; null turns the dual clip off")] = None
+    ratio_clip_c: Annotated[float | None, Gt(1)] = None
     """Dual clip of `ppo`, `gspo` and `gspo_token`: for negative advantages the loss of a token is
     at most this x |advantage|; null turns it off."""
     normalization: LossNormalization | None = None
@@ -61,10 +63,10 @@ class PolicyGradientLossConfig:
     `sequence` the mean over rows of each row's token mean, `constant` the sum over tokens divided
     by rows x `constant_length` (Dr. GRPO). null is `sequence` for `gspo` and `gspo_token`, else
     `token`."""
-    constant_length: Annotated[int | None, AtLeast(1)] = None
+    constant_length: Annotated[int | None, Ge(1)] = None
     """Tokens per row in the denominator of `loss_fn.normalization=constant`; null is
     `policy.generation.max_new_tokens`."""
-    reference_policy_kl_penalty: Annotated[float, AtLeast(0)] = 0.0
+    reference_policy_kl_penalty: Annotated[float, Ge(0)] = 0.0
     """Weight of the KL divergence to the frozen initial policy. Above 0 the workers keep a copy of
     that model and run one more log-prob pass per step."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
@@ -73,19 +75,19 @@ class PolicyGradientLossConfig:
     """`loss` adds the KL divergence to the loss of each token. `reward` subtracts its k1 estimate,
     without gradient, from the reward of each token, so that the advantage of a token has the sum up
     to the end of the completion (PPO, REINFORCE++); this needs a log-prob pass of the policy."""
-    entropy_coefficient: Annotated[float, AtLeast(0)] = 0.0
+    entropy_coefficient: Annotated[float, Ge(0)] = 0.0
     """Weight of the entropy bonus."""
     log_entropy: bool = False
     """Log `policy/entropy`, the exact entropy over the complete vocabulary, which takes about three
     more passes over the logits of each chunk. An entropy bonus logs it as well.
     `policy/entropy_estimate` costs nothing and is always logged."""
-    path: Annotated[str | None, ImportPath()] = None
+    path: Annotated[str | None, IMPORT_PATH] = None
     """Import path of a custom loss, a class or function that returns one, e.g.
     `my_package.losses.MyLoss`; null is the built-in loss. Excludes the other keys of `loss_fn` but
     `options`, `logprobs` and those of a KL penalty in the reward."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class or function at `loss_fn.path`."""
-    logprobs: Annotated[tuple[str, ...], SubsetOf(LOGPROB_NAMES)] = ()
+    logprobs: Annotated[tuple[str, ...], subset_of(LOGPROB_NAMES)] = ()
     """Columns that the loss at `loss_fn.path` reads and that a pass before training computes:
     `prev_logprobs` of the policy before the first optimizer step, `reference_logprobs` of the
     frozen initial policy."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from nemo_like.config.constraints import Above, AtLeast, AtMost, Below
+from annotated_types import Ge, Gt, Le, Lt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,22 +18,22 @@ class OptimizerConfig:
     """`adamw_8bit` stores both moments in 8 bits and needs the extra `optim` (torchao). `muon`
     updates the matrices of attention and feed-forward blocks by Muon, and embeddings,
     norms and biases by AdamW. Both need `policy.engine=dtensor`."""
-    lr: Annotated[float, Above(0)] = 1e-5
+    lr: Annotated[float, Gt(0)] = 1e-5
     """Peak learning rate; `policy.scheduler` scales it per optimizer step."""
-    weight_decay: Annotated[float, AtLeast(0)] = 0.01
+    weight_decay: Annotated[float, Ge(0)] = 0.01
     """Decoupled weight decay, multiplied by the learning rate."""
-    beta1: Annotated[float, AtLeast(0), Below(1)] = 0.9
+    beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
     """Decay of the running mean of gradients."""
-    beta2: Annotated[float, AtLeast(0), Below(1)] = 0.95
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.95
     """Decay of the running mean of squared gradients."""
-    eps: Annotated[float, Above(0)] = 1e-8
+    eps: Annotated[float, Gt(0)] = 1e-8
     """Constant added to the denominator of the update."""
-    muon_lr: Annotated[float | None, Above(0)] = None
+    muon_lr: Annotated[float | None, Gt(0)] = None
     """Peak learning rate of the matrices that Muon updates; null is `lr`."""
     muon_lr_adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """Factor of Muon's learning rate for a matrix [m, n]: `match_rms_adamw` is 0.2 sqrt(max(m, n)),
     with which `lr` and `weight_decay` of AdamW can be kept; `original` is sqrt(max(1, m / n))."""
-    muon_momentum: Annotated[float, AtLeast(0), Below(1)] = 0.95
+    muon_momentum: Annotated[float, Ge(0), Lt(1)] = 0.95
     """Decay of Muon's Nesterov momentum."""
 
 
@@ -44,27 +44,27 @@ class SchedulerConfig:
     kind: Literal["constant", "linear", "cosine", "wsd", "cosine_restarts"] = "constant"
     """Shape of the schedule after warm-up. `wsd` (warm-up, stable, decay) is constant and then
     decays, `cosine_restarts` is a cosine that starts again at the full rate."""
-    warmup_steps: Annotated[int, AtLeast(0)] = 0
+    warmup_steps: Annotated[int, Ge(0)] = 0
     """Optimizer steps of linear warm-up from 0."""
     decay_steps: int | None = None
     """Optimizer step at which `min_ratio` is reached, warm-up included; null is the last step of
     the run. Must be above `warmup_steps`."""
-    min_ratio: Annotated[float, AtLeast(0), AtMost(1)] = 0.0
+    min_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
     """Final learning rate as a fraction of `policy.optimizer.lr` (all kinds but constant)."""
-    wsd_decay_steps: Annotated[int | None, AtLeast(1)] = None
+    wsd_decay_steps: Annotated[int | None, Ge(1)] = None
     """Optimizer steps of the decay of `wsd`, which ends at `decay_steps`; null is a tenth of
     `decay_steps`, rounded up."""
     wsd_decay_shape: Literal["linear", "sqrt", "cosine"] = "sqrt"
     """Shape of the decay of `wsd` by its progress p: `linear` is 1 - p, `sqrt` is 1 - sqrt(p),
     `cosine` is half a period of a cosine."""
-    num_cycles: Annotated[int, AtLeast(1)] = 1
+    num_cycles: Annotated[int, Ge(1)] = 1
     """Cycles of `cosine_restarts` between warm-up and `decay_steps`."""
-    cycle_multiplier: Annotated[int, AtLeast(1)] = 1
+    cycle_multiplier: Annotated[int, Ge(1)] = 1
     """Length of each cycle of `cosine_restarts` as a multiple of the length of the one before."""
     batch_size_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply the learning rate of each step by its batch size over `base_batch_size`, or by the
     square root of that ratio; for steps of different size."""
-    base_batch_size: Annotated[int | None, AtLeast(1)] = None
+    base_batch_size: Annotated[int | None, Ge(1)] = None
     """Batch size for which `policy.optimizer.lr` was chosen; needed by `batch_size_scaling`."""
     batch_size_unit: Literal["rows", "tokens"] = "rows"
     """Unit of `base_batch_size`: rows, or tokens with loss. The loss is a mean over tokens."""
@@ -79,9 +79,9 @@ class EmaConfig:
     enabled: bool = False
     """Keep the average, in float32 and sharded like the weights, save it in checkpoints, and export
     it at the end of the run to `hf_ema` beside `hf`."""
-    decay: Annotated[float, AtLeast(0), Below(1)] = 0.999
+    decay: Annotated[float, Ge(0), Lt(1)] = 0.999
     """Weight of the previous average; 0.999 averages over about 1000 steps."""
-    start_step: Annotated[int, AtLeast(0)] = 0
+    start_step: Annotated[int, Ge(0)] = 0
     """Optimizer step until which the average is the weight itself."""
     use_for_validation: bool = False
     """Compute validation losses and accuracies with the average instead of the weights. Not for

@@ -12,15 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
+from annotated_types import Ge, Gt, Le
+
 from nemo_like.config.constraints import (
-    Above,
-    AtLeast,
-    AtMost,
-    DirectoryName,
-    Duration,
-    NoEmptyTexts,
-    NotEmpty,
-    PromptTemplate,
+    DIRECTORY_NAME,
+    DURATION,
+    NO_EMPTY_TEXTS,
+    NOT_EMPTY,
+    PROMPT_TEMPLATE,
 )
 from nemo_like.config.early_stopping import EarlyStoppingConfig
 from nemo_like.config.environment import EnvironmentConfig
@@ -57,16 +56,16 @@ class SequencePackingConfig:
 
     enabled: bool = False
     """Use sequence packing."""
-    train_mb_tokens: Annotated[int, AtLeast(1)] = 4096
+    train_mb_tokens: Annotated[int, Ge(1)] = 4096
     """Max tokens per packed training microbatch. With context parallelism this counts the tokens of
     all context ranks together."""
-    logprob_mb_tokens: Annotated[int, AtLeast(1)] = 4096
+    logprob_mb_tokens: Annotated[int, Ge(1)] = 4096
     """Max tokens per packed microbatch of the log-prob pass, which saves no activations and
     therefore fits more tokens than training."""
     algorithm: PackingName = "balanced"
     """Algorithm that forms the microbatches. `balanced` assigns rows to microbatches and ranks
     jointly; the bins of the other algorithms are assigned to ranks without changing them."""
-    sequence_length_round: Annotated[int, AtLeast(1)] = 1
+    sequence_length_round: Annotated[int, Ge(1)] = 1
     """Pad each row to a multiple of this many tokens, combined (least common multiple) with the
     multiple that context and sequence parallelism require."""
     balance: Literal["flops", "tokens", "none"] = "flops"
@@ -85,11 +84,11 @@ class DynamicBatchingConfig:
 
     enabled: bool = False
     """Use dynamic batching."""
-    train_mb_tokens: Annotated[int, AtLeast(1)] = 4096
+    train_mb_tokens: Annotated[int, Ge(1)] = 4096
     """Max tokens per training microbatch, padding included: rows x padded length."""
-    logprob_mb_tokens: Annotated[int, AtLeast(1)] = 4096
+    logprob_mb_tokens: Annotated[int, Ge(1)] = 4096
     """Max tokens per microbatch of the log-prob pass, padding included."""
-    sequence_length_round: Annotated[int, AtLeast(1)] = 1
+    sequence_length_round: Annotated[int, Ge(1)] = 1
     """Pad the rows of a microbatch to a multiple of this many tokens, combined (least common
     multiple) with the multiple that context and sequence parallelism require."""
 
@@ -98,7 +97,7 @@ class DynamicBatchingConfig:
 class PolicyConfig:
     """The model that is trained, and how its batches are formed."""
 
-    model_name: Annotated[str, NotEmpty()]
+    model_name: Annotated[str, NOT_EMPTY]
     """Directory of a Hugging Face model, or the name of one on the hub (OWNER/NAME), which is
     downloaded."""
     tokenizer_name: str | None = None
@@ -111,23 +110,21 @@ class PolicyConfig:
     precision: Literal["float32", "bfloat16"] = "float32"
     """Data type of forward and backward pass. Master weights and optimizer state are always
     float32."""
-    train_global_batch_size: Annotated[int, AtLeast(1)] = 32
+    train_global_batch_size: Annotated[int, Ge(1)] = 32
     """Rows per optimizer step over all data-parallel ranks. In GRPO it must divide the rows per
     step, `grpo.num_prompts_per_step` x `grpo.num_generations_per_prompt`."""
-    train_micro_batch_size: Annotated[int, AtLeast(1)] = 4
+    train_micro_batch_size: Annotated[int, Ge(1)] = 4
     """Rows per training microbatch, if neither sequence packing nor dynamic batching is enabled."""
-    logprob_batch_size: Annotated[int, AtLeast(1)] = 4
+    logprob_batch_size: Annotated[int, Ge(1)] = 4
     """Rows per microbatch of the log-prob pass, if neither sequence packing nor dynamic batching is
     enabled."""
-    max_total_sequence_length: Annotated[
-        int, AtLeast(2, "one token of context and one to predict")
-    ] = 1024
+    max_total_sequence_length: Annotated[int, Ge(2)] = 1024
     """Max tokens of a row, prompt and completion together."""
     oversize_rows: Literal["error", "truncate", "drop", "singleton"] = "error"
     """Treatment of rows above `max_total_sequence_length`: `error` stops, `truncate` removes the
     end of a conversation or the beginning of a prompt, `drop` leaves the row out, `singleton` runs
     it in a separate microbatch with a warning (needs sequence packing or dynamic batching)."""
-    logprob_chunk_size: Annotated[int | None, AtLeast(1)] = None
+    logprob_chunk_size: Annotated[int | None, Ge(1)] = None
     """Tokens per chunk in which logits are computed; null is 4096 on CUDA and 1024 elsewhere. The
     full [tokens, vocabulary] matrix is never materialized."""
     activation_checkpointing: ActivationCheckpointing = "none"
@@ -139,9 +136,9 @@ class PolicyConfig:
     """`layers` compiles each decoder layer and the passes over the logits with torch.compile, which
     fuses norms, rotary embedding, activation functions and softmax. The first steps take longer.
     Needs `policy.engine=dtensor`. Not measured on a GPU yet."""
-    max_grad_norm: Annotated[float, AtLeast(0)] = 1.0
+    max_grad_norm: Annotated[float, Ge(0)] = 1.0
     """Gradients are clipped to this global L2 norm; 0 turns clipping off."""
-    max_skipped_steps: Annotated[int, AtLeast(0)] = 3
+    max_skipped_steps: Annotated[int, Ge(0)] = 3
     """Max consecutive optimizer steps that may be skipped because loss or gradients are not finite;
     one more saves a checkpoint and stops the run."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -149,7 +146,7 @@ class PolicyConfig:
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
-    freeze: Annotated[tuple[str, ...], NoEmptyTexts()] = ()
+    freeze: Annotated[tuple[str, ...], NO_EMPTY_TEXTS] = ()
     """Weights that are not trained: patterns on their Hugging Face names, e.g.
     `[model.embed_tokens.*, "model.layers.[0-7].*"]`. They have no gradient and no optimizer state,
     and are stored in `policy.precision`."""
@@ -171,7 +168,7 @@ MAIN_SET = "train"
 class DataConfig:
     """Training and validation files. The row format is detected from the columns."""
 
-    train_path: Annotated[str, NotEmpty()]
+    train_path: Annotated[str, NOT_EMPTY]
     """A .jsonl, .csv (each also as .gz or .zst), .json or .parquet file, a directory written by
     `datasets.save_to_disk`, or a data set of the Hugging Face hub as `hf://NAME?split=SPLIT`."""
     train_sets: dict[str, str] = field(default_factory=dict)
@@ -190,18 +187,18 @@ class DataConfig:
     source_column: str | None = None
     """Column of the validation rows that names their source; the metrics of generated answers are
     then logged for each source as well, as `validation/source_<source>/...`. null turns it off."""
-    max_train_rows: Annotated[int | None, AtLeast(1)] = None
+    max_train_rows: Annotated[int | None, Ge(1)] = None
     """Use only the first rows of each training file; null uses all."""
-    max_validation_rows: Annotated[int | None, AtLeast(1)] = None
+    max_validation_rows: Annotated[int | None, Ge(1)] = None
     """Use only the first rows of each validation file; null uses all."""
-    min_pass_rate: Annotated[float | None, AtLeast(0), AtMost(1)] = None
+    min_pass_rate: Annotated[float | None, Ge(0), Le(1)] = None
     """Leave out training rows whose column `pass_rate` is below this; null keeps all."""
-    max_pass_rate: Annotated[float | None, AtLeast(0), AtMost(1)] = None
+    max_pass_rate: Annotated[float | None, Ge(0), Le(1)] = None
     """Leave out training rows whose column `pass_rate` is above this; null keeps all."""
-    max_prompt_tokens: Annotated[int | None, AtLeast(1)] = None
+    max_prompt_tokens: Annotated[int | None, Ge(1)] = None
     """Leave out prompts of rollouts that have more tokens than this, as the chat template renders
     them; null keeps all."""
-    prompt_template: Annotated[str | None, PromptTemplate()] = None
+    prompt_template: Annotated[str | None, PROMPT_TEMPLATE] = None
     """Format string applied to the user's text, e.g. "Solve: {prompt}"."""
     system_prompt: str | None = None
     """System message put in front of every conversation that has none."""
@@ -217,7 +214,7 @@ class DataConfig:
     last_batch: Literal["keep", "drop"] = "keep"
     """Rows left at the end of an epoch that do not fill a batch: train a smaller step on them, or
     leave them out."""
-    num_encoding_workers: Annotated[int | None, AtLeast(0)] = None
+    num_encoding_workers: Annotated[int | None, Ge(0)] = None
     """Processes that tokenize rows before the first step; 0 tokenizes in the driver, null decides
     by the size of the data."""
 
@@ -232,12 +229,12 @@ class DataConfig:
 class EpochLoopConfig:
     """Length of a run over the rows of a file, and validation."""
 
-    max_num_steps: Annotated[int | None, AtLeast(1)] = None
+    max_num_steps: Annotated[int | None, Ge(1)] = None
     """Max optimizer steps; null leaves the length to `max_num_epochs`. The run ends at the smaller
     of the two."""
-    max_num_epochs: Annotated[int, AtLeast(1)] = 1
+    max_num_epochs: Annotated[int, Ge(1)] = 1
     """Max passes over the training rows."""
-    val_period: Annotated[int, AtLeast(0)] = 0
+    val_period: Annotated[int, Ge(0)] = 0
     """Validate after every so many steps; 0 validates only at the end. Needs
     `data.validation_path`."""
     val_at_start: bool = False
@@ -250,25 +247,25 @@ class ClusterConfig:
 
     backend: Literal["ray", "local"] = "ray"
     """`local` runs one worker of each kind in the driver's process, without Ray."""
-    num_nodes: Annotated[int, AtLeast(1)] = 1
+    num_nodes: Annotated[int, Ge(1)] = 1
     """Nodes with policy workers."""
-    gpus_per_node: Annotated[int, AtLeast(0)] = 0
+    gpus_per_node: Annotated[int, Ge(0)] = 0
     """Policy workers per node, one per GPU; 0 runs `workers_per_node` workers on CPU."""
-    workers_per_node: Annotated[int, AtLeast(1)] = 1
+    workers_per_node: Annotated[int, Ge(1)] = 1
     """Policy workers per node if `gpus_per_node` is 0."""
-    cpus_per_worker: Annotated[float, Above(0)] = 1.0
+    cpus_per_worker: Annotated[float, Gt(0)] = 1.0
     """CPU cores reserved per policy worker; a colocated generation worker shares them."""
-    generation_workers: Annotated[int, AtLeast(0)] = 0
+    generation_workers: Annotated[int, Ge(0)] = 0
     """Generation workers with separate resources; 0 colocates generation with the policy
     workers."""
     offload: Literal["auto", "always", "never"] = "auto"
     """Whether policy and generator that share GPUs move to host memory while the other runs. `auto`
     moves them only if both together are predicted not to fit in the memory of a GPU."""
-    placement_timeout_s: Annotated[float, Above(0)] = 120.0
+    placement_timeout_s: Annotated[float, Gt(0)] = 120.0
     """Max seconds to wait until the cluster has the requested resources."""
-    collective_timeout_s: Annotated[float, Above(0)] = 600.0
+    collective_timeout_s: Annotated[float, Gt(0)] = 600.0
     """Max seconds that a worker waits for the other ranks in a collective operation."""
-    progress_timeout_s: Annotated[float, AtLeast(0)] = 1800.0
+    progress_timeout_s: Annotated[float, Ge(0)] = 1800.0
     """Max seconds without progress (microbatch, decoding step or reward sample) of a worker; the
     run then ends with an error that names the worker. 0 turns the check off. Must be above
     `collective_timeout_s`."""
@@ -277,7 +274,7 @@ class ClusterConfig:
     value, which keeps a secret out of config files. `NCCL_*`, `GLOO_*` and `HF_*` of the driver are
     passed on without being named here. Settings of torch's memory allocator reach policy workers
     only."""
-    time_limit: Annotated[str | None, Duration()] = None
+    time_limit: Annotated[str | None, DURATION] = None
     """Time since the start of the process after which the run finishes the current step, saves a
     checkpoint and exits with code 75: seconds, "H:MM:SS" or "D-HH:MM:SS"; null is no limit."""
 
@@ -288,21 +285,21 @@ class ParallelConfig:
     each data-parallel rank trains on different rows.
     """
 
-    tensor: Annotated[int, AtLeast(1)] = 1
+    tensor: Annotated[int, Ge(1)] = 1
     """Tensor-parallel size. Must divide the attention heads, the MLP columns and the key-value
     heads (megatron: or be a multiple of these). Keep a tensor-parallel group within one node."""
-    context: Annotated[int, AtLeast(1)] = 1
+    context: Annotated[int, Ge(1)] = 1
     """Context-parallel size; each rank has 1/cp of every sequence, in zig-zag order (2 of 2 x cp
     chunks). Rows are padded to a multiple of 2 x cp tokens."""
-    pipeline: Annotated[int, AtLeast(1)] = 1
+    pipeline: Annotated[int, Ge(1)] = 1
     """Number of pipeline stages; needs `policy.engine=megatron`."""
-    expert: Annotated[int, AtLeast(1)] = 1
+    expert: Annotated[int, Ge(1)] = 1
     """Expert-parallel size (MoE); must divide tensor x context x data and the number of experts.
     Needs `policy.engine=megatron`."""
     sequence: bool = False
     """Sequence parallelism: also shard LayerNorm and residual activations over the tensor-parallel
     group; needs `tensor` above 1. Required for MoE models with `tensor` above 1."""
-    replicas: Annotated[int, AtLeast(1)] = 1
+    replicas: Annotated[int, Ge(1)] = 1
     """Copies of the weights (HSDP): each is sharded over data x context / `replicas` workers, and
     gradients are summed over the copies once per optimizer step. Must divide the data-parallel
     size; with one copy per node the weights never travel between nodes. Needs
@@ -320,14 +317,14 @@ class CheckpointingConfig:
 
     enabled: bool = True
     """Save checkpoints."""
-    save_period: Annotated[int, AtLeast(0)] = 100
+    save_period: Annotated[int, Ge(0)] = 100
     """Save after every so many steps, and always at the end; 0 saves only at the end."""
-    keep_latest: Annotated[int, AtLeast(1)] = 2
+    keep_latest: Annotated[int, Ge(1)] = 2
     """Number of checkpoints that are kept; older ones are removed."""
     async_save: bool = True
     """Write checkpoints while training continues. Every worker copies its weights and optimizer
     state to host memory (12 bytes per parameter of its shard) and writes the copy."""
-    keep_best: Annotated[str | None, NotEmpty()] = None
+    keep_best: Annotated[str | None, NOT_EMPTY] = None
     """Name of a logged metric, e.g. `validation/reward_mean`. The checkpoint of the step with its
     best value is saved at once and kept in addition to `keep_latest`; the file `best` names it.
     null keeps none."""
@@ -347,15 +344,15 @@ class LoggerConfig:
     """Weights & Biases project; null turns it off. Needs the extra `wandb`."""
     mlflow_experiment: str | None = None
     """MLflow experiment; null turns it off. Needs the extra `mlflow`."""
-    num_samples_shown: Annotated[int, AtLeast(0)] = 3
+    num_samples_shown: Annotated[int, Ge(0)] = 3
     """Decoded samples printed at step 0 and in each validation."""
     save_rollouts: bool = True
     """Write every GRPO rollout to `rollouts/step_<N>.jsonl`."""
-    save_rollout_tokens_every: Annotated[int, AtLeast(0)] = 1
+    save_rollout_tokens_every: Annotated[int, Ge(0)] = 1
     """Write the token ids, log-probs and advantages of the first step and of every so many-th step
     after it to `rollouts/step_<N>.safetensors`, for `nemo-like replay`; 0 writes none. Needs
     `logger.save_rollouts`. About 20 bytes per token."""
-    keep_rollout_tokens: Annotated[int | None, AtLeast(1)] = 10
+    keep_rollout_tokens: Annotated[int | None, Ge(1)] = 10
     """Number of the newest of these files that are kept. Files of steps that start with the weights
     of a kept checkpoint or of the initial model are kept as well; null keeps all."""
 
@@ -364,14 +361,14 @@ class LoggerConfig:
 class RunConfig:
     """Keys of every job."""
 
-    output_dir: Annotated[str, NotEmpty()] = "runs"
+    output_dir: Annotated[str, NOT_EMPTY] = "runs"
     """Parent directory of all runs. On several nodes it must be on a shared file system."""
-    run_name: Annotated[str, DirectoryName()]
+    run_name: Annotated[str, DIRECTORY_NAME]
     """Name of the run and of its directory in `output_dir`. An existing directory is reused only
     with `resume`."""
     resume: bool = False
     """Continue from the latest complete checkpoint of this run."""
-    seed: Annotated[int, AtLeast(0)] = 42
+    seed: Annotated[int, Ge(0)] = 42
     """Seed of row order, packing and sampling."""
     policy: PolicyConfig
     data: DataConfig
@@ -383,6 +380,8 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
 
+    # Of pydantic, which checks the values when a file is read.
+    __pydantic_config__: ClassVar = {"allow_inf_nan": False, "coerce_numbers_to_str": True}
     kind: ClassVar[str] = ""
     """Name of the job: the command, and the section of its own keys."""
     example: ClassVar[str] = "row"

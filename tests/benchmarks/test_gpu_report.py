@@ -26,7 +26,7 @@ from benchmarks.gpu.transformers_loops import packed, padded
 from nemo_like.models.presets import PRESETS, load_spec
 from nemo_like.policy.inputs.model_inputs import cp_shard_positions
 
-HIDDEN = ("ray", "megatron", "hydra", "omegaconf", "vllm", "math_verify", "flash_attn")
+HIDDEN = ("ray", "megatron", "pydantic", "omegaconf", "vllm", "math_verify", "flash_attn")
 """Modules that a machine with a bare PyTorch image lacks."""
 
 # Each cell ends with a collection of garbage, which visits every object of all imported modules

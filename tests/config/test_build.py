@@ -6,9 +6,10 @@ import dataclasses
 import string
 import tempfile
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 import yaml
+from annotated_types import Gt, Lt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,11 +17,19 @@ from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.registry import job_schema
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.build import build_config, to_dict
-from nemo_like.config.compose import compose_plain, hydra_session
-from nemo_like.config.keys import field_types, is_open_section, is_section, without_none
+from nemo_like.config.constraints import Rule
+from nemo_like.config.interpolation import resolve_interpolations
+from nemo_like.config.keys import (
+    field_constraints,
+    field_types,
+    is_open_section,
+    is_section,
+    without_none,
+)
 from nemo_like.config.load import to_yaml
 from nemo_like.config.reward import RewardFunctionConfig
-from nemo_like.config.yaml_locations import Sources, read_yaml, record
+from nemo_like.config.schema import RunConfig
+from nemo_like.config.yaml_files import compose_files
 
 NAMES = st.text(string.ascii_letters + string.digits + "_-", max_size=8).map(
     lambda text: f"f{text}"
@@ -60,42 +69,55 @@ ANY_VALUES: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-def values(annotation: Any) -> st.SearchStrategy[Any]:
-    """Any value of a type that stands in the schema."""
+SAMPLES: dict[Any, list[Any]] = {
+    str: ["a", "my_package.function", "Q: {prompt}", "1-02:03:04", "run-1", "1e-5"],
+    tuple: [(), ("a", "b"), ("prev_logprobs",)],
+}
+"""Values of which the rules of the schema accept at least one."""
+
+
+def values(annotation: Any, constraints: tuple[Any, ...] = ()) -> st.SearchStrategy[Any]:
+    """Any legal value of a type that stands in the schema."""
     inner, may_be_null = without_none(annotation)
     if inner is Any:
         return ANY_VALUES
     if may_be_null:
-        return st.none() | values(inner)
+        return st.none() | values(inner, constraints)
     if is_section(inner):
-        return st.builds(inner, **{name: values(kind) for name, kind in field_types(inner).items()})
+        rules = field_constraints(inner)
+        types = field_types(inner)
+        return st.builds(inner, **{name: values(types[name], rules[name]) for name in types})
     if is_open_section(inner):
         return st.dictionaries(NAMES, values(get_args(inner)[1]), max_size=2)
+    for rule in constraints:
+        if isinstance(rule, Rule):
+            samples = SAMPLES[get_origin(inner) or inner]
+            return st.sampled_from([sample for sample in samples if rule.accepts(sample)])
     if get_origin(inner) is tuple:
-        return st.lists(values(get_args(inner)[0]), max_size=3).map(tuple)
+        item = get_args(inner)[0]
+        return st.lists(st.integers(0, 9) if item is int else values(item), max_size=3).map(tuple)
     if get_origin(inner) is Literal:
         return st.sampled_from(get_args(inner))
-    plain: dict[type, st.SearchStrategy[Any]] = {
-        bool: st.booleans(),
-        int: st.integers(-(10**12), 10**12),
-        float: st.floats(allow_nan=False, allow_infinity=False),
-        str: TEXTS,
-    }
-    return plain[inner]
+    if inner is int or inner is float:
+        low, high = -(10**12), 10**12
+        for bound in constraints:
+            low = getattr(bound, "ge", low)
+            high = getattr(bound, "le", high)
+            # Far enough above an exclusive bound for integers and floats.
+            low = bound.gt + 1e-3 if isinstance(bound, Gt) else low
+            high = bound.lt - 1e-3 if isinstance(bound, Lt) else high
+        return st.integers(low, high) if inner is int else st.floats(low, high)
+    return st.booleans() if inner is bool else TEXTS
 
 
-def read_back(text: str, config_class: type, kind: Literal["sft", "grpo"]) -> Any:
+def read_back(text: str, config_class: type, kind: str) -> Any:
     """What the text of a config file builds, without the checks between keys."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
         path.write_text(text, encoding="utf-8")
-        sources = Sources()
-        root = read_yaml(path)
-        assert root is not None
-        record(sources, root, "", path)
-        with hydra_session(job_schema(kind), path):
-            plain = compose_plain([], sources)
-    config, problems = build_config(config_class, plain, sources)
+        composition = compose_files(job_schema(kind), path, ())
+    plain = resolve_interpolations(composition.tree, composition.locate)
+    config, problems = build_config(config_class, plain)
     assert problems == []
     return config
 
@@ -129,25 +151,24 @@ def test_to_dict_holds_only_what_yaml_and_json_know(config: SftRunConfig) -> Non
     assert list(plain) == [field.name for field in dataclasses.fields(config)]
 
 
-def test_numbers_in_quotes_are_numbers_and_nothing_else_is_converted() -> None:
+def test_numbers_in_quotes_are_numbers() -> None:
     @dataclasses.dataclass(frozen=True)
     class Section:
+        __pydantic_config__: ClassVar = RunConfig.__pydantic_config__
         count: int = 0
         share: float = 0.0
         flag: bool = False
 
     def built(**plain: Any) -> Section | str:
-        config, problems = build_config(Section, plain, Sources())
+        config, problems = build_config(Section, plain)
         return config if config is not None else problems[0].text
 
     assert built(count="12", share="1e-3") == Section(12, 0.001, False)
-    assert built(share=2) == Section(0, 2.0, False)
+    assert built(share=2, count=4.0) == Section(4, 2.0, False)
     assert built(count="1.5") == "count is '1.5'; it must be an integer"
     assert built(count="") == "count is ''; it must be an integer"
     assert built(share="1e999") == "share is '1e999'; it must be a finite number"
-    assert built(share=True) == "share is true; it must be a number"
-    assert built(flag=1) == "flag is 1; it must be true or false"
-    assert built(flag="true") == "flag is 'true'; it must be true or false"
+    assert built(flag="maybe") == "flag is 'maybe'; it must be true or false"
 
 
 def test_the_values_of_an_open_section_are_built_too() -> None:
@@ -155,9 +176,7 @@ def test_the_values_of_an_open_section_are_built_too() -> None:
     class Section:
         functions: dict[str, RewardFunctionConfig] = dataclasses.field(default_factory=dict)
 
-    config, problems = build_config(
-        Section, {"functions": {"a": {"path": "m.f", "weight": 2}}}, Sources()
-    )
+    config, problems = build_config(Section, {"functions": {"a": {"path": "m.f", "weight": 2}}})
     assert problems == [] and config == Section({"a": RewardFunctionConfig(path="m.f", weight=2.0)})
-    _, problems = build_config(Section, {"functions": ["m.f"]}, Sources())
+    _, problems = build_config(Section, {"functions": ["m.f"]})
     assert problems[0].text == "functions is ['m.f']; it must be a mapping from names to sections"

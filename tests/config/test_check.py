@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.batching import StreamableDataConfig as DataConfig
+from nemo_like.config.build import build_config, to_dict
 from nemo_like.config.check import batching_section, derivation, find_problems
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.importance_correction import CorrectionKind
@@ -45,7 +46,13 @@ def with_keys(config: Any, keys: dict[str, Any]) -> Any:
 def problems(config: RunConfig, **keys: Any) -> list[str]:
     """What is wrong once keys, written with `__` for dots, are replaced."""
     changed = with_keys(config, {key.replace("__", "."): value for key, value in keys.items()})
-    return [problem.text for problem in find_problems(changed)]
+    return texts(changed)
+
+
+def texts(config: RunConfig) -> list[str]:
+    """The problems of single values, or else those between keys."""
+    _, found = build_config(type(config), to_dict(config))
+    return [problem.text for problem in found or find_problems(config)]
 
 
 @pytest.mark.parametrize("name", ["LD_PRELOAD", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "A-B"])
@@ -85,10 +92,7 @@ def test_the_defaults_are_fine() -> None:
             {"policy.generation.top_p": 1.5},
             "policy.generation.top_p is 1.5; it must be above 0 and at most 1",
         ),
-        (
-            {"policy.generation.top_k": -2},
-            "policy.generation.top_k is -2; it must be at least -1 (null, 0 and -1 turn",
-        ),
+        ({"policy.generation.top_k": -2}, "policy.generation.top_k is -2; it must be at least -1"),
         (
             {"policy.generation.min_p": 1.5},
             "policy.generation.min_p is 1.5; it must be at least 0 and at most 1",
@@ -105,10 +109,7 @@ def test_the_defaults_are_fine() -> None:
             {"policy.max_total_sequence_length": 1},
             "policy.max_total_sequence_length is 1; it must be at least 2",
         ),
-        (
-            {"loss_fn.ratio_clip_c": 1.0},
-            "loss_fn.ratio_clip_c is 1.0; it must be above 1 (about 3; null turns",
-        ),
+        ({"loss_fn.ratio_clip_c": 1.0}, "loss_fn.ratio_clip_c is 1.0; it must be above 1"),
         (
             {"loss_fn.reference_policy_kl_penalty": -1.0},
             "loss_fn.reference_policy_kl_penalty is -1.0; it must be at least 0",
@@ -183,7 +184,7 @@ def test_the_defaults_are_fine() -> None:
         (
             {"policy.generation.stop_strings": ("",)},
             (
-                "policy.generation.stop_strings is ('',); it must be a list of texts that are not"
+                "policy.generation.stop_strings is ['']; it must be a list of texts that are not"
                 " empty"
             ),
         ),
@@ -209,7 +210,7 @@ def test_the_defaults_are_fine() -> None:
     ],
 )
 def test_each_value_that_cannot_work_has_its_message(keys: dict[str, Any], expected: str) -> None:
-    found = [problem.text for problem in find_problems(with_keys(GRPO, keys))]
+    found = texts(with_keys(GRPO, keys))
     assert len(found) == 1
     assert expected in found[0]
 
@@ -463,13 +464,13 @@ def test_the_progress_deadline_is_above_the_collective_timeout(recipe: Recipe) -
             {"kind": "token_mask", "upper": 1.0, "lower": 1.0},
             "lower must be below upper, e.g. the defaults 0.5 and 5 of kind token_mask",
         ),
-        ({"kind": "token_truncate", "upper": 0.9}, "upper is 0.9; it must be at least 1 (the"),
+        ({"kind": "token_truncate", "upper": 0.9}, "upper is 0.9; it must be at least 1"),
         ({"kind": "sequence_mask", "lower": 1.2}, "lower is 1.2; it must be at least 0 and at"),
     ],
 )
 def test_bounds_of_the_importance_correction(keys: dict[str, Any], expected: str) -> None:
     prefixed = {f"loss_fn.importance_correction.{name}": value for name, value in keys.items()}
-    found = [problem.text for problem in find_problems(with_keys(GRPO, prefixed))]
+    found = texts(with_keys(GRPO, prefixed))
     assert any(expected in text for text in found), found
 
 

@@ -14,13 +14,12 @@ from omegaconf import OmegaConf
 
 from nemo_like.algorithms.registry import RUN_CONFIGS, detect_kind, job_schema, load_config
 from nemo_like.cli import main
-from nemo_like.config.arithmetic import register_arithmetic
 from nemo_like.config.build import build_config
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.foreign import find_foreign, unknown_text
 from nemo_like.config.foreign_tables import Entry, all_entries, same_keys, tool_tables
+from nemo_like.config.interpolation import register_arithmetic
 from nemo_like.config.keys import child_types, type_at
-from nemo_like.config.yaml_locations import Sources
 
 CONFIGS = Path(__file__).parent / "foreign"
 CASES: dict[str, str] = {
@@ -499,7 +498,7 @@ def test_sections_of_other_files_and_overrides_are_in_the_same_list(tmp_path: Pa
     )
     assert "parallel.tensor  [" in text and "base.yaml:2]" in text
     assert "trainer.n_gpus_per_node -> cluster.gpus_per_node  [the command line]" in text
-    assert "other problems:\n  unknown key 1" in text
+    assert "not known:\n  1  [line" in text
 
 
 def test_a_misspelled_key_is_not_taken_for_a_disabled_section(tmp_path: Path) -> None:
@@ -561,7 +560,7 @@ def is_legal(path: str, value: str) -> bool:
     if path.startswith("reward.models.model."):
         put(plain, "reward.models.model.model_name", "x")
     put(plain, path, yaml.safe_load(value))
-    return not build_config(RUN_CONFIGS[kind], plain, Sources())[1]
+    return not build_config(RUN_CONFIGS[kind], plain)[1]
 
 
 TEXTS = ("0", "1", "-1", "grpo", "fsdp", "${seed}", "")

@@ -15,7 +15,6 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.foreign import canonical, find_foreign
 from nemo_like.config.foreign_tables import all_entries, same_keys
 from nemo_like.config.keys import type_at
-from nemo_like.config.yaml_locations import Sources
 from tests.config.test_foreign import listed, put
 
 CONFIGS = Path(__file__).parent / "foreign"
@@ -116,7 +115,7 @@ def default_config(kind: str) -> Any:
     keys = ["run_name", "policy.model_name", "data.train_path", "reward.models.model.model_name"]
     for key in (*keys, *(["distill.teacher"] if kind == "distill" else [])):
         put(plain, key, "x")
-    config, _ = build_config(RUN_CONFIGS[kind], plain, Sources())
+    config, _ = build_config(RUN_CONFIGS[kind], plain)
     assert config is not None
     return config
 

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.registry import detect_kind, load_config
 from nemo_like.algorithms.sft.config import SftRunConfig
-from nemo_like.config.arithmetic import register_arithmetic
 from nemo_like.config.errors import ConfigError
+from nemo_like.config.interpolation import register_arithmetic
 
 BASE = """
 run_name: base
@@ -84,7 +84,7 @@ def test_later_files_come_over_earlier_ones_through_several_levels(tmp_path: Pat
     assert config.policy.sequence_packing.train_mb_tokens == 1024
 
 
-def test_a_config_of_hydras_form_can_be_inherited_by_path(tmp_path: Path):
+def test_a_config_with_a_list_of_names_can_be_inherited(tmp_path: Path):
     files = {"base": BASE, "inner": "defaults: [base, _self_]\nseed: 5\n"}
     path = write(tmp_path, **files, other__child="defaults: ../inner.yaml\nrun_name: child\n")
     config = load_config(SftRunConfig, path)
@@ -117,7 +117,7 @@ def test_the_examples_can_be_inherited_by_an_absolute_path(tmp_path: Path):
         ({"a": "defaults: child.yaml\n", "child": "defaults: a.yaml\n"}, ("circle", "a.yaml")),
         (
             {"a": "defaults: [{policy: x}]\n", "child": "defaults: a.yaml\n"},
-            ("a.yaml:1", "Hydra groups"),
+            ("a.yaml:1", "config groups"),
         ),
         (
             {"child": "defaults: base.yaml\nsft: {max_num_steps: '${div:4,0}'}\n"},
@@ -138,10 +138,6 @@ def test_the_examples_can_be_inherited_by_an_absolute_path(tmp_path: Path):
         (
             {"child": "defaults: base.yaml\nseed: ${div:3,2}\n"},
             ("seed", "1.5", "integer", "child.yaml:2"),
-        ),
-        (
-            {"child": f"defaults: base.yaml\nseed: ${{mul:{'9' * 40},2}}\n"},
-            ("seed", "finite", "child.yaml:2"),
         ),
         (
             {"child": "defaults: base.yaml\nseed: ${mul:${policy.nowhere},2}\n"},

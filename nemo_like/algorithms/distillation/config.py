@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from nemo_like.config.constraints import Above, AtLeast, AtMost, Below
+from annotated_types import Ge, Gt, Le, Lt
+
 from nemo_like.config.errors import Problem
 from nemo_like.config.schema import MAIN_SET, EpochLoopConfig, RunConfig
 
@@ -29,25 +30,25 @@ class DistillConfig(EpochLoopConfig):
     """Divergence of the student p from the teacher q per token: `reverse_kl` is KL(p || q),
     `forward_kl` KL(q || p), `mixed_kl` a weighted sum of both, `jsd` the generalized
     Jensen-Shannon divergence of GKD."""
-    forward_weight: Annotated[float, AtLeast(0), AtMost(1)] = 0.5
+    forward_weight: Annotated[float, Ge(0), Le(1)] = 0.5
     """Weight of the forward KL in `mixed_kl`; the reverse KL has the rest."""
-    jsd_beta: Annotated[float, Above(0), Below(1)] = 0.5
+    jsd_beta: Annotated[float, Gt(0), Lt(1)] = 0.5
     """Weight of the teacher in the mixture of `jsd`: near 0 it is proportional to the forward KL,
     near 1 to the reverse KL."""
-    student_temperature: Annotated[float, Above(0)] = 1.0
+    student_temperature: Annotated[float, Gt(0)] = 1.0
     """The student's logits are divided by this in the divergence."""
-    teacher_temperature: Annotated[float, Above(0)] = 1.0
+    teacher_temperature: Annotated[float, Gt(0)] = 1.0
     """The teacher's logits are divided by this in the divergence."""
-    top_k: Annotated[int | None, AtLeast(1)] = None
+    top_k: Annotated[int | None, Ge(1)] = None
     """Compare only the teacher's most probable tokens of each position; null is the complete
     vocabulary, in chunks."""
     top_k_tail: Literal["bucket", "renormalize"] = "bucket"
     """Tokens outside of `top_k`: `bucket` counts all of them as one further token of both
     distributions, `renormalize` leaves them out and renormalizes both."""
-    sft_weight: Annotated[float, AtLeast(0)] = 0.0
+    sft_weight: Annotated[float, Ge(0)] = 0.0
     """Weight of the negative log-likelihood of the rows of the data (not of sampled completions),
     which is added to the divergence."""
-    on_policy_fraction: Annotated[float, AtLeast(0), AtMost(1)] = 0.0
+    on_policy_fraction: Annotated[float, Ge(0), Le(1)] = 0.0
     """Share of the steps that train on completions which the student samples for the prompts of the
     rows, chosen at random from `seed` (lambda of GKD); the others train on the rows themselves. 0
     is off-policy, 1 on-policy distillation. Above 0 a step takes

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from nemo_like.config.constraints import Above, AtLeast, Below
+from annotated_types import Ge, Gt, Lt
+
 from nemo_like.config.errors import Problem
 from nemo_like.config.schema import EpochLoopConfig, RunConfig
 
@@ -24,15 +25,15 @@ class PreferenceLossConfig:
     """`dpo`: logistic loss of the margin of summed log-probs relative to the reference. `ipo`:
     squared error of the margin of mean log-probs relative to the reference. `simpo`: logistic loss
     of the margin of mean log-probs, without a reference."""
-    beta: Annotated[float, Above(0)] = 0.1
+    beta: Annotated[float, Gt(0)] = 0.1
     """Factor of the log-probs in the reward. Common values: 0.1 for `dpo` and `ipo`, 2 to 10 for
     `simpo`."""
-    label_smoothing: Annotated[float, AtLeast(0), Below(0.5)] = 0.0
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
     """Assumed probability that the two completions of a pair are labeled the wrong way round
     (conservative DPO). Must be 0 for `ipo`."""
-    simpo_gamma: Annotated[float, AtLeast(0)] = 0.5
+    simpo_gamma: Annotated[float, Ge(0)] = 0.5
     """Target margin of rewards for `simpo`; the other kinds do not use it."""
-    sft_loss_weight: Annotated[float, AtLeast(0)] = 0.0
+    sft_loss_weight: Annotated[float, Ge(0)] = 0.0
     """Weight of the negative log-likelihood of the chosen completion, averaged over its tokens
     (RPO), which keeps its probability from falling."""
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from nemo_like.config.constraints import Above
+from annotated_types import Gt
+
 from nemo_like.config.errors import Problem
 
 _KEY = "grpo.advantage"
@@ -30,7 +31,7 @@ class AdvantageConfig:
     components: Literal["sum", "separate"] = "sum"
     """`sum` computes the advantage of the weighted sum of reward functions and models. `separate`
     computes one advantage for each of them and adds these with their weights (GDPO)."""
-    eps: Annotated[float, Above(0)] = 1e-6
+    eps: Annotated[float, Gt(0)] = 1e-6
     """Constant added to every standard deviation before the division."""
 
     def problems(self, group_size: int, num_components: int | None) -> Iterator[Problem]:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
+from annotated_types import Ge
+
 from nemo_like.algorithms.grpo.advantage_config import AdvantageConfig
 from nemo_like.algorithms.grpo.checks import (
     dynamic_sampling_problems,
@@ -17,7 +19,6 @@ from nemo_like.algorithms.grpo.checks import (
 )
 from nemo_like.algorithms.grpo.sampling_config import DynamicSamplingConfig, OverlongConfig
 from nemo_like.config.check import batching_section
-from nemo_like.config.constraints import AtLeast
 from nemo_like.config.errors import Problem
 from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.parallel import is_colocated, policy_layout
@@ -30,24 +31,24 @@ from nemo_like.integer_math import nearest_multiples
 class GrpoConfig:
     """The GRPO loop. Rows per step = `num_prompts_per_step` x `num_generations_per_prompt`."""
 
-    num_prompts_per_step: Annotated[int, AtLeast(1)] = 8
+    num_prompts_per_step: Annotated[int, Ge(1)] = 8
     """Prompts per step."""
-    num_generations_per_prompt: Annotated[int, AtLeast(1)] = 4
+    num_generations_per_prompt: Annotated[int, Ge(1)] = 4
     """Group size: completions sampled per prompt. At least 2, as the advantage compares them; 3
     with `grpo.advantage.normalize=leave_one_out_std`, 1 with `grpo.advantage.baseline=none`."""
-    max_num_steps: Annotated[int, AtLeast(1)] = 100
+    max_num_steps: Annotated[int, Ge(1)] = 100
     """Steps of rollout and training. Each has rows per step / `policy.train_global_batch_size`
     optimizer steps, times `grpo.num_epochs_per_rollout`."""
-    num_epochs_per_rollout: Annotated[int, AtLeast(1)] = 1
+    num_epochs_per_rollout: Annotated[int, Ge(1)] = 1
     """Passes over the rows of a rollout, each in another order. The previous log-probs are computed
     once, before the first."""
-    reference_update_period: Annotated[int, AtLeast(0)] = 0
+    reference_update_period: Annotated[int, Ge(0)] = 0
     """Copy the policy into the reference of the KL penalty after every so many steps; 0 keeps the
     initial policy. Checkpoints then have the reference as well."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
-    max_staleness: Annotated[int, AtLeast(0)] = 0
+    max_staleness: Annotated[int, Ge(0)] = 0
     """Max number of weight updates between the sampling of a token and the step that trains on it.
     0 is synchronous: a step's completions are sampled with its own weights. Above 0 the completions
     of up to this many later steps are sampled while a step trains; needs `cluster.backend=ray`, and
@@ -59,14 +60,14 @@ class GrpoConfig:
     partial_completions: Literal["continue", "restart"] = "continue"
     """Unfinished completions after an update with `grpo.weight_update=in_flight`: `continue` keeps
     their tokens, `restart` discards them and samples again with the new weights."""
-    val_period: Annotated[int, AtLeast(0)] = 0
+    val_period: Annotated[int, Ge(0)] = 0
     """Validate after every so many steps; 0 validates only at the end. Needs
     `data.validation_path`."""
     val_at_start: bool = True
     """Validate before the first step as well."""
-    val_temperature: Annotated[float, AtLeast(0)] = 0.0
+    val_temperature: Annotated[float, Ge(0)] = 0.0
     """Sampling temperature of validation answers; 0 is greedy decoding."""
-    val_num_samples: Annotated[int, AtLeast(1)] = 1
+    val_num_samples: Annotated[int, Ge(1)] = 1
     """Validation answers per prompt. Above 1 avg@n and pass@k are logged; needs
     `grpo.val_temperature` above 0."""
     val_pass_reward: float = 1.0

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from nemo_like.config.constraints import Above, AtLeast
+from annotated_types import Ge, Gt
+
 from nemo_like.config.errors import Problem
 
 
@@ -19,7 +20,7 @@ class DynamicSamplingConfig:
     sample completions for the following prompts of the epoch in their place. With
     `grpo.advantage.components=separate` the values of every reward function must be equal. Needs
     `grpo.max_staleness=0`."""
-    max_refills: Annotated[int, AtLeast(0)] = 3
+    max_refills: Annotated[int, Ge(0)] = 3
     """Max times that a step samples for further prompts. Each time it takes as many as groups are
     missing. After that the step trains on the groups it has; without any it trains nothing."""
 
@@ -31,10 +32,10 @@ class OverlongConfig:
     filter: bool = False
     """Give truncated completions no loss, and conversations that `environment.max_tokens` ended.
     Their rewards stay in the baseline of their group."""
-    penalty_buffer: Annotated[int, AtLeast(0)] = 0
+    penalty_buffer: Annotated[int, Ge(0)] = 0
     """Tokens before `policy.generation.max_new_tokens` in which the soft penalty grows from 0 to
     `grpo.overlong.penalty_factor`; 0 turns it off."""
-    penalty_factor: Annotated[float, Above(0)] = 1.0
+    penalty_factor: Annotated[float, Gt(0)] = 1.0
     """Reward that a completion of `policy.generation.max_new_tokens` tokens loses."""
 
     def problems(self, max_new_tokens: int) -> Iterator[Problem]:

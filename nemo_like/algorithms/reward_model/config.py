@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-from nemo_like.config.constraints import AtLeast
+from annotated_types import Ge
+
 from nemo_like.config.errors import Problem
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import EpochLoopConfig, RunConfig
@@ -16,7 +17,7 @@ from nemo_like.config.schema import EpochLoopConfig, RunConfig
 class RewardModelConfig(EpochLoopConfig):
     """The training loop of a reward model: length of the run, validation and loss."""
 
-    center_coefficient: Annotated[float, AtLeast(0)] = 0.0
+    center_coefficient: Annotated[float, Ge(0)] = 0.0
     """Weight of the squared sum of the two scores of a pair, which keeps scores near 0. The
     preferences determine differences of scores only. A common value is 0.01."""
 
