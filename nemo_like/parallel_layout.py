@@ -44,6 +44,10 @@ Sync = Literal["microbatch", "step"]
 """Where the ranks of a layout wait for each other: at every microbatch, or once per optimizer step.
 A plan balances work over the ranks between two such points.
 """
+Oversize = Literal["error", "truncate", "drop", "singleton"]
+"""Treatment of a row above the token limit of a microbatch: an error, or it is truncated, left out
+or alone.
+"""
 RowLayout = Literal["packed", "padded"]
 """Rows of a microbatch: concatenated, or padded to the longest row of their microbatch."""
 MAX_UNSHARDED_BYTES = 4 << 30

@@ -30,6 +30,7 @@ from nemo_like.config.optimization import EmaConfig, OptimizerConfig, SchedulerC
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.reward import RewardConfig
 from nemo_like.config.text import counted
+from nemo_like.parallel_layout import Oversize
 
 PackingName = Literal[
     "balanced",
@@ -120,7 +121,7 @@ class PolicyConfig:
     enabled."""
     max_total_sequence_length: Annotated[int, Ge(2)] = 1024
     """Max tokens of a row, prompt and completion together."""
-    oversize_rows: Literal["error", "truncate", "drop", "singleton"] = "error"
+    oversize_rows: Oversize = "error"
     """Treatment of rows above `max_total_sequence_length`: `error` stops, `truncate` removes the
     end of a conversation or the beginning of a prompt, `drop` leaves the row out, `singleton` runs
     it in a separate microbatch with a warning (needs sequence packing or dynamic batching)."""

@@ -350,7 +350,7 @@ def check_rank(rank: int, num_ranks: int) -> None:
 
 
 def _check_group(states: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError unless `states`, sorted by rank, are those of all ranks of one group."""
+    """Raise ValueError unless `states`, sorted by rank, are from all ranks of one group."""
     if not states or len(states) != states[0]["num_ranks"]:
         raise ValueError(
             f"{len(states)} states were given; the states of all"

@@ -11,13 +11,14 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from nemo_like.data.planning.spec import Oversize, PlanSpec
+from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.data.row_order import ShardedOrder, check_rank
 from nemo_like.data.streaming.alignment import Coordinator
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.integer_math import ceil_div, check_integer
+from nemo_like.parallel_layout import Oversize
 from nemo_like.torch_data.feeds import IterableFeed, MapFeed, MapStyle
-from nemo_like.torch_data.sample_stream import ColumnLength, SampleNumbers, SampleStream
+from nemo_like.torch_data.sample_stream import ColumnLength, SampleStream
 
 Sample = TypeVar("Sample")
 BatchingStrategy = Literal["prefer_closest", "prefer_first"]
@@ -188,12 +189,12 @@ class LoadBalancedDataset(_ResumableDataset, Generic[Sample]):
     """One list of batches per optimizer step, formed from a pool of samples by their lengths.
 
     Use it with `DataLoader(dataset, batch_size=None)` and a `collate_fn` for a list of batches. The
-    rules of selection are those of Cosmos-RL. With workers, each has its own pool, and the
+    rules of selection are the rules of Cosmos-RL. With workers, each has its own pool, and the
     DataLoader takes their groups in turns.
 
-    A resume is exact: with `state_dict` and `load_state_dict` without reading a row again except
-    those of the pool (with workers through torchdata's StatefulDataLoader), with `skip_batches` by
-    reading and discarding the rows of the skipped groups.
+    A resume is exact: with `state_dict` and `load_state_dict` only the rows of the pool are read
+    again (with workers through torchdata's StatefulDataLoader), with `skip_batches` the rows of the
+    skipped groups are read and discarded.
     """
 
     def __init__(
@@ -317,7 +318,7 @@ class LoadBalancedDataset(_ResumableDataset, Generic[Sample]):
         return SampleStream(
             feed,
             self.spec,
-            SampleNumbers(length_of=self.length_of),
+            lambda sample: (self.length_of(sample), None, 0),
             self.coordinator,
             infinite_loop=self.infinite_loop,
         )

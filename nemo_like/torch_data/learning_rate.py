@@ -123,8 +123,8 @@ class VariableBatchSizeLR(LRScheduler):
     def start_epoch(self, batch_sizes: Sequence[int]) -> None:
         """Use `batch_sizes` from the next optimizer step on, which has the first of them.
 
-        Called before the first optimizer step of an epoch whose batches differ from those of the
-        last one. The base scheduler continues. Raises ValueError for streams.
+        Called before the first optimizer step of an epoch whose batches differ from the batches of
+        the last one. The base scheduler continues. Raises ValueError for streams.
         """
         if self._batch_sizes is None:
             raise ValueError("no batch_sizes were given: streams call set_next_batch_size instead")
@@ -159,7 +159,7 @@ class VariableBatchSizeLR(LRScheduler):
         self._choose_batch_size()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the complete state, a copy, with that of the base scheduler."""
+        """Return the complete state, a copy, with the state of the base scheduler."""
         sizes = None if self._batch_sizes is None else list(self._batch_sizes)
         return {
             "base_scheduler": copy.deepcopy(self.base_scheduler.state_dict()),
@@ -238,7 +238,7 @@ class VariableBatchSizeLR(LRScheduler):
 
 
 def _checked_batch_sizes(batch_sizes: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Return the batch sizes as a tuple; raises ValueError if there is none, or one below 1."""
+    """Return the batch sizes as a tuple; raises ValueError without sizes, or for one below 1."""
     if batch_sizes is None:
         return None
     sizes = []

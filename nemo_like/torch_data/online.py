@@ -20,12 +20,7 @@ from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.integer_math import check_integer
 from nemo_like.torch_data.feeds import IterableFeed, MapFeed, MapStyle, StartMethod, WorkerOptions
 from nemo_like.torch_data.packed_batch import token_mean_scale
-from nemo_like.torch_data.sample_stream import (
-    ColumnLength,
-    SampleNumbers,
-    SampleStream,
-    count_trained,
-)
+from nemo_like.torch_data.sample_stream import ColumnLength, SampleStream, count_trained
 
 Sample = TypeVar("Sample")
 Batch = TypeVar("Batch")
@@ -135,14 +130,13 @@ class OnlineBatchLoader(Generic[Sample, Batch]):
                 shuffle=shuffle,
             )
             feed = MapFeed(dataset, order, options, seed_rows=seed_rows)  # pyright: ignore[reportArgumentType]
+        num_tokens = length_of or ColumnLength("input_ids")
+        num_trained = num_trained_of or count_trained
+        extra = extra_of or (lambda sample: 0)
         self._stream = SampleStream(
             feed,
             spec,
-            SampleNumbers(
-                length_of=length_of or ColumnLength("input_ids"),
-                num_trained_of=num_trained_of or count_trained,
-                extra_of=extra_of or (lambda sample: 0),
-            ),
+            lambda sample: (num_tokens(sample), num_trained(sample), extra(sample)),
             self._coordinator,
             join=join,
             max_window_bytes=max_window_bytes,

@@ -70,7 +70,7 @@ def pad_packed_input(
     and grows. The FlashAttention arguments are computed again from the position ids. Values other
     than [1, T] tensors are kept. `batch` is not modified.
 
-    Position ids of the padding may exceed those of every row, which matters for models with learned
+    Position ids of the padding may exceed all others, which matters for models with learned
     position embeddings: `length` must not exceed their number by more than the rows fill.
 
     Raises ValueError for a batch longer than `length` if `overflow` is "error", a [1, T] column

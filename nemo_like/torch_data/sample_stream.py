@@ -53,17 +53,6 @@ def count_trained(sample: Any) -> int | None:
     return int((labels[1:] != IGNORE_INDEX).sum())
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleNumbers(Generic[Sample]):
-    """Functions of a sample that give the planner its numbers."""
-
-    length_of: Callable[[Sample], int]
-    num_trained_of: Callable[[Sample], int | None] = lambda sample: None
-    """Tokens with loss; None: all but the first."""
-    extra_of: Callable[[Sample], int] = lambda sample: 0
-    """Use of the second resource."""
-
-
 class SampleStream(Generic[Sample]):
     """The steps of one rank, with their samples."""
 
@@ -71,7 +60,7 @@ class SampleStream(Generic[Sample]):
         self,
         feed: MapFeed[Sample] | IterableFeed[Sample],
         spec: StreamSpec,
-        numbers: SampleNumbers[Sample],
+        numbers_of: Callable[[Sample], tuple[int, int | None, int]],
         coordinator: Coordinator | None = None,
         *,
         join: bool = True,
@@ -80,7 +69,9 @@ class SampleStream(Generic[Sample]):
     ) -> None:
         """Plan the samples of `feed`: of one epoch, or with `infinite_loop` of one after the other.
 
-        When the samples in the window have `max_window_bytes`, a microbatch is formed.
+        `numbers_of` returns the length of a sample, its tokens with loss (None: all but the first)
+        and its use of the second resource. When the samples in the window have `max_window_bytes`,
+        a microbatch is formed.
         """
         self.feed = feed
         self.planner = AlignedPlanner(spec, coordinator or SingleCoordinator(), join=join)
@@ -90,7 +81,7 @@ class SampleStream(Generic[Sample]):
         """Number of a sample of an earlier step that is kept, see `keep_spare`."""
         self.wait_s = 0.0
         """Time that the last step waited for its samples."""
-        self._numbers = numbers
+        self._numbers_of = numbers_of
         self._infinite_loop = infinite_loop
         self._max_window_bytes = max_window_bytes
         self._num_bytes: dict[int, int] = {}
@@ -197,7 +188,7 @@ class SampleStream(Generic[Sample]):
         incoming = self.feed.samples([*lengths, *spare])
         for number, expected in lengths.items():
             sample = next(incoming).sample
-            _check_same_length(number, expected, self._numbers.length_of(sample))
+            _check_same_length(number, expected, self._numbers_of(sample)[0])
             self._keep(number, sample)
         for number in spare:
             self.samples[number] = next(incoming).sample
@@ -205,10 +196,7 @@ class SampleStream(Generic[Sample]):
         return incoming
 
     def _push(self, number: int, sample: Sample) -> None:
-        numbers = self._numbers
-        length = numbers.length_of(sample)
-        num_trained = numbers.num_trained_of(sample)
-        if self.planner.push(number, length, num_trained, numbers.extra_of(sample)):
+        if self.planner.push(number, *self._numbers_of(sample)):
             self._keep(number, sample)
             self._num_epochs_without_rows = 0
 

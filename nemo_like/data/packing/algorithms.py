@@ -143,7 +143,7 @@ class SequencePacker:
     def _pack_balanced(self, lengths: np.ndarray) -> Packing:
         """Run the joint scheduler for one rank, with tokens as work. `lengths` is int64 [n]."""
         # Without a cost model tokens are the only known measure of work. With one rank every bin
-        # is a microbatch, so the bin count settings are those of microbatches.
+        # is a microbatch, so the bin count settings apply to microbatches.
         if len(lengths) == 0 and self.min_bin_count:
             self._check_num_bins(self.min_bin_count, 0)
         return schedule(

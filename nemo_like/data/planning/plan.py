@@ -296,7 +296,7 @@ class BatchPlan:
         )
 
     def _imbalance(self, work: np.ndarray) -> float:
-        """Sum over steps of the max-loaded rank's work over that of the mean rank.
+        """Sum over steps of the max-loaded rank's work over the mean rank's work.
 
         `work` float64 [n] is that of each of `rows`.
         """
@@ -410,7 +410,7 @@ def join_steps(
 
 
 def _rank_major_bins(steps: list[Packing], num_ranks: int) -> Packing:
-    """Join the bins of all steps; those of rank 0 over all steps come first."""
+    """Join the bins of all steps; the bins of rank 0 over all steps come first."""
     if not steps:
         return Packing(np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
     if len(steps) == 1:

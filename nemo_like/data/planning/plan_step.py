@@ -171,7 +171,7 @@ def _items(
 
 
 def _sums(groups: Packing | None, values: np.ndarray | None) -> np.ndarray | None:
-    """Sum `values` [n] of rows over the groups, [I]; without groups they are those of items."""
+    """Sum `values` [n] of rows over the groups, [I]; without groups an item is a row."""
     return values if values is None or groups is None else groups.loads(values)
 
 

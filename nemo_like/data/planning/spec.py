@@ -9,11 +9,10 @@ from typing import Any, Literal, get_args
 from nemo_like.data.packing.algorithms import PackingAlgorithm
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.integer_math import check_integer
-from nemo_like.parallel_layout import PaddingMultiples, ParallelLayout, RowLayout, Sync
+from nemo_like.parallel_layout import Oversize, PaddingMultiples, ParallelLayout, RowLayout, Sync
 
 Balance = Literal["flops", "tokens", "none"]
 MicrobatchOrder = Literal["packer", "largest_first"]
-Oversize = Literal["error", "truncate", "singleton", "drop"]
 
 
 @dataclass(frozen=True, slots=True)

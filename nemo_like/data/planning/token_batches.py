@@ -16,8 +16,8 @@ from typing import Literal, get_args
 import numpy as np
 
 from nemo_like.data.packing.packers import checked_lengths, prefix_sums
-from nemo_like.data.planning.spec import Oversize
 from nemo_like.integer_math import ceil_div, check_integer, round_up
+from nemo_like.parallel_layout import Oversize
 
 logger = logging.getLogger(__name__)
 
@@ -182,19 +182,13 @@ def batch_by_tokens(
         raise ValueError(
             f"length_multiple is {length_multiple}: give at most max_tokens, {max_tokens}"
         )
-    if counts not in get_args(Counts):
-        raise ValueError(f"counts is {counts!r}: give padded or summed")
     positions = _ordered(values, order, seed)
     kept, values = _without_oversized(values, positions, max_tokens, length_multiple, oversized)
     sizes = round_up(values[kept], length_multiple)
     # With `same_shape`, row j of block i is row i of microbatch j of the step that has the block.
     width = microbatches_per_step if same_shape else 1
     blocks = _blocks(sizes, width)
-    if counts == "padded":
-        bounds = _padded_bounds(blocks.max(axis=1, initial=0).tolist(), max_tokens, row_limit)
-    else:
-        bounds = _summed_bounds(blocks, max_tokens, row_limit)
-    block_offsets = np.asarray(bounds, dtype=np.int64)
+    block_offsets = _bounds(blocks, counts, max_tokens, row_limit)
     num_rows = np.repeat(np.diff(block_offsets), width)
     rows, offsets = _deal(kept, block_offsets, width)
     step_bounds = np.arange(0, len(num_rows) + microbatches_per_step, microbatches_per_step)
@@ -272,6 +266,20 @@ def _blocks(sizes: np.ndarray, width: int) -> np.ndarray:
     filled = np.zeros(round_up(len(sizes), width), dtype=np.int64)
     filled[: len(sizes)] = sizes
     return filled.reshape(-1, width)
+
+
+def _bounds(blocks: np.ndarray, counts: str, max_tokens: int, max_rows: int) -> np.ndarray:
+    """Split `blocks` int64 [n, W] into runs within the limits; returns their bounds, int64 [R + 1].
+
+    Raises ValueError for an unknown `counts`.
+    """
+    if counts == "padded":
+        bounds = _padded_bounds(blocks.max(axis=1, initial=0).tolist(), max_tokens, max_rows)
+    elif counts == "summed":
+        bounds = _summed_bounds(blocks, max_tokens, max_rows)
+    else:
+        raise ValueError(f"counts is {counts!r}: give padded or summed")
+    return np.asarray(bounds, dtype=np.int64)
 
 
 def _padded_bounds(longest: list[int], max_tokens: int, max_rows: int) -> list[int]:

@@ -286,7 +286,7 @@ class AlignedPlanner(MicrobatchFormer):
 
         The window is empty: the rows that waited must be pushed again. Give `waiting_rows` of each
         state, in the order of the ranks, as `untrained` to `ShardedOrder.load_global_state`. Counts
-        of rows start at 0. Raises ValueError unless the states are those of all ranks at one step.
+        of rows start at 0. Raises ValueError unless the states are from all ranks at one step.
         """
         ranks = sorted(int(state["rank"]) for state in states)
         if not states or ranks != list(range(states[0]["num_ranks"])):

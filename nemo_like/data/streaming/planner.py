@@ -95,7 +95,7 @@ def planned_step(
     """Return the step of `bins`, which `former` has just emitted.
 
     Each rank runs at least `num_microbatches`. `num_trained` are the tokens with loss over all
-    ranks; None if `bins` are those of all ranks.
+    ranks; None if `bins` has the rows of all ranks.
     """
     rows = list(chain.from_iterable(bins))
     sizes = np.array([len(members) for members in bins], dtype=np.int64)

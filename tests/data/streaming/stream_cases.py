@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from nemo_like.data.packing.algorithms import PackingAlgorithm
 from nemo_like.data.planning.plan import Microbatch
-from nemo_like.data.planning.spec import Oversize, PlanSpec
+from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.data.streaming.planner import PlannedStep
 from nemo_like.data.streaming.selection import Selection
 from nemo_like.data.streaming.spec import StreamSpec, Tail
-from nemo_like.parallel_layout import RowLayout
+from nemo_like.parallel_layout import Oversize, RowLayout
 
 
 class Row(NamedTuple):

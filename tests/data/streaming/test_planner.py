@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from nemo_like.data.planning.padded import form_padded
 from nemo_like.data.planning.plan import BatchPlan
-from nemo_like.data.planning.spec import Oversize, PlanSpec
+from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.data.streaming.former import OversizeRowError
 from nemo_like.data.streaming.planner import PlannedStep, StreamingPlanner
 from nemo_like.data.streaming.selection import Selection
 from nemo_like.data.streaming.spec import StreamSpec
+from nemo_like.parallel_layout import Oversize
 from tests.data.streaming.stream_cases import (
     Row,
     check_metrics,
