@@ -19,9 +19,8 @@ from nemo_like.data.planning.plan import PlanSpec
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.integer_math import ceil_div, round_up
 from nemo_like.models.spec import ModelSpec
+from nemo_like.parallel_layout import Oversize
 from nemo_like.prediction.comparison import Comparison, Outcome, compare, packed_spec
-from nemo_like.parallel_layout import Oversize, Sync, engine_problems
-from nemo_like.prediction.comparison import Comparison, Outcome, compare
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.prediction.memory import GIB, MemoryModel, usable_bytes
 from nemo_like.prediction.placement import Placement
