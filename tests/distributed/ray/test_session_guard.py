@@ -110,30 +110,36 @@ SHUT_DOWN = """
 
 
 def test_a_driver_whose_raylet_dies_ends_with_one_message(tmp_path: Path) -> None:
-    """Ray ends the driver's process at its next call, without an exception."""
     script = f"""
         import os, signal
         from pathlib import Path
         import ray
         from nemo_like.config.schema import ClusterConfig
         from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
+        from nemo_like.distributed.ray.worker_group import RayWorkerGroup
+        from nemo_like.parallel_layout import ParallelLayout
+        from tests.distributed.plain_workers import PlainWorker
         {SHUT_DOWN}
-        cluster = RayVirtualCluster(ClusterConfig(cpus_per_worker=0.1))
-        children = Path("/proc/self/task", str(os.getpid()), "children").read_text().split()
-        commands = {{pid: Path("/proc", pid, "cmdline").read_bytes() for pid in children}}
-        raylets = [pid for pid, each in commands.items() if b"/raylet\\0" in each]
-        assert len(raylets) == 1
-        os.kill(int(raylets[0]), signal.SIGKILL)
-        while True:
-            ray.nodes()
+        with RayVirtualCluster(ClusterConfig(cpus_per_worker=0.1)) as cluster:
+            layout = ParallelLayout()
+            options = dict(name="policy", parallel_layout=layout)
+            group = RayWorkerGroup(cluster, PlainWorker, {{}}, **options)
+            children = Path("/proc/self/task", str(os.getpid()), "children").read_text().split()
+            commands = {{pid: Path("/proc", pid, "cmdline").read_bytes() for pid in children}}
+            raylets = [pid for pid, each in commands.items() if b"/raylet\\0" in each]
+            assert len(raylets) == 1
+            os.kill(int(raylets[0]), signal.SIGKILL)
+            while True:
+                group.run_all_workers("multiply", 2)
         """
     errors = tmp_path / "errors"
     with errors.open("w") as file:
         driver = start_python(script, stderr=file)
-        assert driver.wait(60) != 0
-    # A cluster that is shut down is not reported.
-    wait_until(lambda: errors.read_text().count("error: the driver ended without closing its") == 1)
-    assert "resume=true" in errors.read_text()
+        assert driver.wait(90) == 1
+    ends = [line for line in errors.read_text().splitlines() if "its node left the cluster" in line]
+    assert len(ends) == 1 and "worker 0 of the policy group" in ends[0]
+    # A cluster that is closed is not reported by its guard.
+    assert "the driver ended without closing" not in errors.read_text()
 
 
 def test_a_session_whose_guard_is_gone_too_is_removed_by_the_next_run(
