@@ -19,7 +19,7 @@ from nemo_like.models.weight_files import read_header, weight_sizes
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.freezing import frozen_parameters
 from nemo_like.policy.megatron.param_map import ModelSharding
-from nemo_like.training.lora_checks import check_lora, check_quantization
+from nemo_like.training.checks import check_lora, check_quantization
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -23,9 +23,8 @@ from nemo_like.run.directory import (
 )
 from nemo_like.run.progress import Progress
 from nemo_like.run.tracking import check_logger, run_log
-from nemo_like.training.checks import check_frozen_models, frozen_models
+from nemo_like.training.checks import check_frozen_models, check_resumed_lora, frozen_models
 from nemo_like.training.dataset import RunData
-from nemo_like.training.lora_checks import check_resumed_lora
 from nemo_like.training.model_files import open_model_spec
 from nemo_like.training.run import TrainingRun
 from nemo_like.training.run_lines import header_lines

@@ -10,7 +10,7 @@ from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import counted
 from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.trained_sizes import frozen_share
-from nemo_like.training.lora_checks import lora_line
+from nemo_like.training.checks import lora_line
 
 _OPTIMIZER = (
     ("policy/grad_norm", "grad norm {:.3g}"),
