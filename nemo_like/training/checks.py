@@ -1,4 +1,4 @@
-"""Checks of the models of a run before its workers start: LoRA settings, identities of frozen models.
+"""Checks of the models of a run before its workers start: LoRA settings and frozen models.
 
 A checkpoint has no weights of frozen models: the model below LoRA adapters, the reference, teachers
 and reward models. It continues only with the models that it was trained with.
