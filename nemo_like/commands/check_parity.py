@@ -8,6 +8,7 @@ after a resume from the layout's checkpoint in one process.
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from nemo_like.algorithms.registry import load_any_config
+from nemo_like.commands.failures import FAILED, say
 from nemo_like.commands.tiny_model import save_tiny_copy
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import (
@@ -114,6 +117,14 @@ class _Trained(NamedTuple):
     """Weights after the last step, by Hugging Face name."""
     logprobs: Jagged
     """Log-probs of every row before the first step, float32."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the comparison; return the exit code, 1 for a difference. Raises ConfigError."""
+    config = load_any_config(arguments.config, arguments.overrides, arguments.kind)
+    report = check_parity(config)
+    say(str(report))
+    return 0 if report.is_equal else FAILED
 
 
 def check_parity(config: RunConfig) -> ParityReport:

@@ -1,167 +1,188 @@
-"""`nemo-like eval`: score a model on files of prompts, or compute its perplexity on SFT rows."""
+"""`nemo-like eval`: score a model on validation files, or compute its perplexity on SFT rows."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from nemo_like.algorithms.grpo.config import GrpoRunConfig
-from nemo_like.algorithms.registry import load_any_config
-from nemo_like.commands.answer_config import AnswerRunConfig, answer_config, described_settings
-from nemo_like.commands.answer_files import Record
-from nemo_like.commands.answer_records import AnswerRequest, collect_records, prompt_record
-from nemo_like.commands.answer_rows import PromptFile, left_out_text, named_files, open_prompts
-from nemo_like.commands.answer_scores import add_model_scores, described_models, open_models
-from nemo_like.commands.eval_results import Results, evaluation_results, results_json, results_table
-from nemo_like.commands.generate import checked_num_samples
-from nemo_like.commands.reward_names import INCLUDED, named_models, reward_functions
+import numpy as np
+
+from nemo_like.algorithms.sft.loop import evaluate_batches
+from nemo_like.commands.answers import Answers, Record, load_prompts, no_short_row, prompt_record
+from nemo_like.commands.failures import say
+from nemo_like.commands.generate import (
+    AnswerRunConfig,
+    answer_config,
+    described_settings,
+    weight_files,
+    with_temperature,
+)
+from nemo_like.config.build import to_dict
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.schema import RunConfig
-from nemo_like.config.text import printable
+from nemo_like.config.schema import ClusterConfig
+from nemo_like.config.text import counted
+from nemo_like.data.collate import EncodedRow
+from nemo_like.data.datasets import SFT_ROWS
+from nemo_like.data.encoded_rows import EncodedRows
+from nemo_like.environments.reward import RewardSample
+from nemo_like.generation.requests import SamplingParams
+from nemo_like.metrics import metric_values
 from nemo_like.rollout.answers import Answer
+from nemo_like.rollout.collector import RolloutJob
+from nemo_like.rollout.intervals import Estimate, estimates
+from nemo_like.rollout.metrics import ScoredAnswers, answer_means
 from nemo_like.run.files import reporting_write_errors, write_text
 from nemo_like.run.progress import Progress
-from nemo_like.training.evaluation import AnswerSampling
+from nemo_like.training.encoding import encode_conversation
 from nemo_like.training.model_files import open_encoder, open_model_spec
+from nemo_like.training.rollout_workers import (
+    RewardModelFiles,
+    open_reward_models,
+    start_reward_models,
+)
+from nemo_like.training.validation_sets import PromptSet
+from nemo_like.training.workers import group_starter, local_policy
 
 RESULTS = "results.json"
 ANSWERS = "answers.jsonl"
+_BATCH_ROWS = 64
+_NO_INFLUENCE = ("mb_tokens", "num_workers", "max_restarts")
+"""Keys of a reward model that change its scores by rounding only."""
+
+Results = dict[str, Any]
+"""Results of one set as JSON values: `metrics` has each metric with its interval."""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate, print the results and return the exit code. Raises ConfigError."""
-    _check(arguments)
-    base = None
-    if arguments.from_config is not None:
-        base = load_any_config(arguments.from_config)
-        if arguments.model is None:
-            arguments.model = base.policy.model_name
-    files = named_files(arguments.data)
-    if not files and base is not None:
-        files = dict(base.data.validation_files)
-    if not files:
-        raise ConfigError("there is no file to evaluate on; give --data FILE")
-    if arguments.perplexity:
-        from nemo_like.commands.perplexity import measure_perplexity
-
-        results = measure_perplexity(arguments, files, base)
-    else:
-        results = _score(arguments, files, base)
-    text = json.dumps(results_json(results), indent=2)
-    if arguments.out is not None:
-        path = arguments.out / RESULTS
-        with reporting_write_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text + "\n")
-    encoding = sys.stdout.encoding or "utf-8"
-    print(printable(text if arguments.json else results_table(results), encoding))
-    return 0
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for options that contradict each other."""
-    if arguments.model is None and arguments.from_config is None:
-        raise ConfigError("there is no model to evaluate; give --model DIR")
-    if arguments.resume and arguments.out is None:
-        raise ConfigError("--resume continues the results of --out; name their directory with it")
     if not 0 < arguments.confidence < 1:
         raise ConfigError(
             f"--confidence is {arguments.confidence:g}; it must be between 0 and 1, e.g. 0.95"
         )
-    out = arguments.out
+    out: Path | None = arguments.out
     if out is not None and not arguments.resume and (out / RESULTS).exists():
         raise ConfigError(
             f"--out {out} has results already; choose another directory, or keep its answers with"
             " --resume"
         )
+    config = answer_config(arguments)
+    if arguments.perplexity:
+        results = _measure_perplexity(config)
+    else:
+        results = _score(config, out, resume=arguments.resume, confidence=arguments.confidence)
+    text = json.dumps(results, indent=2)
+    if out is not None:
+        path = out / RESULTS
+        with reporting_write_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text + "\n")
+    say(text if arguments.json else _table(results))
+    return 0
 
 
-def _sampling_of(base: RunConfig | None, arguments: argparse.Namespace) -> AnswerSampling:
-    """Return the sampling of a training config's validation, replaced by the options."""
-    sampling = AnswerSampling()
-    if isinstance(base, GrpoRunConfig):
-        sampling = AnswerSampling(
-            temperature=base.grpo.val_temperature,
-            num_samples=base.grpo.val_num_samples,
-            pass_reward=base.grpo.val_pass_reward,
-        )
-    given = {
-        "temperature": arguments.temperature,
-        "num_samples": arguments.num_samples,
-        "pass_reward": arguments.pass_reward,
-    }
-    checked_num_samples(arguments.num_samples)
-    return replace(sampling, **{name: value for name, value in given.items() if value is not None})
+def _measure_perplexity(config: AnswerRunConfig) -> dict[str, Any]:
+    """Return loss, perplexity and token accuracy of every file, computed by this process."""
+    encoder = open_encoder(config, open_model_spec(config).vocab_size)
+    sets: dict[str, Results] = {}
+    encoded: dict[str, list[EncodedRow]] = {}
+    for name, rows in load_prompts(config, SFT_ROWS).items():
+        found = EncodedRows(rows, partial(encode_conversation, encoder, config))
+        encoded[name] = [row for row in found.fetch(range(len(rows))) if row is not None]
+        num_rows = len(encoded[name])
+        if num_rows == 0:
+            raise no_short_row(config, name)
+        sets[name or "data"] = {"num_prompts": num_rows, "num_left_out": len(rows) - num_rows}
+    progress = Progress(sys.stderr)
+    with local_policy(config, needs_reference=False) as policy:
+        for name, rows in encoded.items():
+            batches = [rows[i : i + _BATCH_ROWS] for i in range(0, len(rows), _BATCH_ROWS)]
+            with progress.phase("computing the loss"):
+                values = metric_values(evaluate_batches(policy, batches))
+            found = {
+                metric: asdict(Estimate(value=value, low=None, high=None, method="none"))
+                for metric, value in values.items()
+            }
+            sets[name or "data"] |= {"metrics": found, "sources": {}}
+    return {"sets": sets, "settings": described_settings(config)}
 
 
 def _score(
-    arguments: argparse.Namespace, paths: Mapping[str, str], base: RunConfig | None
-) -> Results:
+    config: AnswerRunConfig, out: Path | None, *, resume: bool, confidence: float
+) -> dict[str, Any]:
     """Sample answers, score them, and return the results."""
-    sampling = _sampling_of(base, arguments)
-    if sampling.num_samples > 1 and sampling.temperature == 0:
-        raise ConfigError(
-            f"--num-samples is {sampling.num_samples}, but --temperature is 0, and greedy"
-            " answers to one prompt are all equal; set --temperature above 0"
-        )
-    config = answer_config(
-        arguments,
-        files=paths,
-        rewards=_rewards(arguments),
-        base=base,
-        temperature=sampling.temperature,
-    )
+    sampling = config.sampling
+    config = with_temperature(config, sampling.temperature)
     if not config.reward.weights and config.environment.path is None:
         raise ConfigError(
-            f"there is no reward to score answers with; give --reward, e.g. one of"
-            f" {', '.join(INCLUDED)}, or --reward-model"
+            "there is no reward to score answers with; set reward.functions, e.g."
+            " reward.functions={answer: {path: nemo_like.environments.math.answer_reward}}"
         )
-    models = open_models(config)
-    encoder = open_encoder(config, open_model_spec(config).vocab_size)
-    files = open_prompts(config, encoder, paths, "--data")
-    progress = Progress(sys.stderr)
-    request = AnswerRequest(
-        config=config,
-        encoder=encoder,
-        files=files,
-        num_samples=sampling.num_samples,
-        make_record=_record,
-        out=None if arguments.out is None else arguments.out / ANSWERS,
-        settings=_settings(config, sampling),
-        resume=arguments.resume,
-        finish=partial(add_model_scores, config, models) if models else None,
-    )
-    records = collect_records(request, progress)
-    left_out = left_out_text(files)
-    if left_out is not None:
-        progress.print_line(left_out)
-    return evaluation_results(
-        records,
-        files,
-        pass_reward=sampling.pass_reward,
-        confidence=arguments.confidence,
-        settings=_settings(config, sampling) | {"pass_reward": sampling.pass_reward},
-    )
+    models = _open_models(config)
+    answers = Answers(config, num_samples=sampling.num_samples)
+    settings = _settings(config)
+    path = None if out is None else out / ANSWERS
+    with answers.opened(path, settings, resume=resume) as file:
+        answers.sample(file, _record)
+        if models:
+            placed = [(*place, file.records[key]) for place, key in _placed(answers)]
+            _add_model_scores(config, models, placed)
+    sets = {}
+    for each in answers.sets:
+        records = [file.records[key] for place, key in _placed(answers) if place[0] is each]
+        found = scored_answers(records)
+        estimated = partial(_estimates, pass_reward=sampling.pass_reward, confidence=confidence)
+        num_errors = 0
+        for record in records:
+            num_errors += sum(problem is not None for problem in record.get("errors", []))
+        sources = {}
+        for source in sorted(set(each.sources or ())):
+            is_from_source = np.array(each.sources) == source
+            sources[source] = estimated(found.take(np.flatnonzero(is_from_source)))
+        sets[each.name or "data"] = {
+            "num_prompts": len(records),
+            "num_left_out": len(each.rows) - len(each.prompts),
+            "num_reward_errors": num_errors,
+            "metrics": estimated(found),
+            "sources": sources,
+        }
+    settings |= {"pass_reward": sampling.pass_reward}
+    return {"sets": sets, "settings": settings, "confidence": confidence}
 
 
-def _rewards(arguments: argparse.Namespace) -> dict[str, Mapping[str, Any]] | None:
-    """Return the sections of `reward` that the options set; None without such an option."""
-    if not arguments.reward and not arguments.reward_model:
-        return None
-    models = named_models(arguments.reward_model)
-    precision = arguments.precision
-    if precision is not None:
-        models = {name: model | {"precision": precision} for name, model in models.items()}
-    return {"functions": reward_functions(arguments.reward), "models": models}
+def _placed(answers: Answers) -> Iterator[tuple[tuple[PromptSet, int], tuple[str, int]]]:
+    """Yield the place and the key of every prompt."""
+    return zip(answers.places, answers.keys, strict=True)
 
 
-def _settings(config: AnswerRunConfig, sampling: AnswerSampling) -> dict[str, Any]:
+def _open_models(config: AnswerRunConfig) -> dict[str, RewardModelFiles]:
+    """Open the files of `reward.models`, before answers are sampled.
+
+    Raises ConfigError for a model that cannot be used, and with an environment.
+    """
+    if config.reward.models and config.environment.path is not None:
+        raise ConfigError(
+            "reward.models and environment.path are both set, and `nemo-like eval` keeps the last"
+            " turn of a conversation only, which a reward model cannot score by itself; set"
+            " ~reward.models"
+        )
+    return open_reward_models(config)
+
+
+def _settings(config: AnswerRunConfig) -> dict[str, Any]:
     """Return what determines answers and rewards, as JSON values."""
+    models = {}
+    for name, model in config.reward.models.items():
+        values = to_dict(model)
+        for key in _NO_INFLUENCE:
+            del values[key]
+        models[name] = values | {"weights": weight_files(model.model_name)}
     rewards = {}
     for name, function in config.reward.functions.items():
         rewards[name] = {
@@ -170,17 +191,17 @@ def _settings(config: AnswerRunConfig, sampling: AnswerSampling) -> dict[str, An
             "options": function.options,
         }
     return described_settings(config) | {
-        "num_samples": sampling.num_samples,
+        "num_samples": config.sampling.num_samples,
         "rewards": rewards,
-        "reward_models": described_models(config),
+        "reward_models": models,
         "on_reward_error": config.reward.on_error,
     }
 
 
-def _record(file: PromptFile, index: int, answers: Sequence[Answer]) -> Record:
-    record = prompt_record(file, index, answers)
-    if file.sources is not None:
-        record["source"] = file.sources[index]
+def _record(prompts: PromptSet, index: int, answers: Sequence[Answer]) -> Record:
+    record = prompt_record(prompts, index, answers)
+    if prompts.sources is not None:
+        record["source"] = prompts.sources[index]
     record["rewards"] = [answer.reward for answer in answers]
     names = answers[0].components
     record["components"] = {name: [answer.components[name] for answer in answers] for name in names}
@@ -189,3 +210,121 @@ def _record(file: PromptFile, index: int, answers: Sequence[Answer]) -> Record:
     if any(problem is not None for problem in problems):
         record["errors"] = problems
     return record
+
+
+def _add_model_scores(
+    config: AnswerRunConfig,
+    files: dict[str, RewardModelFiles],
+    placed: Sequence[tuple[PromptSet, int, Record]],
+) -> None:
+    """Score the answers of all records that have no scores yet; add them to their rewards.
+
+    The generator has ended, so that each reward model has the device for itself; they run in this
+    process. Raises RewardError as `ModelRewards.score` does.
+    """
+    names = list(config.reward.models)
+    missing = [each for each in placed if not set(names) <= set(each[2]["components"])]
+    if not missing:
+        return
+    # In one process, whatever the layout of the generator was.
+    cluster = ClusterConfig(
+        backend="local", gpus_per_node=min(config.cluster.gpus_per_node, 1), env=config.cluster.env
+    )
+    local = replace(config, cluster=cluster)
+    progress = Progress(sys.stderr)
+    prompts = []
+    samples = []
+    for each, index, record in missing:
+        prompt = each.prompts[index]
+        for text in record["completions"]:
+            prompts.append(prompt)
+            samples.append(
+                RewardSample(
+                    prompt=prompt.text, completion=text, answer=prompt.answer, row=prompt.row
+                )
+            )
+    job = RolloutJob(prompts, 1, SamplingParams.from_config(config.policy.generation))
+    job.samples = dict(enumerate(samples))
+    with ExitStack() as closing, progress.phase("scoring with reward models"):
+        start = group_starter(local, closing, progress, logs=None)
+        models = start_reward_models(local, files, start, progress)
+        assert models is not None, "called with reward models"
+        models.score(job)
+    first = 0
+    for _, _, record in missing:
+        rows = range(first, first + len(record["completions"]))
+        first = rows.stop
+        _add_scores(record, job, rows, names)
+
+
+def _add_scores(record: Record, job: RolloutJob, rows: range, names: Sequence[str]) -> None:
+    """Add the scores of the answers `rows` of a job to their record."""
+    for position, row in enumerate(rows):
+        record["rewards"][position] += float(job.rewards[row])
+        problem = job.reward_problems.get(row)
+        if problem is None:
+            continue
+        errors = record.setdefault("errors", [None] * len(rows))
+        errors[position] = errors[position] or str(problem)
+        if job.drops_problems:
+            record["is_scored"][position] = False
+    for name in names:
+        record["components"][name] = [float(job.components[name][row]) for row in rows]
+
+
+def scored_answers(records: Sequence[Record]) -> ScoredAnswers:
+    """Return the answers of P records, which have equally many, as arrays [P, n]."""
+    num_samples = len(records[0]["completions"])
+    # An environment may return a component in some conversations only; it is 0 in the others.
+    names: dict[str, None] = {}
+    for record in records:
+        names |= dict.fromkeys(record["components"])
+    components = {}
+    for name in names:
+        values = [record["components"].get(name, [0.0] * num_samples) for record in records]
+        components[name] = np.array(values, dtype=np.float64)
+    reasons = np.array([record["finish_reasons"] for record in records])
+    return ScoredAnswers(
+        rewards=np.array([record["rewards"] for record in records], dtype=np.float64),
+        is_scored=np.array([record["is_scored"] for record in records], dtype=bool),
+        lengths=np.array([record["num_tokens"] for record in records], dtype=np.int64),
+        is_truncated=reasons != "stop",
+        components=components,
+    )
+
+
+def _estimates(
+    answers: ScoredAnswers, *, pass_reward: float, confidence: float
+) -> dict[str, dict[str, Any]]:
+    """Return the metrics by the names of a validation, each with its interval."""
+    means = answer_means(answers, pass_reward=pass_reward)
+    found = estimates(means, confidence=confidence)
+    return {name: asdict(estimate) for name, estimate in found.items()}
+
+
+def _table(results: Mapping[str, Any]) -> str:
+    """Return the results as a table for the terminal."""
+    lines: list[str] = []
+    for name, each in results["sets"].items():
+        title = "" if name == "data" else f"{name}: "
+        title += counted(each["num_prompts"], "prompt")
+        if each["num_left_out"]:
+            title += f", {each['num_left_out']:,} left out"
+        if each.get("num_reward_errors"):
+            title += f", {each['num_reward_errors']:,} failed rewards"
+        if lines:
+            lines.append("")
+        lines += [title, *_metric_lines(each["metrics"], results)]
+        for source, metrics in each["sources"].items():
+            lines += [f"source {source}", *_metric_lines(metrics, results)]
+    return "\n".join(lines)
+
+
+def _metric_lines(metrics: Mapping[str, Any], results: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line per metric: name, value, interval and its method."""
+    for name, estimate in metrics.items():
+        line = f"  {name:<36}{estimate['value']:>12.4f}"
+        if estimate["low"] is not None:
+            interval = f"[{estimate['low']:.4f}, {estimate['high']:.4f}]"
+            line += f"  {interval} {results['confidence']:.0%} {estimate['method']}"
+        yield line

@@ -1,10 +1,10 @@
-"""`nemo-like export`: write a checkpoint of any engine and layout as a Hugging Face model.
-
-Neither a GPU nor Ray is used.
+"""`nemo-like export` writes a checkpoint of any engine and layout as a Hugging Face model;
+`nemo-like convert` makes one of a GGUF file. Neither a GPU nor Ray is used.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from nemo_like.algorithms.registry import load_any_config
+from nemo_like.commands.failures import say
 from nemo_like.config.errors import ConfigError, shown_path, similar_path_text
 from nemo_like.config.paths import resolve_policy
 from nemo_like.config.schema import PolicyConfig, RunConfig
@@ -26,6 +27,7 @@ from nemo_like.policy.checkpoint.adapter import (
     write_adapter,
 )
 from nemo_like.policy.checkpoint.hf_export import write_hf
+from nemo_like.policy.checkpoint.hf_reader import convert_gguf
 from nemo_like.policy.checkpoint.sharded_reader import (
     WEIGHT,
     CheckpointReader,
@@ -59,6 +61,26 @@ class SavedWeights:
             start = [0] * len(shape)
             weight = self._reader.read(f"{WEIGHT}/{name}", start, shape)
             yield name, weight
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Export a checkpoint and return the exit code. Raises ConfigError."""
+    step_folder = export_checkpoint(
+        arguments.source,
+        arguments.out,
+        arguments.overrides,
+        arguments.step,
+        ema=arguments.ema,
+        adapter_only=arguments.adapter,
+    )
+    say(f"wrote {arguments.out} from {step_folder}")
+    return 0
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    """Convert a GGUF file and return the exit code. Raises ConfigError."""
+    say(f"wrote {convert_gguf(arguments.source, arguments.out)}")
+    return 0
 
 
 def export_checkpoint(

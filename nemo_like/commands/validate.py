@@ -7,13 +7,15 @@ rows, and the plan of the first step. No weights are loaded and Ray is not start
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
-from nemo_like.algorithms.registry import ALGORITHMS
+from nemo_like.algorithms.registry import ALGORITHMS, load_any_config
+from nemo_like.commands.failures import WRONG_INPUT
 from nemo_like.commands.reward_model_checks import answered_sample, check_reward_models
 from nemo_like.config.check import derivation
 from nemo_like.config.schema import RunConfig
@@ -39,6 +41,14 @@ from nemo_like.training.validation_sets import check_sources, load_validation
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report of a config; return the exit code. Raises ConfigError for a wrong config."""
+    config = load_any_config(arguments.config, arguments.overrides, arguments.kind)
+    report = validate(config, without_torch=arguments.owns_process)
+    report.show(Progress())
+    return WRONG_INPUT if report.problems else 0
 
 
 def validate(config: RunConfig, *, without_torch: bool = False) -> Report:

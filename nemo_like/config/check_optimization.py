@@ -82,7 +82,7 @@ def _ema(config: RunConfig) -> Iterator[Problem]:
             ("policy.ema.use_for_validation",),
             "policy.ema.use_for_validation is true, but the completions of this validation are"
             " sampled by the generator, which has the weights: set it to false, and evaluate the"
-            " averaged model with `nemo-like eval --model <run>/hf_ema`",
+            " averaged model with `nemo-like eval policy.model_name=<run>/hf_ema`",
         )
 
 

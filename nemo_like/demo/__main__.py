@@ -19,8 +19,7 @@ from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
 from nemo_like.algorithms.registry import load_config
-from nemo_like.cli import train
-from nemo_like.config.errors import ConfigError
+from nemo_like.commands.train import train
 from nemo_like.config.schema import RunConfig
 from nemo_like.console import lasting_console
 from nemo_like.demo.task import build_demo
@@ -69,11 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(kind: str, config: RunConfig, seed: int) -> RunResult | int:
     """Run one phase; after a failure print how to continue, and return the exit code."""
-    try:
-        result = train(config)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        result = 2
+    result = train(config)
     if isinstance(result, int):
         kept = ["the model and the data in runs/demo"]
         if kind == "grpo":

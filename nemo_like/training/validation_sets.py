@@ -28,7 +28,10 @@ class PromptSet:
 
     name: str
     """"" for `data.validation_path`."""
+    rows: Rows
     prompts: Sequence[Prompt]
+    row_numbers: Sequence[int]
+    """Row of each prompt, counted from 0: rows that are too long have no prompt."""
     sources: Sequence[str] | None = None
     """The source of each prompt, with `data.source_column`."""
 
@@ -80,14 +83,18 @@ def prompt_sets(
     for name, rows in validation.items():
         encoded = EncodedRows(rows, partial(encode_question, encoder, config))
         prompts = []
-        for prompt in PromptRows(rows, encoded).fetch(range(len(rows))):
+        numbers = []
+        for number, prompt in enumerate(PromptRows(rows, encoded).fetch(range(len(rows)))):
             if prompt is not None:
                 prompts.append(prompt)
+                numbers.append(number)
         sources = None
         if config.data.source_column is not None:
             columns = [prompt.row for prompt in prompts]
             sources = row_sources(columns, config.data.source_column, validation_key(name))
-        sets.append(PromptSet(name=name, prompts=prompts, sources=sources))
+        sets.append(
+            PromptSet(name=name, rows=rows, prompts=prompts, row_numbers=numbers, sources=sources)
+        )
     return sets
 
 

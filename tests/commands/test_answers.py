@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import select
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,21 +19,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_like.cli import main
-from nemo_like.commands.answer_config import AnswerRunConfig, answer_config
-from nemo_like.commands.answer_files import AnswerFile
-from nemo_like.commands.chat import Conversation
-from nemo_like.config.errors import ConfigError
-from nemo_like.distributed.local_group import local_context
-from nemo_like.training.model_files import open_encoder
-from nemo_like.training.rollout_workers import generation_worker
 from tests.reward_models import ReferenceScores, save_reward_model
 
-CPU = ("--device", "cpu", "--max-new-tokens", "12")
+CPU = ("cluster.gpus_per_node=0", "policy.precision=float32", "policy.generation.max_new_tokens=12")
 
 
 @pytest.fixture
 def model(demo: Path) -> str:
-    return str(demo / "model")
+    return f"policy.model_name={demo}/model"
 
 
 @pytest.fixture
@@ -49,56 +45,50 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return code, captured.out, captured.err
 
 
+def data(path: Path) -> str:
+    return f"data.validation_path={path}"
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
-def test_completions_are_recorded_and_continued(model, prompts, tmp_path, capsys, monkeypatch):
+def test_completions_are_recorded_and_continued(demo, model, prompts, tmp_path, capsys):
     out = tmp_path / "out" / "answers.jsonl"
-    arguments = ("generate", "--model", model, "--prompts", prompts, *CPU, "--num-samples", 2)
-    code, _, message = run(capsys, *arguments, "--out", out, "--token-ids")
+    arguments = ("generate", model, data(prompts), *CPU, "--num-samples", 2, "--token-ids")
+    code, _, message = run(capsys, *arguments, "--out", out)
     assert code == 0 and "12 completions of 6 prompts" in message
     records = read(out)
     rows = [json.loads(line) for line in prompts.read_bytes().splitlines()]
     assert [record["row"] for record in records] == list(range(6))
     assert [record["prompt"] for record in records] == [row["prompt"] for row in rows]
     assert [record["location"] for record in records][4].endswith("prompts.jsonl:5")
-    _check_with_transformers(model, records)
+    _check_with_transformers(str(demo / "model"), records)
 
     # Without --out, one at a time, and with fewer rows: the same completions.
-    code, printed, _ = run(capsys, *arguments, "--batch-size", 1, "--max-rows", 3, "--token-ids")
+    fewer = ("policy.generation.hf.batch_size=1", "data.max_validation_rows=3")
+    code, printed, _ = run(capsys, *arguments, *fewer)
     assert code == 0
     for record, other in zip(records, map(json.loads, printed.splitlines()), strict=False):
         assert other["token_ids"] == record["token_ids"]
         assert other["logprob_sums"] == pytest.approx(record["logprob_sums"], abs=1e-4)
 
-    # Stopped by Ctrl-C after two prompts, with an incomplete line after them.
-    stopped = tmp_path / "stopped.jsonl"
-    add = AnswerFile.add
-
-    def interrupted(self: AnswerFile, record: dict[str, Any]) -> None:
-        add(self, record)
-        if len(self.records) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(AnswerFile, "add", interrupted)
-    code, _, message = run(capsys, *arguments, "--out", stopped, "--token-ids", "--batch-size", 4)
-    monkeypatch.undo()
-    assert code == 130 and "2 of 6 prompts finished" in message and "--resume" in message
-    assert len(read(stopped)) == 2
-    with stopped.open("a") as file:
-        file.write('{"row": 5, "comple')
-    code, _, message = run(capsys, *arguments, "--out", stopped, "--token-ids")
+    # Stopped after two prompts, with an incomplete line after them.
+    code, _, message = run(capsys, *arguments, "--out", out)
     assert code == 2 and "continue it with --resume" in message
-    code, _, message = run(capsys, *arguments, "--out", stopped, "--resume", "--seed", 1)
+    code, _, message = run(capsys, *arguments, "--out", out, "--resume", "seed=1")
     assert code == 2 and "has other values of seed" in message
-    assert run(capsys, *arguments, "--out", stopped, "--resume", "--token-ids")[0] == 0
-    continued = read(stopped)
+    out.write_text("\n".join(out.read_text().split("\n")[:2]) + '\n{"row": 5, "comple')
+    assert run(capsys, *arguments, "--out", out, "--resume")[0] == 0
+    continued = read(out)
     assert [each["token_ids"] for each in continued] == [each["token_ids"] for each in records]
     assert [each["row"] for each in continued] == list(range(6))
+    # A resume with fewer rows keeps the records of the others.
+    assert run(capsys, *arguments, "--out", out, "--resume", fewer[1])[0] == 0
+    assert read(out) == continued
     changed = prompts.read_text().replace("+", "+1", 1)
     prompts.write_text(changed)
-    code, _, message = run(capsys, *arguments, "--out", stopped, "--resume", "--token-ids")
+    code, _, message = run(capsys, *arguments, "--out", out, "--resume")
     assert code == 2 and "row 0 of the prompts has changed" in message
 
 
@@ -124,29 +114,34 @@ def _check_with_transformers(model: str, records: list[dict[str, Any]]) -> None:
     assert any(record["token_ids"][0] != record["token_ids"][1] for record in records)
 
 
-def test_answers_are_scored_by_functions_of_files(model, prompts, tmp_path, capsys):
+def test_answers_are_scored_by_functions(model, prompts, tmp_path, capsys, monkeypatch):
     first = json.loads(prompts.read_bytes().splitlines()[0])["prompt"]
+    stop = tmp_path / "stop"
     rewards = tmp_path / "length_rewards.py"
     rewards.write_text(
+        "from pathlib import Path\n"
         "def length(sample):\n"
+        f"    if Path({str(stop)!r}).exists():\n"
+        "        raise KeyboardInterrupt\n"
         f"    if sample.prompt == {first!r}:\n"
         "        raise KeyError(sample.row['answer'])\n"
         "    return len(sample.completion) / 10\n"
     )
+    monkeypatch.syspath_prepend(tmp_path)
     out = tmp_path / "results"
     arguments = (
-        *("eval", "--model", model, "--data", f"sums={prompts}", *CPU),
-        *("--reward", "answer", "--reward", f"{rewards}:length"),
-        *("--num-samples", 2, "--temperature", 1, "--out", out),
+        *("eval", model, f"data.validation_sets={{sums: {prompts}}}", *CPU),
+        "reward.functions.length.path=length_rewards.length",
+        *("grpo.val_num_samples=2", "grpo.val_temperature=1", "--out", out),
     )
     code, _, message = run(capsys, *arguments)
     assert code == 2 and "length_rewards.length) raised KeyError" in message
     shutil.rmtree(out)
-    drop = ("--on-reward-error", "drop")
-    code, _, message = run(capsys, *arguments, *drop)
-    assert code == 2 and "--max-error-share 0.1" in message
+    drop = "reward.on_error=drop"
+    code, _, message = run(capsys, *arguments, drop)
+    assert code == 2 and "reward.max_error_share 0.1" in message
     shutil.rmtree(out)
-    code, table, _ = run(capsys, *arguments, *drop, "--max-error-share", 0.2)
+    code, table, _ = run(capsys, *arguments, drop, "reward.max_error_share=0.2")
     assert code == 0 and "sums: 6 prompts, 2 failed rewards" in table
     answers = out / "answers.jsonl"
     records = read(answers)
@@ -162,9 +157,14 @@ def test_answers_are_scored_by_functions_of_files(model, prompts, tmp_path, caps
 
     # The same results after a resume that has to sample two prompts again.
     answers.write_text("\n".join(answers.read_text().split("\n")[1:5]) + "\n")
-    code, _, message = run(capsys, *arguments, *drop, "--max-error-share", 0.2)
+    code, _, message = run(capsys, *arguments, drop, "reward.max_error_share=0.2")
     assert code == 2 and "has results already" in message
-    options = (*drop, "--max-error-share", 0.5, "--resume", "--json")
+    options = (drop, "reward.max_error_share=0.5", "--resume", "--json")
+    stop.touch()
+    code, _, message = run(capsys, *arguments, *options)
+    assert code == 130 and "4 of 6 prompts finished" in message and "--resume" in message
+    assert len(read(answers)) == 4
+    stop.unlink()
     code, printed, _ = run(capsys, *arguments, *options)
     assert code == 0
     resumed = json.loads(printed)["sets"]["sums"]["metrics"]
@@ -176,14 +176,11 @@ def test_answers_are_scored_by_functions_of_files(model, prompts, tmp_path, caps
 def test_answers_are_scored_by_reward_models(model, prompts, recipe, tmp_path, capsys):
     directory = save_reward_model(tmp_path / "quality")
     out = tmp_path / "results"
-    config = tmp_path / "grpo.yaml"
     recipe.grpo()
-    text = (recipe.folder / "grpo.yaml").read_text().replace("backend: local", "backend: ray")
-    keys = f"{{model_name: {directory}, weight: 0.5, num_workers: 2}}"
-    config.write_text(text.replace("reward:\n", f"reward:\n  models: {{quality: {keys}}}\n"))
     arguments = (
-        *("eval", "--model", model, "--from-config", config, "--data", prompts, *CPU),
-        *("--num-samples", 2, "--temperature", 1, "--out", out),
+        *("eval", "--config", recipe.folder / "grpo.yaml", data(prompts), *CPU[2:]),
+        f"reward.models={{quality: {{model_name: {directory}, weight: 0.5}}}}",
+        *("grpo.val_num_samples=2", "grpo.val_temperature=1", "--out", out),
     )
     code, table, _ = run(capsys, *arguments)
     assert code == 0 and "quality_mean" in table
@@ -201,16 +198,33 @@ def test_answers_are_scored_by_reward_models(model, prompts, recipe, tmp_path, c
     # Stopped before the scores of two prompts, and before the last answer.
     lines = [*records[:2], *map(_without_scores, records[2:4]), records[4]]
     answers.write_text("".join(json.dumps(record) + "\n" for record in lines))
+    (out / "results.json").unlink()
     code, _, message = run(capsys, *arguments, "--resume")
     assert code == 0, message
     for record, resumed in zip(records, read(answers), strict=True):
         assert resumed["completions"] == record["completions"]
         assert resumed["rewards"] == pytest.approx(record["rewards"], abs=1e-4)
 
-    options = ("--reward-model", directory, "--json", "--max-rows", 2)
-    code, printed, _ = run(capsys, "eval", "--model", model, "--data", prompts, *CPU, *options)
+    options = (f"reward.models.judge.model_name={directory}", "~reward.functions.answer")
+    rows = ("--json", "data.max_validation_rows=2")
+    code, printed, _ = run(capsys, "eval", model, data(prompts), *CPU, *options, *rows)
     metrics = json.loads(printed)["sets"]["data"]["metrics"]
-    assert code == 0 and metrics["reward_mean"] == metrics["reward_model_mean"]
+    assert code == 0 and metrics["reward_mean"] == metrics["judge_mean"]
+
+
+def test_a_run_directory_stands_for_its_config_and_exported_model(
+    model, prompts, recipe, tmp_path, capsys
+):
+    recipe.grpo()
+    shutil.copy(recipe.folder / "grpo.yaml", tmp_path / "config.yaml")
+    arguments = ("eval", "--config", tmp_path, data(prompts), *CPU[2:], "--json")
+    code, _, message = run(capsys, *arguments)
+    assert code == 2 and "nemo-like export" in message and "policy.model_name=DIR" in message
+    named = json.loads(run(capsys, *arguments, model)[1])
+    shutil.copytree(recipe.demo / "model", tmp_path / "hf")
+    found = json.loads(run(capsys, *arguments)[1])
+    assert found["settings"]["model_name"] == str(tmp_path / "hf")
+    assert found["sets"] == named["sets"]
 
 
 def _without_scores(record: dict[str, Any]) -> dict[str, Any]:
@@ -223,59 +237,58 @@ def _without_scores(record: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
-        ("generate", ["--prompts", "{prompts}", "--model", "nowhere"], "--model is 'nowhere'"),
-        ("generate", ["--prompts", "nowhere.jsonl"], "--prompts: there is no 'nowhere.jsonl'"),
-        ("generate", ["--prompts", "{empty}.jsonl"], "empty.jsonl has no rows"),
-        ("generate", ["--prompts", "{empty}.txt"], "empty.txt has no rows"),
-        (
-            "generate",
-            ["--prompts", "{long}"],
-            "long.txt:2: the prompt has 307 tokens, --max-length",
-        ),
-        ("generate", ["--prompts", "{prompts}", "--top-p", "2"], "--top-p is 2.0; it must be"),
-        ("generate", ["--prompts", "{prompts}", "--max-length", "300"], "has 256 positions"),
-        ("generate", ["--prompts", "{prompts}", "--resume"], "name it with --out"),
-        ("generate", ["--prompts", "{prompts}", "--num-samples", "0"], "--num-samples is 0"),
-        ("generate", ["--prompts", "{prompts}", "--column", "x=y"], "'x' is not a known meaning"),
-        ("generate", ["--prompts", "{prompts}", "--tensor-parallel", "2"], "needs --backend vllm"),
-        ("eval", ["--data", "{prompts}"], "give --reward, e.g. one of answer, format"),
-        ("eval", ["--data", "{prompts}", "--reward", "answers"], "functions are answer, format"),
-        (
-            "eval",
-            ["--data", "{prompts}", "--reward-model", "{prompts}"],
-            "reward.models.reward_model.model_name",
-        ),
-        ("eval", ["--data", "{prompts}", "--reward", "math.py:f"], "there is no file"),
-        ("eval", ["--reward", "answer"], "give --data FILE"),
-        ("eval", ["--data", "{prompts}", "--reward", "answer", "--num-samples", "2"], "greedy"),
-        ("eval", ["--data", "{prompts}", "--data", "{long}"], "two files without a name"),
-        (
-            "eval",
-            ["--data", "{prompts}", "--reward", "answer", "--confidence", "95"],
-            "--confidence",
-        ),
-        ("chat", ["--model", "{plain}"], "has no chat template"),
+        ("generate", ["{prompts}", "policy.model_name=nowhere"], "policy.model_name is 'nowhere'"),
+        ("generate", ["data.validation_path=nowhere.jsonl"], "there is no '{cwd}/nowhere.jsonl'"),
+        ("generate", ["{empty}"], "empty.jsonl has no rows"),
+        ("generate", ["{long}"], "long.jsonl:2: the prompt has 307 tokens"),
+        ("generate", ["{prompts}", "policy.generation.top_p=2"], "policy.generation.top_p is 2"),
+        ("generate", [], "set data.validation_path"),
+        ("generate", ["{prompts}", "--resume"], "name them with --out"),
+        ("generate", ["{prompts}", "--num-samples", "0"], "--num-samples is 0"),
+        ("generate", ["{prompts}", "data.columns={{x: y}}"], "'x' is not a known meaning"),
+        ("generate", ["--prompts", "{prompts}"], "'--prompts'; write data.validation_path=FILE"),
+        ("eval", ["{prompts}", "--num-samples", "2"], "write grpo.val_num_samples=N"),
+        ("eval", ["{prompts}", "~reward.functions.answer"], "reward"),
+        ("eval", ["{prompts}", "reward.models.judge.model_name={cwd}"], "reward.models.judge"),
+        ("eval", ["{prompts}", "reward.functions.f.path=math.f"], "reward.functions.f.path"),
+        ("eval", ["{prompts}", "grpo.val_num_samples=2"], "greedy"),
+        ("eval", ["{prompts}", "--confidence", "95"], "--confidence"),
+        ("chat", ["policy.model_name={cwd}/plain"], "has no chat template"),
     ],
 )
 def test_wrong_input_is_one_message(
-    model, prompts, tmp_path, capsys, command: str, options: list[str], message: str
+    demo,
+    model,
+    prompts,
+    tmp_path,
+    capsys,
+    command: str,
+    options: list[str],
+    message: str,
+    monkeypatch,
 ):
-    for suffix in ("jsonl", "txt"):
-        (tmp_path / f"empty.{suffix}").write_text("\n")
-    (tmp_path / "long.txt").write_text("1+1\n" + 302 * "1" + "+1\n")
-    plain = tmp_path / "plain"
-    if "{plain}" in options:
-        shutil.copytree(model, plain)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    _write_long(tmp_path / "long.jsonl")
+    if command == "chat":
+        shutil.copytree(demo / "model", tmp_path / "plain")
         for name in ("chat_template.jinja", "tokenizer_config.json"):
-            _remove_template(plain / name)
-    places = {"prompts": prompts, "empty": tmp_path / "empty", "long": tmp_path / "long.txt"}
-    given = [option.format(**places, plain=plain) for option in options]
-    if "--model" not in given:
-        given += ["--model", model]
+            _remove_template(tmp_path / "plain" / name)
+    monkeypatch.chdir(tmp_path)
+    names = ("prompts", "empty", "long")
+    places = {name: data(tmp_path / f"{name}.jsonl") for name in names} | {"cwd": str(tmp_path)}
+    given = [option.format(**places) for option in options]
+    if not any(option.startswith("policy.model_name") for option in given):
+        given.append(model)
     code, _, text = run(capsys, command, *given)
     assert code == 2
     assert text.startswith("error: ") and "Traceback" not in text
-    assert message in text
+    assert message.format(**places) in text
+
+
+def _write_long(path: Path) -> None:
+    """The prompt of the second of three rows does not fit into the model."""
+    rows = [{"prompt": text} for text in ("1+1", 302 * "1" + "+1", "2+2")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _remove_template(path: Path) -> None:
@@ -288,99 +301,69 @@ def _remove_template(path: Path) -> None:
 
 
 def test_rows_that_are_too_long_are_left_out_and_reported(model, tmp_path, capsys):
-    (tmp_path / "long.txt").write_text("1+1\n" + 302 * "1" + "+1\n\n2+2\n")
-    arguments = ("generate", "--model", model, "--prompts", tmp_path / "long.txt", *CPU)
-    code, printed, message = run(capsys, *arguments, "--oversize-rows", "drop")
-    assert code == 0 and "1 row left out, too long" in message and "long.txt:2" in message
+    _write_long(tmp_path / "long.jsonl")
+    drop = "policy.oversize_rows=drop"
+    code, printed, message = run(
+        capsys, "generate", model, data(tmp_path / "long.jsonl"), *CPU, drop
+    )
+    assert code == 0 and "1 row left out, too long" in message and "long.jsonl:2" in message
     assert [json.loads(line)["row"] for line in printed.splitlines()] == [0, 2]
-    path = tmp_path / "long.jsonl"
+    path = tmp_path / "completed.jsonl"
     path.write_text(json.dumps({"prompt": "1+1", "completion": 302 * "1"}) + "\n")
-    arguments = ("eval", "--model", model, "--data", path, "--perplexity", "--device", "cpu")
-    code, _, message = run(capsys, *arguments, "--oversize-rows", "drop")
+    code, _, message = run(capsys, "eval", model, data(path), "--perplexity", *CPU, drop)
     assert code == 2 and f"no row of {path} is short enough" in message
 
 
-@pytest.fixture
-def settings(model) -> AnswerRunConfig:
-    from nemo_like.cli import build_parser
-
-    arguments = build_parser().parse_args(
-        ["chat", "--model", model, *CPU, "--temperature", "0", "--max-length", "40"]
-    )
-    return answer_config(arguments, files={})
+GREEDY = "policy.generation.temperature=0"
 
 
 def test_replies_of_a_pipe_are_those_of_generate(model, tmp_path, capsys, monkeypatch):
-    (tmp_path / "prompts.txt").write_text("12+7\n3+4\n")
-    arguments = ("--model", model, *CPU, "--temperature", 0)
-    _, printed, _ = run(capsys, "generate", *arguments, "--prompts", tmp_path / "prompts.txt")
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "12+7"}\n{"prompt": "3+4"}\n')
+    _, printed, _ = run(capsys, "generate", model, data(path), *CPU, GREEDY)
     expected = [json.loads(line)["completions"][0] for line in printed.splitlines()]
-    saved = tmp_path / "saved.jsonl"
-    lines = f"12+7\n/reset\n/save {saved}\n/unknown\n3+4\n\n/save {saved}\n/exit\n5+5\n"
+    # As Python reads the bytes ff fe in a UTF-8 locale.
+    lines = "12+7\n/reset\n\udcff\udcfe\n3+4\n\n/exit\n5+5\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-    code, printed, message = run(capsys, "chat", *arguments)
-    # A refused command is a message without a reply: the lines of a pipe keep their places.
-    assert code == 1 and printed == f"{expected[0]}\n\n\n{expected[1]}\n"
-    assert "[there is no reply to save yet]" in message
-    assert "[unknown command; the commands are /reset" in message
-    roles = {"user": "3+4", "assistant": expected[1]}
-    turns = [{"role": role, "content": text} for role, text in roles.items()]
-    assert read(saved) == [{"messages": turns}]
+    code, printed, message = run(capsys, "chat", model, *CPU, GREEDY)
+    # A refused message has an empty line: the lines of a pipe keep their places.
+    assert code == 1 and printed == f"{expected[0]}\n\n{expected[1]}\n"
+    assert "[the message is not UTF-8 text]" in message
+
+
+def test_a_conversation_ends_at_the_length_of_the_config(model, capsys, monkeypatch):
+    lines = "12+7\n" + 40 * "1" + "\n/reset\n12+7\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    short = "policy.max_total_sequence_length=40"
+    code, printed, message = run(capsys, "chat", model, *CPU, GREEDY, short)
+    assert code == 1 and "policy.max_total_sequence_length is 40; /reset starts" in message
+    replies = printed.removesuffix("\n")
+    first = replies[: (len(replies) - 2) // 2]
+    assert replies == f"{first}\n\n{first}"
 
 
 def test_a_closed_input_is_refused(model, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
-    assert main(["chat", "--model", str(model)]) == 2
+    assert main(["chat", str(model)]) == 2
     assert "the standard input is closed" in capsys.readouterr().err
 
 
-def test_a_message_that_is_not_utf8_is_refused(model, capsys, monkeypatch):
-    # As Python reads the bytes ff fe in a UTF-8 locale.
-    monkeypatch.setattr("sys.stdin", io.StringIO("\udcff\udcfe\n3+4\n"))
-    code, printed, message = run(capsys, "chat", "--model", model, *CPU, "--temperature", 0)
-    assert code == 1 and "[the message is not UTF-8 text]" in message
-    # The empty line of the refused message, and the reply to the next.
-    assert printed.startswith("\n") and len(printed) > 2
-
-
-def test_a_reply_is_streamed_and_can_be_stopped(settings):
-    encoder = open_encoder(settings, None)
-    worker_class, kwargs = generation_worker(settings, encoder.end_token_ids)
-    worker = worker_class(local_context(), **kwargs)
-    worker._end_ids = frozenset()
-    conversation = Conversation(worker, encoder, settings)
-    pieces: list[str] = []
-    remark = conversation.reply("12+7", pieces.append, lambda: False)
-    complete = "".join(pieces)
-    assert remark == "cut at --max-new-tokens 12" and len(pieces) > 3
-    assert [turn["content"] for turn in conversation.messages] == ["12+7", complete]
-
-    conversation.reset()
-    parts: list[str] = []
-    remark = conversation.reply("12+7", parts.append, lambda: len(parts) >= 3)
-    assert remark == "stopped" and complete.startswith("".join(parts)) and len(parts) < len(pieces)
-    assert conversation.messages[1]["content"] == "".join(parts)
-    assert worker.poll(0.0).num_unfinished == 0
-
-    # The second turn has room for some tokens, the third for none.
-    empty = {"role": "user", "content": ""}
-    num_tokens = len(conversation._encode([*conversation.messages, empty]))
-    remark = conversation.reply("1" * (37 - num_tokens), parts.append, lambda: False)
-    assert remark is not None and "the context of 40 tokens is full" in remark
-    messages = list(conversation.messages)
-    with pytest.raises(ConfigError, match="the context of the model is 40; /reset starts"):
-        conversation.reply("1", parts.append, lambda: False)
-    assert conversation.messages == messages
-
-
-def test_ctrl_c_stops_the_reply_and_not_the_program(settings):
-    from nemo_like.commands.chat import _stoppable
-
-    before = signal.getsignal(signal.SIGINT)
-    with _stoppable() as is_stopped:
-        assert not is_stopped()
-        signal.raise_signal(signal.SIGINT)
-        assert is_stopped()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) == before
+def test_ctrl_c_stops_the_reply_and_not_the_program(model):
+    """The reply of 200 tokens is streamed; the part that was printed is followed by the next."""
+    long = "policy.generation.max_new_tokens=200"
+    command = [sys.executable, "-m", "nemo_like", "chat", model, *CPU, long, "seed=3"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(b"12+7\n")
+        assert select.select([process.stdout], [], [], 120)[0]
+        shown = os.read(process.stdout.fileno(), 1000)
+        process.send_signal(signal.SIGINT)
+        process.stdin.write(b"3+4\n/exit\n")
+        printed, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors.decode()
+    assert shown and printed.endswith(b"\n") and b"Traceback" not in errors

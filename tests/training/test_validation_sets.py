@@ -80,7 +80,7 @@ def _check_eval(
     # The resolved config has the overrides of the run.
     config = recipe.folder / run / "config.yaml"
     capsys.readouterr()
-    assert main(["eval", "--from-config", str(config), "--json", "--device", "cpu", *options]) == 0
+    assert main(["eval", "--config", str(config), "--json", *options]) == 0
     found: dict[str, float] = {}
     for name, results in json.loads(capsys.readouterr().out)["sets"].items():
         prefix = "validation/" if name == "data" else f"validation/{name}/"

@@ -1,4 +1,6 @@
-"""`nemo-like config`: print the configuration reference as text or Markdown."""
+"""`nemo-like config` prints the keys of a config as text or Markdown; `nemo-like init` writes the
+example configs into a directory.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +8,21 @@ import argparse
 import shutil
 import textwrap
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from nemo_like.algorithms.registry import RUN_CONFIGS, job_schema
+from nemo_like.commands.arguments import ALL_KINDS
+from nemo_like.commands.failures import say
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.keys import type_at, unknown_key_text
 from nemo_like.config.reference import USER_NAME, KeyReference, SectionReference, section_references
 
-ALL_KINDS = "all"
 MAX_WIDTH = 100
-EPILOG = """examples:
-  nemo-like config sft                                   every key of a config for `nemo-like sft`
-  nemo-like config grpo policy.optimizer                 the keys of one section
-  nemo-like config grpo loss_fn.ratio_clip_max           one key
-  nemo-like config all --markdown > docs/configuration.md
-"""
+_PACKAGE = Path(__file__).parents[1]
+_EXAMPLES = (_PACKAGE / "example_configs", _PACKAGE.parent / "examples" / "configs")
+"""The example configs in an installed wheel (`force-include` of pyproject.toml), and in a checkout
+of the repository."""
 _MARKDOWN_HEADER = """# Configuration reference
 
 Every key of a config for {commands}. This file is generated from `nemo_like/config/schema.py`
@@ -33,22 +35,56 @@ of your choice.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `nemo-like config`."""
-    parser.add_argument(
-        "kind",
-        choices=(*RUN_CONFIGS, ALL_KINDS),
-        metavar="JOB",
-        help=f"{', '.join(RUN_CONFIGS)}, or {ALL_KINDS} for the keys of every job",
+def print_keys(arguments: argparse.Namespace) -> int:
+    """Print the reference; return the exit code. Raises ConfigError for an unknown key."""
+    say(reference_text(arguments.kind, arguments.key, markdown=arguments.markdown))
+    return 0
+
+
+def write_examples(arguments: argparse.Namespace) -> int:
+    """Copy every example config into a directory, which is created; return the exit code.
+
+    Raises ConfigError, and writes nothing, if a file of one of these names exists. Raises it as
+    well if a file cannot be written.
+    """
+    directory = arguments.directory
+    examples = example_configs()
+    targets = [directory / example.name for example in examples]
+    # A broken link does not exist, and writing to it would create a file elsewhere.
+    existing = [target for target in targets if target.exists() or target.is_symlink()]
+    if existing:
+        num_others = len(existing) - 1
+        subject = f"{existing[0]} exists"
+        if num_others:
+            subject = f"{existing[0]} and {num_others} more exist"
+        raise ConfigError(
+            f"{subject} already; nothing was written: choose another directory, or move the"
+            " existing files"
+        )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for example, target in zip(examples, targets, strict=True):
+            # "x" fails instead of overwriting a file that another process created in the meantime.
+            with target.open("xb") as file:
+                file.write(example.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"the example configs cannot be written to {directory}: {error.strerror}"
+        ) from error
+    say(f"wrote {len(targets)} example configs to {directory}")
+    return 0
+
+
+def example_configs() -> list[Path]:
+    """Return the example YAML files of this installation, sorted by name."""
+    for folder in _EXAMPLES:
+        files = sorted(folder.glob("*.yaml"))
+        if files:
+            return files
+    raise ConfigError(
+        "this installation of nemo_like has no example configs; install it from a wheel or run it"
+        " in a checkout of the repository"
     )
-    parser.add_argument(
-        "key",
-        nargs="?",
-        default="",
-        metavar="KEY",
-        help="a key or section, e.g. policy.optimizer; default: every key",
-    )
-    parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
 
 
 def reference_text(kind: str, key: str, *, markdown: bool) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_like.algorithms.registry import RUN_CONFIGS
 from nemo_like.cli import main
-from nemo_like.commands.config_reference import reference_text
+from nemo_like.commands.config import reference_text
 from nemo_like.config.keys import leaf_keys
 from nemo_like.config.reference import USER_NAME, KeyReference, section_references
 

@@ -1,4 +1,4 @@
-"""`nemo-like explain loss`: formula, example and keys without effect of every member."""
+"""`nemo-like explain loss`: formula and keys without effect of every member."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import re
 import shlex
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.cli import main
-from nemo_like.commands.explain_loss import explain_loss
-from nemo_like.config.errors import ConfigError
-from tests.losses.definition import DefinedRow, loss_value
+from nemo_like.commands.explain import explain_loss
 from tests.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
@@ -40,14 +36,14 @@ MEMBERS: dict[str, tuple[tuple[str, ...], list[str]]] = {
     ),
     "gspo_token": (
         ("loss_fn.surrogate=gspo_token", "loss_fn.importance_correction.kind=bypass"),
-        [
-            "r_t = sg(s_i) exp(l_t - sg(l_t)), the value of s_i with the gradient of l_t",
-            "of (l_t - l_gen,t))",
-        ],
+        ["r_t = sg(s_i) exp(l_t - sg(l_t))", "of (l_t - l_gen,t))"],
     ),
     "cispo": (
         ("loss_fn.surrogate=cispo", "loss_fn.importance_correction.kind=token_truncate"),
-        ["S_t = -sg(min(r_t, 5)) A l_t (cispo)", "w_t = min(exp(l_prev,t - l_gen,t), 2)"],
+        [
+            "S_t = -sg(clip(r_t, none, 5)) A l_t (cispo)",
+            "w_t = clip(exp(l_prev,t - l_gen,t), none, 2)",
+        ],
     ),
     "reinforce": (
         (
@@ -65,47 +61,12 @@ MEMBERS: dict[str, tuple[tuple[str, ...], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", MEMBERS)
-def test_the_formula_and_the_example_are_those_of_the_config(name: str, recipe: Recipe) -> None:
+def test_the_formula_is_that_of_the_config(name: str, recipe: Recipe) -> None:
     overrides, expected = MEMBERS[name]
     config = recipe.grpo("loss_fn.reference_policy_kl_type=k2", *overrides)
     text = explain_loss(config)
     for line in expected:
         assert line in text, text
-    assert printed_loss(text) == pytest.approx(defined_loss(text, config), rel=2e-4), text
-
-
-def printed_loss(text: str) -> float:
-    found = re.search(r"= loss (\S+)", text)
-    assert found is not None
-    return float(found[1])
-
-
-def defined_loss(text: str, config: GrpoRunConfig) -> float:
-    """The loss by definition of the tokens that the example prints."""
-    table = []
-    for line in text.splitlines():
-        fields = line.split()
-        if fields and fields[0] in ("0", "1") and len(fields) == 7:
-            table.append([float(field) for field in fields])
-    rows = []
-    for index in (0, 1):
-        tokens = np.array([values for values in table if values[0] == index])
-        rows.append(
-            DefinedRow(
-                policy=tokens[:, 2],
-                prev=tokens[:, 3],
-                generation=tokens[:, 4],
-                reference=tokens[:, 5],
-                entropy=np.full(len(tokens), 1.5),
-                is_trained=np.ones(len(tokens), dtype=bool),
-                advantage=tokens[0, 1],
-            )
-        )
-    loss = config.loss_fn
-    if loss.normalization == "constant":
-        object.__setattr__(loss, "constant_length", config.policy.generation.max_new_tokens)
-    policies = [row.policy for row in rows]
-    return loss_value(rows, policies, policies, loss)
 
 
 def unused(text: str) -> str:
@@ -124,7 +85,8 @@ def test_keys_without_effect_have_a_reason(recipe: Recipe) -> None:
     assert f"ratio_clip_max: {reason}" in unused(explain_loss(one_step))
     epochs = recipe.grpo("policy.train_global_batch_size=32", "grpo.num_epochs_per_rollout=2")
     assert "ratio_clip" not in unused(explain_loss(epochs)), "two optimizer steps per rollout"
-    assert "l_prev,t: l_t before the first optimizer step" in explain_loss(epochs)
+    assert "l_prev,t = l_t" in explain_loss(one_step)
+    assert "l_prev,t = l_t" not in explain_loss(epochs)
     bypass = recipe.grpo(
         "policy.train_global_batch_size=32", "loss_fn.importance_correction.kind=bypass"
     )
@@ -136,25 +98,18 @@ def test_keys_without_effect_have_a_reason(recipe: Recipe) -> None:
 def test_a_kl_in_the_reward_is_part_of_the_advantage(recipe: Recipe) -> None:
     options = ("loss_fn.reference_policy_kl_in=reward", "grpo.advantage.whiten=tokens")
     text = explain_loss(recipe.grpo(*options))
-    assert "A: advantage of the token, A_row - 0.01 sum over trained tokens s >= t" in text
-    assert "(l_old,s - l_ref,s), whitened over the trained tokens of the step" in text
-    assert "l_ref,t: log-prob under the reference" in text
+    assert "A = A_row - 0.01 sum over trained tokens s >= t" in text
+    assert "(l_old,s - l_ref,s)" in text
     assert "reference_policy_kl_type: the KL in the reward is k1" in unused(text)
     bypass = explain_loss(recipe.grpo(*options, "loss_fn.importance_correction.kind=bypass"))
     assert "(l_gen,s - l_ref,s)" in bypass and "l_old" not in bypass
-    rows = explain_loss(recipe.grpo("grpo.advantage.whiten=rows"))
-    assert "baseline group_mean, normalize group_std, whiten rows)" in rows
 
 
-def test_a_loss_of_the_user_is_evaluated_on_the_example(recipe: Recipe) -> None:
+def test_a_loss_of_the_user_is_named(recipe: Recipe) -> None:
     options = ("loss_fn.path=tests.losses.test_custom.SquaredLoss", "loss_fn.options={scale: 2}")
     text = explain_loss(recipe.grpo("loss_fn.reference_policy_kl_penalty=0", *options))
     assert "the loss is tests.losses.test_custom.SquaredLoss, called with {'scale': 2}" in text
-    assert "= loss " in text
     assert "all keys but path, options and logprobs" in text
-    failing = ("loss_fn.path=tests.losses.test_custom.WithoutTerms",)
-    with pytest.raises(ConfigError, match="failed on the example with TypeError"):
-        explain_loss(recipe.grpo("loss_fn.reference_policy_kl_penalty=0", *failing))
 
 
 def test_the_command(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
