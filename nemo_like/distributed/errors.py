@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
-from nemo_like.config.text import error_text
+from nemo_like.config.text import counted, error_text
 
 
 class ClusterError(RuntimeError):
@@ -174,3 +175,33 @@ def advise(error: Exception, group: str = "") -> str:
             " cluster.collective_timeout_s."
         )
     return ""
+
+
+class Restarts:
+    """The restarts of one kind of worker so far, up to the limit that a key sets."""
+
+    def __init__(self, key: str, limit: int, report: Callable[[str], None]) -> None:
+        """`report` gets a line about each restart."""
+        self._key = key
+        self._limit = limit
+        self._report = report
+        self.num = 0
+
+    def add(self, worker: str, failure: Exception, *, group: str, rank: int = 0) -> None:
+        """Count and report a restart of `worker`, for example `replica 1 of the generator`.
+
+        Raises WorkerFailure of `group` and `rank` beyond the limit.
+        """
+        if self.num >= self._limit:
+            raise WorkerFailure(
+                f"{worker} failed after {counted(self.num, 'restart')}, the limit of"
+                f" {self._key}={self._limit}: {failure}",
+                group=group,
+                rank=rank,
+                method="restart",
+            ) from failure
+        self.num += 1
+        self._report(
+            f"{worker} failed and is restarted (restart {self.num} of at most {self._limit}):"
+            f" {failure}"
+        )

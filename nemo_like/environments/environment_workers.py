@@ -24,9 +24,9 @@ from typing import Any, Protocol
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.import_path import import_class, user_error_text
-from nemo_like.config.text import counted, error_text
+from nemo_like.config.text import error_text
 from nemo_like.distributed import activity
-from nemo_like.distributed.errors import WorkerDied, WorkerFailure, WorkerHung
+from nemo_like.distributed.errors import Restarts, WorkerDied, WorkerFailure, WorkerHung
 from nemo_like.distributed.worker_group import Handle, WorkerContext, WorkerGroup, submit_one
 from nemo_like.environments.environment import Environment, EnvironmentFailure
 from nemo_like.environments.steps import (
@@ -293,9 +293,7 @@ class EnvironmentWorkers:
     ) -> None:
         """Start all workers, in parallel; `report` gets a line about each restart."""
         self._start_worker = start_worker
-        self._max_restarts = max_restarts
-        self._report = report
-        self._num_restarts = 0
+        self._restarts = Restarts("environment.max_restarts", max_restarts, report)
         if num_workers == 1:
             # In this thread, which a group in this process needs.
             groups = [start_worker(0)]
@@ -371,20 +369,8 @@ class EnvironmentWorkers:
 
     def _restart(self, worker: _Worker, failure: WorkerFailure) -> None:
         """Start another process for the worker's tasks. Raises WorkerFailure beyond the limit."""
-        if self._num_restarts >= self._max_restarts:
-            raise WorkerFailure(
-                f"a worker of the environment failed after {counted(self._num_restarts, 'restart')}"
-                f", the limit of environment.max_restarts={self._max_restarts}: {failure}",
-                group=failure.group,
-                rank=0,
-                method="restart",
-            ) from failure
-        self._num_restarts += 1
-        self._report(
-            f"worker {worker.index} of the environment failed and is restarted with its"
-            f" {counted(len(worker.tasks), 'conversation')} (restart {self._num_restarts} of at"
-            f" most {self._max_restarts}): {failure}"
-        )
+        name = f"worker {worker.index} of the environment"
+        self._restarts.add(name, failure, group=failure.group)
         worker.group = self._start_worker(worker.index)
         worker.call = None
         worker.new_tasks = list(worker.tasks.values())

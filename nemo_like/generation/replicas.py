@@ -19,8 +19,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from nemo_like.config.text import counted
-from nemo_like.distributed.errors import ClusterError, WorkerDied, WorkerFailure, WorkerHung
+from nemo_like.distributed.errors import (
+    ClusterError,
+    Restarts,
+    WorkerDied,
+    WorkerFailure,
+    WorkerHung,
+)
 from nemo_like.distributed.worker_group import Handle, WorkerGroup, call_all, submit_all
 from nemo_like.generation.requests import (
     GenerationProgress,
@@ -153,14 +158,12 @@ class ReplicaSet:
         Raises what `start_replica` raises.
         """
         self._start_replica = start_replica
-        self._max_restarts = max_restarts
-        self._report = report
+        self._restarts = Restarts("policy.generation.max_restarts", max_restarts, report)
         self._starting: dict[int, Future[WorkerGroup] | None] = {}
         """Replicas without a process, by index; None for a start that waits for `onload`."""
         self._is_offloaded = False
         self._lost_ids: list[int] = []
         self._num_lost_tokens = 0
-        self.num_restarts = 0
         if num_replicas == 1:
             # In this thread, which a group in this process needs.
             groups = [start_replica(0)]
@@ -172,6 +175,11 @@ class ReplicaSet:
         self.replicas = [
             Replica(index, group, has_weights=True) for index, group in enumerate(groups)
         ]
+
+    @property
+    def num_restarts(self) -> int:
+        """Restarts so far."""
+        return self._restarts.num
 
     @property
     def live(self) -> list[Replica]:
@@ -289,24 +297,11 @@ class ReplicaSet:
 
     def _restart(self, replica: Replica, failure: WorkerFailure | ClusterError) -> None:
         """Start a new process for a replica. Raises WorkerFailure beyond `max_restarts`."""
-        if self.num_restarts >= self._max_restarts:
-            raise WorkerFailure(
-                f"a replica of the generator failed after"
-                f" {counted(self.num_restarts, 'restart')}, the limit of"
-                f" policy.generation.max_restarts={self._max_restarts}:"
-                f" {failure}",
-                group=f"generation-{replica.index}",
-                rank=0,
-                method="restart",
-            ) from failure
-        self.num_restarts += 1
+        name = f"replica {replica.index} of the generator"
+        self._restarts.add(name, failure, group=f"generation-{replica.index}")
         self._num_lost_tokens += replica.num_unfinished_tokens
         self._lost_ids += replica.forget()
         replica.has_weights = False
-        self._report(
-            f"replica {replica.index} of the generator failed and is restarted (restart"
-            f" {self.num_restarts} of at most {self._max_restarts}): {failure}"
-        )
         start = None if self._is_offloaded else self._start_in_thread(replica.index)
         self._starting[replica.index] = start
 

@@ -18,12 +18,11 @@ import numpy as np
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.reward import RewardConfig, RewardModelConfig
 from nemo_like.config.schema import DataConfig
-from nemo_like.config.text import counted
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.distributed.errors import WorkerDied, WorkerFailure, WorkerHung
+from nemo_like.distributed.errors import Restarts, WorkerDied, WorkerHung
 from nemo_like.environments.reward import BadRewardKind, RewardError, RewardProblem
 from nemo_like.metrics import Mean, Metrics, Sum
 from nemo_like.policy.policy import Policy
@@ -68,8 +67,8 @@ class RewardModel:
         self._start = start
         self._max_length = max_length
         self._offloads = offloads
-        self._report = report
-        self._num_restarts = 0
+        key = f"reward.models.{name}.max_restarts"
+        self._restarts = Restarts(key, config.max_restarts, report)
         self._num_rows = 0
         self._num_tokens = 0
         self._num_truncated = 0
@@ -156,7 +155,9 @@ class RewardModel:
                 return self._compute(batch)
             except (WorkerDied, WorkerHung) as failure:
                 # The model has no state, so the batch is scored again.
-                self._restart(failure)
+                worker = f"a worker of the reward model {self.name}"
+                self._restarts.add(worker, failure, group=failure.group, rank=failure.rank)
+                self._policy = self._start()
 
     def _compute(self, batch: BatchedDataDict) -> np.ndarray:
         """Return the scores of the rows of `batch`, float32 [B]."""
@@ -166,25 +167,6 @@ class RewardModel:
                 warnings.simplefilter("ignore", OversizeWarning)
                 plan = self._policy.plan(batch["length"], purpose="evaluate")
             return self._policy.compute_scores(self._policy.shard(batch, plan))
-
-    def _restart(self, failure: WorkerFailure) -> None:
-        """Start the workers again. Raises WorkerFailure beyond `max_restarts`."""
-        limit = self.config.max_restarts
-        if self._num_restarts >= limit:
-            raise WorkerFailure(
-                f"a worker of the reward model {self.name} failed after"
-                f" {counted(self._num_restarts, 'restart')}, the limit of"
-                f" reward.models.{self.name}.max_restarts={limit}: {failure}",
-                group=failure.group,
-                rank=failure.rank,
-                method="restart",
-            ) from failure
-        self._num_restarts += 1
-        self._report(
-            f"a worker of the reward model {self.name} failed; its workers are restarted (restart"
-            f" {self._num_restarts} of at most {limit}): {failure}"
-        )
-        self._policy = self._start()
 
     def _problem(self, kind: BadRewardKind, text: str) -> RewardProblem:
         return RewardProblem(self.name, self.config.model_name, kind, text, section="models")

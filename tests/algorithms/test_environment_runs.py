@@ -94,7 +94,7 @@ def test_an_asynchronous_run_on_ray_survives_a_worker_of_the_environment(
     code = main(["grpo", "--config", str(recipe.folder / "grpo.yaml"), *options])
     output, errors = capfd.readouterr()
     assert code == 0, output[-3000:] + errors[-3000:]
-    assert "of the environment failed and is restarted with its" in output
+    assert "of the environment failed and is restarted" in output
     assert marker.exists()
     run = recipe.folder / "grpo"
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
