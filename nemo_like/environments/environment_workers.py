@@ -19,7 +19,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from inspect import isawaitable, iscoroutinefunction
-from typing import Any, Protocol
+from typing import Any
 
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.errors import ConfigError
@@ -48,17 +48,6 @@ _POLL_S = 0.02
 """Max seconds that a worker waits for the end of a step in one call; calls behind it wait too."""
 
 
-class EnvironmentWorkerProtocol(Protocol):
-    """The method of `EnvironmentWorker` that the driver calls."""
-
-    def advance(self, tasks: Sequence[StepTask], max_seconds: float) -> list[StepOutcome]:
-        """Start steps, and return the outcomes of those that ended since the last call.
-
-        Waits up to `max_seconds` for one. Raises EnvironmentFailure if a step failed.
-        """
-        ...
-
-
 def load_environment(config: EnvironmentConfig) -> Environment:
     """Import `environment.path` and construct it. Raises ConfigError that names the key."""
     assert config.path is not None, "the run has an environment"
@@ -75,7 +64,7 @@ def load_environment(config: EnvironmentConfig) -> Environment:
 
 
 class EnvironmentWorker:
-    """Implements `EnvironmentWorkerProtocol` with one instance of the environment."""
+    """Runs steps on one instance of the environment."""
 
     def __init__(
         self,
@@ -113,7 +102,10 @@ class EnvironmentWorker:
         self._thread.start()
 
     def advance(self, tasks: Sequence[StepTask], max_seconds: float) -> list[StepOutcome]:
-        """See `EnvironmentWorkerProtocol.advance`."""
+        """Start steps, and return the outcomes of those that ended since the last call.
+
+        Waits up to `max_seconds` for one. Raises EnvironmentFailure if a step failed.
+        """
         self._running |= {self._submit(self._run(task)) for task in tasks}
         done, self._running = wait(self._running, max_seconds, FIRST_COMPLETED)
         if len(self._abandoned) > self._max_threads:
@@ -345,7 +337,7 @@ class EnvironmentWorkers:
         """Give a worker its new tasks, unless a call of it runs, and ask for outcomes."""
         if worker.call is None and worker.tasks:
             worker.call = submit_one(
-                worker.group, 0, EnvironmentWorkerProtocol.advance, worker.new_tasks, max_seconds
+                worker.group, 0, EnvironmentWorker.advance, worker.new_tasks, max_seconds
             )
             worker.new_tasks = []
 

@@ -1,19 +1,21 @@
-"""The worker that scores samples with reward functions, which it loads by their import paths."""
+"""Reward workers, which load reward functions by their import paths, and their driver side."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.import_path import import_function
-from nemo_like.config.reward import OnError, RewardFunctionConfig
+from nemo_like.config.reward import OnError, RewardConfig, RewardFunctionConfig
 from nemo_like.distributed import activity
-from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.distributed.worker_group import Handle, WorkerContext, WorkerGroup, submit_one
 from nemo_like.environments.reward import (
     RewardError,
     RewardFunction,
@@ -117,6 +119,93 @@ class RewardWorker:
             unfinished = [index for index in waiting if index not in scores]
             scores |= dict.fromkeys(unfinished if kind == "batched" else unfinished[:1], failure)
         return scores
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSamples:
+    """Rewards of n samples that were submitted together."""
+
+    keys: list[int]
+    """The keys that `RewardEnvironment.submit` got."""
+    rewards: np.ndarray
+    """float32 [n]: weighted sums."""
+    components: dict[str, np.ndarray]
+    """float32 [n] each: unweighted values of every function, by name; 0 where it failed."""
+    problems: list[RewardProblem | None]
+    """The first problem of each sample."""
+
+
+class RewardEnvironment:
+    """Scores completions on a group of `RewardWorker`.
+
+    The reward is the weighted sum of the values of the configured functions. Samples are scored
+    while others are still generated: `submit` them as they arrive, and `collect` the results.
+    """
+
+    def __init__(self, group: WorkerGroup, config: RewardConfig) -> None:
+        if not config.functions:
+            raise ConfigError(
+                "reward.functions is empty; name at least one, e.g."
+                " nemo_like.environments.math.answer_reward"
+            )
+        self.group = group
+        self.config = config
+        self._weights = config.weights
+        self._waiting: list[tuple[int, RewardSample]] = []
+        self._running: dict[int, tuple[list[int], Handle]] = {}
+        """By rank of the worker: the keys of its samples, and its call."""
+
+    def submit(self, keys: Sequence[int], samples: Sequence[RewardSample]) -> None:
+        """Add samples; `collect` returns their rewards under these keys, in any order."""
+        self._waiting += zip(keys, samples, strict=True)
+        self._start()
+
+    def collect(self, timeout_s: float) -> list[ScoredSamples]:
+        """Return the samples that were scored since the last call.
+
+        Waits up to `timeout_s` for one, if any is unfinished. Raises WorkerFailure if a function
+        or a worker fails.
+        """
+        handles = [handle for _, handle in self._running.values()]
+        if not handles:
+            return []
+        self.group.wait_any(handles, timeout_s)
+        scored = []
+        for rank, (keys, handle) in list(self._running.items()):
+            if self.group.is_done([handle]):
+                scores: RewardScores = self.group.get([handle])[0]
+                del self._running[rank]
+                rewards = self._weighted_sum(scores.values, len(keys))
+                scored.append(ScoredSamples(keys, rewards, scores.values, scores.problems))
+        self._start()
+        return scored
+
+    def shutdown(self) -> None:
+        """Stop the reward workers."""
+        self.group.shutdown()
+
+    def _start(self) -> None:
+        """Divide the waiting samples over the workers that have none."""
+        idle = [rank for rank in range(self.group.world_size) if rank not in self._running]
+        if not idle or not self._waiting:
+            return
+        bounds = np.linspace(0, len(self._waiting), len(idle) + 1).astype(int).tolist()
+        for rank, (start, stop) in zip(idle, pairwise(bounds), strict=True):
+            chunk = self._waiting[start:stop]
+            if chunk:
+                keys = [key for key, _ in chunk]
+                samples = [sample for _, sample in chunk]
+                handle = submit_one(self.group, rank, RewardWorker.score, samples)
+                self._running[rank] = (keys, handle)
+        self._waiting = []
+
+    def _weighted_sum(self, components: Mapping[str, np.ndarray], num_rows: int) -> np.ndarray:
+        """Return the rewards, float32 [n], of the values of each function, float32 [n]."""
+        # Summed in float64; the components stay unweighted for the metrics.
+        rewards = np.zeros(num_rows)
+        for name, values in components.items():
+            rewards = rewards + self._weights[name] * values
+        return rewards.astype(np.float32)
 
 
 def load_reward_functions(

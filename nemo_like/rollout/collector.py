@@ -14,12 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_like.config.reward import RewardConfig
 from nemo_like.data.jagged import Jagged
-from nemo_like.environments.reward import (
-    RewardEnvironment,
-    RewardError,
-    RewardProblem,
-    RewardSample,
-)
+from nemo_like.environments.reward import RewardError, RewardProblem, RewardSample
+from nemo_like.environments.reward_worker import RewardEnvironment
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.requests import Completions, SamplingParams
 from nemo_like.rollout.conversations import (

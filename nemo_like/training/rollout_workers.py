@@ -20,8 +20,7 @@ from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.observations import ObservationEncoder
 from nemo_like.distributed.worker_group import WorkerGroup, call_all
 from nemo_like.environments.environment_workers import EnvironmentWorker, EnvironmentWorkers
-from nemo_like.environments.reward import RewardEnvironment
-from nemo_like.environments.reward_worker import RewardWorker
+from nemo_like.environments.reward_worker import RewardEnvironment, RewardWorker
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.models.spec import ModelSpec

@@ -14,15 +14,8 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.reward import OnError, RewardConfig, RewardFunctionConfig
 from nemo_like.distributed.errors import WorkerError
 from nemo_like.distributed.local_group import LocalGroup, local_context
-from nemo_like.environments.reward import (
-    BadRewardKind,
-    RewardEnvironment,
-    RewardError,
-    RewardProblem,
-    RewardSample,
-    ScoredSamples,
-)
-from nemo_like.environments.reward_worker import RewardWorker
+from nemo_like.environments.reward import BadRewardKind, RewardError, RewardProblem, RewardSample
+from nemo_like.environments.reward_worker import RewardEnvironment, RewardWorker, ScoredSamples
 from nemo_like.environments.sandbox import linux
 from nemo_like.generation.requests import SamplingParams
 from nemo_like.rollout.collector import RolloutJob, check_error_share

@@ -17,8 +17,12 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.reward import RewardConfig, RewardFunctionConfig
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.worker_group import Handle
-from nemo_like.environments.reward import RewardEnvironment, RewardError, RewardSample
-from nemo_like.environments.reward_worker import RewardWorker, load_reward_functions
+from nemo_like.environments.reward import RewardError, RewardSample
+from nemo_like.environments.reward_worker import (
+    RewardEnvironment,
+    RewardWorker,
+    load_reward_functions,
+)
 
 _CONTEXT = local_context(num_threads=1)
 _SOURCE = """

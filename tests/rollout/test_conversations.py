@@ -23,8 +23,7 @@ from nemo_like.distributed.errors import WorkerDied
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.worker_group import Handle
 from nemo_like.environments.environment_workers import EnvironmentWorker, EnvironmentWorkers
-from nemo_like.environments.reward import RewardEnvironment
-from nemo_like.environments.reward_worker import RewardWorker
+from nemo_like.environments.reward_worker import RewardEnvironment, RewardWorker
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.generation.requests import Completions, SamplingParams

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from nemo_like.distributed.local_group import LocalGroup, local_context
-from nemo_like.environments.reward import RewardEnvironment
+from nemo_like.environments.reward_worker import RewardEnvironment
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.policy.policy import Policy
