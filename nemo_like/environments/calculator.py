@@ -48,7 +48,7 @@ class Calculator:
     ) -> None:
         """`opening` and `closing` are the texts around an expression.
 
-        `role` is that of the message with the value, and `error_reward` the reward of a call that
+        The message with the value has `role`, and `error_reward` is the reward of a call that
         cannot be evaluated, usually negative. Raises ValueError for an empty text.
         """
         if not opening or not closing:
@@ -134,7 +134,7 @@ def _value(node: ast.expr) -> Fraction:
 
 def _number(node: ast.Constant) -> Fraction:
     value = node.value
-    # bool is a subclass of int; complex numbers and texts are no numbers here.
+    # bool is a subclass of int; complex numbers and texts do not count as numbers.
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadExpression("not an arithmetic expression")
     if isinstance(value, int):

@@ -52,7 +52,7 @@ class CodeTest:
 
     `value`: `source` is an expression, whose value is compared outside of the sandbox, which
     never has the expected value. `statement`: passed if it raises nothing. `setup`: the same, but
-    it is no test.
+    it does not count as a test.
     """
 
     kind: Literal["value", "statement", "setup"]
@@ -291,7 +291,7 @@ def parse_tests(column: Any) -> Tests:
 
     A text is Python source, or JSON of one of the other forms: a list of assert statements; a list
     of `{"input": ..., "output": ...}`; or `{"inputs": [...], "outputs": [...]}`. Raises ValueError
-    for anything else, and for statements that are no Python.
+    for anything else, and for statements that are not Python.
     """
     if isinstance(column, str):
         column = _from_json(column)
@@ -350,7 +350,7 @@ def _statements(source: str) -> list[CodeTest]:
     try:
         statements = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"the tests of the row are no Python: {error}") from error
+        raise ValueError(f"the tests of the row are not Python: {error}") from error
     if not statements:
         raise ValueError("the row has no tests: its tests are an empty text")
     has_asserts = any(isinstance(statement, ast.Assert) for statement in statements)

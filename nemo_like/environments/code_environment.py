@@ -16,7 +16,7 @@ class CodeTests:
     """Runs the code of each turn with the tests of the row and answers with the problem.
 
     The conversation ends when all tests pass. Its reward is the largest share of the tests that a
-    turn passed, or with `partial` False 1 for all of them. Tests and sandbox are those of
+    turn passed, or with `partial` False 1 for all of them. Tests and sandbox are as in
     `nemo_like.environments.code.code_reward`.
     """
 

@@ -28,7 +28,7 @@ class Conversation:
     """
 
     messages: tuple[Message, ...]
-    """All turns, those of the data row first. The texts of the model have no special tokens."""
+    """All turns, starting with the data row. The texts of the model have no special tokens."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """All columns of the row in the data file."""
     state: State = field(default_factory=dict)

@@ -131,7 +131,7 @@ class EnvironmentWorker:
     def _check_loop(self) -> None:
         """Raise EnvironmentFailure if an async step blocks the loop, and with it all time limits.
 
-        Without a time limit of conversations there is none here.
+        There is no limit if conversations have no time limit.
         """
         now = time.monotonic()
         if self._probe is None or self._probe.done():
@@ -149,7 +149,7 @@ class EnvironmentWorker:
 
     async def _run(self, task: StepTask) -> StepOutcome:
         """Run a step for at most the time that is left to its conversation."""
-        # Before the time limit: waiting for the threads of others is no time of the step.
+        # Before the time limit: the time of a step does not include the wait for a thread.
         async with self._slots if self._is_plain else nullcontext():
             started_s = time.monotonic()
             step = asyncio.ensure_future(self._step(task))
@@ -204,7 +204,7 @@ class EnvironmentWorker:
             raise _Raised(error) from error
 
     async def _call_in_thread(self, function: Callable[[Any], Any], argument: Any) -> Any:
-        """Call a plain function in a thread of its own. Raises _Raised for its exception."""
+        """Call a plain function in a new thread. Raises _Raised for its exception."""
         result: asyncio.Future[Any] = self._loop.create_future()
 
         def run() -> None:

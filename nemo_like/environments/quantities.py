@@ -46,7 +46,7 @@ _POWER = rf"(?:{_EXPONENT}|{_TIMES_TEN}(?:\{{ ?[-+]?\d{{1,9}} ?\}}|[-+]?\d{{1,9}
 _FRACTION = r"(?:\d++ ?)?\\[dt]?frac ?\{ ?-?\d++ ?\}\{ ?\d++ ?\}|\d++ \d++/\d++"
 """Of two integers, also in a mixed number."""
 _COMPOUND = r"\d++(?:/\d++){2,}|\d++(?:-\d++){2,}|\d++(?::\d++)+"
-"""Dates, times and ratios: one token, which is no number."""
+"""Dates, times and ratios: one token, which is not a number."""
 NUMBER = re.compile(rf"{_SIGN}(?:{_FRACTION}|{_COMPOUND}|(?:{_DIGITS})(?:{_POWER}|/\d++)?)")
 _PLAIN_NUMBER = re.compile(
     r"(?P<sign>[-+]?)(?P<symbol>(?:US)?\$|[€£¥₹])? ?"
@@ -170,7 +170,7 @@ def as_quantity(text: str) -> Quantity | None:
     text = bare(normalize(text))
     assignment = _ASSIGNMENT.match(text)
     match = _PLAIN_NUMBER.fullmatch(text, assignment.end() if assignment else 0)
-    # Two signs, as in "-$-5", are no number.
+    # Two signs, as in "-$-5", are not a number.
     if match is None or (match["sign"] and match["inner"]):
         return None
     unit = _unit(_unwrapped(match["unit"]))
@@ -182,7 +182,7 @@ def as_quantity(text: str) -> Quantity | None:
         exponent += _SCALES[first.lower()]
         unit = _with_currency(rest)
         first, _, rest = unit.partition(" ")
-    # "$5 dollars" and "$5 km" have the unit that follows, "$5" and "$5 per day" that of the symbol.
+    # "$5 dollars" and "$5 km" have the unit that follows, "$5" and "$5 per day" the symbol.
     if match["symbol"] and (not unit or unit.startswith(("per ", "/"))):
         unit = f"{_CURRENCIES[match['symbol']]} {unit}".strip()
     digits = match["digits"].replace(",", "")

@@ -182,7 +182,7 @@ def _called(function: RewardFunction, argument: Any, timeout_s: float | None) ->
 
 
 async def _awaited(value: Awaitable[Any], timeout_s: float | None) -> Any:
-    """Await a result. Raises _TimedOut after `timeout_s`, but not for a TimeoutError of its own."""
+    """Await a result. Raises _TimedOut after `timeout_s`, but not for its own TimeoutError."""
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:

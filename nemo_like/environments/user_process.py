@@ -1,7 +1,7 @@
 """A child process for code that may hang or die: functions of the user, libraries without limits.
 
 A thread that hangs cannot be interrupted, and would run on beside the run. The code is therefore
-called in a process of its own, which is killed at a deadline and replaced.
+called in a child process, which is killed at a deadline and replaced.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class UserProcess:
         """`prepare(*arguments)` is called in the child and returns the handler of messages.
 
         It is pickled by its name. With `is_quiet` the output of the child is discarded; otherwise
-        it has that of this process.
+        it is the output of this process.
         """
         self._prepare = prepare
         self._arguments = arguments

@@ -19,7 +19,7 @@ class Answer:
     text: str
     """Without special tokens; in a conversation with an environment the last turn."""
     token_ids: np.ndarray
-    """int32 [T], the end token included; in a conversation those of all turns of the model."""
+    """int32 [T], the end token included; in a conversation all turns of the model."""
     logprob: float
     """Sum of the log-probs of the tokens under the distribution that they were sampled from."""
     finish_reason: FinishReason

@@ -38,7 +38,7 @@ class RolloutJob:
     """The prompts of one rollout, and what is known of their completions."""
 
     prompts: list[Prompt]
-    """B prompts, one per completion; those of a group are consecutive."""
+    """B prompts, one per completion; the prompts of a group are consecutive."""
     group_size: int
     sampling: SamplingParams
     conversations: list[ConversationRow] | None = None
@@ -90,7 +90,7 @@ class RolloutJob:
     def add_problem(self, row: int, problem: RewardProblem, config: RewardConfig) -> None:
         """Add the failure of a reward function. Raises RewardError if too many have failed.
 
-        A few rows that were sampled in addition are no rollout of their own: one of four is not a
+        A few rows that were sampled in addition are not a separate rollout: one of four is not a
         quarter of the step.
         """
         self.reward_problems[row] = problem

@@ -72,7 +72,7 @@ class ConversationRow:
     seed: int
     """Seed of the row; see `turn_seed`."""
     messages: list[Message]
-    """Texts of all turns so far, those of the prompt first."""
+    """Texts of all turns so far; the prompt is first."""
     segments: list[np.ndarray]
     """int32 [L] each: prompt, turn of the model, observation, turn of the model, ..."""
     logprobs: list[np.ndarray] = field(default_factory=list)
@@ -104,7 +104,7 @@ class ConversationRow:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far, those of the prompt included."""
+        """Tokens so far, with the prompt."""
         return sum(len(segment) for segment in self.segments)
 
     @property
@@ -241,7 +241,7 @@ def prompt_messages(prompt: Prompt) -> list[Message]:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed of a turn's sampling stream; that of turn 0 is the seed of the row.
+    """Return the seed of a turn's sampling stream; turn 0 has the seed of the row.
 
     It depends on the row's seed and the turn only, so a turn that is sampled again after the loss
     of a replica has the same stream.
@@ -268,7 +268,7 @@ class ScoredConversation:
     """What a reward model scores for one completion."""
 
     messages: list[Message]
-    """All turns, with the prompts that the config adds; the last is that of the model."""
+    """All turns, with the prompts that the config adds; the last is a turn of the model."""
     tools: list[Tool] | None = None
 
 

@@ -146,7 +146,7 @@ def answer_metrics(
 
     With several samples per prompt also avg@n and pass@k, where an answer with a reward of at least
     `pass_reward` is correct. A row without a reward (`row_mask` False) counts in none of the means
-    of rewards, and as not correct; if no row has one, there are no means of rewards.
+    of rewards, and as not correct; without rewards there are no such means.
     """
     batch = rollout.batch
     is_scored = np.asarray(batch["row_mask"], dtype=bool)[rows]

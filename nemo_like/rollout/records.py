@@ -112,8 +112,8 @@ def row_values(columns: Mapping[str, Column], locations: Sequence[str]) -> list[
 
     `columns` are [B, ...] or Jagged [T] and have `input_ids`, `token_mask` and
     `generation_logprobs`; `locations` has B entries, such as `data/train.jsonl:17`. The difference
-    of a token is the training engine's log-prob minus the generator's. Its mean is that of the
-    absolute values over the trained tokens; it is left out without the engine's log-probs, and null
+    of a token is the training engine's log-prob minus the generator's. The mean is over the
+    absolute values of the trained tokens; it is left out without the engine's log-probs, and null
     for a row without trained tokens or with one that is not finite.
     """
     trained = _trained_tokens(columns)
@@ -168,7 +168,7 @@ def recorded_steps(directory: Path, suffix: str) -> list[int]:
 def remove_old_tokens(directory: Path, num_kept: int, checkpoint_steps: Sequence[int]) -> None:
     """Remove all token files but the newest `num_kept` and those that can be replayed.
 
-    A step can be replayed if the weights before it exist: those of the initial model, and of the
+    A step can be replayed if the weights before it exist: the initial model, and the
     checkpoints of `checkpoint_steps`. Raises WriteError.
     """
     replayable = {1, *(step + 1 for step in checkpoint_steps)}
@@ -193,7 +193,7 @@ def record_sample(record: Mapping[str, Any]) -> Sample:
 
 
 def _conversation_segments(messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, bool], ...]:
-    """Return the text of each turn, on lines of its own, and whether it is an assistant turn."""
+    """Return the text of each turn, on separate lines, and whether it is an assistant turn."""
     segments = []
     for message in messages:
         text = str(message.get("content") or "")

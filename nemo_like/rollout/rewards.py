@@ -1,6 +1,6 @@
 """Rewards by reward models: conversations are encoded here and scored in packed batches by workers.
 
-The score of a completion is that of the conversation that it ends, in the reward model's own
+The score of a completion is the score of the conversation that it ends, in the reward model's own
 tokenizer and chat template, as in the training of the model: up to the end of the last assistant
 turn, or of what the template writes after it, and read at the last token.
 """

@@ -131,7 +131,7 @@ def test_inputs_and_outputs_in_three_forms(column: Any) -> None:
     ("column", "message"),
     [
         ("", "has no tests"),
-        ("assert (", "no Python"),
+        ("assert (", "not Python"),
         ([], r"are \[\]; write a list of assert statements"),
         ([1], r"are \[1\]"),
         (5, "are 5"),

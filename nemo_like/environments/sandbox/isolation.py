@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 SCRATCH = "/scratch"
-"""The scratch directory in a root directory of its own."""
+"""The scratch directory in the root directory of a program."""
 _INNER_USER = 1000
 """User in a user namespace. Not 0, so that the program gets no capabilities."""
 _DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -225,7 +225,7 @@ def probe(request: dict[str, Any]) -> dict[str, str]:
 
     `namespaces`: user, PID, mount, IPC and UTS namespaces with a root directory of their own.
     `network`: a network namespace. `seccomp`, `landlock`. `user`: without namespaces, another user
-    than root can run the interpreter. Each is tried in a process of its own.
+    than root can run the interpreter. Each is tried in a separate process.
     """
     user_id = request["user_id"]
     trials: dict[str, Callable[[], None]] = {

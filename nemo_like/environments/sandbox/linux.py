@@ -307,7 +307,7 @@ def _children(pid: int) -> list[int]:
             with open(f"/proc/{pid}/task/{task}/children", "rb") as file:
                 children += [int(child) for child in file.read().split()]
     except OSError:
-        # It ended meanwhile; its children are those of the subreaper now.
+        # It ended meanwhile; the subreaper is the parent of its children now.
         pass
     return children
 

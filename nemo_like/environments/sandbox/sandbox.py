@@ -138,7 +138,7 @@ _DEFAULT_LIMITS = SandboxLimits()
 
 
 class SandboxError(Exception):
-    """A program could not be run; this is no result of the program."""
+    """A program could not be run, so it has no result."""
 
 
 class Sandbox:

@@ -2,7 +2,7 @@
 
 The filter refuses by name, with the error "operation not permitted": sockets other than pairs,
 tracing, signals and limits of other processes, namespaces and mounts, kernel objects that outlive
-the program or are no part of its memory limit, and the administration of the machine.
+the program or do not count for its memory limit, and the administration of the machine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The supervisor: starts one program, enforces its limits, and ends all that it started.
 
-It is a process of its own, `python -I -S`, which reads one request from stdin and writes the result
+It is a separate process, `python -I -S`, which reads one request from stdin and writes the result
 to stdout, both in the format of `wire`. Stdin stays open while the program runs: its end means that
 the caller has ended. With namespaces its child is the first process of a PID namespace, which
 starts the program and waits for it; without, its child is the program.
