@@ -14,7 +14,7 @@ import pint
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
-from nemo_like.environments.quantities import split_unit
+from nemo_like.environments.answers import split_unit
 
 _CONFIG = LatexExtractionConfig(
     normalization_config=NormalizationConfig(

@@ -21,17 +21,15 @@ from functools import lru_cache
 from types import FrameType
 
 from nemo_like.environments.answers import (
-    final_answer,
-    last_number,
-    marked_answer,
-    num_marked_answers,
-)
-from nemo_like.environments.quantities import (
     Quantity,
     as_number,
     as_quantity,
     bare,
+    final_answer,
+    last_number,
+    marked_answer,
     normalize,
+    num_marked_answers,
     units_match,
 )
 from nemo_like.environments.reward import RewardSample

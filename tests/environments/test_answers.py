@@ -12,13 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_like.environments.answers import (
+    Quantity,
+    as_quantity,
+    bare,
     final_answer,
     last_number,
     marked_answer,
+    normalize,
     num_marked_answers,
 )
 from nemo_like.environments.math import answer_reward, format_reward
-from nemo_like.environments.quantities import Quantity, as_quantity, bare, normalize
 from nemo_like.environments.reward import RewardSample
 
 # text, final answer, number of marked answers; written by hand
