@@ -10,8 +10,8 @@ import numpy as np
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import EpochLoopConfig, RunConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.collate import EncodedRow, TokenCounts, collate, count_tokens
 from nemo_like.data.encoded_rows import EncodedRows
+from nemo_like.data.jagged import EncodedRow, TokenCounts, collate, count_tokens
 from nemo_like.data.messages import Message
 from nemo_like.data.preferences import (
     PreferencePair,

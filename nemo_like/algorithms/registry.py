@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from nemo_like.data.chat import ChatEncoder
-    from nemo_like.data.collate import EncodedRow
     from nemo_like.data.datasets import RowSchema
+    from nemo_like.data.jagged import EncodedRow
     from nemo_like.data.row_files import Row
     from nemo_like.data.rows import Rows
     from nemo_like.diagnostics.report import Diagnostics

@@ -21,7 +21,7 @@ import numpy as np
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat_structure import REASONING_KEYS, Frame, Span, Structures, exact_spans
 from nemo_like.data.chat_template import PROBE, ChatTemplate, common_prefix
-from nemo_like.data.collate import EncodedRow
+from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.messages import Message, Tool, check_roles, template_roles
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import numpy as np
 
 from nemo_like import __version__
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.collate import EncodedRow
+from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import MAX_LISTED, BadRows, Rows
 

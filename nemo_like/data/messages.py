@@ -16,7 +16,7 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.text import shown_value
-from nemo_like.data.collate import EncodedRow
+from nemo_like.data.jagged import EncodedRow
 
 Message = dict[str, Any]
 """Example: `{"role": "user", "content": "2+2=?"}`. Other keys (`tool_calls`, `name`) are passed to

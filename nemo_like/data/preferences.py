@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import RowSchema, turns
+from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.messages import Message, is_trained, row_tools, unknown_roles
 from nemo_like.data.row_files import Row, shown_json
 

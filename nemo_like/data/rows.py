@@ -23,7 +23,6 @@ import numpy as np
 from nemo_like.config.errors import ConfigError, shown_path, similar_path_text
 from nemo_like.config.text import is_possible_path, shortened
 from nemo_like.data.datasets import RowSchema, row_problem
-from nemo_like.data.hub_files import fetch_hub_data, is_hub_data
 from nemo_like.data.mixture import Mixture
 from nemo_like.data.row_columns import known_row, missing_value_problem
 from nemo_like.data.row_files import (
@@ -31,7 +30,9 @@ from nemo_like.data.row_files import (
     LocatedRow,
     Location,
     Row,
+    fetch_hub_data,
     format_suffix,
+    is_hub_data,
     read_rows,
     shown_json,
 )

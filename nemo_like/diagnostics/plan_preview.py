@@ -11,7 +11,7 @@ from nemo_like.config.check import batching_section
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import PolicyConfig, RunConfig
 from nemo_like.config.text import counted
-from nemo_like.data.collate import TokenCounts
+from nemo_like.data.jagged import TokenCounts
 from nemo_like.data.planning.balance import few_plans
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.diagnostics.report import Diagnostics

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.collate import TokenCounts
+from nemo_like.data.jagged import TokenCounts
 from nemo_like.data.planning.oversize import OversizeWarning, trained_after_truncation
 from nemo_like.data.planning.plan import PlanSpec
 from nemo_like.data.streaming.spec import StreamSpec

@@ -11,13 +11,19 @@ import numpy as np
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.collate import EncodedRow
-from nemo_like.data.datasets import SFT_ROWS, conversation, flagged_conversation, question
+from nemo_like.data.datasets import (
+    SFT_ROWS,
+    conversation,
+    encode_text,
+    encode_token_row,
+    flagged_conversation,
+    question,
+)
 from nemo_like.data.encoded_rows import EncodedRows
+from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.messages import TrainOn, mask_turns, row_tools, trained_turns
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import Rows
-from nemo_like.data.token_rows import encode_text, encode_token_row
 from nemo_like.rollout.conversations import Prompt
 from nemo_like.run.progress import Progress
 

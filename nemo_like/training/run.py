@@ -18,8 +18,8 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import counted
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.collate import EncodedRow
 from nemo_like.data.columns import num_trained_tokens
+from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.loader import BatchLoader, Position
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan

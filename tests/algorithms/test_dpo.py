@@ -12,7 +12,6 @@ from nemo_like.algorithms.dpo.data import open_source
 from nemo_like.algorithms.dpo.loop import run_dpo
 from nemo_like.commands.validate import validate
 from nemo_like.config.errors import ConfigError
-from nemo_like.run.progress import Progress
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.exhaustive import usually
 from tests.recipe import Recipe
@@ -124,8 +123,7 @@ def test_long_pairs(recipe: Recipe, tmp_path: Path):
     dropped = recipe.dpo(*keys, "policy.oversize_rows=drop", "dpo.max_num_steps=1")
     source = open_source(dropped)
     loader = source.loader()
-    source.start_encoding(loader.order, loader.batch_size)
-    source.finish_encoding(Progress())
+    source.encode_ahead(loader.upcoming(loader.batch_size))
     assert source.rows.num_kept == 7
     rows[3]["prompt"] = "1" * 300
     write_pairs(tmp_path, rows)

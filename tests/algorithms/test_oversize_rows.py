@@ -17,7 +17,6 @@ from nemo_like.algorithms.sft import data as sft_data
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.commands.validate import validate
 from nemo_like.config.errors import ConfigError
-from nemo_like.run.progress import Progress
 from tests.recipe import Recipe
 
 NUM_ROWS = 30
@@ -48,9 +47,7 @@ def test_a_bad_prompt_is_reported_with_its_line_before_the_run_starts(
     with pytest.raises(ConfigError, match=rf"prompts\.jsonl:{LONG + 1}: "):
         source = grpo_data.open_source(config)
         loader = source.loader()
-        num_rows = config.grpo.max_num_steps * loader.batch_size
-        source.start_encoding(loader.order, num_rows)
-        source.finish_encoding(Progress())
+        source.encode_ahead(loader.upcoming(config.grpo.max_num_steps * loader.batch_size))
     if num_workers == 0:
         report = validate(config)
         assert any(f"prompts.jsonl:{LONG + 1}" in problem for problem in report.problems), (
@@ -65,8 +62,7 @@ def test_a_run_that_does_not_reach_a_bad_prompt_does_not_fail_for_it(recipe: Rec
     assert LONG not in loader.order[:8].tolist(), (
         "with this seed the bad prompt is not in the first step"
     )
-    source.start_encoding(loader.order, loader.batch_size)
-    source.finish_encoding(Progress())
+    source.encode_ahead(loader.upcoming(loader.batch_size))
     assert len(next(loader)) == 8
 
 
@@ -88,7 +84,7 @@ def test_prompts_are_cut_at_the_beginning_or_left_out(recipe: Recipe):
     config = recipe.grpo(file, "policy.oversize_rows=drop", "grpo.max_num_steps=10")
     dropped = grpo_data.open_source(config)
     loader = dropped.loader()
-    dropped.start_encoding(loader.order, 10 * loader.batch_size)
+    dropped.encode_ahead(loader.upcoming(10 * loader.batch_size))
     assert dropped.rows.num_kept == NUM_ROWS - 1
     batches = [next(loader) for _ in range(4)]
     assert [len(batch) for batch in batches] == [8, 8, 8, 5]
@@ -165,10 +161,8 @@ def test_a_run_with_encoding_processes_equals_one_without(recipe: Recipe):
             recipe.sft(f"data.num_encoding_workers={num_workers}", "data.max_train_rows=40")
         )
         loader = source.loader()
-        source.start_encoding(loader.order, 6 * loader.batch_size)
+        source.encode_ahead(loader.upcoming(6 * loader.batch_size))
         batches.append([next(loader) for _ in range(6)])
-        source.finish_encoding(Progress())
-        source.rows.close()
     for straight, other in zip(*batches, strict=True):
         for a, b in zip(straight, other, strict=True):
             assert np.array_equal(a.input_ids, b.input_ids) and np.array_equal(

@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.collate import EncodedRow
+from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.row_files import Row
 
 

@@ -14,8 +14,8 @@ from tokenizers import processors
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.collate import EncodedRow, collate
 from nemo_like.data.datasets import SFT_ROWS, conversation, question
+from nemo_like.data.jagged import EncodedRow, collate
 from nemo_like.data.loader import RowLoader
 from nemo_like.data.messages import Message
 from nemo_like.data.rows import load_rows

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.datasets import PROMPT_ROWS
-from nemo_like.data.hub_files import parse_hub_data
+from nemo_like.data.row_files import parse_hub_data
 from nemo_like.data.rows import load_rows
 from tests.hub_server import Hub, Repository
 

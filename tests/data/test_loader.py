@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.collate import EncodedRow, collate
+from nemo_like.data.jagged import EncodedRow, collate
 from nemo_like.data.loader import LastBatch, RowLoader, num_batches
 from nemo_like.data.row_order import RowOrder
 from tests.data.lazy_rows import LazyRows

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.collate import EncodedRow
+from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.messages import TrainOn, mask_turns, trained_turns
 
 

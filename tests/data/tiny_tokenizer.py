@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.collate import EncodedRow
+from nemo_like.data.jagged import EncodedRow
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content +"

@@ -13,9 +13,9 @@ from nemo_like.algorithms.distillation.teachers import TeacherOfRow, open_teache
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.collate import EncodedRow, TokenCounts, count_tokens
 from nemo_like.data.datasets import PROMPT_ROWS, SFT_ROWS, RowSchema, conversation
 from nemo_like.data.encoded_rows import EncodedRows
+from nemo_like.data.jagged import EncodedRow, TokenCounts, count_tokens
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import Rows
 from nemo_like.diagnostics.chat_checks import check_prompts_agree, check_texts, prompt_messages

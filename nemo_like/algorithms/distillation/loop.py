@@ -12,7 +12,7 @@ from nemo_like.algorithms.distillation.config import DistillRunConfig
 from nemo_like.algorithms.distillation.data import TaughtRow, open_source, validation_batches
 from nemo_like.algorithms.distillation.teachers import open_teachers, resolve_teachers
 from nemo_like.config.paths import resolve_paths
-from nemo_like.data.collate import EncodedRow, collate
+from nemo_like.data.jagged import EncodedRow, collate
 from nemo_like.data.loader import RowLoader
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan

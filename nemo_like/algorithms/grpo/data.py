@@ -10,8 +10,8 @@ import numpy as np
 from nemo_like.algorithms.grpo.config import GrpoRunConfig, asynchronous_warnings
 from nemo_like.config.import_path import check_module
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.collate import TokenCounts
 from nemo_like.data.datasets import PROMPT_ROWS
+from nemo_like.data.jagged import TokenCounts
 from nemo_like.data.rows import Rows
 from nemo_like.diagnostics.chat_checks import check_prompts_agree, check_texts, prompt_messages
 from nemo_like.diagnostics.environment_checks import check_conversation_prompts

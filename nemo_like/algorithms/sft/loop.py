@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.algorithms.sft.data import open_loader, open_source
 from nemo_like.config.paths import resolve_paths
-from nemo_like.data.collate import EncodedRow, collate
+from nemo_like.data.jagged import EncodedRow, collate
 from nemo_like.data.loader import BatchLoader
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import NllLoss
