@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
@@ -12,7 +13,9 @@ from nemo_like.data.rows import Rows
 from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.environments.reward import RewardSample
 from nemo_like.rollout.conversations import scored_conversation
-from nemo_like.training.rollout_workers import RewardModelFiles, open_reward_model
+
+if TYPE_CHECKING:
+    from nemo_like.training.rollout_workers import RewardModelFiles
 
 
 def check_reward_models(config: RunConfig, rows: Rows | None, diagnostics: Diagnostics) -> None:
@@ -37,6 +40,9 @@ def answered_sample(rows: Rows) -> RewardSample:
 
 def _check(config: RunConfig, name: str, rows: Rows | None, diagnostics: Diagnostics) -> None:
     """Describe one reward model. Raises ConfigError if its files or the row cannot be used."""
+    # The module imports torch, which a config without reward models does not need.
+    from nemo_like.training.rollout_workers import open_reward_model
+
     model = config.reward.models[name]
     files = open_reward_model(name, model)
     workers = counted(model.num_workers, "worker") if model.num_workers else "the policy's workers"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -25,7 +25,9 @@ from nemo_like.environments.environment import Conversation, State
 from nemo_like.environments.environment_workers import EnvironmentWorkers
 from nemo_like.environments.reward import RewardSample
 from nemo_like.environments.steps import StepOutcome, StepTask
-from nemo_like.generation.requests import Completions, FinishReason
+
+if TYPE_CHECKING:
+    from nemo_like.generation.requests import Completions, FinishReason
 
 EndReason = Literal["done", "turns", "tokens", "timeout"]
 """`done`: the environment ended the conversation. The others are its limits: `environment.
@@ -170,6 +172,9 @@ class ConversationRow:
 
     def completions(self) -> Completions:
         """Return the tokens of the model's turns as one row."""
+        # The module imports torch, which the checks of a config do not need.
+        from nemo_like.generation.requests import Completions
+
         return Completions.from_rows(
             [np.concatenate(self.segments[1::2])],
             [np.concatenate(self.logprobs)],
