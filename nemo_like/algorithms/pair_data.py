@@ -26,7 +26,6 @@ from nemo_like.diagnostics.chat_checks import check_texts
 from nemo_like.diagnostics.plan_preview import describe_plan
 from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.diagnostics.row_checks import NUM_SAMPLES, check_lengths, encode_sample
-from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.run.progress import Sample
 from nemo_like.training.dataset import ExampleSource, describe_run
@@ -35,6 +34,8 @@ from nemo_like.training.run_warnings import step_warnings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from nemo_like.distributed.batched_data_dict import BatchedDataDict
 
 ExampleT = TypeVar("ExampleT")
 
@@ -106,6 +107,9 @@ def collate_pairs(pairs: Sequence[PreferencePair]) -> BatchedDataDict:
     rows: list[EncodedRow] = []
     for pair in pairs:
         rows.extend(pair)
+    # The module imports torch, which `validate` does not need.
+    from nemo_like.distributed.batched_data_dict import BatchedDataDict
+
     return BatchedDataDict(
         {
             **collate(rows),

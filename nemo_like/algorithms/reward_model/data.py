@@ -20,7 +20,6 @@ from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.preferences import MARGIN_ROWS, PreferencePair, pair_margin
 from nemo_like.data.rows import Rows
 from nemo_like.diagnostics.report import Diagnostics
-from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.run.progress import Progress
 from nemo_like.training.dataset import ExampleSource, RunData, open_data
@@ -28,6 +27,8 @@ from nemo_like.training.training_sets import training_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from nemo_like.distributed.batched_data_dict import BatchedDataDict
 
 __all__ = [
     "ROW_SCHEMA",
