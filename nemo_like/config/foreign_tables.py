@@ -113,7 +113,4 @@ def _read(name: str) -> dict[str, Any]:
     import yaml
 
     text = resources.files("nemo_like.config").joinpath("foreign", name).read_text("utf-8")
-    # `--help` and the keys of a correct config need no table.
-    import yaml
-
     return yaml.safe_load(text)
