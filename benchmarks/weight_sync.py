@@ -118,12 +118,12 @@ class Generator(HFGenerationWorker):
         """Copy the tensors of the bucket uint8 [num_bytes] over the weights of their names."""
         # A copy: torch cannot represent the read-only arrays of the object store.
         buffer = torch.from_numpy(array.copy())
-        targets = self._model.state_dict(keep_vars=True)
+        targets = self.model.state_dict(keep_vars=True)
         for name, tensor in layout.views(buffer):
             targets[name].copy_(tensor)
 
     def sum(self) -> float:
-        return sum(float(weight.double().sum()) for weight in self._model.parameters())
+        return sum(float(weight.double().sum()) for weight in self.model.parameters())
 
 
 @dataclass(frozen=True)

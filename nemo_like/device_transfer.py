@@ -30,11 +30,11 @@ def to_device(arrays: Mapping[str, np.ndarray], device: str | torch.device) -> d
             name: torch.from_numpy(np.ascontiguousarray(array)).to(device)
             for name, array in arrays.items()
         }
-    slots, num_bytes = _slots(arrays)
+    slots, num_bytes = slots_of(arrays)
     staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    _pack(arrays, slots, staging)
+    pack(arrays, slots, staging)
     # torch keeps the pinned memory until the copy is done, also when `staging` is released.
-    return _unpack(staging.to(device, non_blocking=True), slots)
+    return unpack(staging.to(device, non_blocking=True), slots)
 
 
 def tensor_to_device(tensor: Tensor, device: str | torch.device) -> Tensor:
@@ -87,7 +87,7 @@ class _Slot:
     shape: tuple[int, ...]
 
 
-def _slots(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, _Slot], int]:
+def slots_of(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, _Slot], int]:
     """Return the place of each array and the size of the buffer in bytes."""
     slots = {}
     end = 0
@@ -100,7 +100,7 @@ def _slots(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, _Slot], int]:
     return slots, end
 
 
-def _pack(arrays: Mapping[str, np.ndarray], slots: Mapping[str, _Slot], buffer: Tensor) -> None:
+def pack(arrays: Mapping[str, np.ndarray], slots: Mapping[str, _Slot], buffer: Tensor) -> None:
     """Copy `arrays` into `buffer`, uint8 [num_bytes] in host memory."""
     target = buffer.numpy()
     for name, array in arrays.items():
@@ -109,7 +109,7 @@ def _pack(arrays: Mapping[str, np.ndarray], slots: Mapping[str, _Slot], buffer: 
         target[slot.start : slot.start + slot.num_bytes] = flat
 
 
-def _unpack(buffer: Tensor, slots: Mapping[str, _Slot]) -> dict[str, Tensor]:
+def unpack(buffer: Tensor, slots: Mapping[str, _Slot]) -> dict[str, Tensor]:
     """Return views of `buffer`, uint8 [num_bytes], with the dtypes and shapes of the slots."""
     tensors = {}
     for name, slot in slots.items():

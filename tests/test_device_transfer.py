@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 from nemo_like.device_transfer import (
-    _pack,
-    _slots,
-    _unpack,
     fetch_scalars,
+    pack,
+    slots_of,
     tensor_to_device,
     to_device,
+    unpack,
 )
 
 DTYPES = [np.bool_, np.uint8, np.int32, np.int64, np.float32, np.float64, np.float16]
@@ -34,10 +34,10 @@ ARRAYS = st.lists(
 @given(arrays=ARRAYS)
 def test_a_packed_buffer_gives_back_every_array(arrays: list[np.ndarray]) -> None:
     named = {f"array {index}": array for index, array in enumerate(arrays)}
-    slots, num_bytes = _slots(named)
+    slots, num_bytes = slots_of(named)
     buffer = torch.full((num_bytes,), 255, dtype=torch.uint8)
-    _pack(named, slots, buffer)
-    unpacked = _unpack(buffer, slots)
+    pack(named, slots, buffer)
+    unpacked = unpack(buffer, slots)
     assert unpacked.keys() == named.keys()
     for name, array in named.items():
         found = unpacked[name].numpy()

@@ -35,7 +35,7 @@ def init_process_group(context: WorkerContext) -> torch.device:
     torch.set_num_threads(context.num_threads)
     device = torch.device(context.device)
     # Before the group: gloo reads the interface when it is created.
-    _bind_gloo(context.init_method)
+    bind_gloo(context.init_method)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=context.collective_timeout_s)
@@ -121,7 +121,7 @@ def _tcp_store(context: WorkerContext, timeout: timedelta) -> TCPStore:
     )
 
 
-def _bind_gloo(init_method: str) -> None:
+def bind_gloo(init_method: str) -> None:
     """Have gloo use the network interface that reaches the rendezvous.
 
     By default it uses the address of the host name, which on many machines is 127.0.0.1 or

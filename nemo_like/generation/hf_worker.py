@@ -62,12 +62,12 @@ class HFGenerationWorker:
         """
         transformers_logging.disable_progress_bar()
         self._device = torch.device(context.device)
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         require_model_directory("policy.model_name", model_name)
         tokenizer_name = tokenizer_name or model_name
         require_model_directory("policy.tokenizer_name", tokenizer_name, weights=False)
-        self._tokenizer = load_tokenizer(tokenizer_name)
-        self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        self.tokenizer = load_tokenizer(tokenizer_name)
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             model_name,
             dtype=getattr(torch, precision),
             attn_implementation="sdpa",
@@ -75,28 +75,28 @@ class HFGenerationWorker:
             trust_remote_code=False,
             local_files_only=True,
         )
-        self._model.eval().requires_grad_(False)
+        self.model.eval().requires_grad_(False)
         # Not the model's own `to`, which only adds checks for quantised models and has a signature
         # that type checkers reject.
-        torch.nn.Module.to(self._model, self._device)
+        torch.nn.Module.to(self.model, self._device)
         self._adapter_shapes: Shapes = {}
         """Shapes of the adapters by name; empty without adapters."""
         if lora is not None:
-            self._adapter_shapes = adapter_shapes(self._model, lora)
-            add_adapters(self._model, lora)
+            self._adapter_shapes = adapter_shapes(self.model, lora)
+            add_adapters(self.model, lora)
         self._host_weights = HostWeights(
-            self._model, self._device, pinned=self._device.type == "cuda"
+            self.model, self._device, pinned=self._device.type == "cuda"
         )
-        declared = declared_end_token_ids(self._model.generation_config, self._tokenizer)
-        self._end_ids = declared | frozenset(end_token_ids)
+        declared = declared_end_token_ids(self.model.generation_config, self.tokenizer)
+        self.end_ids = declared | frozenset(end_token_ids)
         self._weight_version = 0
         self._rank = context.rank
         self._receiver = WeightReceiver(self._device)
-        self._coverage: UpdateCoverage | None = None
+        self.coverage: UpdateCoverage | None = None
         """The weights set by the update in progress; None between updates."""
-        self._queue: list[GenerationRequests] = []
+        self.queue: list[GenerationRequests] = []
         """Batches that wait, each of at most `batch_size` requests."""
-        self._batch: DecodingBatch | None = None
+        self.batch: DecodingBatch | None = None
         """The batch that is decoded."""
 
     def submit(self, requests: GenerationRequests) -> None:
@@ -104,29 +104,29 @@ class HFGenerationWorker:
         check_room(requests)
         # Prompts of similar length are decoded together, which needs little padding.
         order = np.argsort(requests.prompt_ids.lengths, kind="stable")
-        for start in range(0, len(order), self._batch_size):
-            self._queue.append(requests.take(order[start : start + self._batch_size]))
+        for start in range(0, len(order), self.batch_size):
+            self.queue.append(requests.take(order[start : start + self.batch_size]))
 
     def poll(self, max_seconds: float) -> GenerationProgress:
         """See `GenerationWorkerProtocol.poll`."""
-        if self._coverage is not None:
+        if self.coverage is not None:
             raise RuntimeError(
                 "poll was called inside a weight update; the model is partly of the old weights"
             )
         start = time.monotonic()
         finished: list[DecodedRow] = []
         num_tokens = 0
-        while self._batch is not None or self._queue:
-            if self._batch is None:
-                self._batch = DecodingBatch(
-                    self._model, self._tokenizer, self._next_requests(), self._end_ids, self._device
+        while self.batch is not None or self.queue:
+            if self.batch is None:
+                self.batch = DecodingBatch(
+                    self.model, self.tokenizer, self._next_requests(), self.end_ids, self._device
                 )
-            num_rows = len(self._batch.unfinished)
+            num_rows = len(self.batch.unfinished)
             activity.note(f"decoding {num_rows} rows")
-            finished += self._batch.step(self._weight_version)
+            finished += self.batch.step(self._weight_version)
             num_tokens += num_rows
-            if not self._batch.unfinished:
-                self._batch = None
+            if not self.batch.unfinished:
+                self.batch = None
             if time.monotonic() - start >= max_seconds:
                 break
         return GenerationProgress(
@@ -144,14 +144,14 @@ class HFGenerationWorker:
 
     def partial_tokens(self) -> dict[int, list[int]]:
         """See `GenerationWorkerProtocol.partial_tokens`."""
-        running = [] if self._batch is None else self._batch.unfinished
+        running = [] if self.batch is None else self.batch.unfinished
         return {row.request_id: list(row.token_ids) for row in running}
 
     def abort(self) -> int:
         """See `GenerationWorkerProtocol.abort`."""
-        running = [] if self._batch is None else self._batch.unfinished
-        self._batch = None
-        self._queue = []
+        running = [] if self.batch is None else self.batch.unfinished
+        self.batch = None
+        self.queue = []
         return sum(len(row.token_ids) for row in running)
 
     def start_rollout(self) -> None:
@@ -163,7 +163,7 @@ class HFGenerationWorker:
         scored = []
         for row in rows:
             input_ids = torch.from_numpy(row.astype(np.int64)).to(self._device)
-            logits = self._model(input_ids=input_ids[None], use_cache=False).logits[0]
+            logits = self.model(input_ids=input_ids[None], use_cache=False).logits[0]
             logprobs = logits[:-1].float().log_softmax(dim=-1)
             picked = logprobs.gather(-1, input_ids[1:, None]).squeeze(-1)
             scored.append(np.concatenate([np.zeros(1, np.float32), picked.cpu().numpy()]))
@@ -172,8 +172,8 @@ class HFGenerationWorker:
     def offload(self) -> None:
         """Move the weights to host memory and free the KV cache; does nothing on CPU."""
         if self._device.type == "cuda":
-            if self._batch is not None:
-                self._batch.free_cache()
+            if self.batch is not None:
+                self.batch.free_cache()
             self._host_weights.offload()
             torch.cuda.empty_cache()
 
@@ -181,8 +181,8 @@ class HFGenerationWorker:
         """Move the weights back to the device; an unfinished batch computes its KV cache again."""
         was_offloaded = self._host_weights.is_offloaded
         self._host_weights.onload()
-        if was_offloaded and self._batch is not None:
-            self._batch.recompute()
+        if was_offloaded and self.batch is not None:
+            self.batch.recompute()
 
     def weight_endpoints(self) -> tuple[Endpoint, ...]:
         """See `WeightTarget.weight_endpoints`."""
@@ -197,39 +197,39 @@ class HFGenerationWorker:
         self._host_weights.note_change()
         adapters = self._adapter_shapes
         if any(name in adapters for name in names):
-            self._coverage = UpdateCoverage(adapters, names)
+            self.coverage = UpdateCoverage(adapters, names)
             return
-        named = self._model.named_parameters()
+        named = self.model.named_parameters()
         weights = {name: weight for name, weight in named if name not in adapters}
         # Tied weights (embedding and output) are one parameter under two names; the policy sends
         # one of them.
         first_names = {id(weight): name for name, weight in weights.items()}
         tied = {}
-        for name, weight in self._model.state_dict(keep_vars=True).items():
+        for name, weight in self.model.state_dict(keep_vars=True).items():
             if name in adapters:
                 continue
             first_name = first_names.get(id(weight), name)
             if first_name != name:
                 tied[name] = first_name
         shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-        self._coverage = UpdateCoverage(shapes, names, tied=tied)
+        self.coverage = UpdateCoverage(shapes, names, tied=tied)
 
     def load_bucket(self, message: BucketMessage) -> LoadedBucket:
         """See `WeightTarget.load_bucket`; the model may be offloaded or onloaded."""
-        if self._coverage is None:
+        if self.coverage is None:
             raise RuntimeError("load_bucket was called outside begin_update ... finish_update")
         return self._receiver.load(message, self._load_weights)
 
     def finish_update(self, version: int) -> None:
         """See `WeightTarget.finish_update`."""
-        if self._coverage is None:
+        if self.coverage is None:
             raise RuntimeError("finish_update was called without begin_update")
-        self._coverage.check_complete()
-        self._coverage = None
+        self.coverage.check_complete()
+        self.coverage = None
         self._weight_version = version
         # Offloaded weights cannot be used; `onload` computes the cache then.
-        if self._batch is not None and not self._host_weights.is_offloaded:
-            self._batch.recompute()
+        if self.batch is not None and not self._host_weights.is_offloaded:
+            self.batch.recompute()
 
     def close_weight_channel(self) -> int:
         """See `WeightTarget.close_weight_channel`."""
@@ -237,10 +237,10 @@ class HFGenerationWorker:
 
     def _load_weights(self, named: NamedTensors) -> None:
         """Copy the tensors, [*shape] each, over the model's weights of the same names."""
-        assert self._coverage is not None
-        targets = self._model.state_dict(keep_vars=True)
+        assert self.coverage is not None
+        targets = self.model.state_dict(keep_vars=True)
         for name, tensor in named:
-            self._coverage.add(name, tuple(tensor.shape))
+            self.coverage.add(name, tuple(tensor.shape))
             targets[name].copy_(tensor)
 
     def _next_requests(self) -> GenerationRequests:
@@ -249,15 +249,15 @@ class HFGenerationWorker:
         The turns of conversations arrive one by one, and a batch of one row takes as long as a
         larger one.
         """
-        requests = self._queue.pop(0)
-        while self._queue and len(requests) + len(self._queue[0]) <= self._batch_size:
-            joined = requests.joined(self._queue[0])
+        requests = self.queue.pop(0)
+        while self.queue and len(requests) + len(self.queue[0]) <= self.batch_size:
+            joined = requests.joined(self.queue[0])
             if joined is None:
                 break
             requests = joined
-            self._queue.pop(0)
+            self.queue.pop(0)
         return requests
 
     def _num_unfinished(self) -> int:
-        num_running = 0 if self._batch is None else len(self._batch.unfinished)
-        return num_running + sum(len(requests) for requests in self._queue)
+        num_running = 0 if self.batch is None else len(self.batch.unfinished)
+        return num_running + sum(len(requests) for requests in self.queue)

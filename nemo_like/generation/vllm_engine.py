@@ -133,7 +133,7 @@ _CPU_KV_CACHE_GIB = 1.0
 _CPU_BLOCK_TOKENS = 32
 """Tokens per KV block on CPU. Only complete blocks of a prompt are shared, and many prompts have
 about 100 tokens; vLLM's default there is 128."""
-_CHILD_END_S = 3.0
+CHILD_END_S = 3.0
 """Time between an exception because of a child process that ends, and its end."""
 
 
@@ -237,7 +237,7 @@ class ChildProcesses:
             yield
         except Exception as error:
             # The other ranks may report a closed connection before the process is gone.
-            ended = self._wait(_CHILD_END_S)
+            ended = self._wait(CHILD_END_S)
             if not ended:
                 raise
             if self._watcher is not None:

@@ -107,7 +107,7 @@ class Engine(ABC, Generic[OptimizerT]):
         # Subclasses have the same groups under `groups`, with their own type.
         self._axes = groups
         self._optimizer: OptimizerT | None = None
-        self._ema: WeightEma | None = None
+        self.ema: WeightEma | None = None
         self._lora: LoraState | None = None
         self._spec: ModelSpec | None = None
         if device.type == "cpu":
@@ -115,10 +115,10 @@ class Engine(ABC, Generic[OptimizerT]):
         is_pinned = device.type == "cuda"
         self.save_buffers = HostBuffers(pinned=is_pinned)
         """Host memory of checkpoints that are being written."""
-        self._host_memory = HostMemory(pinned=is_pinned)
+        self.host_memory = HostMemory(pinned=is_pinned)
         # Of frozen weights: they differ from their first copy only after `copy_weights` and `load`,
         # which discard it.
-        self._constant_memory = HostMemory(pinned=is_pinned, constant=True)
+        self.constant_memory = HostMemory(pinned=is_pinned, constant=True)
 
     @property
     @abstractmethod
@@ -208,12 +208,12 @@ class Engine(ABC, Generic[OptimizerT]):
         ...
 
     @abstractmethod
-    def _resident_tensors(self) -> Iterable[Tensor]:
+    def resident_tensors(self) -> Iterable[Tensor]:
         """Return the plain tensors, [...] each, of this rank's weights and optimizer state."""
         ...
 
     @abstractmethod
-    def _frozen_weights(self) -> Iterable[Tensor]:
+    def frozen_weights(self) -> Iterable[Tensor]:
         """Return the resident tensors that have no gradients."""
         ...
 
@@ -222,18 +222,18 @@ class Engine(ABC, Generic[OptimizerT]):
         """Copy the weights of an engine of the same class, model and layout, without moments."""
         for own, other in zip(self.local_weights(), source.local_weights(), strict=True):
             own.copy_(other)
-        self._constant_memory.discard_copies()
+        self.constant_memory.discard_copies()
 
     def move_to_host(self) -> None:
         """Copy weights and optimizer state to host memory and free them on the device."""
         # First, as tensors without memory are left out of the other one.
-        self._constant_memory.offload(self._frozen_weights())
-        self._host_memory.offload(self._resident_tensors())
+        self.constant_memory.offload(self.frozen_weights())
+        self.host_memory.offload(self.resident_tensors())
 
     def move_to_device(self) -> None:
         """Undo `move_to_host`."""
-        self._constant_memory.onload()
-        self._host_memory.onload()
+        self.constant_memory.onload()
+        self.host_memory.onload()
 
     @property
     def optimizer(self) -> OptimizerT:
@@ -242,17 +242,17 @@ class Engine(ABC, Generic[OptimizerT]):
         return self._optimizer
 
     @abstractmethod
-    def _masters(self) -> Masters:
+    def masters(self) -> Masters:
         """Yield name and float32 shard [...] of each weight that the optimizer updates."""
         ...
 
     def _publish_masters(self) -> None:
-        """Let the model compute with changed values of `_masters`; every rank calls."""
+        """Let the model compute with changed values of `masters`; every rank calls."""
 
     def start_ema(self) -> None:
         """Keep averages of the weights, beginning with their values, if the config enables it."""
         if self.config.ema.enabled:
-            self._ema = WeightEma(self._masters(), self.config.ema)
+            self.ema = WeightEma(self.masters(), self.config.ema)
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
@@ -261,16 +261,16 @@ class Engine(ABC, Generic[OptimizerT]):
         Every rank enters it. Only for forward passes, exports and transfers of weights. Raises
         RuntimeError for a model without averages.
         """
-        if self._ema is None:
+        if self.ema is None:
             raise RuntimeError("this model has no average of its weights (policy.ema.enabled)")
-        self._swap_ema(self._ema)
+        self._swap_ema(self.ema)
         try:
             yield
         finally:
-            self._swap_ema(self._ema)
+            self._swap_ema(self.ema)
 
     def _swap_ema(self, ema: WeightEma) -> None:
-        ema.swap(self._masters())
+        ema.swap(self.masters())
         self._publish_masters()
 
     def optimizer_step(self, lr: float, *, is_loss_finite: bool = True) -> float:
@@ -293,8 +293,8 @@ class Engine(ABC, Generic[OptimizerT]):
             optimizer.scale_gradients(factor)
         optimizer.step(lr)
         self.num_optimizer_steps += 1
-        if self._ema is not None:
-            self._ema.update(self._masters(), self.num_optimizer_steps)
+        if self.ema is not None:
+            self.ema.update(self.masters(), self.num_optimizer_steps)
         return norm
 
     def gradient_norm(self, *, is_loss_finite: bool = True) -> float:
@@ -313,7 +313,7 @@ class Engine(ABC, Generic[OptimizerT]):
         With `with_moments` all moments of the optimizer must be finite as well. The result is the
         same on every rank.
         """
-        if self._host_memory.is_offloaded or self._constant_memory.is_offloaded:
+        if self.host_memory.is_offloaded or self.constant_memory.is_offloaded:
             raise RuntimeError("the model is offloaded; call onload first")
         is_finite = all_within(self.local_weights(), LARGEST)
         if with_moments:

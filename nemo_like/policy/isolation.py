@@ -88,7 +88,7 @@ def _measure(
     """Return the property that fails, or "", and `IsolationReport.mean_difference`."""
     is_moe = engine.spec.moe is not None
     limit = _MAX_MEAN_DIFFERENCE[precision] if is_moe else 0.0
-    rows = _random_rows(vocab_size)
+    rows = random_rows(vocab_size)
     changes = [_with_other_token(rows, row, vocab_size) for row in (0, 1)]
     together = _compute_logprobs(engine, rows, layout)
     changed = [_compute_logprobs(engine, other, layout) for other in changes]
@@ -127,7 +127,7 @@ def _mean_difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]
     return float(np.abs(difference).mean())
 
 
-def _random_rows(vocab_size: int) -> list[np.ndarray]:
+def random_rows(vocab_size: int) -> list[np.ndarray]:
     """Draw rows of `_LENGTHS`, int32 [length] each."""
     # A fixed seed: every rank must compute the same rows.
     generator = np.random.default_rng(0)

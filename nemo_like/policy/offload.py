@@ -42,22 +42,22 @@ class HostMemory:
     def __init__(self, *, pinned: bool, constant: bool = False) -> None:
         self._pinned = pinned
         self._constant = constant
-        self._copied: list[_Offloaded] = []
+        self.copied: list[_Offloaded] = []
         """Storages with an equal copy in host memory; only with `constant`."""
         self._free: dict[int, list[Tensor]] = {}
         """Unused buffers by their number of bytes."""
-        self._offloaded: list[_Offloaded] = []
+        self.offloaded: list[_Offloaded] = []
 
     def offload(self, tensors: Iterable[Tensor]) -> None:
         """Copy the storages of `tensors`, [...] each, to host memory and free them.
 
         Tensors that share a storage are copied once. Raises RuntimeError if some are offloaded.
         """
-        if self._offloaded:
+        if self.offloaded:
             raise RuntimeError("the tensors are offloaded already; call onload first")
-        if self._copied:
-            self._offloaded = self._copied
-            for storage, _ in self._copied:
+        if self.copied:
+            self.offloaded = self.copied
+            for storage, _ in self.copied:
                 storage.resize_(0)
             return
         storages = {}
@@ -69,7 +69,7 @@ class HostMemory:
             buffers = [self._take(size) for size in piece_sizes(storage.nbytes())]
             for part, buffer in _parts(storage, buffers):
                 buffer.copy_(part, non_blocking=True)
-            self._offloaded.append(_Offloaded(storage, buffers))
+            self.offloaded.append(_Offloaded(storage, buffers))
         self._wait()
         for storage in storages.values():
             storage.resize_(0)
@@ -80,7 +80,7 @@ class HostMemory:
         Does nothing if nothing is offloaded.
         """
         # In the reverse order of `offload`, so that the next one takes the same buffers.
-        for offloaded in reversed(self._offloaded):
+        for offloaded in reversed(self.offloaded):
             offloaded.storage.resize_(offloaded.num_bytes)
             for part, buffer in _parts(offloaded.storage, offloaded.buffers):
                 part.copy_(buffer, non_blocking=True)
@@ -88,8 +88,8 @@ class HostMemory:
                 for buffer in reversed(offloaded.buffers):
                     self._free.setdefault(buffer.numel(), []).append(buffer)
         if self._constant:
-            self._copied = self._offloaded
-        self._offloaded = []
+            self.copied = self.offloaded
+        self.offloaded = []
         # Before a later offload writes to the same buffers.
         self._wait()
 
@@ -98,23 +98,23 @@ class HostMemory:
 
         Raises RuntimeError if they are offloaded.
         """
-        if self._offloaded:
+        if self.offloaded:
             raise RuntimeError("the tensors are offloaded; call onload first")
-        for offloaded in self._copied:
+        for offloaded in self.copied:
             for buffer in offloaded.buffers:
                 self._free.setdefault(buffer.numel(), []).append(buffer)
-        self._copied = []
+        self.copied = []
 
     @property
     def is_offloaded(self) -> bool:
         """True between `offload` and `onload`."""
-        return bool(self._offloaded)
+        return bool(self.offloaded)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers."""
         num_free = sum(size * len(buffers) for size, buffers in self._free.items())
-        return num_free + sum(each.num_bytes for each in self._offloaded or self._copied)
+        return num_free + sum(each.num_bytes for each in self.offloaded or self.copied)
 
     def _take(self, num_bytes: int) -> Tensor:
         """Return a buffer, uint8 [num_bytes]."""

@@ -124,7 +124,7 @@ class PolicyWorker:
             )
         self._logprobs.start_pass()
         plan = _logprob_plan(shard)
-        rows = self._rows(shard, plan.spec)
+        rows = self.rows(shard, plan.spec)
         columns: dict[str, Jagged] = {}
         for name in names:
             engine, token_filter = sources[name]
@@ -154,7 +154,7 @@ class PolicyWorker:
         """
         assert shard.plan is not None, "a shard of BatchedDataDict.shard has a plan"
         self._logprobs.start_pass()
-        rows = self._rows(shard, shard.plan.spec)
+        rows = self.rows(shard, shard.plan.spec)
         targets = self.teachers.compute(rows, shard.plan.microbatches, settings)
         return self._logprobs.keep_targets(targets)
 
@@ -256,7 +256,7 @@ class PolicyWorker:
         `train`.
         """
         plan = _logprob_plan(shard)
-        rows = self._rows({**shard, **self._kept_logprobs(shard, logprobs)}, plan.spec, logprobs)
+        rows = self.rows({**shard, **self._kept_logprobs(shard, logprobs)}, plan.spec, logprobs)
         # Only the metrics are used, so the loss is not normalized.
         step_fn = LossStep(loss, 1.0, self.engine.sum_over_cp)
         uses_ema = self.config.ema.use_for_validation
@@ -410,9 +410,9 @@ class PolicyWorker:
     ) -> ShardRows:
         """Return the rows of the shard with `columns`, [B, ...] or [T] each, and log-probs."""
         kept = self._kept_logprobs(shard, logprobs)
-        return self._rows({**shard, **(columns or {}), **kept}, plan.spec, logprobs)
+        return self.rows({**shard, **(columns or {}), **kept}, plan.spec, logprobs)
 
-    def _rows(
+    def rows(
         self, columns: Mapping[str, Any], spec: PlanSpec, handle: LogprobHandle | None = None
     ) -> ShardRows:
         cp_rank = self.engine.parallel_layout.coordinates(self.engine.rank).cp

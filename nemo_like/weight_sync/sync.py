@@ -131,7 +131,7 @@ class WeightSync:
         although no replica failed.
         """
         start = time.perf_counter()
-        live = _Replicas(replicas)
+        live = Replicas(replicas)
         plan = call_all(
             self._policy, WeightSource.plan_weights, self._dtype, self._max_bucket_bytes
         )
@@ -167,7 +167,7 @@ class WeightSync:
         )
 
     def _run_update(
-        self, update: _Update, live: _Replicas, policy_endpoints: Sequence[Endpoint], version: int
+        self, update: _Update, live: Replicas, policy_endpoints: Sequence[Endpoint], version: int
     ) -> None:
         """Send all buckets to the live replicas; sets `update.broken` if the channel breaks."""
         endpoints = live.call(WeightTarget.weight_endpoints)
@@ -191,7 +191,7 @@ class WeightSync:
     def _open(
         self,
         update: _Update,
-        live: _Replicas,
+        live: Replicas,
         policy_endpoints: Sequence[Endpoint],
         endpoints: Mapping[int, Sequence[Sequence[Endpoint]]],
     ) -> None:
@@ -233,11 +233,11 @@ class WeightSync:
             WeightTarget.open_weight_channel,
             {position: (spec, starts) for position, starts in first_index.items()},
         )
-        update.note_broken(self._policy_results(connecting, live, [opening]))
+        update.note_broken(self.policy_results(connecting, live, [opening]))
         for answers in live.collect(opening).values():
             update.note_broken(answers)
 
-    def _pass_buckets(self, update: _Update, live: _Replicas) -> None:
+    def _pass_buckets(self, update: _Update, live: Replicas) -> None:
         """Send each bucket, then have it loaded; bucket i + 1 is gathered while i is loaded."""
         num_buckets = update.plan.num_buckets
         sending = submit_all(self._policy, WeightSource.send_weight_bucket, 0)
@@ -256,7 +256,7 @@ class WeightSync:
                 sending = submit_all(self._policy, WeightSource.send_weight_bucket, index + 1)
         update.add_loaded(live.collect(loading))
 
-    def _broadcast_buckets(self, update: _Update, live: _Replicas) -> None:
+    def _broadcast_buckets(self, update: _Update, live: Replicas) -> None:
         """Send and load all buckets; both sides meet in the broadcast of each bucket."""
         sending: list[list[Handle]] = []
         loading: list[_Calls] = []
@@ -267,7 +267,7 @@ class WeightSync:
         # must not wait for receivers.
         results: list[SentBucket] = []
         for calls in sending:
-            results.append(self._policy_results(calls, live, loading)[0])
+            results.append(self.policy_results(calls, live, loading)[0])
         update.note_broken([sent.broken for sent in results])
         for sent, calls in zip(results, loading, strict=True):
             loaded = live.collect(calls)
@@ -277,8 +277,8 @@ class WeightSync:
             durations = [each.transfer_s for ranks in loaded.values() for each in ranks]
             update.transfer_s += min([sent.transfer_s, *durations])
 
-    def _policy_results(
-        self, calls: Sequence[Handle], live: _Replicas, running: Sequence[_Calls]
+    def policy_results(
+        self, calls: Sequence[Handle], live: Replicas, running: Sequence[_Calls]
     ) -> list[Any]:
         """Return the results of calls of the policy that may wait for `running` calls of replicas.
 
@@ -292,7 +292,7 @@ class WeightSync:
             live.check(running)
         return self._policy.get(calls)
 
-    def _abandon(self, live: _Replicas) -> None:
+    def _abandon(self, live: Replicas) -> None:
         """Have both sides release their buffers after a failure, without waiting for them."""
         live.submit(WeightTarget.close_weight_channel)
         with suppress(WorkerFailure, RuntimeError):
@@ -330,7 +330,7 @@ _Calls = dict[int, list[Handle]]
 
 
 @dataclass
-class _Replicas:
+class Replicas:
     """The replicas of one update. One whose group fails is left out from then on."""
 
     groups: Sequence[WorkerGroup]

@@ -58,7 +58,7 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def checked_scores(run: Any, prompts: Any, step: int, *rest: Any) -> Any:
         (replica,) = run.workers.rollout.generator.replicas
         policy, generator = run.policy.group.worker, replica.group.worker
-        sampled_with = dict(generator._model.named_parameters(remove_duplicate=False))
+        sampled_with = dict(generator.model.named_parameters(remove_duplicate=False))
         for name, weight in policy.engine.full_weights(list(policy.engine.weight_shapes())):
             assert torch.equal(sampled_with[name], weight), (
                 f"{name} of the generator is not the policy's at step {step}"
@@ -123,10 +123,10 @@ def test_a_generator_with_other_weights_is_not_sampled_from(
     """Faults that a loader may have without an error."""
 
     def load(worker: HFGenerationWorker, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        targets = worker._model.state_dict(keep_vars=True)
+        targets = worker.model.state_dict(keep_vars=True)
         for name, tensor in named:
-            assert worker._coverage is not None
-            worker._coverage.add(name, tuple(tensor.shape))
+            assert worker.coverage is not None
+            worker.coverage.add(name, tuple(tensor.shape))
             is_kept = fault == "no effect" or (fault == "one tensor kept" and "down_proj" in name)
             if not is_kept:
                 targets[name].copy_(tensor if fault != "not finite" else tensor * torch.nan)

@@ -29,11 +29,11 @@ def test_a_world_of_one_has_every_axis_and_is_left_again() -> None:
 
 def test_gloo_is_bound_to_the_interface_of_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    process_groups._bind_gloo("file:///tmp/rendezvous")
+    process_groups.bind_gloo("file:///tmp/rendezvous")
     assert "GLOO_SOCKET_IFNAME" not in os.environ
-    process_groups._bind_gloo("tcp://127.0.0.1:29500")
+    process_groups.bind_gloo("tcp://127.0.0.1:29500")
     loopback = os.environ["GLOO_SOCKET_IFNAME"]
     assert loopback in [name for _, name in socket.if_nameindex()]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen0")
-    process_groups._bind_gloo("tcp://127.0.0.1:29500")
+    process_groups.bind_gloo("tcp://127.0.0.1:29500")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen0"

@@ -188,12 +188,12 @@ def test_a_row_depends_on_its_prompt_and_seed_alone(model_directory: Path) -> No
     prompts, seeds = _prompts(24, seed=2), _seeds(24)
     sampling = SamplingParams(max_new_tokens=40, temperature=1.3)
     worker = _worker(model_directory)
-    worker._end_ids = frozenset(range(1, 16))  # so that rows end early and late
+    worker.end_ids = frozenset(range(1, 16))  # so that rows end early and late
     together = worker.generate(prompts, seeds, sampling, max_total_length=64)
     assert len(set(together.token_ids.lengths.tolist())) > 3, (
         "rows must end at different times for this test to mean anything"
     )
-    worker._batch_size = 5
+    worker.batch_size = 5
     _same(worker.generate(prompts, seeds, sampling, max_total_length=64), together)
     order = np.random.default_rng(0).permutation(24)
     _same(
@@ -218,7 +218,7 @@ def test_lengths_end_where_the_limits_say(model_directory: Path) -> None:
     prompts = Jagged.from_rows([[5] * 3, [6] * 10, [7] * 19], np.int32)
     worker = _worker(model_directory)
     sampling = SamplingParams(max_new_tokens=15, temperature=0.0)
-    worker._end_ids = frozenset()
+    worker.end_ids = frozenset()
     completions = worker.generate(prompts, _seeds(3), sampling, max_total_length=20)
     assert completions.token_ids.lengths.tolist() == [15, 10, 1]
     assert completions.finish_reasons == ["length"] * 3
@@ -228,7 +228,7 @@ def test_a_finished_row_does_not_outgrow_the_models_positions(model_directory: P
     """One of four is not enough to be cut out, so it stays in the batch until the others end."""
     prompts = Jagged.from_rows([[5] * 126, [6], [7], [8]], np.int32)
     worker = _worker(model_directory)
-    worker._end_ids = frozenset()
+    worker.end_ids = frozenset()
     completions = worker.generate(
         prompts, _seeds(4), SamplingParams(max_new_tokens=200), max_total_length=128
     )
@@ -249,7 +249,7 @@ def test_stop_strings_end_with_the_token_that_completes_one(model_directory: Pat
     worker = _worker(model_directory)
     prompts, seeds = _prompts(12, seed=4), _seeds(12)
     free = worker.generate(prompts, seeds, SamplingParams(max_new_tokens=60), max_total_length=128)
-    texts = [str(worker._tokenizer.decode(row)) for row in free.token_ids]
+    texts = [str(worker.tokenizer.decode(row)) for row in free.token_ids]
     stops = (texts[0][7:10], texts[1][11:16])
     stopped = worker.generate(
         prompts, seeds, SamplingParams(max_new_tokens=60, stop_strings=stops), max_total_length=128
@@ -257,8 +257,8 @@ def test_stop_strings_end_with_the_token_that_completes_one(model_directory: Pat
     for row in range(12):
         token_ids = stopped.token_ids[row]
         assert token_ids.tolist() == free.token_ids[row][: len(token_ids)].tolist()
-        before = str(worker._tokenizer.decode(token_ids[:-1]))
-        text = str(worker._tokenizer.decode(token_ids))
+        before = str(worker.tokenizer.decode(token_ids[:-1]))
+        text = str(worker.tokenizer.decode(token_ids))
         assert not any(stop in before for stop in stops)
         assert any(stop in text for stop in stops) or len(token_ids) == len(free.token_ids[row])
     assert stopped.finish_reasons[:2] == ["stop", "stop"]
@@ -324,7 +324,7 @@ def _begin_update(worker: HFGenerationWorker, names: list[str]) -> None:
 
 def test_a_weight_update_that_does_not_fit_names_the_weight(model_directory: Path) -> None:
     worker = _worker(model_directory)
-    names = [name for name, _ in worker._model.named_parameters()]
+    names = [name for name, _ in worker.model.named_parameters()]
     with pytest.raises(ValueError, match=r"does not have: model\.extra"):
         _begin_update(worker, [*names, "model.extra"])
     with pytest.raises(ValueError, match=rf"does not send 1 weights .*: {names[-1]}"):
@@ -334,7 +334,7 @@ def test_a_weight_update_that_does_not_fit_names_the_weight(model_directory: Pat
     _begin_update(worker, names)
     with pytest.raises(ValueError, match=r"'model\.extra' is not part of"):
         worker.load_bucket(BucketMessage(0, (("model.extra", torch.zeros(2)),)))
-    name, parameter = next(iter(worker._model.named_parameters()))
+    name, parameter = next(iter(worker.model.named_parameters()))
     with pytest.raises(ValueError, match=rf"{name!r} has shape \(3,\), .* \(320, 32\)"):
         worker.load_bucket(BucketMessage(0, ((name, parameter[0, :3]),)))
     with pytest.raises(ValueError, match="left out"):
@@ -355,14 +355,14 @@ def test_tied_embeddings_are_delivered_by_either_name(tmp_path: Path) -> None:
         _begin_update(worker, [name for name, _ in named])
         worker.load_bucket(BucketMessage(0, named))
         worker.finish_update(version=1)
-        weights = worker._model.state_dict()
+        weights = worker.model.state_dict()
         assert torch.equal(weights["model.embed_tokens.weight"], embedding)
         assert torch.equal(weights["lm_head.weight"], embedding)
 
 
 def test_diverged_weights_are_reported_and_not_sampled_from(model_directory: Path) -> None:
     worker = _worker(model_directory)
-    next(worker._model.parameters()).fill_(torch.nan)
+    next(worker.model.parameters()).fill_(torch.nan)
     with pytest.raises(FloatingPointError, match="not finite at token 0"):
         worker.generate(
             _prompts(2), _seeds(2), SamplingParams(max_new_tokens=3), max_total_length=64
@@ -375,7 +375,7 @@ def test_a_completion_over_two_versions_has_the_log_probs_of_each(model_director
     """
     prompts, sampling = _prompts(5, seed=3), SamplingParams(max_new_tokens=30)
     worker = _worker(model_directory)
-    worker._end_ids = frozenset()
+    worker.end_ids = frozenset()
     ids = np.arange(5, dtype=np.int64)
     worker.submit(GenerationRequests(ids, prompts, _seeds(5), sampling, max_total_length=64))
     for _ in range(12):
@@ -408,7 +408,7 @@ def test_a_completion_over_two_versions_has_the_log_probs_of_each(model_director
 
 def test_aborted_requests_are_gone_and_their_tokens_counted(model_directory: Path) -> None:
     worker = _worker(model_directory, batch_size=2)
-    worker._end_ids = frozenset()
+    worker.end_ids = frozenset()
     requests = GenerationRequests(
         np.arange(5, dtype=np.int64), _prompts(5), _seeds(5), SamplingParams(max_new_tokens=9), 64
     )
@@ -442,11 +442,11 @@ def test_waiting_requests_of_several_calls_are_decoded_in_one_batch(model_direct
     sizes = []
     rows: list[int] = []
     parts = []
-    while worker._queue or worker._batch is not None:
-        if worker._batch is None:
-            num_waiting = len(worker._queue)
+    while worker.queue or worker.batch is not None:
+        if worker.batch is None:
+            num_waiting = len(worker.queue)
             progress = worker.poll(0.0)
-            sizes.append(num_waiting - len(worker._queue))
+            sizes.append(num_waiting - len(worker.queue))
         else:
             progress = worker.poll(0.0)
         rows += progress.request_ids.tolist()

@@ -31,7 +31,7 @@ def test_a_worker_ends_before_an_exception_because_of_a_lost_child(
 
 
 def test_other_exceptions_are_raised_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_engine, "_CHILD_END_S", 0.01)
+    monkeypatch.setattr(vllm_engine, "CHILD_END_S", 0.01)
     child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     child.start()
     children = ChildProcesses([child], owns_process=False)

@@ -281,7 +281,7 @@ class AdaptedPolicy:
     def push(self, scale: float) -> SyncReport:
         """Set random adapters and send them."""
         worker: Any = self.group.worker
-        trained: Any = worker.engine._trained
+        trained: Any = worker.engine.trained
         if isinstance(trained, dict):
             matrices = list(trained.values())
         else:

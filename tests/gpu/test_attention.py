@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_like.policy.inputs.attention import (
-    _make_exchange,
+    make_exchange,
     padded_attention,
     varlen_attention,
     varlen_kernel,
@@ -79,7 +79,7 @@ def test_query_chunks_of_a_shared_row_see_what_is_before_them(
     """
     lengths = [128, 32, 512, 16, 64]
     share = sum(lengths) // size
-    exchange = _make_exchange(boundaries(lengths), max(lengths), size, rank, share)
+    exchange = make_exchange(boundaries(lengths), max(lengths), size, rank, share)
     q, k, v = random_qkv(len(exchange.kv_index), heads=8, kv_heads=2, dim=64)
 
     def spans(device: torch.device) -> Spans:
@@ -103,8 +103,8 @@ def test_the_exchange_is_the_same_on_both_devices() -> None:
     lengths = [128, 32, 512, 16, 64]
     for rank in range(4):
         share = sum(lengths) // 4
-        on_host = _make_exchange(boundaries(lengths), max(lengths), 4, rank, share)
-        on_device = _make_exchange(boundaries(lengths).cuda(), max(lengths), 4, rank, share)
+        on_host = make_exchange(boundaries(lengths), max(lengths), 4, rank, share)
+        on_device = make_exchange(boundaries(lengths).cuda(), max(lengths), 4, rank, share)
         assert torch.equal(on_device.kv_index.cpu(), on_host.kv_index)
         assert torch.equal(on_device.cu_seqlens_k.cpu(), on_host.cu_seqlens_k)
 

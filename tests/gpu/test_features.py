@@ -133,7 +133,7 @@ def test_an_offload_and_onload_change_nothing(models: Models, name: str, precisi
                 policy.group.run_all_workers("offload")
                 sizes = {
                     tensor.untyped_storage().nbytes()
-                    for tensor in engine_of(policy)._resident_tensors()
+                    for tensor in engine_of(policy).resident_tensors()
                 }
                 assert sizes == {0}, "weights, averages or moments stay on the device"
                 policy.group.run_all_workers("onload")

@@ -271,10 +271,10 @@ def _reward_loss(worker: PolicyWorker, shard: SlicedDataDict) -> float:
 def averages_of(worker: PolicyWorker) -> dict[str, Tensor]:
     """Copies of this rank's averages: of the matrices of adapters, and of nothing else."""
     engine: Any = worker.engine
-    names = {name for name, _ in engine._masters()}
-    assert engine._ema.shards.keys() == names
+    names = {name for name, _ in engine.masters()}
+    assert engine.ema.shards.keys() == names
     assert all(".lora_" in name for name in names)
-    return {name: shard.clone() for name, shard in engine._ema.shards.items()}
+    return {name: shard.clone() for name, shard in engine.ema.shards.items()}
 
 
 def disturbed(side: Side, worker: PolicyWorker, steps: range) -> list[float]:
@@ -285,12 +285,12 @@ def disturbed(side: Side, worker: PolicyWorker, steps: range) -> list[float]:
         engine.move_to_host()
         with pytest.raises(RuntimeError, match="offloaded"):
             engine.is_finite()
-        num_constant = sum(each.num_bytes for each in engine._constant_memory._offloaded)
+        num_constant = sum(each.num_bytes for each in engine.constant_memory.offloaded)
         engine.move_to_device()
         # Copies of frozen weights are kept, and those of everything else are written each time.
-        frozen = {each.untyped_storage().data_ptr(): each for each in engine._frozen_weights()}
+        frozen = {each.untyped_storage().data_ptr(): each for each in engine.frozen_weights()}
         assert num_constant == sum(each.untyped_storage().nbytes() for each in frozen.values())
-        assert len(engine._constant_memory._copied) > 0
+        assert len(engine.constant_memory.copied) > 0
 
         def skip(lr: float, *, is_loss_finite: bool = True) -> float:
             assert is_loss_finite

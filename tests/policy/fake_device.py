@@ -108,8 +108,8 @@ def take_step(
     assert len(results) == len(shard.plan.microbatches)
     engine.optimizer.scale_gradients(0.5)
     engine.optimizer.step(1e-3)
-    if engine._ema is not None:
-        engine._ema.update(engine._masters(), 1)
+    if engine.ema is not None:
+        engine.ema.update(engine.masters(), 1)
         with engine.ema_weights():
             pass
     check_devices(engine.local_weights())

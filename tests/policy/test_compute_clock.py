@@ -66,7 +66,7 @@ def train_beside_a_slow_rank(
             worker = rank.worker(config)
             engine: Any = worker.engine
             if worker_context.rank == 0:
-                engine._model.causal_lm.base_model.register_forward_hook(
+                engine.model.causal_lm.base_model.register_forward_hook(
                     lambda *_: time.sleep(delay_s)
                 )
             (metrics,) = worker.train(rank.shard(config, random_batch(LENGTHS)), None, NllLoss())

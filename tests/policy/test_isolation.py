@@ -86,7 +86,7 @@ def test_a_model_that_mixes_rows_is_stopped(broken, layout, message, model_dir):
 
 def test_positions_that_do_not_restart_are_noticed(model_dir):
     shifted = engine(model_dir("llama"))
-    rotary: Any = shifted._model.causal_lm.base_model.rotary_emb
+    rotary: Any = shifted.model.causal_lm.base_model.rotary_emb
     forward = rotary.forward
     rotary.forward = lambda x, position_ids: forward(
         x, torch.arange(x.shape[1])[None].expand(x.shape[:2]) ** 2
@@ -105,7 +105,7 @@ def test_log_probs_that_overflow_are_no_leak(model_dir):
 
 def with_changed_calls(tested: DTensorEngine, changed_calls: Container[int]) -> DTensorEngine:
     """Change some forward passes, counted from 1, as another reduction order does."""
-    rotary: Any = tested._model.causal_lm.base_model.rotary_emb
+    rotary: Any = tested.model.causal_lm.base_model.rotary_emb
     forward = rotary.forward
     num_calls = 0
 

@@ -28,7 +28,7 @@ from tests.policy.tiny import random_batch, run_ranks
 
 
 def buffer_pointers(memory: HostMemory) -> list[int]:
-    return [buffer.data_ptr() for each in memory._offloaded for buffer in each.buffers]
+    return [buffer.data_ptr() for each in memory.offloaded for buffer in each.buffers]
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -77,7 +77,7 @@ def test_a_storage_in_several_buffers_is_restored():
     memory = HostMemory(pinned=False)
     for _ in range(2):
         memory.offload([weight])
-        assert [len(each.buffers) for each in memory._offloaded] == [3]
+        assert [len(each.buffers) for each in memory.offloaded] == [3]
         assert memory.num_bytes == 4 * len(expected)
         memory.onload()
         assert torch.equal(weight, expected)
@@ -103,7 +103,7 @@ def test_constant_tensors_are_copied_once():
     expected = weight.clone()
     memory.offload([weight])
     memory.onload()
-    ((buffer,),) = (each.buffers for each in memory._copied)
+    ((buffer,),) = (each.buffers for each in memory.copied)
     pointer = buffer.data_ptr()
     weight.zero_()  # a second copy would have these values
     memory.offload([weight])
@@ -145,8 +145,8 @@ def train_with_and_without_offload(
             for each in engines:
                 # `offload` does nothing on the CPU.
                 each.move_to_host()
-                assert storage_bytes(each._resident_tensors()) == 0
-                memories = (each._constant_memory, each._host_memory)
+                assert storage_bytes(each.resident_tensors()) == 0
+                memories = (each.constant_memory, each.host_memory)
                 buffers = [pointer for memory in memories for pointer in buffer_pointers(memory)]
                 assert buffers
                 pointers.append(tuple(buffers))
@@ -154,7 +154,7 @@ def train_with_and_without_offload(
                 engines[0].is_finite()
             for each in engines:
                 each.move_to_device()
-    state = [tensor.clone() for each in engines for tensor in each._resident_tensors()]
+    state = [tensor.clone() for each in engines for tensor in each.resident_tensors()]
     process_groups.destroy()
     return losses, state, pointers
 

@@ -52,7 +52,7 @@ def test_state_is_the_bytes_of_a_real_engine(optimizer, tmp_path):
     num_bytes = 4 * sum(parameter.numel() for parameter in trained)
     assert parts["gradients"] == pytest.approx(num_bytes)
     assert parts["ema"] == pytest.approx(num_bytes)
-    assert sum(each.nbytes for each in engine._ema.shards.values()) == num_bytes
+    assert sum(each.nbytes for each in engine.ema.shards.values()) == num_bytes
     text = " ".join(memory_assumptions(memory))
     assert "policy.ema: 4 bytes" in text
     assert ("policy.freeze: " in text) == bool(freeze)

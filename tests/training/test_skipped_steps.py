@@ -24,7 +24,7 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.environments.reward import RewardSample
 from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics, Sum
-from nemo_like.policy.isolation import _random_rows
+from nemo_like.policy.isolation import random_rows
 from nemo_like.policy.policy import ShardedBatch
 from nemo_like.training.run import TrainingRun
 from nemo_like.training.skipped_steps import SkippedStepsError, TrainedBatch, train_steps
@@ -49,7 +49,7 @@ def poisoned_model(demo: Path, out: Path) -> Path:
     (bad_id,) = tokenizer.convert_tokens_to_ids([BAD])
     original = LlamaForCausalLM.from_pretrained(demo / "model")
     config = LlamaConfig.from_pretrained(demo / "model", vocab_size=bad_id + 400)
-    assert bad_id not in np.concatenate(_random_rows(config.vocab_size)), (
+    assert bad_id not in np.concatenate(random_rows(config.vocab_size)), (
         "the isolation check must not see the token"
     )
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ from nemo_like.distributed.worker_group import Handle, WorkerGroup
 from nemo_like.metrics import metric_values
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.weight_sync.channel import Transport, WeightSyncError
-from nemo_like.weight_sync.sync import WeightSync, _Replicas
+from nemo_like.weight_sync.sync import Replicas, WeightSync
 from tests.exhaustive import usually
 from tests.weight_sync.weight_workers import GeneratorSide, PolicySide
 
@@ -252,7 +252,7 @@ def test_the_calls_of_all_policy_ranks_are_checked_together() -> None:
     sync = WeightSync(policy, dtype="float32")
     calls = [Handle(None, rank=rank) for rank in range(3)]
     with pytest.raises(WorkerFailure) as caught:
-        sync._policy_results(calls, _Replicas([]), [])
+        sync.policy_results(calls, Replicas([]), [])
     assert caught.value.rank == 1, "the cause, not the rank whose collective was aborted"
     assert policy.waited == [[0, 1], [0, 1]], "a call that has ended would end the wait at once"
 

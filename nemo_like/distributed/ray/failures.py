@@ -51,7 +51,7 @@ from nemo_like.distributed.ray.heartbeat import Silence
 _LOG_LINES = 50
 """The name of the signal of a crash is above the stack, which is often deeper than 20 calls."""
 _LOG_CHARACTERS = 300
-_ANSWER_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 60.0
 """Time for a node to start a process that reads the evidence; half a minute on a busy node."""
 _NODES_TIMEOUT_S = 10.0
 _EXIT_S = 2.0
@@ -175,7 +175,7 @@ def kill_process(location: Location) -> None:
         scheduling_strategy=NodeAffinitySchedulingStrategy(location.node_id, soft=False),
     )
     with suppress(RayError):
-        ray.get(task.remote(location.pid), timeout=_ANSWER_TIMEOUT_S)
+        ray.get(task.remote(location.pid), timeout=ANSWER_TIMEOUT_S)
 
 
 def _kill(pid: int) -> None:
@@ -257,7 +257,7 @@ def _explain_death(failure: Failure, group: str, location: Location, report: str
 
 def _unknown_cause(location: Location, report: str) -> tuple[str, str]:
     """Return (cause, advice) if neither Ray nor the node reported the cause."""
-    cause = f"cause unknown, its node did not answer within {_ANSWER_TIMEOUT_S:g} s"
+    cause = f"cause unknown, its node did not answer within {ANSWER_TIMEOUT_S:g} s"
     lines = [line.strip() for line in report.splitlines() if line.strip()]
     if lines:
         cause += f"; Ray reports: {lines[-1][:_LOG_CHARACTERS]}"
@@ -291,7 +291,7 @@ def collect_evidence(location: Location) -> Evidence | None:
         scheduling_strategy=NodeAffinitySchedulingStrategy(location.node_id, soft=False),
     )
     try:
-        return ray.get(task.remote(location.log_path, location.pid), timeout=_ANSWER_TIMEOUT_S)
+        return ray.get(task.remote(location.log_path, location.pid), timeout=ANSWER_TIMEOUT_S)
     except RayError:
         return None
 

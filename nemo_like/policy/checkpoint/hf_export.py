@@ -33,7 +33,7 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.optim import NonFiniteError, all_within
 from nemo_like.run.files import finish_library_file, reporting_write_errors, write_json
 
-_MAX_FILE_BYTES = 4 << 30
+MAX_FILE_BYTES = 4 << 30
 
 
 class Weights(Protocol):
@@ -67,7 +67,7 @@ def write_hf(
     """
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     shapes = weights.weight_shapes()
-    files = split_by_bytes(shapes, dtype.itemsize, _MAX_FILE_BYTES)
+    files = split_by_bytes(shapes, dtype.itemsize, MAX_FILE_BYTES)
     if is_writer:
         with reporting_write_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)

@@ -251,7 +251,7 @@ def _sync_and_drop(descriptor: int) -> None:
 
 
 _FILES = "rank_*.safetensors"
-_MAX_FILE_BYTES = 2 * 2**30
+MAX_FILE_BYTES = 2 * 2**30
 
 
 class Block(NamedTuple):
@@ -393,7 +393,7 @@ def _stage(
     for block in blocks:
         for part in _split(block):
             size = 4 * part.tensor.numel()
-            if file is not None and file.num_bytes + size > _MAX_FILE_BYTES:
+            if file is not None and file.num_bytes + size > MAX_FILE_BYTES:
                 yield file
                 file = None
             if file is None:
@@ -411,10 +411,10 @@ def _split(block: Block) -> Iterator[Block]:
     tensor = block.tensor
     if tensor.numel() == 0:
         return
-    if tensor.ndim == 0 or 4 * tensor.numel() <= _MAX_FILE_BYTES:
+    if tensor.ndim == 0 or 4 * tensor.numel() <= MAX_FILE_BYTES:
         yield block
         return
-    num_rows = max(1, _MAX_FILE_BYTES // (4 * tensor[0].numel()))
+    num_rows = max(1, MAX_FILE_BYTES // (4 * tensor[0].numel()))
     for start in range(0, len(tensor), num_rows):
         offset = (block.offset[0] + start, *block.offset[1:])
         yield block._replace(offset=offset, tensor=tensor[start : start + num_rows])

@@ -70,50 +70,50 @@ class DTensorEngine(Engine[ShardedOptimizer]):
         model_config, initial_weights = open_config(
             config.model_name, head, trainable=trainable, seed=seed
         )
-        self._model, specs, self._lora = build_model(
+        self.model, specs, self._lora = build_model(
             config, model_config, parallel_layout, groups, device, trainable=trainable
         )
         # A tied weight appears once, under the name of the input embedding.
         self.parameters = [
             ShardedParameter(name, parameter, specs[name], groups)
-            for name, parameter in self._model.causal_lm.named_parameters()
+            for name, parameter in self.model.causal_lm.named_parameters()
         ]
-        self._quantized = list(quantized_parameters(self._model.causal_lm, specs, groups))
+        self.quantized = list(quantized_parameters(self.model.causal_lm, specs, groups))
         """Frozen weights in 4 bits, which are no parameters."""
-        self._adapters = self._find_adapters()
-        self._trained = [each for each in self.parameters if each.parameter.requires_grad]
+        self.adapters = self._find_adapters()
+        self.trained = [each for each in self.parameters if each.parameter.requires_grad]
         """Parameters with gradients."""
         self._saved = self.parameters
         """Parameters in checkpoints: all weights, or the adapters and a score head."""
         self._weights = self.parameters
         """Parameters of the model without adapters."""
         if self._lora is not None:
-            self._saved = self._trained
+            self._saved = self.trained
             others = [each for each in self.parameters if not is_adapter(each.name)]
-            by_name = {each.name: each for each in [*others, *self._quantized]}
+            by_name = {each.name: each for each in [*others, *self.quantized]}
             # In the order of the model.
             self._weights = [by_name[name] for name in specs if name in by_name]
-            initialize(self._adapters.values(), config.lora, seed)
+            initialize(self.adapters.values(), config.lora, seed)
             if head == "scores":
                 initial_weights |= stored_head(config.lora, self.spec.hidden_size)
-        load_weights(config.model_name, self._model.causal_lm, self._weights, initial_weights)
-        self._fsdp_modules = fsdp_modules(self._model)
-        exclude_fsdp_communication(self._fsdp_modules, self.clock)
+        load_weights(config.model_name, self.model.causal_lm, self._weights, initial_weights)
+        self.fsdp_modules = fsdp_modules(self.model)
+        exclude_fsdp_communication(self.fsdp_modules, self.clock)
         self._keeps_unsharded = parallel_layout.keeps_unsharded("dtensor", self.spec.num_params)
         if trainable:
             self._optimizer = ShardedOptimizer(
-                self._trained,
+                self.trained,
                 groups,
                 device,
                 config.optimizer,
-                hidden_matrices(decoder_layers(self._model.causal_lm)),
+                hidden_matrices(decoder_layers(self.model.causal_lm)),
             )
             self.start_ema()
 
     @property
     def model_config(self) -> Any:
         """See `Engine.model_config`."""
-        return self._model.causal_lm.config
+        return self.model.causal_lm.config
 
     def run(
         self,
@@ -131,7 +131,7 @@ class DTensorEngine(Engine[ShardedOptimizer]):
             for inputs, is_last in _mark_last(microbatches):
                 if backward:
                     self._set_gradient_sync(is_last)
-                outputs = self._model(inputs, temperature, with_entropy, token_filter)
+                outputs = self.model(inputs, temperature, with_entropy, token_filter)
                 loss, result = step_fn(inputs, outputs)
                 if backward:
                     assert loss is not None, "a step function gives a loss when run with backward"
@@ -140,7 +140,7 @@ class DTensorEngine(Engine[ShardedOptimizer]):
         if not backward:
             # Without a backward the root, and all units of a small model, are still unsharded. The
             # next optimizer step updates the shards only and would leave these copies stale.
-            for module in self._fsdp_modules:
+            for module in self.fsdp_modules:
                 module.reshard()
         return results
 
@@ -156,11 +156,11 @@ class DTensorEngine(Engine[ShardedOptimizer]):
 
     def _by_name(self) -> dict[str, ShardedParameter]:
         """Return all parameters and weights in NF4 by name."""
-        return {sharded.name: sharded for sharded in [*self.parameters, *self._quantized]}
+        return {sharded.name: sharded for sharded in [*self.parameters, *self.quantized]}
 
     def _quantized_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of the weights in NF4: codes [m, n / 2] and scales [m, n / 64]."""
-        for quantized in self._quantized:
+        for quantized in self.quantized:
             yield from quantized.stored
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -171,7 +171,7 @@ class DTensorEngine(Engine[ShardedOptimizer]):
         """See `Engine.adapter_shapes`."""
         if self._lora is None:
             return {}
-        return {sharded.name: sharded.spec.full_shape for sharded in self._trained}
+        return {sharded.name: sharded.spec.full_shape for sharded in self.trained}
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.full_weights`; on rank 0 each has the shape of `weight_shapes`."""
@@ -199,7 +199,7 @@ class DTensorEngine(Engine[ShardedOptimizer]):
             shard = sharded.dequantized()
         else:
             shard = local_shard(sharded.parameter)
-        adapter = self._adapters.get(sharded.name)
+        adapter = self.adapters.get(sharded.name)
         if adapter is not None:
             shard = adapter.merged(shard)
         if self.config.precision == "bfloat16":
@@ -212,7 +212,7 @@ class DTensorEngine(Engine[ShardedOptimizer]):
             directory,
             self._saved,
             self._optimizer,
-            self._ema,
+            self.ema,
             rank=self.rank,
             num_optimizer_steps=self.num_optimizer_steps,
             barrier=self.barrier,
@@ -223,15 +223,15 @@ class DTensorEngine(Engine[ShardedOptimizer]):
     def load(self, directory: Path) -> None:
         """See `Engine.load`."""
         self.num_optimizer_steps = dtensor_checkpoint.load(
-            directory, self._saved, self._optimizer, self._ema
+            directory, self._saved, self._optimizer, self.ema
         )
-        self._constant_memory.discard_copies()
+        self.constant_memory.discard_copies()
 
     def _gather_adapters(self) -> dict[str, Tensor]:
         """See `Engine._gather_adapters`."""
         return {
             sharded.name: sharded.gather_full(local_shard(sharded.parameter))
-            for sharded in self._trained
+            for sharded in self.trained
         }
 
     def _find_adapters(self) -> dict[str, Adapter]:
@@ -252,7 +252,7 @@ class DTensorEngine(Engine[ShardedOptimizer]):
         that only shards of its gradients are in memory.
         """
         sync = is_last or not self._keeps_unsharded
-        for module in self._fsdp_modules:
+        for module in self.fsdp_modules:
             module.set_requires_gradient_sync(sync, recurse=False)
             # With several copies of the weights, gradients are summed over them only once.
             module.set_requires_all_reduce(is_last, recurse=False)
@@ -260,27 +260,27 @@ class DTensorEngine(Engine[ShardedOptimizer]):
 
     def move_to_host(self) -> None:
         """See `Engine.move_to_host`; unsharded weights are freed."""
-        for module in self._fsdp_modules:
+        for module in self.fsdp_modules:
             module.reshard()
         super().move_to_host()
 
-    def _frozen_weights(self) -> Iterator[Tensor]:
+    def frozen_weights(self) -> Iterator[Tensor]:
         """See `Engine`; shards, [m, ...] each."""
         for sharded in self.parameters:
             if not sharded.parameter.requires_grad:
                 yield local_shard(sharded.parameter)
         yield from self._quantized_tensors()
 
-    def _masters(self) -> Iterator[tuple[str, Tensor]]:
+    def masters(self) -> Iterator[tuple[str, Tensor]]:
         """See `Engine`; the shards [m, ...] by Hugging Face name."""
-        for sharded in self._trained:
+        for sharded in self.trained:
             yield sharded.name, local_shard(sharded.parameter)
 
-    def _resident_tensors(self) -> Iterator[Tensor]:
+    def resident_tensors(self) -> Iterator[Tensor]:
         """See `Engine`; the shards of weights and moments, [m, ...] each."""
         yield from self.local_weights()
-        if self._ema is not None:
-            yield from self._ema.shards.values()
+        if self.ema is not None:
+            yield from self.ema.shards.values()
         if self._optimizer is not None:
             yield from self._optimizer.moments()
 

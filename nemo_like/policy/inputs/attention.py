@@ -86,7 +86,7 @@ def plan_exchange(
     key = (group.size(), group.rank(), num_positions, max_seqlen)
     plans = _plans.setdefault(cu_seqlens, {})
     if key not in plans:
-        plans[key] = _make_exchange(
+        plans[key] = make_exchange(
             cu_seqlens, max_seqlen, group.size(), group.rank(), num_positions
         )
     return plans[key]
@@ -96,7 +96,7 @@ _plans: Any = WeakTensorKeyDictionary()
 """Exchanges by `cu_seqlens` tensor; an entry lives as long as its tensor."""
 
 
-def _make_exchange(
+def make_exchange(
     cu_seqlens: Tensor, max_seqlen: int, size: int, rank: int, num_positions: int
 ) -> Exchange:
     """Build the exchange on the device of `cu_seqlens` [R + 1], without waiting for the device."""

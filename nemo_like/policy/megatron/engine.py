@@ -80,7 +80,7 @@ class MegatronEngine(Engine[ShardedAdamW]):
         )
         stage, tp_rank, ep_rank = parallel_coords(parallel_layout, rank)
         self._dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
-        self._model = build_model(
+        self.model = build_model(
             family,
             sharding,
             _rotary_embedding(self._causal_lm),
@@ -91,26 +91,26 @@ class MegatronEngine(Engine[ShardedAdamW]):
             recompute=config.activation_checkpointing if trainable else "none",
         )
         self._param_map = family.param_map(sharding, stage, tp_rank, ep_rank)
-        self._parameters = dict(self._model.named_parameters())
+        self.parameters = dict(self.model.named_parameters())
         self._check_param_map()
         self._frozen: frozenset[str] = frozenset()
         """Hugging Face names of the weights without gradients in a trainable engine."""
-        self._trained = self._parameters
-        self._trained_map = self._param_map
+        self.trained = self.parameters
+        self.trained_map = self._param_map
         """Parameters with gradients; of a frozen engine all its weights."""
-        self._adapters: EngineAdapters | None = None
-        self._model.requires_grad_(trainable)
+        self.adapters: EngineAdapters | None = None
+        self.model.requires_grad_(trainable)
         if trainable:
             self._choose_trained(family, sharding, stage)
             self._optimizer = ShardedAdamW(
-                self._model, self._param_map | self._trained_map, groups, config.optimizer
+                self.model, self._param_map | self.trained_map, groups, config.optimizer
             )
-        self._gatherer = FullWeightGatherer(family, sharding, parallel_layout, rank, device)
+        self.gatherer = FullWeightGatherer(family, sharding, parallel_layout, rank, device)
         self._check_names()
         # The schedules start and stop these timers around each microbatch's forward and backward.
-        self._model.config.timers = ScheduleTimers(self.clock)
+        self.model.config.timers = ScheduleTimers(self.clock)
         self._head = self._build_head(head, sharding, tp_rank)
-        if self._adapters is not None and head == "scores":
+        if self.adapters is not None and head == "scores":
             initial_weights |= stored_head(config.lora, self.spec.hidden_size)
         self._load_initial(initial_weights, seed)
         if trainable:
@@ -122,9 +122,9 @@ class MegatronEngine(Engine[ShardedAdamW]):
             self._freeze(family, sharding, stage)
         if not self.config.lora.enabled:
             return
-        self._model.requires_grad_(False)
-        self._adapters = EngineAdapters(
-            self._model,
+        self.model.requires_grad_(False)
+        self.adapters = EngineAdapters(
+            self.model,
             self._param_map,
             family,
             sharding,
@@ -134,10 +134,10 @@ class MegatronEngine(Engine[ShardedAdamW]):
             device=self.device,
             dtype=self._dtype,
         )
-        self._lora = self._adapters.state
-        self._model.is_embedding_frozen = True
-        self._trained = self._adapters.parameters
-        self._trained_map = self._adapters.param_map
+        self._lora = self.adapters.state
+        self.model.is_embedding_frozen = True
+        self.trained = self.adapters.parameters
+        self.trained_map = self.adapters.param_map
 
     def _build_head(
         self, head: OutputHead, sharding: ModelSharding, tp_rank: int
@@ -145,11 +145,11 @@ class MegatronEngine(Engine[ShardedAdamW]):
         """Return the head that computes a microbatch's outputs on the last stage."""
         if head == "vocabulary":
             chunk_size = self.config.chunk_size(self.device.type)
-            return VocabularyHead(self._model, sharding, tp_rank, self.groups, chunk_size)
+            return VocabularyHead(self.model, sharding, tp_rank, self.groups, chunk_size)
         share = None
-        if self._model.config.sequence_parallel:
+        if self.model.config.sequence_parallel:
             share = SequenceShare(self.groups.tp, tp_rank)
-        return ScoreHead(self._model, share)
+        return ScoreHead(self.model, share)
 
     def _load_initial(self, initial_weights: Mapping[str, Tensor], seed: int) -> None:
         """Read the weights from the model's files and initialize the adapters.
@@ -160,18 +160,18 @@ class MegatronEngine(Engine[ShardedAdamW]):
         with open_model(self.config.model_name) as files:
             files.check({name: shapes[name] for name in shapes if name not in initial_weights})
             megatron_checkpoint.fill_weights(
-                self._parameters,
+                self.parameters,
                 self._param_map,
                 partial(_read_weight, initial_weights, files.read),
                 self._optimizer,
             )
-        if self._adapters is None:
+        if self.adapters is None:
             return
         # The values of a score head come from the model's files, or from `initial_weights`.
-        shapes = {name: shape for name, shape in self._saved_shapes().items() if is_adapter(name)}
-        matrices = {name: each for name, each in self._trained.items() if is_adapter(name)}
+        shapes = {name: shape for name, shape in self.saved_shapes().items() if is_adapter(name)}
+        matrices = {name: each for name, each in self.trained.items() if is_adapter(name)}
         with open_initial(self.config.lora, shapes, seed) as read:
-            megatron_checkpoint.fill_weights(matrices, self._trained_map, read, self._optimizer)
+            megatron_checkpoint.fill_weights(matrices, self.trained_map, read, self._optimizer)
 
     @property
     def model_config(self) -> Any:
@@ -221,7 +221,7 @@ class MegatronEngine(Engine[ShardedAdamW]):
             num_tokens = torch.zeros((), dtype=torch.int)
             return loss, num_tokens, result
 
-        model = self._model if self._optimizer is None else self._optimizer.ddp
+        model = self.model if self._optimizer is None else self._optimizer.ddp
         with torch.set_grad_enabled(backward):
             return get_forward_backward_func()(
                 forward_step_func=forward_step,
@@ -236,7 +236,7 @@ class MegatronEngine(Engine[ShardedAdamW]):
     def local_weights(self) -> Iterable[Tensor]:
         """Return this rank's parameters in compute precision, each with the shape of its shard."""
         # With adapters the trained parameters are these, and at most a score head of the model.
-        return (self._parameters | self._trained).values()
+        return (self.parameters | self.trained).values()
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """See `Engine.weight_shapes`."""
@@ -246,13 +246,13 @@ class MegatronEngine(Engine[ShardedAdamW]):
 
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
         """See `Engine.adapter_shapes`."""
-        return {} if self._adapters is None else self._saved_shapes()
+        return {} if self.adapters is None else self.saved_shapes()
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.full_weights`; on rank 0 each has its full shape."""
         shapes = self.adapter_shapes()
-        if self._adapters is not None and names and names[0] in shapes:
-            return self._adapters.gather(names, shapes, self._dtype)
+        if self.adapters is not None and names and names[0] in shapes:
+            return self.adapters.gather(names, shapes, self._dtype)
         # q, k and v are parts of one parameter, and gathered one after the other.
         last: tuple[str, Tensor] | None = None
 
@@ -260,33 +260,33 @@ class MegatronEngine(Engine[ShardedAdamW]):
             """Return this rank's parameter without gradient, in the shape of its spec."""
             nonlocal last
             if last is None or last[0] != name:
-                parameter = self._parameters[name].detach()
-                if self._adapters is not None:
-                    parameter = self._adapters.merge(name, parameter)
+                parameter = self.parameters[name].detach()
+                if self.adapters is not None:
+                    parameter = self.adapters.merge(name, parameter)
                 last = name, parameter
             return last[1].view(self._param_map[name].shape)
 
-        return self._gatherer.gather(names, self.weight_shapes(), self._dtype, local)
+        return self.gatherer.gather(names, self.weight_shapes(), self._dtype, local)
 
     def save(self, directory: Path, *, in_background: bool) -> PendingSave:
         """See `Engine.save`."""
-        shapes = self._saved_shapes()
+        shapes = self.saved_shapes()
         has_moments = self._optimizer is not None and self._optimizer.has_moments
         trained = [name for name in shapes if name not in self._frozen]
         states = dict(adam_states(trained, has_moments))
-        if self._ema is not None:
+        if self.ema is not None:
             states[EMA] = trained
         if self._optimizer is None:
             blocks = megatron_checkpoint.frozen_blocks(
-                self._parameters, self._param_map, self.groups, shapes
+                self.parameters, self._param_map, self.groups, shapes
             )
         else:
             blocks = chain(
                 megatron_checkpoint.trained_blocks(
-                    self._trained_map, self._optimizer, shapes, self._ema
+                    self.trained_map, self._optimizer, shapes, self.ema
                 ),
                 megatron_checkpoint.frozen_blocks(
-                    self._parameters, self._frozen_map, self.groups, shapes
+                    self.parameters, self._frozen_map, self.groups, shapes
                 ),
             )
         return sharded_checkpoint.save(
@@ -306,56 +306,54 @@ class MegatronEngine(Engine[ShardedAdamW]):
         """See `Engine.load`."""
         self.num_optimizer_steps = megatron_checkpoint.load(
             directory,
-            self._trained | {name: self._parameters[name] for name in self._frozen_map},
-            self._trained_map | self._frozen_map,
+            self.trained | {name: self.parameters[name] for name in self._frozen_map},
+            self.trained_map | self._frozen_map,
             self._optimizer,
-            self._saved_shapes(),
+            self.saved_shapes(),
             self._frozen,
-            self._ema,
+            self.ema,
         )
-        self._constant_memory.discard_copies()
+        self.constant_memory.discard_copies()
 
     def _gather_adapters(self) -> dict[str, Tensor]:
         """See `Engine._gather_adapters`."""
-        assert self._adapters is not None, "the model has adapters"
-        shapes = self._saved_shapes()
-        return dict(self._adapters.gather(list(shapes), shapes, torch.float32))
+        assert self.adapters is not None, "the model has adapters"
+        shapes = self.saved_shapes()
+        return dict(self.adapters.gather(list(shapes), shapes, torch.float32))
 
     def _freeze(self, family: Family, sharding: ModelSharding, stage: int) -> None:
         """Exclude the weights that `policy.freeze` matches from training."""
         self._frozen = frozen_names(self._causal_lm, self.config.freeze)
         frozen = frozen_parameters(self._frozen, family, sharding, stage, self._param_map)
         for name in frozen:
-            self._parameters[name].requires_grad_(False)
-        self._trained = {
-            name: each for name, each in self._parameters.items() if name not in frozen
-        }
-        self._trained_map = {name: self._param_map[name] for name in self._trained}
+            self.parameters[name].requires_grad_(False)
+        self.trained = {name: each for name, each in self.parameters.items() if name not in frozen}
+        self.trained_map = {name: self._param_map[name] for name in self.trained}
         # Without recomputation and later stages, no gradient of the embedding's output is needed.
         is_gradient_needed = sharding.pp > 1 or self.config.activation_checkpointing == "full"
-        self._model.is_embedding_frozen = EMBEDDING in self._frozen and is_gradient_needed
+        self.model.is_embedding_frozen = EMBEDDING in self._frozen and is_gradient_needed
 
     @property
     def _frozen_map(self) -> ParamMap:
         """Weights in checkpoints that have no gradients; none with adapters."""
         if self._optimizer is None or self._lora is not None:
             return {}
-        return {name: each for name, each in self._param_map.items() if name not in self._trained}
+        return {name: each for name, each in self._param_map.items() if name not in self.trained}
 
-    def _saved_shapes(self) -> dict[str, tuple[int, ...]]:
+    def saved_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the full shapes of what checkpoints have: all weights, or what LoRA trains."""
         shapes = self.weight_shapes()
-        return shapes if self._adapters is None else self._adapters.shapes(shapes)
+        return shapes if self.adapters is None else self.adapters.shapes(shapes)
 
     def _check_names(self) -> None:
         """Check that the parameter maps of all ranks together name every Hugging Face weight."""
         # A weight that the family forgets would keep its initial value in every export.
-        mapped = self._gatherer.names
+        mapped = self.gatherer.names
         unknown = sorted(mapped ^ set(self.weight_shapes()))
         assert not unknown, f"weights in the family's map or in transformers only: {unknown[:4]}"
 
     def _check_param_map(self) -> None:
-        shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         # The spec of an expert has a leading 1 that the parameter does not have.
         mapped = {name: spec.shape[spec.is_expert :] for name, spec in self._param_map.items()}
         assert shapes == mapped, "the parameter map and the model have the same parameters"
@@ -372,13 +370,13 @@ class MegatronEngine(Engine[ShardedAdamW]):
         if self._optimizer is not None:
             self._optimizer.allocate_gradients()
 
-    def _frozen_weights(self) -> Iterator[Tensor]:
+    def frozen_weights(self) -> Iterator[Tensor]:
         """See `Engine`; [...] each."""
-        for parameter in self._parameters.values():
+        for parameter in self.parameters.values():
             if not parameter.requires_grad:
                 yield parameter.detach()
 
-    def _masters(self) -> Iterator[tuple[str, Tensor]]:
+    def masters(self) -> Iterator[tuple[str, Tensor]]:
         """See `Engine`; flat shards [n] by Megatron-Core name."""
         for name, shard in self.optimizer.shards():
             yield name, shard.main.detach()
@@ -387,7 +385,7 @@ class MegatronEngine(Engine[ShardedAdamW]):
         """See `Engine`."""
         self.optimizer.publish_masters()
 
-    def _resident_tensors(self) -> Iterator[Tensor]:
+    def resident_tensors(self) -> Iterator[Tensor]:
         """See `Engine`; weights [...], and flat master weights and moments [n] each."""
         for parameter in self.local_weights():
             yield parameter.detach()
@@ -396,8 +394,8 @@ class MegatronEngine(Engine[ShardedAdamW]):
             for _, shard in self._optimizer.shards():
                 yield shard.main.detach()
             yield from self._optimizer.moments()
-        if self._ema is not None:
-            yield from self._ema.shards.values()
+        if self.ema is not None:
+            yield from self.ema.shards.values()
 
 
 def _read_weight(

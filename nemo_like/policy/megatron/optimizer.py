@@ -230,7 +230,7 @@ class ShardedAdamW:
         """Gather the ranks' `values`, [numel] of their shard or None, as `gather_state` does."""
         group = self._sub_optimizer_of(name).group
         writer %= group.size()
-        full = self._gather_full(name, values, writer)
+        full = self.gather_full(name, values, writer)
         return full if group.rank() == writer else None
 
     def publish_masters(self) -> None:
@@ -284,7 +284,7 @@ class ShardedAdamW:
         """Return Megatron-Core's flat buffers of weights and gradients."""
         return [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
 
-    def _gather_full(self, name: str, values: Tensor | None, writer: int) -> Tensor:
+    def gather_full(self, name: str, values: Tensor | None, writer: int) -> Tensor:
         """Sum all ranks' zero-padded shards to [*shape]; valid on group rank `writer` only."""
         shape = self._param_map[name].shape
         full = torch.zeros(math.prod(shape), device=self._device)

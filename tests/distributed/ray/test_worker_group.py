@@ -257,7 +257,7 @@ def test_a_cause_of_death_is_reported_only_when_it_is_known(
 
     failure = Failure(1, "sleep", ActorDiedError())
     elsewhere = dataclasses.replace(location, machine="another machine")
-    monkeypatch.setattr(failures, "_ANSWER_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(failures, "ANSWER_TIMEOUT_S", 0.0)
     slow = str(explain(failure, "policy", elsewhere))
     assert "cause unknown, its node did not answer within 0 s" in slow
     assert location.log_path in slow

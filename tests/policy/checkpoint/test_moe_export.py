@@ -35,7 +35,7 @@ def _stored(directory: Path) -> dict[str, Tensor]:
 def test_an_export_is_what_save_pretrained_writes(
     model_dir, tmp_path, monkeypatch, architecture, max_bytes
 ):
-    monkeypatch.setattr(hf_directory, "_MAX_FILE_BYTES", max_bytes)
+    monkeypatch.setattr(hf_directory, "MAX_FILE_BYTES", max_bytes)
     worker = DTensorPolicyWorker(
         context(), config=dataclasses.replace(PACKED, model_name=model_dir(architecture))
     )
@@ -81,5 +81,5 @@ def test_policy_and_generator_read_stacked_experts_too(model_dir, tmp_path):
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     generator = HFGenerationWorker(context(), model_name=str(stacked))
-    for name, value in generator._model.named_parameters():
+    for name, value in generator.model.named_parameters():
         assert torch.equal(value, weights[name]), name

@@ -137,7 +137,7 @@ def test_any_part_reads_back_to_the_bit_however_it_was_cut(
 
 
 def test_blocks_fill_file_after_file_and_a_large_one_is_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr(sharded_checkpoint, "_MAX_FILE_BYTES", 64)
+    monkeypatch.setattr(sharded_checkpoint, "MAX_FILE_BYTES", 64)
     shapes = {"a": (11, 3), "b": (4,), "c": (2, 2, 2), "wide": (2, 40)}
     model = random_model(shapes)
     num_files: list[int] = []

@@ -49,7 +49,7 @@ class DTensorSide:
         self, config: PolicyConfig, head: OutputHead = "vocabulary", *, initial: bool = False
     ) -> PolicyWorker:
         engine = self._rank.engine(config, head=head)
-        for sharded in () if initial else engine._trained:
+        for sharded in () if initial else engine.trained:
             full = adapter_values(sharded.name, sharded.spec.full_shape)
             offset, shape = sharded.block()
             rows, columns = (slice(o, o + s) for o, s in zip(offset, shape, strict=True))
@@ -61,7 +61,7 @@ class DTensorSide:
 
     def gradients(self, engine: Any) -> dict[str, np.ndarray]:
         found = {}
-        trained = {each.name for each in engine._trained}
+        trained = {each.name for each in engine.trained}
         for name, gradient in full_gradients(engine):
             if name in trained:
                 found[name] = gradient.clone().numpy()
@@ -71,7 +71,7 @@ class DTensorSide:
         return [each.parameter for each in engine.parameters if not is_trained(each.name)]
 
     def masters(self, engine: Any) -> Iterable[Tensor]:
-        return [local_shard(each.parameter) for each in engine._trained]
+        return [local_shard(each.parameter) for each in engine.trained]
 
 
 def program(

@@ -75,7 +75,7 @@ def test_layers_are_compiled_under_fsdp_too(model_dir, tmp_path, monkeypatch):
         rank = Rank(context(), ParallelConfig())
         worker = rank.worker(config)
         engine: Any = worker.engine
-        assert engine._fsdp_modules
+        assert engine.fsdp_modules
         counts = []
         for lengths in BATCHES:
             _, metrics = gradients(worker, rank.shard(config, random_batch(lengths)))

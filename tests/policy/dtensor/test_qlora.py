@@ -127,7 +127,7 @@ def test_weights_in_4_bits_are_no_parameters_and_take_their_bytes(model_dir):
     engine: Any = worker.engine
     names = {each.name for each in engine.parameters}
     assert not any("_proj.weight" in name for name in names)
-    stored = {each.name: each.stored for each in engine._quantized}
+    stored = {each.name: each.stored for each in engine.quantized}
     assert len(stored) == 14
     for name, shape in engine.weight_shapes().items():
         if name in stored:

@@ -50,14 +50,14 @@ class MegatronSide:
             trainable=True,
             head=head,
         )
-        shapes = engine._saved_shapes()
+        shapes = engine.saved_shapes()
 
         def read(name: str, offset: Shape, shape: Shape) -> Tensor:
             full = adapter_values(name, shapes[name])
             return full.narrow(0, offset[0], shape[0]).narrow(1, offset[1], shape[1])
 
         if not initial:
-            fill_weights(engine._trained, engine._trained_map, read, engine.optimizer)
+            fill_weights(engine.trained, engine.trained_map, read, engine.optimizer)
         return PolicyWorker(config, engine, engine)
 
     def shard(self, config: PolicyConfig, batch: BatchedDataDict) -> SlicedDataDict:
@@ -70,14 +70,14 @@ class MegatronSide:
             optimizer.reduce_gradients()
             shard = optimizer.shard(name)
             values = None if shard is None else shard.main.grad
-            return optimizer._gather_full(name, values, writer=0)
+            return optimizer.gather_full(name, values, writer=0)
 
-        shapes = engine._saved_shapes()
-        gathered = engine._adapters.gather(list(shapes), shapes, torch.float32, gradient)
+        shapes = engine.saved_shapes()
+        gathered = engine.adapters.gather(list(shapes), shapes, torch.float32, gradient)
         return {name: tensor.numpy() for name, tensor in gathered}
 
     def frozen(self, engine: Any) -> Iterable[Tensor]:
-        return [each for name, each in engine._parameters.items() if not is_trained(name)]
+        return [each for name, each in engine.parameters.items() if not is_trained(name)]
 
     def masters(self, engine: Any) -> Iterable[Tensor]:
         return [shard.main.detach() for _, shard in engine.optimizer.shards()]

@@ -97,10 +97,10 @@ def full_gradients(engine: MegatronEngine) -> Iterator[tuple[str, Tensor]]:
     def gradient(name: str) -> Tensor:
         optimizer.reduce_gradients()
         shard = optimizer.shard(name)
-        return optimizer._gather_full(name, None if shard is None else shard.main.grad, writer=0)
+        return optimizer.gather_full(name, None if shard is None else shard.main.grad, writer=0)
 
     shapes = engine.weight_shapes()
-    return engine._gatherer.gather(list(shapes), shapes, torch.float32, gradient)
+    return engine.gatherer.gather(list(shapes), shapes, torch.float32, gradient)
 
 
 class RecordingEngine(MegatronEngine):

@@ -228,7 +228,7 @@ def train_beside_a_slow_rank(
         worker = rank.worker(config)
         engine: Any = worker.engine
         if context.rank == 0:
-            engine._model.register_forward_hook(lambda *_: time.sleep(delay_s))
+            engine.model.register_forward_hook(lambda *_: time.sleep(delay_s))
         (metrics,) = worker.train(
             rank.shard(config, worker, random_batch(LENGTHS[:4])), None, NllLoss()
         )
@@ -300,7 +300,7 @@ def accumulate(
                 worker = rank.worker(config)
                 shard = rank.shard(config, worker, random_batch(LENGTHS[:4]))
                 microbatches = [
-                    worker._rows(shard, shard.plan.spec).inputs(each)
+                    worker.rows(shard, shard.plan.spec).inputs(each)
                     for each in shard.plan.microbatches
                 ]
                 assert len(microbatches) == sum(sizes)
