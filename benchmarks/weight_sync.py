@@ -88,8 +88,8 @@ class Policy(DTensorPolicyWorker):
 
     def bucket_array(self, layout: BucketLayout) -> np.ndarray | None:
         """Return the bucket as uint8 [num_bytes] on rank 0, None elsewhere."""
-        weights = self._policy.full_weights(layout.names)
-        if self._policy.rank > 0:
+        weights = self.engine.full_weights(layout.names)
+        if self.engine.rank > 0:
             for _ in weights:
                 pass
             return None
@@ -99,12 +99,12 @@ class Policy(DTensorPolicyWorker):
         return buffer.numpy()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return self._policy.weight_shapes()
+        return self.engine.weight_shapes()
 
     def change_and_sum(self) -> float:
         """Change all weights, alike on all ranks; return the sum over this rank's shards."""
         total = 0.0
-        engine: Any = self._policy
+        engine: Any = self.engine
         for weight in engine.local_weights():
             weight.mul_(1.01)
             total += float(weight.double().sum())
