@@ -33,11 +33,17 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.run.progress import Progress
 from nemo_like.run.tracking import check_logger
 from nemo_like.training.checks import lora_line
+from nemo_like.training.data_sets import (
+    check_sources,
+    describe_mixture,
+    load_set,
+    load_validation,
+    mixed_rows,
+    training_files,
+)
 from nemo_like.training.dataset import RunData
 from nemo_like.training.model_files import open_encoder, open_model_config
 from nemo_like.training.run_warnings import config_warnings, rows_warnings
-from nemo_like.training.training_sets import describe_mixture, load_set, mixed_rows, training_files
-from nemo_like.training.validation_sets import check_sources, load_validation
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

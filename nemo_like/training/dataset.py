@@ -24,10 +24,9 @@ from nemo_like.data.rows import Rows
 from nemo_like.metrics import Mean, Metrics, Sum
 from nemo_like.run.checkpoint import Checkpoint, CheckpointError
 from nemo_like.run.progress import Progress
+from nemo_like.training.data_sets import load_training, load_validation
 from nemo_like.training.encoding import EncodeRow, encode_ahead, open_training_rows
 from nemo_like.training.model_files import open_encoder, open_model_config
-from nemo_like.training.training_sets import load_training
-from nemo_like.training.validation_sets import load_validation
 
 ExampleT = TypeVar("ExampleT")
 

@@ -13,8 +13,8 @@ from nemo_like.rollout.conversations import Prompt
 from nemo_like.rollout.metrics import answer_metrics
 from nemo_like.rollout.records import record_sample
 from nemo_like.rollout.rows import Rollout, row_seeds
+from nemo_like.training.data_sets import PromptSet, named_metrics, source_metrics
 from nemo_like.training.run import TrainingRun
-from nemo_like.training.validation_sets import PromptSet, named_metrics, source_metrics
 
 _SEED_OFFSET = 2**31
 """Separates the sampling streams of validation from those of training steps."""

@@ -31,6 +31,7 @@ from nemo_like.diagnostics.row_checks import (
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.rollout.conversations import Prompt
 from nemo_like.run.progress import Progress, Sample
+from nemo_like.training.data_sets import training_name
 from nemo_like.training.dataset import ExampleSource, RunData, describe_run, open_data
 from nemo_like.training.encoding import (
     PromptRows,
@@ -39,7 +40,6 @@ from nemo_like.training.encoding import (
     encode_sft_row,
 )
 from nemo_like.training.run_warnings import step_warnings
-from nemo_like.training.training_sets import training_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -26,10 +26,10 @@ from nemo_like.diagnostics.row_checks import (
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.rollout.conversations import Prompt
 from nemo_like.run.progress import Progress, Sample
+from nemo_like.training.data_sets import training_name
 from nemo_like.training.dataset import ExampleSource, RunData, describe_epoch, open_data
 from nemo_like.training.encoding import PromptRows, encode_question
 from nemo_like.training.run_warnings import step_warnings
-from nemo_like.training.training_sets import training_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -23,6 +23,7 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec, stream_spec
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.run.progress import Progress, Sample
+from nemo_like.training.data_sets import training_name
 from nemo_like.training.dataset import (
     ExampleSource,
     RunData,
@@ -33,7 +34,6 @@ from nemo_like.training.dataset import (
 )
 from nemo_like.training.encoding import encode_conversation, encode_sft_row
 from nemo_like.training.run_warnings import answer_warnings, step_warnings
-from nemo_like.training.training_sets import training_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
