@@ -10,9 +10,12 @@ import re
 from collections.abc import Iterator
 from functools import reduce
 
-from nemo_like.config.check_data import data_problems
-from nemo_like.config.check_lora import lora_problems
-from nemo_like.config.check_optimization import optimization_problems
+from nemo_like.config.check_sections import (
+    data_problems,
+    lora_problems,
+    optimization_problems,
+    reward_model_problems,
+)
 from nemo_like.config.environment import environment_problems
 from nemo_like.config.errors import Problem
 from nemo_like.config.keys import type_at
@@ -25,7 +28,6 @@ from nemo_like.config.parallel import (
     workers_per_replica,
     workers_shown,
 )
-from nemo_like.config.reward_models import reward_model_problems
 from nemo_like.config.schema import DynamicBatchingConfig, RunConfig, SequencePackingConfig
 from nemo_like.config.text import counted, plural, quotient
 from nemo_like.integer_math import ceil_div, nearest_multiples

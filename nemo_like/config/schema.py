@@ -21,7 +21,6 @@ from nemo_like.config.constraints import (
     NOT_EMPTY,
     PROMPT_TEMPLATE,
 )
-from nemo_like.config.early_stopping import EarlyStoppingConfig
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.errors import Problem
 from nemo_like.config.generation import GenerationConfig
@@ -333,6 +332,21 @@ class CheckpointingConfig:
     """Whether a larger or a smaller value of `keep_best` is better."""
     export_hf: bool = True
     """Write a Hugging Face model to `<output_dir>/<run_name>/hf` at the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStoppingConfig:
+    """End of a run whose metric no longer improves: it saves a checkpoint and ends normally."""
+
+    metric: str | None = None
+    """Name of a logged metric, e.g. `validation/reward_mean`; null turns early stopping off."""
+    mode: Literal["max", "min"] = "max"
+    """Whether a larger or a smaller value is better."""
+    patience: Annotated[int, Ge(1)] = 3
+    """The run ends after so many values in a row that are no improvement. Steps that do not log
+    the metric do not count; a validation before the first step does."""
+    min_delta: Annotated[float, Ge(0)] = 0.0
+    """An improvement is larger than this."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from nemo_like.config.durations import parse_duration
+from nemo_like.config.constraints import parse_duration
 from nemo_like.config.schema import RunConfig
 from nemo_like.distributed.ray.session_guard import remove_all_sessions
 

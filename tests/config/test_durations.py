@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_like.config.durations import parse_duration
+from nemo_like.config.constraints import parse_duration
 from nemo_like.config.errors import ConfigError
 from tests.recipe import Recipe
 

@@ -8,9 +8,8 @@ import pytest
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.registry import load_config
-from nemo_like.config.importance_correction import ImportanceCorrectionConfig
 from nemo_like.config.load import to_yaml
-from nemo_like.config.loss import PolicyGradientLossConfig, Surrogate
+from nemo_like.config.loss import ImportanceCorrectionConfig, PolicyGradientLossConfig, Surrogate
 from tests.recipe import Recipe
 
 

@@ -13,8 +13,11 @@ import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from nemo_like.config.importance_correction import CorrectionKind, ImportanceCorrectionConfig
-from nemo_like.config.loss import PolicyGradientLossConfig
+from nemo_like.config.loss import (
+    CorrectionKind,
+    ImportanceCorrectionConfig,
+    PolicyGradientLossConfig,
+)
 from nemo_like.losses import ClippedPolicyGradientLoss, GlobalCounts, LossInputs
 from nemo_like.metrics import merge_metrics, metric_values
 from tests.policy.thread_ranks import run_thread_ranks

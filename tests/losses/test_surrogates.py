@@ -14,8 +14,13 @@ import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from nemo_like.config.importance_correction import CorrectionKind, ImportanceCorrectionConfig
-from nemo_like.config.loss import LossNormalization, PolicyGradientLossConfig, Surrogate
+from nemo_like.config.loss import (
+    CorrectionKind,
+    ImportanceCorrectionConfig,
+    LossNormalization,
+    PolicyGradientLossConfig,
+    Surrogate,
+)
 from nemo_like.losses import ClippedPolicyGradientLoss, GlobalCounts, LossInputs
 from nemo_like.metrics import merge_metrics, metric_values
 from nemo_like.policy.loss_step import row_loss_sums

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nemo_like.config.importance_correction import ImportanceCorrectionConfig
-from nemo_like.config.loss import PolicyGradientLossConfig
+from nemo_like.config.loss import ImportanceCorrectionConfig, PolicyGradientLossConfig
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import ClippedPolicyGradientLoss
 from tests.losses.definition import DefinedRow, gradient, loss_value

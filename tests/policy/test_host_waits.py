@@ -13,8 +13,7 @@ import torch
 
 from nemo_like.algorithms.dpo.config import PreferenceLossConfig
 from nemo_like.algorithms.dpo.loss import PreferenceLoss
-from nemo_like.config.importance_correction import ImportanceCorrectionConfig
-from nemo_like.config.loss import PolicyGradientLossConfig
+from nemo_like.config.loss import ImportanceCorrectionConfig, PolicyGradientLossConfig
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import plan_batch

@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_like.config.importance_correction import CorrectionKind, ImportanceCorrectionConfig
-from nemo_like.config.loss import PolicyGradientLossConfig
+from nemo_like.config.loss import (
+    CorrectionKind,
+    ImportanceCorrectionConfig,
+    PolicyGradientLossConfig,
+)
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import process_groups

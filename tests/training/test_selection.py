@@ -11,9 +11,14 @@ from hypothesis import strategies as st
 
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.cli import main
-from nemo_like.config.early_stopping import EarlyStoppingConfig
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.schema import CheckpointingConfig, DataConfig, PolicyConfig, RunConfig
+from nemo_like.config.schema import (
+    CheckpointingConfig,
+    DataConfig,
+    EarlyStoppingConfig,
+    PolicyConfig,
+    RunConfig,
+)
 from nemo_like.training.selection import Selection
 from tests.recipe import Recipe
 

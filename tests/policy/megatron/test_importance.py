@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_like.config.importance_correction import CorrectionKind
+from nemo_like.config.loss import CorrectionKind
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.metrics import metric_values

@@ -1,0 +1,279 @@
+"""Relations between the keys of one section: data, LoRA adapters, optimizer, reward models."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+
+from nemo_like.config.errors import Problem
+from nemo_like.config.lora import MAX_VLLM_RANK
+from nemo_like.config.optimization import OptimizerConfig, SchedulerConfig
+from nemo_like.config.schema import MAIN_SET, DataConfig, PolicyConfig, RunConfig
+
+
+def data_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield the problems of the training sets and their weights."""
+    data = config.data
+    for name in data.train_sets:
+        if re.fullmatch(r"[a-z0-9][a-z0-9_]*", name) is None or name == MAIN_SET:
+            yield Problem(
+                ("data.train_sets",),
+                f"data.train_sets has the name {name!r}; use lower-case letters, digits and '_',"
+                f" and not {MAIN_SET!r}, which is data.train_path",
+            )
+    yield from _weights(data)
+    yield from _filters(config)
+
+
+def _filters(config: RunConfig) -> Iterator[Problem]:
+    """The filters of rows have an effect, and keep some."""
+    data = config.data
+    low = data.min_pass_rate
+    high = data.max_pass_rate
+    if low is not None and high is not None and low > high:
+        yield Problem(
+            ("data.min_pass_rate", "data.max_pass_rate"),
+            f"data.min_pass_rate is {low:g} and data.max_pass_rate {high:g}, so no row is between;"
+            " exchange them",
+        )
+    if data.max_prompt_tokens is not None and not config.generates:
+        yield Problem(
+            ("data.max_prompt_tokens",),
+            f"data.max_prompt_tokens is {data.max_prompt_tokens}, but this run has no"
+            " rollouts; set it to null, and policy.max_total_sequence_length with"
+            " policy.oversize_rows=drop to leave out long rows",
+        )
+
+
+def _weights(data: DataConfig) -> Iterator[Problem]:
+    """Every set has a weight if one has."""
+    weights = data.train_weights
+    if not weights:
+        return
+    names = [MAIN_SET, *data.train_sets]
+    if sorted(weights) != sorted(names):
+        yield Problem(
+            ("data.train_weights",),
+            f"data.train_weights has {_listed(weights)}, the training sets are {_listed(names)};"
+            " give each of them a weight, or none",
+        )
+    for name, weight in weights.items():
+        if not (math.isfinite(weight) and weight > 0):
+            yield Problem(
+                ("data.train_weights",),
+                f"data.train_weights.{name} is {weight}; it must be a finite number above 0",
+            )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def lora_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield the problems of `policy.lora` that do not depend on the model."""
+    lora = config.policy.lora
+    if lora.enabled and not lora.target_modules:
+        yield Problem(
+            ("policy.lora.target_modules",),
+            "policy.lora.target_modules is empty, so nothing would be trained: name linear layers,"
+            " e.g. [q_proj, v_proj], or set policy.lora.enabled to false",
+        )
+    if lora.quantization != "none" and not lora.enabled:
+        yield Problem(
+            ("policy.lora.quantization", "policy.lora.enabled"),
+            f"policy.lora.quantization is {lora.quantization}, but policy.lora.enabled is false,"
+            " and quantized weights cannot be trained themselves: set policy.lora.enabled to true,"
+            " or policy.lora.quantization to none",
+        )
+    if lora.is_quantized and config.policy.engine == "megatron":
+        yield Problem(
+            ("policy.lora.quantization", "policy.engine"),
+            f"policy.lora.quantization is {lora.quantization}, but policy.engine is megatron, and"
+            " the linear layers of Megatron-Core have no 4-bit weights: set policy.engine to"
+            " dtensor, or policy.lora.quantization to none",
+        )
+    if lora.adapter_path is not None and not lora.enabled:
+        yield Problem(
+            ("policy.lora.adapter_path", "policy.lora.enabled"),
+            f"policy.lora.adapter_path is {lora.adapter_path!r}, but policy.lora.enabled is false,"
+            " so the adapter would not be used: set policy.lora.enabled to true, or"
+            " policy.lora.adapter_path to null",
+        )
+    yield from _weight_sync(config)
+
+
+def _weight_sync(config: RunConfig) -> Iterator[Problem]:
+    lora = config.policy.lora
+    sends_adapters = lora.sends_adapters(config.policy.precision)
+    if lora.weight_sync == "adapter" and not lora.enabled:
+        yield Problem(
+            ("policy.lora.weight_sync", "policy.lora.enabled"),
+            "policy.lora.weight_sync is adapter, but policy.lora.enabled is false, so there are no"
+            " adapters to send: set policy.lora.enabled to true, or policy.lora.weight_sync to"
+            " auto",
+        )
+    if sends_adapters and lora.is_quantized:
+        yield Problem(
+            ("policy.lora.weight_sync", "policy.lora.quantization"),
+            "policy.lora.weight_sync is adapter, but policy.lora.quantization is"
+            f" {lora.quantization}: the generator has the weights of the model files, and the"
+            " policy those in 4 bits. Set policy.lora.weight_sync to merged, or"
+            " policy.lora.quantization to none",
+        )
+    is_vllm = config.policy.generation.backend == "vllm"
+    if sends_adapters and is_vllm and lora.rank > MAX_VLLM_RANK:
+        yield Problem(
+            ("policy.lora.rank", "policy.lora.weight_sync"),
+            f"policy.lora.rank is {lora.rank}, but policy.lora.weight_sync is adapter, and vLLM has"
+            f" adapters up to rank {MAX_VLLM_RANK}: lower policy.lora.rank, or set"
+            " policy.lora.weight_sync to merged",
+        )
+
+
+_MUON_KEYS = ("muon_lr", "muon_lr_adjust", "muon_momentum")
+_KIND_OF_KEY = {
+    "wsd_decay_steps": "wsd",
+    "wsd_decay_shape": "wsd",
+    "num_cycles": "cosine_restarts",
+    "cycle_multiplier": "cosine_restarts",
+}
+"""Keys of `policy.scheduler` that one kind of schedule uses."""
+
+
+def optimization_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield the problems of `policy.optimizer`, `policy.scheduler` and `policy.freeze`."""
+    scheduler = config.policy.scheduler
+    yield from _lengths(scheduler)
+    yield from _unused(scheduler)
+    yield from _optimizer(config.policy)
+    yield from _ema(config)
+    if config.policy.freeze and config.policy.lora.enabled:
+        yield Problem(
+            ("policy.freeze", "policy.lora.enabled"),
+            "policy.freeze is set, but policy.lora.enabled is true, which freezes all weights of"
+            " the model: remove policy.freeze; policy.lora.target_modules selects what is trained",
+        )
+    has_base = scheduler.base_batch_size is not None
+    if has_base != (scheduler.batch_size_scaling != "none"):
+        yield Problem(
+            ("policy.scheduler.batch_size_scaling", "policy.scheduler.base_batch_size"),
+            f"policy.scheduler.batch_size_scaling is {scheduler.batch_size_scaling} and"
+            f" policy.scheduler.base_batch_size is {scheduler.base_batch_size or 'null'}: scaling"
+            " needs the batch size for which policy.optimizer.lr was chosen; set both or none",
+        )
+
+
+def _optimizer(policy: PolicyConfig) -> Iterator[Problem]:
+    optimizer = policy.optimizer
+    default = OptimizerConfig()
+    for name in _MUON_KEYS:
+        value = getattr(optimizer, name)
+        if optimizer.name != "muon" and value != getattr(default, name):
+            yield Problem(
+                (f"policy.optimizer.{name}", "policy.optimizer.name"),
+                f"policy.optimizer.{name} is {value}, which policy.optimizer.name muon uses, not"
+                f" {optimizer.name}: remove it, or set policy.optimizer.name to muon",
+            )
+    if optimizer.name != "adamw" and policy.engine == "megatron":
+        yield Problem(
+            ("policy.optimizer.name", "policy.engine"),
+            f"policy.optimizer.name is {optimizer.name}, but policy.engine megatron divides the"
+            " state of a float32 AdamW into flat parts: set policy.engine to dtensor, or"
+            " policy.optimizer.name to adamw",
+        )
+    if optimizer.name == "muon" and policy.lora.enabled:
+        yield Problem(
+            ("policy.optimizer.name", "policy.lora.enabled"),
+            "policy.optimizer.name is muon, but policy.lora.enabled is true: Muon updates the"
+            " matrices of the model, which are frozen. Set policy.optimizer.name to adamw",
+        )
+
+
+def _ema(config: RunConfig) -> Iterator[Problem]:
+    ema = config.policy.ema
+    if not ema.use_for_validation:
+        return
+    if not ema.enabled:
+        yield Problem(
+            ("policy.ema.use_for_validation", "policy.ema.enabled"),
+            "policy.ema.use_for_validation is true, but policy.ema.enabled is false, so there is no"
+            " average: set policy.ema.enabled to true, or policy.ema.use_for_validation to false",
+        )
+    if config.samples_validation:
+        yield Problem(
+            ("policy.ema.use_for_validation",),
+            "policy.ema.use_for_validation is true, but the completions of this validation are"
+            " sampled by the generator, which has the weights: set it to false, and evaluate the"
+            " averaged model with `nemo-like eval policy.model_name=<run>/hf_ema`",
+        )
+
+
+def _lengths(scheduler: SchedulerConfig) -> Iterator[Problem]:
+    end = scheduler.decay_steps
+    warmup = scheduler.warmup_steps
+    if end is None:
+        return
+    if end <= warmup:
+        yield Problem(
+            ("policy.scheduler.decay_steps", "policy.scheduler.warmup_steps"),
+            f"policy.scheduler.decay_steps is {end}, which includes the"
+            f" {warmup} warm-up steps; it must be above {warmup},"
+            " or null for the length of the run",
+        )
+        return
+    if scheduler.kind == "wsd" and (scheduler.wsd_decay_steps or 0) > end - warmup:
+        yield Problem(
+            ("policy.scheduler.wsd_decay_steps", "policy.scheduler.decay_steps"),
+            f"policy.scheduler.wsd_decay_steps is {scheduler.wsd_decay_steps}, but only"
+            f" {end - warmup} steps are between policy.scheduler.warmup_steps {warmup} and"
+            f" policy.scheduler.decay_steps {end}: set it to {end - warmup} or less",
+        )
+
+
+def _unused(scheduler: SchedulerConfig) -> Iterator[Problem]:
+    """Yield the keys that are set and that the kind of the schedule does not use."""
+    default = SchedulerConfig()
+    for name, kind in _KIND_OF_KEY.items():
+        value = getattr(scheduler, name)
+        if scheduler.kind != kind and value != getattr(default, name):
+            yield Problem(
+                (f"policy.scheduler.{name}", "policy.scheduler.kind"),
+                f"policy.scheduler.{name} is {value}, which policy.scheduler.kind {kind} uses, not"
+                f" {scheduler.kind}: remove it, or set policy.scheduler.kind to {kind}",
+            )
+
+
+MAX_SHARED_MODELS = 2
+"""Reward models on the resources of the policy's workers, each of which four groups can share:
+policy, generator and two more (`distributed.ray.virtual_cluster.COLOCATED_GROUPS`)."""
+
+
+def reward_model_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield names that are used twice, and workers that the cluster cannot have."""
+    models = config.reward.models
+    for name in models:
+        if name in config.reward.functions:
+            yield Problem(
+                (f"reward.models.{name}", f"reward.functions.{name}"),
+                f"reward.models and reward.functions both have the name {name}, which is a part of"
+                " metric names: rename one of them",
+            )
+    if config.cluster.backend == "local":
+        for name, model in models.items():
+            if model.num_workers > 0:
+                yield Problem(
+                    (f"reward.models.{name}.num_workers", "cluster.backend"),
+                    f"reward.models.{name}.num_workers is {model.num_workers}, but cluster.backend"
+                    " local runs every model in this process: set it to 0, or use ray",
+                )
+        return
+    shared = [name for name, model in models.items() if model.num_workers == 0]
+    if len(shared) > MAX_SHARED_MODELS:
+        key = f"reward.models.{shared[-1]}.num_workers"
+        yield Problem(
+            (key,),
+            f"{len(shared)} reward models ({', '.join(shared)}) have num_workers 0 and share the"
+            f" resources of the policy's workers, where {MAX_SHARED_MODELS} have room: set {key},"
+            " for example, to the number of workers that it gets for itself",
+        )
