@@ -50,8 +50,8 @@ class ChatEncoder:
         """Initialize with the prompts of the configuration.
 
         `system_prompt` is the first turn of conversations without a system turn; `prompt_template`
-        is a format string applied to every user turn. `vocab_size` is that of the model, whose
-        token ids are below it; None accepts all.
+        is a format string applied to every user turn. `vocab_size` is the number of token
+        ids of the model; None accepts all.
 
         Raises ConfigError for a tokenizer without an end-of-sequence token.
         """
@@ -130,12 +130,7 @@ class ChatEncoder:
 
         Raises ConfigError if the template refuses or drops messages or tools.
         """
-        messages = self._prepare(messages)
-        if not self.template.exists:
-            return self._token_ids(self._plain(messages, tools)[0])
-        text = self.template.render(messages, tools, opening=True)
-        self._check(messages, tools, trains=False)
-        return self._token_ids(text)
+        return self._encode_whole(messages, tools, opening=True)
 
     def encode_conversation(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
@@ -144,10 +139,15 @@ class ChatEncoder:
 
         Raises ConfigError if the template refuses or drops messages or tools.
         """
+        return self._encode_whole(messages, tools, opening=False)
+
+    def _encode_whole(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None, *, opening: bool
+    ) -> np.ndarray:
         messages = self._prepare(messages)
         if not self.template.exists:
             return self._token_ids(self._plain(messages, tools)[0])
-        text = self.template.render(messages, tools)
+        text = self.template.render(messages, tools, opening=opening)
         self._check(messages, tools, trains=False)
         return self._token_ids(text)
 
@@ -222,7 +222,7 @@ class ChatEncoder:
     def _encode_spans(self, text: str, spans: list[Span]) -> EncodedRow:
         """Encode `text` up to the end of the last span, tokenized separately at the start of spans.
 
-        The tokens before an answer are therefore exactly those of `encode_prompt`, even if the
+        The tokens before an answer are therefore exactly the tokens of `encode_prompt`, even if the
         tokenizer would merge the last characters of the prompt with the first of the answer.
         """
         first_start, _ = spans[0]

@@ -42,8 +42,8 @@ def row_widths(column: Column) -> np.ndarray:
 def num_trained_tokens(columns: Mapping[str, Any]) -> np.ndarray:
     """Count the tokens of each row with loss, int64 [B].
 
-    They are those of `token_mask` (Jagged) in rows of `row_mask` (bool [B], optional), without the
-    first token of a row, which no position predicts.
+    They are the tokens of `token_mask` (Jagged) in the rows of `row_mask` (bool [B], optional),
+    without the first token of a row, which no position predicts.
     """
     mask = columns["token_mask"]
     has_loss = mask.values != 0

@@ -111,8 +111,8 @@ class MixtureOrder:
         return self.copy().take(self.num_left)
 
     def upcoming(self, num_rows: int) -> np.ndarray:
-        """Return the rows of the next `num_rows` visits, at most those of two epochs, each once, in
-        the order of the first visit, int64 [at most N].
+        """Return the rows of the next `num_rows` visits, at most of two epochs, each once, in the
+        order of the first visit, int64 [at most N].
         """
         later = self.copy()
         num_left = min(num_rows, 2 * len(self))

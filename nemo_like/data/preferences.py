@@ -23,7 +23,7 @@ _UNDERSTOOD = (
 _ROW_START = 2
 """Flag in the token mask of joined rows: the first token of the second row."""
 _MAX_MARGIN = 1e6
-"""Largest magnitude of a margin. Losses are float32, so those of much larger ones are infinite."""
+"""Largest magnitude of a margin. Losses are float32; a much larger one makes them infinite."""
 
 
 class PreferencePair(NamedTuple):
@@ -64,7 +64,7 @@ def preference(row: Row) -> PreferenceTexts:
 
 
 def _begins_with(messages: list[Message], prompt: list[Message]) -> bool:
-    """Return True if `messages` begin with those of `prompt`, possibly after a system turn."""
+    """Return True if `messages` begin with `prompt`, possibly after a system turn."""
     if messages[: len(prompt)] == prompt:
         return True
     has_system = bool(messages) and messages[0]["role"] == "system"

@@ -194,9 +194,10 @@ def load_rows(
 ) -> Rows:
     """Load the first `max_rows` rows (default all) and check each against `schema`.
 
-    `columns` are those of `data.columns`; `selection` leaves out some of the `max_rows`. `advance`
-    is called with the number of rows read since its last call. Raises ConfigError that names `key`
-    and the path, or the file, the line and the problem of the first bad rows.
+    `columns` is the value of `data.columns`; `selection` leaves out some of the `max_rows`.
+    `advance` is called with the number of rows read since its last call. Raises
+    ConfigError that names `key` and the path, or the file, the line and the problem of the first
+    bad rows.
     """
     file = _local_path(path, key)
     check = _RowCheck(schema, columns or {}, selection, is_csv=".csv" in format_suffix(file))
@@ -351,7 +352,7 @@ class PassRateFilter:
 
 
 def _number(text: str) -> float | None:
-    """Return the number of a text, as CSV files have it; None if it is none."""
+    """Return the number of a text, as CSV files have it; None for another text."""
     try:
         value = float(text)
     except ValueError:
