@@ -6,7 +6,7 @@ import dataclasses
 import string
 import tempfile
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, cast, get_args, get_origin
 
 import yaml
 from annotated_types import Gt, Lt
@@ -104,8 +104,8 @@ def values(annotation: Any, constraints: tuple[Any, ...] = ()) -> st.SearchStrat
             low = getattr(bound, "ge", low)
             high = getattr(bound, "le", high)
             # Far enough above an exclusive bound for integers and floats.
-            low = bound.gt + 1e-3 if isinstance(bound, Gt) else low
-            high = bound.lt - 1e-3 if isinstance(bound, Lt) else high
+            low = cast(float, bound.gt) + 1e-3 if isinstance(bound, Gt) else low
+            high = cast(float, bound.lt) - 1e-3 if isinstance(bound, Lt) else high
         return st.integers(low, high) if inner is int else st.floats(low, high)
     return st.booleans() if inner is bool else TEXTS
 
