@@ -42,7 +42,7 @@ class ReferenceScores:
     """Scores of transformers, of one conversation at a time."""
 
     def __init__(self, directory: Path) -> None:
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
         self._model = AutoModelForSequenceClassification.from_pretrained(directory)
 
     def token_ids(self, *turns: tuple[str, str]) -> list[int]:
@@ -53,7 +53,7 @@ class ReferenceScores:
         parts = [f"{text}<|im_start|>{role}\n", f"{answer}<|im_end|>"]
         ids: list[int] = []
         for part in parts:
-            ids += self._tokenizer(part, add_special_tokens=False)["input_ids"]
+            ids += self.tokenizer(part, add_special_tokens=False)["input_ids"]
         return ids
 
     def score(self, token_ids: list[int]) -> float:

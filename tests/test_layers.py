@@ -73,6 +73,29 @@ LIGHT_MODULES = (
     "nemo_like.reports.page",
 )
 
+TESTS = Path(__file__).parent
+MAX_INNER_USES = 30
+"""Functions of the tests that read private names or replace functions of the package; see below."""
+FOREIGN_NAMES = {
+    "_asdict",
+    "_attn_implementation",
+    "_cdata",
+    "_exit",
+    "_get_backend",
+    "_getframe",
+    "_global_node",
+    "_opname",
+    "_refresh_packed_embeddings",
+    "_register_backend",
+    "_replace",
+    "_reset_prefix_cache",
+    "_schema",
+    "_sleep",
+    "_timeout",
+    "_world",
+}
+"""Private names of Python and of libraries."""
+
 MAX_FILE_LINES = 400
 """Code lines: without blank lines, comments and docstrings."""
 MAX_FUNCTION_LINES = 125
@@ -230,3 +253,52 @@ for module in {LIGHT_MODULES!r}:
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent
     )
     assert done.returncode == 0, done.stderr
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in FOREIGN_NAMES
+
+
+def inner_uses(tree: ast.AST) -> Iterator[str]:
+    """Uses of the package that are tied to how it is written: private attributes and imports of
+    other objects than `self`, and replaced functions and classes. A constant may be replaced.
+    """
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nemo_like")
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                yield f"{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nemo_like"):
+            for alias in node.names:
+                if is_private(alias.name):
+                    yield f"{node.lineno}: import {alias.name}"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".setattr"):
+            # An object and a name, or one text with both.
+            texts = [ast.unparse(argument).strip("'") for argument in node.args[:2]]
+            if isinstance(node.args[0], ast.Constant):
+                texts = texts[0].rsplit(".", 1)
+            is_ours = texts[0].split(".")[0] in imported | {"nemo_like"}
+            if is_ours and (is_private(texts[1]) or not texts[1].isupper()):
+                yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def test_tests_use_what_users_of_a_module_use() -> None:
+    found = []
+    for path in sorted(TESTS.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tops = {
+            line: node.name
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        }
+        uses: dict[str, str] = {}
+        for use in inner_uses(tree):
+            uses.setdefault(tops.get(int(use.split(":")[0]), "imports"), use)
+        found += [f"{path.relative_to(TESTS)}:{use} in {name}" for name, use in uses.items()]
+    assert len(found) <= MAX_INNER_USES, "\n".join(found)

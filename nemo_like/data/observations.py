@@ -20,7 +20,7 @@ from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.messages import Message
 
 _USER: Message = {"role": "user", "content": "qzuserzq"}
-_ANSWERS = ("qzfirstzq", "Another, longer qzsecondzq")
+PROBE_ANSWERS = ("qzfirstzq", "Another, longer qzsecondzq")
 """Probe answers; texts that no template contains."""
 _CHARACTERS_PER_TOKEN = 16
 """More than texts have on average."""
@@ -70,7 +70,7 @@ class ObservationEncoder:
 
     def _encode(self, messages: Sequence[Message], last_token_id: int) -> np.ndarray:
         plain = [self._without_control_texts(message) for message in messages]
-        text = self._after_answer(plain, _ANSWERS[0], num_exchanges=1)
+        text = self._after_answer(plain, PROBE_ANSWERS[0], num_exchanges=1)
         if last_token_id in self._end_token_ids:
             text = self._without_end(text)
         return self._encoder.encode_continuation(text)
@@ -86,8 +86,8 @@ class ObservationEncoder:
         probes: list[Message] = []
         for index, message in enumerate(messages):
             probes.append({**message, "content": f"qz{index}observationzq"})
-        expected = self._after_answer(probes, _ANSWERS[0], num_exchanges=1)
-        for answer in _ANSWERS:
+        expected = self._after_answer(probes, PROBE_ANSWERS[0], num_exchanges=1)
+        for answer in PROBE_ANSWERS:
             for num_exchanges in (1, 2):
                 text = self._after_answer(probes, answer, num_exchanges=num_exchanges)
                 if text != expected:

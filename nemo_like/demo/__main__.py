@@ -55,18 +55,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     sft_config = load_config("sft", _CONFIGS / "demo_sft.yaml", [f"seed={arguments.seed}"])
     grpo_config = load_config("grpo", _CONFIGS / "demo_grpo.yaml", [f"seed={arguments.seed}"])
     # GRPO starts from the model that the SFT run exports.
-    sft = _run("sft", sft_config, arguments.seed)
+    sft = run_phase("sft", sft_config, arguments.seed)
     if isinstance(sft, int):
         return sft
     sft_done = time.monotonic()
-    grpo = _run("grpo", grpo_config, arguments.seed)
+    grpo = run_phase("grpo", grpo_config, arguments.seed)
     if isinstance(grpo, int):
         return grpo
     _report(sft, grpo, sft_done - started, time.monotonic() - sft_done)
     return 0
 
 
-def _run(kind: str, config: RunConfig, seed: int) -> RunResult | int:
+def run_phase(kind: str, config: RunConfig, seed: int) -> RunResult | int:
     """Run one phase; after a failure print how to continue, and return the exit code."""
     result = train(config)
     if isinstance(result, int):

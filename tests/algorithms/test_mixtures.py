@@ -14,7 +14,6 @@ from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.commands.plan_request import first_lengths
 from nemo_like.commands.validate import validate
-from nemo_like.training import encoding
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.recipe import Recipe
 
@@ -104,9 +103,7 @@ def test_validate_lists_and_checks_every_set(recipe: Recipe) -> None:
     assert "data.train_sets.table: " in problems[1] and "has no rows" in problems[1]
 
 
-def test_rows_of_large_files_are_left_out_when_they_are_reached(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_rows_are_left_out_with_and_without_encoding_processes(recipe: Recipe) -> None:
     rows = []
     for number in range(60):
         digits = "1" * (100 if number % 3 == 0 else 5)
@@ -120,9 +117,6 @@ def test_rows_of_large_files_are_left_out_when_they_are_reached(
     )
     expected = read_metrics(run_sft(recipe.sft(*options)).directory.path)
     assert [line["policy/num_rows"] for line in expected] == [16, 16, 8, 16, 16, 8]
-    monkeypatch.setattr(encoding, "MAX_ROWS_AWAITED", 10)
-    # No row is encoded before the first step, so that the number of steps is not known.
-    monkeypatch.setattr(encoding, "_LARGE_TIMEOUT_S", 0.0)
     later = run_sft(recipe.sft(*options, "run_name=later", "data.num_encoding_workers=0"))
     assert read_metrics(later.directory.path) == expected
     assert (later.directory.path / "checkpoints" / "step_6").is_dir()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.observations import _ANSWERS, ObservationEncoder
+from nemo_like.data.observations import PROBE_ANSWERS, ObservationEncoder
 from tests.data.chat_templates import GEMMA, LLAMA_TOOLS, MISTRAL, QWEN
 from tests.data.tiny_tokenizer import CHATML, LLAMA, NO_END_OF_TURN, tiny_tokenizer
 
@@ -100,7 +100,7 @@ def test_an_observation_may_have_the_text_of_a_probe() -> None:
     encoder = ChatEncoder(tiny_tokenizer(CHATML))
     (end,) = encoder.template.end_token_ids
     observations = ObservationEncoder(encoder)
-    (probe, _) = _ANSWERS
+    (probe, _) = PROBE_ANSWERS
     text = _text(encoder, observations.encode([{"role": "user", "content": f"84 {probe}"}], end))
     assert "84" in text
 

@@ -12,7 +12,7 @@ def test_a_failed_phase_names_what_is_kept_and_the_command_that_continues(
     recipe: Recipe, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = recipe.grpo("reward.functions.digits.path=tests.algorithms.rewards.broken")
-    assert demo._run("grpo", config, 7) == 2
+    assert demo.run_phase("grpo", config, 7) == 2
     said = capfd.readouterr().err
     assert "reward.functions.digits (tests.algorithms.rewards.broken) raised KeyError" in said
     assert said.count("The demo ended in its GRPO phase. Kept:") == 1
@@ -21,5 +21,6 @@ def test_a_failed_phase_names_what_is_kept_and_the_command_that_continues(
 
     latest = recipe.folder / "grpo" / "latest"
     latest.write_text("checkpoints/step_2\n")
-    assert demo._run("grpo", config, 7) == 2, "the directory holds a run, so this start is refused"
+    # The directory holds a run, so this start is refused.
+    assert demo.run_phase("grpo", config, 7) == 2
     assert "seed=7 resume=true" in capfd.readouterr().err

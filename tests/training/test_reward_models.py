@@ -121,7 +121,7 @@ def test_scores_are_those_of_transformers_in_any_packing(
 def test_a_model_of_another_tool_is_scored_at_the_end_of_the_template(
     directory: Path, reference: ReferenceScores
 ) -> None:
-    tokenizer = reference._tokenizer
+    tokenizer = reference.tokenizer
     expected = []
     for answer in ANSWERS:
         turns = [{"role": "user", "content": "2+2=?"}, {"role": "assistant", "content": answer}]
