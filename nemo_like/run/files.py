@@ -90,6 +90,11 @@ def describe_write_error(path: Path, number: int, content: str | None = None) ->
     elif number in (errno.ENOENT, errno.ESTALE, errno.ENOTDIR):
         cause = f"{cause}; {_missing_part(directory)} was removed or replaced"
         solution = "Do not move or remove a run's directory while it runs"
+    elif number == errno.EISDIR:
+        cause = "a directory has this name"
+        solution = "Remove or rename that directory"
+    elif number == errno.EFBIG:
+        solution = f"Raise the limit (ulimit -f) or {move}"
     return (
         f"{subject}: {cause}. {solution}; resume=true continues from the latest checkpoint, if"
         " there is one."

@@ -80,7 +80,7 @@ def test_a_refused_resume_changes_nothing_and_a_damaged_checkpoint_is_passed_ove
     resumed = run_sft(recipe.sft(*OPTIONS, "resume=true"))
     assert read_metrics(resumed.directory.path) == expected
     assert run.lengths.read_bytes() == lengths, "each step stands once"
-    reason = "step_4: rank_00000_000.safetensors does not have the content that was written"
+    reason = "step_4: policy/rank_00000_000.safetensors does not have the content that was written"
     log = (run.logs / "driver.log").read_text()
     assert (
         reason in log
