@@ -206,7 +206,10 @@ class Checkpointer:
                     logger.warning(
                         "ignoring steps %s: `latest` names the older step_%d", newer, step
                     )
-                logger.info("resuming from %s", self._directory(step))
+                if reasons:
+                    logger.warning("falling back to %s", self._directory(step))
+                else:
+                    logger.info("resuming from %s", self._directory(step))
                 self._verified_step = step
                 return Checkpoint(step, self._directory(step))
             logger.warning("ignoring %s: %s", self._directory(step), reason)
