@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING
 
 from nemo_like.algorithms.registry import ALGORITHMS, load_any_config
 from nemo_like.commands.failures import WRONG_INPUT
-from nemo_like.commands.reward_model_checks import answered_sample, check_reward_models
+from nemo_like.commands.validate_rewards import (
+    check_environment,
+    check_reward_functions,
+    check_reward_models,
+)
 from nemo_like.config.check import derivation
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import counted
 from nemo_like.data.datasets import RowSchema
 from nemo_like.data.row_columns import check_columns
 from nemo_like.data.rows import Rows
-from nemo_like.diagnostics.environment_checks import check_environment
 from nemo_like.diagnostics.report import Diagnostics, Report
-from nemo_like.environments.reward import RewardError, RewardProblem
-from nemo_like.environments.reward_calls import BadReward, score_each
-from nemo_like.environments.reward_worker import load_reward_functions
 from nemo_like.models.pretrained import import_transformers_without_torch
 from nemo_like.models.spec import ModelSpec
 from nemo_like.run.progress import Progress
@@ -80,7 +80,7 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
     diagnostics.check(lambda: check_sources(config, validation))
     diagnostics.check(lambda: check_logger(config.logger))
     rewarded = algorithm.rewarded_rows(train, next(iter(validation.values()), None))
-    _check_rewards(config, rewarded, diagnostics)
+    check_reward_functions(config, rewarded, diagnostics)
     if without_torch:
         # After the reward functions, which may need models of transformers.
         import_transformers_without_torch()
@@ -164,24 +164,3 @@ def _describe_model(config: RunConfig, model: PretrainedConfig, diagnostics: Dia
             f"policy.max_total_sequence_length {limit} is above the {max_positions} positions of"
             " the model"
         )
-
-
-def _check_rewards(config: RunConfig, rows: Rows | None, diagnostics: Diagnostics) -> None:
-    """Import the reward functions and score the first row's own answer with each of them.
-
-    The functions are called as in a run, so a function that raises is a problem here as well.
-    """
-    functions = diagnostics.check(lambda: load_reward_functions(config.reward.functions))
-    if not functions or rows is None:
-        return
-    sample = answered_sample(rows)
-    for name, function in functions.items():
-        path = config.reward.functions[name].path
-        score = score_each(function, [sample], name)[0]
-        if isinstance(score, BadReward):
-            problem = RewardProblem(name, path, score.kind, score.text)
-            diagnostics.problems.append(str(RewardError.from_problem(problem, sample)))
-        else:
-            diagnostics.add_lines(
-                "rewards", f"{name} ({path}): {score:g} for the answer of {rows.location(0)} itself"
-            )

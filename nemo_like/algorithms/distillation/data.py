@@ -18,15 +18,17 @@ from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.jagged import EncodedRow, TokenCounts, count_tokens
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import Rows
-from nemo_like.diagnostics.chat_checks import check_prompts_agree, check_texts, prompt_messages
 from nemo_like.diagnostics.plan_preview import describe_plan
 from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.diagnostics.row_checks import (
     NUM_SAMPLES,
     check_lengths,
     check_prompts,
+    check_prompts_agree,
+    check_texts,
     encode_prompt_of,
     encode_sample,
+    prompt_messages,
 )
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.rollout.conversations import Prompt

@@ -13,15 +13,17 @@ from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import PROMPT_ROWS
 from nemo_like.data.jagged import TokenCounts
 from nemo_like.data.rows import Rows
-from nemo_like.diagnostics.chat_checks import check_prompts_agree, check_texts, prompt_messages
-from nemo_like.diagnostics.environment_checks import check_conversation_prompts
 from nemo_like.diagnostics.plan_preview import describe_plan
 from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.diagnostics.row_checks import (
     NUM_SAMPLES,
+    check_conversation_prompts,
     check_prompts,
+    check_prompts_agree,
+    check_texts,
     encode_prompt_of,
     encode_sample,
+    prompt_messages,
 )
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.rollout.conversations import Prompt

@@ -15,10 +15,15 @@ from nemo_like.data.loader import BatchLoader
 from nemo_like.data.row_order import Curriculum
 from nemo_like.data.rows import Rows
 from nemo_like.data.streaming.loader import RowNumbers, StreamLoader
-from nemo_like.diagnostics.chat_checks import check_prompts_agree, check_texts
 from nemo_like.diagnostics.plan_preview import describe_plan
 from nemo_like.diagnostics.report import Diagnostics
-from nemo_like.diagnostics.row_checks import NUM_SAMPLES, check_lengths, encode_sample
+from nemo_like.diagnostics.row_checks import (
+    NUM_SAMPLES,
+    check_lengths,
+    check_prompts_agree,
+    check_texts,
+    encode_sample,
+)
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec, stream_spec
 from nemo_like.prediction.lengths import RowLengths
