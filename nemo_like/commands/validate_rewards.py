@@ -18,8 +18,7 @@ from nemo_like.environments.reward import RewardError, RewardProblem, RewardSamp
 from nemo_like.environments.reward_calls import BadReward, score_each
 from nemo_like.environments.reward_worker import load_reward_functions
 from nemo_like.environments.steps import StepOutcome, StepTask
-from nemo_like.rollout.conversations import scored_conversation
-from nemo_like.training.rollout_workers import RewardModelFiles, open_reward_model
+from nemo_like.training.model_files import RewardModelFiles, open_reward_model
 
 _POLL_S = 1.0
 
@@ -87,6 +86,9 @@ def _check_model(config: RunConfig, name: str, rows: Rows | None, diagnostics: D
 
 def _num_tokens(config: RunConfig, name: str, files: RewardModelFiles, rows: Rows) -> int:
     """Return the tokens of the first row with its answer. Raises ConfigError if it has none."""
+    # Imported here: it imports torch, which a config without reward models does not need.
+    from nemo_like.rollout.conversations import scored_conversation
+
     conversation_of_row = scored_conversation(answered_sample(rows), config.data)
     try:
         encoded = files.encoder.encode_sft(conversation_of_row.messages, conversation_of_row.tools)

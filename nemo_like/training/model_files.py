@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from nemo_like.config.errors import ConfigError, raise_problems, shown_path
 from nemo_like.config.model_directory import hub_name, model_directory
 from nemo_like.config.parallel import named_by_keys, policy_layout
+from nemo_like.config.reward import RewardModelConfig
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.models.layout_check import frozen_weights, model_problems, vllm_problems
@@ -161,6 +163,49 @@ def load_checked_config(name: str, key: str) -> PretrainedConfig:
     if hub_name(directory) is None:
         _check_model_directory(Path(directory), subject)
     return _load_model_config(directory, subject)
+
+
+@dataclass(frozen=True)
+class RewardModelFiles:
+    """The files of a reward model, without its weights."""
+
+    spec: ModelSpec
+    encoder: ChatEncoder
+    """With the reward model's tokenizer; it adds no prompts."""
+    max_length: int | None
+    """Max tokens of a conversation; None without a limit."""
+
+
+def open_reward_model(name: str, config: RewardModelConfig) -> RewardModelFiles:
+    """Open the files of `reward.models.<name>`.
+
+    Raises ConfigError for missing or damaged files, for a model that is not one for sequence
+    classification with one output, and for a limit above the positions of the model.
+    """
+    key = f"reward.models.{name}"
+    model = load_checked_config(config.model_name, f"{key}.model_name")
+    architecture = str((getattr(model, "architectures", None) or ["model of no architecture"])[0])
+    if not architecture.endswith("ForSequenceClassification"):
+        raise ConfigError(
+            f"{key}.model_name is {config.model_name!r}, a {architecture}, which has no score head:"
+            " give the directory that `nemo-like rm` exports (<output_dir>/<run_name>/hf), or"
+            " another model for sequence classification with one label"
+        )
+    num_labels = int(getattr(model, "num_labels", 1))
+    if num_labels != 1:
+        raise ConfigError(
+            f"{key}.model_name is {config.model_name!r}, a classifier of {num_labels} labels; a"
+            " reward model has one output (num_labels 1 in config.json)"
+        )
+    spec = ModelSpec.from_config(model, config.model_name)
+    limit = spec.max_positions
+    if config.max_length is not None and limit is not None and config.max_length > limit:
+        raise ConfigError(
+            f"{key}.max_length is {config.max_length}, above the {limit} positions of the model"
+            f" {config.model_name!r}: lower it, or set it to null for that number"
+        )
+    encoder = load_encoder(config, key, spec.vocab_size)
+    return RewardModelFiles(spec, encoder, config.max_length or limit)
 
 
 def _check_optimizer(config: RunConfig, spec: ModelSpec) -> None:

@@ -23,7 +23,8 @@ from nemo_like.policy.policy import Policy
 from nemo_like.rollout.collector import RolloutJob
 from nemo_like.rollout.conversations import Prompt, scored_conversation
 from nemo_like.rollout.rewards import ModelRewards, RewardModel
-from nemo_like.training.rollout_workers import open_reward_model, serving_config
+from nemo_like.training.model_files import open_reward_model
+from nemo_like.training.rollout_workers import serving_config
 from tests.reward_models import ReferenceScores, save_reward_model
 
 DATA = DataConfig(train_path="train.jsonl")
