@@ -109,7 +109,7 @@ def test_the_loss_is_the_token_mean_of_the_rows_of_the_step(recipe: Recipe, kind
     loader = open_loader(config, source, open_model_spec(config))
     assert isinstance(loader, StreamLoader)
     next(loader)
-    rows = [source.data.train.rows[row] for row in loader.planned.rows]
+    rows = [source.data.train[row] for row in loader.planned.rows]
     streamed = read_metrics(run_sft(config).directory.path)[-1]
     path = recipe.folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
