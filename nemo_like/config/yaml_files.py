@@ -2,7 +2,7 @@
 
 A file inherits others with `defaults`: a path, or a list of paths, each relative to the file that
 names it, with or without the suffix. Files are merged in the order of the list, each over those
-before it; the naming file comes last, or at the position of `_self_`. Values of overrides are YAML.
+before it; the naming file comes last, or at the position of `_self_`. Overrides have Hydra's syntax.
 """
 
 from __future__ import annotations
@@ -132,15 +132,33 @@ class Composition:
         # A text needs no quotes, whatever YAML would make of it.
         if value == "" or (_is_text(annotation) and not is_quoted and value != "null"):
             return value
+        # Loaded on demand: a run without overrides, and `--help`, do not need the parser.
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+        from hydra.errors import HydraException
+
         try:
-            node = yaml.compose(value, Loader=YamlLoader)
-            return self._content(node, annotation, key, COMMAND_LINE.source)
-        except yaml.YAMLError as error:
+            override = OverridesParser.create().parse_override(f"key={value}")
+        # Besides its own errors Hydra's parser raises these for unusual text.
+        except (HydraException, ValueError, RecursionError) as error:
             raise ConfigError(
-                f"override {shown_value(text)} does not parse: the value is not valid YAML"
-                f" ({getattr(error, 'problem', None) or error}); quote texts twice, once for the"
+                f"override {shown_value(text)} does not parse; quote texts twice, once for the"
                 f" shell: {key}=\"'...'\""
             ) from error
+        if override.is_sweep_override():
+            raise ConfigError(
+                f"override {shown_value(text)} has several values; write {key}=[a,b] for a list,"
+                f" {key}=\"'a,b'\" for one text"
+            )
+        content = override.value()
+        self._record(key, content)
+        return content
+
+    def _record(self, path: str, content: Any) -> None:
+        """Record that the command line sets the keys of a mapping."""
+        if isinstance(content, dict):
+            for name, value in content.items():
+                self.locations[f"{path}.{name}"] = COMMAND_LINE
+                self._record(f"{path}.{name}", value)
 
     def _content(self, node: yaml.Node | None, annotation: Any, path: str, source: str) -> Any:
         """Return the value of a node of the type `annotation`, and record the places of keys."""
@@ -151,8 +169,7 @@ class Composition:
                 if value.value == _MISSING:
                     continue
                 inner_path = f"{path}.{key.value}" if path else key.value
-                line = None if source == COMMAND_LINE.source else key.start_mark.line + 1
-                self.locations[inner_path] = Location(source, line)
+                self.locations[inner_path] = Location(source, key.start_mark.line + 1)
                 inner = type_at(self.job.run_config, inner_path)
                 content[key.value] = self._content(value, inner, inner_path, source)
             return content
