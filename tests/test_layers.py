@@ -33,6 +33,7 @@ TOP = 12
 
 LIBRARY_PLACES = {
     "ray": ("distributed/ray/",),
+    "hydra": ("config/",),
     "omegaconf": ("config/",),
     "pydantic": ("config/",),
     "flash_attn": ("policy/inputs/",),

@@ -2,7 +2,8 @@
 
 A file inherits others with `defaults`: a path, or a list of paths, each relative to the file that
 names it, with or without the suffix. Files are merged in the order of the list, each over those
-before it; the naming file comes last, or at the position of `_self_`. Overrides have Hydra's syntax.
+before it; the naming file comes last, or at the position of `_self_`. Overrides have the syntax of
+Hydra.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def test_schema_defaults_are_the_base_and_every_key_can_be_set_from_the_command_
             "policy.optimizer.lr=1e-4",
             "+policy.sequence_packing.enabled=true",
             "++seed=7",
-            'policy.generation.stop_strings=["\\n",end]',
+            "policy.generation.stop_strings=['\n',end]",
             "reward.functions.mine.path=my.reward",
             "policy.scheduler={kind: cosine, warmup_steps: 3}",
         ],
@@ -338,7 +338,8 @@ def test_each_mistake_in_a_file_has_its_message(write: Write, addition: str, exp
         ("run_name=a=b", "run_name is 'a=b'; it must be a directory name"),
         ("run_name='${'", "no viable alternative at input '${'"),
         ("policy.optimizer.lr=true", "policy.optimizer.lr is true; it must be a number"),
-        ("policy.freeze=[a", "override 'policy.freeze=[a' does not parse: the value is not valid"),
+        ("policy.freeze=[a", "override 'policy.freeze=[a' does not parse"),
+        ("policy.freeze=a,b", "override 'policy.freeze=a,b' has several values"),
     ],
 )
 def test_each_mistake_on_the_command_line_has_its_message(
