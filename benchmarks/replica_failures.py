@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -136,12 +136,11 @@ def signal_replicas(
 def expected_prompts(config: GrpoRunConfig) -> list[list[str]]:
     """Return the prompts of every step, in the order of the data loader."""
     source = open_source(config)
-    with closing(source.rows):
-        loader = source.loader()
-        steps = []
-        for _ in range(config.grpo.max_num_steps):
-            steps.append([prompt.text for prompt in next(loader)])
-        return steps
+    loader = source.loader()
+    steps = []
+    for _ in range(config.grpo.max_num_steps):
+        steps.append([prompt.text for prompt in next(loader)])
+    return steps
 
 
 def rollout_problems(config: GrpoRunConfig, run: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import string
 import tempfile
 from pathlib import Path
@@ -106,7 +107,9 @@ def values(annotation: Any, constraints: tuple[Any, ...] = ()) -> st.SearchStrat
             # Far enough above an exclusive bound for integers and floats.
             low = cast(float, bound.gt) + 1e-3 if isinstance(bound, Gt) else low
             high = cast(float, bound.lt) - 1e-3 if isinstance(bound, Lt) else high
-        return st.integers(low, high) if inner is int else st.floats(low, high)
+        if inner is int:
+            return st.integers(math.ceil(low), math.floor(high))
+        return st.floats(low, high)
     return st.booleans() if inner is bool else TEXTS
 
 
