@@ -122,21 +122,6 @@ def test_long_rows_are_left_out_with_and_without_encoding_processes(recipe: Reci
     assert (later.directory.path / "checkpoints" / "step_6").is_dir()
 
 
-def test_a_resumed_run_encodes_the_rows_after_its_position_only(recipe: Recipe) -> None:
-    """A row of the first step that is too long now would end the run if it were encoded again."""
-    rows = [{"prompt": f"{number}+1", "completion": "1" * 9} for number in range(64)]
-    rows[0]["completion"] = "1" * 60
-    options = (
-        *SFT,
-        f"data.train_path={write_lines(recipe.folder / 'rows.jsonl', rows)}",
-        "data.shuffle=false",
-    )
-    run = run_sft(recipe.sft(*options)).directory.path
-    interrupt_at(run, 2)
-    assert run_sft(recipe.sft(*options, "resume=true", "policy.max_total_sequence_length=40"))
-    assert [line["step"] for line in read_metrics(run)] == [1, 2, 3, 4]
-
-
 def test_prompts_are_selected_by_pass_rate_and_length(recipe: Recipe) -> None:
     rows = []
     for number in range(40):
