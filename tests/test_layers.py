@@ -99,7 +99,7 @@ FOREIGN_NAMES = {
 
 MAX_FILE_LINES = 400
 """Code lines: without blank lines, comments and docstrings."""
-MAX_FUNCTION_LINES = 125
+MAX_FUNCTION_LINES = 80
 
 
 @cache

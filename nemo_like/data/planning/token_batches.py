@@ -142,7 +142,6 @@ def batch_by_tokens(
 
     Args:
         lengths: tokens of each row, integers [N], each at least 1.
-        max_tokens: limit of a microbatch.
         order: the order in which rows are joined: as given, a permutation drawn from `seed`, by
             increasing length (equal lengths by index), or a permutation of the rows, int64 [N].
         counts: what the limit counts: `padded` is rows × longest row, `summed` is the sum of the
@@ -151,8 +150,7 @@ def batch_by_tokens(
             microbatch that cannot get so many rows is formed with fewer, listed in
             `below_min_rows` and logged. No row is dropped for it.
         max_rows: the maximum number of rows of a microbatch; None is no limit.
-        microbatches_per_step: microbatches of one step, over all ranks. The last step may have
-            fewer.
+        microbatches_per_step: microbatches of a step, over all ranks; the last may have fewer.
         same_shape: all microbatches of a step get the same number of rows and the same padded
             length, as a pipeline schedule requires. A step is a run of consecutive rows of the
             order, dealt to its microbatches in turn. Every step has `microbatches_per_step`
