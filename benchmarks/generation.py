@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from nemo_like.config.generation import VLLMGenerationConfig
+from nemo_like.config.rollout import VLLMGenerationConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.local_group import local_context
 from nemo_like.generation.requests import GenerationRequests, SamplingParams

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nemo_like.config.lora import LoraConfig
 from nemo_like.config.loss import PolicyGradientLossConfig
+from nemo_like.config.optimization import LoraConfig
 from nemo_like.config.schema import OptimizerConfig, PolicyConfig, SequencePackingConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict

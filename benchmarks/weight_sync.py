@@ -38,7 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.registry import load_config
-from nemo_like.config.generation import VLLMGenerationConfig
+from nemo_like.config.rollout import VLLMGenerationConfig
 from nemo_like.config.schema import ClusterConfig, OptimizerConfig, PolicyConfig
 from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
 from nemo_like.distributed.ray.worker_group import RayWorkerGroup

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_like.config.generation import GenerationConfig
+from nemo_like.config.rollout import GenerationConfig
 
 
 @dataclass(frozen=True, kw_only=True)

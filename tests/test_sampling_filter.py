@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from nemo_like.config.generation import GenerationConfig
+from nemo_like.config.rollout import GenerationConfig
 from nemo_like.sampling_filter import SamplingFilter, filter_logits
 from tests.filter_definition import kept_tokens
 from tests.policy.thread_ranks import run_thread_ranks

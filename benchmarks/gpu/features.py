@@ -11,8 +11,7 @@ from benchmarks.gpu.cells import require_modules
 from benchmarks.gpu.policies import Options, PolicyHolder, policy_config
 from benchmarks.gpu.rows import random_rows
 from benchmarks.gpu.training_steps import StepCase, throughput, time_calls
-from nemo_like.config.lora import LoraConfig
-from nemo_like.config.optimization import EmaConfig
+from nemo_like.config.optimization import EmaConfig, LoraConfig
 from nemo_like.config.schema import OptimizerConfig
 from nemo_like.losses.distillation import DistillationLoss, Divergence
 from nemo_like.losses.pairs import BradleyTerryLoss

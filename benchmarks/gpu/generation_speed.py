@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.gpu.cells import require_modules
 from benchmarks.gpu.training_steps import synchronize
-from nemo_like.config.generation import VLLMGenerationConfig
+from nemo_like.config.rollout import VLLMGenerationConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.local_group import local_context
 from nemo_like.generation.requests import GenerationRequests, SamplingParams

@@ -18,8 +18,7 @@ from benchmarks.gpu.sizes import Size
 from benchmarks.gpu.training_steps import synchronize
 from nemo_like.algorithms.grpo.advantages import group_advantages
 from nemo_like.algorithms.grpo.config import GrpoConfig, GrpoRunConfig
-from nemo_like.config.generation import HFGenerationConfig
-from nemo_like.config.reward import RewardConfig, RewardFunctionConfig
+from nemo_like.config.rollout import HFGenerationConfig, RewardConfig, RewardFunctionConfig
 from nemo_like.config.schema import ClusterConfig, DataConfig, GenerationConfig
 from nemo_like.environments.reward import RewardSample
 from nemo_like.generation.requests import SamplingParams

@@ -22,13 +22,12 @@ from nemo_like.data.preferences import (
 )
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import Rows
-from nemo_like.diagnostics.plan_preview import describe_plan
-from nemo_like.diagnostics.report import Diagnostics
-from nemo_like.diagnostics.row_checks import NUM_SAMPLES, check_lengths, check_texts, encode_sample
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.run.progress import Sample
 from nemo_like.training.dataset import ExampleSource, describe_run
+from nemo_like.training.diagnostics import Diagnostics, describe_plan
 from nemo_like.training.encoding import fit_row
+from nemo_like.training.row_checks import NUM_SAMPLES, check_lengths, check_texts, encode_sample
 from nemo_like.training.run_warnings import step_warnings
 
 if TYPE_CHECKING:

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from nemo_like.data.jagged import EncodedRow
     from nemo_like.data.row_files import Row
     from nemo_like.data.rows import Rows
-    from nemo_like.diagnostics.report import Diagnostics
     from nemo_like.prediction.lengths import RowLengths
     from nemo_like.run.progress import Progress
     from nemo_like.training.dataset import RunData
+    from nemo_like.training.diagnostics import Diagnostics
     from nemo_like.training.run import RunResult
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)

@@ -20,10 +20,9 @@ from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.commands.answers import Answers, Record, prompt_record
 from nemo_like.config.build import to_dict
 from nemo_like.config.errors import ConfigError, shown_path
-from nemo_like.config.lora import LoraConfig
-from nemo_like.config.optimization import EmaConfig, OptimizerConfig
+from nemo_like.config.optimization import EmaConfig, LoraConfig, OptimizerConfig
 from nemo_like.config.paths import resolve_paths
-from nemo_like.config.reward import RewardConfig
+from nemo_like.config.rollout import RewardConfig
 from nemo_like.config.schema import ParallelConfig, RunConfig
 from nemo_like.config.text import counted
 from nemo_like.rollout.answers import Answer

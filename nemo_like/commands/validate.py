@@ -27,7 +27,6 @@ from nemo_like.config.text import counted
 from nemo_like.data.datasets import RowSchema
 from nemo_like.data.row_columns import check_columns
 from nemo_like.data.rows import Rows
-from nemo_like.diagnostics.report import Diagnostics, Report
 from nemo_like.models.pretrained import import_transformers_without_torch
 from nemo_like.models.spec import ModelSpec
 from nemo_like.run.progress import Progress
@@ -42,6 +41,7 @@ from nemo_like.training.data_sets import (
     training_files,
 )
 from nemo_like.training.dataset import RunData
+from nemo_like.training.diagnostics import Diagnostics, Report
 from nemo_like.training.model_files import open_encoder, open_model_config
 from nemo_like.training.run_warnings import config_warnings, rows_warnings
 

@@ -11,13 +11,13 @@ from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import conversation, question
 from nemo_like.data.observations import ObservationEncoder
 from nemo_like.data.rows import Rows
-from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.environments.environment import Conversation, EnvironmentFailure
 from nemo_like.environments.environment_workers import EnvironmentWorker
 from nemo_like.environments.reward import RewardError, RewardProblem, RewardSample
 from nemo_like.environments.reward_calls import BadReward, score_each
 from nemo_like.environments.reward_worker import load_reward_functions
 from nemo_like.environments.steps import StepOutcome, StepTask
+from nemo_like.training.diagnostics import Diagnostics
 from nemo_like.training.model_files import RewardModelFiles, open_reward_model
 
 _POLL_S = 1.0

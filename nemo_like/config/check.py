@@ -16,7 +16,6 @@ from nemo_like.config.check_sections import (
     optimization_problems,
     reward_model_problems,
 )
-from nemo_like.config.environment import environment_problems
 from nemo_like.config.errors import Problem
 from nemo_like.config.keys import type_at
 from nemo_like.config.parallel import (
@@ -28,6 +27,7 @@ from nemo_like.config.parallel import (
     workers_per_replica,
     workers_shown,
 )
+from nemo_like.config.rollout import environment_problems
 from nemo_like.config.schema import DynamicBatchingConfig, RunConfig, SequencePackingConfig
 from nemo_like.config.text import counted, plural, quotient
 from nemo_like.integer_math import ceil_div, nearest_multiples

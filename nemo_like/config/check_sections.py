@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from nemo_like.config.errors import Problem
-from nemo_like.config.lora import MAX_VLLM_RANK
-from nemo_like.config.optimization import OptimizerConfig, SchedulerConfig
+from nemo_like.config.optimization import MAX_VLLM_RANK, OptimizerConfig, SchedulerConfig
 from nemo_like.config.schema import MAIN_SET, DataConfig, PolicyConfig, RunConfig
 
 

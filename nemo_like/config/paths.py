@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from nemo_like.config.model_directory import model_directory
-from nemo_like.config.reward import RewardModelConfig
+from nemo_like.config.rollout import RewardModelConfig
 from nemo_like.config.schema import PolicyConfig, RunConfig
 
 HUB_PREFIX = "hf://"

@@ -21,13 +21,10 @@ from nemo_like.config.constraints import (
     NOT_EMPTY,
     PROMPT_TEMPLATE,
 )
-from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.errors import Problem
-from nemo_like.config.generation import GenerationConfig
-from nemo_like.config.lora import LoraConfig
-from nemo_like.config.optimization import EmaConfig, OptimizerConfig, SchedulerConfig
+from nemo_like.config.optimization import EmaConfig, LoraConfig, OptimizerConfig, SchedulerConfig
 from nemo_like.config.output_head import OutputHead
-from nemo_like.config.reward import RewardConfig
+from nemo_like.config.rollout import EnvironmentConfig, GenerationConfig, RewardConfig
 from nemo_like.config.text import counted
 from nemo_like.parallel_layout import Oversize
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from inspect import isawaitable, iscoroutinefunction
 from typing import Any
 
-from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.import_path import import_class, user_error_text
+from nemo_like.config.rollout import EnvironmentConfig
 from nemo_like.config.text import error_text
 from nemo_like.distributed import activity
 from nemo_like.distributed.errors import Restarts, WorkerDied, WorkerFailure, WorkerHung

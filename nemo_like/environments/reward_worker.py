@@ -13,7 +13,7 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.import_path import import_function
-from nemo_like.config.reward import OnError, RewardConfig, RewardFunctionConfig
+from nemo_like.config.rollout import OnError, RewardConfig, RewardFunctionConfig
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import Handle, WorkerContext, WorkerGroup, submit_one
 from nemo_like.environments.reward import (

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from nemo_like.config.lora import LoraConfig
 from nemo_like.config.model_directory import require_model_directory
+from nemo_like.config.optimization import LoraConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext

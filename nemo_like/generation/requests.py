@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from nemo_like.config.generation import GenerationConfig
+from nemo_like.config.rollout import GenerationConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.sampling_filter import SamplingFilter
 from nemo_like.weight_sync.channel import WeightTarget

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.generation import VLLMGenerationConfig
+from nemo_like.config.rollout import VLLMGenerationConfig
 from nemo_like.distributed.processes import end_worker
 from nemo_like.generation.adapters import AdapterSettings
 from nemo_like.generation.hf_decoding import check_finite

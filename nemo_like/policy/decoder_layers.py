@@ -33,7 +33,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimization import LoraConfig
 from nemo_like.models.layout_check import frozen_weights
 
 SAVED_OPERATORS = frozenset(

@@ -19,8 +19,7 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
 from nemo_like.integer_math import round_up
 from nemo_like.policy.engine import Engine
-from nemo_like.policy.heads.row_logprobs import compute_row_logprobs
-from nemo_like.policy.heads.scores import compute_row_scores
+from nemo_like.policy.heads.row_outputs import compute_row_logprobs, compute_row_scores
 from nemo_like.policy.inputs.model_inputs import build_inputs
 
 _LENGTHS = (11, 24, 3, 17)

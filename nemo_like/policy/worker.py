@@ -25,12 +25,12 @@ from nemo_like.policy.decoder_layers import CompilationCounter
 from nemo_like.policy.device import DeviceInfo, peak_flops, reset_peak_memory, total_memory_bytes
 from nemo_like.policy.engine import Engine
 from nemo_like.policy.frozen_models import BaseModelReference, ReferenceModel, Teachers, WorkerSave
-from nemo_like.policy.heads.row_logprobs import (
+from nemo_like.policy.heads.row_outputs import (
     compute_row_logprobs,
     keeping_logprobs,
+    shard_scores,
     unpack_outputs,
 )
-from nemo_like.policy.heads.scores import shard_scores
 from nemo_like.policy.heads.targets import TargetSettings
 from nemo_like.policy.inputs.shard_rows import ShardRows
 from nemo_like.policy.isolation import IsolationReport, probe_isolation

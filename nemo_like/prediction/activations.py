@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nemo_like.models.spec import ModelSpec
-from nemo_like.prediction.placement import Placement
-from nemo_like.prediction.trained_sizes import adapter_activations, adapter_outputs
+from nemo_like.prediction.placement import Placement, adapter_activations, adapter_outputs
 
 
 @dataclass(frozen=True)

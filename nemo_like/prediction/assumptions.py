@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from nemo_like.models.peft_adapter import BYTES_PER_VALUE
 from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, SAFETY_SHARE, MemoryModel
+from nemo_like.prediction.placement import frozen_share
 from nemo_like.prediction.plan_report import PlanReport
 from nemo_like.prediction.step_time import ACHIEVED_BYTES_PER_S, ACHIEVED_FLOPS, train_passes
-from nemo_like.prediction.trained_sizes import frozen_share
 
 
 def assumptions(report: PlanReport) -> list[str]:

@@ -13,8 +13,7 @@ from nemo_like.integer_math import ceil_div
 from nemo_like.models.peft_adapter import BYTES_PER_VALUE
 from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.activations import Activations
-from nemo_like.prediction.placement import Placement
-from nemo_like.prediction.trained_sizes import adapter_params, frozen_share, matrix_sizes
+from nemo_like.prediction.placement import Placement, adapter_params, frozen_share, matrix_sizes
 
 GIB = 1 << 30
 CONTEXT_BYTES = 2 * GIB

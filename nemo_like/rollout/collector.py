@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from nemo_like.config.reward import RewardConfig
+from nemo_like.config.rollout import RewardConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.environments.reward import RewardError, RewardProblem, RewardSample
 from nemo_like.environments.reward_worker import RewardEnvironment

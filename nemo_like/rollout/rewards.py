@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.reward import RewardConfig, RewardModelConfig
+from nemo_like.config.rollout import RewardConfig, RewardModelConfig
 from nemo_like.config.schema import DataConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.jagged import Jagged

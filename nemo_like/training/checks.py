@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from nemo_like.config.errors import ConfigError, shown_path
-from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimization import LoraConfig
 from nemo_like.config.schema import PolicyConfig, RunConfig
 from nemo_like.models.peft_adapter import (
     can_have_adapter,
@@ -24,7 +24,7 @@ from nemo_like.models.peft_adapter import (
 )
 from nemo_like.models.spec import ModelSpec
 from nemo_like.models.weight_files import read_shapes, weights_digest
-from nemo_like.prediction.trained_sizes import num_adapter_params, trained_head_params
+from nemo_like.prediction.placement import num_adapter_params, trained_head_params
 
 _POLICY = "policy.model_name"
 

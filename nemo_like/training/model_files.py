@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from nemo_like.config.errors import ConfigError, raise_problems, shown_path
 from nemo_like.config.model_directory import hub_name, model_directory
 from nemo_like.config.parallel import named_by_keys, policy_layout
-from nemo_like.config.reward import RewardModelConfig
+from nemo_like.config.rollout import RewardModelConfig
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.models.layout_check import frozen_weights, model_problems, vllm_problems

@@ -12,8 +12,7 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import microbatch_budget
 from nemo_like.policy.policy import Policy
 from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, SAFETY_SHARE, MemoryModel
-from nemo_like.prediction.placement import policy_placement
-from nemo_like.prediction.trained_sizes import num_adapter_params
+from nemo_like.prediction.placement import num_adapter_params, policy_placement
 from nemo_like.training.rollout_workers import any_shares_gpus
 
 

@@ -13,7 +13,7 @@ from nemo_like.config.parallel import (
     num_policy_workers,
     workers_per_replica,
 )
-from nemo_like.config.reward import RewardModelConfig
+from nemo_like.config.rollout import RewardModelConfig
 from nemo_like.config.schema import ParallelConfig, PolicyConfig, RunConfig, SequencePackingConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.observations import ObservationEncoder

@@ -9,7 +9,7 @@ from nemo_like.config.parallel import num_policy_workers
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import counted
 from nemo_like.models.spec import ModelSpec
-from nemo_like.prediction.trained_sizes import frozen_share
+from nemo_like.prediction.placement import frozen_share
 from nemo_like.training.checks import lora_line
 
 _OPTIMIZER = (

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_like.config.lora import MAX_VLLM_RANK
-from nemo_like.config.optimization import EmaConfig, SchedulerConfig
+from nemo_like.config.optimization import MAX_VLLM_RANK, EmaConfig, SchedulerConfig
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import MAIN_SET, RunConfig
 from nemo_like.config.text import counted

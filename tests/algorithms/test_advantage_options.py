@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_like.algorithms.grpo.advantage_config import AdvantageConfig
 from nemo_like.algorithms.grpo.advantages import (
     group_advantages,
     kl_to_go,
@@ -23,6 +22,7 @@ from nemo_like.algorithms.grpo.advantages import (
     whitened,
 )
 from nemo_like.algorithms.grpo.rollouts import KeptGroups, rows_with_spread
+from nemo_like.algorithms.grpo.sections import AdvantageConfig
 from nemo_like.data.jagged import Jagged
 from tests.recipe import Recipe
 from tests.rollout.test_selection import rollout_of

@@ -8,7 +8,7 @@ from nemo_like.commands.validate import validate
 from nemo_like.config.check import derivation, find_problems
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.planning.oversize import OversizeWarning
-from nemo_like.diagnostics.report import Report
+from nemo_like.training.diagnostics import Report
 from tests.recipe import Recipe
 
 CONTEXT = ("cluster.backend=ray", "cluster.workers_per_node=4", "parallel.context=4")

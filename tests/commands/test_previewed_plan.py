@@ -15,11 +15,11 @@ from nemo_like.commands.validate import validate
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.planning.plan import BatchPlan, plan_batch
-from nemo_like.diagnostics import plan_preview
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.policy import Policy
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.prediction.plan_report import make_plan
+from nemo_like.training import diagnostics
 from nemo_like.training.model_files import open_model_spec
 from tests.recipe import Recipe
 
@@ -71,7 +71,7 @@ def plan_of_validate(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Batc
         return plans[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(plan_preview, "plan_batch", record)
+        patch.setattr(diagnostics, "plan_batch", record)
         report = validate(config)
     assert report.problems == ()
     # The second plan is the one without packing or dynamic batching.

@@ -23,10 +23,15 @@ from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.commands.validate import validate
 from nemo_like.config.batching import StreamableDataConfig as DataConfig
-from nemo_like.config.generation import GenerationConfig, VLLMGenerationConfig
-from nemo_like.config.lora import LoraConfig
 from nemo_like.config.loss import PolicyGradientLossConfig
-from nemo_like.config.reward import RewardConfig, RewardFunctionConfig, RewardModelConfig
+from nemo_like.config.optimization import LoraConfig
+from nemo_like.config.rollout import (
+    GenerationConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RewardModelConfig,
+    VLLMGenerationConfig,
+)
 from nemo_like.config.schema import ClusterConfig, PolicyConfig
 from nemo_like.demo.task import build_model, build_tokenizer
 from nemo_like.environments.reward import RewardSample

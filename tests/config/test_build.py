@@ -28,7 +28,7 @@ from nemo_like.config.keys import (
     without_none,
 )
 from nemo_like.config.load import to_yaml
-from nemo_like.config.reward import RewardFunctionConfig
+from nemo_like.config.rollout import RewardFunctionConfig
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.yaml_files import compose_files
 

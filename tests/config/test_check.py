@@ -17,10 +17,10 @@ from nemo_like.config.batching import StreamableDataConfig as DataConfig
 from nemo_like.config.build import build_config, to_dict
 from nemo_like.config.check import batching_section, derivation, find_problems
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.lora import LoraConfig
 from nemo_like.config.loss import CorrectionKind
+from nemo_like.config.optimization import LoraConfig
 from nemo_like.config.parallel import num_policy_workers
-from nemo_like.config.reward import RewardConfig, RewardFunctionConfig
+from nemo_like.config.rollout import RewardConfig, RewardFunctionConfig
 from nemo_like.config.schema import ClusterConfig, PolicyConfig, RunConfig
 from tests.recipe import Recipe
 

@@ -9,7 +9,7 @@ from nemo_like.algorithms.registry import RUN_CONFIGS, job_schema
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.foreign_tables import general
 from nemo_like.config.keys import all_keys, leaf_keys, suggest_keys, type_at, unknown_key_text
-from nemo_like.config.reward import RewardFunctionConfig
+from nemo_like.config.rollout import RewardFunctionConfig
 
 MAX_KEYS = 226
 

@@ -11,7 +11,7 @@ from nemo_like.algorithms.registry import job_schema
 from nemo_like.config.check_sections import MAX_SHARED_MODELS
 from nemo_like.config.foreign import find_foreign, missing_keys
 from nemo_like.config.paths import resolve_paths
-from nemo_like.config.reward import RewardConfig, RewardModelConfig
+from nemo_like.config.rollout import RewardConfig, RewardModelConfig
 from nemo_like.distributed.ray.virtual_cluster import COLOCATED_GROUPS
 from tests.config.test_check import GRPO, REWARD, problems
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.errors import ConfigError
+from nemo_like.config.rollout import EnvironmentConfig
 from nemo_like.distributed.errors import WorkerError
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.environments.environment import Conversation, EnvironmentFailure

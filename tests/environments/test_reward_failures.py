@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.reward import OnError, RewardConfig, RewardFunctionConfig
+from nemo_like.config.rollout import OnError, RewardConfig, RewardFunctionConfig
 from nemo_like.distributed.errors import WorkerError
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.environments.reward import BadRewardKind, RewardError, RewardProblem, RewardSample

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.reward import RewardConfig, RewardFunctionConfig
+from nemo_like.config.rollout import RewardConfig, RewardFunctionConfig
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.worker_group import Handle
 from nemo_like.environments.reward import RewardError, RewardSample

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.config.generation import GenerationConfig
+from nemo_like.config.rollout import GenerationConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.demo.task import build_model, build_tokenizer
 from nemo_like.distributed.errors import WorkerDied

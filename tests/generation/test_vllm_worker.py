@@ -24,9 +24,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from nemo_like.config.environment import EnvironmentConfig
-from nemo_like.config.generation import VLLMGenerationConfig
-from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimization import LoraConfig
+from nemo_like.config.rollout import EnvironmentConfig, VLLMGenerationConfig
 from nemo_like.config.schema import OptimizerConfig, PolicyConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.jagged import Jagged

@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nemo_like.config.lora import LoraConfig
-from nemo_like.config.optimization import EmaConfig
+from nemo_like.config.optimization import EmaConfig, LoraConfig
 from nemo_like.config.schema import OptimizerConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.batching import StreamableDataConfig
-from nemo_like.config.generation import VLLMGenerationConfig
 from nemo_like.config.parallel import named_by_keys
+from nemo_like.config.rollout import VLLMGenerationConfig
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.models.layout_check import VLLM_CPU_HEAD_SIZES, model_problems, vllm_problems
 from nemo_like.models.spec import ModelSpec

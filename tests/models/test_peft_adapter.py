@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimization import LoraConfig
 from nemo_like.models.peft_adapter import check_adapter
 from nemo_like.policy.checkpoint.adapter import open_initial, stored_head
 

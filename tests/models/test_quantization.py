@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimization import LoraConfig
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.peft_adapter import quantization_problems
 from nemo_like.models.presets import load_spec

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_like.config.lora import LoraConfig
-from nemo_like.config.optimization import EmaConfig
+from nemo_like.config.optimization import EmaConfig, LoraConfig
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import OptimizerConfig, PolicyConfig
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict

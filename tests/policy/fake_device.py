@@ -22,9 +22,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode, fake_tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from nemo_like.config.lora import LoraConfig
 from nemo_like.config.loss import PolicyGradientLossConfig
-from nemo_like.config.optimization import EmaConfig
+from nemo_like.config.optimization import EmaConfig, LoraConfig
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import OptimizerConfig, PolicyConfig
 from nemo_like.data.planning.plan import plan_batch

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, mm_flop
 
-from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimization import LoraConfig
 from nemo_like.config.schema import PolicyConfig, SequencePackingConfig
 from nemo_like.data.columns import num_trained_tokens
 from nemo_like.data.jagged import Jagged

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimization import LoraConfig
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec
 from nemo_like.integer_math import round_up

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimization import LoraConfig
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.presets import load_spec
 from nemo_like.parallel_layout import ParallelLayout

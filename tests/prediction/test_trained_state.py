@@ -15,8 +15,7 @@ from nemo_like.models.weight_files import weight_sizes
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.prediction.assumptions import memory_assumptions
 from nemo_like.prediction.memory import MemoryModel
-from nemo_like.prediction.placement import Placement
-from nemo_like.prediction.trained_sizes import frozen_share
+from nemo_like.prediction.placement import Placement, frozen_share
 from tests.policy.tiny import context, save_tiny_model
 from tests.prediction.test_memory import ARCHITECTURES, config_of, shape_of
 

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_like.algorithms.grpo.advantages import without_truncated
-from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.reward import RewardConfig, RewardFunctionConfig
+from nemo_like.config.rollout import EnvironmentConfig, RewardConfig, RewardFunctionConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.observations import ObservationEncoder

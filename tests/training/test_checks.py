@@ -10,10 +10,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimization import LoraConfig
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.spec import ModelSpec
-from nemo_like.prediction.trained_sizes import num_adapter_params
+from nemo_like.prediction.placement import num_adapter_params
 from nemo_like.training.checks import check_lora, check_resumed_lora, linear_layers, lora_line
 from tests.policy.tiny import save_tiny_model
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.reward import OnError, RewardConfig, RewardModelConfig
+from nemo_like.config.rollout import OnError, RewardConfig, RewardModelConfig
 from nemo_like.config.schema import DataConfig
 from nemo_like.distributed.errors import WorkerDied, WorkerFailure
 from nemo_like.distributed.local_group import LocalGroup, local_context

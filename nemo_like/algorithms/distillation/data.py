@@ -18,9 +18,19 @@ from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.jagged import EncodedRow, TokenCounts, count_tokens
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import Rows
-from nemo_like.diagnostics.plan_preview import describe_plan
-from nemo_like.diagnostics.report import Diagnostics
-from nemo_like.diagnostics.row_checks import (
+from nemo_like.prediction.lengths import RowLengths
+from nemo_like.rollout.conversations import Prompt
+from nemo_like.run.progress import Progress, Sample
+from nemo_like.training.data_sets import training_name
+from nemo_like.training.dataset import ExampleSource, RunData, describe_run, open_data
+from nemo_like.training.diagnostics import Diagnostics, describe_plan
+from nemo_like.training.encoding import (
+    PromptRows,
+    encode_conversation,
+    encode_question,
+    encode_sft_row,
+)
+from nemo_like.training.row_checks import (
     NUM_SAMPLES,
     check_lengths,
     check_prompts,
@@ -29,17 +39,6 @@ from nemo_like.diagnostics.row_checks import (
     encode_prompt_of,
     encode_sample,
     prompt_messages,
-)
-from nemo_like.prediction.lengths import RowLengths
-from nemo_like.rollout.conversations import Prompt
-from nemo_like.run.progress import Progress, Sample
-from nemo_like.training.data_sets import training_name
-from nemo_like.training.dataset import ExampleSource, RunData, describe_run, open_data
-from nemo_like.training.encoding import (
-    PromptRows,
-    encode_conversation,
-    encode_question,
-    encode_sft_row,
 )
 from nemo_like.training.run_warnings import step_warnings
 

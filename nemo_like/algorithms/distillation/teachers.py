@@ -10,8 +10,8 @@ import numpy as np
 
 from nemo_like.algorithms.distillation.config import DistillRunConfig, teacher_key
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.lora import LoraConfig
 from nemo_like.config.model_directory import model_directory
+from nemo_like.config.optimization import LoraConfig
 from nemo_like.config.schema import MAIN_SET
 from nemo_like.data.row_files import shown_json
 from nemo_like.data.rows import Rows

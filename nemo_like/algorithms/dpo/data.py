@@ -13,11 +13,11 @@ from nemo_like.algorithms.pair_data import (
     rewarded_rows,
 )
 from nemo_like.data.preferences import PREFERENCE_ROWS, PreferencePair
-from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.run.progress import Progress
 from nemo_like.training.data_sets import training_name
 from nemo_like.training.dataset import ExampleSource, RunData, open_data
+from nemo_like.training.diagnostics import Diagnostics
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

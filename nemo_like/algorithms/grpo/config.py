@@ -9,8 +9,11 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
-from nemo_like.algorithms.grpo.advantage_config import AdvantageConfig
-from nemo_like.algorithms.grpo.sampling_config import DynamicSamplingConfig, OverlongConfig
+from nemo_like.algorithms.grpo.sections import (
+    AdvantageConfig,
+    DynamicSamplingConfig,
+    OverlongConfig,
+)
 from nemo_like.config.check import batching_section
 from nemo_like.config.errors import Problem
 from nemo_like.config.loss import PolicyGradientLossConfig

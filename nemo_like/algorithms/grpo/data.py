@@ -13,9 +13,14 @@ from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import PROMPT_ROWS
 from nemo_like.data.jagged import TokenCounts
 from nemo_like.data.rows import Rows
-from nemo_like.diagnostics.plan_preview import describe_plan
-from nemo_like.diagnostics.report import Diagnostics
-from nemo_like.diagnostics.row_checks import (
+from nemo_like.prediction.lengths import RowLengths
+from nemo_like.rollout.conversations import Prompt
+from nemo_like.run.progress import Progress, Sample
+from nemo_like.training.data_sets import training_name
+from nemo_like.training.dataset import ExampleSource, RunData, describe_epoch, open_data
+from nemo_like.training.diagnostics import Diagnostics, describe_plan
+from nemo_like.training.encoding import PromptRows, encode_question
+from nemo_like.training.row_checks import (
     NUM_SAMPLES,
     check_conversation_prompts,
     check_prompts,
@@ -25,12 +30,6 @@ from nemo_like.diagnostics.row_checks import (
     encode_sample,
     prompt_messages,
 )
-from nemo_like.prediction.lengths import RowLengths
-from nemo_like.rollout.conversations import Prompt
-from nemo_like.run.progress import Progress, Sample
-from nemo_like.training.data_sets import training_name
-from nemo_like.training.dataset import ExampleSource, RunData, describe_epoch, open_data
-from nemo_like.training.encoding import PromptRows, encode_question
 from nemo_like.training.run_warnings import step_warnings
 
 if TYPE_CHECKING:

@@ -15,15 +15,6 @@ from nemo_like.data.loader import BatchLoader
 from nemo_like.data.row_order import Curriculum
 from nemo_like.data.rows import Rows
 from nemo_like.data.streaming.loader import RowNumbers, StreamLoader
-from nemo_like.diagnostics.plan_preview import describe_plan
-from nemo_like.diagnostics.report import Diagnostics
-from nemo_like.diagnostics.row_checks import (
-    NUM_SAMPLES,
-    check_lengths,
-    check_prompts_agree,
-    check_texts,
-    encode_sample,
-)
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec, stream_spec
 from nemo_like.prediction.lengths import RowLengths
@@ -37,7 +28,15 @@ from nemo_like.training.dataset import (
     open_curriculum,
     open_data,
 )
+from nemo_like.training.diagnostics import Diagnostics, describe_plan
 from nemo_like.training.encoding import encode_conversation, encode_sft_row
+from nemo_like.training.row_checks import (
+    NUM_SAMPLES,
+    check_lengths,
+    check_prompts_agree,
+    check_texts,
+    encode_sample,
+)
 from nemo_like.training.run_warnings import answer_warnings, step_warnings
 
 if TYPE_CHECKING:

@@ -142,6 +142,7 @@ def batch_by_tokens(
 
     Args:
         lengths: tokens of each row, integers [N], each at least 1.
+        max_tokens: limit of a microbatch.
         order: the order in which rows are joined: as given, a permutation drawn from `seed`, by
             increasing length (equal lengths by index), or a permutation of the rows, int64 [N].
         counts: what the limit counts: `padded` is rows × longest row, `summed` is the sum of the
@@ -157,9 +158,8 @@ def batch_by_tokens(
             microbatches; in the last one, rows that are missing are dummy rows, and a microbatch
             may consist of dummy rows only. With `counts="summed"` the limit applies to the sum of
             each microbatch before it is padded.
-        oversized: what happens to a row above the limit: an error, dropped, truncated to the
-            limit, or a microbatch of its own. With `same_shape` a step that contains it has one
-            row per microbatch.
+        oversized: a row above the limit is an error, dropped, truncated to the limit, or alone in
+            a microbatch; with `same_shape` its step then has one row per microbatch.
         length_multiple: row lengths are rounded up to multiples of it before they are counted.
         seed: for `order="random"`; a tuple such as (seed, epoch) gives a new order per epoch.
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_like.config.errors import ConfigError, shown_path
-from nemo_like.config.lora import ALL_LINEAR, LoraConfig
 from nemo_like.config.model_directory import hub_name, require_model_directory
+from nemo_like.config.optimization import ALL_LINEAR, LoraConfig
 from nemo_like.models.output_head import meta_model
 from nemo_like.models.peft_adapter import (
     ADAPTER_CONFIG,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimization import LoraConfig
 from nemo_like.models.peft_adapter import adapter_names, can_have_adapter, check_targets
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.checkpoint.adapter import open_initial

@@ -34,7 +34,7 @@ from nemo_like.policy.dtensor.loading import (
 from nemo_like.policy.dtensor.lora import add_adapters
 from nemo_like.policy.dtensor.parallel import Groups, ShardSpec
 from nemo_like.policy.dtensor.quantized import quantize_layers
-from nemo_like.policy.heads.scores import ScoreHead, SequenceShare
+from nemo_like.policy.heads.row_outputs import ScoreHead, SequenceShare
 from nemo_like.policy.inputs import attention
 from nemo_like.policy.inputs.attention import varlen_kernel
 from nemo_like.policy.inputs.model_inputs import ModelInputs, TokenLogprobs

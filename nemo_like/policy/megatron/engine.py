@@ -28,7 +28,7 @@ from nemo_like.policy.checkpoint.sharded import PendingSave
 from nemo_like.policy.checkpoint.sharded_reader import EMA, adam_states
 from nemo_like.policy.decoder_layers import frozen_names
 from nemo_like.policy.engine import Engine, ResultT, StepFunction
-from nemo_like.policy.heads.scores import ScoreHead, SequenceShare
+from nemo_like.policy.heads.row_outputs import ScoreHead, SequenceShare
 from nemo_like.policy.inputs.model_inputs import ModelInputs
 from nemo_like.policy.megatron import checkpoint as megatron_checkpoint
 from nemo_like.policy.megatron.families import family_of

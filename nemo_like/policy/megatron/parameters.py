@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimization import LoraConfig
 from nemo_like.distributed import activity
 from nemo_like.models.peft_adapter import adapter_names
 from nemo_like.models.spec import SCORE_WEIGHT

@@ -18,7 +18,7 @@ from torch import nn
 from torch._dynamo.utils import counters as torch_counters
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimization import LoraConfig
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.heads import logprobs

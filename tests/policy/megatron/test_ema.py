@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nemo_like.config.lora import LoraConfig
-from nemo_like.config.optimization import EmaConfig
+from nemo_like.config.optimization import EmaConfig, LoraConfig
 from nemo_like.config.parallel import build_layout
 from nemo_like.config.schema import OptimizerConfig, ParallelConfig, PolicyConfig
 from nemo_like.data.planning.plan import plan_batch

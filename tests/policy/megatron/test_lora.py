@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimization import LoraConfig
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.models.presets import load_spec
 from nemo_like.policy.megatron.families import family_of

@@ -23,8 +23,8 @@ from nemo_like.data.encoded_rows import ROW_ERRORS, row_error_text
 from nemo_like.data.messages import Message, row_tools
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import MAX_LISTED, BadRows, Rows
-from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.run.progress import Progress
+from nemo_like.training.diagnostics import Diagnostics
 
 NUM_SAMPLES = 3
 """Rows that are shown decoded."""

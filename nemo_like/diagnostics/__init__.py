@@ -1,1 +1,0 @@
-"""Checks of rows and batches before a run, and their report."""
