@@ -55,11 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
             if line in ("", "/reset"):
                 messages = [] if line else messages
                 continue
-            asked = [*messages, {"role": "user", "content": line}]
+            turns = [*messages, {"role": "user", "content": line}]
             try:
-                worker.submit(_request(encoder, config, asked, number))
+                worker.submit(_request(encoder, config, turns, number))
                 reply = _print_reply(worker, encoder)
-                messages = [*asked, {"role": "assistant", "content": reply}]
+                messages = [*turns, {"role": "assistant", "content": reply}]
             except ConfigError as error:
                 # On stderr: a pipe has the replies only, and an empty line for this one.
                 is_complete = False

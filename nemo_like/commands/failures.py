@@ -34,7 +34,7 @@ def say_error(text: str) -> None:
 def report_failure(error: BaseException, config: RunConfig | None = None) -> int:
     """Print the message for an exception that ended a command; return the exit code.
 
-    `config` is that of a run: the message says whether the run can be resumed, and the traceback of
+    `config` belongs to a run: the message states whether the run can be resumed, and the traceback of
     an unexpected exception goes to the run's log.
     """
     if isinstance(error, ConfigError):

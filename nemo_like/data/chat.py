@@ -130,7 +130,7 @@ class ChatEncoder:
 
         Raises ConfigError if the template refuses or drops messages or tools.
         """
-        return self._encode_whole(messages, tools, opening=True)
+        return self._encode_messages(messages, tools, opening=True)
 
     def encode_conversation(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
@@ -139,9 +139,9 @@ class ChatEncoder:
 
         Raises ConfigError if the template refuses or drops messages or tools.
         """
-        return self._encode_whole(messages, tools, opening=False)
+        return self._encode_messages(messages, tools, opening=False)
 
-    def _encode_whole(
+    def _encode_messages(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None, *, opening: bool
     ) -> np.ndarray:
         messages = self._prepare(messages)
