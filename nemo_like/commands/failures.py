@@ -34,8 +34,8 @@ def say_error(text: str) -> None:
 def report_failure(error: BaseException, config: RunConfig | None = None) -> int:
     """Print the message for an exception that ended a command; return the exit code.
 
-    `config` belongs to a run: the message states whether the run can be resumed, and the traceback of
-    an unexpected exception goes to the run's log.
+    With the `config` of a run the message states whether the run can be resumed, and the traceback
+    of an unexpected exception goes to the run's log.
     """
     if isinstance(error, ConfigError):
         say_error(f"error: {error}")
