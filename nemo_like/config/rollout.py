@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt, Le
 
 from nemo_like.config.constraints import IMPORT_PATH, NO_EMPTY_TEXTS, NOT_EMPTY
 from nemo_like.config.errors import Problem
+from nemo_like.config.optimization import MAX_VLLM_RANK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,16 @@ class HFGenerationConfig:
 
     batch_size: Annotated[int, Ge(1)] = 64
     """Max rows that one generation worker decodes at a time."""
+
+    @property
+    def workers_per_replica(self) -> int:
+        """Generation workers that form one replica."""
+        return 1
+
+    @property
+    def max_adapter_rank(self) -> int | None:
+        """Largest rank of a LoRA adapter; None is no limit."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +52,16 @@ class VLLMGenerationConfig:
     """Run without CUDA graphs and compilation; null is true on CPU and false on GPUs."""
     prefix_caching: bool = True
     """Compute a prefix that several prompts share only once, such as the prompt of a group."""
+
+    @property
+    def workers_per_replica(self) -> int:
+        """See `HFGenerationConfig.workers_per_replica`."""
+        return self.tensor_parallel_size
+
+    @property
+    def max_adapter_rank(self) -> int | None:
+        """See `HFGenerationConfig.max_adapter_rank`."""
+        return MAX_VLLM_RANK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +103,13 @@ class GenerationConfig:
     progress_timeout_s: Annotated[float | None, Ge(0)] = None
     """Max seconds without a decoding step after which a replica counts as hung and is restarted;
     null is `cluster.progress_timeout_s`."""
+
+    @property
+    def engine(self) -> HFGenerationConfig | VLLMGenerationConfig:
+        """The section of the chosen `backend`."""
+        engines: dict[str, HFGenerationConfig | VLLMGenerationConfig]
+        engines = {"hf": self.hf, "vllm": self.vllm}
+        return engines[self.backend]
 
 
 @dataclass(frozen=True, kw_only=True)

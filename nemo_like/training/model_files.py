@@ -14,7 +14,7 @@ from nemo_like.config.parallel import named_by_keys, policy_layout
 from nemo_like.config.rollout import RewardModelConfig
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.models.layout_check import frozen_weights, model_problems, vllm_problems
+from nemo_like.models.layout_check import frozen_weights, model_problems
 from nemo_like.models.pretrained import load_model_config, load_tokenizer, with_output_head
 from nemo_like.models.spec import ModelSpec
 from nemo_like.models.weight_files import read_header, weight_sizes
@@ -22,6 +22,7 @@ from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.freezing import frozen_parameters
 from nemo_like.policy.megatron.param_map import ModelSharding
 from nemo_like.training.checks import check_lora, check_quantization
+from nemo_like.training.generation_backends import generation_backend
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -137,14 +138,8 @@ def open_model_config(config: RunConfig) -> PretrainedConfig:
         family_of(spec, name)
     layout_problems = model_problems(policy_layout(config), config.policy.engine, spec)
     problems = named_by_keys(layout_problems, config.cluster)
-    generation = config.policy.generation
-    if config.generates and generation.backend == "vllm":
-        problems += vllm_problems(
-            spec,
-            generation.vllm,
-            max_total_length=config.policy.max_total_sequence_length,
-            is_on_cpu=config.cluster.gpus_per_node == 0,
-        )
+    if config.generates:
+        problems += generation_backend(config).problems(config, spec)
     raise_problems(problems)
     _check_optimizer(config, spec)
     check_lora(config.policy, spec)

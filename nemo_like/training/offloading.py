@@ -12,7 +12,8 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import microbatch_budget
 from nemo_like.policy.policy import Policy
 from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, SAFETY_SHARE, MemoryModel
-from nemo_like.prediction.placement import num_adapter_params, policy_placement
+from nemo_like.prediction.placement import policy_placement
+from nemo_like.training.generation_backends import generation_backend
 from nemo_like.training.rollout_workers import any_shares_gpus
 
 
@@ -39,7 +40,7 @@ def run_offload_decision(config: RunConfig, policy: Policy) -> OffloadDecision:
     return decide_offload(
         config.cluster.offload,
         policy_bytes=policy_peak_bytes(config, policy.model),
-        generator_bytes=generator_peak_bytes(config, policy.model, device_bytes),
+        generator_bytes=generation_backend(config).peak_bytes(config, policy.model, device_bytes),
         device_bytes=device_bytes,
     )
 
@@ -87,28 +88,3 @@ def policy_peak_bytes(config: RunConfig, spec: ModelSpec) -> float:
         assert max_rows is not None, "a budget limits tokens or rows"
         max_tokens = max_rows * config.policy.max_total_sequence_length
     return MemoryModel(spec, placement).peak(max_tokens)
-
-
-def generator_peak_bytes(config: RunConfig, spec: ModelSpec, device_bytes: float) -> float:
-    """Return the predicted peak of a generation worker on a GPU of `device_bytes`.
-
-    vLLM takes its configured share of the GPU. The Hugging Face generator has the weights, LoRA
-    adapters that are not merged into them, the KV cache of a batch of rows of the maximum length (a
-    layer's cache twice while it grows), and the logits of one step in float32, twice for sampling.
-    """
-    generation = config.policy.generation
-    if generation.backend == "vllm":
-        return generation.vllm.gpu_memory_utilization * device_bytes
-    num_value_bytes = 2 if config.policy.precision == "bfloat16" else 4
-    kv_values = 2 * spec.num_kv_heads * spec.head_dim
-    if spec.latent is not None:
-        kv_values = spec.latent.kv_rank + spec.latent.rope_dim
-    num_rows = generation.hf.batch_size
-    num_positions = num_rows * config.policy.max_total_sequence_length
-    cache = (spec.num_layers + 1) * kv_values * num_value_bytes * num_positions
-    logits = 2 * 4 * num_rows * spec.vocab_size
-    num_params = spec.num_params
-    lora = config.policy.lora
-    if lora.sends_adapters(config.policy.precision):
-        num_params += num_adapter_params(spec, lora)
-    return float(num_params * num_value_bytes + cache + logits)

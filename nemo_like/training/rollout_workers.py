@@ -21,7 +21,6 @@ from nemo_like.distributed.worker_group import WorkerGroup, call_all
 from nemo_like.environments.environment_workers import EnvironmentWorker, EnvironmentWorkers
 from nemo_like.environments.reward_worker import RewardEnvironment, RewardWorker
 from nemo_like.generation.generator import Generator
-from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.policy import Policy
@@ -30,6 +29,7 @@ from nemo_like.rollout.collector import RolloutCollector
 from nemo_like.rollout.conversations import ConversationDriver, ConversationLimits
 from nemo_like.rollout.rewards import ModelRewards, RewardModel
 from nemo_like.run.progress import Progress
+from nemo_like.training.generation_backends import generation_backend
 from nemo_like.training.model_files import RewardModelFiles, open_reward_model
 
 StartGroup = Callable[..., WorkerGroup]
@@ -66,17 +66,8 @@ def generation_worker(
     }
     if config.policy.lora.sends_adapters(config.policy.precision):
         kwargs["lora"] = config.policy.lora
-    if generation.backend == "hf":
-        kwargs["batch_size"] = generation.hf.batch_size
-        return HFGenerationWorker, kwargs
-    # Imported on demand: vLLM is an optional dependency.
-    from nemo_like.generation.vllm_worker import VLLMGenerationWorker
-
-    kwargs["config"] = generation.vllm
-    kwargs["max_total_length"] = config.policy.max_total_sequence_length
-    kwargs["can_sleep"] = can_sleep
-    kwargs["seed"] = config.seed
-    return VLLMGenerationWorker, kwargs
+    worker_class, own_kwargs = generation_backend(config).worker(config, can_sleep=can_sleep)
+    return worker_class, kwargs | own_kwargs
 
 
 def start_generator(

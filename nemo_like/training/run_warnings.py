@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_like.config.optimization import MAX_VLLM_RANK, EmaConfig, SchedulerConfig
+from nemo_like.config.optimization import EmaConfig, SchedulerConfig
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import MAIN_SET, RunConfig
 from nemo_like.config.text import counted
@@ -83,11 +83,11 @@ def _merged_bfloat16_warning(config: RunConfig) -> str:
     if lora.weight_sync == "auto":
         choice += f", with policy.lora.rank {lora.rank} the same as merged,"
     solution = "set policy.lora.weight_sync to adapter"
-    if lora.rank > MAX_VLLM_RANK and config.policy.generation.backend == "vllm":
-        # vLLM has no adapters of this rank.
+    max_rank = config.policy.generation.engine.max_adapter_rank
+    if max_rank is not None and lora.rank > max_rank:
+        # The engine has no adapters of this rank.
         solution = (
-            f"set policy.lora.rank to at most {MAX_VLLM_RANK} and policy.lora.weight_sync to"
-            " adapter"
+            f"set policy.lora.rank to at most {max_rank} and policy.lora.weight_sync to adapter"
         )
     return (
         f"{choice} and policy.precision is bfloat16, so the generator loses the part of LoRA"

@@ -13,7 +13,8 @@ from nemo_like.config.schema import RunConfig
 from nemo_like.models.presets import load_spec
 from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, MemoryModel
 from nemo_like.prediction.placement import policy_placement
-from nemo_like.training.offloading import decide_offload, generator_peak_bytes, policy_peak_bytes
+from nemo_like.training.generation_backends import generation_backend
+from nemo_like.training.offloading import decide_offload, policy_peak_bytes
 
 SIZES = st.floats(0, 1e12)
 
@@ -78,7 +79,7 @@ def test_the_peaks_of_a_1b_model_fit_on_a_large_gpu_and_not_on_a_small_one(tmp_p
         config.policy, policy_layout(config), needs_reference=config.needs_reference
     )
     assert policy == MemoryModel(spec, placement).peak(8192)
-    generator = generator_peak_bytes(config, spec, 139 * GIB)
+    generator = generation_backend(config).peak_bytes(config, spec, 139 * GIB)
     # Weights in bfloat16, and at least the KV cache of 64 rows of 1,024 tokens.
     cache = 16 * 2 * 8 * 64 * 2 * 64 * 1024
     assert 2 * spec.num_params + cache < generator < 1.3 * (2 * spec.num_params + cache)
@@ -91,4 +92,5 @@ def test_the_peaks_of_a_1b_model_fit_on_a_large_gpu_and_not_on_a_small_one(tmp_p
 
 def test_vllm_takes_its_share_of_the_gpu(tmp_path) -> None:
     config = grpo_config(tmp_path, "vllm")
-    assert generator_peak_bytes(config, load_spec("1b"), 100 * GIB) == 60 * GIB
+    peak = generation_backend(config).peak_bytes(config, load_spec("1b"), 100 * GIB)
+    assert peak == 60 * GIB

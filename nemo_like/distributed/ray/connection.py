@@ -41,6 +41,13 @@ def connect(logs: Path | None) -> SessionDirectory | None:
             " To run on the cluster behind that URL use `ray job submit`, as ray_jobs/submit.sh"
             " does; to run on this machine, unset it"
         )
+    # With several clusters Ray would choose one of them at random.
+    found = services.find_gcs_addresses() if address == "auto" else ()
+    if len(found) > 1:
+        raise ClusterError(
+            f"RAY_ADDRESS is auto, and {len(found)} clusters run on this machine:"
+            f" {', '.join(sorted(found))}. Set RAY_ADDRESS to the address of one of them"
+        )
     try:
         _join(address)
     except Exception as error:  # Ray raises RuntimeError, ValueError, OSError and types of its own
