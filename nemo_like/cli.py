@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _is_stdout_closed() -> bool:
     """Return whether the reader of stdout, such as `head`, has ended."""
-    # A pipe without a reader is in the error state; other broken pipes are those of workers.
+    # A pipe without a reader is in the error state; other broken pipes belong to workers.
     poller = select.poll()
     poller.register(sys.stdout.fileno(), select.POLLOUT)
     return any(events & select.POLLERR for _, events in poller.poll(0))

@@ -64,7 +64,7 @@ class SamplingFilter:
         kept.
 
         `logits` is float32 [T, V] after the temperature and is not modified. With `group`,
-        `logits` are those of this rank's vocabulary shard, of any size; all ranks of the group call
+        `logits` belong to this rank's vocabulary shard, of any size; all ranks of the group call
         with the same T and get the same result. No tensor of vocabulary size is communicated:
         top-k and top-p each sum one number per position, 32 times.
         """

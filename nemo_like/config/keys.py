@@ -178,7 +178,7 @@ def _split_at_unknown(root: type, path: str) -> tuple[str, str]:
 
 
 def misspelled_key(job: JobSchema, path: str) -> str | None:
-    """Return the key of the same section whose name is almost equal to that of `path`.
+    """Return the key of the same section whose name is almost equal to the name of `path`.
 
     The similarity ratio of `difflib` is at least 0.85; None if there is no such key.
     """

@@ -146,7 +146,7 @@ class PolicyGradientLossConfig:
     """Weight of the KL divergence to the frozen initial policy. Above 0 the workers keep a copy of
     that model and run one more log-prob pass per step."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the reported KL divergence; the gradient is that of k2 for all three."""
+    """Estimator of the reported KL divergence; all three have the gradient of k2."""
     reference_policy_kl_in: Literal["loss", "reward"] = "loss"
     """`loss` adds the KL divergence to the loss of each token. `reward` subtracts its k1 estimate,
     without gradient, from the reward of each token, so that the advantage of a token has the sum up
@@ -222,7 +222,7 @@ class PolicyGradientLossConfig:
         """Return the columns that a log-prob pass has to compute before training.
 
         With `is_single_step` exactly one optimizer step is taken on the batch. The built-in losses
-        then need no `prev_logprobs`: they are those of the training pass.
+        then need no `prev_logprobs`: they come from the training pass.
         """
         if self.path is not None:
             return tuple(name for name in LOGPROB_NAMES if name in self.logprobs)

@@ -149,7 +149,8 @@ def environment_problems(
 ) -> Iterator[Problem]:
     """Yield the problems of `environment`.
 
-    `max_total_length` is that of the policy; `generates` is True if the run samples completions.
+    `max_total_length` is the limit of the policy; `generates` is True if the run samples
+    completions.
     """
     if config.path is not None and not generates:
         yield Problem(

@@ -217,7 +217,7 @@ class DataConfig:
 
     @property
     def validation_files(self) -> dict[str, str]:
-        """Paths of the validation sets by name; that of `validation_path` has the name ''."""
+        """Paths of the validation sets by name; the name of `validation_path` is ''."""
         files = {} if self.validation_path is None else {"": self.validation_path}
         return files | self.validation_sets
 

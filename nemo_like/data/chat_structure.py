@@ -316,7 +316,7 @@ class Structures:
 def _misplaced(
     messages: Sequence[Message], words: Sequence[Word], full: str, spans: Sequence[Span]
 ) -> str | None:
-    """Describe the first text that is in the span of another turn, or not in that of its own."""
+    """Describe the first text that is in the span of another turn, or outside its own span."""
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     parts = {turn: full[start:end] for turn, (start, end) in zip(turns, spans, strict=True)}
     for word in words:

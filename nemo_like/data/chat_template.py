@@ -165,7 +165,7 @@ class ChatTemplate:
                 while start and tokens[start - 1].end() == tokens[start].start():
                     start -= 1
                 return behind[tokens[start].start() : token.end()]
-        # Another end than that of a text; tokens of a prompt begin the next turn.
+        # Another end than the end of a text; tokens of a prompt begin the next turn.
         last = tokens[-1].group() if tokens else ""
         if last in self._special and behind.rstrip().endswith(last) and last not in self.opening:
             return last

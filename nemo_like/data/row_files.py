@@ -92,7 +92,7 @@ def read_rows(path: Path, key: str) -> Iterator[LocatedRow]:
 
 
 def format_suffix(path: Path) -> str:
-    """Return the suffix that names the format, with that of a compression.
+    """Return the suffix that names the format, with the suffix of a compression.
 
     Example: `.jsonl.gz` for `train.v2.jsonl.gz`, `.parquet` for `train.parquet`.
     """

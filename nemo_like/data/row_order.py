@@ -276,7 +276,7 @@ class ShardedOrder(EpochOrder):
         for name in ("rank", "num_ranks"):
             if state[name] != getattr(self, name):
                 raise ValueError(
-                    f"the state is that of {name}={state[name]}, this is {name}="
+                    f"the state belongs to {name}={state[name]}, this is {name}="
                     f"{getattr(self, name)}; pass the states of all ranks to `load_global_state`"
                 )
         self._restore(state, int(state["position"]))

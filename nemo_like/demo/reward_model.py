@@ -95,7 +95,7 @@ def _prompt(rng: random.Random) -> str:
 def _completion(rng: random.Random) -> str:
     """Return a text of random length; the share of digits differs between texts."""
     # Without this all texts would have nearly the same true reward, and the reward model would not
-    # know texts like those of a trained policy.
+    # know texts like a trained policy's.
     digits = string.digits[rng.randint(0, 9) :]
     share = rng.random()
     characters = []

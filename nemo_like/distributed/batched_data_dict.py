@@ -92,7 +92,7 @@ class BatchedDataDict(UserDict[str, Any]):
         `pad_value_dict[name]`. Raises KeyError for a column that a batch with rows lacks. The
         result has no plan: a plan belongs to the rows of one rank.
         """
-        # A dict instead of a set: the order of the columns is that of their first occurrence.
+        # A dict instead of a set: the columns have the order of their first occurrence.
         names = list(dict.fromkeys(name for batch in batches for name in batch))
         for index, batch in enumerate(batches):
             missing = sorted(set(names) - set(batch))
@@ -291,7 +291,7 @@ class BatchedDataDict(UserDict[str, Any]):
                 f"{args['input_lengths_key']} gives {lengths[row]} tokens for row {row}, more than"
                 f" {args['input_key']} has"
             )
-        # The lengths are those of the unpadded rows, also if `input_key` is a padded tensor.
+        # The lengths refer to the unpadded rows, also if `input_key` is a padded tensor.
         plan = plan_batch(lengths, spec)
         rows_of_rank = [plan.rows_of_rank(dp_rank) for dp_rank in range(spec.num_ranks)]
         return self.shard(plan), np.concatenate(rows_of_rank).tolist()

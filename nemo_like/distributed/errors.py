@@ -132,7 +132,7 @@ _COLLECTIVE = re.compile(
     re.IGNORECASE,
 )
 _DISTRIBUTED_ERRORS = {"DistError", "DistBackendError", "DistNetworkError"}
-"""Names of torch.distributed's exceptions, which include those of NCCL."""
+"""Names of torch.distributed's exceptions, which include NCCL's."""
 
 
 def is_collective_error(error: BaseException) -> bool:
@@ -158,7 +158,7 @@ def advise_on_memory(group: str) -> str:
 
 def progress_setting(group: str, method: str) -> str:
     """Return the key of the progress deadline of a call of `method` in `group`."""
-    # A constructor loads a model; the generator's deadline is that of a decoding step.
+    # A constructor loads a model; the generator's deadline applies to a decoding step.
     if group.startswith("generation") and method != "__init__":
         return "policy.generation.progress_timeout_s"
     return "cluster.progress_timeout_s"

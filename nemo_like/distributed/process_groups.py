@@ -70,7 +70,7 @@ def build_replica_mesh(parallel_layout: ParallelLayout, device_type: str) -> Dev
 def share_timeout() -> None:
     """Give all process groups of this process the collective timeout of the default group.
 
-    torch gives a group that is created later, such as those of a mesh, 10 or 30 minutes.
+    torch gives a group that is created later, such as the groups of a mesh, 10 or 30 minutes.
     """
     default = c10d._get_default_group()
     # Every default group of `init_process_group` has gloo for CPU tensors.

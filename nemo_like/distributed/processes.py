@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 _OOM_KILL_FILES = ("/sys/fs/cgroup/memory.events", "/proc/vmstat")
-"""The counter of the control group (a container) first, then that of the machine."""
+"""The counter of the control group (a container) first, then of the machine."""
 
 
 def process_state(pid: int) -> str:
@@ -28,7 +28,7 @@ def process_state(pid: int) -> str:
 def count_oom_kills() -> int:
     """Return the number of processes that the kernel killed for memory; 0 if it is not reported.
 
-    The count is that of this control group, or else of this machine, since its start.
+    The count refers to this control group, or else to this machine, since its start.
     """
     for name in _OOM_KILL_FILES:
         path = Path(name)

@@ -79,7 +79,7 @@ class WorkerGroup(Protocol):
         """Call a method with data that is sharded over the data-parallel ranks.
 
         Every positional argument has one item, or handle, per dp rank; all replicas of a dp rank
-        get the same item. Returns one result per dp rank, that of its output rank; the results of
+        get the same item. Returns one result per dp rank, from its output rank; the results of
         the other ranks are not fetched.
         """
         ...
@@ -110,7 +110,7 @@ class WorkerGroup(Protocol):
     def wait_any(self, handles: Sequence[Handle], timeout_s: float) -> None:
         """Wait until one call is done, at most `timeout_s`; a failed call counts as done.
 
-        The calls may be those of several groups of the same class.
+        The calls may belong to several groups of the same class.
         """
         ...
 

@@ -282,7 +282,7 @@ class GenerationWorkerProtocol(WeightTarget, Protocol):
     def score(self, rows: Jagged) -> Jagged:
         """Return the log-prob of each token given those before it in its row, float32.
 
-        `rows` has int32 token ids, at most `max_total_length` per row. The log-probs are those of
+        `rows` has int32 token ids, at most `max_total_length` per row. The log-probs refer to
         the model at temperature 1 without filters; the first of each row is 0. The result has the
         lengths of `rows`. For the comparison with the policy after a weight update: raises
         RuntimeError if cached prefixes of older weights would be read.

@@ -7,7 +7,7 @@ value without gradient:
 
 * `clipped_surrogate`: max(-A r, -A clip(r)) with r = exp(l - l_prev), of PPO (Schulman et al. 2017)
   with the asymmetric clip of DAPO (Yu et al. 2025) and the dual clip of Ye et al. 2020. With the
-  log-ratio of `row_log_ratio` it is that of GSPO and GSPO-token (Zheng et al. 2025).
+  log-ratio of `row_log_ratio` it is the surrogate of GSPO and GSPO-token (Zheng et al. 2025).
 * `cispo_surrogate`: -sg(clip(r)) A l, of MiniMax-M1 (2025).
 * `reinforce_surrogate`: -A l (Williams 1992), as in RLOO (Ahmadian et al. 2024).
 

@@ -31,7 +31,7 @@ def plan_spec(
     Rows are packed, padded under a token budget, or padded with a fixed number per microbatch. What
     they are padded to and where ranks wait for each other follow from the parallel layout, the
     engine and the model. Without a `model` (`validate` of a run whose model cannot be read) the
-    work of a row is that of a dense 7B model, and weights count as small.
+    work of a row is as in a dense 7B model, and weights count as small.
     """
     max_tokens, max_rows = microbatch_budget(config, purpose)
     packing = config.sequence_packing

@@ -3,7 +3,7 @@ average of the weights.
 
 Shapes of the learning-rate schedule after warm-up, as fractions between 1 and 0.
 
-WSD is the schedule of MiniCPM (Hu et al. 2024, arXiv 2404.06395), the decay 1 - sqrt that of Hägele
+WSD is the schedule of MiniCPM (Hu et al. 2024, arXiv 2404.06395), the decay 1 - sqrt is from Hägele
 et al. 2024 (arXiv 2405.18392); warm restarts are SGDR (Loshchilov and Hutter 2017, arXiv
 1608.03983). With the same lengths the values equal those from transformers'
 `get_wsd_schedule` and `get_cosine_with_hard_restarts_schedule_with_warmup` after their warm-up.

@@ -91,7 +91,7 @@ class Policy:
 
         Everything else that a plan depends on is known to the driver; no worker is called.
         With purpose `evaluate` the batch is one step under the log-prob budget. Rows with an equal
-        id in `groups` int [B] share a microbatch. `num_trained` int [B] are those of
+        id in `groups` int [B] share a microbatch. `num_trained` int [B] comes from
         `num_trained_tokens`; None: all tokens. Raises ValueError for a row above the token limit
         where `policy.oversize_rows` is `error`.
         """

@@ -1,6 +1,6 @@
 """Comparison of batching strategies on the same rows: padding, microbatches, balance, step time.
 
-Among them are the layouts of transformers, NeMo RL and verl. Times are those of this system's
+Among them are the layouts of transformers, NeMo RL and verl. Times refer to this system's
 engine with such a layout, not measurements of those tools.
 """
 
@@ -137,17 +137,17 @@ class Outcome:
 
     @cached_property
     def rank_tokens(self) -> float:
-        """Tokens, padding included, of the max-loaded rank over those of the mean rank."""
+        """Tokens, padding included, of the max-loaded rank over the tokens of the mean rank."""
         return _max_over_mean(self.plan.num_tokens.astype(np.float64), self.plan)
 
     @cached_property
     def rank_flops(self) -> float:
-        """Work of the max-loaded rank over that of the mean rank."""
+        """Work of the max-loaded rank over the work of the mean rank."""
         return _max_over_mean(self.work, self.plan)
 
     @cached_property
     def step_time(self) -> float:
-        """Step time over that of the same real tokens without padding and idle time."""
+        """Step time over the time of the same real tokens without padding and idle time."""
         times = step_times(self.work, self.plan, pp_size=self.pp_size, min_work=self.min_work)
         ideal = ideal_times(self.plan, self.plan.spec.cost)
         # A quotient of sums: a mean of ratios would weight short steps too much.
@@ -235,9 +235,9 @@ def strategies(
 ) -> list[Strategy]:
     """Return every strategy with a token budget.
 
-    `spec` comes last, if it is none of the others; with `stream` it is planned as a stream. Padding
-    without dynamic batching takes `spec.max_rows` rows at a time, or as many as fit into the budget
-    at the length `longest`.
+    `spec` comes last, if it differs from the others; with `stream` it is planned as a stream.
+    Padding without dynamic batching takes `spec.max_rows` rows at a time, or as many as fit into
+    the budget at the length `longest`.
     """
     packed = packed_spec(spec, max_tokens)
     plain = replace(packed, layout="padded", max_tokens=None, max_rows=1, oversize="error")
@@ -301,7 +301,7 @@ def compare(
 
 
 def _max_over_mean(values: np.ndarray, plan: BatchPlan) -> float:
-    """Return the sum over steps of the max rank over that of the mean rank; `values` is [R, M]."""
+    """Return the sum of the max rank over the sum of the mean rank; `values` is [R, M]."""
     by_rank = rank_work(values, plan)
     max_loaded = by_rank.max(axis=0).sum()
     mean = by_rank.mean(axis=0).sum()
@@ -313,7 +313,7 @@ def _key(spec: PlanSpec) -> str:
 
 
 _LINEAR_WORK = 24576
-"""Work of a token over that of a token squared: a 7B model, whatever the trained model is."""
+"""Work of a token over the work of a token squared: a 7B model, whatever the trained model is."""
 
 
 def plan_verl(

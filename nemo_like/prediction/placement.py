@@ -29,7 +29,7 @@ class _Layer(NamedTuple):
 def num_adapter_params(spec: ModelSpec, lora: LoraConfig) -> int:
     """Return the number of parameters of all adapters.
 
-    It is 0 for a model whose layers have other names than those of Llama.
+    It is 0 for a model whose layers are not named as in Llama.
     """
     return round(spec.num_layers * adapter_params(spec, lora, tp=1))
 
@@ -129,7 +129,7 @@ class Placement:
     chunk_size: int = CUDA_CHUNK_TOKENS
     """Tokens per chunk in which logits are computed."""
     has_reference: bool = False
-    """A frozen copy of the initial model is kept beside the policy. With adapters there is none."""
+    """A frozen copy of the initial model is kept beside the policy. Adapters need no copy."""
     lora: LoraConfig | None = None
     """The adapters that are trained instead of the weights."""
     optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"

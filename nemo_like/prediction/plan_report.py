@@ -107,7 +107,8 @@ class PlanReport:
         multiple = math.lcm(_BUDGET_MULTIPLE, self.spec.total_multiple)
         usable = usable_bytes(request.memory_gib)
         budget = memory.largest_budget(usable, multiple)
-        # A larger budget than the useful one changes nothing, so its effect is that of the latter.
+        # A larger budget than the useful one changes nothing, so its effect is the effect of the
+        # latter.
         useful = max_useful_tokens(self.lengths, request.spec, multiple)
         planned = min(budget, useful)
         outcome = None
@@ -120,7 +121,7 @@ class PlanReport:
         return Recommendation(budget, usable / GIB, useful, outcome, other_budget)
 
     def peak_bytes(self, outcome: Outcome) -> float:
-        """Return the predicted peak memory of one GPU, that of the largest microbatch."""
+        """Return the predicted peak memory of one GPU, reached by the largest microbatch."""
         return self.memory.peak(outcome.largest_microbatch)
 
 
@@ -204,7 +205,7 @@ def _apply_oversize(request: PlanRequest, counts: TokenCounts) -> tuple[TokenCou
         f" {request.max_tokens:,}"
     )
     if request.oversize == "error":
-        # `lengths` are shuffled; the location is that of the row in its file.
+        # `lengths` are shuffled; the location is the place of the row in its file.
         row = int(np.flatnonzero(request.rows.values == longest)[0])
         needed = spec.padding_multiples.tokens_of_row(longest)
         raise ConfigError(

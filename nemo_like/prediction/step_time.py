@@ -131,7 +131,7 @@ def min_microbatches(spec: PlanSpec, batches: list[np.ndarray]) -> np.ndarray:
 def time_bounds(plan: BatchPlan, cost: CostModel) -> np.ndarray:
     """Return a lower bound of the time of each step with as many microbatches, float64 [S].
 
-    The token budget is that of the plan. The bound is proven and may be unreachable.
+    The token budget comes from the plan. The bound is proven and may be unreachable.
     """
     spec = plan.spec
     capacity = spec.capacity or 1

@@ -47,7 +47,7 @@ _BEFORE_RESUME = ".before_resume"
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The paths of a run; those of checkpoints are in `checkpoint.Checkpointer`."""
+    """The paths of a run; paths of checkpoints are in `checkpoint.Checkpointer`."""
 
     path: Path
 

@@ -65,7 +65,7 @@ class Phase:
 
     def eta_s(self) -> float | None:
         """Return the estimated seconds left; None before the first item or without an estimate."""
-        # Only items of this process: those of an earlier one took time that is not measured here.
+        # Only items of this process: items of an earlier one took time that is not measured here.
         done_here = self.done - self._done_before
         if self.total is None or done_here == 0 or not self._has_eta:
             return None
@@ -156,7 +156,7 @@ class Progress:
         """
         eta_s = self._phases[0].eta_s() if self._phases and not self._is_terminal else None
         if eta_s is not None and eta_s >= 1:
-            # After the metrics of the step; those of a validation are on a second line.
+            # After the metrics of the step; the metrics of a validation are on a second line.
             first, line_break, rest = line.partition("\n")
             line = f"{first}  {_duration(eta_s)} left{line_break}{rest}"
         self._held_line = line

@@ -276,10 +276,10 @@ def sample_sort(
     """Sort the rows of all ranks by the first column, then the second, and so on.
 
     Collective over `group`; None is the default group, or this process alone without one. The
-    result of rank 0, followed by those of rank 1, 2, ..., is the sorted sequence. With N rows on
-    all ranks and n_r on rank r, a rank receives at most `N / ranks + c + sum(c_r - 1) + 1` rows,
-    where `c_r = ceil(n_r / s)`, c is the largest of them and s is the larger of `num_samples` and
-    twice the number of ranks. With n_r <= s on every rank the counts differ by at most 1. Equal
+    result of rank 0, followed by the results of ranks 1, 2, ..., is the sorted sequence. With N
+    rows on all ranks and n_r on rank r, a rank receives at most `N / ranks + c + sum(c_r - 1) + 1`
+    rows, where `c_r = ceil(n_r / s)`, c is the largest of them and s is the larger of `num_samples`
+    and twice the number of ranks. With n_r <= s on every rank the counts differ by at most 1. Equal
     rows may be split between ranks. The sorted sequence depends on nothing but the rows.
 
     Sample sort (Frazer and McKellar 1970) with regular samples (Shi and Schaeffer 1992): every rank

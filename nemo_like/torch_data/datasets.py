@@ -81,7 +81,7 @@ class _ResumableDataset(IterableDataset[Any]):
         worker, num_workers = worker_number()
         if state is not None and (state["worker"], state["num_workers"]) != (worker, num_workers):
             raise ValueError(
-                f"the state is that of DataLoader worker {state['worker']} of"
+                f"the state belongs to DataLoader worker {state['worker']} of"
                 f" {state['num_workers']}, this is {worker} of {num_workers}; use the same"
                 " num_workers, or resume with skip_batches, which accepts any"
             )

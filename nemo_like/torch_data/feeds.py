@@ -1,6 +1,6 @@
 """Samples one by one, from a map-style or an iterable dataset, with a position to resume.
 
-DataLoader workers only fetch and preprocess. The order of the samples is that of one process,
+DataLoader workers only fetch and preprocess. The order of the samples is as in one process,
 whatever the number of workers, unless an iterable dataset divides its samples among them.
 """
 

@@ -97,7 +97,7 @@ class OnlineBatchLoader(Generic[Sample, Batch]):
         `spec` describes one rank (`plan.num_ranks=1`). `length_of` counts the tokens of a sample
         (default: its `input_ids`), `num_trained_of` those with loss (default: `labels` but the
         first that are not -100, or all but the first token without labels), `extra_of` its use of
-        `spec.max_extra`. `coordinator` is that of all data-parallel ranks; None is a single rank.
+        `spec.max_extra`. `coordinator` connects all data-parallel ranks; None is a single rank.
 
         `dummy` returns a microbatch without loss, for example `PackingCollator.dummy`. Without it a
         rank with fewer rows than the others repeats its last row with factor 0. When the waiting

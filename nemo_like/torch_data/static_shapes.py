@@ -192,8 +192,8 @@ class StaticCompiler:
     ) -> None:
         """Compile `function` of tensors, which may be a module, at the first call of each shape.
 
-        `mode` is that of torch.compile, for the backend inductor. By default one process with a GPU
-        uses CUDA graphs (`reduce-overhead`), whose outputs the next call overwrites. Several
+        `mode` is passed to torch.compile, for the backend inductor. By default one process with a
+        GPU uses CUDA graphs (`reduce-overhead`), whose outputs the next call overwrites. Several
         processes cannot, as there are collectives between the graphs. Calls raise torch's
         FailOnRecompileLimitHit after 2 × `max_shapes` compilations, which only unexpected
         recompilations can reach. Raises ValueError for an invalid argument.

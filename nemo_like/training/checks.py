@@ -52,7 +52,7 @@ def check_frozen_models(
 ) -> None:
     """Raise ConfigError if `saved`, the identities in a checkpoint, are not `current`.
 
-    Both are those of `frozen_models`. An identity that one of them lacks is not compared.
+    Both come from `frozen_models`. An identity that one of them lacks is not compared.
     """
     names = _model_names(config)
     for key, identity in current.items():

@@ -202,7 +202,7 @@ def training_key(name: str) -> str:
 
 
 def mixed_rows(sets: Mapping[str, Rows], weights: Mapping[str, float]) -> Rows:
-    """Return the rows of several sets with their mixture; those of a single one unchanged.
+    """Return the rows of several sets with their mixture; a single set is unchanged.
 
     Without `weights` these are the numbers of rows, so each row is visited once per epoch.
     """

@@ -77,7 +77,7 @@ class Diagnostics:
     warnings: list[str] = field(default_factory=list)
 
     def add_lines(self, title: str, *lines: str) -> None:
-        """Append lines to a section, which is created if there is none."""
+        """Append lines to a section, which is created if necessary."""
         self.sections.setdefault(title, []).extend(lines)
 
     def check(self, function: Callable[[], Value]) -> Value | None:

@@ -17,7 +17,7 @@ from nemo_like.training.data_sets import PromptSet, named_metrics, source_metric
 from nemo_like.training.run import TrainingRun
 
 _SEED_OFFSET = 2**31
-"""Separates the sampling streams of validation from those of training steps."""
+"""Separates the sampling streams of validation and of training steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ def is_due(step: int, period: int, *, is_last: bool) -> bool:
 def answer_seeds(seed: int, step: int, num_rows: int) -> np.ndarray:
     """Return the seed of each validation answer, uint64 [num_rows].
 
-    `seed` is that of the run. Fewer rows have the seeds of the first ones.
+    `seed` is the seed of the run. Fewer rows have the seeds of the first ones.
     """
     return row_seeds(seed, _SEED_OFFSET + step, num_rows)
 

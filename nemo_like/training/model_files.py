@@ -44,8 +44,8 @@ class TokenizerSection(Protocol):
 def open_encoder(config: RunConfig, vocab_size: int | None) -> ChatEncoder:
     """Load the policy's tokenizer with its chat template, or with `policy.chat_template`.
 
-    `vocab_size` is that of the model, None if it is not known. Raises ConfigError for missing or
-    unusable files.
+    `vocab_size` is the size of the model's vocabulary, None if it is not known. Raises ConfigError
+    for missing or unusable files.
     """
     data = config.data
     return load_encoder(

@@ -28,7 +28,7 @@ class OffloadDecision:
 def run_offload_decision(config: RunConfig, policy: Policy) -> OffloadDecision:
     """Return whether policy and generator of a run take turns on their devices.
 
-    They do not where they share none: the memory of a CPU holds both.
+    They do not if they share no device: the memory of a CPU holds both.
     """
     if not is_colocated(config):
         return OffloadDecision(False, "policy and generator share no GPU")

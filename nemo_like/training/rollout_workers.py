@@ -168,7 +168,7 @@ def start_reward_models(
 ) -> ModelRewards | None:
     """Start the workers of all reward models; None in a run without any.
 
-    `start` is that of `training.workers`. Models on the GPUs of the policy are in host memory
+    `start` comes from `training.workers`. Models on the GPUs of the policy are in host memory
     when this returns.
     """
     models = []

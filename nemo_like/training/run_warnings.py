@@ -56,7 +56,7 @@ def answer_warnings(config: RunConfig, rows: Rows) -> Iterator[str]:
 def precision_warnings(config: RunConfig, cpu_flags: set[str] | None = None) -> Iterator[str]:
     """Warn of bfloat16 where small LoRA updates are lost, and on a CPU without instructions for it.
 
-    `cpu_flags` are the flags of /proc/cpuinfo, by default those of this machine.
+    `cpu_flags` are the flags of /proc/cpuinfo, by default the flags of this machine.
     """
     if config.policy.precision != "bfloat16":
         return

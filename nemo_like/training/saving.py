@@ -52,7 +52,7 @@ class CheckpointSaver:
     ) -> None:
         """Save the policy and `state`, after the checkpoint that is being written.
 
-        `prunes` and `is_best` are those of `Checkpointer.begin`.
+        `prunes` and `is_best` are passed to `Checkpointer.begin`.
 
         With `in_background` the workers have copied the policy when this returns, and write it
         while training continues; `publish_if_written` and `finish` make it the latest. Raises
@@ -76,7 +76,7 @@ class CheckpointSaver:
                 self._checkpointer.publish(checkpoint)
 
     def saved_steps(self) -> list[int]:
-        """Return the steps of the checkpoints, with that of the pending one."""
+        """Return the steps of the checkpoints, the pending one included."""
         steps = self._checkpointer.saved_steps()
         if self._pending is not None:
             steps.append(self._pending.checkpoint.step)

@@ -90,7 +90,7 @@ class BestValue:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a state, unless it is that of another metric or mode: then start again."""
+        """Restore a state, unless it belongs to another metric or mode: then start again."""
         if state.get("metric") != self.metric or state.get("mode") != self.mode:
             return
         self.value = state["value"]

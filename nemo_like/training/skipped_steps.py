@@ -75,7 +75,7 @@ def train_steps(
 ) -> list[Metrics]:
     """Train on the sharded batch; count skipped optimizer steps and write their rows to a file.
 
-    `logprobs` are those on the workers that the loss reads; `keep_logprobs` is that of
+    `logprobs` are on the workers, for the loss; `keep_logprobs` is as in
     `Policy.train`. The file is `<run>/skipped/step_<N>.jsonl`. Call `stop_if_too_many` after the
     step is logged. Returns the metrics of each optimizer step.
     Raises NonFiniteError if an optimizer step left weights that are not finite.
@@ -142,7 +142,7 @@ def _count(counters: dict[str, float], skipped: Sequence[bool]) -> int:
 
 
 def _write_records(path: Path, records: Sequence[Mapping[str, Any]], trained: TrainedBatch) -> None:
-    """Write the records of a pass, after those of the earlier passes of the step."""
+    """Write the records of a pass, after the records of the earlier passes of the step."""
     lines = []
     with reporting_write_errors(path):
         path.parent.mkdir(exist_ok=True)

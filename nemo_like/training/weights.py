@@ -59,7 +59,7 @@ class GeneratorWeights:
     def update(self, version: int, replicas: Sequence[Replica] | None = None) -> Metrics:
         """Send the policy's weights to `replicas` as `version`, and check them.
 
-        None means every replica, and returns the metrics of this update and of those of single
+        None means every replica, and returns the metrics of this update and of updates of single
         replicas since the last such call; otherwise none are returned. A replica that fails is
         restarted. Call while the policy is on its devices. Raises WeightSyncError if a replica
         computes other log-probs than the policy; if they share devices, `verify` raises it.

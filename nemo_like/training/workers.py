@@ -302,7 +302,7 @@ class _GroupPlacement:
 
 
 def _group_placement(config: RunConfig, name: str, index: int) -> _GroupPlacement:
-    """Return the placement of the group; `index` is that of `group_starter`."""
+    """Return the placement of the group; `index` is as in `group_starter`."""
     if name == "policy":
         return _GroupPlacement(name=name, bundles="policy", parallel_layout=policy_layout(config))
     if name == "generation":
@@ -350,7 +350,7 @@ def worker_environment(
     None removes a variable that a worker inherits: a Ray that the run starts inherits the
     driver's environment, and torch reads only one of two names of the allocator's settings.
 
-    Variables of `cluster.env` replace those of the driver, and these replace what a worker inherits
+    Variables of `cluster.env` replace the driver's, and these replace what a worker inherits
     from its node. Raises ConfigError for a variable that is null in `cluster.env` and not set in
     the driver's environment.
     """

@@ -2,7 +2,7 @@
 complete.
 
 Sender and receiver compute nothing themselves: the layouts are planned once per weight update and
-sent to the receivers, and both sides make the same views of a buffer. The bytes are those of the
+sent to the receivers, and both sides make the same views of a buffer. The bytes are equal to the
 tensors in memory, so every dtype, bfloat16 too, is transferred bit by bit.
 
 All of it is small and picklable; only `BucketMessage.tensors` refers to weights, and exists only

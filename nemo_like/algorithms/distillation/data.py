@@ -89,7 +89,7 @@ class TaughtRows:
         encoded: EncodedRows,
         set_name: str | None = None,
     ) -> None:
-        """`set_name` is that of a validation set, whose rows are never prompts."""
+        """`set_name` is the name of a validation set, whose rows are never prompts."""
         self.digests = rows.digests
         self._examples: PromptRows | EncodedRows = encoded
         if config.generates and set_name is None:
@@ -232,7 +232,7 @@ def _check_lengths(config: DistillRunConfig, data: RunData, diagnostics: Diagnos
 def first_lengths(
     config: DistillRunConfig, data: RunData, num_steps: int, progress: Progress
 ) -> RowLengths:
-    """Return the row lengths of the first steps; those of completions are drawn at random."""
+    """Return the row lengths of the first steps; lengths of completions are drawn at random."""
     source = open_source(config, data)
     rows = source.first_examples(min(num_steps, source.num_steps(config.distill)), progress)
     lengths, num_trained = _count_tokens(config, rows, longest=False)

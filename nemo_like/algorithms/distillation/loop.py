@@ -90,7 +90,7 @@ class _Task:
         loader: RowLoader[TaughtRow],
         costs: Sequence[CostModel],
     ) -> None:
-        """`costs` are those of the teachers."""
+        """`costs` are the costs of the teachers."""
         self._config = config
         self._loader = loader
         self._costs = costs

@@ -101,7 +101,7 @@ class TeacherOfRow:
     """Finds the teacher of the rows of a file, as an index of `DistillRunConfig.teacher_names`."""
 
     def __init__(self, config: DistillRunConfig, rows: Rows, name: str | None = None) -> None:
-        """`name` is that of a validation set, '' for `data.validation_path`; None for training.
+        """`name` is the name of a validation set, '' for `data.validation_path`; None for training.
 
         Raises ConfigError if the column of a row names no teacher.
         """

@@ -45,7 +45,7 @@ def saves_tokens(config: LoggerConfig, step: int) -> bool:
     """Return True if the token ids of `step`, counted from 1, are written.
 
     They are for the first step and for every so many-th after it, so that with the period of the
-    checkpoints they are those of the steps that a checkpoint precedes.
+    checkpoints they belong to the steps that a checkpoint precedes.
     """
     period = config.save_rollout_tokens_every
     return config.save_rollouts and period > 0 and (step - 1) % period == 0
@@ -59,9 +59,9 @@ def fetch_logprobs(
 ) -> dict[str, Jagged]:
     """Fetch the log-probs of the batch from the workers, float32 [T] each; none if none are kept.
 
-    `fetched` are those of `logprobs` if they were fetched already, or empty. Call it before the
-    next log-prob pass and the next training, which release them. Those of the training pass, under
-    `policy_logprobs`, take the place of `prev_logprobs` where no pass computes these.
+    `fetched` has the values of `logprobs` if they were fetched already, or is empty. Call it before
+    the next log-prob pass and the next training, which release them. Those of the training pass,
+    under `policy_logprobs`, take the place of `prev_logprobs` where no pass computes these.
     """
     if not run.config.logger.save_rollouts:
         return {}

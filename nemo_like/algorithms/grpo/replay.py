@@ -79,7 +79,7 @@ class ReplayReport:
 def replay_step(run: Path, step: int, overrides: Sequence[str] = ()) -> ReplayReport:
     """Repeat the first optimizer step of `step` of a GRPO run, and once more with `overrides`.
 
-    The rows are those of `rollouts/step_<N>.safetensors`; the weights are those of the checkpoint
+    The rows come from `rollouts/step_<N>.safetensors`, the weights from the checkpoint
     of step N - 1, or of the initial model. The other optimizer steps of the rollout, if it had
     several, began with weights that no file has. Raises ConfigError if the record or the weights
     are missing, and for an override that a replay does not use.
@@ -117,7 +117,7 @@ def replay_step(run: Path, step: int, overrides: Sequence[str] = ()) -> ReplayRe
 
 
 def _sorted_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the overrides of `MOVED_KEYS` and those of `REPLAYED_KEYS`. Raises ConfigError."""
+    """Return the overrides of `MOVED_KEYS` and of `REPLAYED_KEYS`. Raises ConfigError."""
     moved = []
     changes = []
     for override in overrides:

@@ -69,7 +69,7 @@ class PackingMetrics:
         """Return means and extremes over all recorded packings; empty before the first `update`.
 
         `average_utilization`, `average_waste_ratio` and `average_bin_balance` are weighted by
-        `total_bin_capacity`, so utilization and waste are those of all bins together. The extremes
+        `total_bin_capacity`, so utilization and waste refer to all bins together. The extremes
         are over packings, not over bins.
         """
         if not self._stats:

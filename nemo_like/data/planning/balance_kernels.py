@@ -199,7 +199,7 @@ def fill_by_step(
 
 
 def find_unassigned(parent: Any, i: int) -> int:
-    """Return the first unassigned row from row i on, or n if there is none (path halving)."""
+    """Return the first unassigned row from row i on, or n (path halving)."""
     while parent[i] != i:
         parent[i] = parent[parent[i]]
         i = parent[i]

@@ -298,7 +298,7 @@ class BatchPlan:
     def _imbalance(self, work: np.ndarray) -> float:
         """Sum over steps of the max-loaded rank's work over the mean rank's work.
 
-        `work` float64 [n] is that of each of `rows`.
+        `work` float64 [n] is the work of each of `rows`.
         """
         # Without rows there is no mean to divide by.
         if not len(work):

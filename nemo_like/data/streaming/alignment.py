@@ -273,7 +273,7 @@ class AlignedPlanner(MicrobatchFormer):
         for name in ("rank", "num_ranks"):
             if state.get(name) != getattr(self._coordinator, name):
                 raise ValueError(
-                    f"the state is that of {name}={state.get(name)}, this is {name}="
+                    f"the state belongs to {name}={state.get(name)}, this is {name}="
                     f"{getattr(self._coordinator, name)}; for another number of ranks pass the"
                     " states of all ranks to `load_global_state`"
                 )

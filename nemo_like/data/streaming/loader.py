@@ -170,7 +170,7 @@ class StreamLoader(Generic[Out]):
         return
 
     def has_batch(self, num_epochs: int, is_kept: np.ndarray | None = None) -> bool:
-        """Return True if another step follows; `num_epochs` is that of the constructor."""
+        """Return True if another step follows; `num_epochs` is as in the constructor."""
         return not self.is_finished(is_kept)
 
     def num_left_out(self, is_kept: np.ndarray) -> int:

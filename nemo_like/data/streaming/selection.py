@@ -116,7 +116,7 @@ class MicrobatchLimits:
 
     @property
     def has_other_limits(self) -> bool:
-        """True if a limit other than that of positions applies."""
+        """True if a limit other than the limit of positions applies."""
         return not (self.max_rows is None and self.max_trained is None and self.max_extra is None)
 
 
@@ -152,7 +152,7 @@ class Fill:
         return self.positions_with(row.size) <= self.limits.max_tokens and self.fits_others(row)
 
     def fits_others(self, row: WaitingRow) -> bool:
-        """Return True if the limits other than that of positions allow `row`."""
+        """Return True if the limits other than the limit of positions allow `row`."""
         limits = self.limits
         if limits.max_rows is not None and len(self.numbers) >= limits.max_rows:
             return False
@@ -210,7 +210,7 @@ def _fewest_positions(window: Window, fill: Fill, *, is_closest: bool) -> list[i
     """Add the row that adds the fewest positions, as long as one fits.
 
     All rows up to the longest row so far add the same positions; of these it is the longest
-    (`is_closest`) or the oldest. If there is none, the shortest longer row adds the fewest.
+    (`is_closest`) or the oldest. Otherwise the shortest longer row adds the fewest.
     """
     taken = set(fill.numbers)
     while not fill.is_full:

@@ -1,4 +1,4 @@
-"""Connects this process to a Ray cluster: joins that of `RAY_ADDRESS`, or starts one."""
+"""Connects this process to a Ray cluster: joins the cluster of `RAY_ADDRESS`, or starts one."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _keep_signal_handlers() -> Iterator[None]:
     """Undo the changes that Ray makes to signal handlers and to the alarm inside the block.
 
     Ray sets a handler of SIGTERM in Python, which ends the driver without a message. Its native
-    code sets another one, which calls that of Python and has SIGALRM abort the process after 3 s;
+    code sets another one, which calls Python's and has SIGALRM abort the process after 3 s;
     when it ends, the default action is set.
     """
     replaced = ray_utils.set_sigterm_handler

@@ -9,7 +9,7 @@ from typing import Literal
 from nemo_like.config.schema import ClusterConfig
 
 BundleSet = Literal["policy", "generation", "extra", "anywhere"]
-"""The bundles that a worker group uses; `extra` are those of models beside policy and generator,
+"""The bundles that a worker group uses; `extra` belong to models beside policy and generator,
 `anywhere` reserves none."""
 
 _TOLERANCE = 1e-5

@@ -1,8 +1,8 @@
 """The resources of one run on a Ray cluster: a placement group with one bundle per worker.
 
 A bundle is one worker's CPU cores, and its GPU if there are any. Policy and generation share
-bundles when they are colocated. The bundles of a node are reserved together, and those of all nodes
-at once or not at all.
+bundles when they are colocated. The bundles of a node are reserved together, and the bundles of all
+nodes at once or not at all.
 """
 
 from __future__ import annotations

@@ -71,10 +71,10 @@ class RayWorkerGroup:
         """Start the workers and construct `worker_class(context, **kwargs)` in each.
 
         `bundles` selects the reserved resources they use, from bundle `first_bundle` on;
-        `anywhere` reserves none and spreads them over the nodes. `progress_timeout_s` is that of
-        calls after the construction; None is that of the cluster's config. `environment` is added
-        to the environment of each process; None removes a variable. Raises ClusterError if they do
-        not start, WorkerFailure if a constructor fails.
+        `anywhere` reserves none and spreads them over the nodes. `progress_timeout_s` applies to
+        calls after the construction; None is the value of the cluster's config. `environment` is
+        added to the environment of each process; None removes a variable. Raises ClusterError if
+        they do not start, WorkerFailure if a constructor fails.
         """
         self.name = name
         self.parallel_layout = parallel_layout

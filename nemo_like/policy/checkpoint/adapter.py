@@ -218,7 +218,7 @@ def stored_head(lora: LoraConfig, hidden_size: int) -> dict[str, Tensor]:
     """Return the score head of the adapter with which training starts, float32 [1, D] by name.
 
     It is empty without `policy.lora.adapter_path`, and for an adapter without a score head, such
-    as that of a language model. Raises ConfigError for a head of another shape.
+    as the head of a language model. Raises ConfigError for a head of another shape.
     """
     if lora.adapter_path is None:
         return {}

@@ -7,7 +7,7 @@ is W x + scale B A x. Tensor parallelism shards an adapter along the dim of its 
     q, k, v, gate, up         replicated            rows (output features)
     o, down                   columns (inputs)      replicated
 
-Both need no further collective: the partial sums of a row-parallel layer include those of its
+Both need no further collective: the partial sums of a row-parallel layer include the sums of its
 adapter. A replicated matrix has a partial gradient on every tp rank, and these are all-reduced.
 FSDP shards dim 0 of every matrix; B in the same rows as W, so that a rank merges its shard.
 """

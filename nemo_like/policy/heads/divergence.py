@@ -4,7 +4,7 @@ A target is the teacher's complete distribution, from its last hidden states, or
 tokens. `divergence` combines the chunks.
 
 As in `logprobs`, the logits of all T tokens never exist together: forward and backward each
-materialise those of `chunk_size` tokens, the student's and the teacher's, and the backward
+materialise the logits of `chunk_size` tokens, the student's and the teacher's, and the backward
 recomputes them. All arithmetic after the product is float32.
 
 Where the vocabulary is sharded over ranks, each rank has its rows of both output embeddings. A

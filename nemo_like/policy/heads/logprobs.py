@@ -1,6 +1,6 @@
 """Log-probs and entropy of tokens from hidden states, one chunk of tokens at a time.
 
-The logits of all T tokens never exist together: forward and backward each materialise those of
+The logits of all T tokens never exist together: forward and backward each materialise the logits of
 `chunk_size` tokens, and the backward recomputes them. Softmax and log are float32 whatever the
 dtype of the hidden states is.
 

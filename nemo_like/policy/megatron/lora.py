@@ -1,8 +1,8 @@
 """LoRA on a Megatron-Core model: an adapter for each Hugging Face layer inside a fused one.
 
 `linear_qkv` has adapters of q, k and v with matrices of their own, whose outputs are added to their
-rows of the fused output, and `linear_fc1` those of gate and up. The parameters are therefore the
-matrices that PEFT and the other engine have:
+rows of the fused output, and `linear_fc1` has adapters of gate and up. The parameters are therefore
+the matrices that PEFT and the other engine have:
 
     layer             A [rank, inputs]        B [outputs, rank]
     column-parallel   replicated              this rank's rows
