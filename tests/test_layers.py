@@ -200,6 +200,17 @@ def test_modules_do_not_import_each_other() -> None:
     assert cycle == []
 
 
+def test_only_the_upper_layers_name_the_configuration_of_a_run() -> None:
+    """Other functions take the section that they need."""
+    places = ("algorithms/", "training/", "commands/", "config/", "demo/")
+    assert [
+        path
+        for path, tree in sources()
+        if not path.startswith(places)
+        and any(name.endswith(".RunConfig") for name in imported_names(tree))
+    ] == []
+
+
 def test_imports_are_absolute() -> None:
     assert [
         f"{path}: {name}"
