@@ -19,7 +19,9 @@ from tests.policy.tiny import save_tiny_model
 REPOSITORY = Path(__file__).parents[1]
 SCRIPT = """
 import sys
-for name in ("ray", "pydantic", "omegaconf", "megatron", "vllm", "math_verify", "tensorboard"):
+for name in ("ray", "pydantic", "annotated_types", "hydra", "omegaconf", "megatron", "vllm"):
+    sys.modules[name] = None
+for name in ("math_verify", "tensorboard"):
     sys.modules[name] = None
 import pytest
 sys.exit(pytest.main(["--confcutdir=tests/gpu", "-p", "no:cacheprovider", "-rs", "tests/gpu"]))

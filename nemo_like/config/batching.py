@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge
-
+from nemo_like.config.constraints import Ge
 from nemo_like.config.errors import Problem
 from nemo_like.config.schema import DataConfig, RunConfig, SchedulerConfig
 

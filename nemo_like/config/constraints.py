@@ -11,9 +11,18 @@ import re
 import string
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-from annotated_types import Ge, Gt, Le, Lt
+if TYPE_CHECKING or find_spec("annotated_types"):
+    from annotated_types import Ge, Gt, Le, Lt
+else:
+    # The measurements of a GPU run from source, without pydantic, which would check the bounds.
+    @dataclass(frozen=True)
+    class _Bound:
+        value: Any
+
+    Ge = Gt = Le = Lt = _Bound
 
 DURATION_FORMS = 'seconds, "H:MM:SS" or "D-HH:MM:SS", for example 14100 or "3:55:00"'
 

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le
-
-from nemo_like.config.constraints import IMPORT_PATH, subset_of
+from nemo_like.config.constraints import IMPORT_PATH, Ge, Gt, Le, subset_of
 from nemo_like.config.errors import Problem
 
 CorrectionKind = Literal[

@@ -6,9 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
-
-from nemo_like.config.constraints import NO_EMPTY_TEXTS
+from nemo_like.config.constraints import NO_EMPTY_TEXTS, Ge, Gt, Le, Lt
 
 MAX_VLLM_RANK = 512
 """The largest rank of an adapter in vLLM."""

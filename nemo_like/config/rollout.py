@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le
-
-from nemo_like.config.constraints import IMPORT_PATH, NO_EMPTY_TEXTS, NOT_EMPTY
+from nemo_like.config.constraints import IMPORT_PATH, NO_EMPTY_TEXTS, NOT_EMPTY, Ge, Gt, Le
 from nemo_like.config.errors import Problem
 from nemo_like.config.optimization import MAX_VLLM_RANK
 

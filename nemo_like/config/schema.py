@@ -12,14 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Le
-
 from nemo_like.config.constraints import (
     DIRECTORY_NAME,
     DURATION,
     NO_EMPTY_TEXTS,
     NOT_EMPTY,
     PROMPT_TEMPLATE,
+    Ge,
+    Gt,
+    Le,
 )
 from nemo_like.config.errors import Problem
 from nemo_like.config.optimization import EmaConfig, LoraConfig, OptimizerConfig, SchedulerConfig

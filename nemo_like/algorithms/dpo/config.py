@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Lt
-
+from nemo_like.config.constraints import Ge, Gt, Lt
 from nemo_like.config.errors import Problem
 from nemo_like.config.schema import EpochLoopConfig, RunConfig
 

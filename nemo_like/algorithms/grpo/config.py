@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge
-
 from nemo_like.algorithms.grpo.sections import (
     AdvantageConfig,
     DynamicSamplingConfig,
     OverlongConfig,
 )
 from nemo_like.config.check import batching_section
+from nemo_like.config.constraints import Ge
 from nemo_like.config.errors import Problem
 from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.parallel import is_colocated, policy_layout

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt
-
+from nemo_like.config.constraints import Ge, Gt
 from nemo_like.config.errors import Problem
 
 
