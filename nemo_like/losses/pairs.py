@@ -83,14 +83,15 @@ def bradley_terry_losses(
 
 
 @dataclass(frozen=True, kw_only=True)
-class BradleyTerryLoss:
-    """Loss of pairs. Row columns: `pair` (equal for the two rows of a pair), `is_chosen` and, where
-    pairs have margins, `margin` (equal in both rows).
+class PairLoss:
+    """What losses of pairs share. Row columns: `pair` (equal for the two rows of a pair) and
+    `is_chosen`.
     """
 
-    center_coefficient: float = 0.0
     uses_sampling_distribution: bool = False
-    """Scores have no distribution."""
+    """Scores have no distribution; a likelihood refers to the model's own distribution, at
+    temperature 1 and without filters.
+    """
     needs_entropy: bool = False
     entropy_gradient: bool = False
 
@@ -102,6 +103,13 @@ class BradleyTerryLoss:
     def coupled_rows(self, inputs: LossInputs) -> Tensor:
         """Return the pair of each row, int64 [R]."""
         return inputs.row_columns["pair"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BradleyTerryLoss(PairLoss):
+    """The loss of a reward model. Pairs with margins have the column `margin`, equal in both."""
+
+    center_coefficient: float = 0.0
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """Compute from `LossInputs.row_scores`.

@@ -72,7 +72,7 @@ class ExampleSource(Generic[ExampleT]):
         self._encode = encode
         self._to_examples = to_examples
 
-    # Cached: it has the encoded rows, and the processes that encode them.
+    # Cached: it has the encoded rows.
     @cached_property
     def rows(self) -> EncodedRows:
         """The training rows in their encoded form."""
@@ -102,7 +102,6 @@ class ExampleSource(Generic[ExampleT]):
     def validation_batches(self, name: str) -> Iterator[list[ExampleT]]:
         """Yield every row of a validation set once, without the rows dropped as too long."""
         rows = self.data.validation[name]
-        # In this process: the encoding processes work on the training rows only.
         encoded = EncodedRows(rows, partial(self._encode, self.data.encoder, self.config))
         examples = self._to_examples(rows, encoded)
         batch_size = self.config.policy.train_global_batch_size

@@ -22,28 +22,15 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from nemo_like.algorithms.dpo.config import PreferenceLossConfig
-from nemo_like.losses import GlobalCounts, LossInputs, LossTerms
-from nemo_like.losses.pairs import pair_means, pair_rows
+from nemo_like.losses import LossInputs, LossTerms
+from nemo_like.losses.pairs import PairLoss, pair_means, pair_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceLoss:
-    """Loss of pairs. Row columns: `pair` (equal for the two rows of a pair) and `is_chosen`."""
+class PreferenceLoss(PairLoss):
+    """The loss of preference optimization."""
 
     config: PreferenceLossConfig
-    uses_sampling_distribution: bool = False
-    """A likelihood is that of the model's own distribution: temperature 1, no filters."""
-    needs_entropy: bool = False
-    entropy_gradient: bool = False
-
-    def denominator(self, counts: GlobalCounts) -> float:
-        """Return the number of pairs of the optimizer step."""
-        # At least 1, so that the gradient of a step without pairs is 0 and not NaN.
-        return max(counts.num_rows / 2, 1.0)
-
-    def coupled_rows(self, inputs: LossInputs) -> Tensor:
-        """Return the pair of each row, int64 [R]."""
-        return inputs.row_columns["pair"]
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """Compute from the columns `pair`, `is_chosen` and, but for SimPO, `reference_logprobs`.

@@ -148,11 +148,6 @@ class StreamSpec:
         """Microbatches of a step over all ranks."""
         return self.plan.num_ranks * self.microbatches_per_step
 
-    @property
-    def max_window_rows(self) -> int:
-        """Rows of all ranks that may wait."""
-        return self.plan.num_ranks * self.window_rows
-
     @cached_property
     def step_spec(self) -> PlanSpec:
         """Spec of the plans of single steps: `plan` with the limit of positions as `max_tokens`.
