@@ -24,10 +24,16 @@ from nemo_like.data.row_files import Row
 from nemo_like.data.rows import Rows
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.run.progress import Sample
-from nemo_like.training.dataset import ExampleSource, describe_run
-from nemo_like.training.diagnostics import Diagnostics, describe_plan
+from nemo_like.training.diagnostics import (
+    NUM_SAMPLES,
+    Diagnostics,
+    check_lengths,
+    check_texts,
+    describe_plan,
+    encode_sample,
+)
 from nemo_like.training.encoding import fit_row
-from nemo_like.training.row_checks import NUM_SAMPLES, check_lengths, check_texts, encode_sample
+from nemo_like.training.run_data import ExampleSource, describe_run
 from nemo_like.training.run_warnings import step_warnings
 
 if TYPE_CHECKING:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from nemo_like.data.rows import Rows
     from nemo_like.prediction.lengths import RowLengths
     from nemo_like.run.progress import Progress
-    from nemo_like.training.dataset import RunData
     from nemo_like.training.diagnostics import Diagnostics
     from nemo_like.training.run import RunResult
+    from nemo_like.training.run_data import RunData
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
 

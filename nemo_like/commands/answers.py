@@ -31,8 +31,6 @@ from nemo_like.generation.requests import SamplingParams
 from nemo_like.rollout.answers import Answer, answer_prompts
 from nemo_like.run.files import AppendedFile, reporting_write_errors, write_json, write_json_lines
 from nemo_like.run.progress import Progress
-from nemo_like.training.data_sets import PromptSet, load_validation, prompt_sets, validation_key
-from nemo_like.training.evaluation import answer_seeds
 from nemo_like.training.model_files import open_encoder, open_model_spec
 from nemo_like.training.rollout_workers import (
     RolloutWorkers,
@@ -41,6 +39,8 @@ from nemo_like.training.rollout_workers import (
     start_generator,
     start_rewards,
 )
+from nemo_like.training.run_data import PromptSet, load_validation, prompt_sets, validation_key
+from nemo_like.training.steps import answer_seeds
 from nemo_like.training.workers import group_starter
 
 Record = dict[str, Any]

@@ -40,10 +40,10 @@ from nemo_like.rollout.intervals import Estimate, estimates
 from nemo_like.rollout.metrics import ScoredAnswers, answer_means
 from nemo_like.run.files import reporting_write_errors, write_text
 from nemo_like.run.progress import Progress
-from nemo_like.training.data_sets import PromptSet
 from nemo_like.training.encoding import encode_conversation
 from nemo_like.training.model_files import RewardModelFiles, open_encoder, open_model_spec
 from nemo_like.training.rollout_workers import open_reward_models, start_reward_models
+from nemo_like.training.run_data import PromptSet
 from nemo_like.training.workers import group_starter, local_policy
 
 RESULTS = "results.json"

@@ -37,8 +37,7 @@ from nemo_like.policy.checkpoint.sharded_reader import (
 from nemo_like.policy.optim import NonFiniteError
 from nemo_like.run.checkpoint import Checkpointer, CheckpointError, TrainingState
 from nemo_like.run.files import WriteError, remove_link, system_error_number
-from nemo_like.training.checks import check_frozen_models, frozen_models
-from nemo_like.training.model_files import open_model_config
+from nemo_like.training.model_files import check_frozen_models, frozen_models, open_model_config
 
 _CONFIG = "config.yaml"
 

@@ -26,9 +26,9 @@ from nemo_like.config.rollout import RewardConfig
 from nemo_like.config.schema import ParallelConfig, RunConfig
 from nemo_like.config.text import counted
 from nemo_like.rollout.answers import Answer
-from nemo_like.training.data_sets import PromptSet
-from nemo_like.training.evaluation import AnswerSampling
 from nemo_like.training.model_files import open_model_config, open_model_spec
+from nemo_like.training.run_data import PromptSet
+from nemo_like.training.steps import AnswerSampling
 
 _DEFAULTS = Path(__file__).with_name("answers.yaml")
 _WITH_GPU = ("cluster.gpus_per_node=1", "policy.precision=bfloat16")

@@ -23,9 +23,8 @@ from nemo_like.prediction.lengths import PastRun, RowLengths, read_lengths, read
 from nemo_like.prediction.placement import policy_placement
 from nemo_like.prediction.plan_report import PlanRequest
 from nemo_like.run.progress import Progress
-from nemo_like.training.data_sets import load_training
-from nemo_like.training.dataset import RunData
 from nemo_like.training.model_files import open_encoder
+from nemo_like.training.run_data import RunData, load_training
 
 _DEFAULTS = Path(__file__).with_name("plan.yaml")
 """The config without --config."""

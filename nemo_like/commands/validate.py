@@ -31,8 +31,11 @@ from nemo_like.models.pretrained import import_transformers_without_torch
 from nemo_like.models.spec import ModelSpec
 from nemo_like.run.progress import Progress
 from nemo_like.run.tracking import check_logger
-from nemo_like.training.checks import lora_line
-from nemo_like.training.data_sets import (
+from nemo_like.training.diagnostics import Diagnostics, Report
+from nemo_like.training.generation_backends import generation_backend
+from nemo_like.training.model_files import lora_line, open_encoder, open_model_config
+from nemo_like.training.run_data import (
+    RunData,
     check_sources,
     describe_mixture,
     load_set,
@@ -40,10 +43,6 @@ from nemo_like.training.data_sets import (
     mixed_rows,
     training_files,
 )
-from nemo_like.training.dataset import RunData
-from nemo_like.training.diagnostics import Diagnostics, Report
-from nemo_like.training.generation_backends import generation_backend
-from nemo_like.training.model_files import open_encoder, open_model_config
 from nemo_like.training.run_warnings import config_warnings, rows_warnings
 
 if TYPE_CHECKING:

@@ -1,21 +1,35 @@
-"""What `validate` finds, the result that it shows, and the preview of the plan."""
+"""What `validate` finds: its report, the preview of the plan, and the checks of rows.
+
+Not every row is encoded, so that the checks take seconds: the longest rows of each source by text,
+where the longest row by tokens is, the first rows of each set of roles, and a random sample of the
+others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from nemo_like.config.check import batching_section
+from nemo_like.config.check import batching_section, padding_multiples
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import PolicyConfig, RunConfig
 from nemo_like.config.text import counted
+from nemo_like.data.chat import ChatEncoder
+from nemo_like.data.datasets import MESSAGE_COLUMNS, conversation, question
+from nemo_like.data.encoded_rows import ROW_ERRORS, row_error_text
 from nemo_like.data.jagged import TokenCounts
+from nemo_like.data.messages import Message, row_tools
 from nemo_like.data.planning.balance import few_plans
 from nemo_like.data.planning.plan import plan_batch
+from nemo_like.data.row_files import Row
+from nemo_like.data.rows import MAX_LISTED, BadRows, Rows
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec
 from nemo_like.run.progress import Progress, Sample, sample_text
@@ -156,3 +170,319 @@ def _plan_metrics(
     if config.rows_per_example > 1:
         groups = np.arange(len(counts.lengths)) // config.rows_per_example
     return plan_batch(counts.lengths, spec, groups, counts.num_trained).metrics()
+
+
+NUM_SAMPLES = 3
+"""Rows that are shown decoded."""
+_NUM_LONGEST = 512
+_NUM_RANDOM = 256
+_MIN_PER_SOURCE = 64
+_MAX_ROLE_SETS = 64
+_NUM_PROMPTS_COMPARED = 64
+
+
+def encode_sample(
+    rows: Rows, encode: Callable[[Row], Value], diagnostics: Diagnostics
+) -> dict[int, Value]:
+    """Encode a sample of the rows; return index -> result.
+
+    All rows that cannot be encoded become one problem, which lists the first.
+    """
+    chosen: list[int] = []
+    for indices in rows.sources.values():
+        chosen += _chosen_rows(rows, indices, len(rows.sources))
+    encoded: dict[int, Value] = {}
+    bad = BadRows()
+    with Progress(sys.stderr).phase("encoding rows", len(chosen)) as phase:
+        for index in chosen:
+            try:
+                encoded[index] = encode(rows[index])
+            # Any other exception is a bug, and not a property of the row.
+            except ROW_ERRORS as error:
+                bad.add(rows.location(index), row_error_text(error))
+            phase.advance()
+    if bad.num_rows:
+        diagnostics.problems.append(bad.text(f" of the {len(chosen)} rows sampled"))
+    return encoded
+
+
+def _chosen_rows(rows: Rows, indices: range, num_sources: int) -> list[int]:
+    """Return the indices of the rows of one source to encode, ascending."""
+    sizes = []
+    # An unknown role may be in a single row.
+    by_roles: dict[frozenset[str], list[int]] = {}
+    for index in indices:
+        row = rows[index]
+        # The number of characters is cheap, and close to proportional to the number of tokens.
+        sizes.append(len(str(row)))
+        roles = _roles(row)
+        same = by_roles.get(roles, [])
+        if len(same) < MAX_LISTED and (same or len(by_roles) < _MAX_ROLE_SETS):
+            by_roles[roles] = [*same, index]
+    first_of_roles = [index for same in by_roles.values() for index in same]
+    num_longest = max(_NUM_LONGEST // num_sources, _MIN_PER_SOURCE)
+    by_size = sorted(indices, key=lambda index: -sizes[index - indices.start])
+    # A fixed seed: the same rows are checked in every call.
+    num_random = max(_NUM_RANDOM // num_sources, _MIN_PER_SOURCE)
+    others = random.Random(0).sample(indices, min(len(indices), num_random))
+    return sorted({*by_size[:num_longest], *others, *first_of_roles, *indices[:NUM_SAMPLES]})
+
+
+def _roles(row: Row) -> frozenset[str]:
+    """Return the roles of all messages of a row."""
+    columns = (row.get(name) for name in MESSAGE_COLUMNS)
+    lists = (column for column in columns if isinstance(column, list))
+    return frozenset(message["role"] for messages in lists for message in messages)
+
+
+def encode_prompt_of(encoder: ChatEncoder, row: Row) -> np.ndarray:
+    """Return the token ids of a row's prompt, int [L]."""
+    prompt = question(row)
+    return encoder.encode_prompt(prompt.messages, prompt.tools)
+
+
+def check_lengths(
+    config: RunConfig, rows: Rows, lengths: Mapping[int, int], diagnostics: Diagnostics
+) -> None:
+    """Check rows against `max_total_sequence_length` and the token budgets.
+
+    `lengths` is row index -> tokens of the sampled rows.
+    """
+    if not lengths:
+        return
+    diagnostics.add_lines("lengths", _describe_lengths(rows, lengths, "rows"))
+    limit = config.policy.max_total_sequence_length
+    policy = config.policy.oversize_rows
+    max_length = max(lengths.values())
+    above = [index for index in lengths if lengths[index] > limit]
+    if above:
+        location = rows.location(_longest(above, lengths))
+        text = (
+            f"{len(above)} of the {len(lengths):,} rows sampled are above"
+            f" policy.max_total_sequence_length {limit}, the longest with {max_length} tokens"
+            f" ({location})"
+        )
+        outcomes = {
+            "truncate": "their ends are removed",
+            "drop": "they are left out",
+            "singleton": "they are kept in full",
+        }
+        if policy == "error":
+            diagnostics.problems.append(
+                f"{text}; raise it to {max_length}, or set policy.oversize_rows to truncate (remove"
+                " the end), drop or singleton"
+            )
+        else:
+            diagnostics.warnings.append(
+                f"{text}; policy.oversize_rows is {policy}, so {outcomes[policy]}"
+            )
+    is_limited = policy in ("truncate", "drop")
+    _check_budget(config, min(max_length, limit) if is_limited else max_length, diagnostics)
+
+
+def check_prompts(
+    config: RunConfig, rows: Rows, lengths: Mapping[int, int], diagnostics: Diagnostics
+) -> None:
+    """Check that prompts leave tokens for a completion, and rows against the token budgets.
+
+    `lengths` is row index -> tokens of the sampled prompts.
+    """
+    if not lengths:
+        return
+    diagnostics.add_lines("lengths", _describe_lengths(rows, lengths, "prompts"))
+    limit = config.policy.max_total_sequence_length
+    max_new_tokens = config.policy.generation.max_new_tokens
+    max_length = max(lengths.values())
+    above = [index for index in lengths if lengths[index] >= limit]
+    if above:
+        _add_long_prompts(config, rows, above, lengths, diagnostics)
+        return
+    needed = max_length + max_new_tokens
+    if needed > limit:
+        num_short = sum(length + max_new_tokens > limit for length in lengths.values())
+        diagnostics.warnings.append(
+            f"{num_short} of the {len(lengths):,} prompts sampled leave less than"
+            f" policy.generation.max_new_tokens {max_new_tokens} for the completion;"
+            f" policy.max_total_sequence_length {needed} would fit them all"
+        )
+    _check_budget(config, min(needed, limit), diagnostics)
+
+
+def _add_long_prompts(
+    config: RunConfig,
+    rows: Rows,
+    above: list[int],
+    lengths: Mapping[int, int],
+    diagnostics: Diagnostics,
+) -> None:
+    """Add the problem or warning about the prompts `above` the sequence length."""
+    longest = _longest(above, lengths)
+    text = (
+        f"{len(above)} of the {len(lengths):,} prompts sampled leave no tokens for a completion"
+        f" within policy.max_total_sequence_length {config.policy.max_total_sequence_length}, the"
+        f" longest with {lengths[longest]} tokens ({rows.location(longest)})"
+    )
+    outcomes = {"truncate": "their beginnings are removed", "drop": "they are left out"}
+    policy = config.policy.oversize_rows
+    if policy in outcomes:
+        diagnostics.warnings.append(
+            f"{text}; policy.oversize_rows is {policy}, so {outcomes[policy]}"
+        )
+    else:
+        diagnostics.problems.append(
+            f"{text}; raise it above {lengths[longest]}, or set policy.oversize_rows to truncate"
+            " (remove the beginning) or drop (leave the rows out)"
+        )
+
+
+def _longest(indices: list[int], lengths: Mapping[int, int]) -> int:
+    return max(indices, key=lambda index: lengths[index])
+
+
+def _describe_lengths(rows: Rows, lengths: Mapping[int, int], noun: str) -> str:
+    longest = _longest(list(lengths), lengths)
+    if len(lengths) == len(rows):
+        which = f"all {len(rows):,}"
+    else:
+        which = f"{len(lengths):,} sampled of {len(rows):,}"
+    return (
+        f"{noun} ({which}): the longest has {lengths[longest]:,} tokens ({rows.location(longest)})"
+    )
+
+
+def _check_budget(config: RunConfig, max_length: int, diagnostics: Diagnostics) -> None:
+    """Check the longest row against the token budgets of the batching mode that is enabled."""
+    mode = batching_section(config)
+    if mode is None:
+        return
+    name, section = mode
+    multiples = padding_multiples(config, section)
+    for key, budget in (
+        ("train_mb_tokens", section.train_mb_tokens),
+        ("logprob_mb_tokens", section.logprob_mb_tokens),
+    ):
+        needed = config.rows_per_example * multiples.tokens_of_row(max_length)
+        if needed <= budget:
+            diagnostics.add_lines(
+                "lengths",
+                f"{name}.{key} {budget:,} fits {budget // needed} of the longest {config.example}"
+                f" ({needed:,} tokens)",
+            )
+        elif config.policy.oversize_rows != "error":
+            # With `error` the rows are a problem of `check_lengths` or `config.check` already.
+            diagnostics.warnings.append(
+                f"the longest {config.example} takes {needed} tokens, more than {name}.{key}"
+                f" {budget};"
+                f" policy.oversize_rows is {config.policy.oversize_rows}"
+            )
+
+
+def check_conversation_prompts(
+    config: RunConfig, rows: Rows, lengths: Mapping[int, int], diagnostics: Diagnostics
+) -> None:
+    """Check that prompts leave tokens for a turn within `environment.max_tokens`.
+
+    `lengths` is row index -> tokens of the sampled prompts.
+    """
+    limit = config.environment.max_tokens
+    if limit is None or not lengths:
+        return
+    longest = max(lengths, key=lambda index: lengths[index])
+    if lengths[longest] >= limit:
+        diagnostics.problems.append(
+            f"the prompt of {rows.location(longest)} has {lengths[longest]} tokens, and"
+            f" environment.max_tokens is {limit}, so there is no room for a turn of the model;"
+            f" raise it above {lengths[longest]}"
+        )
+
+
+def check_texts(
+    encoder: ChatEncoder,
+    rows: Rows,
+    messages_of: Callable[[Row], Sequence[Message]],
+    diagnostics: Diagnostics,
+) -> None:
+    """Warn about control tokens in the texts of `rows`; all rows are read.
+
+    The tokenizer converts such a text into the control token itself: in a user's text it ends the
+    turn or begins another, and an answer that already contains the end token is rendered with two.
+    `messages_of` returns the messages of a row that the model sees.
+    """
+    template = encoder.template
+    ends = list(dict.fromkeys((*template.end_texts, str(encoder.tokenizer.eos_token))))
+    # One pattern for all control texts, because every row is searched.
+    control = re.compile("|".join(re.escape(text) for text in template.control_texts if text))
+    ended: list[int] = []
+    forged: list[tuple[int, str]] = []
+    for index, row in enumerate(rows):
+        messages = messages_of(row)
+        # Joined by a character of no control text, so that none is found across messages.
+        answers = "\0".join(_texts(messages, assistant=True))
+        if any(end in answers for end in ends):
+            ended.append(index)
+        for text in _texts(messages, assistant=False):
+            found = control.search(text)
+            if found is not None:
+                # One text is enough: rows are counted, not texts.
+                forged.append((index, found.group()))
+                break
+    if ended:
+        diagnostics.warnings.append(
+            f"{_count(ended, rows)} contain the end token ({' or '.join(ends)}) in an assistant's"
+            f" text already, e.g. {rows.location(ended[0])}; the rendered turn contains it twice,"
+            " so remove it from the text"
+        )
+    if forged:
+        index, token = forged[0]
+        diagnostics.warnings.append(
+            f"{_count(forged, rows)} contain special tokens in a text that is not the assistant's,"
+            f" e.g. {token!r} in {rows.location(index)}; the tokenizer makes control tokens of"
+            " them, so remove or rewrite them"
+        )
+
+
+def check_prompts_agree(encoder: ChatEncoder, rows: Rows | None, diagnostics: Diagnostics) -> None:
+    """Warn if rollouts and SFT rows have different tokens before an answer.
+
+    The first conversations of `rows` are compared; without rows, a built-in example is.
+    """
+    compared = [] if rows is None else rows[:_NUM_PROMPTS_COMPARED]
+    differences = []
+    for row in compared:
+        messages = conversation(row)
+        # Raw text and token ids are not rendered with the template.
+        if all(message["role"] == "assistant" for message in messages):
+            continue
+        # Tools change the template's output, so they are passed on.
+        differences.append(encoder.prompt_difference(messages, row_tools(row)))
+    if not differences:
+        differences = [encoder.prompt_difference()]
+    for index, difference in enumerate(differences):
+        if difference is None:
+            continue
+        where = "" if rows is None else f" (e.g. {rows.location(index)})"
+        diagnostics.warnings.append(
+            f"the chat template makes rollouts and SFT rows differ{where}: {difference};"
+            " a template given as policy.chat_template that renders both alike avoids it"
+        )
+        # The cause is the template, so the other rows would give the same warning.
+        return
+
+
+def prompt_messages(row: Row) -> Sequence[Message]:
+    """Return the messages of a row that a rollout begins with."""
+    return question(row).messages
+
+
+def _texts(messages: Sequence[Message], *, assistant: bool) -> Iterator[str]:
+    """Yield the texts of the assistant's messages, or of all others."""
+    for message in messages:
+        is_assistant = message["role"] == "assistant"
+        # A message that only calls tools has no text.
+        content = message.get("content")
+        if is_assistant == assistant and isinstance(content, str):
+            yield content
+
+
+def _count(found: Sequence[object], rows: Rows) -> str:
+    return f"{len(found):,} of the {len(rows):,} rows"

@@ -14,7 +14,7 @@ from nemo_like.config.text import counted
 from nemo_like.data.datasets import conversation
 from nemo_like.data.rows import Rows
 from nemo_like.integer_math import nearest_multiples
-from nemo_like.training.data_sets import training_files, training_name
+from nemo_like.training.run_data import training_files, training_name
 
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """Flags of /proc/cpuinfo for bfloat16 instructions: x86 (the first two) and ARM (the last)."""

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from nemo_like.algorithms.grpo.data import open_source
 from nemo_like.data.jagged import Jagged
 from nemo_like.generation.requests import SamplingParams
-from nemo_like.training.open_run import open_training_run
+from nemo_like.training.run import open_training_run
 from tests.recipe import Recipe
 
 TEMPLATE = (

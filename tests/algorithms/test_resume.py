@@ -19,10 +19,9 @@ from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.load import to_yaml
-from nemo_like.run import manifest
+from nemo_like.run import checkpoint as checkpoint_module
 from nemo_like.run.checkpoint import CheckpointError
-from nemo_like.run.directory import answer, check_shared
-from nemo_like.run.lock import LOCK_NAME, locked
+from nemo_like.run.directory import LOCK_NAME, answer, check_shared, locked
 from nemo_like.training.run import TrainingRun
 from tests.algorithms.test_runs import read_metrics
 from tests.recipe import Recipe
@@ -254,7 +253,7 @@ def test_a_disk_that_fills_is_one_message_and_keeps_the_checkpoint(recipe: Recip
 def test_workers_that_see_another_directory_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manifest, "VISIBLE_WITHIN_S", 0.2)
+    monkeypatch.setattr(checkpoint_module, "VISIBLE_WITHIN_S", 0.2)
     run, other = tmp_path / "run", tmp_path / "other"
     (run / "logs").mkdir(parents=True)
 

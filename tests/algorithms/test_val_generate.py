@@ -14,7 +14,7 @@ import torch
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.rollout.rows import Rollout
-from nemo_like.training import evaluation as validation
+from nemo_like.training import steps as validation
 from nemo_like.training.run import TrainingRun
 from nemo_like.weight_sync.channel import WeightSyncError
 from tests.algorithms.test_runs import interrupt_at, read_metrics

@@ -12,7 +12,7 @@ from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.peft_adapter import quantization_problems
 from nemo_like.models.presets import load_spec
 from nemo_like.models.spec import ModelSpec
-from nemo_like.training.checks import check_quantization
+from nemo_like.training.model_files import check_quantization
 from tests.policy.tiny import MIXTURES
 
 NF4 = LoraConfig(enabled=True, quantization="nf4")

@@ -27,7 +27,7 @@ from nemo_like.models.presets import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
-from nemo_like.training.throughput import StepWork, throughput_metrics
+from nemo_like.training.reporting import StepWork, throughput_metrics
 from tests.policy.distillation import SETTINGS, save_teachers
 from tests.policy.tiny import VOCABULARY, context
 

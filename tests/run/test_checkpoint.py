@@ -21,7 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nemo_like.config.schema import CheckpointingConfig
-from nemo_like.run import manifest as checkpoint_manifest
+from nemo_like.run import checkpoint as checkpoint_manifest
 from nemo_like.run.checkpoint import (
     Checkpointer,
     CheckpointError,

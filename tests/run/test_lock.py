@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.run.lock import LOCK_NAME, locked
+from nemo_like.run.directory import LOCK_NAME, locked
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from nemo_like.run.lock import locked
+from nemo_like.run.directory import locked
 with locked(Path(sys.argv[1])):
     print("locked", flush=True)
     time.sleep(120)
@@ -29,7 +29,7 @@ RACE = """
 import sys
 from pathlib import Path
 from nemo_like.config.errors import ConfigError
-from nemo_like.run.lock import locked
+from nemo_like.run.directory import locked
 sys.stdin.readline()
 try:
     with locked(Path(sys.argv[1])):

@@ -14,7 +14,7 @@ from nemo_like.config.optimization import LoraConfig
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.placement import num_adapter_params
-from nemo_like.training.checks import check_lora, check_resumed_lora, linear_layers, lora_line
+from nemo_like.training.model_files import check_lora, check_resumed_lora, linear_layers, lora_line
 from tests.policy.tiny import save_tiny_model
 
 

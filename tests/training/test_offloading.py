@@ -14,7 +14,7 @@ from nemo_like.models.presets import load_spec
 from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, MemoryModel
 from nemo_like.prediction.placement import policy_placement
 from nemo_like.training.generation_backends import generation_backend
-from nemo_like.training.offloading import decide_offload, policy_peak_bytes
+from nemo_like.training.workers import decide_offload, policy_peak_bytes
 
 SIZES = st.floats(0, 1e12)
 

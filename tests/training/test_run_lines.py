@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_like.training.run_lines import step_line
+from nemo_like.training.reporting import step_line
 
 GRPO = {
     "policy/loss": -0.00001,

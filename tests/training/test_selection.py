@@ -19,7 +19,7 @@ from nemo_like.config.schema import (
     PolicyConfig,
     RunConfig,
 )
-from nemo_like.training.selection import Selection
+from nemo_like.training.saving import Selection
 from tests.recipe import Recipe
 
 BASE = RunConfig(

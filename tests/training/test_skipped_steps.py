@@ -27,7 +27,7 @@ from nemo_like.metrics import Metrics, Sum
 from nemo_like.policy.isolation import random_rows
 from nemo_like.policy.policy import ShardedBatch
 from nemo_like.training.run import TrainingRun
-from nemo_like.training.skipped_steps import SkippedStepsError, TrainedBatch, train_steps
+from nemo_like.training.steps import SkippedStepsError, TrainedBatch, train_steps
 from tests.algorithms.test_runs import read_metrics
 from tests.recipe import Recipe
 

@@ -122,7 +122,7 @@ def test_a_signal_before_the_first_step_ends_the_run_without_a_checkpoint(
     config = recipe.sft()
     path = write(config, recipe.folder)
     monkeypatch.setattr(
-        "nemo_like.training.epochs.open_training_run",
+        "nemo_like.training.steps.open_training_run",
         lambda *_, **__: signal.raise_signal(signal.SIGINT),
     )
     assert main(["sft", "--config", path]) == 130
@@ -141,7 +141,7 @@ def test_a_signal_whose_exception_native_code_replaces_ends_the_run_as_any_other
             raise SystemError("returned a result with an exception set") from error
 
     path = write(recipe.sft(), recipe.folder)
-    monkeypatch.setattr("nemo_like.training.epochs.open_training_run", wait)
+    monkeypatch.setattr("nemo_like.training.steps.open_training_run", wait)
     assert main(["sft", "--config", path]) == 75
     assert capfd.readouterr().err == "stopped by SIGTERM outside a step\n"
 

@@ -7,7 +7,7 @@ import pytest
 
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.metrics import Timers, metric_values
-from nemo_like.training.throughput import StepWork, throughput_metrics
+from nemo_like.training.reporting import StepWork, throughput_metrics
 
 
 @pytest.mark.parametrize("has_frozen_weights", [False, True])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nemo_like.data.datasets import SFT_ROWS
 from nemo_like.data.rows import Rows, load_rows
-from nemo_like.training.data_sets import mixed_rows
+from nemo_like.training.run_data import mixed_rows
 
 
 def load(tmp_path: Path, name: str, num_rows: int) -> Rows:

@@ -21,24 +21,30 @@ from nemo_like.data.rows import Rows
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.rollout.conversations import Prompt
 from nemo_like.run.progress import Progress, Sample
-from nemo_like.training.data_sets import training_name
-from nemo_like.training.dataset import ExampleSource, RunData, describe_run, open_data
-from nemo_like.training.diagnostics import Diagnostics, describe_plan
+from nemo_like.training.diagnostics import (
+    NUM_SAMPLES,
+    Diagnostics,
+    check_lengths,
+    check_prompts,
+    check_prompts_agree,
+    check_texts,
+    describe_plan,
+    encode_prompt_of,
+    encode_sample,
+    prompt_messages,
+)
 from nemo_like.training.encoding import (
     PromptRows,
     encode_conversation,
     encode_question,
     encode_sft_row,
 )
-from nemo_like.training.row_checks import (
-    NUM_SAMPLES,
-    check_lengths,
-    check_prompts,
-    check_prompts_agree,
-    check_texts,
-    encode_prompt_of,
-    encode_sample,
-    prompt_messages,
+from nemo_like.training.run_data import (
+    ExampleSource,
+    RunData,
+    describe_run,
+    open_data,
+    training_name,
 )
 from nemo_like.training.run_warnings import step_warnings
 

@@ -25,14 +25,11 @@ from nemo_like.rollout.conversations import Prompt
 from nemo_like.rollout.metrics import rollout_metrics
 from nemo_like.rollout.rows import row_seeds
 from nemo_like.run.progress import Sample
-from nemo_like.training.data_sets import named_metrics
-from nemo_like.training.dataset import ExampleSource
 from nemo_like.training.encoding import encode_conversation
-from nemo_like.training.epochs import run_epochs
-from nemo_like.training.evaluation import show_rollout
+from nemo_like.training.reporting import StepWork, plan_metrics, plan_rows
 from nemo_like.training.run import RunResult, TrainingRun
-from nemo_like.training.skipped_steps import TrainedBatch, train
-from nemo_like.training.throughput import StepWork, plan_metrics, plan_rows
+from nemo_like.training.run_data import ExampleSource, named_metrics
+from nemo_like.training.steps import TrainedBatch, run_epochs, show_rollout, train
 
 _TRAINED_COLUMNS = ("input_ids", "token_mask", "length", "row_mask")
 _VALIDATION_NAMES = {

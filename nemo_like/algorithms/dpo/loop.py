@@ -9,8 +9,8 @@ from nemo_like.algorithms.pair_data import collate_pairs
 from nemo_like.algorithms.pair_training import PairTask
 from nemo_like.config.paths import resolve_paths
 from nemo_like.data.preferences import PreferencePair
-from nemo_like.training.epochs import run_epochs
 from nemo_like.training.run import RunResult
+from nemo_like.training.steps import run_epochs
 
 
 def run_dpo(config: DpoRunConfig) -> RunResult:

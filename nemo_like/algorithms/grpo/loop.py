@@ -16,12 +16,15 @@ from nemo_like.config.paths import resolve_paths
 from nemo_like.data.loader import RowLoader
 from nemo_like.losses import RolloutLoss, rollout_loss
 from nemo_like.rollout.conversations import Prompt
-from nemo_like.training.data_sets import prompt_sets
-from nemo_like.training.dataset import ExampleSource
-from nemo_like.training.evaluation import AnswerSampling, is_due, score_answers, show_rollout
-from nemo_like.training.open_run import open_training_run
-from nemo_like.training.run import RunResult, TrainingRun
-from nemo_like.training.skipped_steps import stop_if_too_many
+from nemo_like.training.run import RunResult, TrainingRun, open_training_run
+from nemo_like.training.run_data import ExampleSource, prompt_sets
+from nemo_like.training.steps import (
+    AnswerSampling,
+    is_due,
+    score_answers,
+    show_rollout,
+    stop_if_too_many,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from nemo_like.rollout.records import (
 )
 from nemo_like.rollout.rows import Rollout
 from nemo_like.run.files import write_json_lines
+from nemo_like.training.reporting import StepWork
 from nemo_like.training.run import TrainingRun
-from nemo_like.training.throughput import StepWork
 
 
 @dataclass(frozen=True, kw_only=True)

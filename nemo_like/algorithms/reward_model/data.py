@@ -21,9 +21,8 @@ from nemo_like.data.preferences import MARGIN_ROWS, PreferencePair, pair_margin
 from nemo_like.data.rows import Rows
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.run.progress import Progress
-from nemo_like.training.data_sets import training_name
-from nemo_like.training.dataset import ExampleSource, RunData, open_data
 from nemo_like.training.diagnostics import Diagnostics
+from nemo_like.training.run_data import ExampleSource, RunData, open_data, training_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

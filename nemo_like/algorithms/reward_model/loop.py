@@ -13,8 +13,8 @@ from nemo_like.algorithms.reward_model.data import (
 from nemo_like.config.paths import resolve_paths
 from nemo_like.losses.pairs import BradleyTerryLoss
 from nemo_like.policy.checkpoint.hf_export import padding_token_id
-from nemo_like.training.epochs import run_epochs
 from nemo_like.training.run import RunResult
+from nemo_like.training.steps import run_epochs
 
 
 def run_reward_model(config: RewardModelRunConfig) -> RunResult:

@@ -19,23 +19,24 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec, stream_spec
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.run.progress import Progress, Sample
-from nemo_like.training.data_sets import training_name
-from nemo_like.training.dataset import (
+from nemo_like.training.diagnostics import (
+    NUM_SAMPLES,
+    Diagnostics,
+    check_lengths,
+    check_prompts_agree,
+    check_texts,
+    describe_plan,
+    encode_sample,
+)
+from nemo_like.training.encoding import encode_conversation, encode_sft_row
+from nemo_like.training.run_data import (
     ExampleSource,
     RunData,
     describe_run,
     encoded_examples,
     open_curriculum,
     open_data,
-)
-from nemo_like.training.diagnostics import Diagnostics, describe_plan
-from nemo_like.training.encoding import encode_conversation, encode_sft_row
-from nemo_like.training.row_checks import (
-    NUM_SAMPLES,
-    check_lengths,
-    check_prompts_agree,
-    check_texts,
-    encode_sample,
+    training_name,
 )
 from nemo_like.training.run_warnings import answer_warnings, step_warnings
 

@@ -13,14 +13,11 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import ExpMean, Mean, Metric, Metrics, merge_metrics
 from nemo_like.policy.policy import Policy
-from nemo_like.training.data_sets import PromptSet, named_metrics, prompt_sets
-from nemo_like.training.dataset import ExampleSource
-from nemo_like.training.epochs import run_epochs
-from nemo_like.training.evaluation import score_answers
 from nemo_like.training.model_files import open_model_spec
+from nemo_like.training.reporting import StepWork, plan_metrics, plan_rows
 from nemo_like.training.run import RunResult, TrainingRun
-from nemo_like.training.skipped_steps import TrainedBatch, train
-from nemo_like.training.throughput import StepWork, plan_metrics, plan_rows
+from nemo_like.training.run_data import ExampleSource, PromptSet, named_metrics, prompt_sets
+from nemo_like.training.steps import TrainedBatch, run_epochs, score_answers, train
 
 
 def run_sft(config: SftRunConfig) -> RunResult:

@@ -18,7 +18,7 @@ from torch import Tensor
 from nemo_like.config.errors import ConfigError
 from nemo_like.distributed import activity
 from nemo_like.policy.checkpoint.hf_reader import TensorFiles
-from nemo_like.run.manifest import CheckpointError, read_json
+from nemo_like.run.checkpoint import CheckpointError, read_json
 
 MANIFEST = "manifest.json"
 FORMAT = 2

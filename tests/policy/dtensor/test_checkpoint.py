@@ -28,7 +28,7 @@ from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.parameters import row_range
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
-from nemo_like.run.manifest import CheckpointError
+from nemo_like.run.checkpoint import CheckpointError
 from tests.policy.tiny import context, random_batch, run_ranks, saved_tensors
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")

@@ -26,7 +26,7 @@ from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.megatron.worker import MegatronPolicyWorker
-from nemo_like.run.manifest import CheckpointError
+from nemo_like.run.checkpoint import CheckpointError
 from tests.policy.megatron.ranks import of_model
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS, TOLERANCE
 from tests.policy.tiny import context, random_batch, relative_error, row_loss, saved_tensors

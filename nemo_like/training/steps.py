@@ -1,4 +1,6 @@
-"""Optimizer steps that are skipped because the loss or the gradients are not finite.
+"""The steps of a run: training on a batch, validation by reward, and the loop over epochs.
+
+An optimizer step is skipped if its loss or its gradients are not finite.
 
 The rows of a skipped step are consumed: weights, optimizer state and learning-rate schedule stay as
 they were and the run continues with the next batch. When more than `policy.max_skipped_steps`
@@ -10,25 +12,39 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from nemo_like.config.schema import EpochLoopConfig, RunConfig
 from nemo_like.config.text import counted
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.loader import Position
+from nemo_like.data.loader import BatchLoader, Position
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.errors import WorkerError
+from nemo_like.generation.requests import SamplingParams
 from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics, merge_metrics
 from nemo_like.policy.loss_step import SkippedStep
 from nemo_like.policy.optim import NonFiniteError
 from nemo_like.policy.policy import Logprobs, ShardedBatch
+from nemo_like.rollout.conversations import Prompt
+from nemo_like.rollout.metrics import answer_metrics
+from nemo_like.rollout.records import record_sample
+from nemo_like.rollout.rows import Rollout, row_seeds
 from nemo_like.run.files import reporting_write_errors, write_text
-from nemo_like.training.run import TrainingRun
+from nemo_like.training.reporting import StepWork
+from nemo_like.training.run import RunResult, TrainingRun, open_training_run
+from nemo_like.training.run_data import (
+    ExampleSource,
+    ExampleT,
+    PromptSet,
+    named_metrics,
+    source_metrics,
+)
 
 TOTAL = "num_skipped_steps"
 IN_A_ROW = "num_skipped_steps_in_a_row"
@@ -198,3 +214,182 @@ def _summary(records: Sequence[Mapping[str, Any]], num_skipped: int, num_steps: 
     num_rows = sum(record["cause"] == "loss" for record in records)
     cause = f"the loss of {counted(num_rows, 'row')} is" if num_rows else "the gradients are"
     return f"optimizer step skipped{share}, weights unchanged: {cause} not finite"
+
+
+_SEED_OFFSET = 2**31
+"""Separates the sampling streams of validation and of training steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerSampling:
+    """How validation answers are sampled and counted."""
+
+    temperature: float = 0.0
+    num_samples: int = 1
+    """Answers per prompt."""
+    pass_reward: float = 1.0
+    """An answer with at least this reward is correct, for avg@n and pass@k."""
+
+
+def is_due(step: int, period: int, *, is_last: bool) -> bool:
+    """Return True every `period` steps (0: never) and always at the last step."""
+    return is_last or (period > 0 and step % period == 0)
+
+
+def answer_seeds(seed: int, step: int, num_rows: int) -> np.ndarray:
+    """Return the seed of each validation answer, uint64 [num_rows].
+
+    `seed` is the seed of the run. Fewer rows have the seeds of the first ones.
+    """
+    return row_seeds(seed, _SEED_OFFSET + step, num_rows)
+
+
+def score_answers(
+    run: TrainingRun,
+    sets: Sequence[PromptSet],
+    step: int,
+    sampling: AnswerSampling = AnswerSampling(),
+) -> Metrics:
+    """Generate answers to the prompts of all sets, score them and return `validation/*`.
+
+    Without prompts there are no metrics. The generator must have the weights of `step`: raises
+    RuntimeError if its completions have another version.
+    """
+    prompts: list[Prompt] = []
+    for each in sets:
+        prompts += each.prompts
+    if not prompts:
+        return {}
+    config = run.config
+    with run.progress.phase("validation", len(prompts)) as phase, run.generating():
+        # One job for all sets, so that the generator is idle once, at the end.
+        job = run.rollouts.start(
+            prompts,
+            group_size=sampling.num_samples,
+            sampling=SamplingParams.from_config(
+                config.policy.generation, temperature=sampling.temperature
+            ),
+            max_total_length=config.policy.max_total_sequence_length,
+            seeds=answer_seeds(config.seed, step, len(prompts) * sampling.num_samples),
+        )
+        rollout = run.finish_rollout(job)
+        rollout.check_versions(step, step)
+        phase.advance(len(prompts))
+    show_rollout(run, rollout, f"validation sample at step {step}")
+    metrics: Metrics = {}
+    first_row = 0
+    for each in sets:
+        num_rows = len(each.prompts) * sampling.num_samples
+        rows = np.arange(first_row, first_row + num_rows)
+        metrics |= _set_metrics(rollout, each, rows, sampling)
+        first_row += num_rows
+    return metrics
+
+
+def _set_metrics(
+    rollout: Rollout, prompts: PromptSet, rows: np.ndarray, sampling: AnswerSampling
+) -> Metrics:
+    """Return the metrics of one set, whose answers are `rows` int64 [n], and of its sources."""
+
+    def metrics_of(selected: np.ndarray) -> Metrics:
+        return answer_metrics(
+            rollout, selected, num_samples=sampling.num_samples, pass_reward=sampling.pass_reward
+        )
+
+    if len(rows) == 0:
+        return {}
+    metrics = named_metrics(prompts.name, metrics_of(rows))
+    if prompts.sources is None:
+        return metrics
+    source_of_row = np.repeat(np.array(prompts.sources), sampling.num_samples)
+    for source in sorted(set(prompts.sources)):
+        of_source = metrics_of(rows[source_of_row == source])
+        metrics |= source_metrics(prompts.name, source, of_source)
+    return metrics
+
+
+def show_rollout(run: TrainingRun, rollout: Rollout, title: str) -> None:
+    """Print the first `logger.num_samples_shown` rows of a rollout with their rewards."""
+    records = rollout.records()[: run.config.logger.num_samples_shown]
+    run.progress.show_samples([record_sample(record) for record in records], title)
+
+
+class EpochTask(Protocol):
+    """What an algorithm does in such a run."""
+
+    def show_rows(self, run: TrainingRun) -> None:
+        """Print the first rows of the file, decoded."""
+        ...
+
+    def train_step(self, run: TrainingRun, step: int) -> StepWork:
+        """Train on the next rows after `step` steps; return them and what was computed."""
+        ...
+
+    def validate(self, run: TrainingRun, step: int) -> Metrics:
+        """Return the metrics of all validation sets after `step` steps."""
+        ...
+
+
+def run_epochs(
+    config: RunConfig,
+    limits: EpochLoopConfig,
+    source: ExampleSource[ExampleT],
+    loader: BatchLoader[ExampleT],
+    open_task: Callable[[], EpochTask],
+) -> RunResult:
+    """Train until `limits` end the run; return paths and last metrics.
+
+    `limits` is the section of the algorithm in `config`. `open_task` is called before the run
+    starts: it encodes the validation rows, so that a bad row is an error before the first step.
+    Raises ConfigError for wrong input.
+    """
+    source.encode_ahead(loader.rows_of_batches(source.last_step(limits, loader, 0)))
+    total = source.last_step(limits, loader, 0)
+    task = open_task()
+    with open_training_run(config, source.data, num_steps=total, num_optimizer_steps=total) as run:
+        step = run.resume(loader)
+        if step == 0:
+            task.show_rows(run)
+            if limits.val_at_start:
+                run.add_metrics(task.validate(run, step))
+                run.log_metrics(step)
+        return run.finalize(_train(run, limits, source, loader, task, step))
+
+
+def _train(
+    run: TrainingRun,
+    limits: EpochLoopConfig,
+    source: ExampleSource[ExampleT],
+    loader: BatchLoader[ExampleT],
+    task: EpochTask,
+    step: int,
+) -> int:
+    """Train from `step` to the end of the run; return the last step."""
+    # The files can have changed since the checkpoint, and the number of steps with them.
+    total = source.last_step(limits, loader, step)
+
+    def is_end() -> bool:
+        return (total is not None and step >= total) or source.is_exhausted(limits, loader)
+
+    # A run without any row left ends with the error of the loader, not after 0 steps.
+    is_last = step > 0 and is_end()
+    with run.progress.phase(run.config.kind, total, unit="steps", done=step) as phase:
+        while not is_last and not run.stops_early:
+            run.stop_if_requested(step, loader)
+            with run.timers("step"):
+                work = task.train_step(run, step)
+            step += 1
+            phase.advance()
+            is_last = is_end()
+            if is_due(step, limits.val_period, is_last=is_last):
+                run.add_metrics(task.validate(run, step))
+            run.log_step(step, work)
+            # After the log, because it can end the run.
+            stop_if_too_many(run, step, loader)
+            run.save_if_due(step, loader, is_last=is_last)
+    num_left_out = loader.num_left_out(source.rows.is_kept)
+    if num_left_out:
+        run.progress.print_line(
+            f"data.batching.tail=drop leaves out {counted(num_left_out, 'row')} of the last epoch"
+        )
+    return step
