@@ -125,11 +125,9 @@ def mount(
     _check(code, f"mount {source or ''} on {target}")
 
 
-def make_read_only(target: str, *, has_devices: bool = False) -> None:
+def make_read_only(target: str) -> None:
     """Make a mount and the mounts below it read-only. Raises OSError before Linux 5.12."""
-    attributes = _ATTR_RDONLY | _ATTR_NOSUID
-    if not has_devices:
-        attributes |= _ATTR_NODEV
+    attributes = _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV
     request = struct.pack("=QQQQ", attributes, 0, 0, 0)
     path = os.fsencode(target)
     code = _syscall(_MOUNT_SETATTR, _AT_FDCWD, path, _AT_RECURSIVE, request, len(request))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import logging
 import os
@@ -19,8 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from nemo_like.environments.sandbox import wire
 from nemo_like.environments.sandbox.isolation import remove_scratch
+from nemo_like.environments.sandbox.supervisor import encode
 
 logger = logging.getLogger(__name__)
 
@@ -268,17 +269,8 @@ def find_problems(python: str) -> Mapping[str, str]:
     finally:
         remove_scratch(scratch)
     available = [name for name, text in problems.items() if not text and name != "user"]
-    # Without namespaces the program runs as another user.
-    needs_user = "namespaces" not in available
-    missing = []
-    for name, text in problems.items():
-        if text and (name != "user" or needs_user):
-            missing.append(f"no {name} ({text})")
-    logger.info(
-        "sandbox: %s available%s",
-        ", ".join(available) or "nothing",
-        "".join(f"; {text}" for text in missing),
-    )
+    missing = [f"; no {name} ({text})" for name, text in problems.items() if text]
+    logger.info("sandbox: %s available%s", ", ".join(available) or "nothing", "".join(missing))
     return problems
 
 
@@ -321,9 +313,8 @@ def _call_supervisor(
     with process:
         assert process.stdin is not None and process.stdout is not None
         assert process.stderr is not None
-        text = wire.encode(request)
         try:
-            process.stdin.write(b"%d\n" % len(text) + text)
+            process.stdin.write(encode(request))
             process.stdin.flush()
             # Stdin stays open: its end would stop the program.
             reply = _read_all(process, time.monotonic() + timeout_s, stop)
@@ -335,8 +326,8 @@ def _call_supervisor(
             if not _has_ended(process):
                 process.kill()
         try:
-            return wire.decode(reply)
-        except ValueError:
+            return ast.literal_eval(reply.decode("ascii"))
+        except (ValueError, SyntaxError):
             problem = process.stderr.read().decode("utf-8", "replace").strip()
             raise SandboxError(
                 "the supervisor of the sandbox failed:"

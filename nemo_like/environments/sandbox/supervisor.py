@@ -1,22 +1,24 @@
 """The supervisor: starts one program, enforces its limits, and ends all that it started.
 
 It is a separate process, `python -I -S`, which reads one request from stdin and writes the result
-to stdout, both in the format of `wire`. Stdin stays open while the program runs: its end means that
-the caller has ended. With namespaces its child is the first process of a PID namespace, which
+to stdout, each a line with a Python literal. Stdin stays open while the program runs: its end means
+that the caller has ended. With namespaces its child is the first process of a PID namespace, which
 starts the program and waits for it; without, its child is the program.
 
-It imports little, because it is started for every program.
+It imports little, because it is started for every program: json or ast would take longer to import
+than all other modules together.
 """
 
 from __future__ import annotations
 
+import _ast
 import fcntl
 import os
 import select
 import sys
 import time
 
-from nemo_like.environments.sandbox import isolation, linux, wire
+from nemo_like.environments.sandbox import isolation, linux
 
 TYPE_CHECKING = False  # The module typing takes long to import.
 if TYPE_CHECKING:
@@ -36,33 +38,36 @@ _GRACE_S = 0.05
 
 def main() -> None:
     """Serve one request."""
-    request = _read_request()
+    request = decode(sys.stdin.buffer.readline())
     is_probe = request["kind"] == "probe"
     # Without another user that can run the interpreter, programs of root run as root.
     changes_user = is_probe or not {"namespaces", "user"}.isdisjoint(request["mechanisms"])
     is_root = os.geteuid() == 0
     request["user_id"] = _unprivileged_user() if is_root and changes_user else None
-    reply = wire.encode(isolation.probe(request) if is_probe else run(request))
+    reply = encode(isolation.probe(request) if is_probe else run(request))
     while reply:
         reply = reply[os.write(1, reply) :]
 
 
-def _read_request() -> dict[str, Any]:
-    """Read the length of the request, as a line, and the request."""
-    length = b""
-    while not length.endswith(b"\n"):
-        byte = os.read(0, 1)
-        if not byte:
-            # The caller ended.
-            sys.exit(1)
-        length += byte
-    text = b""
-    while len(text) < int(length):
-        part = os.read(0, int(length) - len(text))
-        if not part:
-            sys.exit(1)
-        text += part
-    return wire.decode(text)
+def encode(value: Any) -> bytes:
+    """Return a line with the literal of a value: None, numbers, texts, lists and dicts of them."""
+    return ascii(value).encode("ascii") + b"\n"
+
+
+def decode(line: bytes) -> Any:
+    """Return the value of a literal, with lists for tuples. Raises SyntaxError and ValueError."""
+    return _value(compile(line, "<request>", "eval", _ast.PyCF_ONLY_AST).body)
+
+
+def _value(node: _ast.AST | None) -> Any:
+    if isinstance(node, _ast.Constant):
+        return node.value
+    if isinstance(node, _ast.List | _ast.Tuple):
+        return [_value(element) for element in node.elts]
+    if isinstance(node, _ast.Dict):
+        pairs = zip(node.keys, node.values, strict=True)
+        return {_value(key): _value(item) for key, item in pairs}
+    raise ValueError(f"a {type(node).__name__} is not plain data")
 
 
 def _unprivileged_user() -> int:
@@ -169,7 +174,7 @@ def _start(
                 _serve_as_init(pid, status)
         _execute(request, scratch, inputs, outputs, num_other_tasks)
     except BaseException as error:  # noqa: BLE001 (nothing may run on in a copy of the supervisor)
-        os.write(status, wire.encode({"setup_error": str(error)}))
+        os.write(status, encode({"setup_error": str(error)}))
     os._exit(1)
 
 
@@ -189,7 +194,7 @@ def _serve_as_init(pid: int, status: int) -> None:
         "cpu_s": usage.ru_utime + usage.ru_stime,
         "rss_kb": usage.ru_maxrss,
     }
-    os.write(status, wire.encode(report))
+    os.write(status, encode(report))
     os._exit(0)
 
 
@@ -218,7 +223,7 @@ def _execute(
         environment = dict(request["env"], TMPDIR=scratch)
         os.execve(request["argv"][0], request["argv"], environment)
     except BaseException as error:  # noqa: BLE001 (reported by the supervisor)
-        os.write(_STATUS_FD, wire.encode({"setup_error": str(error)}))
+        os.write(_STATUS_FD, encode({"setup_error": str(error)}))
     os._exit(1)
 
 
@@ -287,7 +292,7 @@ class _Monitor:
 
     def result(self) -> dict[str, Any]:
         """Return the result. Call after `end`."""
-        status = wire.decode(bytes(self._texts[3])) if self._texts[3] else {}
+        status = decode(bytes(self._texts[3])) if self._texts[3] else {}
         if "setup_error" in status:
             return status
         code = status.get("code", self._code)

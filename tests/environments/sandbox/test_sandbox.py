@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_like.environments.sandbox import linux, wire
+from nemo_like.environments.sandbox import linux
 from nemo_like.environments.sandbox.isolation import remove_scratch, size_bytes
 from nemo_like.environments.sandbox.sandbox import (
     Sandbox,
@@ -24,11 +24,13 @@ from nemo_like.environments.sandbox.sandbox import (
     find_problems,
     missing_isolation,
 )
+from nemo_like.environments.sandbox.supervisor import decode, encode
 
 _LIMITS = SandboxLimits(wall_s=20.0, cpu_s=5.0, max_processes=8, max_kept_bytes=1000)
 
+
 _VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    st.none() | st.booleans() | st.integers(0) | st.floats(0, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=20,
 )
@@ -44,15 +46,21 @@ def sandbox() -> Sandbox:
 
 @given(_VALUES)
 def test_decoded_values_equal_the_encoded_ones(value: object) -> None:
-    assert wire.decode(wire.encode(value)) == value
+    assert decode(encode(value)) == value
 
 
 @given(_VALUES, st.data())
 def test_incomplete_data_is_refused(value: object, data: st.DataObject) -> None:
-    encoded = wire.encode([value])
+    encoded = encode([value]).rstrip()
     length = data.draw(st.integers(0, len(encoded) - 1))
-    with pytest.raises(ValueError):
-        wire.decode(encoded[:length])
+    with pytest.raises((SyntaxError, ValueError)):
+        decode(encoded[:length])
+
+
+@pytest.mark.parametrize("text", [b"open", b"f()", b"{**{}}", b"-1", b"[x for x in ()]"])
+def test_only_plain_data_is_decoded(text: bytes) -> None:
+    with pytest.raises(ValueError, match="is not plain data"):
+        decode(text)
 
 
 def test_a_program_has_input_output_and_a_report(sandbox: Sandbox) -> None:
