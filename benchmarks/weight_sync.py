@@ -54,8 +54,8 @@ from nemo_like.weight_sync.broadcast import BroadcastReceiver, BroadcastSender
 from nemo_like.weight_sync.channel import (
     MAX_BUCKET_BYTES,
     BucketLayout,
+    ChannelRequest,
     ChannelSpec,
-    Transport,
     plan_layouts,
 )
 from nemo_like.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
@@ -63,7 +63,7 @@ from nemo_like.weight_sync.sync import SyncReport, WeightSync
 
 _CONFIG = Path(__file__).parents[1] / "examples" / "configs" / "demo_grpo.yaml"
 
-TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "gloo")
+TRANSPORTS = ("shared_memory", "gloo")
 
 SIZES = {
     8: {"vocab_size": 12288, "hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 5},
@@ -136,7 +136,7 @@ class Result:
 
     @classmethod
     def of_report(cls, report: SyncReport) -> Result:
-        report.raise_if_failed()
+        assert not report.failed, report.failed
         return cls(
             report.gather_s, report.transfer_s, report.load_s, report.total_s, report.buffer_bytes
         )
@@ -202,7 +202,10 @@ def gloo_gb_per_s(layouts: Sequence[BucketLayout], repeats: int) -> float:
         arguments = (queue, index, repeats + 1)
         context.Process(target=receive_buckets, args=arguments, daemon=True).start()
     for repeat in range(repeats + 1):
-        sender = BroadcastSender("gloo", "127.0.0.1", 2, slot_bytes, torch.device("cpu"), 60.0)
+        request = ChannelRequest(
+            transport="gloo", num_receivers=2, host="127.0.0.1", timeout_s=60.0
+        )
+        sender = BroadcastSender(request, slot_bytes, torch.device("cpu"))
         spec = ChannelSpec(
             transport="gloo",
             layouts=tuple(layouts),

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_like.weight_sync.channel import ChannelSpec
-from nemo_like.weight_sync.cuda_ipc import CudaIpcReceiver
-from nemo_like.weight_sync.shared_memory import SharedMemoryReceiver
+from nemo_like.weight_sync.channel import ChannelReceiver, ChannelSpec
+from nemo_like.weight_sync.transfer import TRANSPORTS
 
 _TIMEOUT_S = 100.0
 
@@ -76,7 +75,7 @@ class _Server:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._channel: CudaIpcReceiver | SharedMemoryReceiver | None = None
+        self._channel: ChannelReceiver | None = None
         self._tensor: Tensor | None = None
         self._target: Tensor | None = None
 
@@ -103,10 +102,7 @@ class _Server:
 
     def open(self, spec: ChannelSpec) -> bool:
         """Join a channel of the weight transports."""
-        if spec.transport == "cuda_ipc":
-            self._channel = CudaIpcReceiver(spec, self._device)
-        else:
-            self._channel = SharedMemoryReceiver(spec)
+        self._channel = TRANSPORTS[spec.transport].receiver(spec, 0, self._device)
         return True
 
     def load(self, index: int, num_bytes: int) -> tuple[float, float]:
@@ -116,8 +112,7 @@ class _Server:
         if self._target is None or self._target.numel() < num_bytes:
             self._target = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         answer = self._copy(self._target[:num_bytes], source)
-        if isinstance(self._channel, CudaIpcReceiver):
-            self._channel.loaded()
+        self._channel.loaded()
         return answer
 
     def close(self) -> bool:

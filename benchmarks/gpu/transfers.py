@@ -14,9 +14,14 @@ from torch import Tensor
 from benchmarks.gpu.cells import SkipCell
 from benchmarks.gpu.peer import checksum, receive, started_peer
 from benchmarks.gpu.training_steps import synchronize, time_calls
-from nemo_like.weight_sync.channel import MAX_BUCKET_BYTES, ChannelSpec, plan_layouts
-from nemo_like.weight_sync.cuda_ipc import CudaIpcSender
-from nemo_like.weight_sync.shared_memory import SharedMemorySender
+from nemo_like.weight_sync.channel import (
+    MAX_BUCKET_BYTES,
+    ChannelRequest,
+    ChannelSender,
+    ChannelSpec,
+    plan_layouts,
+)
+from nemo_like.weight_sync.transfer import TRANSPORTS
 
 _NUM_COPIES = 5
 _SLOT_BYTES = 256 * 2**20
@@ -102,12 +107,9 @@ def time_transport(
     num_buckets = max(num_bytes // slot_bytes, 2)
     weights = torch.randint(0, 255, (slot_bytes,), dtype=torch.uint8, device=device)
     expected = checksum(weights)
-    sender: CudaIpcSender | SharedMemorySender
-    if transport == "cuda_ipc":
-        # With an index: the handle of the memory names the device.
-        sender = CudaIpcSender(slot_bytes, torch.device(device))
-    else:
-        sender = SharedMemorySender(slot_bytes)
+    request = ChannelRequest(transport=transport, num_receivers=1, host="127.0.0.1", timeout_s=60.0)
+    # With an index: the handle of the memory names the device.
+    sender = TRANSPORTS[transport].sender(request, slot_bytes, torch.device(device))
     spec = ChannelSpec(
         transport=transport,
         layouts=(),
@@ -138,7 +140,7 @@ def time_transport(
 
 
 def _send(
-    sender: CudaIpcSender | SharedMemorySender, peer: Connection, index: int, weights: Tensor
+    sender: ChannelSender, peer: Connection, index: int, weights: Tensor
 ) -> tuple[float, float]:
     """Write `weights` uint8 [n] into a slot and have the peer copy them out."""
     sender.buffer(index)[: len(weights)].copy_(weights)

@@ -35,7 +35,7 @@ from nemo_like.weight_sync.channel import (
     LoadedBucket,
     UpdateCoverage,
 )
-from nemo_like.weight_sync.receiver import NamedTensors, WeightReceiver
+from nemo_like.weight_sync.transfer import NamedTensors, WeightReceiver
 
 
 class HFGenerationWorker:

@@ -45,7 +45,7 @@ from nemo_like.weight_sync.channel import (
     LoadedBucket,
     UpdateCoverage,
 )
-from nemo_like.weight_sync.receiver import NamedTensors, WeightReceiver
+from nemo_like.weight_sync.transfer import NamedTensors, WeightReceiver
 
 ADAPTER_ID = 1
 

@@ -48,7 +48,7 @@ from nemo_like.run import directory as run_directory
 from nemo_like.run.files import FileRecord
 from nemo_like.sampling_filter import SamplingFilter
 from nemo_like.weight_sync.channel import ChannelRequest, ChannelSpec, SentBucket, WeightPlan
-from nemo_like.weight_sync.sender import WeightSender
+from nemo_like.weight_sync.transfer import WeightSender
 
 Columns = Mapping[str, np.ndarray | Jagged]
 

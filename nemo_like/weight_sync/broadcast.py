@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import socket
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -25,9 +26,12 @@ from torch.distributed import (
 
 from nemo_like.distributed import activity
 from nemo_like.weight_sync.channel import (
-    BroadcastAddress,
     ChannelBrokenError,
+    ChannelReceiver,
+    ChannelRequest,
+    ChannelSender,
     ChannelSpec,
+    Placement,
     Transport,
 )
 
@@ -42,33 +46,71 @@ sent at the same time. On two cores 1.2 GB/s instead of 1.0; with four it is not
 _STORE_TIMEOUT = timedelta(seconds=JOIN_TIMEOUT_S)
 
 
-class BroadcastSender:
+@dataclass(frozen=True, slots=True)
+class BroadcastAddress:
+    """The rendezvous of a broadcast group; the sender has rank 0."""
+
+    host: str
+    port: int
+    world_size: int
+    """1 + number of receivers."""
+
+
+class GlooTransport(Transport):
+    """Broadcast from host memory to host memory."""
+
+    name = "gloo"
+    is_collective = True
+
+    def available(self, placement: Placement) -> bool:
+        return not placement.is_on_gpus
+
+    def sender(
+        self, request: ChannelRequest, slot_bytes: int, device: torch.device
+    ) -> ChannelSender:
+        return BroadcastSender(request, slot_bytes, torch.device("cpu"))
+
+    def receiver(self, spec: ChannelSpec, index: int, device: torch.device) -> ChannelReceiver:
+        return BroadcastReceiver(spec, index, torch.device("cpu"))
+
+
+class NcclTransport(Transport):
+    """Broadcast from GPU memory to GPU memory. NCCL refuses two ranks on one GPU."""
+
+    name = "nccl"
+    needs_gpu = True
+    is_collective = True
+
+    def available(self, placement: Placement) -> bool:
+        return placement.is_on_gpus and placement.num_on_policy_gpus == 0
+
+    def sender(
+        self, request: ChannelRequest, slot_bytes: int, device: torch.device
+    ) -> ChannelSender:
+        return BroadcastSender(request, slot_bytes, device)
+
+    def receiver(self, spec: ChannelSpec, index: int, device: torch.device) -> ChannelReceiver:
+        return BroadcastReceiver(spec, index, device)
+
+
+class BroadcastSender(ChannelSender):
     """Policy rank 0 of a broadcast group; serves the rendezvous."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        host: str,
-        num_receivers: int,
-        slot_bytes: int,
-        device: torch.device,
-        timeout_s: float,
-    ) -> None:
-        """Listen at a free port of `host`; receivers join with `address`."""
-        _check_transport(transport)
-        self._transport: Transport = transport
-        self._timeout_s = timeout_s
-        self._device = device
-        self._store, port = _serve_store(host, num_receivers + 1)
-        self.address = BroadcastAddress(host, port, num_receivers + 1)
-        self._buffer = _new_buffer(transport, slot_bytes, device)
+    def __init__(self, request: ChannelRequest, slot_bytes: int, device: torch.device) -> None:
+        """Listen at a free port of the requested host; receivers join with `address`.
+
+        The buffer is on `device`, which decides between gloo and NCCL.
+        """
+        self._timeout_s = request.timeout_s
+        world_size = request.num_receivers + 1
+        self._store, port = _serve_store(request.host, world_size)
+        self.address = BroadcastAddress(request.host, port, world_size)
+        self._buffer = torch.empty(slot_bytes, dtype=torch.uint8, device=device)
         self._group: Any = None
 
     def connect(self) -> None:
         """Form the group. Raises ChannelBrokenError if a receiver does not join in time."""
-        self._group = _join(
-            self._transport, self._store, self.address, 0, self._timeout_s, self._device
-        )
+        self._group = _join(self._store, self.address, 0, self._timeout_s, self._buffer.device)
 
     def buffer(self, index: int) -> Tensor:
         """Return the buffer of bucket `index`, uint8 [slot_bytes]."""
@@ -95,25 +137,25 @@ class BroadcastSender:
         return num_bytes
 
 
-class BroadcastReceiver:
+class BroadcastReceiver(ChannelReceiver):
     """A member of a broadcast group."""
 
     def __init__(self, spec: ChannelSpec, index: int, device: torch.device) -> None:
-        """Join as receiver `index`. Raises ChannelBrokenError if a member does not join in time."""
-        address = spec.address
-        assert isinstance(address, BroadcastAddress)
-        _check_transport(spec.transport)
+        """Join as receiver `index`, with the buffer on `device`.
+
+        Raises ChannelBrokenError if a member does not join in time.
+        """
+        address: BroadcastAddress = spec.address
         self._timeout_s = spec.timeout_s
         self._layouts = spec.layouts
-        self._buffer = _new_buffer(spec.transport, spec.slot_bytes, device)
+        self._buffer = torch.empty(spec.slot_bytes, dtype=torch.uint8, device=device)
         try:
             store = TCPStore(
                 address.host, address.port, address.world_size, False, timeout=_STORE_TIMEOUT
             )
         except RuntimeError as error:
             raise ChannelBrokenError(f"the policy at {address.host} does not answer") from error
-        rank = index + 1
-        self._group = _join(spec.transport, store, address, rank, spec.timeout_s, device)
+        self._group = _join(store, address, index + 1, spec.timeout_s, device)
 
     def receive(self, index: int) -> Tensor:
         """Return the buffer with bucket `index`, uint8 [slot_bytes]."""
@@ -128,19 +170,6 @@ class BroadcastReceiver:
         self._buffer = self._buffer.new_empty(0)
         self._group = None
         return num_bytes
-
-
-def _check_transport(transport: Transport) -> None:
-    if transport == "nccl" and not dist.is_nccl_available():
-        raise RuntimeError(
-            "the transport nccl needs a torch with NCCL; this one was built without it"
-        )
-
-
-def _new_buffer(transport: Transport, num_bytes: int, device: torch.device) -> Tensor:
-    """Return an uninitialized buffer uint8 [num_bytes] where `transport` needs it."""
-    where = device if transport == "nccl" else torch.device("cpu")
-    return torch.empty(num_bytes, dtype=torch.uint8, device=where)
 
 
 def _serve_store(host: str, world_size: int) -> tuple[TCPStore, int]:
@@ -162,12 +191,7 @@ def _serve_store(host: str, world_size: int) -> tuple[TCPStore, int]:
 
 
 def _join(
-    transport: Transport,
-    store: TCPStore,
-    address: BroadcastAddress,
-    rank: int,
-    timeout_s: float,
-    device: torch.device,
+    store: TCPStore, address: BroadcastAddress, rank: int, timeout_s: float, device: torch.device
 ) -> Any:
     """Return the process group of this rank, after all ranks have come."""
     members = PrefixStore("members", store)
@@ -177,7 +201,7 @@ def _join(
         _wait_for_members(members, address.world_size)
         group_store = PrefixStore("group", store)
         timeout = timedelta(seconds=timeout_s)
-        if transport == "nccl":
+        if device.type == "cuda":
             return _nccl_group(group_store, rank, address.world_size, timeout, device)
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._timeout = timeout

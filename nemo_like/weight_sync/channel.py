@@ -1,5 +1,4 @@
-"""Layouts of weight buckets, the interface of the transports, and the check that an update is
-complete.
+"""Layouts of weight buckets, the interface of transports, and the check that an update is complete.
 
 Sender and receiver compute nothing themselves: the layouts are planned once per weight update and
 sent to the receivers, and both sides make the same views of a buffer. The bytes are equal to the
@@ -15,7 +14,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -134,9 +133,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-Transport = Literal["in_process", "shared_memory", "gloo", "cuda_ipc", "nccl"]
-
-
 class WeightSyncError(RuntimeError):
     """Weights did not reach a generator, or the generator computes with other weights."""
 
@@ -169,87 +165,137 @@ def gpu_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def select_transport(policy: Sequence[Endpoint], receivers: Sequence[Endpoint]) -> Transport:
-    """Return the transport from policy rank 0 to all receivers.
+@dataclass(frozen=True)
+class Placement:
+    """The processes of both sides of an update, by which a transport is chosen."""
 
-    `policy` has the endpoints of the policy's ranks. Weights are passed through host memory unless
-    both sides are on GPUs. Raises ValueError for receivers of which only some share a GPU with a
-    policy rank: CUDA IPC does not reach all of them and NCCL refuses two ranks on one GPU.
-    """
-    source = policy[0]
-    if all((each.pid, each.machine) == (source.pid, source.machine) for each in receivers):
-        return "in_process"
-    if source.gpu and all(each.gpu for each in receivers):
-        return _select_on_gpus(policy, receivers)
-    if all(each.machine == source.machine for each in receivers):
-        return "shared_memory"
-    return "gloo"
+    policy: Sequence[Endpoint]
+    """The ranks of the policy. Rank 0 sends."""
+    receivers: Sequence[Endpoint]
 
-
-def _select_on_gpus(policy: Sequence[Endpoint], receivers: Sequence[Endpoint]) -> Transport:
-    policy_gpus = {each.gpu for each in policy}
-    is_shared = [each.gpu in policy_gpus for each in receivers]
-    if all(is_shared):
-        return "cuda_ipc"
-    if any(is_shared):
-        raise ValueError(
-            f"{sum(is_shared)} of {len(receivers)} generator processes share a GPU with the policy;"
-            " set cluster.generation_workers to 0 to place all of them on the policy's GPUs, or"
-            " above 0 to place none there"
+    @property
+    def is_one_process(self) -> bool:
+        """Whether policy rank 0 and all receivers are one process."""
+        source = self.policy[0]
+        return all(
+            (each.pid, each.machine) == (source.pid, source.machine) for each in self.receivers
         )
-    return "nccl"
 
+    @property
+    def is_one_machine(self) -> bool:
+        """Whether policy rank 0 and all receivers are on one machine."""
+        return all(each.machine == self.policy[0].machine for each in self.receivers)
 
-@dataclass(frozen=True, slots=True)
-class SharedMemoryAddress:
-    """The slots of a sender on the same machine."""
+    @property
+    def is_on_gpus(self) -> bool:
+        """Whether policy rank 0 and all receivers have GPUs."""
+        return all(each.gpu for each in [self.policy[0], *self.receivers])
 
-    pid: int
-    descriptors: tuple[int, ...]
-    """File descriptors of the slots in process `pid`."""
-    token: str
-    """Part of the name of both slots, so that descriptors of another process are recognized."""
-
-
-@dataclass(frozen=True, slots=True)
-class BroadcastAddress:
-    """The rendezvous of a broadcast group; the sender has rank 0."""
-
-    host: str
-    port: int
-    world_size: int
-    """1 + number of receivers."""
-
-
-@dataclass(frozen=True, slots=True)
-class CudaIpcAddress:
-    """Slots in GPU memory of the policy's processes."""
-
-    handles: Mapping[str, tuple[tuple[Any, ...], ...]]
-    """GPU UUID -> for each slot the arguments of torch's `rebuild_cuda_tensor`."""
+    @property
+    def num_on_policy_gpus(self) -> int:
+        """Receivers whose GPU is the GPU of a policy rank."""
+        policy_gpus = {each.gpu for each in self.policy} - {""}
+        return sum(each.gpu in policy_gpus for each in self.receivers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelSpec:
     """All that a receiver needs to receive the buckets of one weight update."""
 
-    transport: Transport
+    transport: str
+    """A name in `nemo_like.weight_sync.transfer.TRANSPORTS`."""
     layouts: tuple[BucketLayout, ...]
     slot_bytes: int
     """Bytes of the largest bucket."""
     timeout_s: float
-    address: SharedMemoryAddress | BroadcastAddress | CudaIpcAddress | None = None
+    address: Any = None
+    """`ChannelSender.address`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelRequest:
     """The channel that the policy opens for an update."""
 
-    transport: Transport
+    transport: str
     num_receivers: int
     host: str
     """Address of policy rank 0's node, for a rendezvous."""
     timeout_s: float
+
+
+class ChannelSender:
+    """The sending side of an open channel, in the process of a policy rank."""
+
+    address: Any = None
+    """What the receivers need to join; it can be pickled."""
+
+    def connect(self) -> None:
+        """Wait for the receivers. Raises ChannelBrokenError if one does not join in time."""
+
+    def buffer(self, index: int) -> Tensor:
+        """Return the memory of bucket `index`, uint8 [slot_bytes], into which it is gathered."""
+        raise NotImplementedError
+
+    def publish(self, index: int, num_bytes: int) -> None:
+        """Make the first `num_bytes` of the buffer of bucket `index` available to the receivers.
+
+        Raises ChannelBrokenError if one of them is gone.
+        """
+
+    def close(self) -> int:
+        """Release the buffers; returns the bytes that they occupied."""
+        return 0
+
+
+class ChannelReceiver:
+    """The receiving side of an open channel, in a process that loads weights."""
+
+    def receive(self, index: int) -> Tensor:
+        """Return memory uint8 [slot_bytes] that has bucket `index`.
+
+        Raises ChannelBrokenError if the sender is gone.
+        """
+        raise NotImplementedError
+
+    def loaded(self) -> None:
+        """Wait until the copies out of the received bucket are done."""
+
+    def close(self) -> int:
+        """Leave the channel; returns the bytes of the buffers of its own that it needed."""
+        return 0
+
+
+class Transport:
+    """A way from policy rank 0 to the receivers.
+
+    The subclasses are listed in `nemo_like.weight_sync.transfer.TRANSPORTS`, and no other place
+    distinguishes them.
+    """
+
+    name: str
+    needs_gpu = False
+    """The policy must be on GPUs."""
+    passes_tensors = False
+    """Receivers get the policy's tensors themselves, without a buffer."""
+    is_collective = False
+    """Sender and receivers transfer a bucket together, so both must run at the same time. Otherwise
+    receivers read what was sent before."""
+    every_rank_sends = False
+    """Every policy rank has a sender, and not only rank 0."""
+
+    def available(self, placement: Placement) -> bool:
+        """Return whether this transport reaches all receivers."""
+        raise NotImplementedError
+
+    def sender(
+        self, request: ChannelRequest, slot_bytes: int, device: torch.device
+    ) -> ChannelSender:
+        """Open the sending side; the largest bucket has `slot_bytes`."""
+        return ChannelSender()
+
+    def receiver(self, spec: ChannelSpec, index: int, device: torch.device) -> ChannelReceiver:
+        """Join as receiver `index`. Raises ChannelBrokenError if the sender is gone."""
+        return ChannelReceiver()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

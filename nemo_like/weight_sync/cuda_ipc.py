@@ -10,13 +10,24 @@ Not run: no GPU was available. Only the choice of the handle and the slots are t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_like.weight_sync.channel import ChannelSpec, CudaIpcAddress, WeightSyncError, gpu_uuid
+from nemo_like.weight_sync.channel import (
+    ChannelReceiver,
+    ChannelRequest,
+    ChannelSender,
+    ChannelSpec,
+    Placement,
+    Transport,
+    WeightSyncError,
+    gpu_uuid,
+)
 
 NUM_SLOTS = 2
 
@@ -24,13 +35,38 @@ _DEVICE_ARGUMENT = 6
 """Position of the device index in the arguments of `rebuild_cuda_tensor`."""
 
 
-class CudaIpcSender:
+@dataclass(frozen=True, slots=True)
+class CudaIpcAddress:
+    """Slots in GPU memory of the policy's processes."""
+
+    handles: Mapping[str, tuple[tuple[Any, ...], ...]]
+    """GPU UUID -> for each slot the arguments of torch's `rebuild_cuda_tensor`."""
+
+
+class CudaIpcTransport(Transport):
+    """Slots in GPU memory, where each receiver shares its GPU with a policy rank."""
+
+    name = "cuda_ipc"
+    needs_gpu = True
+    every_rank_sends = True
+
+    def available(self, placement: Placement) -> bool:
+        return placement.is_on_gpus and placement.num_on_policy_gpus == len(placement.receivers)
+
+    def sender(
+        self, request: ChannelRequest, slot_bytes: int, device: torch.device
+    ) -> ChannelSender:
+        return CudaIpcSender(slot_bytes, device)
+
+    def receiver(self, spec: ChannelSpec, index: int, device: torch.device) -> ChannelReceiver:
+        return CudaIpcReceiver(spec, device)
+
+
+class CudaIpcSender(ChannelSender):
     """The slots of one policy rank; every rank constructs one at the same time."""
 
     def __init__(self, slot_bytes: int, device: torch.device) -> None:
         """Allocate the slots and exchange their handles with the other policy ranks."""
-        if device.type != "cuda":
-            raise RuntimeError(f"the transport cuda_ipc needs a GPU; the policy is on {device}")
         from torch.multiprocessing.reductions import reduce_tensor
 
         self._device = device
@@ -39,9 +75,6 @@ class CudaIpcSender:
         ]
         handles = tuple(reduce_tensor(slot)[1] for slot in self._slots)
         self.address = CudaIpcAddress(_gather_handles(gpu_uuid(device), handles))
-
-    def connect(self) -> None:
-        """Do nothing: receivers open the handles by themselves."""
 
     def buffer(self, index: int) -> Tensor:
         """Return the slot of bucket `index`, uint8 [slot_bytes]."""
@@ -63,15 +96,14 @@ class CudaIpcSender:
         return num_bytes
 
 
-class CudaIpcReceiver:
+class CudaIpcReceiver(ChannelReceiver):
     """The opened slots of the policy rank on this GPU."""
 
     def __init__(self, spec: ChannelSpec, device: torch.device) -> None:
         """Open the slots. Raises WeightSyncError if no policy rank is on this GPU."""
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-        address = spec.address
-        assert isinstance(address, CudaIpcAddress)
+        address: CudaIpcAddress = spec.address
         self._device = device
         self._slots = []
         for arguments in handles_of_gpu(address, gpu_uuid(device)):

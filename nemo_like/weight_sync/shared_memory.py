@@ -10,11 +10,20 @@ from __future__ import annotations
 
 import os
 import secrets
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nemo_like.weight_sync.channel import ChannelBrokenError, ChannelSpec, SharedMemoryAddress
+from nemo_like.weight_sync.channel import (
+    ChannelBrokenError,
+    ChannelReceiver,
+    ChannelRequest,
+    ChannelSender,
+    ChannelSpec,
+    Placement,
+    Transport,
+)
 
 NAME = "nemo_like_weights"
 """Beginning of the slots' names in `/proc/<pid>/maps`."""
@@ -23,7 +32,35 @@ NUM_SLOTS = 2
 """One bucket is loaded while the next is gathered."""
 
 
-class SharedMemorySender:
+@dataclass(frozen=True, slots=True)
+class SharedMemoryAddress:
+    """The slots of a sender on the same machine."""
+
+    pid: int
+    descriptors: tuple[int, ...]
+    """File descriptors of the slots in process `pid`."""
+    token: str
+    """Part of the name of both slots, so that descriptors of another process are recognized."""
+
+
+class SharedMemoryTransport(Transport):
+    """Slots in host memory of one machine."""
+
+    name = "shared_memory"
+
+    def available(self, placement: Placement) -> bool:
+        return placement.is_one_machine and not placement.is_on_gpus
+
+    def sender(
+        self, request: ChannelRequest, slot_bytes: int, device: torch.device
+    ) -> ChannelSender:
+        return SharedMemorySender(slot_bytes)
+
+    def receiver(self, spec: ChannelSpec, index: int, device: torch.device) -> ChannelReceiver:
+        return SharedMemoryReceiver(spec)
+
+
+class SharedMemorySender(ChannelSender):
     """Two slots of policy rank 0; bucket i is in slot i mod 2.
 
     The driver calls `send` of bucket i after all receivers have loaded bucket i - 2.
@@ -43,15 +80,9 @@ class SharedMemorySender:
             _map_file(f"/proc/self/fd/{descriptor}", slot_bytes) for descriptor in self._descriptors
         ]
 
-    def connect(self) -> None:
-        """Do nothing: receivers map the slots by themselves."""
-
     def buffer(self, index: int) -> Tensor:
         """Return the slot of bucket `index`, uint8 [slot_bytes]."""
         return self._slots[index % NUM_SLOTS]
-
-    def publish(self, index: int, num_bytes: int) -> None:
-        """Do nothing: what is written is visible to the receivers."""
 
     def close(self) -> int:
         """Release the slots; returns the bytes of memory that they occupied."""
@@ -64,13 +95,12 @@ class SharedMemorySender:
         return num_bytes
 
 
-class SharedMemoryReceiver:
+class SharedMemoryReceiver(ChannelReceiver):
     """The mapped slots of a sender on this machine."""
 
     def __init__(self, spec: ChannelSpec) -> None:
         """Map the slots. Raises ChannelBrokenError if the sender's process has ended."""
-        address = spec.address
-        assert isinstance(address, SharedMemoryAddress)
+        address: SharedMemoryAddress = spec.address
         self._slots = [
             _map_slot(address, descriptor, spec.slot_bytes) for descriptor in address.descriptors
         ]

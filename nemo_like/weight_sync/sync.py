@@ -23,13 +23,12 @@ from nemo_like.weight_sync.channel import (
     Endpoint,
     LoadedBucket,
     SentBucket,
-    Transport,
     WeightPlan,
     WeightSource,
     WeightSyncError,
     WeightTarget,
-    select_transport,
 )
+from nemo_like.weight_sync.transfer import TRANSPORTS, select_transport
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class SyncReport:
     """One weight update. The seconds of the phases overlap, so their sum may exceed the total."""
 
     version: int
-    transport: Transport | None
+    transport: str | None
     """None if every replica had failed before one was chosen."""
     num_bytes: int
     num_buckets: int
@@ -62,22 +61,11 @@ class SyncReport:
     failed: Mapping[int, WorkerFailure]
     """Position of a replica -> why it did not get the weights."""
 
-    @property
-    def transfer_gb_per_s(self) -> float:
-        """Bytes of the weights over the time of the broadcast alone, in GB/s; 0 without one.
-
-        Weights are counted once, whatever the number of receivers.
-        """
-        return self._transfer_rate.value
-
-    @property
-    def _transfer_rate(self) -> Mean:
-        # An update that no replica got has no time, and its bytes must not count either.
-        is_broadcast = self.transport in ("gloo", "nccl") and self.transfer_s > 0
-        return Mean(self.num_bytes / 1e9 if is_broadcast else 0.0, self.transfer_s)
-
     def metrics(self) -> Metrics:
         """Return the metrics of the update, see docs/metrics.md."""
+        # An update that no replica got has no time, and its bytes must not count either.
+        is_broadcast = _is_collective(self.transport) and self.transfer_s > 0
+        broadcast_gb = self.num_bytes / 1e9 if is_broadcast else 0.0
         return {
             "weight_sync/bytes": Sum(float(self.num_bytes)),
             "weight_sync/num_buckets": Sum(float(self.num_buckets)),
@@ -87,14 +75,9 @@ class SyncReport:
             "weight_sync/load_s": Sum(self.load_s),
             # With the seconds as weights: bytes over seconds of all updates of a step.
             "weight_sync/gb_per_s": Mean(self.num_bytes / 1e9, self.total_s),
-            "weight_sync/transfer_gb_per_s": self._transfer_rate,
+            "weight_sync/transfer_gb_per_s": Mean(broadcast_gb, self.transfer_s),
             "weight_sync/num_failed_replicas": Sum(float(len(self.failed))),
         }
-
-    def raise_if_failed(self) -> None:
-        """Raise the WorkerFailure of the first replica that did not get the weights, if any."""
-        for failure in self.failed.values():
-            raise failure
 
 
 class WeightSync:
@@ -106,7 +89,7 @@ class WeightSync:
         *,
         dtype: str,
         max_bucket_bytes: int = MAX_BUCKET_BYTES,
-        transport: Transport | None = None,
+        transport: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         """Prepare updates in the generator's `dtype` ("float32" or "bfloat16").
@@ -117,9 +100,9 @@ class WeightSync:
         self._policy = policy_group
         self._dtype = dtype
         self._max_bucket_bytes = max_bucket_bytes
-        self._requested: Transport | None = transport
+        self._requested: str | None = transport
         self._timeout_s = timeout_s
-        self.transport: Transport | None = None
+        self.transport: str | None = None
         """The transport of the last update; None before the first."""
 
     def push(self, replicas: Sequence[WorkerGroup], version: int) -> SyncReport:
@@ -176,7 +159,7 @@ class WeightSync:
         self._open(update, live, policy_endpoints, endpoints)
         if not update.broken:
             live.call(WeightTarget.begin_update, update.plan.names)
-            if self.transport in ("gloo", "nccl"):
+            if _is_collective(self.transport):
                 self._broadcast_buckets(update, live)
             else:
                 self._pass_buckets(update, live)
@@ -392,3 +375,7 @@ def _address(group: WorkerGroup) -> str:
     # Only groups of Ray have locations; a group in this process has none.
     locations = getattr(group, "locations", ())
     return locations[0].ip if locations else "127.0.0.1"
+
+
+def _is_collective(transport: str | None) -> bool:
+    return transport is not None and TRANSPORTS[transport].is_collective

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nemo_like.weight_sync.channel import ChannelRequest, WeightSource
-from nemo_like.weight_sync.receiver import WeightReceiver
+from nemo_like.weight_sync.transfer import WeightReceiver
 
 
 def received_weights(

@@ -11,14 +11,22 @@ import torch
 from nemo_like.distributed import activity
 from nemo_like.weight_sync import broadcast
 from nemo_like.weight_sync.broadcast import BroadcastReceiver, BroadcastSender
-from nemo_like.weight_sync.channel import BucketLayout, ChannelBrokenError, ChannelSpec
+from nemo_like.weight_sync.channel import (
+    BucketLayout,
+    ChannelBrokenError,
+    ChannelRequest,
+    ChannelSpec,
+)
 
 CPU = torch.device("cpu")
 NUM_BYTES = 64
 
 
 def _sender(num_receivers: int) -> tuple[BroadcastSender, ChannelSpec]:
-    sender = BroadcastSender("gloo", "127.0.0.1", num_receivers, NUM_BYTES, CPU, 60.0)
+    request = ChannelRequest(
+        transport="gloo", num_receivers=num_receivers, host="127.0.0.1", timeout_s=60.0
+    )
+    sender = BroadcastSender(request, NUM_BYTES, CPU)
     spec = ChannelSpec(
         transport="gloo",
         layouts=(BucketLayout.of({"w": (NUM_BYTES,)}, torch.uint8),),

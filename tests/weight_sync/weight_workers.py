@@ -23,9 +23,8 @@ from nemo_like.weight_sync.channel import (
     WeightPlan,
     num_bytes_of,
 )
-from nemo_like.weight_sync.receiver import NamedTensors, WeightReceiver
-from nemo_like.weight_sync.sender import WeightSender
 from nemo_like.weight_sync.shared_memory import NAME
+from nemo_like.weight_sync.transfer import NamedTensors, WeightReceiver, WeightSender
 
 
 class TiedModel(nn.Module):
