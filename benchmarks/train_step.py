@@ -43,8 +43,7 @@ from nemo_like.data.planning.cost import train_flops
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.losses import NllLoss
-from nemo_like.models.presets import load_spec
-from nemo_like.models.spec import ModelSpec
+from nemo_like.models.spec import ModelSpec, load_spec
 from nemo_like.policy.device import peak_flops
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.policy import Policy

@@ -45,7 +45,7 @@ from nemo_like.distributed.ray.worker_group import RayWorkerGroup
 from nemo_like.generation.generator import Generator as DriverOfReplicas
 from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.metrics import Timers, metric_values
-from nemo_like.models.presets import load_spec
+from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.policy import Policy as PolicyDriver

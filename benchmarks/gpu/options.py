@@ -29,7 +29,7 @@ from benchmarks.gpu.training_steps import COMPILE, StepCase, time_loss, time_ste
 from benchmarks.gpu.transformers_loops import LoopCase, time_loop
 from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.losses import ClippedPolicyGradientLoss, NllLoss
-from nemo_like.models.presets import load_spec
+from nemo_like.models.spec import load_spec
 from nemo_like.policy.heads.targets import TargetSettings
 
 _NO_OPTIONS = ("policy.engine", "policy.precision", "policy.oversize_rows", "parallel.sequence")

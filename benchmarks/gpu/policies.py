@@ -16,7 +16,7 @@ from nemo_like.config.schema import (
     SequencePackingConfig,
 )
 from nemo_like.distributed.local_group import LocalGroup, local_context
-from nemo_like.models.presets import load_spec
+from nemo_like.models.spec import load_spec
 from nemo_like.policy.policy import Policy
 from nemo_like.prediction.memory import MemoryModel
 from nemo_like.prediction.placement import policy_placement

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_like.models.presets import PRESETS
+from nemo_like.models.spec import PRESETS
 
 
 def _preset(size: str, **changes: Any) -> dict[str, Any]:

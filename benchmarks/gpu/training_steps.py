@@ -22,7 +22,7 @@ from benchmarks.gpu.policies import (
 from benchmarks.gpu.rows import random_rows
 from nemo_like.data.planning.cost import train_flops
 from nemo_like.losses import Loss, NllLoss
-from nemo_like.models.presets import load_spec
+from nemo_like.models.spec import load_spec
 from nemo_like.policy.device import peak_flops
 
 COMPILE = "policy.compile"

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.gpu.cells import SkipCell, require_modules
 from benchmarks.gpu.rows import random_rows
 from benchmarks.gpu.training_steps import throughput, time_calls
-from nemo_like.models.presets import load_spec
+from nemo_like.models.spec import load_spec
 
 _MODULES = {"flash_attention_2": ("flash_attn",), "flash_attention_3": ("flash_attn_interface",)}
 """Modules that an attention implementation of transformers needs."""

@@ -20,12 +20,6 @@ from nemo_like.commands.failures import say
 from nemo_like.config.errors import ConfigError, shown_path, similar_path_text
 from nemo_like.config.paths import resolve_policy
 from nemo_like.config.schema import PolicyConfig, RunConfig
-from nemo_like.policy.checkpoint.adapter import (
-    ADAPTER_DIRECTORY,
-    open_merged,
-    read_adapter,
-    write_adapter,
-)
 from nemo_like.policy.checkpoint.hf_export import write_hf
 from nemo_like.policy.checkpoint.hf_reader import convert_gguf
 from nemo_like.policy.checkpoint.sharded_reader import (
@@ -34,6 +28,7 @@ from nemo_like.policy.checkpoint.sharded_reader import (
     checkpoint_problem,
     open_checkpoint,
 )
+from nemo_like.policy.lora import ADAPTER_DIRECTORY, open_merged, read_adapter, write_adapter
 from nemo_like.policy.optim import NonFiniteError
 from nemo_like.run.checkpoint import Checkpointer, CheckpointError, TrainingState
 from nemo_like.run.files import WriteError, remove_link, system_error_number

@@ -15,9 +15,8 @@ from nemo_like.config.schema import RunConfig
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.models.layout_check import model_problems
-from nemo_like.models.presets import load_spec
 from nemo_like.models.pretrained import import_transformers_without_torch
-from nemo_like.models.spec import ModelSpec
+from nemo_like.models.spec import ModelSpec, load_spec
 from nemo_like.policy.batching import plan_spec, stream_spec
 from nemo_like.prediction.lengths import PastRun, RowLengths, read_lengths, read_run
 from nemo_like.prediction.placement import policy_placement

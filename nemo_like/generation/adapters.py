@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_like.config.optimization import LoraConfig
-from nemo_like.models.peft_adapter import adapter_names, can_have_adapter
+from nemo_like.models.adapters import adapter_names, can_have_adapter
 from nemo_like.models.pretrained import load_model_config
 from nemo_like.models.spec import ModelSpec
 

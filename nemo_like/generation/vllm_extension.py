@@ -37,7 +37,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from nemo_like.generation.adapters import AdapterSettings
-from nemo_like.models.peft_adapter import PREFIX
+from nemo_like.models.adapters import PREFIX
 from nemo_like.weight_sync.channel import (
     BucketMessage,
     ChannelSpec,

@@ -15,13 +15,13 @@ from torch import Tensor
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
-from nemo_like.policy.checkpoint.adapter import ADAPTER_DIRECTORY, write_adapter
 from nemo_like.policy.checkpoint.hf_export import write_hf
 from nemo_like.policy.checkpoint.sharded import HostBuffers, PendingSave
 from nemo_like.policy.collectives import gather_objects, gather_rows, sum_floats, sum_over
 from nemo_like.policy.decoder_layers import LoraState
 from nemo_like.policy.device import ComputeClock
 from nemo_like.policy.inputs.model_inputs import ModelInputs, TokenLogprobs
+from nemo_like.policy.lora import ADAPTER_DIRECTORY, write_adapter
 from nemo_like.policy.offload import HostMemory, keep_freed_memory
 from nemo_like.policy.optim import LARGEST, Masters, WeightEma, all_within, clip_factor
 from nemo_like.sampling_filter import SamplingFilter

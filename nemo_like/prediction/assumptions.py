@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nemo_like.models.peft_adapter import BYTES_PER_VALUE
+from nemo_like.models.adapters import BYTES_PER_VALUE
 from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, SAFETY_SHARE, MemoryModel
 from nemo_like.prediction.placement import frozen_share
 from nemo_like.prediction.plan_report import PlanReport

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nemo_like.integer_math import ceil_div
-from nemo_like.models.peft_adapter import BYTES_PER_VALUE
+from nemo_like.models.adapters import BYTES_PER_VALUE
 from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.activations import Activations
 from nemo_like.prediction.placement import Placement, adapter_params, frozen_share, matrix_sizes

@@ -23,18 +23,17 @@ from nemo_like.config.parallel import named_by_keys, policy_layout
 from nemo_like.config.rollout import RewardModelConfig
 from nemo_like.config.schema import PolicyConfig, RunConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.models.layout_check import frozen_weights, model_problems
-from nemo_like.models.peft_adapter import (
+from nemo_like.models.adapters import (
     can_have_adapter,
     check_adapter,
     check_targets,
     quantization_problems,
 )
+from nemo_like.models.layout_check import frozen_weights, model_problems
 from nemo_like.models.pretrained import load_model_config, load_tokenizer, with_output_head
 from nemo_like.models.spec import ModelSpec
 from nemo_like.models.weight_files import read_header, read_shapes, weight_sizes, weights_digest
 from nemo_like.policy.megatron.families import family_of
-from nemo_like.policy.megatron.freezing import frozen_parameters
 from nemo_like.policy.megatron.param_map import ModelSharding
 from nemo_like.prediction.placement import num_adapter_params, trained_head_params
 from nemo_like.training.generation_backends import generation_backend
@@ -238,7 +237,7 @@ def _check_optimizer(config: RunConfig, spec: ModelSpec) -> None:
     if policy.engine == "megatron":
         sharding = ModelSharding(spec, pp=config.parallel.pipeline)
         family = family_of(spec, policy.model_name)
-        frozen_parameters(frozen, family, sharding, 0, {})
+        family.frozen_parameters(frozen, sharding, 0, {})
 
 
 def open_model_spec(config: RunConfig) -> ModelSpec:

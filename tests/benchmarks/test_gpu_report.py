@@ -23,7 +23,7 @@ from benchmarks.gpu.policies import check_options, option_defaults, policy_confi
 from benchmarks.gpu.profile import summarize
 from benchmarks.gpu.rows import file_lengths, full_lengths, lognormal_lengths
 from benchmarks.gpu.transformers_loops import packed, padded
-from nemo_like.models.presets import PRESETS, load_spec
+from nemo_like.models.spec import PRESETS, load_spec
 from nemo_like.policy.inputs.model_inputs import cp_shard_positions
 
 HIDDEN = ("ray", "megatron", "pydantic", "omegaconf", "vllm", "math_verify", "flash_attn")

@@ -36,7 +36,7 @@ from nemo_like.environments.environment_workers import EnvironmentWorker, Enviro
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.requests import Completions, GenerationRequests, SamplingParams
 from nemo_like.metrics import metric_values
-from nemo_like.models.presets import load_spec
+from nemo_like.models.spec import load_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.megatron.worker import MegatronPolicyWorker
 from nemo_like.policy.policy import Policy

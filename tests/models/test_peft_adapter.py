@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.optimization import LoraConfig
-from nemo_like.models.peft_adapter import check_adapter
-from nemo_like.policy.checkpoint.adapter import open_initial, stored_head
+from nemo_like.models.adapters import check_adapter
+from nemo_like.policy.lora import open_initial, stored_head
 
 LAYERS = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"]
 SETTINGS: dict[str, Any] = {

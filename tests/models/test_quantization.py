@@ -9,9 +9,8 @@ import pytest
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.optimization import LoraConfig
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.models.peft_adapter import quantization_problems
-from nemo_like.models.presets import load_spec
-from nemo_like.models.spec import ModelSpec
+from nemo_like.models.adapters import quantization_problems
+from nemo_like.models.spec import ModelSpec, load_spec
 from nemo_like.training.model_files import check_quantization
 from tests.policy.tiny import MIXTURES
 

@@ -9,8 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.models.presets import PRESETS, load_spec
-from nemo_like.models.spec import ModelSpec
+from nemo_like.models.spec import PRESETS, ModelSpec, load_spec
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.models.output_head import initial_scores
-from nemo_like.models.presets import load_spec
+from nemo_like.models.spec import load_spec
 from tests.policy.preferences import pair_batch
 
 CENTER = 0.05

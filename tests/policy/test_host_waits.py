@@ -21,7 +21,7 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataD
 from nemo_like.losses import ClippedPolicyGradientLoss, Loss, NllLoss
 from nemo_like.losses.distillation import DistillationLoss
 from nemo_like.losses.pairs import BradleyTerryLoss
-from nemo_like.models.presets import load_spec
+from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.engine import DTensorEngine

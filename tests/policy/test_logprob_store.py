@@ -21,7 +21,7 @@ from nemo_like.distributed.errors import WorkerError
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.losses import ClippedPolicyGradientLoss
 from nemo_like.metrics import metric_values
-from nemo_like.models.presets import load_spec
+from nemo_like.models.spec import load_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.logprob_store import LogprobHandle, LogprobStore
 from nemo_like.policy.policy import Policy

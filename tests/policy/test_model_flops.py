@@ -23,7 +23,7 @@ from nemo_like.losses import NllLoss
 from nemo_like.losses.distillation import DistillationLoss
 from nemo_like.losses.pairs import BradleyTerryLoss
 from nemo_like.metrics import Timers, metric_values
-from nemo_like.models.presets import load_spec
+from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker

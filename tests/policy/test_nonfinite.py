@@ -24,7 +24,7 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import ClippedPolicyGradientLoss, LossInputs, NllLoss
 from nemo_like.metrics import metric_values
-from nemo_like.models.presets import load_spec
+from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker

@@ -19,7 +19,7 @@ from nemo_like.config.schema import (
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.losses import ClippedPolicyGradientLoss, NllLoss
-from nemo_like.models.presets import load_spec
+from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker

@@ -19,7 +19,7 @@ from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses.pairs import BradleyTerryLoss
-from nemo_like.models.presets import load_spec
+from nemo_like.models.spec import load_spec
 from nemo_like.models.weight_files import weight_sizes
 from tests.exhaustive import usually
 from tests.policy.dtensor.test_layouts import DYNAMIC, PACKED, Rank, gradients

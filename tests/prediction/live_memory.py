@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from nemo_like.config.schema import ActivationCheckpointing
 from nemo_like.policy.decoder_layers import checkpoint_layers
-from nemo_like.policy.dtensor.loading import VocabularyHead
-from nemo_like.policy.dtensor.model import LogprobModel, backbone, decoder_layers
+from nemo_like.policy.dtensor.model import LogprobModel, VocabularyHead, backbone, decoder_layers
 from nemo_like.policy.dtensor.parallel import Groups
 from nemo_like.policy.inputs.model_inputs import ModelInputs
 

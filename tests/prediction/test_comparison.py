@@ -15,7 +15,7 @@ from nemo_like.config.optimization import LoraConfig
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec
 from nemo_like.integer_math import round_up
-from nemo_like.models.presets import load_spec
+from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.prediction.comparison import compare
 from nemo_like.prediction.lengths import RowLengths

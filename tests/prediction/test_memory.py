@@ -25,8 +25,7 @@ from transformers import (
 from nemo_like.config.schema import OptimizerConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.spec import Microbatch, PlanSpec
-from nemo_like.models.presets import PRESETS, load_spec
-from nemo_like.models.spec import ModelSpec
+from nemo_like.models.spec import PRESETS, ModelSpec, load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.inputs import attention
 from nemo_like.policy.inputs.model_inputs import ModelInputs, build_inputs

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_like.models.presets import load_spec
+from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.prediction.assumptions import memory_assumptions
 from nemo_like.prediction.memory import MemoryModel, TeacherMemory

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nemo_like.config.optimization import LoraConfig
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.models.presets import load_spec
+from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.prediction.memory import MemoryModel

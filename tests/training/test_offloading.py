@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from nemo_like.algorithms.registry import load_any_config
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import RunConfig
-from nemo_like.models.presets import load_spec
+from nemo_like.models.spec import load_spec
 from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, MemoryModel
 from nemo_like.prediction.placement import policy_placement
 from nemo_like.training.generation_backends import generation_backend

@@ -23,7 +23,7 @@ from nemo_like.config.schema import (
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import Timers
-from nemo_like.models.presets import load_spec
+from nemo_like.models.spec import load_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.policy import Policy
 from nemo_like.run.checkpoint import Checkpointer, CheckpointError, TrainingState, incomplete_reason

@@ -14,27 +14,30 @@ from torch import Tensor
 
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import PolicyConfig
+from nemo_like.models.adapters import adapter_names, is_adapter
 from nemo_like.models.output_head import open_config
-from nemo_like.models.peft_adapter import adapter_names, is_adapter
 from nemo_like.parallel_layout import ParallelLayout
-from nemo_like.policy.checkpoint.adapter import stored_head
 from nemo_like.policy.checkpoint.sharded import PendingSave
 from nemo_like.policy.dtensor import checkpoint as dtensor_checkpoint
-from nemo_like.policy.dtensor.loading import load_weights
-from nemo_like.policy.dtensor.lora import Adapter, initialize
+from nemo_like.policy.dtensor.lora import (
+    Adapter,
+    QuantizedParameter,
+    initialize,
+    quantized_parameters,
+)
 from nemo_like.policy.dtensor.model import (
     build_model,
     decoder_layers,
     exclude_fsdp_communication,
     fsdp_modules,
+    load_weights,
 )
-from nemo_like.policy.dtensor.muon import hidden_matrices
-from nemo_like.policy.dtensor.optimizer import ShardedOptimizer
+from nemo_like.policy.dtensor.optimizer import ShardedOptimizer, hidden_matrices
 from nemo_like.policy.dtensor.parallel import Groups
 from nemo_like.policy.dtensor.parameters import ShardedParameter, gather_parameters, local_shard
-from nemo_like.policy.dtensor.quantized import QuantizedParameter, quantized_parameters
 from nemo_like.policy.engine import Engine, ResultT, StepFunction
 from nemo_like.policy.inputs.model_inputs import ModelInputs
+from nemo_like.policy.lora import stored_head
 from nemo_like.sampling_filter import SamplingFilter
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nemo_like.config.schema import OptimizerConfig
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.optimization import OptimizerConfig
+from nemo_like.integer_math import ceil_div
 from nemo_like.policy.checkpoint.sharded_reader import MOMENTS, States
-from nemo_like.policy.collectives import sum_floats
-from nemo_like.policy.dtensor.adamw_8bit import ShardedAdamW8bit
-from nemo_like.policy.dtensor.muon import MOMENTUM, ShardedMuon
+from nemo_like.policy.collectives import gather_rows, sum_floats
 from nemo_like.policy.dtensor.parallel import Groups
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
 from nemo_like.policy.optim import build_optimizer
@@ -181,3 +183,310 @@ class ShardedOptimizer:
         for sharded in self._parameters:
             if sharded.parameter.grad is not None:
                 yield sharded, local_shard(sharded.parameter.grad)
+
+
+_SMALLEST_SCALE = 1e-12
+"""As in torchao, so that a block of zeros has a scale."""
+
+
+class AdamW8bit:
+    """AdamW of the shards of one rank, in the order in which they are passed."""
+
+    def __init__(self, shards: Sequence[Tensor], config: OptimizerConfig) -> None:
+        """Update `shards`, float32 [...] each, in place; only matrices are decayed.
+
+        Raises ConfigError if torchao is not installed.
+        """
+        try:
+            from torchao.optim import AdamW8bit as TorchaoAdamW  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ConfigError(
+                "policy.optimizer.name is adamw_8bit, which needs torchao: pip install"
+                " 'nemo-like[optim]', or set policy.optimizer.name to adamw"
+            ) from error
+        # Parameters of their own, which share the memory of the shards.
+        self._parameters = [nn.Parameter(shard) for shard in shards]
+        matrices = [each for each in self._parameters if each.ndim >= 2]
+        vectors = [each for each in self._parameters if each.ndim < 2]
+        groups = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self._optimizer: Any = TorchaoAdamW(
+            [group for group in groups if group["params"]],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+        )
+
+    def step(self, gradients: Sequence[Tensor | None], lr: float) -> None:
+        """Update the shards that have gradients, [...] each with the shape of the shard."""
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for group in self._optimizer.param_groups:
+            group["lr"].fill_(lr)
+        with self._kernels():
+            self._optimizer.step()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def state(self, index: int) -> dict[str, Tensor]:
+        """Return both moments of a shard, dequantized: float32 [...]; none before a step."""
+        state = self._optimizer.state.get(self._parameters[index])
+        if not state:
+            return {}
+        return {kind: _dequantized(state[kind]) for kind in MOMENTS}
+
+    def restore(self, index: int, state: dict[str, Tensor], num_steps: int) -> None:
+        """Set the moments of a shard, float32 [...], after `num_steps` steps.
+
+        Moments that `state` returned for the same shard become the same again.
+        """
+        parameter = self._parameters[index]
+        restored: dict[str, Tensor] = {"step": torch.tensor(float(num_steps))}
+        for kind, is_signed in zip(MOMENTS, (True, False), strict=True):
+            restored[kind] = self._optimizer._new_buffer(parameter.detach(), is_signed)
+            _quantize(restored[kind], state[kind])
+        self._optimizer.state[parameter] = restored
+
+    def reset(self) -> None:
+        """Remove all moments."""
+        self._optimizer.state.clear()
+
+    def stored(self) -> Iterator[Tensor]:
+        """Yield the tensors of the moments as they are in memory: codes uint8, scales float32."""
+        for state in self._optimizer.state.values():
+            for kind in MOMENTS:
+                moment = state[kind]
+                if _is_quantized(moment):
+                    yield moment.codes
+                    yield moment.scale
+                else:
+                    yield moment
+
+    def _kernels(self) -> AbstractContextManager[None]:
+        """Return a context that runs torchao's step: compiled, on the CPU as it is."""
+        is_cpu = all(parameter.device.type == "cpu" for parameter in self._parameters)
+        # The CPU would need a C++ compiler on every node.
+        return torch.compiler.set_stance("force_eager") if is_cpu else nullcontext()
+
+
+def _is_quantized(moment: Any) -> bool:
+    return hasattr(moment, "codes")
+
+
+def _dequantized(moment: Any) -> Tensor:
+    """Return a moment as a plain tensor, float32 [...] of the same shape."""
+    return moment.dequantize() if _is_quantized(moment) else moment
+
+
+@torch.no_grad()
+def _quantize(moment: Any, values: Tensor) -> None:
+    """Set `moment` [...] to `values`, float32 [...], without loss where they were quantized before.
+
+    torchao takes the largest magnitude of a block as its scale. No code stands for exactly -1, so
+    that this is not the former scale of a block whose largest magnitude was negative. It follows
+    from the smallest value, up to the rounding of a product and a quotient.
+    """
+    moment.copy_(values)
+    if not _is_quantized(moment) or not moment.signed:
+        return
+    from torchao.optim.quant_utils import quantize_8bit_with_qmap  # pyright: ignore[reportMissingImports]
+
+    blocks = values.reshape(-1, moment.block_size)
+    codes = moment.codes.view(blocks.shape)
+    exact = (moment.dequantize().view(blocks.shape) == blocks).all(-1)
+    former = (blocks.amin(-1) / moment.qmap[0]).clip(_SMALLEST_SCALE)
+    infinity = torch.full_like(former, math.inf)
+    scales = [former]
+    for direction in (infinity, -infinity):
+        scale = former
+        for _ in range(2):
+            scale = torch.nextafter(scale, direction)
+            scales.append(scale)
+    for scale in scales:
+        found = quantize_8bit_with_qmap(blocks / scale[:, None], moment.qmap)
+        again = moment.qmap[found.int()] * scale[:, None]
+        chosen = (again == blocks).all(-1) & ~exact
+        codes[chosen] = found[chosen]
+        moment.scale[chosen] = scale[chosen]
+        exact |= chosen
+
+
+class ShardedAdamW8bit:
+    """Optimizer of this rank's shards as plain tensors, without those that are empty."""
+
+    def __init__(self, parameters: Sequence[ShardedParameter], config: OptimizerConfig) -> None:
+        """Update `parameters`. Raises ConfigError if torchao is not installed."""
+        self._parameters = [each for each in parameters if local_shard(each.parameter).numel() > 0]
+        self._index_of = {each.name: index for index, each in enumerate(self._parameters)}
+        shards = [local_shard(each.parameter) for each in self._parameters]
+        self._adamw = AdamW8bit(shards, config)
+
+    def step(self, lr: float) -> None:
+        """Update the shards that have gradients."""
+        gradients: list[Tensor | None] = []
+        for sharded in self._parameters:
+            gradient = sharded.parameter.grad
+            gradients.append(None if gradient is None else local_shard(gradient))
+        self._adamw.step(gradients, lr)
+
+    def state(self, sharded: ShardedParameter) -> dict[str, Tensor]:
+        """Return both moments of a shard, float32 [m, ...] with the shape of the shard."""
+        index = self._index_of.get(sharded.name)
+        return {} if index is None else self._adamw.state(index)
+
+    def restore(self, sharded: ShardedParameter, state: dict[str, Tensor], num_steps: int) -> None:
+        """Set the moments of a shard, tensors sharded like the parameter, after some steps."""
+        index = self._index_of.get(sharded.name)
+        if index is not None:
+            shards = {kind: local_shard(moment) for kind, moment in state.items()}
+            self._adamw.restore(index, shards, num_steps)
+
+    def reset(self) -> None:
+        """Remove all moments."""
+        self._adamw.reset()
+
+    def stored(self) -> Iterator[Tensor]:
+        """Yield the tensors of the moments as they are in memory."""
+        return self._adamw.stored()
+
+
+MOMENTUM = "momentum_buffer"
+"""State of Muon of one parameter."""
+
+
+def hidden_matrices(layers: Sequence[nn.Module]) -> set[nn.Parameter]:
+    """Return the matrices of decoder layers, which Muon updates; AdamW updates all other weights.
+
+    These are the weights of attention and feed-forward blocks, and not embeddings and norms.
+    """
+    matrices = set()
+    for layer in layers:
+        matrices |= {parameter for parameter in layer.parameters() if parameter.ndim == 2}
+    return matrices
+
+
+def orthogonal_update(momentum: Tensor, lr: float, config: OptimizerConfig) -> Tensor:
+    """Return the change, float32 [m, n], that torch.optim.Muon applies for `momentum`, the same.
+
+    Weight decay is not included.
+    """
+    # From 0, without momentum and decay, one step of torch's optimizer is its update.
+    update = nn.Parameter(torch.zeros_like(momentum))
+    update.grad = momentum
+    torch.optim.Muon(
+        [update],
+        lr=lr,
+        weight_decay=0.0,
+        momentum=0.0,
+        nesterov=False,
+        adjust_lr_fn=config.muon_lr_adjust,
+    ).step()
+    return update.detach()
+
+
+class ShardedMuon:
+    """Muon of the hidden matrices of one trainable model."""
+
+    def __init__(
+        self, parameters: Sequence[ShardedParameter], groups: Groups, config: OptimizerConfig
+    ) -> None:
+        self.state: dict[nn.Parameter, Tensor] = {}
+        """Momentum, sharded like the parameter; empty before the first step."""
+        self._groups = groups
+        self._config = config
+        self._num_ranks = 1 if groups.shard is None else groups.shard.size()
+        self._rank = 0 if groups.shard is None else groups.shard.rank()
+        by_shape: dict[object, list[ShardedParameter]] = {}
+        for sharded in parameters:
+            key = (tuple(sharded.parameter.shape), sharded.spec.dim, sharded.spec.full_shape)
+            by_shape.setdefault(key, []).append(sharded)
+        self._same_shapes = list(by_shape.values())
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update the shards of all matrices that have gradients; every rank calls."""
+        for batch in self._batches():
+            momenta = [self._momentum(sharded) for sharded in batch]
+            momentum = self._exchange_rows(momenta, batch[0])
+            update = None
+            if momentum is not None:
+                own = batch[self._rank]
+                complete = self._complete(momentum, own)
+                update = self._own_part(orthogonal_update(complete, lr, self._config), own)
+            updates = self._return_rows(update, batch)
+            for sharded, rows in zip(batch, updates, strict=True):
+                shard = local_shard(sharded.parameter)
+                shard.mul_(1 - lr * self._config.weight_decay)
+                shard.add_(rows)
+
+    def _batches(self) -> Iterator[list[ShardedParameter]]:
+        """Yield lists of at most one matrix per FSDP rank; all have one shape."""
+        for parameters in self._same_shapes:
+            trained = [each for each in parameters if each.parameter.grad is not None]
+            for start in range(0, len(trained), self._num_ranks):
+                yield trained[start : start + self._num_ranks]
+
+    def _momentum(self, sharded: ShardedParameter) -> Tensor:
+        """Update the momentum; return this rank's rows [m, ...] of Nesterov's momentum."""
+        assert sharded.parameter.grad is not None
+        gradient = local_shard(sharded.parameter.grad)
+        if sharded.parameter not in self.state:
+            zeros = torch.zeros_like(sharded.parameter, requires_grad=False)
+            self.state[sharded.parameter] = zeros
+        buffer = local_shard(self.state[sharded.parameter])
+        decay = self._config.muon_momentum
+        buffer.lerp_(gradient, 1 - decay)
+        return gradient.lerp(buffer, decay)
+
+    def _exchange_rows(self, rows: Sequence[Tensor], like: ShardedParameter) -> Tensor | None:
+        """Send rows [m, k] of matrix i to rank i; return matrix `rank`, [n, k], None without one.
+
+        n and k are the sizes of the tensor-parallel shard `like`.
+        """
+        if self._groups.shard is None:
+            return rows[0]
+        num_rows, num_columns = like.parameter.shape
+        rows_per_rank = ceil_div(num_rows, self._num_ranks)
+        sent = rows[0].new_zeros(self._num_ranks, rows_per_rank, num_columns)
+        for index, part in enumerate(rows):
+            sent[index, : len(part)] = part
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._groups.shard)
+        if self._rank >= len(rows):
+            return None
+        return received.flatten(0, 1)[:num_rows]
+
+    def _return_rows(self, full: Tensor | None, batch: Sequence[ShardedParameter]) -> list[Tensor]:
+        """Undo `_exchange_rows` for `full`, [n, k] or None; return rows [m, k] of each matrix."""
+        if self._groups.shard is None:
+            assert full is not None, "a single rank has every matrix"
+            return [full]
+        num_rows, num_columns = batch[0].parameter.shape
+        rows_per_rank = ceil_div(num_rows, self._num_ranks)
+        device = local_shard(batch[0].parameter).device
+        sent = torch.zeros(self._num_ranks * rows_per_rank, num_columns, device=device)
+        if full is not None:
+            sent[:num_rows] = full
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._groups.shard)
+        parts = received.unflatten(0, (self._num_ranks, rows_per_rank))
+        num_own = len(local_shard(batch[0].parameter))
+        return [parts[index, :num_own] for index in range(len(batch))]
+
+    def _complete(self, shard: Tensor, sharded: ShardedParameter) -> Tensor:
+        """All-gather the complete matrix from the tensor-parallel ranks' `shard`, [n, k] each."""
+        tensor = self._groups.tensor
+        if tensor is None or sharded.spec.dim is None:
+            return shard
+        if sharded.spec.dim == 0:
+            return gather_rows(tensor.group, shard)
+        return gather_rows(tensor.group, shard.T).T.contiguous()
+
+    def _own_part(self, full: Tensor, sharded: ShardedParameter) -> Tensor:
+        """Return the part [n, k] of `full`, [*full_shape], that this tensor-parallel rank has."""
+        if self._groups.tensor is None or sharded.spec.dim is None:
+            return full
+        start = sharded.spec.start
+        return full.narrow(sharded.spec.dim, start, sharded.parameter.shape[sharded.spec.dim])

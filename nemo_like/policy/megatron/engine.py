@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import PolicyConfig
+from nemo_like.models.adapters import is_adapter
 from nemo_like.models.output_head import meta_model, open_config
-from nemo_like.models.peft_adapter import is_adapter
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint import sharded as sharded_checkpoint
-from nemo_like.policy.checkpoint.adapter import open_initial, stored_head
 from nemo_like.policy.checkpoint.hf_reader import open_model
 from nemo_like.policy.checkpoint.sharded import PendingSave
 from nemo_like.policy.checkpoint.sharded_reader import EMA, adam_states
@@ -30,10 +29,10 @@ from nemo_like.policy.decoder_layers import frozen_names
 from nemo_like.policy.engine import Engine, ResultT, StepFunction
 from nemo_like.policy.heads.row_outputs import ScoreHead, SequenceShare
 from nemo_like.policy.inputs.model_inputs import ModelInputs
+from nemo_like.policy.lora import open_initial, stored_head
 from nemo_like.policy.megatron import checkpoint as megatron_checkpoint
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.families.family import Family
-from nemo_like.policy.megatron.freezing import frozen_parameters
 from nemo_like.policy.megatron.groups import Groups, ScheduleTimers
 from nemo_like.policy.megatron.model import VocabularyHead, build_model
 from nemo_like.policy.megatron.optimizer import ShardedAdamW
@@ -324,7 +323,7 @@ class MegatronEngine(Engine[ShardedAdamW]):
     def _freeze(self, family: Family, sharding: ModelSharding, stage: int) -> None:
         """Exclude the weights that `policy.freeze` matches from training."""
         self._frozen = frozen_names(self._causal_lm, self.config.freeze)
-        frozen = frozen_parameters(self._frozen, family, sharding, stage, self._param_map)
+        frozen = family.frozen_parameters(self._frozen, sharding, stage, self._param_map)
         for name in frozen:
             self.parameters[name].requires_grad_(False)
         self.trained = {name: each for name, each in self.parameters.items() if name not in frozen}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nemo_like.config.optimization import LoraConfig
 from nemo_like.distributed import activity
-from nemo_like.models.peft_adapter import adapter_names
+from nemo_like.models.adapters import adapter_names
 from nemo_like.models.spec import SCORE_WEIGHT
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.decoder_layers import LoraState

@@ -21,7 +21,7 @@ from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.data.planning.plan import BatchPlan, Microbatch, PlanSpec, plan_batch
 from nemo_like.data.planning.spec import Balance
-from nemo_like.models.presets import load_spec
+from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import RowLayout, Sync
 
 LENGTHS = np.clip(

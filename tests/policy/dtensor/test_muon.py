@@ -18,7 +18,7 @@ from nemo_like.config.schema import OptimizerConfig, ParallelConfig, PolicyConfi
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
-from nemo_like.policy.dtensor.muon import MOMENTUM
+from nemo_like.policy.dtensor.optimizer import MOMENTUM
 from nemo_like.policy.dtensor.parameters import local_shard
 from tests.policy.dtensor.test_layouts import PACKED, Rank, train
 from tests.policy.tiny import context, relative_error, run_ranks, saved_tensors

@@ -24,7 +24,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.parallel_layout import LayoutError, ParallelLayout
 from nemo_like.policy.dtensor.engine import DTensorEngine
-from nemo_like.policy.dtensor.loading import fsdp_parameter_groups
+from nemo_like.policy.dtensor.model import fsdp_parameter_groups
 from nemo_like.policy.dtensor.parallel import ShardSpec, TensorParallel
 
 SIZES: dict[str, Any] = {

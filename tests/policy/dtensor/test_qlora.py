@@ -18,11 +18,10 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.models.peft_adapter import BYTES_PER_VALUE
-from nemo_like.policy.checkpoint.adapter import open_merged
+from nemo_like.models.adapters import BYTES_PER_VALUE
 from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
-from nemo_like.policy.nf4 import dequantize
+from nemo_like.policy.lora import dequantize, open_merged
 from tests.exhaustive import usually
 from tests.policy.adapters import NF4, PACKED, TRAINED, look, of_architecture, train, use
 from tests.policy.dtensor.adapter_ranks import DTensorSide

@@ -12,11 +12,10 @@ from transformers import AutoModelForCausalLM
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import OptimizerConfig, PolicyConfig
 from nemo_like.distributed import process_groups
-from nemo_like.models.presets import load_spec
+from nemo_like.models.spec import load_spec
 from nemo_like.policy.checkpoint.sharded_reader import MOMENTS, open_checkpoint
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.megatron.families import family_of
-from nemo_like.policy.megatron.freezing import frozen_parameters
 from nemo_like.policy.megatron.param_map import ModelSharding
 from tests.policy.megatron.ranks import (
     NUM_STEPS,
@@ -120,13 +119,6 @@ def test_frozen_weights_are_stored_in_bfloat16_and_changed_patterns_are_refused(
         process_groups.destroy()
 
 
-def unsharded_map(model: str) -> tuple:
-    spec = load_spec(model)
-    family = family_of(spec, model)
-    sharding = ModelSharding(spec)
-    return family, sharding, 0, family.param_map(sharding, 0, 0, 0)
-
-
 @pytest.mark.parametrize(
     ("frozen", "message"),
     [
@@ -139,8 +131,11 @@ def unsharded_map(model: str) -> tuple:
     ],
 )
 def test_a_part_of_a_fused_parameter_is_refused(frozen, message, model_dir):
+    spec = load_spec(model_dir("qwen2"))
+    family = family_of(spec, "")
+    sharding = ModelSharding(spec)
     with pytest.raises(ConfigError, match=message):
-        frozen_parameters(frozen, *unsharded_map(model_dir("qwen2")))
+        family.frozen_parameters(frozen, sharding, 0, family.param_map(sharding, 0, 0, 0))
 
 
 def test_experts_of_a_layer_are_one_weight(model_dir):
@@ -152,7 +147,7 @@ def test_experts_of_a_layer_are_one_weight(model_dir):
         params = family.param_map(sharding, 0, 0, ep_rank)
         experts = {name for name, each in params.items() if each.is_expert and ".0." in name}
         weights = {params[name].slices[0].name for name in experts}
-        found = frozen_parameters(weights, family, sharding, 0, params)
+        found = family.frozen_parameters(weights, sharding, 0, params)
         same_layer = {
             name
             for name, each in params.items()
@@ -170,4 +165,4 @@ def test_a_pipeline_stage_without_trained_weights_is_refused(model_dir):
     frozen = {part.name for each in stage.values() for part in each.slices}
     for rank_stage in range(2):
         with pytest.raises(ConfigError, match="all weights of pipeline stage 0 of 2"):
-            frozen_parameters(frozen, family, sharding, rank_stage, stage)
+            family.frozen_parameters(frozen, sharding, rank_stage, stage)

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.optimization import LoraConfig
 from nemo_like.config.schema import ParallelConfig
-from nemo_like.models.presets import load_spec
+from nemo_like.models.spec import load_spec
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.lora import check_lora
 from nemo_like.policy.megatron.param_map import ModelSharding

@@ -31,8 +31,7 @@ from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
-from nemo_like.models.presets import load_spec
-from nemo_like.models.spec import ModelSpec
+from nemo_like.models.spec import ModelSpec, load_spec
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.checkpoint.hf_reader import open_model
 from nemo_like.policy.megatron import groups as megatron_cpu

@@ -22,7 +22,7 @@ from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import SlicedDataDict
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
-from nemo_like.models.presets import load_spec
+from nemo_like.models.spec import load_spec
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.megatron.worker import MegatronPolicyWorker

@@ -1,19 +1,17 @@
-"""The model families of the Megatron engine, one file each."""
+"""The model families of the Megatron engine."""
 
 from __future__ import annotations
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.models.spec import ModelSpec
+from nemo_like.policy.megatron.families.dense import Qwen2, Qwen3
 from nemo_like.policy.megatron.families.family import Family
-from nemo_like.policy.megatron.families.llama import Llama
-from nemo_like.policy.megatron.families.mistral import Mistral
-from nemo_like.policy.megatron.families.qwen2 import Qwen2
-from nemo_like.policy.megatron.families.qwen3 import Qwen3
 from nemo_like.policy.megatron.families.qwen3_moe import Qwen3Moe
 
 FAMILIES: dict[str, Family] = {
-    "llama": Llama(),
-    "mistral": Mistral(),
+    "llama": Family(),
+    # Where it has a sliding window, every layer has it (`ModelSpec.windows`).
+    "mistral": Family(),
     "qwen2": Qwen2(),
     "qwen3": Qwen3(),
     "qwen3_moe": Qwen3Moe(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nemo_like.models.spec import ModelSpec
-from nemo_like.policy.megatron.families.qwen3 import Qwen3
+from nemo_like.policy.megatron.families.dense import Qwen3
 from nemo_like.policy.megatron.param_map import ModelSharding, RankParams
 
 if TYPE_CHECKING:

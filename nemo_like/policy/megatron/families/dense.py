@@ -1,4 +1,4 @@
-"""Qwen3, dense."""
+"""Dense families that differ from Llama: Qwen2 (and Qwen2.5) and Qwen3."""
 
 from __future__ import annotations
 
@@ -10,6 +10,19 @@ from nemo_like.policy.megatron.param_map import ModelSharding, RankParams
 
 if TYPE_CHECKING:
     from megatron.core.transformer import ModuleSpec
+
+
+class Qwen2(Family):
+    """A Llama with biases of the query, key and value projections."""
+
+    def config(self, sharding: ModelSharding) -> dict[str, Any]:
+        """See `Family.config`."""
+        return {"add_qkv_bias": True}
+
+    def add_attention(self, params: RankParams, attention: str, hf_attention: str) -> None:
+        """See `Family.add_attention`."""
+        super().add_attention(params, attention, hf_attention)
+        params.add_qkv(f"{attention}.linear_qkv", hf_attention, "bias")
 
 
 class Qwen3(Family):
