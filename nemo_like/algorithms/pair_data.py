@@ -10,7 +10,7 @@ import numpy as np
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import EpochLoopConfig, RunConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.encoded_rows import EncodedRows
+from nemo_like.data.encoded_rows import EncodedRows, Examples
 from nemo_like.data.jagged import EncodedRow, TokenCounts, collate, count_tokens
 from nemo_like.data.messages import Message
 from nemo_like.data.preferences import (
@@ -80,26 +80,9 @@ def rewarded_rows(train: Rows | None, validation: Rows | None) -> Rows | None:
     return None
 
 
-class PairRows:
-    """Encoded rows as preference pairs; a `loader.FetchableRows`."""
-
-    def __init__(self, rows: Rows, encoded: EncodedRows) -> None:
-        self._encoded = encoded
-        self.digests = rows.digests
-
-    def __len__(self) -> int:
-        return len(self._encoded)
-
-    def fetch(self, rows: Sequence[int]) -> list[PreferencePair | None]:
-        """Return the pairs of `rows`, None for a dropped one; see `loader.FetchableRows`."""
-        pairs = []
-        for joined in self._encoded.fetch(rows):
-            pairs.append(None if joined is None else split_pair(joined))
-        return pairs
-
-    def location(self, row: int) -> str:
-        """Return the file and line of a row; see `loader.FetchableRows`."""
-        return self._encoded.location(row)
+def pair_examples(rows: Rows, encoded: EncodedRows) -> Examples[PreferencePair]:
+    """Return the encoded rows as preference pairs."""
+    return Examples(encoded, lambda _, joined: split_pair(joined))
 
 
 def collate_pairs(pairs: Sequence[PreferencePair]) -> BatchedDataDict:

@@ -20,6 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import MAX_LISTED, BadRows, Rows
 
+Out = TypeVar("Out")
 Encode = Callable[[Row], EncodedRow | None]
 """Encodes a row; None drops it."""
 Advance = Callable[[int], None]
@@ -111,6 +113,11 @@ class EncodedRows:
     def is_kept(self) -> np.ndarray:
         """Mask of rows that are not known to be dropped, bool [N]."""
         return self._lengths != _DROPPED
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row, int32 [N]; 0 for rows that are dropped or not encoded yet."""
+        return np.maximum(self._lengths, 0)
 
     @property
     def num_kept(self) -> int:
@@ -272,6 +279,30 @@ class EncodedRows:
         except OSError:
             # The run has its rows; only a later one encodes them again.
             data.unlink(missing_ok=True)
+
+
+class Examples(Generic[Out]):
+    """Encoded rows as the examples of a job, such as prompts or pairs."""
+
+    def __init__(self, encoded: EncodedRows, example: Callable[[int, EncodedRow], Out]) -> None:
+        """Initialize with the function that makes the example of row i from i and its tokens."""
+        self.digests = encoded.digests
+        self._encoded = encoded
+        self._example = example
+
+    def __len__(self) -> int:
+        return len(self._encoded)
+
+    def fetch(self, rows: Sequence[int]) -> list[Out | None]:
+        """Return the examples of `rows`, None for a dropped row; see `EncodedRows.fetch`."""
+        examples = []
+        for row, encoded in zip(rows, self._encoded.fetch(rows), strict=True):
+            examples.append(None if encoded is None else self._example(row, encoded))
+        return examples
+
+    def location(self, row: int) -> str:
+        """Return the location of a row. Example: `data/train.jsonl:17`."""
+        return self._encoded.location(row)
 
 
 def row_error_text(error: Exception) -> str:

@@ -7,17 +7,17 @@ takes the next row instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.text import plural
-from nemo_like.data.mixture import Mixture, MixtureOrder, open_order
 from nemo_like.data.planning.plan import BatchPlan
-from nemo_like.data.row_order import Curriculum, RowOrder
+from nemo_like.data.row_order import Curriculum, Mixture, RowOrder
 from nemo_like.integer_math import ceil_div
 
 Out = TypeVar("Out")
@@ -62,94 +62,123 @@ class SavedPosition:
         return self.state
 
 
-@dataclass(frozen=True, eq=False)
-class BatchSources:
-    """The sources of the rows of a batch of a mixture."""
+class BatchLoader(ABC, Generic[Out]):
+    """Batches of encoded rows with a position that a run saves."""
 
-    names: tuple[str, ...]
-    indices: np.ndarray
-    """int64 [B]: index in `names` of the source of each row."""
+    plan: BatchPlan | None = None
+    """Plan of the last batch, if it was planned when its rows were chosen."""
 
-    @property
-    def num_rows(self) -> dict[str, int]:
-        """Number of rows of each source by its name."""
-        counts = np.bincount(self.indices, minlength=len(self.names))
-        return dict(zip(self.names, counts.tolist(), strict=True))
+    def __init__(
+        self,
+        rows: FetchableRows[Out],
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        curriculum: Curriculum | None = None,
+        mixture: Mixture | None = None,
+    ) -> None:
+        self.rows = rows
+        self.order = RowOrder(
+            len(rows),
+            rows.digests,
+            seed=seed,
+            shuffle=shuffle,
+            curriculum=curriculum,
+            mixture=mixture,
+        )
+        self.batch_rows: Sequence[int] = ()
+        """Indices of the rows of the last batch."""
+        self.num_dropped = 0
+        """Number of rows dropped for the last batch because their encoding is None."""
 
-
-class BatchLoader(Protocol[Out]):
-    """Batches of encoded rows with a position that a run saves; `RowLoader` or a `StreamLoader`."""
-
-    num_dropped: int
-    """Number of rows dropped for the last batch because their encoding is None."""
+    def __len__(self) -> int:
+        """Number of rows of the file, dropped ones included."""
+        return len(self.rows)
 
     @property
     def epoch(self) -> int:
         """Number of completed epochs."""
-        ...
+        return self.order.epoch
 
     @property
-    def plan(self) -> BatchPlan | None:
-        """Plan of the last batch, if it was planned when its rows were chosen."""
-        ...
+    def mixture(self) -> Mixture | None:
+        """The sources of the rows, if they are visited by weight."""
+        return self.order.mixture
 
+    def __iter__(self) -> Self:
+        return self
+
+    @abstractmethod
     def __next__(self) -> list[Out]:
-        """Return the rows of the next batch. Raises ConfigError for a bad row."""
-        ...
+        """Return the next batch.
+
+        Raises ConfigError for a bad row, or if an epoch has no batch. The position is then the same
+        as before the call.
+        """
 
     def batch_locations(self) -> list[str]:
-        """Return the locations of the rows of the last batch."""
-        ...
+        """Return the locations of the rows of the last batch. Example: `data/train.jsonl:17`."""
+        return [self.rows.location(row) for row in self.batch_rows]
 
-    def first_rows(self, num_rows: int) -> list[Out]:
-        """Return the encoded rows of the first `num_rows` of the file."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position as JSON values."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any], *, allow_changed_rows: bool = False) -> bool:
-        """Continue after the last batch of `state`; see `RowOrder.load_state_dict`."""
-        ...
-
-    def batch_sources(self) -> BatchSources | None:
-        """Return the sources of the rows of the last batch; None without a mixture."""
-        ...
+    def batch_sources(self) -> np.ndarray | None:
+        """Return the source of each row of the last batch, int64 [B]; None without a mixture."""
+        return None if self.mixture is None else self.mixture.sources_of(self.batch_rows)
 
     def batch_metrics(self) -> dict[str, float]:
         """Return the metrics of the choice of the last batch; empty for batches of fixed size."""
-        ...
+        return {}
+
+    def first_rows(self, num_rows: int) -> list[Out]:
+        """Return the encoded rows of the first `num_rows` of the file, without dropped ones.
+
+        The position does not change.
+        """
+        encoded = self.rows.fetch(range(min(num_rows, len(self))))
+        return [row for row in encoded if row is not None]
 
     def rows_of_batches(self, num_batches: int | None) -> np.ndarray:
-        """Return the rows of the next batches in the order of their first visit, int64 [n]."""
-        ...
+        """Return the rows of the next batches in the order of their first visit, int64 [n].
+
+        They are the rows of one epoch if the number of rows of a batch is not known in advance.
+        """
+        return self.order.upcoming(len(self))
 
     def batches_left(self, num_epochs: int, is_kept: np.ndarray) -> int | None:
         """Count the batches to the end of epoch `num_epochs`; None if that is not known.
 
         `is_kept` bool [N] marks rows that are not dropped.
         """
-        ...
+        return None
 
-    def has_batch(self, num_epochs: int, is_kept: np.ndarray | None = None) -> bool:
-        """Return True if an epoch before `num_epochs` has another batch."""
-        ...
+    def is_finished(self, is_kept: np.ndarray | None = None) -> bool:
+        """Return True if no batch follows; always False for a loader without an end.
+
+        `is_kept` bool [N] marks rows that are not dropped.
+        """
+        return False
 
     def num_left_out(self, is_kept: np.ndarray) -> int:
-        """Count the rows of the last epoch that no batch has because they fill none."""
-        ...
+        """Count the rows of the last epoch that no batch has because they fill none.
+
+        0 for batches of fixed size: `nemo-like validate` reports `data.last_batch=drop`.
+        """
+        return 0
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as JSON values."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any], *, allow_changed_rows: bool = False) -> bool:
+        """Continue after the last batch of `state`; see `RowOrder.load_state_dict`."""
 
 
-class RowLoader(Generic[Out]):
+class RowLoader(BatchLoader[Out]):
     """Endless batches of at most `batch_size` encoded rows, all of one epoch.
 
     Example: 5 rows in batches of 2, not shuffled: [0, 1] [2, 3] [4] [0, 1] ...; with
     `last_batch="drop"` [0, 1] [2, 3] [0, 1] ...
     """
-
-    plan: BatchPlan | None = None
-    """The policy plans these batches."""
 
     def __init__(
         self,
@@ -167,168 +196,83 @@ class RowLoader(Generic[Out]):
                 f"a loader needs rows and a batch size, got {len(rows)} rows and"
                 f" batch_size={batch_size}"
             )
+        super().__init__(rows, seed=seed, shuffle=shuffle, curriculum=curriculum, mixture=mixture)
         self.batch_size = batch_size
         self.last_batch: LastBatch = last_batch
-        self.num_dropped = 0
-        """Number of rows dropped for the last batch because their encoding is None."""
         self.batch_epoch = 0
         """Epoch of the rows of the last batch; `epoch` is the next one after its last batch."""
-        self._rows = rows
-        self._order = open_order(
-            len(rows), rows.digests, mixture, seed=seed, shuffle=shuffle, curriculum=curriculum
-        )
-        self._batch_rows: list[int] = []
-
-    def __len__(self) -> int:
-        """Number of rows of the file, dropped ones included."""
-        return len(self._order)
-
-    @property
-    def epoch(self) -> int:
-        """Number of completed epochs."""
-        return self._order.epoch
-
-    @property
-    def order(self) -> np.ndarray:
-        """Row indices in the order of this epoch, int64 [N]."""
-        return self._order.order
-
-    def upcoming(self, num_rows: int) -> np.ndarray:
-        """Return the rows of the next `num_rows` visits, each once; see `RowOrder.upcoming`."""
-        return self._order.upcoming(num_rows)
-
-    def __iter__(self) -> Iterator[list[Out]]:
-        return self
 
     def __next__(self) -> list[Out]:
-        """Return the next batch.
-
-        Raises ConfigError for a bad row, or if an epoch has no batch. The position is then the same
-        as before the call.
-        """
         return self.take(self.batch_size)
 
-    def take(self, num_rows: int) -> list[Out]:
+    def take(self, num_rows: int, *, in_epoch: bool = False) -> list[Out]:
         """Return a batch of at most `num_rows` rows, which may be fewer than `batch_size`.
 
-        Raises ConfigError as `__next__` does.
+        With `in_epoch` they are all of this epoch: fewer rows at its end, also none. Raises
+        ConfigError as `__next__` does.
         """
-        with self._order.undone_on_error():
-            return self._take(num_rows)
+        before = self.order.copy()
+        try:
+            return self._take(num_rows, in_epoch=in_epoch)
+        except BaseException:
+            self.order = before
+            raise
 
-    def take_in_epoch(self, num_rows: int) -> list[Out]:
-        """Return at most `num_rows` rows, all of this epoch: fewer at its end, also none.
-
-        Raises ConfigError for a bad row.
-        """
-        with self._order.undone_on_error():
-            return self._take(num_rows, in_epoch=True)
-
-    def _take(self, batch_size: int, *, in_epoch: bool = False) -> list[Out]:
-        """Form the next batch and begin the next epoch if this one has no further batch.
-
-        With `in_epoch` the rows at the end of the epoch are a batch, however few they are.
-        """
-        first_epoch = self._order.epoch
+    def _take(self, batch_size: int, *, in_epoch: bool) -> list[Out]:
+        """Form the next batch and begin the next epoch if this one has no further batch."""
+        first_epoch = self.epoch
         self.num_dropped = 0
         batch: list[Out] = []
-        self._batch_rows = []
+        batch_rows: list[int] = []
+        self.batch_rows = batch_rows
         while len(batch) < batch_size:
-            self.batch_epoch = self._order.epoch
-            taken = self._order.take(batch_size - len(batch)).tolist()
-            encoded = self._rows.fetch(taken)
-            for index, row in zip(taken, encoded, strict=True):
+            self.batch_epoch = self.epoch
+            taken = self.order.take(batch_size - len(batch)).tolist()
+            for index, row in zip(taken, self.rows.fetch(taken), strict=True):
                 if row is None:
                     self.num_dropped += 1
                 else:
                     batch.append(row)
-                    self._batch_rows.append(index)
+                    batch_rows.append(index)
             is_full = len(batch) == batch_size
-            if self._order.num_left and not (is_full and self._is_rest_dropped()):
+            # A rest that does not fill a batch is left out.
+            is_rest_dropped = self.last_batch == "drop" and self.order.num_left < self.batch_size
+            if self.order.num_left and not (is_full and is_rest_dropped):
                 continue
-            self._order.start_epoch()
+            self.order.start_epoch()
             if is_full or in_epoch or (batch and self.last_batch == "keep"):
                 return batch
             # The first epoch may have begun in the middle, so only a complete second one without a
             # batch is an error.
-            if self._order.epoch - first_epoch > 1:
+            if self.epoch - first_epoch > 1:
                 raise ConfigError(no_batch_text(len(batch), batch_size))
-            batch = []
-            self._batch_rows = []
+            batch.clear()
+            batch_rows.clear()
         return batch
-
-    def batch_locations(self) -> list[str]:
-        """Return the locations of the rows of the last batch. Example: `data/train.jsonl:17`."""
-        return [self._rows.location(row) for row in self._batch_rows]
-
-    def batch_sources(self) -> BatchSources | None:
-        """Return the sources of the rows of the last batch; None without a mixture."""
-        return sources_of(self._order, self._batch_rows)
-
-    def batch_metrics(self) -> dict[str, float]:
-        """Return no metrics; see `BatchLoader`."""
-        return {}
-
-    def num_left_out(self, is_kept: np.ndarray) -> int:
-        """Return 0; see `BatchLoader`. `nemo-like validate` reports `data.last_batch=drop`."""
-        return 0
 
     def rows_of_batches(self, num_batches: int | None) -> np.ndarray:
         """Return the rows of the next batches in the order of their first visit, int64 [n]."""
-        return self.upcoming(len(self) if num_batches is None else num_batches * self.batch_size)
+        if num_batches is None:
+            return super().rows_of_batches(None)
+        return self.order.upcoming(num_batches * self.batch_size)
 
-    def has_batch(self, num_epochs: int, is_kept: np.ndarray | None = None) -> bool:
-        """Return True if an epoch before `num_epochs` has another batch; see `batches_left`."""
-        return self.batches_left(num_epochs, is_kept) > 0
-
-    def _is_rest_dropped(self) -> bool:
-        """Return True if the rest of the epoch does not fill a batch and is left out."""
-        return self.last_batch == "drop" and self._order.num_left < self.batch_size
-
-    def first_rows(self, num_rows: int) -> list[Out]:
-        """Return the encoded rows of the first `num_rows` of the file, without dropped ones.
-
-        The position does not change.
-        """
-        encoded = self._rows.fetch(range(min(num_rows, len(self))))
-        return [row for row in encoded if row is not None]
-
-    def batches_left(self, num_epochs: int, is_kept: np.ndarray | None = None) -> int:
-        """Count the batches from the current position to the end of epoch `num_epochs`.
-
-        `is_kept` bool [N] marks rows that are not dropped; the default is all.
-        """
-        if self._order.epoch >= num_epochs:
-            return 0
-        if is_kept is None:
-            is_kept = np.ones(len(self), dtype=bool)
-        if isinstance(self._order, MixtureOrder) and not is_kept.all():
-            return self._simulated_batches(self._order, num_epochs, is_kept)
-        num_left = int(is_kept[self._order.left].sum())
-        num_later_epochs = num_epochs - self._order.epoch - 1
-        per_epoch = num_batches(int(is_kept.sum()), self.batch_size, self.last_batch)
-        in_this_epoch = num_batches(num_left, self.batch_size, self.last_batch)
-        return in_this_epoch + num_later_epochs * per_epoch
-
-    def _simulated_batches(self, order: MixtureOrder, num_epochs: int, is_kept: np.ndarray) -> int:
-        """Count the batches to the end of epoch `num_epochs` by forming them without encoding.
-
-        The dropped rows of an epoch of a mixture depend on which rows of a source it has.
-        """
-        simulated = RowLoader(
-            _KeptRows(is_kept), batch_size=self.batch_size, last_batch=self.last_batch
-        )
-        simulated._order = order.copy()
+    def batches_left(self, num_epochs: int, is_kept: np.ndarray) -> int:
+        """Count the batches to the end of epoch `num_epochs`; see `BatchLoader`."""
         count = 0
-        while simulated.epoch < num_epochs:
-            simulated._take(self.batch_size)
-            if simulated.batch_epoch < num_epochs:
-                count += 1
+        order = self.order.copy()
+        while order.epoch < num_epochs:
+            num_kept = int(is_kept[order.left].sum())
+            count += num_batches(num_kept, self.batch_size, self.last_batch)
+            order.start_epoch()
+            # Else the dropped rows of an epoch depend on which rows of a source it has.
+            if self.mixture is None or is_kept.all():
+                per_epoch = num_batches(int(is_kept.sum()), self.batch_size, self.last_batch)
+                return count + (num_epochs - order.epoch) * per_epoch
         return count
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values; see `RowOrder.state_dict`."""
-        return self._order.state_dict()
+        return self.order.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], *, allow_changed_rows: bool = False) -> bool:
         """Continue after the row of `state`; see `RowOrder.load_state_dict`.
@@ -340,33 +284,7 @@ class RowLoader(Generic[Out]):
                 "resume: the checkpoint was written with another data.batching.kind than fixed, so"
                 " rows wait for their step; resume with that kind, or start a new run"
             )
-        return self._order.load_state_dict(state, allow_changed_rows=allow_changed_rows)
-
-
-def sources_of(order: RowOrder | MixtureOrder, rows: Sequence[int]) -> BatchSources | None:
-    """Return the sources of `rows`; None without a mixture."""
-    if not isinstance(order, MixtureOrder):
-        return None
-    return BatchSources(order.mixture.names, order.sources_of(rows))
-
-
-class _KeptRows:
-    """Rows of which only is known whether they are kept; a `FetchableRows`."""
-
-    def __init__(self, is_kept: np.ndarray) -> None:
-        self.digests = ("",)
-        self._is_kept = is_kept
-
-    def __len__(self) -> int:
-        return len(self._is_kept)
-
-    def fetch(self, rows: Sequence[int]) -> list[bool | None]:
-        """Return True for a kept row, None for a dropped one."""
-        return [True if self._is_kept[row] else None for row in rows]
-
-    def location(self, row: int) -> str:
-        """Return the index of the row: it has no file here."""
-        return f"row {row}"
+        return self.order.load_state_dict(state, allow_changed_rows=allow_changed_rows)
 
 
 def num_batches(num_rows: int, batch_size: int, last_batch: LastBatch) -> int:

@@ -1,17 +1,18 @@
 """Order in which the rows of a data set are visited, with a position that a run can resume.
 
-Every epoch visits the rows in a permutation that depends on the seed and the epoch only, so the
-position is the number of visited rows. `RowOrder` is the order of a run: a digest of the rows
-detects changed files on resume. `ShardedOrder` is the part of one rank of a plain PyTorch loop. All
-ranks compute the same permutation, so a shard is known from (rank, number of ranks) alone. An epoch
-that continues on another number of ranks deals out the rows that no rank has trained yet.
+The order of an epoch depends on the seed and the epoch only, so the position is the number of
+visited rows. `RowOrder` is the order of a run: every row once, or the sources of a `Mixture` by
+weight. A digest of the rows detects changed files on resume. `ShardedOrder` is the part of one rank
+of a plain PyTorch loop. All ranks compute the same permutation, so a shard is known from (rank,
+number of ranks) alone. An epoch that continues on another number of ranks deals out the rows that
+no rank has trained yet.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,64 @@ from nemo_like.integer_math import check_integer
 
 _VERSION = 4
 _SHARD_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The sources of a data set, whose rows follow each other in the order of the sources.
+
+    Visit k (from 0) of a source with weight w has the time (k + 1/2) / w, and the mixture visits
+    the rows of all sources by increasing time. After n visits a source with share s of S sources
+    was visited s n times, to within 1/2 + s S / 2.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """Number of rows of each source."""
+    weights: tuple[float, ...]
+    """Relative weight of each source, above 0; their sum need not be 1."""
+
+    def __post_init__(self) -> None:
+        if not len(self.names) == len(self.sizes) == len(self.weights) > 0:
+            raise ValueError(
+                f"a mixture needs one size and one weight per source, got {len(self.names)} names,"
+                f" {len(self.sizes)} sizes and {len(self.weights)} weights"
+            )
+        if min(self.sizes) < 1:
+            raise ValueError(f"every source needs a row, got sizes {self.sizes}")
+        for weight in self.weights:
+            if not (math.isfinite(weight) and weight > 0):
+                raise ValueError(f"a weight is a finite number above 0, got {weight!r}")
+
+    def visits(self, start: int, num_visits: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the visits from `start`: the source of each, and how often that source was visited
+        before, int64 [num_visits] each.
+        """
+        weights = np.array(self.weights, dtype=np.float64)
+        shares = weights / weights.sum()
+        # At least the bound above: each source has had at least `first` visits and has at most
+        # `last` at the end.
+        margin = len(weights) + 1
+        first = np.maximum(np.floor(shares * start).astype(np.int64) - margin, 0)
+        last = np.ceil(shares * (start + num_visits)).astype(np.int64) + margin
+        sources = np.repeat(np.arange(len(weights)), last - first)
+        counts = np.concatenate([np.arange(*ends) for ends in zip(first, last, strict=True)])
+        by_time = np.argsort((counts + 0.5) / weights[sources], kind="stable")
+        num_before = start - int(first.sum())
+        chosen = by_time[num_before : num_before + num_visits]
+        return sources[chosen], counts[chosen]
+
+    def sources_of(self, rows: Sequence[int]) -> np.ndarray:
+        """Return the index of the source of each of `rows`, int64 [n]."""
+        return np.searchsorted(np.cumsum(self.sizes), rows, side="right")
+
+    def to_json(self) -> list[list[Any]]:
+        """Return [name, weight] of each source as JSON values.
+
+        A list, because the order of the sources decides between equal times.
+        """
+        pairs = zip(self.names, self.weights, strict=True)
+        return [[name, float(weight)] for name, weight in pairs]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +151,11 @@ class EpochOrder:
 
 
 class RowOrder(EpochOrder):
-    """Row indices in visiting order, epoch after epoch; every epoch visits each row exactly once.
+    """Row indices in visiting order, epoch after epoch.
+
+    Without a mixture every epoch visits each row exactly once. An epoch of a mixture has as many
+    visits: a source that is smaller than its share is repeated within it, each time in a new order;
+    a larger one continues in the next epoch.
 
     Example: 3 rows, not shuffled: `take(2)` is [0, 1], `take(2)` is [2], `start_epoch()`, `take(2)`
     is [0, 1].
@@ -101,65 +164,72 @@ class RowOrder(EpochOrder):
     def __init__(
         self,
         num_rows: int,
-        digest: str = "",
+        digests: Sequence[str] = (),
         *,
         seed: int = 0,
         shuffle: bool = True,
         curriculum: Curriculum | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
-        """Initialize for `num_rows` rows; `digest` is a hash of their content.
+        """Initialize for `num_rows` rows; `digests` has a hash of the rows of each source.
 
-        With a `curriculum` every epoch visits the rows by increasing difficulty, rows of equal
-        difficulty in random order, or without `shuffle` in the order of the file.
+        With a `curriculum` the rows of each source are visited by increasing difficulty, rows of
+        equal difficulty in random order, or without `shuffle` in the order of the file.
         """
         if num_rows == 0:
             raise ValueError("an order needs at least one row")
         if curriculum is not None and not np.isfinite(curriculum.difficulty).all():
             raise ValueError(f"the difficulty {curriculum.name} is not finite for every row")
+        self.mixture = mixture
         self._curriculum = curriculum
-        self._digest = digest
+        self._digests = tuple(digests)
         super().__init__(num_rows, seed=seed, shuffle=shuffle)
 
     def __len__(self) -> int:
-        """Number of rows of an epoch."""
+        """Number of visits of an epoch."""
         return self.num_rows
 
-    def upcoming(self, num_rows: int) -> np.ndarray:
-        """Return the rows of the next `num_rows` visits, each once, in the order of the first
-        visit, int64 [at most N].
+    def upcoming(self, num_visits: int) -> np.ndarray:
+        """Return the rows of the next `num_visits` visits, at most of two epochs, each once, in the
+        order of the first visit, int64 [at most N].
         """
-        rows = self.left[:num_rows]
-        if len(rows) == num_rows:
-            return rows
         later = self.copy()
-        later.start_epoch()
-        more = later.order[: num_rows - len(rows)]
-        return np.concatenate([rows, more[~np.isin(more, rows)]])
+        num_left = min(num_visits, 2 * len(self))
+        parts = [later.take(num_left)]
+        while (num_left := num_left - len(parts[-1])) > 0:
+            later.start_epoch()
+            parts.append(later.take(num_left))
+        rows = np.concatenate(parts)
+        _, first = np.unique(rows, return_index=True)
+        return rows[np.sort(first)]
 
     def copy(self) -> RowOrder:
         """Return an order at the same position that advances independently."""
         # The arrays are replaced as a unit, never changed.
         return copy.copy(self)
 
-    @contextmanager
-    def undone_on_error(self) -> Iterator[None]:
-        """Restore the position if the block raises."""
-        before = self.copy()
-        try:
-            yield
-        except BaseException:
-            self.__dict__.update(before.__dict__)
-            raise
-
     def _order_of_epoch(self) -> np.ndarray:
-        order = super()._order_of_epoch()
-        if self._curriculum is not None:
-            order = order[np.argsort(self._curriculum.difficulty[order], kind="stable")]
-        return order
+        if self.mixture is None:
+            return self._pass(0, self.num_rows, self._epoch)
+        sources, counts = self.mixture.visits(self._epoch * self.num_rows, self.num_rows)
+        rows = np.empty(self.num_rows, dtype=np.int64)
+        start = 0
+        for source, size in enumerate(self.mixture.sizes):
+            places = np.flatnonzero(sources == source)
+            passes, positions = np.divmod(counts[places], size)
+            # The visits of a source are consecutive, and so are its passes.
+            for number in np.unique(passes).tolist():
+                of_pass = slice(*np.searchsorted(passes, (number, number + 1)))
+                rows[places[of_pass]] = self._pass(start, size, number)[positions[of_pass]]
+            start += size
+        return rows
 
-    def restart_epoch(self) -> None:
-        """Go back to the first row of this epoch."""
-        self.start_epoch(self._epoch)
+    def _pass(self, start: int, num_rows: int, number: int) -> np.ndarray:
+        """Return the rows [start, start + num_rows) in the order of a pass, int64 [num_rows]."""
+        rows = start + epoch_permutation(num_rows, self.seed, number, shuffle=self.shuffle)
+        if self._curriculum is None:
+            return rows
+        return rows[np.argsort(self._curriculum.difficulty[rows], kind="stable")]
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values; their size does not depend on the number of rows."""
@@ -168,8 +238,9 @@ class RowOrder(EpochOrder):
             "seed": self.seed,
             "shuffle": self.shuffle,
             "curriculum": None if self._curriculum is None else self._curriculum.name,
+            "mixture": None if self.mixture is None else self.mixture.to_json(),
             "num_rows": len(self),
-            "rows": self._digest,
+            "rows": " ".join(self._digests),
             "epoch": self._epoch,
             "num_visited": self._position,
         }
@@ -181,17 +252,15 @@ class RowOrder(EpochOrder):
         their number is the same, for example after a correction; otherwise the epoch begins again.
         Raises ConfigError for changed rows without `allow_changed_rows`, and for another order.
         """
-        if "mixture" in state:
-            raise ConfigError(
-                "resume: the checkpoint was written with data.train_sets, this run has"
-                " data.train_path; use the same, or start a new run"
-            )
         if state.get("version") != _VERSION:
             raise ConfigError(
                 "resume: the checkpoint's data position has the format of another version of"
                 " nemo_like; continue the run with that version, or start a new run"
             )
         own = self.state_dict()
+        # Positions of earlier versions, which had no mixture here.
+        state = {"mixture": None, **state}
+        self._check_mixture(state["mixture"], own["mixture"])
         keys = {"seed": "seed", "shuffle": "data.shuffle", "curriculum": "data.curriculum"}
         for name, key in keys.items():
             if state[name] != own[name]:
@@ -203,15 +272,40 @@ class RowOrder(EpochOrder):
         is_same = state["rows"] == own["rows"]
         if not is_same and not allow_changed_rows:
             raise ConfigError(
-                "resume: the rows of the training data (data.train_path, data.train_sets,"
-                " data.max_train_rows, filters) are not the rows that the checkpoint was written"
-                " with; restore them, or set data.allow_changed_rows=true to continue with the new"
-                " rows (the epoch begins again if their number is another one)"
+                "resume: the rows of the training data"
+                f" ({self._changed_sources(state['rows'].split())}) are not the rows that the"
+                " checkpoint was written with; restore them, or set data.allow_changed_rows=true"
+                " to continue with the new rows (the epoch begins again if their number is another"
+                " one)"
             )
         self.start_epoch(int(state["epoch"]))
         if state["num_rows"] == len(self):
             self._position = int(state["num_visited"])
         return is_same
+
+    def _check_mixture(self, written: list[Any] | None, own: list[Any] | None) -> None:
+        """Raise ConfigError unless a checkpoint was `written` with the mixture of this run."""
+        if written == own:
+            return
+        if written is None or own is None:
+            keys = ("data.train_sets", "data.train_path")
+            before, now = keys if own is None else reversed(keys)
+            raise ConfigError(
+                f"resume: the checkpoint was written with {before}, this run has {now}; use the"
+                " same, or start a new run"
+            )
+        raise ConfigError(
+            f"resume: the checkpoint was written with data.train_weights {written}, this run has"
+            f" {own}, which is another order of the rows; use the same, or start a new run. If none"
+            " are set, they are the numbers of rows of the files"
+        )
+
+    def _changed_sources(self, digests: Sequence[str]) -> str:
+        """Name the sources whose rows do not have these digests."""
+        if self.mixture is None:
+            return "data.train_path, data.max_train_rows, filters"
+        sources = zip(self.mixture.names, self._digests, digests, strict=True)
+        return ", ".join(f"data.train_sets.{name}" for name, own, old in sources if own != old)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ import numpy as np
 from nemo_like.config.errors import ConfigError, shown_path, similar_path_text
 from nemo_like.config.text import is_possible_path, shortened
 from nemo_like.data.datasets import RowSchema, row_problem
-from nemo_like.data.mixture import Mixture
 from nemo_like.data.row_columns import known_row, missing_value_problem
 from nemo_like.data.row_files import (
     SUPPORTED_FILES,
@@ -36,6 +35,7 @@ from nemo_like.data.row_files import (
     read_rows,
     shown_json,
 )
+from nemo_like.data.row_order import Mixture
 
 MAX_LISTED = 20
 """Rows that the message lists."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from nemo_like.data.datasets import (
     flagged_conversation,
     question,
 )
-from nemo_like.data.encoded_rows import EncodedRows
+from nemo_like.data.encoded_rows import EncodedRows, Examples
 from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.messages import TrainOn, mask_turns, row_tools, trained_turns
 from nemo_like.data.row_files import Row
@@ -104,34 +104,17 @@ def encode_question(encoder: ChatEncoder, config: RunConfig, row: Row) -> Encode
     return EncodedRow(token_ids, np.zeros(len(token_ids), dtype=np.uint8))
 
 
-class PromptRows:
-    """Encoded rows as prompts; a `loader.FetchableRows`."""
+def prompt_example(row: Row, encoded: EncodedRow) -> Prompt:
+    """Return an encoded row as a prompt."""
+    fields = question(row)
+    return Prompt(
+        token_ids=encoded.input_ids, text=fields.text, answer=fields.answer, row=fields.row
+    )
 
-    def __init__(self, rows: Rows, encoded: EncodedRows) -> None:
-        self._rows = rows
-        self._encoded = encoded
-        self.digests = rows.digests
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def fetch(self, rows: Sequence[int]) -> list[Prompt | None]:
-        """Return the prompts of `rows`, None for a dropped row; see `loader.FetchableRows`."""
-        prompts: list[Prompt | None] = []
-        for row, encoded in zip(rows, self._encoded.fetch(rows), strict=True):
-            if encoded is None:
-                prompts.append(None)
-                continue
-            fields = question(self._rows[row])
-            prompt = Prompt(
-                token_ids=encoded.input_ids, text=fields.text, answer=fields.answer, row=fields.row
-            )
-            prompts.append(prompt)
-        return prompts
-
-    def location(self, row: int) -> str:
-        """Return the file and line of a row; see `loader.FetchableRows`."""
-        return self._encoded.location(row)
+def prompt_examples(rows: Rows, encoded: EncodedRows) -> Examples[Prompt]:
+    """Return the encoded rows as prompts."""
+    return Examples(encoded, lambda row, encoded: prompt_example(rows[row], encoded))
 
 
 def encoding_settings(config: RunConfig, encoder: ChatEncoder) -> str:

@@ -19,10 +19,9 @@ from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import RowSchema
 from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.loader import BatchLoader, FetchableRows, RowLoader, no_batch_text, num_batches
-from nemo_like.data.mixture import Mixture
 from nemo_like.data.row_columns import check_columns
 from nemo_like.data.row_files import Row
-from nemo_like.data.row_order import Curriculum
+from nemo_like.data.row_order import Curriculum, Mixture
 from nemo_like.data.rows import PassRateFilter, Rows, load_rows
 from nemo_like.metrics import Mean, Metrics, Sum
 from nemo_like.rollout.conversations import Prompt
@@ -30,10 +29,10 @@ from nemo_like.run.checkpoint import Checkpoint, CheckpointError
 from nemo_like.run.progress import Progress
 from nemo_like.training.encoding import (
     EncodeRow,
-    PromptRows,
     encode_ahead,
     encode_question,
     open_training_rows,
+    prompt_examples,
 )
 from nemo_like.training.model_files import open_encoder, open_model_config
 
@@ -103,7 +102,7 @@ def prompt_sets(
         encoded = EncodedRows(rows, partial(encode_question, encoder, config))
         prompts = []
         numbers = []
-        for number, prompt in enumerate(PromptRows(rows, encoded).fetch(range(len(rows)))):
+        for number, prompt in enumerate(prompt_examples(rows, encoded).fetch(range(len(rows)))):
             if prompt is not None:
                 prompts.append(prompt)
                 numbers.append(number)
@@ -365,13 +364,6 @@ class ExampleSource(Generic[ExampleT]):
             raise ConfigError(no_batch_text(self.rows.num_kept, batch_size))
         return _at_most(step + num_left, limits.max_num_steps)
 
-    def is_exhausted(self, limits: EpochLoopConfig, loader: BatchLoader[ExampleT]) -> bool:
-        """Return True if the loader has no further batch. Raises ConfigError for a bad row."""
-        # `last_step` is exact.
-        if self.config.has_fixed_batches:
-            return False
-        return not loader.has_batch(limits.max_num_epochs, self.rows.is_kept)
-
 
 def encoded_examples(rows: Rows, encoded: EncodedRows) -> EncodedRows:
     """Return the encoded rows: a job without a conversion uses them as its examples."""
@@ -449,12 +441,7 @@ def _lengths(encoded: EncodedRows, progress: Progress) -> np.ndarray:
     """Encode every row; return the lengths, float64 [N], 0 for a dropped row."""
     with progress.phase("encoding rows for data.curriculum=length", len(encoded)) as phase:
         encoded.encode_ahead(np.arange(len(encoded)), phase.advance)
-    lengths = np.zeros(len(encoded), dtype=np.float64)
-    for index in range(len(encoded)):
-        row = encoded.fetch([index])[0]
-        if row is not None:
-            lengths[index] = len(row.input_ids)
-    return lengths
+    return encoded.lengths.astype(np.float64)
 
 
 def _column_measure(column: str) -> Callable[[Row], Any]:
@@ -497,7 +484,7 @@ def loader_metrics(loader: BatchLoader) -> Metrics:
         "data/num_dropped": Sum(loader.num_dropped),
     }
     sources = loader.batch_sources()
-    counts = {} if sources is None else sources.num_rows
-    for name, num_rows in counts.items():
-        metrics[f"data/source_{name}/num_rows"] = Sum(num_rows)
+    if sources is not None and loader.mixture is not None:
+        for index, name in enumerate(loader.mixture.names):
+            metrics[f"data/source_{name}/num_rows"] = Sum(np.count_nonzero(sources == index))
     return metrics

@@ -369,7 +369,7 @@ def _train(
     total = source.last_step(limits, loader, step)
 
     def is_end() -> bool:
-        return (total is not None and step >= total) or source.is_exhausted(limits, loader)
+        return (total is not None and step >= total) or loader.is_finished(source.rows.is_kept)
 
     # A run without any row left ends with the error of the loader, not after 0 steps.
     is_last = step > 0 and is_end()

@@ -123,7 +123,7 @@ def test_long_pairs(recipe: Recipe, tmp_path: Path):
     dropped = recipe.dpo(*keys, "policy.oversize_rows=drop", "dpo.max_num_steps=1")
     source = open_source(dropped)
     loader = source.loader()
-    source.encode_ahead(loader.upcoming(loader.batch_size))
+    source.encode_ahead(loader.order.upcoming(loader.batch_size))
     assert source.rows.num_kept == 7
     rows[3]["prompt"] = "1" * 300
     write_pairs(tmp_path, rows)

@@ -47,7 +47,7 @@ def test_a_bad_prompt_is_reported_with_its_line_before_the_run_starts(
     with pytest.raises(ConfigError, match=rf"prompts\.jsonl:{LONG + 1}: "):
         source = grpo_data.open_source(config)
         loader = source.loader()
-        source.encode_ahead(loader.upcoming(config.grpo.max_num_steps * loader.batch_size))
+        source.encode_ahead(loader.order.upcoming(config.grpo.max_num_steps * loader.batch_size))
     if num_workers == 0:
         report = validate(config)
         assert any(f"prompts.jsonl:{LONG + 1}" in problem for problem in report.problems), (
@@ -59,10 +59,10 @@ def test_a_run_that_does_not_reach_a_bad_prompt_does_not_fail_for_it(recipe: Rec
     options = ("grpo.max_num_steps=1", "data.num_encoding_workers=0", "seed=1")
     source = grpo_data.open_source(recipe.grpo(prompts_file(recipe), *options))
     loader = source.loader()
-    assert LONG not in loader.order[:8].tolist(), (
+    assert LONG not in loader.order.order[:8].tolist(), (
         "with this seed the bad prompt is not in the first step"
     )
-    source.encode_ahead(loader.upcoming(loader.batch_size))
+    source.encode_ahead(loader.order.upcoming(loader.batch_size))
     assert len(next(loader)) == 8
 
 
@@ -84,7 +84,7 @@ def test_prompts_are_cut_at_the_beginning_or_left_out(recipe: Recipe):
     config = recipe.grpo(file, "policy.oversize_rows=drop", "grpo.max_num_steps=10")
     dropped = grpo_data.open_source(config)
     loader = dropped.loader()
-    dropped.encode_ahead(loader.upcoming(10 * loader.batch_size))
+    dropped.encode_ahead(loader.order.upcoming(10 * loader.batch_size))
     assert dropped.rows.num_kept == NUM_ROWS - 1
     batches = [next(loader) for _ in range(4)]
     assert [len(batch) for batch in batches] == [8, 8, 8, 5]
@@ -161,7 +161,7 @@ def test_a_run_with_encoding_processes_equals_one_without(recipe: Recipe):
             recipe.sft(f"data.num_encoding_workers={num_workers}", "data.max_train_rows=40")
         )
         loader = source.loader()
-        source.encode_ahead(loader.upcoming(6 * loader.batch_size))
+        source.encode_ahead(loader.order.upcoming(6 * loader.batch_size))
         batches.append([next(loader) for _ in range(6)])
     for straight, other in zip(*batches, strict=True):
         for a, b in zip(straight, other, strict=True):

@@ -46,7 +46,7 @@ def test_every_epoch_visits_every_row_once_and_no_batch_has_rows_of_two(
 def test_ten_rows_with_batch_size_32_are_one_batch_of_ten_rows() -> None:
     loader = loader_of(range(10), 32)
     assert sorted(map(int, next(loader))) == list(range(10))
-    assert loader.batches_left(1) == 0
+    assert loader.batches_left(1, np.ones(10, bool)) == 0
 
 
 @settings(deadline=None)
@@ -66,7 +66,7 @@ def test_drop_leaves_the_short_batch_of_each_epoch_out(
         assert all(len(batch) == batch_size for batch in batches)
         flat = [row for batch in batches for row in batch]
         assert len(set(flat)) == len(flat)
-        assert loader.batches_left(epoch + 1) == 0
+        assert loader.batches_left(epoch + 1, np.ones(num_rows, bool)) == 0
 
 
 def test_order_example_without_shuffling() -> None:
@@ -166,7 +166,7 @@ def test_changed_rows_are_an_error_or_allowed(num_visited: int, change: str) -> 
     assert not after.load_state_dict(state, allow_changed_rows=True)
     assert after.epoch == num_visited // 5
     # With the same number of rows the position is kept; else the epoch begins again.
-    visited = before.order[: num_visited % 5].tolist() if change == "edit" else []
+    visited = before.order.order[: num_visited % 5].tolist() if change == "edit" else []
     left = [str(row) for index, row in enumerate(rows) if index not in visited]
     assert sorted(next(after)[0] for _ in left) == sorted(left)
     assert after.epoch == num_visited // 5 + 1
@@ -323,11 +323,11 @@ def test_rows_in_an_epoch_are_never_those_of_the_next(last_batch: LastBatch) -> 
 
     loader = loader_of(range(8), 2, encode, shuffle=False, last_batch=last_batch)
     assert next(loader) == ["0", "1"]
-    assert loader.take_in_epoch(1) == ["2"]
-    assert loader.take_in_epoch(2) == ["3", "4"] and loader.epoch == 0
+    assert loader.take(1, in_epoch=True) == ["2"]
+    assert loader.take(2, in_epoch=True) == ["3", "4"] and loader.epoch == 0
     # Two rows are wanted; the others of the epoch are dropped.
-    assert loader.take_in_epoch(2) == ["5"] and (loader.epoch, loader.num_dropped) == (1, 2)
+    assert loader.take(2, in_epoch=True) == ["5"] and (loader.epoch, loader.num_dropped) == (1, 2)
     assert next(loader) == ["0", "1"]
-    loader.take_in_epoch(4)
-    assert loader.take_in_epoch(1) == []
+    loader.take(4, in_epoch=True)
+    assert loader.take(1, in_epoch=True) == []
     assert loader.epoch == 2

@@ -14,7 +14,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import PROMPT_ROWS, SFT_ROWS, RowSchema, conversation
-from nemo_like.data.encoded_rows import EncodedRows
+from nemo_like.data.encoded_rows import EncodedRows, Examples
 from nemo_like.data.jagged import EncodedRow, TokenCounts, count_tokens
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import Rows
@@ -34,10 +34,10 @@ from nemo_like.training.diagnostics import (
     prompt_messages,
 )
 from nemo_like.training.encoding import (
-    PromptRows,
     encode_conversation,
     encode_question,
     encode_sft_row,
+    prompt_example,
 )
 from nemo_like.training.run_data import (
     ExampleSource,
@@ -85,40 +85,21 @@ class TaughtRow(NamedTuple):
     teacher: int
 
 
-class TaughtRows:
-    """Encoded rows with their teachers; a `loader.FetchableRows`."""
+def taught_examples(
+    config: DistillRunConfig, rows: Rows, encoded: EncodedRows, set_name: str | None = None
+) -> Examples[TaughtRow]:
+    """Return the encoded rows with their teachers.
 
-    def __init__(
-        self,
-        config: DistillRunConfig,
-        rows: Rows,
-        encoded: EncodedRows,
-        set_name: str | None = None,
-    ) -> None:
-        """`set_name` is the name of a validation set, whose rows are never prompts."""
-        self.digests = rows.digests
-        self._examples: PromptRows | EncodedRows = encoded
-        if config.generates and set_name is None:
-            self._examples = PromptRows(rows, encoded)
-        self._encoded = encoded
-        self._teachers = TeacherOfRow(config, rows, set_name)
+    `set_name` is the name of a validation set, whose rows are never prompts.
+    """
+    teachers = TeacherOfRow(config, rows, set_name)
+    is_prompt = config.generates and set_name is None
 
-    def __len__(self) -> int:
-        return len(self._encoded)
+    def taught(row: int, encoded: EncodedRow) -> TaughtRow:
+        example = prompt_example(rows[row], encoded) if is_prompt else encoded
+        return TaughtRow(example, teachers.index(row))
 
-    def fetch(self, rows: Sequence[int]) -> list[TaughtRow | None]:
-        """Return `rows`, None for a dropped one; see `loader.FetchableRows`."""
-        taught: list[TaughtRow | None] = []
-        for row, example in zip(rows, self._examples.fetch(rows), strict=True):
-            if example is None:
-                taught.append(None)
-            else:
-                taught.append(TaughtRow(example, self._teachers.index(row)))
-        return taught
-
-    def location(self, row: int) -> str:
-        """Return the file and line of a row; see `loader.FetchableRows`."""
-        return self._encoded.location(row)
+    return Examples(encoded, taught)
 
 
 def encode_row(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow | None:
@@ -149,14 +130,14 @@ def open_source(config: DistillRunConfig, data: RunData | None = None) -> Exampl
     """
     if data is None:
         data = open_data(config, row_schema(config), SFT_ROWS)
-    return ExampleSource(config, data, encode_row, partial(TaughtRows, config))
+    return ExampleSource(config, data, encode_row, partial(taught_examples, config))
 
 
 def validation_batches(config: DistillRunConfig, data: RunData, name: str) -> list[list[TaughtRow]]:
     """Return the rows of a validation set in batches, without those dropped as too long."""
     rows = data.validation[name]
     encoded = EncodedRows(rows, partial(encode_conversation, data.encoder, config))
-    taught = TaughtRows(config, rows, encoded, name)
+    taught = taught_examples(config, rows, encoded, name)
     batch_size = config.policy.train_global_batch_size
     batches = []
     for start in range(0, len(rows), batch_size):

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from nemo_like.algorithms.dpo.config import DpoRunConfig
 from nemo_like.algorithms.pair_data import (
-    PairRows,
     check_pairs,
     encode_row,
+    pair_examples,
     pair_lengths,
     rewarded_rows,
 )
@@ -40,7 +40,7 @@ def open_source(config: DpoRunConfig, data: RunData | None = None) -> ExampleSou
     """
     if data is None:
         data = open_data(config, ROW_SCHEMA)
-    return ExampleSource(config, data, encode_row, PairRows)
+    return ExampleSource(config, data, encode_row, pair_examples)
 
 
 def check_rows(

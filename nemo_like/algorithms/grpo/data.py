@@ -28,7 +28,7 @@ from nemo_like.training.diagnostics import (
     encode_sample,
     prompt_messages,
 )
-from nemo_like.training.encoding import PromptRows, encode_question
+from nemo_like.training.encoding import encode_question, prompt_examples
 from nemo_like.training.run_data import (
     ExampleSource,
     RunData,
@@ -58,7 +58,7 @@ def open_source(config: GrpoRunConfig, data: RunData | None = None) -> ExampleSo
     """
     if data is None:
         data = open_data(config, ROW_SCHEMA)
-    return ExampleSource(config, data, encode_row, PromptRows)
+    return ExampleSource(config, data, encode_row, prompt_examples)
 
 
 def num_optimizer_steps(config: GrpoRunConfig, source: ExampleSource[Prompt]) -> int:

@@ -34,7 +34,7 @@ def run_grpo(config: GrpoRunConfig) -> RunResult:
     config = resolve_paths(config)
     source = open_source(config)
     loader = source.loader()
-    source.encode_ahead(loader.upcoming(_max_num_prompts(config)))
+    source.encode_ahead(loader.order.upcoming(_max_num_prompts(config)))
     return _train(config, source, loader)
 
 

@@ -161,7 +161,7 @@ class RolloutPipeline:
             with self._run.timers("data_wait"):
                 if num_prompts is None:
                     return next(self._loader)
-                return self._loader.take_in_epoch(num_prompts)
+                return self._loader.take(num_prompts, in_epoch=True)
         except ConfigError:
             # The loader keeps its position before the bad row.
             return None

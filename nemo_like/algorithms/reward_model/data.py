@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from nemo_like.algorithms.pair_data import (
-    PairRows,
     check_pairs,
     collate_pairs,
     encode_row,
@@ -16,8 +15,8 @@ from nemo_like.algorithms.pair_data import (
     rewarded_rows,
 )
 from nemo_like.algorithms.reward_model.config import RewardModelRunConfig
-from nemo_like.data.encoded_rows import EncodedRows
-from nemo_like.data.preferences import MARGIN_ROWS, PreferencePair, pair_margin
+from nemo_like.data.encoded_rows import EncodedRows, Examples
+from nemo_like.data.preferences import MARGIN_ROWS, PreferencePair, pair_margin, split_pair
 from nemo_like.data.rows import Rows
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.run.progress import Progress
@@ -51,30 +50,11 @@ class MarginPair(NamedTuple):
     margin: float
 
 
-class MarginRows:
-    """Encoded rows as preference pairs with margins; a `loader.FetchableRows`."""
-
-    def __init__(self, rows: Rows, encoded: EncodedRows) -> None:
-        self._rows = rows
-        self._pairs = PairRows(rows, encoded)
-        self.digests = rows.digests
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def fetch(self, rows: Sequence[int]) -> list[MarginPair | None]:
-        """Return the pairs of `rows`, None for a dropped one; see `loader.FetchableRows`."""
-        fetched: list[MarginPair | None] = []
-        for row, pair in zip(rows, self._pairs.fetch(rows), strict=True):
-            if pair is None:
-                fetched.append(None)
-                continue
-            fetched.append(MarginPair(pair, pair_margin(self._rows[row])))
-        return fetched
-
-    def location(self, row: int) -> str:
-        """Return the file and line of a row; see `loader.FetchableRows`."""
-        return self._pairs.location(row)
+def margin_examples(rows: Rows, encoded: EncodedRows) -> Examples[MarginPair]:
+    """Return the encoded rows as preference pairs with margins."""
+    return Examples(
+        encoded, lambda row, joined: MarginPair(split_pair(joined), pair_margin(rows[row]))
+    )
 
 
 def open_source(
@@ -86,7 +66,7 @@ def open_source(
     """
     if data is None:
         data = open_data(config, ROW_SCHEMA)
-    return ExampleSource(config, data, encode_row, MarginRows)
+    return ExampleSource(config, data, encode_row, margin_examples)
 
 
 def preference_pair(example: MarginPair) -> PreferencePair:

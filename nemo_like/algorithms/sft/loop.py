@@ -56,7 +56,7 @@ class _Task:
         batch = BatchedDataDict(collate(run.next_rows(loader, step)))
         sources = loader.batch_sources()
         if sources is not None:
-            batch["source"] = sources.indices
+            batch["source"] = sources
         plan, sharded = run.plan_and_shard(batch, step, plan=loader.plan)
         trained = TrainedBatch(
             step=step + 1, batch=batch, locations=loader.batch_locations(), columns={}

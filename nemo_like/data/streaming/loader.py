@@ -6,20 +6,16 @@ Only numbers are kept in the window; the row source keeps the encoded rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.loader import BatchSources, FetchableRows, sources_of
-from nemo_like.data.mixture import Mixture, open_order
-from nemo_like.data.planning.plan import BatchPlan
-from nemo_like.data.row_order import Curriculum
+from nemo_like.data.loader import BatchLoader, FetchableRows, Out
+from nemo_like.data.row_order import Curriculum, Mixture
 from nemo_like.data.streaming.planner import PlannedStep, StreamingPlanner
 from nemo_like.data.streaming.spec import StreamSpec
-
-Out = TypeVar("Out")
 
 _MAX_PUSHED = 64
 """Rows that are fetched from the source at once."""
@@ -32,7 +28,7 @@ class RowNumbers(NamedTuple):
     num_trained: int
 
 
-class StreamLoader(Generic[Out]):
+class StreamLoader(BatchLoader[Out]):
     """The rows of planned steps. Row i of the last step's plan is row i of the returned list.
 
     Each epoch visits each row once. With `tail="emit"` and `"drop"` the window is emptied at the
@@ -58,42 +54,12 @@ class StreamLoader(Generic[Out]):
         """
         if spec.tail == "wrap" and num_epochs is not None:
             raise ValueError("tail is wrap, so epochs have no end: num_epochs must be None")
+        super().__init__(rows, seed=seed, shuffle=shuffle, curriculum=curriculum, mixture=mixture)
         self.spec = spec
-        self.num_dropped = 0
-        """Number of rows of the last step's window whose encoding is None."""
-        self._rows = rows
         self._numbers_of = numbers_of
         self._num_epochs = num_epochs
-        self._order = open_order(
-            len(rows), rows.digests, mixture, seed=seed, shuffle=shuffle, curriculum=curriculum
-        )
-        # A source may repeat its rows within an epoch, also within a microbatch.
-        self._may_repeat = mixture is not None
         self._planner = StreamingPlanner(spec)
         self._planned: PlannedStep | None = None
-
-    def __len__(self) -> int:
-        """Number of rows of the file, dropped ones included."""
-        return len(self._order)
-
-    @property
-    def epoch(self) -> int:
-        """Number of epochs whose rows are all in steps, or with `tail="wrap"` in the window."""
-        return self._order.epoch
-
-    @property
-    def order(self) -> np.ndarray:
-        """Row indices in the order of this epoch, int64 [N]."""
-        return self._order.order
-
-    def upcoming(self, num_rows: int) -> np.ndarray:
-        """Return the rows of the next `num_rows` visits, each once; see `RowOrder.upcoming`."""
-        return self._order.upcoming(num_rows)
-
-    @property
-    def plan(self) -> BatchPlan | None:
-        """Plan of the step whose rows were returned last."""
-        return self.planned.plan
 
     @property
     def planned(self) -> PlannedStep:
@@ -101,56 +67,37 @@ class StreamLoader(Generic[Out]):
         assert self._planned is not None, "the loader has returned a step"
         return self._planned
 
-    def __iter__(self) -> Iterator[list[Out]]:
-        return self
-
     def __next__(self) -> list[Out]:
-        """Return the rows of the next step. Raises StopIteration after the last one.
-
-        Raises ConfigError for a bad row, or if an epoch has no step; the position is then the same
-        as before the call.
-        """
-        # A copy is the simplest way back after an error.
-        planner = self._planner.copy()
+        """Return the rows of the next step. Raises StopIteration after the last one."""
+        # Copies are the simplest way back after an error.
+        before = self.order.copy(), self._planner.copy()
         try:
-            with self._order.undone_on_error():
-                self.num_dropped = 0
-                step = self._next_step()
-                if step is None:
-                    raise StopIteration
-                rows = self._rows.fetch(step.rows)
+            self.num_dropped = 0
+            step = self._next_step()
+            if step is None:
+                raise StopIteration
+            rows = self.rows.fetch(step.rows)
         except BaseException:
-            self._planner = planner
+            self.order, self._planner = before
             raise
         self._planned = step
+        self.plan = step.plan
+        self.batch_rows = step.rows
         assert all(row is not None for row in rows), "dropped rows are not pushed"
         return rows  # pyright: ignore[reportReturnType]
 
-    def batch_locations(self) -> list[str]:
-        """Return the locations of the rows of the last step. Example: `data/train.jsonl:17`."""
-        return [self._rows.location(row) for row in self.planned.rows]
-
-    def batch_sources(self) -> BatchSources | None:
-        """Return the sources of the rows of the last step; None without a mixture."""
-        return sources_of(self._order, self.planned.rows)
-
-    def first_rows(self, num_rows: int) -> list[Out]:
-        """Return the encoded rows of the first `num_rows` of the file, without dropped ones."""
-        encoded = self._rows.fetch(range(min(num_rows, len(self))))
-        return [row for row in encoded if row is not None]
-
     def is_finished(self, is_kept: np.ndarray | None = None) -> bool:
-        """Return True if no step follows. `is_kept` bool [N] marks rows that are not dropped.
+        """Return True if no step follows; see `BatchLoader`.
 
         A stream that had no step is not finished: if its epochs give none, `next` raises the error.
         """
         if self._num_epochs is None or self._planner.num_steps == 0:
             return False
-        if self._order.epoch >= self._num_epochs:
+        if self.epoch >= self._num_epochs:
             return True
-        if self._order.epoch + 1 < self._num_epochs:
+        if self.epoch + 1 < self._num_epochs:
             return False
-        left = self._order.left
+        left = self.order.left
         if is_kept is not None:
             left = left[is_kept[left]]
         if self.spec.tail == "drop":
@@ -160,18 +107,6 @@ class StreamLoader(Generic[Out]):
     def batch_metrics(self) -> dict[str, float]:
         """Return the metrics of the window from which the rows of the last step were chosen."""
         return self.planned.window_metrics()
-
-    def rows_of_batches(self, num_batches: int | None) -> np.ndarray:
-        """Return the rows of one epoch: the number of rows of a step is not known in advance."""
-        return self.upcoming(len(self))
-
-    def batches_left(self, num_epochs: int, is_kept: np.ndarray) -> None:
-        """Return None: the number of steps is not known in advance."""
-        return
-
-    def has_batch(self, num_epochs: int, is_kept: np.ndarray | None = None) -> bool:
-        """Return True if another step follows; `num_epochs` is as in the constructor."""
-        return not self.is_finished(is_kept)
 
     def num_left_out(self, is_kept: np.ndarray) -> int:
         """Count the rows that `tail="drop"` leaves out of the last epoch; 0 before its last step.
@@ -183,16 +118,16 @@ class StreamLoader(Generic[Out]):
 
     def num_left(self, is_kept: np.ndarray) -> int:
         """Count the rows of this epoch that no step has yet; `is_kept` bool [N] as above."""
-        if self._num_epochs is not None and self._order.epoch >= self._num_epochs:
+        if self._num_epochs is not None and self.epoch >= self._num_epochs:
             return 0
-        return int(is_kept[self._order.left].sum()) + self._planner.num_waiting
+        return int(is_kept[self.order.left].sum()) + self._planner.num_waiting
 
     def _is_rest_dropped(self, left: np.ndarray) -> bool:
         """Return True if the waiting rows and the rows `left` int64 [n] do not fill a step."""
         trial = self._planner.copy()
         for start in range(0, len(left), _MAX_PUSHED):
             indices = left[start : start + _MAX_PUSHED].tolist()
-            for index, row in zip(indices, self._rows.fetch(indices), strict=True):
+            for index, row in zip(indices, self.rows.fetch(indices), strict=True):
                 if row is not None:
                     trial.push(index, *self._numbers_of(row))
             if trial.next_step() is not None:
@@ -202,11 +137,9 @@ class StreamLoader(Generic[Out]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values: the position in the order, and the rows that wait."""
-        return {"order": self._order.state_dict(), "planner": self._planner.state_dict()}
+        return {"order": self.order.state_dict(), "planner": self._planner.state_dict()}
 
-    def load_state_dict(
-        self, state: Mapping[str, Any], *, allow_changed_rows: bool = False
-    ) -> bool:
+    def load_state_dict(self, state: dict[str, Any], *, allow_changed_rows: bool = False) -> bool:
         """Continue after the last step of `state`, also with another number of ranks.
 
         If rows changed, the epoch begins again: the rows that waited for their step may be others.
@@ -217,10 +150,10 @@ class StreamLoader(Generic[Out]):
                 "resume: the checkpoint was written with data.batching.kind=fixed, this run has"
                 " another kind; resume with fixed, or start a new run"
             )
-        is_same = self._order.load_state_dict(state["order"], allow_changed_rows=allow_changed_rows)
+        is_same = self.order.load_state_dict(state["order"], allow_changed_rows=allow_changed_rows)
         self._planner = StreamingPlanner(self.spec)
         if not is_same:
-            self._order.restart_epoch()
+            self.order.start_epoch(self.epoch)
             return False
         try:
             self._planner.load_state_dict(state["planner"])
@@ -230,7 +163,7 @@ class StreamLoader(Generic[Out]):
 
     def _next_step(self) -> PlannedStep | None:
         """Push rows until a step is complete; None after the last epoch."""
-        first_epoch = self._order.epoch
+        first_epoch = self.epoch
         while True:
             step = self._planner.next_step()
             if step is not None:
@@ -239,9 +172,9 @@ class StreamLoader(Generic[Out]):
             self._end_epoch_if_done()
             # The first epoch may have begun in the middle, so only a complete second one without a
             # step is an error.
-            if self._order.epoch - first_epoch > 1 and self._planner.num_waiting == 0:
+            if self.epoch - first_epoch > 1 and self._planner.num_waiting == 0:
                 raise ConfigError(self._no_step_text())
-            if self._num_epochs is not None and self._order.epoch >= self._num_epochs:
+            if self._num_epochs is not None and self.epoch >= self._num_epochs:
                 if self._planner.num_steps == 0:
                     raise ConfigError(self._no_step_text())
                 return None
@@ -249,17 +182,17 @@ class StreamLoader(Generic[Out]):
 
     def _end_epoch_if_done(self) -> None:
         """Begin the next epoch if all rows of this one are in steps (or dropped)."""
-        if self._order.num_left:
+        if self.order.num_left:
             return
         if self.spec.tail == "wrap":
-            self._order.start_epoch()
+            self.order.start_epoch()
         elif self._planner.num_waiting == 0:
-            self._order.start_epoch()
+            self.order.start_epoch()
             self._planner.reopen()
 
     def _push_rows(self) -> None:
         """Push the next rows of the epoch, or mark its end."""
-        if self._order.num_left == 0:
+        if self.order.num_left == 0:
             if self.spec.tail != "wrap":
                 self._planner.close()
             return
@@ -268,8 +201,8 @@ class StreamLoader(Generic[Out]):
             self._planner.form_now()
             return
         # One by one, so that no row is taken from the order that the window does not need.
-        index = int(self._order.take(1)[0])
-        row = self._rows.fetch([index])[0]
+        index = int(self.order.take(1)[0])
+        row = self.rows.fetch([index])[0]
         if row is None:
             self.num_dropped += 1
             return
@@ -277,9 +210,10 @@ class StreamLoader(Generic[Out]):
 
     def _must_wait(self) -> bool:
         """Return True if the next row is in the window already."""
-        if self.spec.tail != "wrap" or self._may_repeat:
+        # A source may repeat its rows within an epoch, also within a microbatch.
+        if self.spec.tail != "wrap" or self.mixture is not None:
             return False
-        return int(self._order.left[0]) in self._planner.in_window
+        return int(self.order.left[0]) in self._planner.in_window
 
     def _no_step_text(self) -> str:
         if self._planner.counts.num_pushed == 0:

@@ -61,7 +61,7 @@ def drain(stream: StreamLoader[int], max_steps: int = 10_000) -> list[tuple[int,
     """The row ids of every step up to the end."""
     steps = []
     for rows in stream:
-        assert [stream._rows.fetch([row])[0] for row in stream.planned.rows] == rows
+        assert [stream.rows.fetch([row])[0] for row in stream.planned.rows] == rows
         steps.append(stream.planned.rows)
         if len(steps) == max_steps:
             break
