@@ -267,7 +267,7 @@ def _validation(config: RunConfig) -> Iterator[Problem]:
 
 
 def _selection(config: RunConfig) -> Iterator[Problem]:
-    """The best checkpoint and early stopping need their metric, and values of it."""
+    """The best checkpoint and early stopping need a metric, and values of it."""
     best = config.checkpointing.keep_best
     if best is not None and not config.checkpointing.enabled:
         yield Problem(
@@ -275,26 +275,30 @@ def _selection(config: RunConfig) -> Iterator[Problem]:
             f"checkpointing.keep_best is {best!r}, but checkpointing.enabled is false: set it to"
             " true, or checkpointing.keep_best to null",
         )
+    key = "checkpointing.keep_best"
+    if best is None:
+        if config.early_stopping.patience is not None:
+            yield Problem(
+                ("early_stopping.patience", key),
+                f"early_stopping.patience is {config.early_stopping.patience}, but {key} is null:"
+                f" set {key} to the metric that must improve, or early_stopping.patience to null",
+            )
+        return
+    if not best.startswith("validation/"):
+        return
     period_key = f"{config.kind}.val_period"
-    chosen = {
-        "checkpointing.keep_best": best,
-        "early_stopping.metric": config.early_stopping.metric,
-    }
-    for key, metric in chosen.items():
-        if metric is None or not metric.startswith("validation/"):
-            continue
-        if not config.data.validation_files:
-            yield Problem(
-                (key,),
-                f"{key} is {metric!r}, but data.validation_path is not set; set it, or {key} to"
-                " another metric or null",
-            )
-        elif _value_at(config, period_key) == 0:
-            yield Problem(
-                (key, period_key),
-                f"{key} is {metric!r}, but {period_key} is 0, so that the run validates only at its"
-                f" end; set {period_key}, or {key} to null",
-            )
+    if not config.data.validation_files:
+        yield Problem(
+            (key,),
+            f"{key} is {best!r}, but data.validation_path is not set; set it, or {key} to another"
+            " metric or null",
+        )
+    elif _value_at(config, period_key) == 0:
+        yield Problem(
+            (key, period_key),
+            f"{key} is {best!r}, but {period_key} is 0, so that the run validates only at its end;"
+            f" set {period_key}, or {key} to null",
+        )
 
 
 def _value_at(config: RunConfig, key: str) -> object:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from nemo_like.config.errors import Problem
-from nemo_like.config.optimization import OptimizerConfig, SchedulerConfig
+from nemo_like.config.optimization import SchedulerConfig
 from nemo_like.config.schema import MAIN_SET, DataConfig, PolicyConfig, RunConfig
 
 
@@ -130,13 +130,7 @@ def _weight_sync(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-_MUON_KEYS = ("muon_lr", "muon_lr_adjust", "muon_momentum")
-_KIND_OF_KEY = {
-    "wsd_decay_steps": "wsd",
-    "wsd_decay_shape": "wsd",
-    "num_cycles": "cosine_restarts",
-    "cycle_multiplier": "cosine_restarts",
-}
+_KIND_OF_KEY = {"wsd_decay_steps": "wsd", "wsd_decay_shape": "wsd", "num_cycles": "cosine_restarts"}
 """Keys of `policy.scheduler` that one kind of schedule uses."""
 
 
@@ -146,7 +140,6 @@ def optimization_problems(config: RunConfig) -> Iterator[Problem]:
     yield from _lengths(scheduler)
     yield from _unused(scheduler)
     yield from _optimizer(config.policy)
-    yield from _ema(config)
     if config.policy.freeze and config.policy.lora.enabled:
         yield Problem(
             ("policy.freeze", "policy.lora.enabled"),
@@ -165,15 +158,12 @@ def optimization_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _optimizer(policy: PolicyConfig) -> Iterator[Problem]:
     optimizer = policy.optimizer
-    default = OptimizerConfig()
-    for name in _MUON_KEYS:
-        value = getattr(optimizer, name)
-        if optimizer.name != "muon" and value != getattr(default, name):
-            yield Problem(
-                (f"policy.optimizer.{name}", "policy.optimizer.name"),
-                f"policy.optimizer.{name} is {value}, which policy.optimizer.name muon uses, not"
-                f" {optimizer.name}: remove it, or set policy.optimizer.name to muon",
-            )
+    if optimizer.name != "muon" and optimizer.muon_lr is not None:
+        yield Problem(
+            ("policy.optimizer.muon_lr", "policy.optimizer.name"),
+            f"policy.optimizer.muon_lr is {optimizer.muon_lr}, which policy.optimizer.name muon"
+            f" uses, not {optimizer.name}: remove it, or set policy.optimizer.name to muon",
+        )
     if optimizer.name != "adamw" and policy.engine == "megatron":
         yield Problem(
             ("policy.optimizer.name", "policy.engine"),
@@ -186,25 +176,6 @@ def _optimizer(policy: PolicyConfig) -> Iterator[Problem]:
             ("policy.optimizer.name", "policy.lora.enabled"),
             "policy.optimizer.name is muon, but policy.lora.enabled is true: Muon updates the"
             " matrices of the model, which are frozen. Set policy.optimizer.name to adamw",
-        )
-
-
-def _ema(config: RunConfig) -> Iterator[Problem]:
-    ema = config.policy.ema
-    if not ema.use_for_validation:
-        return
-    if not ema.enabled:
-        yield Problem(
-            ("policy.ema.use_for_validation", "policy.ema.enabled"),
-            "policy.ema.use_for_validation is true, but policy.ema.enabled is false, so there is no"
-            " average: set policy.ema.enabled to true, or policy.ema.use_for_validation to false",
-        )
-    if config.samples_validation:
-        yield Problem(
-            ("policy.ema.use_for_validation",),
-            "policy.ema.use_for_validation is true, but the completions of this validation are"
-            " sampled by the generator, which has the weights: set it to false, and evaluate the"
-            " averaged model with `nemo-like eval policy.model_name=<run>/hf_ema`",
         )
 
 

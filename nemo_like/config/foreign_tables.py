@@ -105,7 +105,8 @@ def _renamed(value: str | Mapping[str, Any]) -> Entry:
 def _tool_files() -> tuple[dict[str, Any], ...]:
     """Return the tables as they are in the files. The nearest tool of a key is the first one."""
     # NeMo RL first: most of its sections have the same names here.
-    return tuple(_read(f"{stem}.yaml") for stem in ("nemo_rl", "verl", "trl", "cosmos_rl"))
+    stems = ("nemo_rl", "verl", "trl", "cosmos_rl", "earlier")
+    return tuple(_read(f"{stem}.yaml") for stem in stems)
 
 
 def _read(name: str) -> dict[str, Any]:

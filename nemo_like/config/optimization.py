@@ -113,12 +113,8 @@ class OptimizerConfig:
     eps: Annotated[float, Gt(0)] = 1e-8
     """Constant added to the denominator of the update."""
     muon_lr: Annotated[float | None, Gt(0)] = None
-    """Peak learning rate of the matrices that Muon updates; null is `lr`."""
-    muon_lr_adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Factor of Muon's learning rate for a matrix [m, n]: `match_rms_adamw` is 0.2 sqrt(max(m, n)),
-    with which `lr` and `weight_decay` of AdamW can be kept; `original` is sqrt(max(1, m / n))."""
-    muon_momentum: Annotated[float, Ge(0), Lt(1)] = 0.95
-    """Decay of Muon's Nesterov momentum."""
+    """Peak learning rate of the matrices that Muon updates; null is `lr`. For a matrix [m, n] it is
+    multiplied by 0.2 sqrt(max(m, n)), with which `lr` and `weight_decay` of AdamW can be kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +138,7 @@ class SchedulerConfig:
     """Shape of the decay of `wsd` by its progress p: `linear` is 1 - p, `sqrt` is 1 - sqrt(p),
     `cosine` is half a period of a cosine."""
     num_cycles: Annotated[int, Ge(1)] = 1
-    """Cycles of `cosine_restarts` between warm-up and `decay_steps`."""
-    cycle_multiplier: Annotated[int, Ge(1)] = 1
-    """Length of each cycle of `cosine_restarts` as a multiple of the length of the one before."""
+    """Cycles of `cosine_restarts` of equal length between warm-up and `decay_steps`."""
     batch_size_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply the learning rate of each step by its batch size over `base_batch_size`, or by the
     square root of that ratio; for steps of different size."""
@@ -165,8 +159,3 @@ class EmaConfig:
     it at the end of the run to `hf_ema` beside `hf`."""
     decay: Annotated[float, Ge(0), Lt(1)] = 0.999
     """Weight of the previous average; 0.999 averages over about 1000 steps."""
-    start_step: Annotated[int, Ge(0)] = 0
-    """Optimizer step until which the average is the weight itself."""
-    use_for_validation: bool = False
-    """Compute validation losses and accuracies with the average instead of the weights. Not for
-    validations that sample completions."""

@@ -334,17 +334,14 @@ class CheckpointingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStoppingConfig:
-    """End of a run whose metric no longer improves: it saves a checkpoint and ends normally."""
+    """End of a run whose metric `checkpointing.keep_best` no longer improves: it saves a checkpoint
+    and ends normally.
+    """
 
-    metric: str | None = None
-    """Name of a logged metric, e.g. `validation/reward_mean`; null turns early stopping off."""
-    mode: Literal["max", "min"] = "max"
-    """Whether a larger or a smaller value is better."""
-    patience: Annotated[int, Ge(1)] = 3
-    """The run ends after so many values in a row that are no improvement. Steps that do not log
-    the metric do not count; a validation before the first step does."""
-    min_delta: Annotated[float, Ge(0)] = 0.0
-    """An improvement is larger than this."""
+    patience: Annotated[int | None, Ge(1)] = None
+    """The run ends after so many values of `checkpointing.keep_best` in a row that are no
+    improvement; null turns early stopping off. Steps that do not log the metric do not count; a
+    validation before the first step does."""
 
 
 @dataclass(frozen=True, kw_only=True)

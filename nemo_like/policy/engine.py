@@ -294,7 +294,7 @@ class Engine(ABC, Generic[OptimizerT]):
         optimizer.step(lr)
         self.num_optimizer_steps += 1
         if self.ema is not None:
-            self.ema.update(self.masters(), self.num_optimizer_steps)
+            self.ema.update(self.masters())
         return norm
 
     def gradient_norm(self, *, is_loss_finite: bool = True) -> float:

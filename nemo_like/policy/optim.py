@@ -11,8 +11,7 @@ et al. 2024 (arXiv 2405.18392); warm restarts are SGDR (Loshchilov and Hutter 20
 Exponential moving average (EMA) of the weights that are trained, sharded like them.
 
 After optimizer step n, e_n = d e_(n-1) + (1 - d) w_n with the decay d (Polyak and Juditsky 1992, in
-the exponential form of Kingma and Ba 2015, section 7.2). Until step `start_step` the average is the
-weight itself.
+the exponential form of Kingma and Ba 2015, section 7.2).
 """
 
 from __future__ import annotations
@@ -76,19 +75,10 @@ def _decay(shape: str, progress: float) -> float:
 def _cycle_progress(step: int, num_steps: int, scheduler: SchedulerConfig) -> float:
     """Return the progress of step `step` of `num_steps` within its cycle, from 0 to below 1.
 
-    Cycle i has the length T m^i, with the multiplier m, and all of them together have `num_steps`.
-    Example: two cycles of 9 steps with m = 2 have 3 and 6 steps.
+    Example: the third of 3 cycles in 10 steps starts at step 7, with the progress 0.1.
     """
-    multiplier = scheduler.cycle_multiplier
-    num_units = sum(multiplier**cycle for cycle in range(scheduler.num_cycles))
-    # A cycle has a number of units of num_steps / num_units steps. Steps times num_units are
-    # integers, so that a restart is never one step late because of rounding.
-    position = step * num_units
-    length = num_steps
-    while position >= length:
-        position -= length
-        length *= multiplier
-    return position / length
+    # In integers, so that a restart is never one step late because of rounding.
+    return step * scheduler.num_cycles % num_steps / num_steps
 
 
 LARGEST = 0.99 * math.sqrt(torch.finfo(torch.float32).max)
@@ -210,14 +200,13 @@ class WeightEma:
     def __init__(self, masters: Masters, config: EmaConfig) -> None:
         """Start with the values of `masters`, [...] each."""
         self.shards = {name: weight.detach().clone() for name, weight in masters}
-        self._config = config
+        self._decay = config.decay
 
     @torch.no_grad()
-    def update(self, masters: Masters, num_steps: int) -> None:
-        """Include `masters`, [...] each, the weights after `num_steps` applied optimizer steps."""
-        decay = self._config.decay if num_steps > self._config.start_step else 0.0
+    def update(self, masters: Masters) -> None:
+        """Include `masters`, [...] each, the weights after an applied optimizer step."""
         for name, weight in masters:
-            self.shards[name].lerp_(weight.detach(), 1.0 - decay)
+            self.shards[name].lerp_(weight.detach(), 1.0 - self._decay)
 
     def reset(self, masters: Masters) -> None:
         """Start again with the values of `masters`, [...] each."""

@@ -252,21 +252,18 @@ class PolicyWorker:
     ) -> Metrics:
         """Return the loss's metrics over all rows of all dp ranks, without gradients.
 
-        The weights are the averages with `policy.ema.use_for_validation`. `logprobs` is as in
-        `train`.
+        `logprobs` is as in `train`.
         """
         plan = _logprob_plan(shard)
         rows = self.rows({**shard, **self._kept_logprobs(shard, logprobs)}, plan.spec, logprobs)
         # Only the metrics are used, so the loss is not normalized.
         step_fn = LossStep(loss, 1.0, self.engine.sum_over_cp)
-        uses_ema = self.config.ema.use_for_validation
-        with self.engine.ema_weights() if uses_ema else nullcontext():
-            results = self.engine.run(
-                map(rows.inputs, plan.microbatches),
-                step_fn,
-                backward=False,
-                **self._logprob_options(loss),
-            )
+        results = self.engine.run(
+            map(rows.inputs, plan.microbatches),
+            step_fn,
+            backward=False,
+            **self._logprob_options(loss),
+        )
         local_metrics = merge_metrics(fetch_metrics([metrics for metrics, _ in results]))
         return merge_metrics(self.engine.gather_over_dp_cp(local_metrics))
 

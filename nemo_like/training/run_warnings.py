@@ -144,23 +144,14 @@ def _decay_warnings(scheduler: SchedulerConfig, num_steps: int) -> Iterator[str]
 
 
 def _ema_warnings(ema: EmaConfig, num_steps: int) -> Iterator[str]:
-    """Warn of an average that is the last weights, or mostly the first ones."""
-    num_averaged = num_steps - ema.start_step
-    if num_averaged <= 0:
-        yield (
-            f"policy.ema.start_step is {ema.start_step}, but the run has"
-            f" {counted(num_steps, 'optimizer step')}, so the averaged weights are the last ones;"
-            f" set it to less than {num_steps}"
-        )
-        return
-    share = ema.decay**num_averaged
+    """Warn of an average that is mostly the first weights."""
+    share = ema.decay**num_steps
     if share > _LARGE_SHARE:
-        decay = 1 - 10 / num_averaged
+        decay = 1 - 10 / num_steps
         yield (
             f"policy.ema.decay is {ema.decay}, and the run has"
-            f" {counted(num_averaged, 'optimizer step')} after policy.ema.start_step, so"
-            f" {share:.0%} of the averaged weights come from its beginning; set it to"
-            f" {max(decay, 0):.3g} or less"
+            f" {counted(num_steps, 'optimizer step')}, so {share:.0%} of the averaged weights come"
+            f" from its beginning; set it to {max(decay, 0):.3g} or less"
         )
 
 

@@ -25,6 +25,7 @@ from nemo_like.training.workers import RunWorkers
 
 logger = logging.getLogger(__name__)
 
+_BEST_KEY = "checkpointing.keep_best"
 _POLICY = "policy"
 """The policy's directory inside a checkpoint."""
 
@@ -167,13 +168,10 @@ def _export(export: Path, workers: RunWorkers, progress: Progress, *, ema: bool)
 class BestValue:
     """The best value of one metric so far."""
 
-    key: str
-    """Config key that names the metric, for messages."""
     metric: str
+    """The value of `checkpointing.keep_best`."""
     mode: Literal["max", "min"]
     """Whether a larger or a smaller value is better."""
-    min_delta: float = 0.0
-    """A value must be better by more than this."""
     value: float | None = None
     step: int | None = None
     """Step of `value`."""
@@ -206,8 +204,7 @@ class BestValue:
             return False
         if self.value is None:
             return True
-        gain = value - self.value if self.mode == "max" else self.value - value
-        return gain > self.min_delta
+        return value > self.value if self.mode == "max" else value < self.value
 
     def _check_name(self, step: int, metrics: Mapping[str, float]) -> None:
         section = self.metric.partition("/")[0]
@@ -215,7 +212,7 @@ class BestValue:
         if not others or self.value is not None or self.is_reported:
             return
         text = (
-            f"{self.key} is {self.metric!r}, which this run does not log; metrics of that section:"
+            f"{_BEST_KEY} is {self.metric!r}, which this run does not log; metrics of that section:"
             f" {', '.join(sorted(others))}"
         )
         if step == 0:
@@ -247,25 +244,16 @@ class Selection:
 
     def __init__(self, config: RunConfig) -> None:
         checkpointing = config.checkpointing
-        stopping = config.early_stopping
-        self.patience = stopping.patience
+        self.patience = config.early_stopping.patience
         self.best: BestValue | None = None
-        """Of `checkpointing.keep_best`; None without it."""
+        """Of the steps that have a checkpoint; None without `checkpointing.keep_best`."""
         self.stopping: BestValue | None = None
-        """Of `early_stopping`; None without it."""
-        if checkpointing.keep_best is not None:
-            self.best = BestValue(
-                key="checkpointing.keep_best",
-                metric=checkpointing.keep_best,
-                mode=checkpointing.best_mode,
-            )
-        if stopping.metric is not None:
-            self.stopping = BestValue(
-                key="early_stopping.metric",
-                metric=stopping.metric,
-                mode=stopping.mode,
-                min_delta=stopping.min_delta,
-            )
+        """Of all values, for early stopping; None without `early_stopping.patience`."""
+        metric = checkpointing.keep_best
+        if metric is not None:
+            self.best = BestValue(metric=metric, mode=checkpointing.best_mode)
+            if self.patience is not None:
+                self.stopping = BestValue(metric=metric, mode=checkpointing.best_mode)
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the values of the record of `step`. Raises ConfigError for an unknown metric."""
@@ -287,7 +275,9 @@ class Selection:
     @property
     def stops(self) -> bool:
         """True if the run must end because its metric has not improved for `patience` values."""
-        return self.stopping is not None and self.stopping.num_without >= self.patience
+        if self.stopping is None or self.patience is None:
+            return False
+        return self.stopping.num_without >= self.patience
 
     def _stop_text(self) -> str:
         assert self.stopping is not None, "only a run with early_stopping ends early"
@@ -296,8 +286,8 @@ class Selection:
         if best.value is not None:
             reached = f"best was {best.value:.6g} at step {best.step}"
         return (
-            f"early stopping: {best.metric} has not improved by more than {best.min_delta:g} in"
-            f" {best.num_without} evaluations ({reached})"
+            f"early stopping: {best.metric} has not improved in {best.num_without} evaluations"
+            f" ({reached})"
         )
 
     def summary(self) -> list[str]:
@@ -308,9 +298,8 @@ class Selection:
         if self.best is not None and self.best.value is not None:
             best = self.best
             lines.append(f"best checkpoint: step {best.step}, {best.metric} {best.value:.6g}")
-        for each in self._named().values():
-            if each.step is None and each.num_without == 0:
-                lines.append(f"{each.key} is {each.metric!r}, but no step logged it")
+        if self.best is not None and self.best.step is None and self.best.num_without == 0:
+            lines.append(f"{_BEST_KEY} is {self.best.metric!r}, but no step logged it")
         return lines
 
     def state_dict(self) -> dict[str, Any]:

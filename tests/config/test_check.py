@@ -168,10 +168,6 @@ def test_the_defaults_are_fine() -> None:
             {"policy.scheduler.num_cycles": 2, "policy.scheduler.kind": "cosine"},
             "policy.scheduler.num_cycles is 2, which policy.scheduler.kind cosine_restarts uses",
         ),
-        (
-            {"policy.ema.enabled": True, "policy.ema.use_for_validation": True},
-            "use_for_validation is true, but the completions of this validation are sampled",
-        ),
         ({"grpo.val_period": 5}, "grpo.val_period is 5, but data.validation_path is not set"),
         (
             {"policy.generation.temperature": 0.0},

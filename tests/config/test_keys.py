@@ -58,7 +58,7 @@ def test_what_was_meant(written: str, meant: list[str]) -> None:
 def test_where_nothing_is_like_it_the_keys_of_the_section_are_listed() -> None:
     assert unknown_key_text(job_schema("sft"), "policy.optimizer.zzz") == (
         "unknown key policy.optimizer.zzz; policy.optimizer has name, lr, weight_decay, beta1,"
-        " beta2, eps, muon_lr, muon_lr_adjust, muon_momentum"
+        " beta2, eps, muon_lr"
     )
     assert "the top level has output_dir, run_name" in unknown_key_text(
         job_schema("sft"), "zzz.lrr"

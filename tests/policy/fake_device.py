@@ -108,7 +108,7 @@ def take_step(
     engine.optimizer.scale_gradients(0.5)
     engine.optimizer.step(1e-3)
     if engine.ema is not None:
-        engine.ema.update(engine.masters(), 1)
+        engine.ema.update(engine.masters())
         with engine.ema_weights():
             pass
     check_devices(engine.local_weights())

@@ -27,7 +27,7 @@ BASE = RunConfig(
     policy=PolicyConfig(model_name="model"),
     data=DataConfig(train_path="train.jsonl"),
     checkpointing=CheckpointingConfig(keep_best="validation/loss", best_mode="min"),
-    early_stopping=EarlyStoppingConfig(metric="validation/loss", mode="min", min_delta=0.5),
+    early_stopping=EarlyStoppingConfig(patience=3),
 )
 LOSSES = st.one_of(st.integers(0, 8).map(float), st.just(float("nan")))
 
@@ -68,22 +68,22 @@ def test_a_resumed_selection_decides_as_one_without_interruption(
         assert complete.best_step is None
 
 
-def test_only_an_improvement_above_min_delta_resets_the_patience() -> None:
+def test_only_an_improvement_resets_the_patience() -> None:
     selection = Selection(BASE)
-    assert observed(selection, [4.0, 3.6, 3.4, 3.3, 3.2]) == [False] * 5
+    assert observed(selection, [4.0, 4.0, 4.5, 3.4, 3.4]) == [False] * 5
     assert selection.stopping is not None
-    assert (selection.stopping.value, selection.stopping.step) == (3.4, 3)
-    assert observed(selection, [2.95], 6) == [True], "4, 5 and 6 are within 0.5 of step 3"
+    assert (selection.stopping.value, selection.stopping.step) == (3.4, 4)
+    assert observed(selection, [3.5, 3.4], 6) == [False, True], "no value since step 4 is better"
 
 
 def test_a_metric_that_is_not_logged_is_an_error_before_the_first_step() -> None:
     selection = Selection(BASE)
     selection.observe(0, {"policy/loss": 1.0})
-    with pytest.raises(ConfigError, match=r"keep_best|early_stopping.*validation/accuracy"):
+    with pytest.raises(ConfigError, match=r"keep_best.*validation/accuracy"):
         selection.observe(0, {"validation/accuracy": 1.0})
     selection.observe(1, {"validation/accuracy": 1.0})
     lines = "\n".join(selection.summary())
-    assert "early_stopping.metric is 'validation/loss', but no step logged it" in lines
+    assert "checkpointing.keep_best is 'validation/loss', but no step logged it" in lines
 
 
 OPTIONS = (
@@ -126,19 +126,14 @@ def test_the_best_checkpoint_stays_and_survives_a_resume(
 def test_early_stopping_ends_the_run_normally_and_exactly_after_a_resume(
     recipe: Recipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = (
-        *OPTIONS,
-        "early_stopping.metric=validation/loss",
-        "early_stopping.mode=max",
-        "early_stopping.patience=2",
-    )
+    options = (*OPTIONS, "early_stopping.patience=2")
     # Validated at 0, 2 and 4: the loss of the initial model is the largest.
     first = run_sft(recipe.sft(*options, "sft.max_num_steps=2"))
     assert first.step == 2
     result = run_sft(recipe.sft(*options, "resume=true"))
     assert result.step == 4
     assert (result.directory.path / "latest").read_text() == "checkpoints/step_4\n"
-    text = "early stopping: validation/loss has not improved by more than 0 in 2 evaluations"
+    text = "early stopping: validation/loss has not improved in 2 evaluations"
     assert text in capsys.readouterr().out
     again = run_sft(recipe.sft(*options, "resume=true"))
     assert again.step == 4, "the state of the end is in the checkpoint"

@@ -352,6 +352,11 @@ class ShardedAdamW8bit:
         return self._adamw.stored()
 
 
+DECAY = 0.95
+"""Decay of Muon's Nesterov momentum."""
+LR_ADJUST = "match_rms_adamw"
+"""Factor 0.2 sqrt(max(m, n)) of the learning rate of a matrix [m, n] (Moonlight, arXiv
+2502.16982)."""
 MOMENTUM = "momentum_buffer"
 """State of Muon of one parameter."""
 
@@ -367,7 +372,7 @@ def hidden_matrices(layers: Sequence[nn.Module]) -> set[nn.Parameter]:
     return matrices
 
 
-def orthogonal_update(momentum: Tensor, lr: float, config: OptimizerConfig) -> Tensor:
+def orthogonal_update(momentum: Tensor, lr: float) -> Tensor:
     """Return the change, float32 [m, n], that torch.optim.Muon applies for `momentum`, the same.
 
     Weight decay is not included.
@@ -376,12 +381,7 @@ def orthogonal_update(momentum: Tensor, lr: float, config: OptimizerConfig) -> T
     update = nn.Parameter(torch.zeros_like(momentum))
     update.grad = momentum
     torch.optim.Muon(
-        [update],
-        lr=lr,
-        weight_decay=0.0,
-        momentum=0.0,
-        nesterov=False,
-        adjust_lr_fn=config.muon_lr_adjust,
+        [update], lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn=LR_ADJUST
     ).step()
     return update.detach()
 
@@ -414,7 +414,7 @@ class ShardedMuon:
             if momentum is not None:
                 own = batch[self._rank]
                 complete = self._complete(momentum, own)
-                update = self._own_part(orthogonal_update(complete, lr, self._config), own)
+                update = self._own_part(orthogonal_update(complete, lr), own)
             updates = self._return_rows(update, batch)
             for sharded, rows in zip(batch, updates, strict=True):
                 shard = local_shard(sharded.parameter)
@@ -436,9 +436,8 @@ class ShardedMuon:
             zeros = torch.zeros_like(sharded.parameter, requires_grad=False)
             self.state[sharded.parameter] = zeros
         buffer = local_shard(self.state[sharded.parameter])
-        decay = self._config.muon_momentum
-        buffer.lerp_(gradient, 1 - decay)
-        return gradient.lerp(buffer, decay)
+        buffer.lerp_(gradient, 1 - DECAY)
+        return gradient.lerp(buffer, DECAY)
 
     def _exchange_rows(self, rows: Sequence[Tensor], like: ShardedParameter) -> Tensor | None:
         """Send rows [m, k] of matrix i to rank i; return matrix `rank`, [n, k], None without one.

@@ -18,15 +18,13 @@ from nemo_like.config.schema import OptimizerConfig, ParallelConfig, PolicyConfi
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
-from nemo_like.policy.dtensor.optimizer import MOMENTUM
+from nemo_like.policy.dtensor.optimizer import DECAY, LR_ADJUST, MOMENTUM
 from nemo_like.policy.dtensor.parameters import local_shard
 from tests.policy.dtensor.test_layouts import PACKED, Rank, train
 from tests.policy.tiny import context, relative_error, run_ranks, saved_tensors
 
 NUM_STEPS = 3
-MUON = OptimizerConfig(
-    name="muon", lr=2e-3, muon_lr=5e-3, weight_decay=0.1, beta1=0.8, beta2=0.9, muon_momentum=0.8
-)
+MUON = OptimizerConfig(name="muon", lr=2e-3, muon_lr=5e-3, weight_decay=0.1, beta1=0.8, beta2=0.9)
 CONFIG = dataclasses.replace(PACKED, optimizer=MUON, max_grad_norm=0.0)
 LAYOUTS = {
     "dp 2": (2, ParallelConfig()),
@@ -50,8 +48,8 @@ def expected_weights(model: str, config: OptimizerConfig) -> dict[str, Tensor]:
         [weights[name] for name in hidden],
         lr=config.muon_lr or config.lr,
         weight_decay=config.weight_decay,
-        momentum=config.muon_momentum,
-        adjust_lr_fn=config.muon_lr_adjust,
+        momentum=DECAY,
+        adjust_lr_fn=LR_ADJUST,
     )
     groups = []
     for name in others:
@@ -148,8 +146,8 @@ def test_updates_are_those_of_torch_in_every_layout(model_dir, rank_pool, tmp_pa
         assert reader.shapes.keys() == {*reader.states[MOMENTUM], *reader.states["exp_avg"]}
 
 
-def test_original_adjustment_and_another_optimizer_than_that_of_the_checkpoint(model_dir, tmp_path):
-    optimizer = dataclasses.replace(MUON, muon_lr_adjust="original", muon_lr=None)
+def test_one_learning_rate_and_another_optimizer_than_the_checkpoint_has(model_dir, tmp_path):
+    optimizer = dataclasses.replace(MUON, muon_lr=None)
     config = dataclasses.replace(CONFIG, model_name=model_dir("qwen3"), optimizer=optimizer)
     worker = Rank(context(), ParallelConfig()).worker(config)
     take_steps(worker.engine, range(NUM_STEPS))

@@ -29,13 +29,13 @@ from nemo_like.policy.megatron.worker import MegatronPolicyWorker
 from nemo_like.run.checkpoint import CheckpointError
 from tests.policy.megatron.ranks import of_model
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS, TOLERANCE
-from tests.policy.tiny import context, random_batch, relative_error, row_loss, saved_tensors
+from tests.policy.tiny import context, random_batch, relative_error, saved_tensors
 
 NUM_STEPS = 4
 CONFIG = dataclasses.replace(
     LAYOUTS["packed, 2 microbatches"],
     optimizer=OptimizerConfig(lr=0.02),
-    ema=EmaConfig(enabled=True, decay=0.7, start_step=1, use_for_validation=True),
+    ema=EmaConfig(enabled=True, decay=0.7),
     freeze=("model.layers.0.mlp.*",),
 )
 
@@ -63,7 +63,6 @@ def program(
         assert np.isnan(engine.optimizer_step(1.0, is_loss_finite=False))
         worker.save(out / "skipped")
         worker.export_hf(out / "hf_ema", ema=True)
-        evaluated = worker.evaluate(shard, NllLoss())
         names = list(engine.weight_shapes())
         after = {name: each.float().clone() for name, each in engine.full_weights(names)}
         worker.load(out / "2")
@@ -71,15 +70,15 @@ def program(
             worker.train(shard, None, NllLoss())
         worker.save(out / "resumed")
         weights = {name: each.numpy() for name, each in after.items()}
-        return {"weights": weights, "loss": evaluated.get("policy/loss")}
+        return {"weights": weights}
     finally:
         process_groups.destroy()
 
 
 def averages(out: Path) -> dict[str, Tensor]:
     """Averages from the saved weights, by the definition in float64; those of frozen ones too."""
-    expected = {name: each.double() for name, each in saved_tensors(out / "1", "weight").items()}
-    for step in range(2, NUM_STEPS + 1):
+    expected = {name: each.double() for name, each in saved_tensors(out / "0", "weight").items()}
+    for step in range(1, NUM_STEPS + 1):
         for name, weight in saved_tensors(out / str(step), "weight").items():
             expected[name] = 0.7 * expected[name] + 0.3 * weight.double()
     return {name: each.float() for name, each in expected.items()}
@@ -114,8 +113,7 @@ def test_averages_are_those_of_float64_in_every_layout(model_dir, on_ranks, tmp_
         config = of_model(CONFIG, model_dir("llama_tied"))
         config = dataclasses.replace(config, engine=engine, precision=precision)
         result = on_ranks(program, layout, config, out)[0]
-        for step in ("0", "1"):
-            assert_equal(saved_averages(out / step), saved_tensors(out / step, "weight"))
+        assert_equal(saved_averages(out / "0"), saved_tensors(out / "0", "weight"))
         found = saved_averages(out / "4")
         assert relative_error(found, averages(out)) < 1e-6
         assert_equal(saved_averages(out / "skipped"), found)
@@ -129,9 +127,6 @@ def test_averages_are_those_of_float64_in_every_layout(model_dir, on_ranks, tmp_
         trained = saved_tensors(out / "4", "weight")
         after = {name: torch.from_numpy(each) for name, each in result["weights"].items()}
         assert_equal(after, {name: each.to(dtype).float() for name, each in trained.items()})
-        if precision == "float32":
-            loss = row_loss(exported, random_batch(LENGTHS)).item()
-            assert result["loss"].value == pytest.approx(loss, rel=1e-5)
         end[place] = found
     first, second, _ = end.values()
     assert relative_error(first, second) < 10 * TOLERANCE
@@ -150,6 +145,7 @@ def test_averages_of_adapters_are_exported_merged_and_as_adapter(model_dir, tmp_
     )
     batch = random_batch(LENGTHS)
     shard = batch.shard(plan_batch(batch["length"], spec))[0]
+    worker.save(tmp_path / "0")
     for step in range(1, NUM_STEPS + 1):
         worker.train(shard, None, NllLoss())
         worker.save(tmp_path / str(step))
