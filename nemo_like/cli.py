@@ -1,7 +1,9 @@
-"""The command line `nemo-like COMMAND`; `nemo_like.commands.arguments` lists the commands.
+"""The command line `nemo-like COMMAND`: name, help and arguments of each command, and exit codes.
 
 Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 75 the run was stopped by SIGTERM,
 SIGHUP or `cluster.time_limit` and can be resumed, 130 interrupted.
+
+The module of a command is imported when it runs, because many need torch or transformers.
 """
 
 from __future__ import annotations
@@ -11,19 +13,337 @@ import logging
 import os
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from nemo_like import __version__
-from nemo_like.commands.arguments import COMMANDS, REPLACED_OPTIONS, CommandParser
-from nemo_like.commands.failures import FAILED, WRONG_INPUT, report_failure, say_error
-from nemo_like.console import lasting_console
+from nemo_like.algorithms.registry import ALGORITHMS
+from nemo_like.commands.train import FAILED, WRONG_INPUT, report_failure
+from nemo_like.console import lasting_console, say_error
 
 _EPILOG = """examples:
   nemo-like validate --config examples/configs/demo_grpo.yaml
   nemo-like sft --config examples/configs/demo_sft.yaml policy.optimizer.lr=1e-3
   nemo-like grpo --config examples/configs/demo_grpo.yaml policy.optimizer.lr=1e-6
 """
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Accepts positional arguments after an option. Example: `replay RUN --step 3 KEY=VALUE`.
+
+    argparse assigns all positional arguments at the first of them otherwise, so that those after an
+    option would be unknown.
+    """
+
+    _is_inner = False
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Return the arguments and those that are unknown."""
+        # `parse_known_intermixed_args` calls this method for each of its passes.
+        if self._is_inner:
+            return super().parse_known_args(args, namespace)
+        self._is_inner = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._is_inner = False
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    text = "keys to set (a.b=1), add (+a.b=1) or put back (~a.b)"
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=text)
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    text = "a YAML file; `nemo-like init DIR` writes examples"
+    parser.add_argument("--config", required=True, type=Path, metavar="FILE", help=text)
+    _add_overrides(parser)
+
+
+def _add_kind(parser: argparse.ArgumentParser) -> None:
+    text = "the job of the config; default: detected from its keys"
+    parser.add_argument("--kind", choices=tuple(ALGORITHMS), help=text)
+
+
+def _add_any_config(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    _add_kind(parser)
+
+
+def _add_topic(topic: str) -> Callable[[argparse.ArgumentParser], None]:
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("topic", choices=(topic,), metavar=topic)
+        _add_any_config(parser)
+
+    return add
+
+
+def _add_reference(parser: argparse.ArgumentParser) -> None:
+    kinds = (*ALGORITHMS, "all")
+    text = f"{', '.join(kinds)}: the keys of a job, or all"
+    parser.add_argument("kind", choices=kinds, metavar="JOB", help=text)
+    text = "a key or section, e.g. policy.optimizer; default: every key"
+    parser.add_argument("key", nargs="?", default="", metavar="KEY", help=text)
+    parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    text = "a run's YAML; without it the keys are those of SFT of a 7B model on one GPU"
+    parser.add_argument("--config", type=Path, metavar="FILE", help=text)
+    source = parser.add_mutually_exclusive_group()
+    text = "row lengths instead of the rows of data.train_path: integers, a CSV or a JSONL file"
+    source.add_argument("--lengths", type=Path, metavar="FILE", help=text)
+    text = "metrics.jsonl of a past run, whose lengths and config are used"
+    source.add_argument("--metrics", type=Path, metavar="FILE", help=text)
+    text = "columns of a CSV or fields of a JSONL file of --lengths; several are added up"
+    parser.add_argument("--column", metavar="NAME[,NAME]", help=text)
+    text = "rows to plan; default 65,536, and 16 steps of rows of text"
+    parser.add_argument("--limit", type=_positive_integer, metavar="N", help=text)
+    text = "memory of one GPU (GiB): recommends a token budget"
+    parser.add_argument("--memory-gb", type=_positive_size, metavar="N", help=text)
+    text = "JSON to FILE; with - to the output, instead of the table"
+    parser.add_argument("--json", metavar="FILE", help=text)
+    text = "one self-contained page with charts"
+    parser.add_argument("--html", type=Path, metavar="FILE", help=text)
+    _add_overrides(parser)
+
+
+def _positive_size(text: str) -> float:
+    """Parse a size in GiB."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    # Written so that NaN and infinity are refused as well.
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in GiB above 0")
+    return value
+
+
+def _positive_integer(text: str) -> int:
+    """Parse an integer of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the config of a command that samples answers."""
+    text = (
+        "a config, or the directory of a run, whose exported model is used; default: one for"
+        " policy.model_name=DIR on a GPU, or on the CPU without one"
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help=text)
+    _add_overrides(parser)
+    _add_kind(parser)
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    text = "completions per prompt; default 1"
+    parser.add_argument("--num-samples", type=_positive_integer, default=1, metavar="N", help=text)
+    text = (
+        "a JSON-lines file, one object per prompt, written while the command runs; default: the"
+        " standard output, at the end"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help=text)
+    _add_resume(parser)
+    text = "also write the token ids of the completions"
+    parser.add_argument("--token-ids", action="store_true", help=text)
+
+
+def _add_eval(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    text = "compute loss, perplexity and token accuracy of SFT rows instead of sampling answers"
+    parser.add_argument("--perplexity", action="store_true", help=text)
+    text = "directory of results.json and answers.jsonl, which is written while the command runs"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=text)
+    _add_resume(parser)
+    text = "print the results as JSON instead of a table"
+    parser.add_argument("--json", action="store_true", help=text)
+
+
+def _add_resume(parser: argparse.ArgumentParser) -> None:
+    text = "keep the finished prompts of --out and continue with the others"
+    parser.add_argument("--resume", action="store_true", help=text)
+
+
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="RUN", help="the directory of a GRPO run")
+    text = "the step, counted from 1"
+    parser.add_argument("--step", required=True, type=int, metavar="N", help=text)
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    _add_step(parser)
+    text = "rows to print, counted from 0 after sorting, e.g. 0-3,8; default 0-9"
+    parser.add_argument("--rows", default="0-9", metavar="ROWS", help=text)
+    text = (
+        "largest first; `difference` is the max log-prob difference of a token between generator"
+        " and training engine; default: in the order of the batch"
+    )
+    parser.add_argument("--sort", choices=("reward", "length", "difference"), help=text)
+    text = "decode the recorded token ids: special tokens and every trained span are visible"
+    parser.add_argument("--tokens", action="store_true", help=text)
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    _add_step(parser)
+    _add_overrides(parser)
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    text = "a run directory (its latest checkpoint) or a step folder"
+    parser.add_argument("source", type=Path, metavar="RUN", help=text)
+    text = "the step of a run directory to export, or `best` (checkpointing.keep_best)"
+    parser.add_argument("--step", metavar="N", help=text)
+    text = "export the averaged weights (policy.ema)"
+    parser.add_argument("--ema", action="store_true", help=text)
+    text = "write the LoRA adapter alone, in the format of PEFT, and not the merged model"
+    parser.add_argument("--adapter", action="store_true", help=text)
+    _add_overrides(parser)
+    _add_target(parser)
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="FILE.gguf")
+    _add_target(parser)
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR")
+
+
+def _add_directory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, metavar="DIR")
+
+
+class _Command(NamedTuple):
+    """One command."""
+
+    summary: str
+    function: str
+    """Module and function in `nemo_like.commands`; it gets the arguments and returns the exit
+    code, and raises ConfigError for wrong input."""
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    examples: str = ""
+
+
+_COMMANDS = {
+    **{kind: _Command(each.summary, "train.run", _add_config) for kind, each in ALGORITHMS.items()},
+    "validate": _Command(
+        "check a config, its data and its batches without starting Ray; takes seconds",
+        "validate.run",
+        _add_any_config,
+    ),
+    "check": _Command(
+        "`check parity` compares engine and parallel layout with plain transformers, on a tiny copy"
+        " of the model",
+        "check_parity.run",
+        _add_topic("parity"),
+    ),
+    "explain": _Command(
+        "`explain loss` prints the formula of a config's loss, and keys without effect",
+        "explain.run",
+        _add_topic("loss"),
+    ),
+    "plan": _Command(
+        "predict padding, rank balance, step time and memory from row lengths alone, in seconds",
+        "plan.run",
+        _add_plan,
+        """examples:
+  nemo-like plan --config demo_grpo.yaml policy.sequence_packing.train_mb_tokens=4096
+  nemo-like plan --lengths lengths.txt --memory-gb 80 policy.model_name=7b cluster.gpus_per_node=8
+  nemo-like plan --lengths conv.csv --column ContextTokens,GeneratedTokens --html plan.html
+  nemo-like plan data.train_path=train.jsonl policy.tokenizer_name=models/SmolLM2-135M-Instruct
+  nemo-like plan --metrics runs/demo_grpo/metrics.jsonl
+""",
+    ),
+    "config": _Command(
+        "print the keys of a config: types, defaults, bounds and descriptions",
+        "config.print_keys",
+        _add_reference,
+        """examples:
+  nemo-like config sft                                   every key of a config for `nemo-like sft`
+  nemo-like config grpo policy.optimizer                 the keys of one section
+  nemo-like config grpo loss_fn.ratio_clip_max           one key
+  nemo-like config all --markdown > docs/configuration.md
+""",
+    ),
+    "init": _Command(
+        "write the example configs into a directory", "config.write_examples", _add_directory
+    ),
+    "show": _Command(
+        "print the rollouts of one step of a GRPO run",
+        "rollouts.show",
+        _add_show,
+        """examples:
+  nemo-like show runs/demo_grpo --step 20
+  nemo-like show runs/demo_grpo --step 20 --sort reward --rows 0-4
+  nemo-like show runs/demo_grpo --step 20 --sort difference --rows 0 --tokens
+""",
+    ),
+    "replay": _Command(
+        "repeat an optimizer step of a GRPO run from its record, also with another loss or packer,"
+        " and compare loss and gradient norm",
+        "rollouts.replay",
+        _add_replay,
+        """examples:
+  nemo-like replay runs/demo_grpo --step 1
+  nemo-like replay runs/demo_grpo --step 1 loss_fn.ratio_clip_max=0.28
+  nemo-like replay runs/demo_grpo --step 1 policy.sequence_packing.algorithm=first_fit_decreasing
+""",
+    ),
+    "generate": _Command(
+        "sample completions of the prompts of data.validation_path",
+        "answers.generate",
+        _add_generate,
+        """examples:
+  nemo-like generate policy.model_name=runs/demo_sft/hf \\
+      data.validation_path=runs/demo/validation.jsonl data.max_validation_rows=5
+  nemo-like generate --config runs/demo_sft --out answers.jsonl --num-samples 4
+  nemo-like generate --config runs/demo_sft --out answers.jsonl --num-samples 4 --resume
+""",
+    ),
+    "chat": _Command(
+        "talk to a model in the terminal",
+        "chat.run",
+        _add_model,
+        """commands in a conversation:
+  /reset          forget the conversation
+  /exit           end
+
+examples:
+  nemo-like chat policy.model_name=runs/demo_sft/hf
+  echo '12+7=?' | nemo-like chat --config runs/demo_sft policy.generation.temperature=0
+""",
+    ),
+    "eval": _Command(
+        "score a model on its validation files: mean reward, avg@k and pass@k with confidence"
+        " intervals",
+        "evaluate.run",
+        _add_eval,
+        """examples:
+  nemo-like eval --config runs/demo_grpo
+  nemo-like eval --config examples/configs/demo_grpo.yaml policy.model_name=DIR \\
+      grpo.val_num_samples=8 grpo.val_temperature=0.8 --out results
+  nemo-like eval policy.model_name=DIR 'data.validation_sets={gsm8k: a.jsonl, hard: b.jsonl}'
+  nemo-like eval policy.model_name=DIR data.validation_path=conversations.jsonl --perplexity
+""",
+    ),
+    "export": _Command(
+        "write a checkpoint of a run, of any engine and layout, as a Hugging Face model",
+        "export.run",
+        _add_export,
+    ),
+    "convert": _Command(
+        "turn a GGUF file into a Hugging Face model directory", "export.convert", _add_convert
+    ),
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -38,16 +358,15 @@ def build_parser() -> argparse.ArgumentParser:
     parsers = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", parser_class=CommandParser
     )
-    for command in COMMANDS:
+    for name, command in _COMMANDS.items():
         command_parser = parsers.add_parser(
-            command.name,
+            name,
             help=command.summary,
             description=command.summary,
             epilog=command.examples,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(command_parser)
-        command_parser.set_defaults(run=command.run)
     return parser
 
 
@@ -62,11 +381,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # returns the rest, and the message for it names the form of an override.
     arguments, unknown = build_parser().parse_known_args(argv)
     if unknown:
-        option = unknown[0].partition("=")[0]
-        fix = "overrides are written KEY=VALUE, see nemo-like --help"
-        if arguments.command in ("generate", "chat", "eval") and option in REPLACED_OPTIONS:
-            fix = f"write {REPLACED_OPTIONS[option]}"
-        say_error(f"error: unknown argument {unknown[0]!r}; {fix}")
+        say_error(
+            f"error: unknown argument {unknown[0]!r}; overrides are written KEY=VALUE, see"
+            f" nemo-like {arguments.command} --help"
+        )
         return WRONG_INPUT
     # A process that ends with the command may be changed for good, e.g. import transformers without
     # torch.
@@ -76,8 +394,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FileNotFoundError:
         say_error("error: the working directory was removed; change to another one with cd")
         return WRONG_INPUT
+    module, _, function = _COMMANDS[arguments.command].function.partition(".")
     try:
-        code = arguments.run(arguments)
+        code = getattr(import_module(f"nemo_like.commands.{module}"), function)(arguments)
         # Output that is still in the buffer must fail here and not while the interpreter exits.
         sys.stdout.flush()
         return code

@@ -1,4 +1,4 @@
-"""Standard streams that cannot end a command.
+"""Messages on the console, and standard streams that cannot end a command.
 
 Writes to the console fail after its terminal was closed, after the reader of its pipe has ended,
 and on a full disk. Inside `lasting_console` such a stream is dropped, and the command continues.
@@ -15,7 +15,22 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from typing import TextIO
 
+from nemo_like.config.text import printable
+
 logger = logging.getLogger(__name__)
+
+
+def say(text: str) -> None:
+    """Print one message, with control characters escaped.
+
+    Text of files, models and users must not control the terminal.
+    """
+    print(printable(text, sys.stdout.encoding or "utf-8"))
+
+
+def say_error(text: str) -> None:
+    """Print one message on stderr, escaped as by `say`."""
+    print(printable(text, sys.stderr.encoding or "utf-8"), file=sys.stderr)
 
 
 class _ConsoleFile(io.FileIO):

@@ -20,15 +20,15 @@ LEVELS = {
     "algorithms": 10,
     "training": 9,
     "rollout": 8,
-    "policy": 7, "generation": 7, "environments": 7, "reports": 7,
+    "policy": 7, "generation": 7, "environments": 7,
     "weight_sync": 6, "prediction": 6,
     "torch_data": 5, "distributed": 5,
     "data": 4, "losses": 4, "sampling_filter": 4, "models": 3,
-    "device_transfer": 3,
+    "device_transfer": 3, "console": 3,
     "run": 3,
     "config": 2, "metrics": 2,
     "parallel_layout": 1,
-    "integer_math": 0, "console": 0, "__init__": 0,
+    "integer_math": 0, "__init__": 0,
 }  # fmt: skip
 TOP = 12
 
@@ -72,7 +72,7 @@ LIGHT_MODULES = (
     "nemo_like.run.checkpoint",
     "nemo_like.run.files",
     "nemo_like.run.progress",
-    "nemo_like.reports.page",
+    "nemo_like.prediction.page",
 )
 
 TESTS = Path(__file__).parent

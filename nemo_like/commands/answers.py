@@ -1,27 +1,36 @@
-"""Samples the answers to the prompts of the validation files, and keeps a record of each prompt.
+"""`nemo-like generate`, and what `nemo-like eval` and `nemo-like chat` share with it.
 
-A record is one JSON object, appended to a file as a complete line when its prompt is finished, so
-that a killed command loses none of them. The settings are in a file beside it, and a resume with
-others is refused.
+They take a config and sample answers to the prompts of its validation files. A record is one JSON
+object per prompt, appended to a file as a complete line when its prompt is finished, so that a
+killed command loses none of them. The settings are in a file beside it, and a resume with others is
+refused.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
+from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.registry import load_any_config
+from nemo_like.algorithms.sft.config import SftRunConfig
+from nemo_like.config.build import to_dict
 from nemo_like.config.errors import ConfigError, shown_path
-from nemo_like.config.schema import RunConfig
+from nemo_like.config.optimization import EmaConfig, LoraConfig, OptimizerConfig
+from nemo_like.config.paths import resolve_paths
+from nemo_like.config.rollout import RewardConfig
+from nemo_like.config.schema import ParallelConfig, RunConfig
 from nemo_like.config.text import counted
-from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import PROMPT_ROWS, RowSchema
 from nemo_like.data.row_columns import check_columns
 from nemo_like.data.rows import Rows
@@ -31,7 +40,7 @@ from nemo_like.generation.requests import SamplingParams
 from nemo_like.rollout.answers import Answer, answer_prompts
 from nemo_like.run.files import AppendedFile, reporting_write_errors, write_json, write_json_lines
 from nemo_like.run.progress import Progress
-from nemo_like.training.model_files import open_encoder, open_model_spec
+from nemo_like.training.model_files import open_encoder, open_model_config, open_model_spec
 from nemo_like.training.rollout_workers import (
     RolloutWorkers,
     open_collector,
@@ -40,155 +49,251 @@ from nemo_like.training.rollout_workers import (
     start_rewards,
 )
 from nemo_like.training.run_data import PromptSet, load_validation, prompt_sets, validation_key
-from nemo_like.training.steps import answer_seeds
+from nemo_like.training.steps import AnswerSampling, answer_seeds
 from nemo_like.training.workers import group_starter
+
+_DEFAULTS = Path(__file__).with_name("answers.yaml")
+_WITH_GPU = ("cluster.gpus_per_node=1", "policy.precision=bfloat16")
+"""Keys of the default config on a machine with a GPU."""
+_SETTINGS = (
+    *("model_name", "tokenizer_name", "chat_template", "precision", "max_total_sequence_length"),
+    *("oversize_rows", "generation"),
+)
+"""Keys of `policy` that determine the answers."""
+_NO_INFLUENCE = ("hf", "vllm", "check_weights", "max_restarts", "progress_timeout_s")
+"""Keys of `policy.generation` that change the answers by rounding only."""
 
 Record = dict[str, Any]
 Key = tuple[str, int]
 """Name of the set of prompts, and the row in its file."""
-MakeRecord = Callable[[PromptSet, int, Sequence[Answer]], Record]
 
 
-class AnswerFile:
-    """Records of prompts, in a JSON-lines file that grows while a command runs, or in memory."""
+@dataclass(frozen=True, kw_only=True)
+class AnswerRunConfig(RunConfig):
+    """Config of a command that only samples answers; keys of training have no effect."""
 
-    def __init__(self, path: Path | None, settings: Mapping[str, Any], *, resume: bool) -> None:
-        """Open a new file, or with `resume` one that an earlier command began.
+    sampling: AnswerSampling = field(default_factory=AnswerSampling)
+    """As the validation of the job samples them."""
 
-        Raises ConfigError if the file exists without `resume`, or was written with other settings,
-        and WriteError.
-        """
-        self.path = path
-        self.records: dict[Key, Record] = {}
-        """The finished prompts."""
-        self._file: AppendedFile | None = None
-        if path is None:
-            if resume:
-                raise ConfigError("--resume continues earlier results; name them with --out")
-            return
-        settings_path = path.with_name(f"{path.name}.settings.json")
-        # As in the file: JSON has no tuples.
-        plain = json.loads(json.dumps(settings))
-        if path.exists():
-            if not resume:
+    kind: ClassVar[str] = "answers"
+
+    @property
+    def generates(self) -> bool:
+        return True
+
+
+def generate(arguments: argparse.Namespace) -> int:
+    """Sample and write the completions; return the exit code. Raises ConfigError."""
+    # Completions are not scored; an environment has its own rewards.
+    config = replace(answer_config(arguments), reward=RewardConfig())
+    answers = Answers(config, num_samples=arguments.num_samples)
+    settings = described_settings(config) | {"num_samples": arguments.num_samples}
+
+    def make_record(prompts: PromptSet, index: int, sampled: Sequence[Answer]) -> Record:
+        record = prompt_record(prompts, index, sampled)
+        if arguments.token_ids:
+            record["token_ids"] = [answer.token_ids.tolist() for answer in sampled]
+        return record
+
+    records = answers.sample(arguments.out, settings, make_record, resume=arguments.resume)
+    if arguments.out is None:
+        for record in records:
+            # JSON escapes control characters, so that a completion cannot control the terminal.
+            print(json.dumps(record))
+    num_completions = counted(len(records) * arguments.num_samples, "completion")
+    place = "" if arguments.out is None else f" in {shown_path(arguments.out)}"
+    answers.progress.print_line(f"{num_completions} of {counted(len(records), 'prompt')}{place}")
+    return 0
+
+
+def answer_config(arguments: argparse.Namespace) -> AnswerRunConfig:
+    """Return the config of `--config` with the overrides, with absolute paths.
+
+    A run directory stands for its config with the model that the run exported. Raises ConfigError.
+    """
+    source: Path | None = arguments.config
+    overrides = list(arguments.overrides)
+    if source is None:
+        device = _WITH_GPU if torch.cuda.is_available() else ()
+        # `grpo.val_*` are keys of the evaluation; only GRPO refuses to sample greedily.
+        kind = GrpoRunConfig.kind if arguments.command == "eval" else SftRunConfig.kind
+        base = load_any_config(_DEFAULTS, [*device, *overrides], arguments.kind or kind)
+    elif source.is_dir():
+        base = load_any_config(source / "config.yaml", overrides, arguments.kind)
+        if not any(text.lstrip("+").startswith("policy.model_name=") for text in overrides):
+            if not (source / "hf" / "config.json").is_file():
                 raise ConfigError(
-                    f"{shown_path(path)} exists already; continue it with --resume, choose another"
-                    " --out, or remove it"
+                    f"{shown_path(source)} has no exported model in hf/; write one with `nemo-like"
+                    f" export {source} --out DIR` and set policy.model_name=DIR"
                 )
-            _check_settings(settings_path, plain)
-            self.records = {_key(record): record for record in _complete_lines(path)}
-        else:
-            with reporting_write_errors(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(settings_path, plain)
-        self._file = AppendedFile(path)
+            base = replace(base, policy=replace(base.policy, model_name=str(source / "hf")))
+    else:
+        base = load_any_config(source, overrides, arguments.kind)
+    config = _without_training(base)
+    if arguments.command == "eval":
+        generation = replace(config.policy.generation, temperature=config.sampling.temperature)
+        config = replace(config, policy=replace(config.policy, generation=generation))
+    return config
 
-    def is_finished(self, key: Key, digest: str) -> bool:
-        """Return True if the prompt has a record.
 
-        Raises ConfigError if its row had another content, `digest`.
-        """
-        record = self.records.get(key)
-        if record is not None and record["digest"] != digest:
-            name, row = key
-            raise ConfigError(
-                f"row {row} of {name or 'the prompts'} has changed since {self.path} was written;"
-                " choose another --out"
-            )
-        return record is not None
+def _without_training(base: RunConfig) -> AnswerRunConfig:
+    """Return the keys that matter for answers; those of training have their defaults."""
+    policy = replace(
+        base.policy,
+        engine="dtensor",
+        optimizer=OptimizerConfig(),
+        # The exported model contains its adapters.
+        lora=LoraConfig(),
+        ema=EmaConfig(),
+        freeze=(),
+    )
+    # Reward models score when all answers are sampled, in this process.
+    models = {name: replace(model, num_workers=0) for name, model in base.reward.models.items()}
+    sampling = AnswerSampling()
+    if isinstance(base, GrpoRunConfig):
+        sampling = AnswerSampling(
+            temperature=base.grpo.val_temperature,
+            num_samples=base.grpo.val_num_samples,
+            pass_reward=base.grpo.val_pass_reward,
+        )
+    config = resolve_paths(
+        AnswerRunConfig(
+            run_name=base.run_name,
+            seed=base.seed,
+            policy=policy,
+            data=base.data,
+            cluster=base.cluster,
+            parallel=ParallelConfig(),
+            reward=replace(base.reward, models=models),
+            environment=base.environment,
+            sampling=sampling,
+        )
+    )
+    policy = config.policy
+    limit = open_model_spec(config).max_positions
+    if limit is not None and policy.max_total_sequence_length > limit:
+        max_new_tokens = min(policy.generation.max_new_tokens, max(limit // 2, 1))
+        generation = replace(policy.generation, max_new_tokens=max_new_tokens)
+        policy = replace(policy, max_total_sequence_length=limit, generation=generation)
+        config = replace(config, policy=policy)
+    open_model_config(config)
+    return config
 
-    def add(self, record: Record) -> None:
-        """Append the record of a finished prompt. Raises WriteError."""
-        self.records[_key(record)] = record
-        if self._file is not None:
-            self._file.append_json(record)
 
-    def finish(self, order: Sequence[Key]) -> None:
-        """Sort the file by `order`. Raises WriteError.
+def described_settings(config: AnswerRunConfig) -> dict[str, Any]:
+    """Return the settings that determine the answers, as JSON values."""
+    policy = to_dict(config.policy)
+    settings = {name: policy[name] for name in _SETTINGS}
+    for name in _NO_INFLUENCE:
+        del settings["generation"][name]
+    return settings | {
+        "seed": config.seed,
+        "system_prompt": config.data.system_prompt,
+        "prompt_template": config.data.prompt_template,
+        "environment": to_dict(config.environment),
+        "weights": weight_files(config.policy.model_name),
+    }
 
-        Records of other prompts, which a resume with fewer rows did not ask for, stay at the end.
-        """
-        self.close()
-        if self.path is not None:
-            others = sorted(set(self.records) - set(order))
-            write_json_lines(self.path, [self.records[key] for key in (*order, *others)])
 
-    def close(self) -> None:
-        """Close the file; may be called again."""
-        if self._file is not None:
-            self._file.close()
+def weight_files(directory: str) -> dict[str, list[int]]:
+    """Return size and time of change of the weight files of a local model, by name."""
+    files = {}
+    for path in sorted(Path(directory).glob("*.safetensors")):
+        status = path.stat()
+        files[path.name] = [status.st_size, status.st_mtime_ns]
+    return files
 
 
 class Answers:
     """The answers to all prompts of the validation files."""
 
-    def __init__(self, config: RunConfig, *, num_samples: int) -> None:
+    def __init__(self, config: AnswerRunConfig, *, num_samples: int) -> None:
         """Read and encode the prompts.
 
         Raises ConfigError for a missing or empty file, a bad row, and a row that is too long unless
         `policy.oversize_rows` is `drop` or `truncate`.
         """
-        self.config = config
         self.progress = Progress(sys.stderr)
-        self.encoder: ChatEncoder = open_encoder(config, open_model_spec(config).vocab_size)
-        self.sets = prompt_sets(config, self.encoder, load_prompts(config, PROMPT_ROWS))
+        self._config = config
+        self._num_samples = num_samples
+        self._encoder = open_encoder(config, open_model_spec(config).vocab_size)
+        self.sets = prompt_sets(config, self._encoder, load_prompts(config, PROMPT_ROWS))
         self.places: list[tuple[PromptSet, int]] = []
         """Set and index in it of every prompt."""
         for each in self.sets:
             if not each.prompts:
                 raise no_short_row(config, each.name)
             self.places += [(each, index) for index in range(len(each.prompts))]
-        self.keys: list[Key] = [
-            (prompts.name, prompts.row_numbers[index]) for prompts, index in self.places
-        ]
-        self._num_samples = num_samples
 
-    @contextmanager
-    def opened(
-        self, path: Path | None, settings: dict[str, Any], *, resume: bool
-    ) -> Iterator[AnswerFile]:
-        """Open the records of the prompts; sort them at the end of the block.
+    def sample(
+        self,
+        path: Path | None,
+        settings: Mapping[str, Any],
+        make_record: Callable[[PromptSet, int, Sequence[Answer]], Record],
+        *,
+        resume: bool,
+        complete: Callable[[list[Record]], None] = lambda records: None,
+    ) -> list[Record]:
+        """Return the records of all prompts, which are also in the file `path` if it is given.
 
-        An exception in the block, such as KeyboardInterrupt, keeps the finished prompts. Raises
-        ConfigError and WriteError as `AnswerFile` does.
+        `make_record` gets a set, the index of a prompt in it and its answers; `complete` may change
+        the records before the file is written in their order. With `resume` the prompts in the file
+        are not sampled again. The answers depend on the seed and on the position of their prompt
+        among all prompts. An exception, such as KeyboardInterrupt, keeps the finished prompts.
+
+        Raises ConfigError if the file exists without `resume`, or was written with other settings
+        or prompts, the errors of `answer_prompts`, and WriteError.
         """
-        file = AnswerFile(path, settings, resume=resume)
+        finished = _finished_records(path, settings, resume=resume)
+        keys = [(prompts.name, prompts.row_numbers[index]) for prompts, index in self.places]
+        missing = []
+        for position, key in enumerate(keys):
+            record = finished.get(key)
+            if record is None:
+                missing.append(position)
+            elif record["digest"] != _digest(*self.places[position]):
+                raise ConfigError(
+                    f"row {key[1]} of {key[0] or 'the prompts'} has changed since {path} was"
+                    " written; choose another --out"
+                )
         try:
-            yield file
-            file.finish(self.keys)
+            with ExitStack() as stack:
+                file = None if path is None else stack.enter_context(closing(AppendedFile(path)))
+                for position, answers in stack.enter_context(closing(self._sampled(missing))):
+                    finished[keys[position]] = make_record(*self.places[position], answers)
+                    if file is not None:
+                        file.append_json(finished[keys[position]])
+            records = [finished[key] for key in keys]
+            complete(records)
         except BaseException:
             if path is not None:
                 self.progress.print_line(
-                    f"{len(file.records):,} of {counted(len(self.keys), 'prompt')} finished in"
+                    f"{len(finished):,} of {counted(len(keys), 'prompt')} finished in"
                     f" {shown_path(path)}; --resume continues"
                 )
             raise
-        finally:
-            file.close()
+        if path is not None:
+            # A resume with fewer rows keeps the others, at the end.
+            others = sorted(set(finished) - set(keys))
+            write_json_lines(path, [*records, *(finished[key] for key in others)])
         self._report_left_out()
+        return records
 
-    def sample(self, file: AnswerFile, make_record: MakeRecord) -> None:
-        """Add the records of the prompts that have none.
-
-        The answers depend on the seed and on the position of their prompt among all prompts.
-        `make_record` gets a set, the index of a prompt in it and the answers. Raises the errors of
-        `answer_prompts`.
-        """
-        missing = []
-        for position, (prompts, index) in enumerate(self.places):
-            if not file.is_finished(self.keys[position], _digest(prompts, index)):
-                missing.append(position)
+    def _sampled(
+        self, missing: Sequence[int]
+    ) -> Generator[tuple[int, Sequence[Answer]], None, None]:
+        """Yield the positions `missing` of prompts with their answers, as they are finished."""
         if not missing:
             return
-        all_prompts = [prompts.prompts[index] for prompts, index in self.places]
-        config = _fitted(self.config, max(len(prompt.token_ids) for prompt in all_prompts))
+        prompts = [each.prompts[index] for each, index in self.places]
+        config = _fitted(self._config, max(len(prompt.token_ids) for prompt in prompts))
         # Of all prompts, so that the answers to the missing ones do not depend on the others.
-        seeds = answer_seeds(config.seed, 0, len(all_prompts) * self._num_samples)
+        seeds = answer_seeds(config.seed, 0, len(prompts) * self._num_samples)
         seeds = seeds.reshape(-1, self._num_samples)
-        with _started(config, self.encoder, self.progress) as workers:
+        with self._workers(config) as workers:
             answered = answer_prompts(
-                open_collector(config, workers, self.encoder),
-                [all_prompts[position] for position in missing],
+                open_collector(config, workers, self._encoder),
+                [prompts[position] for position in missing],
                 num_samples=self._num_samples,
                 sampling=SamplingParams.from_config(config.policy.generation),
                 max_total_length=config.policy.max_total_sequence_length,
@@ -196,9 +301,30 @@ class Answers:
             )
             with self.progress.phase("sampling", len(missing), unit="prompts") as phase:
                 for order, answers in answered:
-                    prompts, index = self.places[missing[order]]
-                    file.add(make_record(prompts, index, answers))
+                    yield missing[order], answers
                     phase.advance()
+
+    @contextmanager
+    def _workers(self, config: AnswerRunConfig) -> Iterator[RolloutWorkers]:
+        """Start generator, reward functions and environment; stop them with the block.
+
+        Raises ConfigError for functions that cannot be imported, before anything is started, and
+        ClusterError if the cluster has too few resources.
+        """
+        load_reward_functions(config.reward.functions)
+        if config.environment.path is not None:
+            load_environment(config.environment)
+        with ExitStack() as stack:
+            with self.progress.phase("loading the model"):
+                start = group_starter(config, stack, self.progress, logs=None)
+                end_token_ids = self._encoder.end_token_ids
+                generator = start_generator(
+                    config, start, end_token_ids, self.progress, can_sleep=False
+                )
+                stack.callback(generator.shutdown)
+                environment = start_environment(config, start, stack, self.progress)
+                rewards = start_rewards(config, start) if config.reward.functions else None
+            yield RolloutWorkers(generator, rewards, environment)
 
     def _report_left_out(self) -> None:
         """Print the number of rows that are too long, and the first of them."""
@@ -213,7 +339,7 @@ class Answers:
             )
 
 
-def load_prompts(config: RunConfig, schema: RowSchema) -> dict[str, Rows]:
+def load_prompts(config: AnswerRunConfig, schema: RowSchema) -> dict[str, Rows]:
     """Read the validation files by name. Raises ConfigError if there are none."""
     if not config.data.validation_files:
         raise ConfigError("there are no prompts; set data.validation_path to their file")
@@ -221,7 +347,7 @@ def load_prompts(config: RunConfig, schema: RowSchema) -> dict[str, Rows]:
     return load_validation(config, schema)
 
 
-def no_short_row(config: RunConfig, name: str) -> ConfigError:
+def no_short_row(config: AnswerRunConfig, name: str) -> ConfigError:
     """Return the error for a validation file without a row that fits into the model."""
     path = config.data.validation_files[name]
     limit = config.policy.max_total_sequence_length
@@ -257,7 +383,7 @@ def _digest(prompts: PromptSet, index: int) -> str:
     return prompts.rows.digest(prompts.row_numbers[index])
 
 
-def _fitted(config: RunConfig, num_tokens: int) -> RunConfig:
+def _fitted(config: AnswerRunConfig, num_tokens: int) -> AnswerRunConfig:
     """Return the config for prompts of at most `num_tokens` tokens.
 
     The engine then reserves no memory for longer rows. The answers are the same.
@@ -269,34 +395,39 @@ def _fitted(config: RunConfig, num_tokens: int) -> RunConfig:
     return replace(config, policy=replace(policy, max_total_sequence_length=needed))
 
 
-@contextmanager
-def _started(
-    config: RunConfig, encoder: ChatEncoder, progress: Progress
-) -> Iterator[RolloutWorkers]:
-    """Start generator, reward functions and environment; stop them with the block.
+def _finished_records(
+    path: Path | None, settings: Mapping[str, Any], *, resume: bool
+) -> dict[Key, Record]:
+    """Return the records in the file of an earlier command, after checking and writing settings.
 
-    Raises ConfigError for functions that cannot be imported, before anything is started, and
-    ClusterError if the cluster has too few resources.
+    An incomplete last line is removed. Raises ConfigError and WriteError as `Answers.sample` does.
     """
-    load_reward_functions(config.reward.functions)
-    if config.environment.path is not None:
-        load_environment(config.environment)
-    with ExitStack() as closing:
-        with progress.phase("loading the model"):
-            start = group_starter(config, closing, progress, logs=None)
-            generator = start_generator(
-                config, start, encoder.end_token_ids, progress, can_sleep=False
+    if path is None:
+        if resume:
+            raise ConfigError("--resume continues earlier results; name them with --out")
+        return {}
+    settings_path = path.with_name(f"{path.name}.settings.json")
+    # As in the file: JSON has no tuples.
+    settings = json.loads(json.dumps(settings))
+    records = {}
+    with reporting_write_errors(path):
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        elif not resume:
+            raise ConfigError(
+                f"{shown_path(path)} exists already; continue it with --resume, choose another"
+                " --out, or remove it"
             )
-            closing.callback(generator.shutdown)
-            environment = start_environment(config, start, closing, progress)
-            rewards = None
-            if config.reward.functions:
-                rewards = start_rewards(config, start)
-        yield RolloutWorkers(generator, rewards, environment)
-
-
-def _key(record: Record) -> Key:
-    return str(record.get("data", "")), int(record["row"])
+        else:
+            _check_settings(settings_path, settings)
+            content = path.read_bytes()
+            complete = content[: content.rfind(b"\n") + 1]
+            os.truncate(path, len(complete))
+            for line in complete.splitlines():
+                record = json.loads(line)
+                records[str(record.get("data", "")), int(record["row"])] = record
+    write_json(settings_path, settings)
+    return records
 
 
 def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
@@ -314,13 +445,3 @@ def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
             f"--resume: {shown_path(path)} has other values of {', '.join(names)}; use the same"
             " ones, or choose another --out"
         )
-
-
-def _complete_lines(path: Path) -> Iterable[Record]:
-    """Return the records, after an incomplete last line has been removed."""
-    with reporting_write_errors(path):
-        content = path.read_bytes()
-        complete, end, rest = content.rpartition(b"\n")
-        if rest:
-            os.truncate(path, len(content) - len(rest))
-    return [json.loads(line) for line in complete.split(b"\n")] if end else []

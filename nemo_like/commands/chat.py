@@ -7,10 +7,10 @@ import sys
 
 import numpy as np
 
-from nemo_like.commands.failures import say, say_error
-from nemo_like.commands.generate import AnswerRunConfig, answer_config
+from nemo_like.commands.answers import AnswerRunConfig, answer_config
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.text import printable
+from nemo_like.console import say, say_error
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import surrogate_problem
 from nemo_like.data.jagged import Jagged

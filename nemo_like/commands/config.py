@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.algorithms.registry import RUN_CONFIGS, job_schema
-from nemo_like.commands.arguments import ALL_KINDS
-from nemo_like.commands.failures import say
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.keys import type_at, unknown_key_text
 from nemo_like.config.reference import USER_NAME, KeyReference, SectionReference, section_references
+from nemo_like.console import say
 
 MAX_WIDTH = 100
 _PACKAGE = Path(__file__).parents[1]
@@ -92,7 +91,7 @@ def reference_text(kind: str, key: str, *, markdown: bool) -> str:
 
     Raises ConfigError, with the nearest known key, if there is no such key.
     """
-    kinds: list[str] = [known for known in RUN_CONFIGS if kind in (known, ALL_KINDS)]
+    kinds: list[str] = [known for known in RUN_CONFIGS if kind in (known, "all")]
     kinds_of = _select(_sections(kinds), kinds, key)
     if markdown:
         return _markdown(kinds_of, kinds)

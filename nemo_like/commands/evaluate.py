@@ -9,25 +9,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nemo_like.algorithms.sft.loop import evaluate_batches
-from nemo_like.commands.answers import Answers, Record, load_prompts, no_short_row, prompt_record
-from nemo_like.commands.failures import say
-from nemo_like.commands.generate import (
+from nemo_like.commands.answers import (
     AnswerRunConfig,
+    Answers,
+    Record,
     answer_config,
     described_settings,
+    load_prompts,
+    no_short_row,
+    prompt_record,
     weight_files,
-    with_temperature,
 )
 from nemo_like.config.build import to_dict
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.config.text import counted
+from nemo_like.console import say
 from nemo_like.data.datasets import SFT_ROWS
 from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.jagged import EncodedRow
@@ -48,6 +52,8 @@ from nemo_like.training.workers import group_starter, local_policy
 
 RESULTS = "results.json"
 ANSWERS = "answers.jsonl"
+CONFIDENCE = 0.95
+"""Level of the intervals."""
 _BATCH_ROWS = 64
 _NO_INFLUENCE = ("mb_tokens", "num_workers", "max_restarts")
 """Keys of a reward model that change its scores by rounding only."""
@@ -58,10 +64,6 @@ Results = dict[str, Any]
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate, print the results and return the exit code. Raises ConfigError."""
-    if not 0 < arguments.confidence < 1:
-        raise ConfigError(
-            f"--confidence is {arguments.confidence:g}; it must be between 0 and 1, e.g. 0.95"
-        )
     out: Path | None = arguments.out
     if out is not None and not arguments.resume and (out / RESULTS).exists():
         raise ConfigError(
@@ -72,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.perplexity:
         results = _measure_perplexity(config)
     else:
-        results = _score(config, out, resume=arguments.resume, confidence=arguments.confidence)
+        results = _score(config, out, resume=arguments.resume)
     text = json.dumps(results, indent=2)
     if out is not None:
         path = out / RESULTS
@@ -109,52 +111,46 @@ def _measure_perplexity(config: AnswerRunConfig) -> dict[str, Any]:
     return {"sets": sets, "settings": described_settings(config)}
 
 
-def _score(
-    config: AnswerRunConfig, out: Path | None, *, resume: bool, confidence: float
-) -> dict[str, Any]:
+def _score(config: AnswerRunConfig, out: Path | None, *, resume: bool) -> dict[str, Any]:
     """Sample answers, score them, and return the results."""
-    sampling = config.sampling
-    config = with_temperature(config, sampling.temperature)
     if not config.reward.weights and config.environment.path is None:
         raise ConfigError(
             "there is no reward to score answers with; set reward.functions, e.g."
             " reward.functions={answer: {path: nemo_like.environments.math.answer_reward}}"
         )
+    sampling = config.sampling
     models = _open_models(config)
     answers = Answers(config, num_samples=sampling.num_samples)
+
+    def add_model_scores(records: list[Record]) -> None:
+        if models:
+            placed = zip(answers.places, records, strict=True)
+            _add_model_scores(config, models, [(*place, record) for place, record in placed])
+
     settings = _settings(config)
     path = None if out is None else out / ANSWERS
-    with answers.opened(path, settings, resume=resume) as file:
-        answers.sample(file, _record)
-        if models:
-            placed = [(*place, file.records[key]) for place, key in _placed(answers)]
-            _add_model_scores(config, models, placed)
+    records = iter(
+        answers.sample(path, settings, _record, resume=resume, complete=add_model_scores)
+    )
     sets = {}
     for each in answers.sets:
-        records = [file.records[key] for place, key in _placed(answers) if place[0] is each]
-        found = scored_answers(records)
-        estimated = partial(_estimates, pass_reward=sampling.pass_reward, confidence=confidence)
-        num_errors = 0
-        for record in records:
-            num_errors += sum(problem is not None for problem in record.get("errors", []))
+        own = list(islice(records, len(each.prompts)))
+        found = scored_answers(own)
         sources = {}
         for source in sorted(set(each.sources or ())):
             is_from_source = np.array(each.sources) == source
-            sources[source] = estimated(found.take(np.flatnonzero(is_from_source)))
+            of_source = found.take(np.flatnonzero(is_from_source))
+            sources[source] = _estimates(of_source, sampling.pass_reward)
+        problems = chain.from_iterable(record.get("errors", []) for record in own)
         sets[each.name or "data"] = {
-            "num_prompts": len(records),
-            "num_left_out": len(each.rows) - len(each.prompts),
-            "num_reward_errors": num_errors,
-            "metrics": estimated(found),
+            "num_prompts": len(own),
+            "num_left_out": len(each.rows) - len(own),
+            "num_reward_errors": sum(problem is not None for problem in problems),
+            "metrics": _estimates(found, sampling.pass_reward),
             "sources": sources,
         }
     settings |= {"pass_reward": sampling.pass_reward}
-    return {"sets": sets, "settings": settings, "confidence": confidence}
-
-
-def _placed(answers: Answers) -> Iterator[tuple[tuple[PromptSet, int], tuple[str, int]]]:
-    """Yield the place and the key of every prompt."""
-    return zip(answers.places, answers.keys, strict=True)
+    return {"sets": sets, "settings": settings, "confidence": CONFIDENCE}
 
 
 def _open_models(config: AnswerRunConfig) -> dict[str, RewardModelFiles]:
@@ -179,16 +175,9 @@ def _settings(config: AnswerRunConfig) -> dict[str, Any]:
         for key in _NO_INFLUENCE:
             del values[key]
         models[name] = values | {"weights": weight_files(model.model_name)}
-    rewards = {}
-    for name, function in config.reward.functions.items():
-        rewards[name] = {
-            "path": function.path,
-            "weight": function.weight,
-            "options": function.options,
-        }
     return described_settings(config) | {
         "num_samples": config.sampling.num_samples,
-        "rewards": rewards,
+        "rewards": {name: to_dict(each) for name, each in config.reward.functions.items()},
         "reward_models": models,
         "on_reward_error": config.reward.on_error,
     }
@@ -289,12 +278,10 @@ def scored_answers(records: Sequence[Record]) -> ScoredAnswers:
     )
 
 
-def _estimates(
-    answers: ScoredAnswers, *, pass_reward: float, confidence: float
-) -> dict[str, dict[str, Any]]:
+def _estimates(answers: ScoredAnswers, pass_reward: float) -> dict[str, dict[str, Any]]:
     """Return the metrics by the names of a validation, each with its interval."""
     means = answer_means(answers, pass_reward=pass_reward)
-    found = estimates(means, confidence=confidence)
+    found = estimates(means, confidence=CONFIDENCE)
     return {name: asdict(estimate) for name, estimate in found.items()}
 
 
@@ -310,17 +297,17 @@ def _table(results: Mapping[str, Any]) -> str:
             title += f", {each['num_reward_errors']:,} failed rewards"
         if lines:
             lines.append("")
-        lines += [title, *_metric_lines(each["metrics"], results)]
+        lines += [title, *_metric_lines(each["metrics"])]
         for source, metrics in each["sources"].items():
-            lines += [f"source {source}", *_metric_lines(metrics, results)]
+            lines += [f"source {source}", *_metric_lines(metrics)]
     return "\n".join(lines)
 
 
-def _metric_lines(metrics: Mapping[str, Any], results: Mapping[str, Any]) -> Iterator[str]:
+def _metric_lines(metrics: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line per metric: name, value, interval and its method."""
     for name, estimate in metrics.items():
         line = f"  {name:<36}{estimate['value']:>12.4f}"
         if estimate["low"] is not None:
             interval = f"[{estimate['low']:.4f}, {estimate['high']:.4f}]"
-            line += f"  {interval} {results['confidence']:.0%} {estimate['method']}"
+            line += f"  {interval} {CONFIDENCE:.0%} {estimate['method']}"
         yield line

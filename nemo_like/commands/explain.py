@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.registry import load_any_config
-from nemo_like.commands.failures import say
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
+from nemo_like.console import say
 
 _ROW_RATIO = "s_i = exp(1/n_i sum over the trained tokens of row i of (l_t - PREV))"
 _SURROGATES = {

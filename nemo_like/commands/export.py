@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from nemo_like.algorithms.registry import load_any_config
-from nemo_like.commands.failures import say
 from nemo_like.config.errors import ConfigError, shown_path, similar_path_text
 from nemo_like.config.paths import resolve_policy
 from nemo_like.config.schema import PolicyConfig, RunConfig
+from nemo_like.console import say
 from nemo_like.policy.checkpoint.hf_export import write_hf
 from nemo_like.policy.checkpoint.hf_reader import convert_gguf
 from nemo_like.policy.checkpoint.sharded_reader import (

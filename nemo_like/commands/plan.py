@@ -4,80 +4,44 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 
-from nemo_like.config.errors import ConfigError
-from nemo_like.config.text import printable
+from nemo_like.algorithms.registry import ALGORITHMS, load_any_config
+from nemo_like.config.batching import StreamableDataConfig
+from nemo_like.config.errors import ConfigError, raise_problems
+from nemo_like.config.parallel import named_by_keys, policy_layout
+from nemo_like.config.schema import RunConfig
+from nemo_like.console import say
+from nemo_like.data.planning.spec import PlanSpec
+from nemo_like.data.streaming.spec import StreamSpec
+from nemo_like.models.layout_check import model_problems
+from nemo_like.models.pretrained import import_transformers_without_torch
+from nemo_like.models.spec import ModelSpec, load_spec
+from nemo_like.policy.batching import plan_spec, stream_spec
+from nemo_like.prediction.lengths import PastRun, RowLengths, read_lengths, read_run
+from nemo_like.prediction.placement import policy_placement
+from nemo_like.prediction.plan_report import PlanRequest, make_plan
+from nemo_like.prediction.table import show, to_record
+from nemo_like.run.progress import Progress
+from nemo_like.training.model_files import open_encoder
+from nemo_like.training.run_data import RunData, load_training
 
-EPILOG = """examples:
-  nemo-like plan --config demo_grpo.yaml policy.sequence_packing.train_mb_tokens=4096
-  nemo-like plan --lengths lengths.txt --memory-gb 80 policy.model_name=7b cluster.gpus_per_node=8
-  nemo-like plan --lengths conv.csv --column ContextTokens,GeneratedTokens --html plan.html
-  nemo-like plan data.train_path=train.jsonl policy.tokenizer_name=models/SmolLM2-135M-Instruct
-  nemo-like plan --metrics runs/demo_grpo/metrics.jsonl
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `nemo-like plan`."""
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="a run's YAML; without it the keys are those of SFT of a 7B model on one GPU",
-    )
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--lengths",
-        type=Path,
-        metavar="FILE",
-        help="row lengths instead of the rows of data.train_path: integers, a CSV or a JSONL file",
-    )
-    source.add_argument(
-        "--metrics",
-        type=Path,
-        metavar="FILE",
-        help="metrics.jsonl of a past run, whose lengths and config are used",
-    )
-    parser.add_argument(
-        "--column",
-        metavar="NAME[,NAME]",
-        help="columns of a CSV or fields of a JSONL file of --lengths; several are added up",
-    )
-    parser.add_argument(
-        "--limit",
-        type=_positive_integer,
-        metavar="N",
-        help="rows to plan; default 65,536, and 16 steps of rows of text",
-    )
-    parser.add_argument(
-        "--memory-gb",
-        type=_positive_size,
-        metavar="N",
-        help="memory of one GPU (GiB): recommends a token budget",
-    )
-    parser.add_argument(
-        "--json", metavar="FILE", help="JSON to FILE; with - to the output, instead of the table"
-    )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="one self-contained page with charts"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys to set")
+_DEFAULTS = Path(__file__).with_name("plan.yaml")
+"""The config without --config."""
+_MAX_ROWS = 65_536
+"""Rows of a file of lengths that are planned without --limit."""
+_NUM_STEPS = 16
+"""Steps whose rows are tokenized without --limit."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the plan, print or write it, and return the exit code. Raises ConfigError for wrong
-    input.
-    """
-    # Other commands do not need these modules, and the page only with --html.
-    from nemo_like.commands.plan_request import plan_request
-    from nemo_like.prediction.plan_report import make_plan
-    from nemo_like.reports.record import to_record
-    from nemo_like.reports.text import show
-
+    """Make the plan, print or write it, and return the exit code. Raises ConfigError."""
     report = make_plan(plan_request(arguments))
     if arguments.html is not None:
-        from nemo_like.reports.page import plan_page
+        # Imported here: jinja2 is needed for the page only.
+        from nemo_like.prediction.page import plan_page
 
         _write(arguments.html, plan_page(report), "--html")
     # JSON on the standard output must not be mixed with the table.
@@ -90,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     show(report)
     for name, path in (("page", arguments.html), ("JSON", arguments.json)):
         if path is not None:
-            print(printable(f"{name}: {path}"))
+            say(f"{name}: {path}")
     return 0
 
 
@@ -101,20 +65,138 @@ def _write(path: Path, text: str, flag: str) -> None:
         raise ConfigError(f"{flag}: {str(path)!r} cannot be written: {error.strerror}") from error
 
 
-def _positive_size(text: str) -> float:
-    """Parse a size in GiB."""
+def plan_request(arguments: argparse.Namespace) -> PlanRequest:
+    """Return the request that the arguments describe. Raises ConfigError for wrong input."""
+    _check_sources(arguments)
+    past = None if arguments.metrics is None else read_run(arguments.metrics)
+    path = arguments.config or (past and past.config) or _DEFAULTS
+    config = load_any_config(path, arguments.overrides)
+    rows = _row_lengths(config, past, arguments)
+    model = _open_spec("policy.model_name", config.policy.model_name)
+    model = model.with_output_head(config.output_head)
+    layout = policy_layout(config)
+    problems = model_problems(layout, config.policy.engine, model)
+    raise_problems(named_by_keys(problems, config.cluster))
+    spec = plan_spec(
+        config.policy_in_rows,
+        purpose="train",
+        parallel_layout=layout,
+        model=model,
+        seed=config.seed,
+    )
+    max_tokens, budget_name = spec.max_tokens, spec.budget_key
+    if max_tokens is None:
+        # Without a token budget the largest possible microbatch takes its place.
+        max_tokens = (spec.max_rows or 1) * config.policy.max_total_sequence_length
+        budget_name = "policy.train_micro_batch_size x policy.max_total_sequence_length"
+    return PlanRequest(
+        rows=rows,
+        spec=spec,
+        max_tokens=max_tokens,
+        model=model,
+        placement=policy_placement(
+            config.policy,
+            layout,
+            needs_reference=config.needs_reference,
+            teachers=tuple(_open_spec(*each) for each in config.teachers_by_key.items()),
+            keeps_teacher_embeddings=config.keeps_teacher_embeddings,
+        ),
+        oversize=config.policy.oversize_rows,
+        budget_name=budget_name,
+        stream=_stream_spec(config, spec),
+        memory_gib=arguments.memory_gb,
+        logged={} if past is None else past.compare(spec),
+        notes=_notes(config),
+    )
+
+
+def _check_sources(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError without rows to plan, and for a --column without its file."""
+    has_train_path = any(text.startswith("data.train_path=") for text in arguments.overrides)
+    if not (arguments.config or arguments.lengths or arguments.metrics or has_train_path):
+        raise ConfigError(
+            "there are no rows to plan: give --config FILE, --lengths FILE, --metrics FILE, or"
+            " data.train_path=FILE with policy.tokenizer_name=DIR"
+        )
+    if arguments.column and not arguments.lengths:
+        raise ConfigError("--column is for --lengths; leave it out")
+
+
+def _row_lengths(
+    config: RunConfig, past: PastRun | None, arguments: argparse.Namespace
+) -> RowLengths:
+    """Return the lengths of a past run, of a file, or of the first rows of `data.train_path`."""
+    if past is not None:
+        return past.rows(arguments.limit)
+    if arguments.lengths is not None:
+        columns = (arguments.column or "").split(",")
+        rows = read_lengths(
+            arguments.lengths,
+            [name.strip() for name in columns if name.strip()],
+            limit=arguments.limit or _MAX_ROWS,
+        )
+        return replace(rows, is_ordered=not config.data.shuffle)
+    # Only in a process of its own: a library user may need torch afterwards.
+    if arguments.owns_process:
+        import_transformers_without_torch()
     try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    # Written so that NaN and infinity are refused as well.
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size in GiB above 0")
-    return value
+        return first_lengths(config, arguments.limit, _NUM_STEPS)
+    except ConfigError as error:
+        # The shape of a model can be a size, its tokenizer cannot.
+        keys = ("policy.model_name", "policy.tokenizer_name")
+        has_hint = any(str(error).startswith(key) for key in keys)
+        hint = "; for a plan, set policy.tokenizer_name to the directory of any tokenizer"
+        raise ConfigError(f"{error}{hint if has_hint else ''}") from error
 
 
-def _positive_integer(text: str) -> int:
-    """Parse an integer of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+def first_lengths(config: RunConfig, num_rows: int | None, num_steps: int) -> RowLengths:
+    """Return the row lengths of a run in its order.
+
+    The rows are those of about `num_rows` rows, or of `num_steps` steps if it is None. Raises
+    ConfigError for files that cannot be read.
+    """
+    encoder = open_encoder(config, None)
+    algorithm = ALGORITHMS[config.kind].import_data()
+    progress = Progress(sys.stderr)
+    data = RunData(encoder, load_training(config, algorithm.ROW_SCHEMA, progress))
+    if num_rows is not None:
+        num_steps = num_rows // config.rows_per_step
+    return algorithm.first_lengths(config, data, num_steps, progress)
+
+
+def _open_spec(key: str, name: str) -> ModelSpec:
+    """Return the sizes of a model. Raises ConfigError that names its key."""
+    try:
+        return load_spec(name, key)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{key} is {name!r}, which is not a directory with a config.json here; give the"
+            f" directory of a model, or its size for this plan, such as {key}=7b ({error})"
+        ) from error
+
+
+def _stream_spec(config: RunConfig, spec: PlanSpec) -> StreamSpec | None:
+    """Return the settings of the streaming planner of a config; None for fixed batches."""
+    data = config.data
+    if not isinstance(data, StreamableDataConfig) or not data.batching.is_streaming:
+        return None
+    return stream_spec(data.batching, spec)
+
+
+def _notes(config: RunConfig) -> tuple[str, ...]:
+    """Return what the prediction leaves out."""
+    notes = []
+    if config.parallel.expert > 1:
+        notes.append(
+            f"parallel.expert is {config.parallel.expert}, but the memory counts every expert"
+            " on every worker: it is an upper bound"
+        )
+    if config.rows_per_example > 1:
+        notes.append(
+            f"the {config.rows_per_example} rows of a {config.example} are planned independently;"
+            " a run keeps them in one microbatch, with slightly more padding"
+        )
+    if config.generates and config.reward.models:
+        names = ", ".join(config.reward.models)
+        notes.append(f"the reward models ({names}) are not part of the predicted memory")
+    return tuple(notes)

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nemo_like.commands.failures import say
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.text import counted
+from nemo_like.console import say
 from nemo_like.rollout.records import RolloutRecord, record_sample, recorded_steps
 from nemo_like.run.directory import RunDirectory
 from nemo_like.run.progress import Progress, Sample

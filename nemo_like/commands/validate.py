@@ -11,29 +11,41 @@ import argparse
 import importlib.metadata
 import importlib.util
 import sys
-from functools import partial
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from nemo_like.algorithms.registry import ALGORITHMS, load_any_config
-from nemo_like.commands.failures import WRONG_INPUT
-from nemo_like.commands.validate_rewards import (
-    check_environment,
-    check_reward_functions,
-    check_reward_models,
-)
+from nemo_like.commands.train import WRONG_INPUT
 from nemo_like.config.check import derivation
+from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import counted
-from nemo_like.data.datasets import RowSchema
+from nemo_like.data.chat import ChatEncoder
+from nemo_like.data.datasets import RowSchema, conversation, question
+from nemo_like.data.observations import ObservationEncoder
 from nemo_like.data.row_columns import check_columns
 from nemo_like.data.rows import Rows
+from nemo_like.environments.environment import Conversation, EnvironmentFailure
+from nemo_like.environments.environment_workers import EnvironmentWorker
+from nemo_like.environments.reward import RewardError, RewardProblem, RewardSample
+from nemo_like.environments.reward_calls import BadReward, score_each
+from nemo_like.environments.reward_worker import load_reward_functions
+from nemo_like.environments.steps import StepOutcome, StepTask
 from nemo_like.models.pretrained import import_transformers_without_torch
 from nemo_like.models.spec import ModelSpec
 from nemo_like.run.progress import Progress
 from nemo_like.run.tracking import check_logger
 from nemo_like.training.diagnostics import Diagnostics, Report
 from nemo_like.training.generation_backends import generation_backend
-from nemo_like.training.model_files import lora_line, open_encoder, open_model_config
+from nemo_like.training.model_files import (
+    RewardModelFiles,
+    lora_line,
+    open_encoder,
+    open_model_config,
+    open_reward_model,
+)
 from nemo_like.training.run_data import (
     RunData,
     check_sources,
@@ -47,6 +59,8 @@ from nemo_like.training.run_warnings import config_warnings, rows_warnings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+_POLL_S = 1.0
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -80,7 +94,8 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
     diagnostics.check(lambda: check_sources(config, validation))
     diagnostics.check(lambda: check_logger(config.logger))
     rewarded = algorithm.rewarded_rows(train, next(iter(validation.values()), None))
-    check_reward_functions(config, rewarded, diagnostics)
+    scoring = _ScoringChecks(config, rewarded, diagnostics)
+    scoring.check_functions()
     if without_torch:
         # After the reward functions, which may need models of transformers.
         import_transformers_without_torch()
@@ -95,8 +110,11 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
     if encoder is not None and train is not None:
         data = RunData(encoder, train, validation)
         algorithm.check_rows(config, data, model, diagnostics)
-    check_environment(config, rewarded, encoder, diagnostics)
-    check_reward_models(config, rewarded, diagnostics)
+    if config.generates:
+        if config.environment.path is not None:
+            scoring.check_environment(encoder)
+        for name in config.reward.models:
+            diagnostics.check(partial(scoring.check_model, name))
     return diagnostics.report()
 
 
@@ -136,13 +154,9 @@ def _describe_generator(config: RunConfig, diagnostics: Diagnostics) -> None:
         )
         return
     for distribution in distributions:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        diagnostics.add_lines("generation", f"{distribution} {version} is installed")
-        return
-    diagnostics.add_lines("generation", f"{package} is installed, of an unknown version")
+            diagnostics.add_lines("generation", f"{distribution} {version} is installed")
 
 
 def _describe_rows(path: str, rows: Rows, diagnostics: Diagnostics) -> None:
@@ -166,3 +180,153 @@ def _describe_model(config: RunConfig, model: PretrainedConfig, diagnostics: Dia
             f"policy.max_total_sequence_length {limit} is above the {max_positions} positions of"
             " the model"
         )
+
+
+@dataclass(frozen=True)
+class _ScoringChecks:
+    """Checks of reward functions, reward models and environment on the first row.
+
+    The row's own answer takes the place of a completion.
+    """
+
+    config: RunConfig
+    rows: Rows | None
+    """The rows whose completions a run scores; None if there are none."""
+    diagnostics: Diagnostics
+
+    @cached_property
+    def sample(self) -> RewardSample | None:
+        """The first row with its own answer, which is empty for a row without one."""
+        if self.rows is None:
+            return None
+        sampled = question(self.rows[0])
+        last_message = conversation(self.rows[0])[-1]
+        completion = ""
+        if last_message["role"] == "assistant":
+            completion = last_message.get("content") or ""
+        return RewardSample(
+            prompt=sampled.text, completion=completion, answer=sampled.answer, row=sampled.row
+        )
+
+    @cached_property
+    def place(self) -> str:
+        """File and line of the row."""
+        return "" if self.rows is None else self.rows.location(0)
+
+    def check_functions(self) -> None:
+        """Import the reward functions and score the row with each of them.
+
+        The functions are called as in a run, so a function that raises is a problem here as well.
+        """
+        configs = self.config.reward.functions
+        functions = self.diagnostics.check(lambda: load_reward_functions(configs))
+        if not functions or self.sample is None:
+            return
+        for name, function in functions.items():
+            path = configs[name].path
+            score = score_each(function, [self.sample], name)[0]
+            if isinstance(score, BadReward):
+                problem = RewardProblem(name, path, score.kind, score.text)
+                error = RewardError.from_problem(problem, self.sample)
+                self.diagnostics.problems.append(str(error))
+            else:
+                text = f"{name} ({path}): {score:g} for the answer of {self.place} itself"
+                self.diagnostics.add_lines("rewards", text)
+
+    def check_model(self, name: str) -> None:
+        """Open the files of a reward model, encode the row and describe the model.
+
+        Raises ConfigError if its files or the row cannot be used.
+        """
+        model = self.config.reward.models[name]
+        files = open_reward_model(name, model)
+        workers = "the policy's workers"
+        if model.num_workers:
+            workers = counted(model.num_workers, "worker")
+        text = f"{name} ({model.model_name}): {files.spec.model_type} on {workers}"
+        if self.sample is not None:
+            num_tokens = self._num_tokens(name, files, self.sample)
+            text += f"; {num_tokens} tokens for the answer of {self.place} itself"
+            limit = files.max_length
+            if limit is not None and num_tokens > limit and model.oversize_rows == "error":
+                self.diagnostics.warnings.append(
+                    f"reward.models.{name} scores conversations of at most {limit} tokens, and that"
+                    f" of {self.place} with its own answer has {num_tokens}: raise"
+                    f" reward.models.{name}.max_length, or set reward.models.{name}.oversize_rows"
+                    " to truncate, which removes the beginning"
+                )
+        self.diagnostics.add_lines("rewards", text)
+
+    def _num_tokens(self, name: str, files: RewardModelFiles, sample: RewardSample) -> int:
+        """Return the tokens of the row for a reward model. Raises ConfigError if it has none."""
+        # Imported here: it imports torch, which a config without reward models does not need.
+        from nemo_like.rollout.conversations import scored_conversation
+
+        scored = scored_conversation(sample, self.config.data)
+        try:
+            encoded = files.encoder.encode_sft(scored.messages, scored.tools)
+        except ConfigError as error:
+            raise ConfigError(
+                f"reward.models.{name} cannot score the answer of {self.place}: {error}"
+            ) from error
+        largest = int(encoded.input_ids.max())
+        if largest >= files.spec.vocab_size:
+            raise ConfigError(
+                f"reward.models.{name}: its tokenizer gives the token id {largest} for"
+                f" {self.place}, but the model has a vocabulary of {files.spec.vocab_size}; set"
+                f" reward.models.{name}.tokenizer_name to the tokenizer that the model was trained"
+                " with"
+            )
+        return len(encoded.input_ids)
+
+    def check_environment(self, encoder: ChatEncoder | None) -> None:
+        """Import the environment; reset it, step it once, and encode its observation."""
+        section = self.config.environment
+        worker = self.diagnostics.check(lambda: EnvironmentWorker(None, config=section))
+        if worker is None:
+            return
+        try:
+            if encoder is not None:
+                # Of the role of a text, also where the first step ends the conversation.
+                message = {"role": "user", "content": ""}
+                self.diagnostics.check(lambda: ObservationEncoder(encoder).check([message]))
+            if self.rows is not None and self.sample is not None:
+                messages = question(self.rows[0]).messages
+                completion = self.sample.completion or self.sample.answer or ""
+                turn = {"role": "assistant", "content": completion}
+                turns = Conversation(messages=(*messages, turn), row=self.sample.row)
+                task = StepTask(key=0, conversation=turns, timeout_s=section.timeout_s)
+                outcome = _outcome(worker, task)
+                text = self._described(outcome, encoder)
+                text = f"{section.path}: {text} for the answer of {self.place} itself"
+                self.diagnostics.add_lines("environment", text)
+        except (EnvironmentFailure, ConfigError) as error:
+            self.diagnostics.problems.append(f"{self.place}: {error}")
+        finally:
+            worker.close()
+
+    def _described(self, outcome: StepOutcome, encoder: ChatEncoder | None) -> str:
+        """Describe an outcome. Raises ConfigError if its observation cannot be encoded."""
+        if outcome.is_timeout:
+            section = self.config.environment
+            raise ConfigError(
+                f"the environment {section.path} did not answer a turn within"
+                f" environment.timeout_s {section.timeout_s:g}; raise it"
+            )
+        text = f"reward {sum(outcome.rewards.values()):g}"
+        if outcome.done:
+            return f"{text}, and the end of the conversation"
+        num_tokens = ""
+        if encoder is not None:
+            observations = ObservationEncoder(encoder)
+            token_ids = observations.encode(outcome.observation, encoder.eos_token_id)
+            num_tokens = f" of {len(token_ids)} tokens"
+        return f"{text}, and an observation{num_tokens}"
+
+
+def _outcome(worker: EnvironmentWorker, task: StepTask) -> StepOutcome:
+    """Run a step, which has a time limit of its own unless it was turned off."""
+    outcomes = worker.advance([task], _POLL_S)
+    while not outcomes:
+        outcomes = worker.advance([], _POLL_S)
+    return outcomes[0]

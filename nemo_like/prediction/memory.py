@@ -2,7 +2,7 @@
 
 Arithmetic from sizes; nothing is allocated. The formulas describe this package: FSDP2 over dp x cp
 with float32 master weights and AdamW, log-probs in chunks, attention that saves no score matrix.
-`assumptions.memory_assumptions` has every formula in words.
+docs/planner.md has every formula in words.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from nemo_like.integer_math import ceil_div
 from nemo_like.models.adapters import BYTES_PER_VALUE
 from nemo_like.models.spec import ModelSpec
-from nemo_like.prediction.activations import Activations
-from nemo_like.prediction.placement import Placement, adapter_params, frozen_share, matrix_sizes
+from nemo_like.prediction.placement import Placement, frozen_share, matrix_sizes
 
 GIB = 1 << 30
 CONTEXT_BYTES = 2 * GIB
@@ -92,7 +91,7 @@ class MemoryModel:
         256. Adapters are trained with AdamW.
         """
         place = self.placement
-        if place.lora is not None or place.optimizer == "adamw":
+        if place.has_adapters or place.optimizer == "adamw":
             return 8.0
         if place.optimizer == "adamw_8bit":
             return 2 * (1 + 4 / 256)
@@ -183,11 +182,13 @@ class MemoryModel:
         if self.keeps_unsharded:
             # Gradients of an unsharded model are unsharded as well, in the precision of their
             # reduction (float32).
-            num_gradients = params if place.lora is None else trained
+            num_gradients = trained if place.has_adapters else params
             parts["gathered weights"] = size * (frozen + trained) + 4 * num_gradients
         else:
             layer = self.spec.layer_params / place.parallel_layout.tp - quantized
-            parts["gathered weights"] = size * (head + 2 * (layer + self._adapter_params))
+            parts["gathered weights"] = size * (
+                head + 2 * (layer + place.adapter_params(self.spec))
+            )
         return parts
 
     def _frozen_and_trained(self, params: float, head: float) -> tuple[float, float]:
@@ -195,24 +196,20 @@ class MemoryModel:
 
         Adapters are not part of `params`. A score head is, and is trained in full beside them.
         """
-        if self.placement.lora is None:
-            trained = params * (1.0 - frozen_share(self.spec, self.placement.freeze))
+        place = self.placement
+        if not place.has_adapters:
+            trained = params * (1.0 - frozen_share(self.spec, place.freeze))
             return params - trained, trained
         score_head = head if self.spec.head == "scores" else 0.0
-        return params - score_head, self._stage_layers * self._adapter_params + score_head
-
-    @property
-    def _adapter_params(self) -> float:
-        """Adapter parameters of one layer on a tensor-parallel rank; 0 without adapters."""
-        if self.placement.lora is None:
-            return 0.0
-        return adapter_params(self.spec, self.placement.lora, self.placement.parallel_layout.tp)
+        return params - score_head, self._stage_layers * place.adapter_params(
+            self.spec
+        ) + score_head
 
     @property
     def _quantized_params(self) -> float:
         """Values in 4 bits of one layer on a tensor-parallel rank; 0 without quantization."""
         place = self.placement
-        if place.lora is None or not place.lora.is_quantized or place.engine == "megatron":
+        if not place.has_quantized_weights:
             return 0.0
         return sum(matrix_sizes(self.spec)) / place.parallel_layout.tp
 
@@ -227,7 +224,7 @@ class MemoryModel:
         is_single = tokens <= place.chunk_size or size == 4
         embedding = self.spec.embedding_params / place.parallel_layout.tp
         gradient = (size if is_single else 4 + size) * embedding
-        if place.lora is not None:
+        if place.has_adapters:
             # The output embedding is frozen.
             gradient = 0.0
         token_bytes = self.activations.head_bytes + size * self.spec.hidden_size
@@ -258,8 +255,8 @@ class MemoryModel:
             if is_last and not self.keeps_unsharded:
                 embedding = size * spec.head_params / tp
             gradients = (size + 4) * spec.layer_params / tp + embedding
-            if place.lora is not None:
-                gradients = (size + 4) * self._adapter_params
+            if place.has_adapters:
+                gradients = (size + 4) * place.adapter_params(self.spec)
         return tokens * max(norm, layer) + gradients
 
 
@@ -316,3 +313,99 @@ class TeacherMemory:
         tp = self.placement.parallel_layout.tp
         width = teacher.active_mlp_size / tp
         return self.placement.compute_bytes * (2 * teacher.hidden_size + 3 * width)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes per token of the activations of a model."""
+
+    spec: ModelSpec
+    placement: Placement
+
+    @property
+    def layer_bytes(self) -> float:
+        """Bytes that autograd saves for the backward pass of one layer."""
+        spec = self.spec
+        place = self.placement
+        size = place.compute_bytes
+        tp = place.parallel_layout.tp
+        cp = place.parallel_layout.cp
+        query = spec.num_heads * spec.head_dim / tp
+        key = spec.num_kv_heads * spec.head_dim / tp
+        # A norm saves its input in float32, its output, and one float32 number per token.
+        norms = 2 * ((4 + size) * spec.hidden_size + 4) / self.token_shares
+        if spec.has_qk_norm:
+            num_heads = (spec.num_heads + spec.num_kv_heads) / tp
+            norms += (4 + size) * (query + key) + 4 * num_heads
+        # The inputs of attention and feed-forward; each active expert after the first has a copy.
+        num_active_experts = 0 if spec.moe is None else spec.moe.num_active_experts
+        num_copies = max(num_active_experts - 1, 0)
+        inputs = 2 * size * spec.hidden_size * (1 + num_copies / 2)
+        # Context parallelism all-gathers keys and values: the own chunks and all chunks
+        # before them are saved.
+        key_shares = 1 if cp == 1 else cp + 0.5
+        # Query, output, keys and values, and the log-sum-exp of each head in float32.
+        attention = size * (2 * query + 2 * key * key_shares) + 4 * spec.num_heads / tp
+        # Gate, up projection, activation and their product.
+        feed_forward = 4 * size * spec.active_mlp_size / tp
+        return norms + inputs + attention + feed_forward + self._adapter_bytes
+
+    @property
+    def saved_bytes(self) -> float:
+        """Bytes of one layer that are kept from forward to backward pass."""
+        kind = self.placement.activation_checkpointing
+        if kind == "none":
+            return self.layer_bytes
+        layer_input = self.placement.compute_bytes * self.spec.hidden_size / self.token_shares
+        if kind == "full":
+            return layer_input
+        return layer_input + sum(self._selected_bytes)
+
+    @property
+    def recomputed_bytes(self) -> float:
+        """Bytes of one layer that its recomputation in the backward pass adds to `saved_bytes`."""
+        kind = self.placement.activation_checkpointing
+        if kind == "none":
+            return 0.0
+        if kind == "full":
+            return self.layer_bytes
+        # The recomputation of a layer releases what autograd does not need.
+        return self.layer_bytes - sum(self._selected_bytes)
+
+    @property
+    def head_bytes(self) -> float:
+        """Bytes of the last norm and of the hidden states for the log-probs."""
+        size = self.placement.compute_bytes
+        hidden = self.spec.hidden_size
+        norm = ((4 + size) * hidden + 4) / self.token_shares
+        return norm + 2 * size * hidden
+
+    @property
+    def token_shares(self) -> int:
+        """Ranks over which sequence parallelism shards the tokens of norms and residuals."""
+        layout = self.placement.parallel_layout
+        return layout.tp if layout.sequence_parallel else 1
+
+    @property
+    def _adapter_bytes(self) -> float:
+        """Bytes that autograd saves for the adapters of one layer."""
+        return self.placement.compute_bytes * self.placement.adapter_activations(self.spec)
+
+    @property
+    def _selected_bytes(self) -> tuple[float, float]:
+        """Bytes that selective checkpointing saves besides the input of a layer.
+
+        The first number is of tensors that autograd saves as well, the second of tensors that it
+        does not save.
+        """
+        spec = self.spec
+        size = self.placement.compute_bytes
+        tp = self.placement.parallel_layout.tp
+        query = spec.num_heads * spec.head_dim / tp
+        key = spec.num_kv_heads * spec.head_dim / tp
+        # Values, output and log-sum-exp of attention; gate and up projection.
+        width = spec.active_mlp_size / tp
+        used = size * (key + query + 2 * width) + 4 * spec.num_heads / tp
+        # Queries and keys before the rotary embedding; results of the output and down projection.
+        unused = query + key + 2 * spec.hidden_size + self.placement.adapter_outputs(spec)
+        return used + self._adapter_bytes, size * unused

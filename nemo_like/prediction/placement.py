@@ -31,44 +31,12 @@ def num_adapter_params(spec: ModelSpec, lora: LoraConfig) -> int:
 
     It is 0 for a model whose layers are not named as in Llama.
     """
-    return round(spec.num_layers * adapter_params(spec, lora, tp=1))
+    return round(spec.num_layers * Placement(lora=lora).adapter_params(spec))
 
 
 def trained_head_params(spec: ModelSpec) -> int:
     """Return the parameters that are trained besides the adapters: the head of a reward model."""
     return spec.head_params if spec.head == "scores" else 0
-
-
-def adapter_params(spec: ModelSpec, lora: LoraConfig, tp: int) -> float:
-    """Return the adapter parameters of one layer on one of `tp` tensor-parallel ranks.
-
-    The matrix on the side that is not sharded is replicated.
-    """
-    total = 0.0
-    for layer in _targets(spec, lora):
-        sharded = layer.num_inputs if layer.is_row_parallel else layer.num_outputs
-        replicated = layer.num_outputs if layer.is_row_parallel else layer.num_inputs
-        total += lora.rank * (sharded / tp + replicated)
-    return total
-
-
-def adapter_activations(spec: ModelSpec, lora: LoraConfig) -> int:
-    """Return the values per token that autograd saves for the adapters of one layer: A x of each.
-
-    The inputs of the layers are counted with the model.
-    """
-    return lora.rank * len(_targets(spec, lora))
-
-
-def adapter_outputs(spec: ModelSpec, lora: LoraConfig, tp: int) -> float:
-    """Return the outputs B A x of all adapters of one layer, values per token and tp rank.
-
-    Selective activation checkpointing saves them, like the results of all matrix products.
-    """
-    total = 0.0
-    for layer in _targets(spec, lora):
-        total += layer.num_outputs / (1 if layer.is_row_parallel else tp)
-    return total
 
 
 def matrix_sizes(spec: ModelSpec) -> list[int]:
@@ -92,10 +60,6 @@ def frozen_share(spec: ModelSpec, patterns: Sequence[str]) -> float:
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             frozen += size
     return frozen / sum(sizes.values())
-
-
-def _targets(spec: ModelSpec, lora: LoraConfig) -> list[_Layer]:
-    return [layer for name, layer in _layers(spec).items() if lora.is_target(name)]
 
 
 def _layers(spec: ModelSpec) -> dict[str, _Layer]:
@@ -155,6 +119,57 @@ class Placement:
     def has_compute_copy(self) -> bool:
         """True if forward and backward use another copy than the shard of the master weights."""
         return self.num_shards > 1 or self.precision == "bfloat16"
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.lora is not None
+
+    @property
+    def has_quantized_weights(self) -> bool:
+        """True if the frozen matrices of layers have 4 bits per value."""
+        return self.lora is not None and self.lora.is_quantized and self.engine == "dtensor"
+
+    def adapter_params(self, spec: ModelSpec) -> float:
+        """Return the adapter parameters of one layer on one tensor-parallel rank.
+
+        The matrix on the side that is not sharded is replicated. It is 0 without adapters.
+        """
+        tp = self.parallel_layout.tp
+        total = 0.0
+        for layer in self._targets(spec):
+            sharded = layer.num_inputs if layer.is_row_parallel else layer.num_outputs
+            replicated = layer.num_outputs if layer.is_row_parallel else layer.num_inputs
+            total += sharded / tp + replicated
+        return self._rank * total
+
+    def adapter_activations(self, spec: ModelSpec) -> int:
+        """Return the values per token that autograd saves for the adapters of a layer: A x of each.
+
+        The inputs of the layers are counted with the model.
+        """
+        return self._rank * len(self._targets(spec))
+
+    def adapter_outputs(self, spec: ModelSpec) -> float:
+        """Return the outputs B A x of all adapters of one layer, values per token and tp rank.
+
+        Selective activation checkpointing saves them, like the results of all matrix products.
+        """
+        tp = self.parallel_layout.tp
+        return sum(
+            layer.num_outputs / (1 if layer.is_row_parallel else tp)
+            for layer in self._targets(spec)
+        )
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self.lora is None else self.lora.rank
+
+    def _targets(self, spec: ModelSpec) -> list[_Layer]:
+        """Return the layers that have an adapter."""
+        lora = self.lora
+        if lora is None:
+            return []
+        return [layer for name, layer in _layers(spec).items() if lora.is_target(name)]
 
 
 def policy_placement(

@@ -20,11 +20,16 @@ from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.integer_math import ceil_div, round_up
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import Oversize
-from nemo_like.prediction.comparison import Comparison, Outcome, compare, packed_spec
+from nemo_like.prediction.comparison import (
+    Comparison,
+    Outcome,
+    compare,
+    min_microbatch_tokens,
+    packed_spec,
+)
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.prediction.memory import GIB, MemoryModel, usable_bytes
 from nemo_like.prediction.placement import Placement
-from nemo_like.prediction.step_time import min_microbatch_tokens
 
 _BUDGET_MULTIPLE = 256
 """Recommended token budgets are multiples of this."""

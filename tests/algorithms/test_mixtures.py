@@ -12,7 +12,7 @@ import pytest
 
 from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.algorithms.sft.loop import run_sft
-from nemo_like.commands.plan_request import first_lengths
+from nemo_like.commands.plan import first_lengths
 from nemo_like.commands.validate import validate
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.recipe import Recipe

@@ -57,7 +57,7 @@ def test_the_json_holds_what_the_plans_say(lengths: Path, capsys):
     options = ("data.shuffle=false", f"{BATCH_SIZE}=50", f"{GPUS}=4", f"{BUDGET}=2048")
     record = plan(capsys, "--lengths", lengths, *options, f"{MODEL}=7b")
     values = np.loadtxt(lengths, dtype=np.int64)
-    assert record["format"] == 3 and record["rows"]["num_tokens"] == values.sum()
+    assert record["format"] == 4 and record["rows"]["num_tokens"] == values.sum()
     assert len(record["strategies"]) == 10 and record["chosen"] == "packed/balanced/flops"
     spec = PlanSpec(
         max_tokens=2048,
@@ -118,7 +118,7 @@ def test_the_table_fits_a_pipe_of_100_columns(lengths: Path, capsys):
         "best_fit_decreasing by flops",
         "verl",
         "70.55 B",
-        "assumptions",
+        "docs/planner.md",
         "peak",
         "recommended budget",
     ):

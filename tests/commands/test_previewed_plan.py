@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import pytest
 
 from nemo_like import parallel_layout
 from nemo_like.algorithms.sft.loop import run_sft
-from nemo_like.commands.plan import add_arguments
-from nemo_like.commands.plan_request import first_lengths, plan_request
+from nemo_like.cli import build_parser
+from nemo_like.commands.plan import first_lengths, plan_request
 from nemo_like.commands.validate import validate
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import RunConfig
@@ -81,10 +80,9 @@ def plan_of_validate(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Batc
 
 def plan_of_command(recipe: Recipe, overrides: tuple[str, ...]) -> BatchPlan:
     """The strategy of the config in the report of `nemo-like plan`."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
     path = str(recipe.folder / "sft.yaml")
-    arguments = parser.parse_args(["--config", path, "--limit", str(BATCH_SIZE), *overrides])
+    options = ["--config", path, "--limit", str(BATCH_SIZE), *overrides]
+    arguments = build_parser().parse_args(["plan", *options])
     arguments.owns_process = False
     return make_plan(plan_request(arguments)).comparison.chosen.plan
 

@@ -17,11 +17,10 @@ from nemo_like.data.planning.plan import BatchPlan, PlanSpec
 from nemo_like.integer_math import round_up
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
-from nemo_like.prediction.comparison import compare
+from nemo_like.prediction.comparison import compare, min_microbatch_tokens, train_passes
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.prediction.placement import Placement
 from nemo_like.prediction.plan_report import PlanReport, PlanRequest, make_plan, max_useful_tokens
-from nemo_like.prediction.step_time import min_microbatch_tokens, train_passes
 
 COST = CostModel(linear=50.0, quadratic=1.0, head=20.0)
 

@@ -13,7 +13,6 @@ from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.spec import load_spec
 from nemo_like.models.weight_files import weight_sizes
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
-from nemo_like.prediction.assumptions import memory_assumptions
 from nemo_like.prediction.memory import MemoryModel
 from nemo_like.prediction.placement import Placement, frozen_share
 from tests.policy.tiny import context, save_tiny_model
@@ -52,10 +51,6 @@ def test_state_is_the_bytes_of_a_real_engine(optimizer, tmp_path):
     assert parts["gradients"] == pytest.approx(num_bytes)
     assert parts["ema"] == pytest.approx(num_bytes)
     assert sum(each.nbytes for each in engine.ema.shards.values()) == num_bytes
-    text = " ".join(memory_assumptions(memory))
-    assert "policy.ema: 4 bytes" in text
-    assert ("policy.freeze: " in text) == bool(freeze)
-    assert ("policy.optimizer.name muon: " in text) == (optimizer == "muon")
     found = sum(each.nbytes for each in engine.optimizer.moments())
     # Norms and biases of layers count as matrices in the prediction.
     assert parts["optimizer"] == pytest.approx(found, rel=1e-9 if optimizer == "adamw" else 0.05)

@@ -13,11 +13,11 @@ import numpy as np
 from jinja2 import Environment
 
 from nemo_like import __version__
-from nemo_like.prediction.assumptions import assumptions
 from nemo_like.prediction.comparison import Outcome
 from nemo_like.prediction.memory import GIB
 from nemo_like.prediction.plan_report import PlanReport
-from nemo_like.reports.text import (
+from nemo_like.prediction.table import (
+    FORMULAS,
     headline,
     logged_table,
     memory_budgets,
@@ -53,7 +53,7 @@ class Chart:
 
 def plan_page(report: PlanReport) -> str:
     """Return the HTML page."""
-    template = resources.files("nemo_like.reports").joinpath("page.html").read_text("utf-8")
+    template = resources.files("nemo_like.prediction").joinpath("page.html").read_text("utf-8")
     comparison = report.comparison
     # If the chosen strategy is drawn for comparison anyway, the scheduler is the fourth.
     last = comparison.chosen_key
@@ -82,7 +82,7 @@ def plan_page(report: PlanReport) -> str:
             strategies=strategies_table(report),
             memory_table=memory_table(report),
             logged=logged_table(report),
-            assumptions=assumptions(report),
+            formulas=FORMULAS,
         )
     )
 

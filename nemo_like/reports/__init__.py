@@ -1,1 +1,0 @@
-"""Presentation of a plan: terminal output, HTML page, charts."""
