@@ -39,8 +39,7 @@ from nemo_like.console import say
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import BatchPlan, plan_batch
 from nemo_like.distributed import process_groups
-from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.distributed.rank_plans import unshard
+from nemo_like.distributed.batched_data_dict import BatchedDataDict, unshard
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import metric_values

@@ -16,13 +16,15 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self, overload
+from dataclasses import replace
+from typing import Any, Literal, Self, TypedDict, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nemo_like.data.columns import (
+    Column,
     concat_rows,
     num_rows,
     repeat_rows,
@@ -31,24 +33,46 @@ from nemo_like.data.columns import (
     take_rows,
     truncate_rows,
 )
-from nemo_like.data.planning.plan import BatchPlan, PlanSpec, RankPlan, plan_batch
-from nemo_like.distributed.batching_args import (
-    DynamicBatchingArgs,
-    SequencePackingArgs,
-    dynamic_spec,
-    packing_spec,
-)
-from nemo_like.distributed.rank_plans import (
-    localize_plan,
-    microbatch_bounds,
-    microbatch_lengths,
-    num_rows_per_step,
-    plan_of_step,
-    rows_of_step,
-)
+from nemo_like.data.jagged import Jagged
+from nemo_like.data.planning.plan import BatchPlan, Microbatch, PlanSpec, RankPlan, plan_batch
 from nemo_like.integer_math import ceil_div
 
 __all__ = ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict"]
+
+
+class DynamicBatchingArgs(TypedDict):
+    """Rows of similar length padded to microbatches under a token limit."""
+
+    max_tokens_per_microbatch: int
+    """Maximum tokens of a microbatch, rows x padded length."""
+    sequence_length_round: int
+    """The padded length of a microbatch is a multiple of this."""
+    input_key: str
+    """The column of token ids."""
+    input_lengths_key: str
+    """The column of row lengths, [B]."""
+
+
+class _RequiredPackingArgs(TypedDict):
+    """The keys of `SequencePackingArgs` without a default."""
+
+    max_tokens_per_microbatch: int
+    """Maximum tokens of a microbatch: the bin capacity."""
+    input_key: str
+    """The column of token ids."""
+    input_lengths_key: str
+    """The column of row lengths, [B]."""
+    algorithm: str
+    """Name of the bin packer, see `PackingAlgorithm`."""
+    sequence_length_pad_multiple: int
+    """Row lengths are rounded up to a multiple of this."""
+
+
+class SequencePackingArgs(_RequiredPackingArgs, total=False):
+    """Rows packed to microbatches under a token limit."""
+
+    microbatch_order: Literal["packer", "largest_first"]
+    """Default: `packer`."""
 
 
 class BatchedDataDict(UserDict[str, Any]):
@@ -183,17 +207,18 @@ class BatchedDataDict(UserDict[str, Any]):
     @property
     def micro_batch_indices(self) -> list[list[list[int]]] | None:
         """The rows [start, end) of each microbatch within its global batch, per global batch."""
-        return None if self.plan is None else microbatch_bounds(self.plan)
+        return None if self.plan is None else _microbatch_bounds(self.plan)
 
     @property
     def micro_batch_lengths(self) -> list[list[int]] | None:
         """The length of each microbatch, per global batch: packed tokens, or padded row length."""
-        return None if self.plan is None else microbatch_lengths(self.plan)
+        return None if self.plan is None else _microbatch_lengths(self.plan)
 
     @property
     def elem_counts_per_gb(self) -> list[int] | None:
         """The number of these rows in each global batch."""
-        return None if self.plan is None else num_rows_per_step(self.plan)
+        bounds = self.micro_batch_indices
+        return None if bounds is None else [step[-1][1] if step else 0 for step in bounds]
 
     # Sharding
 
@@ -210,7 +235,7 @@ class BatchedDataDict(UserDict[str, Any]):
             shard = self._take(plan.rows_of_rank(dp_rank))
             shard.plan = plan.rank_plan(dp_rank)
             if logprob_plan is not None:
-                shard.logprob_plan = localize_plan(logprob_plan, plan, dp_rank)
+                shard.logprob_plan = _localize_plan(logprob_plan, plan, dp_rank)
             shards.append(shard)
         return shards
 
@@ -263,12 +288,10 @@ class BatchedDataDict(UserDict[str, Any]):
         batch_size = self.size if batch_size is None else batch_size
         if batch_size < 1 or self.size % batch_size:
             raise ValueError(f"{self.size} rows are not a multiple of batch_size={batch_size}")
-        if sequence_packing_args is not None:
-            spec = packing_spec(sequence_packing_args, shards, batch_size)
-            return self._shard_by_plan(spec, sequence_packing_args)
-        if dynamic_batching_args is not None:
-            spec = dynamic_spec(dynamic_batching_args, shards, batch_size)
-            return self._shard_by_plan(spec, dynamic_batching_args)
+        args = sequence_packing_args or dynamic_batching_args
+        if args is not None:
+            spec = _spec_of(args, sequence_packing_args is not None, shards, batch_size)
+            return self._shard_by_plan(spec, args)
         return self._split_evenly(shards, batch_size, allow_uneven_shards)
 
     def _take(self, rows: np.ndarray) -> SlicedDataDict:
@@ -326,11 +349,11 @@ class BatchedDataDict(UserDict[str, Any]):
                 )
             return self.slice(batch_idx * batch_size, (batch_idx + 1) * batch_size)
         # A shard has the rows of a global batch next to each other, so views are enough.
-        start, stop = rows_of_step(self.plan, batch_idx)
+        start, stop = _rows_of_step(self.plan, batch_idx)
         batch = self.slice(start, stop)
-        batch.plan = plan_of_step(self.plan, batch_idx, start)
+        batch.plan = _plan_of_step(self.plan, batch_idx, start)
         if self.logprob_plan is not None:
-            batch.logprob_plan = plan_of_step(self.logprob_plan, batch_idx, start)
+            batch.logprob_plan = _plan_of_step(self.logprob_plan, batch_idx, start)
         return batch
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict]:
@@ -351,7 +374,7 @@ class BatchedDataDict(UserDict[str, Any]):
         A dummy has zero rows.
         """
         microbatches = self._plan_of_one_step().microbatches
-        lengths = [max(item.padded_lengths, default=item.num_tokens) for item in microbatches]
+        lengths = [_padded_length(microbatch) for microbatch in microbatches]
         return (
             self._truncated(microbatch.rows, sequence_dim, length)
             for microbatch, length in zip(microbatches, lengths, strict=True)
@@ -409,3 +432,140 @@ def _as_int64(values: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
     if isinstance(values, Tensor):
         values = values.detach().cpu().numpy()
     return np.asarray(values, dtype=np.int64)
+
+
+def _spec_of(
+    args: DynamicBatchingArgs | SequencePackingArgs,
+    is_packed: bool,
+    num_ranks: int,
+    global_batch_size: int,
+) -> PlanSpec:
+    """Return the spec of the microbatches. Raises ValueError for a missing or unknown key."""
+    values: Mapping[str, Any] = args
+    kind: Any = SequencePackingArgs if is_packed else DynamicBatchingArgs
+    # A misspelled optional key would be ignored otherwise.
+    missing = sorted(kind.__required_keys__ - set(values))
+    unknown = sorted(set(values) - kind.__required_keys__ - kind.__optional_keys__)
+    if missing or unknown:
+        name = "sequence_packing_args" if is_packed else "dynamic_batching_args"
+        raise ValueError(
+            f"{name}: missing keys {missing}, unknown keys {unknown}; the keys are"
+            f" {sorted(kind.__required_keys__ | kind.__optional_keys__)}"
+        )
+    packed: dict[str, Any] = {}
+    if is_packed:
+        packed["algorithm"] = values["algorithm"]
+        packed["microbatch_order"] = values.get("microbatch_order", "packer")
+    key = "sequence_length_pad_multiple" if is_packed else "sequence_length_round"
+    return PlanSpec(
+        layout="packed" if is_packed else "padded",
+        max_tokens=values["max_tokens_per_microbatch"],
+        num_ranks=num_ranks,
+        global_batch_size=global_batch_size,
+        sequence_length_round=values[key],
+        **packed,
+    )
+
+
+def _microbatch_bounds(plan: RankPlan) -> list[list[list[int]]]:
+    """Return the rows [start, end) of each microbatch, per global batch.
+
+    Rows are counted within the global batch.
+    """
+    bounds = []
+    for step in range(plan.num_steps):
+        counts = [len(microbatch.rows) for microbatch in plan.step(step)]
+        ends = np.cumsum(counts).tolist()
+        bounds.append([[end - count, end] for count, end in zip(counts, ends, strict=True)])
+    return bounds
+
+
+def _microbatch_lengths(plan: RankPlan) -> list[list[int]]:
+    """Return the length of each microbatch, per global batch: its tokens, or its padded length."""
+    lengths = []
+    for step in range(plan.num_steps):
+        microbatches = plan.step(step)
+        if plan.spec.layout == "packed":
+            lengths.append([each.num_tokens for each in microbatches])
+        else:
+            lengths.append([_padded_length(each) for each in microbatches])
+    return lengths
+
+
+def _padded_length(microbatch: Microbatch) -> int:
+    # A dummy microbatch has no rows.
+    return max(microbatch.padded_lengths, default=microbatch.num_tokens)
+
+
+def _rows_of_step(plan: RankPlan, step: int) -> tuple[int, int]:
+    """Return the rows [start, end) of the global batch `step`. Raises IndexError."""
+    if not 0 <= step < plan.num_steps:
+        raise IndexError(f"global batch {step} of {plan.num_steps}")
+    # A shard has its rows in the order of the plan, so they are consecutive per step.
+    counts = [len(microbatch.rows) for microbatch in plan.microbatches]
+    offsets = [0, *np.cumsum(counts).tolist()]
+    first_microbatch = plan.step_offsets[step]
+    end_microbatch = plan.step_offsets[step + 1]
+    return offsets[first_microbatch], offsets[end_microbatch]
+
+
+def _plan_of_step(plan: RankPlan, step: int, first_row: int) -> RankPlan:
+    """Return the plan of one global batch for rows that start at `first_row`."""
+    microbatches = []
+    for microbatch in plan.step(step):
+        rows = tuple(row - first_row for row in microbatch.rows)
+        microbatches.append(replace(microbatch, rows=rows))
+    return replace(plan, microbatches=tuple(microbatches), step_offsets=(0, len(microbatches)))
+
+
+def _localize_plan(logprob_plan: BatchPlan, plan: BatchPlan, dp_rank: int) -> RankPlan:
+    """Return `logprob_plan` of one rank, with row indices into the shard of `plan`.
+
+    Raises ValueError if the two plans have different rows on that rank.
+    """
+    # The order within a rank may differ, as the microbatches do.
+    logprob_rows = logprob_plan.rows_of_rank(dp_rank)
+    shard_rows = plan.rows_of_rank(dp_rank)
+    if not np.array_equal(np.sort(logprob_rows), np.sort(shard_rows)):
+        raise ValueError(
+            f"the log-prob plan has other rows on dp rank {dp_rank} than the plan; make it with"
+            " plan.with_budget"
+        )
+    return logprob_plan.rank_plan(dp_rank, shard_rows)
+
+
+def unshard(parts: Sequence[Column], plan: BatchPlan) -> Column:
+    """Concatenate one column of every rank and restore the row order of the batch.
+
+    `parts[dp_rank]` has the rows in the order of `plan.rows_of_rank(dp_rank)`. A row that the plan
+    assigns to no rank (deferred or dropped) is empty in a Jagged, 0 in an array or a tensor, None
+    in a list. Raises ValueError if the ranks returned another number of rows than they got.
+    """
+    # A wrong number of rows would silently assign values to other rows.
+    rows_of_rank = [plan.rows_of_rank(dp_rank) for dp_rank in range(plan.spec.num_ranks)]
+    expected = [len(rows) for rows in rows_of_rank]
+    returned = [len(part) for part in parts]
+    if returned != expected:
+        raise ValueError(f"the ranks returned {returned} rows, the plan gave them {expected}")
+    rows = np.concatenate(rows_of_rank)
+    column = concat_rows("of the ranks", parts)
+    num_missing = plan.num_rows - len(rows)
+    if num_missing:
+        blank_rows = _blank_rows(column, num_missing)
+        column = concat_rows("of the ranks", [column, blank_rows])
+        missing_rows = np.setdiff1d(np.arange(plan.num_rows), rows)
+        rows = np.concatenate([rows, missing_rows])
+    # `rows` is a permutation now, and argsort gives its inverse.
+    return take_rows(column, np.argsort(rows))
+
+
+def _blank_rows(column: Column, count: int) -> Column:
+    """Return `count` rows without values, of the type and the dims of `column`."""
+    if isinstance(column, list):
+        return [None] * count
+    if isinstance(column, Jagged):
+        offsets = np.zeros(count + 1, dtype=np.int64)
+        return Jagged(column.values[:0], offsets)
+    if isinstance(column, Tensor):
+        return column.new_zeros((count, *column.shape[1:]))
+    return np.zeros((count, *column.shape[1:]), dtype=column.dtype)

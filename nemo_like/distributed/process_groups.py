@@ -105,18 +105,26 @@ def _tcp_store(context: WorkerContext, timeout: timedelta) -> TCPStore:
     url = urlsplit(context.init_method)
     host = str(url.hostname)
     port = url.port or 0
-    if context.rank > 0:
-        return TCPStore(host, port, context.world_size, is_master=False, timeout=timeout)
-    # The other ranks wait for the server, so it may start after them.
+    if context.rank == 0:
+        # The other ranks wait for the server, so it may start after them.
+        return serve_store(host, port, context.world_size, timeout, wait_for_workers=True)
+    return TCPStore(host, port, context.world_size, is_master=False, timeout=timeout)
+
+
+def serve_store(
+    host: str, port: int, world_size: int, timeout: timedelta, *, wait_for_workers: bool
+) -> TCPStore:
+    """Serve a store at `port` of `host`; port 0 chooses a free one, which is its `port` then."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # torch's own server socket would listen on every interface.
-    server = socket.create_server((host, port), family=family, backlog=max(128, context.world_size))
+    server = socket.create_server((host, port), family=family, backlog=max(128, world_size))
     return TCPStore(
         host,
-        port,
-        context.world_size,
+        server.getsockname()[1],
+        world_size,
         is_master=True,
         timeout=timeout,
+        wait_for_workers=wait_for_workers,
         master_listen_fd=server.detach(),
     )
 
@@ -137,16 +145,20 @@ def bind_gloo(init_method: str) -> None:
 
 def _interface_towards(host: str, port: int) -> str | None:
     """Return the interface whose IPv4 address reaches `host`; None for IPv6."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    if family != socket.AF_INET:
-        return None
+    own_address = address_towards(host, port)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # a datagram socket: chooses the route, sends nothing
-        own_address = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             if _address_of(probe, name) == own_address:
                 return name
     return None
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return the address of this node from which `host` is reached."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # a datagram socket: chooses the route, sends nothing
+        return probe.getsockname()[0]
 
 
 def _address_of(probe: socket.socket, interface: str) -> str | None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -19,7 +20,7 @@ from nemo_like.config.optimization import LoraConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.generation.adapters import HostWeights, Shapes, adapter_shapes, add_adapters
+from nemo_like.generation.adapters import Shapes, adapter_shapes, add_adapters
 from nemo_like.generation.hf_decoding import DecodedRow, DecodingBatch, declared_end_token_ids
 from nemo_like.generation.requests import (
     Completions,
@@ -34,8 +35,12 @@ from nemo_like.weight_sync.channel import (
     Endpoint,
     LoadedBucket,
     UpdateCoverage,
+    aligned,
+    plan_buckets,
 )
 from nemo_like.weight_sync.transfer import NamedTensors, WeightReceiver
+
+_BLOCK_BYTES = 2**30
 
 
 class HFGenerationWorker:
@@ -78,7 +83,7 @@ class HFGenerationWorker:
         self.model.eval().requires_grad_(False)
         # Not the model's own `to`, which only adds checks for quantised models and has a signature
         # that type checkers reject.
-        torch.nn.Module.to(self.model, self._device)
+        nn.Module.to(self.model, self._device)
         self._adapter_shapes: Shapes = {}
         """Shapes of the adapters by name; empty without adapters."""
         if lora is not None:
@@ -261,3 +266,73 @@ class HFGenerationWorker:
     def _num_unfinished(self) -> int:
         num_running = 0 if self.batch is None else len(self.batch.unfinished)
         return num_running + sum(len(requests) for requests in self.queue)
+
+
+class HostWeights:
+    """The weights of a frozen model in host memory, in buffers that are allocated once.
+
+    A parameter has either its memory on the device or its host buffer. New weights that arrive
+    while the model is offloaded are written to the host buffers and copied to the device by
+    `onload`; those on the device are equal to the buffers then, and offloading drops them.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, *, pinned: bool) -> None:
+        self._model = model
+        self._device = device
+        self._pinned = pinned
+        self._buffers: dict[nn.Parameter, Tensor] = {}
+        self._is_current = False
+        """The buffers have the values of the weights."""
+        self.is_offloaded = False
+
+    def note_change(self) -> None:
+        """Note that the weights are about to change, on the device or in host memory."""
+        # In host memory the buffers are the weights.
+        if not self.is_offloaded:
+            self._is_current = False
+
+    @torch.no_grad()
+    def offload(self) -> None:
+        """Free the weights on the device; copies them first if they changed there."""
+        if self.is_offloaded:
+            return
+        if not self._buffers:
+            self._allocate()
+        for parameter, buffer in self._buffers.items():
+            if not self._is_current:
+                buffer.copy_(parameter, non_blocking=True)
+        self._wait()
+        for parameter, buffer in self._buffers.items():
+            parameter.data = buffer
+        self._is_current = True
+        self.is_offloaded = True
+
+    @torch.no_grad()
+    def onload(self) -> None:
+        """Copy the weights to new memory on the device; the buffers keep their values."""
+        if not self.is_offloaded:
+            return
+        for parameter, buffer in self._buffers.items():
+            memory = torch.empty_like(buffer, device=self._device)
+            parameter.data = memory.copy_(buffer, non_blocking=True)
+        self._wait()
+        self.is_offloaded = False
+
+    def _allocate(self) -> None:
+        """Allocate the host buffers of all parameters."""
+        parameters = list(self._model.parameters())
+        # In blocks of up to 1 GiB: torch rounds page-locked memory up to a power of two, and one
+        # allocation per parameter could take twice the memory.
+        for group in plan_buckets([each.nbytes for each in parameters], _BLOCK_BYTES):
+            members = [parameters[index] for index in group]
+            size = sum(aligned(parameter.nbytes) for parameter in members)
+            block = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+            start = 0
+            for parameter in members:
+                content = block[start : start + parameter.nbytes]
+                self._buffers[parameter] = content.view(parameter.dtype).view(parameter.shape)
+                start += aligned(parameter.nbytes)
+
+    def _wait(self) -> None:
+        if self._pinned:
+            torch.cuda.current_stream().synchronize()

@@ -31,19 +31,6 @@ class SamplingParams:
     min_p: float = 0.0
     stop_strings: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
-        _require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or above")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]; 1 turns the filter off")
-        _require(
-            self.top_k is None or self.top_k >= -1,
-            "top_k",
-            self.top_k,
-            "at least 1; null, 0 or -1 turns the filter off",
-        )
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]; 0 turns the filter off")
-        _require(all(self.stop_strings), "stop_strings", self.stop_strings, "non-empty strings")
-
     @property
     def token_filter(self) -> SamplingFilter:
         """Filter of the tokens that may be sampled; not applied at temperature 0."""
@@ -67,11 +54,6 @@ class SamplingParams:
             min_p=config.min_p,
             stop_strings=tuple(config.stop_strings),
         )
-
-
-def _require(is_valid: bool, key: str, value: object, rule: str) -> None:
-    if not is_valid:
-        raise ValueError(f"policy.generation.{key} is {value!r}; it must be {rule}")
 
 
 FinishReason = Literal["stop", "length"]

@@ -19,8 +19,7 @@ from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.columns import take_rows
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import BatchPlan, plan_batch
-from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.distributed.rank_plans import unshard
+from nemo_like.distributed.batched_data_dict import BatchedDataDict, unshard
 from nemo_like.distributed.worker_group import Handle, WorkerGroup, call_all, call_sharded, onloaded
 from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics

@@ -49,7 +49,7 @@ from nemo_like.training.rollout_workers import (
 )
 
 if TYPE_CHECKING:
-    from nemo_like.distributed.ray.resources import BundleSet
+    from nemo_like.distributed.ray.virtual_cluster import BundleSet
 
 logger = logging.getLogger(__name__)
 

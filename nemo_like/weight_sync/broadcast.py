@@ -9,7 +9,6 @@ The gloo variant is tested on CPU. The NCCL variant was not run: no GPU was avai
 
 from __future__ import annotations
 
-import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +24,7 @@ from torch.distributed import (
 )
 
 from nemo_like.distributed import activity
+from nemo_like.distributed.process_groups import address_towards, serve_store
 from nemo_like.weight_sync.channel import (
     ChannelBrokenError,
     ChannelReceiver,
@@ -103,8 +103,10 @@ class BroadcastSender(ChannelSender):
         """
         self._timeout_s = request.timeout_s
         world_size = request.num_receivers + 1
-        self._store, port = _serve_store(request.host, world_size)
-        self.address = BroadcastAddress(request.host, port, world_size)
+        self._store = serve_store(
+            request.host, 0, world_size, _STORE_TIMEOUT, wait_for_workers=False
+        )
+        self.address = BroadcastAddress(request.host, self._store.port, world_size)
         self._buffer = torch.empty(slot_bytes, dtype=torch.uint8, device=device)
         self._group: Any = None
 
@@ -172,24 +174,6 @@ class BroadcastReceiver(ChannelReceiver):
         return num_bytes
 
 
-def _serve_store(host: str, world_size: int) -> tuple[TCPStore, int]:
-    """Start a store on a free port of `host`; returns it with the port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # torch's own server socket would listen on every interface.
-    server = socket.create_server((host, 0), family=family, backlog=max(128, world_size))
-    port: int = server.getsockname()[1]
-    store = TCPStore(
-        host,
-        port,
-        world_size,
-        is_master=True,
-        timeout=_STORE_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=server.detach(),
-    )
-    return store, port
-
-
 def _join(
     store: TCPStore, address: BroadcastAddress, rank: int, timeout_s: float, device: torch.device
 ) -> Any:
@@ -207,7 +191,7 @@ def _join(
         options._timeout = timeout
         # By the address that reaches the sender. The default is the address of the host name, which
         # other nodes may be unable to reach.
-        own_address = _address_towards(address.host, address.port)
+        own_address = address_towards(address.host, address.port)
         options._devices = [
             ProcessGroupGloo.create_device(hostname=own_address) for _ in range(_GLOO_CONNECTIONS)
         ]
@@ -244,14 +228,6 @@ def _nccl_group(
     # NCCL's watchdog ends the process at its timeout: `_broadcast` gives up before that.
     options._timeout = timeout + timedelta(seconds=JOIN_TIMEOUT_S)
     return ProcessGroupNCCL(store, rank, world_size, options)
-
-
-def _address_towards(host: str, port: int) -> str:
-    """Return the address of this node from which `host` is reached."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # a datagram socket: chooses the route, sends nothing
-        return probe.getsockname()[0]
 
 
 def _broadcast(group: Any, buffer: Tensor, timeout_s: float, name: str) -> None:

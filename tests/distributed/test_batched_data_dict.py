@@ -18,8 +18,8 @@ from nemo_like.distributed.batched_data_dict import (
     DynamicBatchingArgs,
     SequencePackingArgs,
     SlicedDataDict,
+    unshard,
 )
-from nemo_like.distributed.rank_plans import unshard
 
 ALGORITHMS = [
     "modified_first_fit_decreasing",

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
-from nemo_like.generation.adapters import HostWeights, place_in_blocks
+from nemo_like.generation.hf_worker import HostWeights
 
 
 class TiedModel(nn.Module):
@@ -70,25 +68,3 @@ def test_new_weights_that_arrive_while_offloaded_reach_the_device() -> None:
     weights.onload()
     weights.offload()
     assert torch.equal(model.weight, torch.full((5, 3), 4.0))
-
-
-@given(st.lists(st.integers(0, 10_000), max_size=30))
-def test_buffers_do_not_overlap_and_blocks_are_powers_of_two(sizes: list[int]) -> None:
-    sizes = sorted(sizes, reverse=True)
-    block_sizes, places = place_in_blocks(sizes)
-    for size in block_sizes:
-        assert size & (size - 1) == 0
-    ends = dict.fromkeys(range(len(block_sizes)), 0)
-    for size, (block, start) in zip(sizes, places, strict=True):
-        assert start >= ends[block]
-        assert start % 512 == 0
-        ends[block] = start + size
-        assert ends[block] <= block_sizes[block]
-
-
-def test_blocks_of_a_model_take_little_more_memory_than_its_weights() -> None:
-    # Llama of 7B parameters in bfloat16.
-    layer = [2 * 4096 * 4096] * 4 + [2 * 4096 * 11008] * 3 + [2 * 4096] * 2
-    sizes = sorted(32 * layer + 2 * [2 * 32000 * 4096], reverse=True)
-    block_sizes, _ = place_in_blocks(sizes)
-    assert sum(block_sizes) <= 1.1 * sum(sizes)

@@ -2,57 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import random
+import secrets
 import signal
 import socket
-import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_like.config.text import error_text
 from nemo_like.distributed import activity
-from nemo_like.distributed.errors import is_collective_error
+from nemo_like.distributed.errors import ClusterError
 from nemo_like.distributed.processes import count_oom_kills, machine_id, set_variables
-from nemo_like.distributed.ray.heartbeat import start_heartbeat
+from nemo_like.distributed.ray.failures import Location, ProgressMonitor, Raised, start_heartbeat
+from nemo_like.distributed.ray.virtual_cluster import Bundle, BundleSet, RayVirtualCluster
 from nemo_like.distributed.worker_group import WorkerContext
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Node and process of a worker, with the values that a later diagnosis of its end needs."""
-
-    pid: int
-    node_id: str
-    ip: str
-    log_path: str
-    """File on its node with the process's standard error."""
-    num_oom_kills: int
-    """`count_oom_kills` of its node at the start of the worker."""
-    machine: str
-    """`machine_id` of its process."""
-
-
-@dataclass(frozen=True, slots=True)
-class Raised:
-    """An exception that a worker raised, in a form that can be sent to the driver."""
-
-    cause: Exception
-    traceback_text: str
-    is_collective: bool
-    """True if a collective was aborted or timed out: most likely a secondary failure, caused by
-    the failure of another worker.
-    """
-
-    @classmethod
-    def from_exception(cls, error: Exception) -> Raised:
-        """Convert an exception with its traceback."""
-        text = "".join(traceback.format_exception(error))
-        return cls(_picklable(error), text, is_collective_error(error))
+from nemo_like.parallel_layout import ParallelLayout
 
 
 class WorkerActor:
@@ -140,12 +108,105 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _picklable(error: Exception) -> Exception:
-    """Return `error` if it can be pickled and unpickled, else a RuntimeError with its text."""
+def choose_bundles(
+    cluster: RayVirtualCluster,
+    bundles: BundleSet,
+    parallel_layout: ParallelLayout,
+    name: str,
+    first: int,
+) -> Sequence[Bundle | None]:
+    """Return the bundle of each rank; None for a worker without reserved resources."""
+    if bundles == "anywhere":
+        return [None] * parallel_layout.world_size
+    bundles_of_set = {
+        "policy": cluster.policy_bundles,
+        "generation": cluster.generation_bundles,
+        "extra": cluster.extra_bundles,
+    }
+    available = bundles_of_set[bundles][first:]
+    if parallel_layout.world_size > len(available):
+        raise ValueError(
+            f"the {name} group has {parallel_layout.world_size} workers ({parallel_layout}); the"
+            f" cluster has bundles for {len(available)}"
+        )
+    return available[: parallel_layout.world_size]
+
+
+def start_actor(
+    name: str,
+    rank: int,
+    bundle: Bundle | None,
+    num_threads: int,
+    monitor: ProgressMonitor,
+    environment: Mapping[str, str | None],
+) -> Any:
+    """Start the process of one worker in its bundle, or on any node without one."""
+    num_cpus = 0.0
+    num_gpus = 0.0
+    strategy: Any = "SPREAD"
+    if bundle is not None:
+        num_cpus = bundle.num_cpus / bundle.num_groups
+        num_gpus = bundle.num_gpus / bundle.num_groups
+        strategy = PlacementGroupSchedulingStrategy(
+            bundle.placement_group, placement_group_bundle_index=bundle.index
+        )
+    actor_class = ray.remote(WorkerActor).options(
+        # Names are unique on a cluster, which several runs may share.
+        name=f"{name}-{rank}-{secrets.token_hex(4)}",
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        # A restarted worker would have lost its state.
+        max_restarts=0,
+        scheduling_strategy=strategy,
+    )
+    label = f"{name}[{rank}]"
+    return actor_class.remote(
+        label, num_threads, monitor.key(rank), monitor.timeout_s, dict(environment)
+    )
+
+
+def locate_actors(actors: Sequence[Any], name: str, timeout_s: float) -> tuple[Location, ...]:
+    """Return the locations of the actors. Raises ClusterError if one does not start in time."""
+    locations = [actor.locate.remote() for actor in actors]
+    started, missing = ray.wait(locations, num_returns=len(locations), timeout=timeout_s)
+    if missing:
+        raise ClusterError(
+            f"only {len(started)} of the {len(actors)} workers of the {name} group started within"
+            f" {timeout_s:g} s (cluster.placement_timeout_s), although the resources are reserved;"
+            " the logs of the Ray nodes have the reason (in logs/ray of the run, or in the"
+            " directory of logs that the start of a cluster printed)"
+        )
     try:
-        # deepcopy uses the pickle protocol. Unpickling fails for exceptions whose constructor
-        # takes other arguments than it passes to Exception.
-        copy.deepcopy(error)
-    except Exception:  # noqa: BLE001 (whatever its constructor raises)
-        return RuntimeError(error_text(error))
-    return error
+        return tuple(ray.get(locations))
+    except RayError as error:
+        raise ClusterError(f"a worker of the {name} group did not start: {error}") from error
+
+
+def worker_contexts(
+    actors: Sequence[Any],
+    locations: Sequence[Location],
+    bundles: Sequence[Bundle | None],
+    num_threads: int,
+    collective_timeout_s: float,
+) -> list[WorkerContext]:
+    """Return the context of each rank; the rendezvous is on the node of rank 0."""
+    address = locations[0].ip
+    port = ray.get(actors[0].choose_port.remote())
+    node_ids = [location.node_id for location in locations]
+    host = f"[{address}]" if ":" in address else address  # IPv6
+    contexts = []
+    for rank, bundle in enumerate(bundles):
+        has_gpu = bundle is not None and bundle.num_gpus > 0
+        context = WorkerContext(
+            rank=rank,
+            world_size=len(actors),
+            local_rank=node_ids[:rank].count(node_ids[rank]),
+            # Ray makes only the worker's own GPU visible to it.
+            device="cuda:0" if has_gpu else "cpu",
+            init_method=f"tcp://{host}:{port}",
+            collective_timeout_s=collective_timeout_s,
+            num_threads=num_threads,
+            owns_process=True,
+        )
+        contexts.append(context)
+    return contexts

@@ -1,4 +1,9 @@
-"""Diagnosis of failed calls: a worker's exception, or the end of its process.
+"""Failed and hung workers: detection of a hung one, and diagnosis of a failed call.
+
+Every worker process has a thread that writes its last activity to the key-value store of the Ray
+cluster. The driver reads it while it waits for calls. If the activity advances the worker is slow;
+if only the thread's own counter advances the worker hangs; if neither does, its process is stopped,
+or native code holds the interpreter.
 
 The end of a process is explained by Ray's report, the last lines of the process's log and the
 kernel's counters.
@@ -6,15 +11,19 @@ kernel's counters.
 
 from __future__ import annotations
 
+import copy
+import json
 import os
 import re
-import shutil
+import secrets
 import signal
 import threading
 import time
+import traceback
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import ray
@@ -27,8 +36,11 @@ from ray.exceptions import (
     RayTaskError,
     WorkerCrashedError,
 )
+from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from nemo_like.config.text import error_text
+from nemo_like.distributed import activity
 from nemo_like.distributed.errors import (
     SAVE_MEMORY,
     WorkerDied,
@@ -37,6 +49,7 @@ from nemo_like.distributed.errors import (
     WorkerHung,
     advise,
     advise_on_memory,
+    is_collective_error,
     progress_setting,
 )
 from nemo_like.distributed.processes import (
@@ -45,17 +58,20 @@ from nemo_like.distributed.processes import (
     process_state,
     reason_of_end,
 )
-from nemo_like.distributed.ray.actor import Location, Raised
-from nemo_like.distributed.ray.heartbeat import Silence
 
+_PREFIX = "nemo_like/heartbeat/"
+_MAX_PERIOD_S = 30.0
+_MIN_PERIOD_S = 0.5
+_MAX_MISSED = 3
+"""Number of missing heartbeats after which a process counts as not responding."""
+_MAX_POLL_S = 5.0
+"""Maximum delay between the loss of the head, or a missed deadline, and its detection."""
 _LOG_LINES = 50
 """The name of the signal of a crash is above the stack, which is often deeper than 20 calls."""
 _LOG_CHARACTERS = 300
 ANSWER_TIMEOUT_S = 60.0
 """Time for a node to start a process that reads the evidence; half a minute on a busy node."""
-_NODES_TIMEOUT_S = 10.0
 _EXIT_S = 2.0
-_FULL_BYTES = 2**20
 _COLOUR = re.compile(r"\x1b\[\d+m")
 _CRASH = re.compile(r"Fatal Python error: ([^\n]+)|(terminate called[^\n]*)|\*\*\* (SIG[A-Z]+)")
 
@@ -69,6 +85,194 @@ _KILLED_CAUSE = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Node and process of a worker, with the values that a later diagnosis of its end needs."""
+
+    pid: int
+    node_id: str
+    ip: str
+    log_path: str
+    """File on its node with the process's standard error."""
+    num_oom_kills: int
+    """`count_oom_kills` of its node at the start of the worker."""
+    machine: str
+    """`machine_id` of its process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An exception that a worker raised, in a form that can be sent to the driver."""
+
+    cause: Exception
+    traceback_text: str
+    is_collective: bool
+    """True if a collective was aborted or timed out: most likely a secondary failure, caused by
+    the failure of another worker.
+    """
+
+    @classmethod
+    def from_exception(cls, error: Exception) -> Raised:
+        """Convert an exception with its traceback."""
+        text = "".join(traceback.format_exception(error))
+        return cls(_picklable(error), text, is_collective_error(error))
+
+
+def _picklable(error: Exception) -> Exception:
+    """Return `error` if it can be pickled and unpickled, else a RuntimeError with its text."""
+    try:
+        # deepcopy uses the pickle protocol. Unpickling fails for exceptions whose constructor
+        # takes other arguments than it passes to Exception.
+        copy.deepcopy(error)
+    except Exception:  # noqa: BLE001 (whatever its constructor raises)
+        return RuntimeError(error_text(error))
+    return error
+
+
+def period_s(timeout_s: float) -> float:
+    """Return the seconds between heartbeats for a progress deadline of `timeout_s`."""
+    return min(_MAX_PERIOD_S, max(_MIN_PERIOD_S, timeout_s / 10))
+
+
+def start_heartbeat(key: str, timeout_s: float) -> None:
+    """Report this process's activity under `key` from a thread, until the process ends."""
+
+    def report() -> None:
+        beat = 0
+        while True:
+            beat += 1
+            last = activity.last()
+            idle_s = time.monotonic() - last.time_s
+            # Only when it may be needed: the stack of a busy process is of no use and costs time.
+            stack = activity.main_thread_stack() if idle_s > timeout_s / 2 else ""
+            record = {"beat": beat, "count": last.num_notes, "text": last.text, "stack": stack}
+            with suppress(Exception):  # the head is unreachable; the driver detects that itself
+                internal_kv._internal_kv_put(
+                    key.encode(), json.dumps(record).encode(), overwrite=True
+                )
+            time.sleep(period_s(timeout_s))
+
+    # A thread of Python: it stops with the process, and while native code has the GIL.
+    threading.Thread(target=report, daemon=True, name="heartbeat").start()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silence:
+    """A worker that reported no progress.
+
+    Example: `Silence(rank=1, silent_s=1800.2, responds=True, text="train, microbatch 3 of 8")`.
+    """
+
+    rank: int
+    silent_s: float
+    responds: bool
+    """True if its process still sends heartbeats."""
+    text: str
+    """Its last activity."""
+    stack: str = ""
+
+
+@dataclass(slots=True)
+class _LastReport:
+    """The last known progress of one worker; times are of the driver's monotonic clock.
+
+    The clocks of the nodes are not compared.
+    """
+
+    count: int = -1
+    progressed_s: float = 0.0
+    beat: int = -1
+    beat_s: float = 0.0
+    text: str = "none reported"
+    stack: str = ""
+
+
+@dataclass
+class ProgressMonitor:
+    """The driver's side: checks the progress of the workers whose calls it waits for."""
+
+    group: str
+    timeout_s: float
+    """The progress deadline; 0 means none."""
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    _reports: dict[int, _LastReport] = field(default_factory=dict)
+    _next_check_s: float = 0.0
+
+    @property
+    def poll_s(self) -> float:
+        """Seconds that the driver may wait between two checks."""
+        if self.timeout_s <= 0:
+            return _MAX_POLL_S
+        return min(_MAX_POLL_S, period_s(self.timeout_s))
+
+    def key(self, rank: int) -> str:
+        """Return the key under which the worker of `rank` reports."""
+        return f"{_PREFIX}{self.group}-{self.token}/{rank}"
+
+    def start_waiting(self, ranks: Iterable[int]) -> None:
+        """Restart the deadline of these workers."""
+        now = time.monotonic()
+        for rank in ranks:
+            # A worker that was idle since the last call has not been silent.
+            report = self._reports.setdefault(rank, _LastReport())
+            report.progressed_s = now
+            report.beat_s = now
+        self._next_check_s = now + self.poll_s
+
+    def check(self, ranks: Iterable[int]) -> Silence | None:
+        """Return the worker that most likely hangs, if one of `ranks` is past the deadline."""
+        # A check reads one record per rank from the head, so it is not made at every poll.
+        if self.timeout_s <= 0 or time.monotonic() < self._next_check_s:
+            return None
+        self._next_check_s = time.monotonic() + self.poll_s
+        return self.longest_silence(ranks, min_silent_s=self.timeout_s)
+
+    def longest_silence(self, ranks: Iterable[int], *, min_silent_s: float) -> Silence | None:
+        """Return the worker with the longest silence of at least `min_silent_s`, if any.
+
+        A worker that does not respond comes first: the others may wait for it in a collective.
+        """
+        if self.timeout_s <= 0:
+            return None
+        silences = [self._update(rank) for rank in ranks]
+        too_long = [silence for silence in silences if silence.silent_s >= min_silent_s]
+        return max(
+            too_long, key=lambda silence: (not silence.responds, silence.silent_s), default=None
+        )
+
+    def close(self, num_ranks: int) -> None:
+        """Remove the records of the group."""
+        if self.timeout_s > 0:
+            for rank in range(num_ranks):
+                with suppress(Exception):  # the cluster is gone, and the records with it
+                    internal_kv._internal_kv_del(self.key(rank).encode())
+
+    def _update(self, rank: int) -> Silence:
+        """Read the worker's record and return how long it has reported no progress."""
+        report = self._reports.setdefault(rank, _LastReport())
+        now = time.monotonic()
+        value = internal_kv._internal_kv_get(self.key(rank).encode())
+        # Without a record yet the clock runs from `start_waiting`.
+        if value is not None:
+            record = json.loads(value)
+            # Only changes count: times of the worker's own clock are not compared with this one.
+            if record["count"] != report.count:
+                report.count = record["count"]
+                report.progressed_s = now
+            if record["beat"] != report.beat:
+                report.beat = record["beat"]
+                report.beat_s = now
+            report.text = record["text"]
+            report.stack = record["stack"]
+        return Silence(
+            rank=rank,
+            silent_s=now - report.progressed_s,
+            responds=now - report.beat_s <= _MAX_MISSED * period_s(self.timeout_s),
+            text=report.text,
+            stack=report.stack,
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """State of a worker's process and of its node, for a diagnosis."""
@@ -77,8 +281,6 @@ class Evidence:
     """The last lines of its standard error."""
     num_oom_kills: int = 0
     """`count_oom_kills` of the node."""
-    full_directory: str = ""
-    """A directory on a full disk that the process writes to; empty if there is none."""
     process_state: str = ""
     """The kernel's state letter of the process (R, S, D, T, Z); empty if it is gone."""
 
@@ -212,13 +414,8 @@ def diagnose(report: str, evidence: Evidence | None, num_oom_kills: int) -> tupl
     if exit_code is not None:
         code = exit_code.group(1)
         return f"it ended itself with exit code {code}", "Something it imports calls sys.exit."
-    if "ray.kill" in report:
-        advice = "Nothing in this run does that to a worker in use."
-        return "it was stopped through Ray (ray.kill)", advice
     if evidence is None:
         return None
-    if evidence.full_directory:
-        return f"it ended while the disk of {evidence.full_directory} was full", "Free some space."
     # Ray reports a lost connection and a dead process in the same words.
     if evidence.is_running:
         return (
@@ -230,7 +427,7 @@ def diagnose(report: str, evidence: Evidence | None, num_oom_kills: int) -> tupl
 
 def _explain_death(failure: Failure, group: str, location: Location, report: str) -> WorkerDied:
     evidence = None
-    if _is_node_alive(location.node_id) is False:
+    if location.node_id not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
         cause = "its node left the cluster"
         advice = "Check that machine, or remove it from the cluster."
     else:
@@ -264,21 +461,6 @@ def _unknown_cause(location: Location, report: str) -> tuple[str, str]:
     return cause, f"The log of the process is {location.log_path} on {location.ip}."
 
 
-def _is_node_alive(node_id: str) -> bool | None:
-    """Return the node's state in the cluster; None if the cluster's head does not answer."""
-    answers: list[bool] = []
-
-    def query() -> None:
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        answers.append(node_id in alive)
-
-    # In a thread, because the call blocks for a minute when the head is gone.
-    thread = threading.Thread(target=query, daemon=True, name="node-state")
-    thread.start()
-    thread.join(_NODES_TIMEOUT_S)
-    return answers[0] if answers else None
-
-
 def collect_evidence(location: Location) -> Evidence | None:
     """Read the evidence on the worker's node; None if the node does not answer in time."""
     # On this machine without a Ray task: a busy node may need longer than the time limit to start
@@ -306,16 +488,9 @@ def read_evidence(log_path: str, pid: int) -> Evidence:
             markers = (":job_id:", ":actor_name:")
             # A deque: only the last lines of a log of any size stay in memory.
             lines.extend(line[:_LOG_CHARACTERS] for line in file if not line.startswith(markers))
-    full_directory = ""
-    # A full disk ends processes that write files; a full /dev/shm those that use shared memory.
-    for directory in (path.parent, Path("/dev/shm")):
-        if directory.is_dir() and shutil.disk_usage(directory).free < _FULL_BYTES:
-            full_directory = str(directory)
-            break
     return Evidence(
         log_tail="\n".join(line.rstrip("\n") for line in lines).strip(),
         num_oom_kills=count_oom_kills(),
-        full_directory=full_directory,
         process_state=_settled_state(pid),
     )
 

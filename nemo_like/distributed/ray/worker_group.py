@@ -16,8 +16,7 @@ from ray import ObjectRef
 from ray.exceptions import RayError
 
 from nemo_like.distributed.errors import WorkerFailure
-from nemo_like.distributed.ray.actor import Location, Raised
-from nemo_like.distributed.ray.actor_start import (
+from nemo_like.distributed.ray.actor import (
     choose_bundles,
     locate_actors,
     start_actor,
@@ -25,14 +24,16 @@ from nemo_like.distributed.ray.actor_start import (
 )
 from nemo_like.distributed.ray.failures import (
     Failure,
+    Location,
+    ProgressMonitor,
+    Raised,
+    Silence,
     explain,
     explain_hung,
     failure_of,
     kill_process,
 )
-from nemo_like.distributed.ray.heartbeat import ProgressMonitor, Silence
-from nemo_like.distributed.ray.resources import BundleSet
-from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
+from nemo_like.distributed.ray.virtual_cluster import BundleSet, RayVirtualCluster
 from nemo_like.distributed.worker_group import Handle
 from nemo_like.parallel_layout import ParallelLayout
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_like.config.schema import ClusterConfig
-from nemo_like.distributed.ray.resources import Node, ResourceRequest, Resources
+from nemo_like.distributed.ray.virtual_cluster import Node, ResourceRequest, Resources
 
 
 def node(name: str, cpus: float, gpus: float = 0, free: float | None = None) -> Node:
