@@ -93,10 +93,6 @@ class Checkpointer:
     """Saves and finds the checkpoints of one run. Only one process, the driver, may use it."""
 
     def __init__(self, run_path: Path, config: CheckpointingConfig) -> None:
-        if config.keep_latest < 1:
-            raise ValueError(
-                f"checkpointing.keep_latest is {config.keep_latest}; keep at least 1 checkpoint"
-            )
         self.config = config
         self.path = run_path / "checkpoints"
         self.latest_path = run_path / "latest"
@@ -116,19 +112,6 @@ class Checkpointer:
         period = self.config.save_period
         is_due = is_last or is_best or (period > 0 and step % period == 0)
         return self.config.enabled and is_due and not self._is_latest(step)
-
-    @contextmanager
-    def writing(
-        self, step: int, *, prunes: bool = True, is_best: bool = False
-    ) -> Iterator[OpenCheckpoint]:
-        """Create an empty directory that becomes checkpoint `step` when the block ends.
-
-        See `begin` and `publish`. If the block raises, the directory is removed.
-        """
-        checkpoint = self.begin(step, prunes=prunes, is_best=is_best)
-        with self.discarding(checkpoint):
-            yield checkpoint
-        self.publish(checkpoint)
 
     def begin(self, step: int, *, prunes: bool = True, is_best: bool = False) -> OpenCheckpoint:
         """Create the empty directory of a checkpoint, to be filled and then published.
@@ -308,7 +291,7 @@ class Checkpointer:
     def _publish(self, directory: Path, step: int) -> None:
         """Rename the complete directory and write `latest`."""
         final = self._directory(step)
-        # `writing` has checked that it is not the complete checkpoint of `latest`.
+        # `begin` has checked that it is not the complete checkpoint of `latest`.
         if final.exists():
             shutil.rmtree(final)
         directory.rename(final)
@@ -341,20 +324,6 @@ class Checkpointer:
 
     def _failure_message(self, error: BaseException, step: int, directory: Path) -> str | None:
         """Return the message for a failed write; None for any other error."""
-        latest = self._named_step() if self._verified_step is None else self._verified_step
-        earlier = "There is no earlier one"
-        if latest is not None:
-            earlier = f"step_{latest} is intact; resume=true continues there"
-        failed = f"the checkpoint of step {step} was not written"
-        num_bytes = _num_bytes(directory)
-        if is_disk_full(error, self.path, num_bytes):
-            free = shutil.disk_usage(self.path).free
-            return (
-                f"{failed}: the disk of {self.path} ran full. {num_bytes / 1e9:.2f} GB were written"
-                f" and removed again, {free / 1e9:.2f} GB are free now. {earlier}. Free some space,"
-                f" lower checkpointing.keep_latest (now {self.config.keep_latest}), or set"
-                " output_dir to another disk."
-            )
         number = system_error_number(error)
         cause: Any = error if isinstance(error, WriteError) else getattr(error, "cause", None)
         if isinstance(cause, (WriteError, CheckpointError)):
@@ -365,15 +334,14 @@ class Checkpointer:
             problem = describe_write_error(failed_path, number)
         else:
             return None
-        return f"{failed}: {problem} {earlier}."
-
-
-def _num_bytes(directory: Path) -> int:
-    """Return the size of all files in a directory."""
-    try:
-        return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-    except OSError:  # removed since
-        return 0
+        if is_disk_full(error):
+            keep_latest = self.config.keep_latest
+            problem += f" A lower checkpointing.keep_latest (now {keep_latest}) needs less space."
+        latest = self._named_step() if self._verified_step is None else self._verified_step
+        earlier = "There is no earlier one"
+        if latest is not None:
+            earlier = f"step_{latest} is intact; resume=true continues there"
+        return f"the checkpoint of step {step} was not written: {problem} {earlier}."
 
 
 STATE_FILE = "training_state.json"

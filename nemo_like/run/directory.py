@@ -35,21 +35,8 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAME = "run.lock"
 
-_NAMES = {
-    "config.yaml",
-    "metrics.jsonl",
-    "plan",
-    "rollouts",
-    "skipped",
-    "checkpoints",
-    "latest",
-    "best",
-    "tb",
-    "hf",
-    "hf_ema",
-    "logs",
-    LOCK_NAME,
-}
+_FIRST_NAMES = {"logs", "plan", "rollouts", LOCK_NAME}
+"""What a run has before its config.yaml."""
 _BEFORE_RESUME = ".before_resume"
 
 
@@ -119,8 +106,8 @@ def open_run_directory(output_dir: str, run_name: str, *, resume: bool) -> Itera
             f"run_name: {run_name!r} cannot name a directory; use letters, digits, '_', '-' and '.'"
         )
     directory = RunDirectory(Path(output_dir) / run_name)
-    _refuse_other_directory(directory)
     _make_directories(directory.path)
+    _refuse_other_directory(directory)
     with ExitStack() as lock:
         try:
             lock.enter_context(locked(directory.path))
@@ -241,19 +228,9 @@ def _make_directories(*directories: Path) -> None:
 
 
 def _refuse_other_directory(directory: RunDirectory) -> None:
-    """Raise ConfigError if the path exists and is not a run's directory."""
-    try:
-        names = {path.name for path in directory.path.iterdir()}
-    except (FileNotFoundError, NotADirectoryError):
-        # Its parent may be a file; `_make_directories` reports that.
-        if directory.path.exists():
-            raise ConfigError(
-                f"run_name: {directory.path} is not a directory; choose another run_name"
-            ) from None
-        return
-    except OSError as error:
-        raise ConfigError(f"output_dir: cannot read {directory.path} ({error.strerror})") from error
-    if "config.yaml" not in names and names - _NAMES:
+    """Raise ConfigError if the directory has files and is not a run's directory."""
+    names = {path.name for path in directory.path.iterdir()}
+    if "config.yaml" not in names and names - _FIRST_NAMES:
         raise ConfigError(
             f"run_name: {directory.path} exists and is not the directory of a run; choose another"
             " run_name"
@@ -385,12 +362,15 @@ def _acquire(path: Path) -> int:
         # The driver before this one may have removed the file since it was opened.
         if is_locked and _is_file_of(path, descriptor):
             return descriptor
-        owner = os.pread(descriptor, 1000, 0)
+        owner = _read_owner(descriptor)
         os.close(descriptor)
         if not is_locked and (not _has_ended(owner) or time.monotonic() >= deadline):
+            user = "another process"
+            if owner:
+                user = f"process {owner['pid']} on host {owner['host']}"
             raise ConfigError(
-                f"run_name: the run in {path.parent} is in use by {_describe(owner)}; wait for it"
-                " or stop it, or choose another run_name"
+                f"run_name: the run in {path.parent} is in use by {user}; wait for it or stop it,"
+                " or choose another run_name"
             )
         time.sleep(0.05)
 
@@ -419,19 +399,16 @@ def _is_file_of(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _has_ended(owner: bytes) -> bool:
+def _read_owner(descriptor: int) -> dict[str, Any]:
+    """Return host and process id in a lock file; empty while it is being written."""
+    try:
+        owner = json.loads(os.pread(descriptor, 1000, 0))
+        return {"host": owner["host"], "pid": owner["pid"]}
+    except (ValueError, LookupError, TypeError):
+        return {}
+
+
+def _has_ended(owner: dict[str, Any]) -> bool:
     """Return True if the process that wrote the lock file has ended, as far as this host knows."""
-    try:
-        values = json.loads(owner)
-        is_here = values["host"] == socket.gethostname()
-        return is_here and not Path(f"/proc/{values['pid']}").exists()
-    except (ValueError, KeyError, TypeError):
-        return False
-
-
-def _describe(owner: bytes) -> str:
-    try:
-        values = json.loads(owner)
-        return f"process {values['pid']} on host {values['host']}"
-    except (ValueError, KeyError, TypeError):
-        return "another process"
+    is_here = owner.get("host") == socket.gethostname()
+    return is_here and not Path(f"/proc/{owner['pid']}").exists()

@@ -20,10 +20,23 @@ from pathlib import Path
 from typing import Any
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-_FULL_BYTES = 16 * 2**20
-"""Free space below which a failed write counts as a full disk."""
 _OS_ERROR = re.compile(r"\(os error (\d+)\)|Error code (\d+) \(")
 """The forms in which libraries written in Rust, and torch, report the system's error number."""
+_MISSING = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
+_MOVE = "set output_dir to another file system"
+_SOLUTIONS = {
+    **dict.fromkeys(_DISK_FULL, f"Free some space or {_MOVE}"),
+    **dict.fromkeys(_MISSING, "Do not move or remove a run's directory while it runs"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), f"Get write permission or {_MOVE}"),
+    errno.EROFS: f"Make it writable again or {_MOVE}",
+    errno.EISDIR: "Remove or rename the directory of that name",
+    errno.EFBIG: f"Raise the limit (ulimit -f) or {_MOVE}",
+    errno.ENOMEM: (
+        "Free some memory of the machine, raise the limit of the process (ulimit -v) or of its"
+        " container, or set checkpointing.async_save=false, which needs less"
+    ),
+}
+"""The solution by the system's error number."""
 
 
 class WriteError(RuntimeError):
@@ -67,34 +80,13 @@ def describe_write_error(path: Path, number: int, content: str | None = None) ->
     subject = f"{path} cannot be written"
     if content:
         subject = f"{content} cannot be written to {path}"
-    directory = path if path.is_dir() else path.parent
-    move = "set output_dir to another file system"
     cause = os.strerror(number)
-    solution = f"Check the file system of {directory}, or {move}"
+    directory = path if path.is_dir() else path.parent
     if number in _DISK_FULL:
-        cause = f"{cause}{_free_space(directory)}"
-        solution = f"Free some space or {move}"
-    elif number == errno.ENOMEM:
-        solution = (
-            "Free some memory of the machine, raise the limit of the process (ulimit -v) or of its"
-            " container, or set checkpointing.async_save=false, which needs less"
-        )
-    elif number == errno.EROFS:
-        solution = f"Make it writable again or {move}"
-    elif number in (errno.EACCES, errno.EPERM):
-        cause = f"{cause} for user {os.geteuid()}"
-        solution = (
-            f"Give this user write permission for {directory} or set output_dir to another"
-            " directory"
-        )
-    elif number in (errno.ENOENT, errno.ESTALE, errno.ENOTDIR):
-        cause = f"{cause}; {_missing_part(directory)} was removed or replaced"
-        solution = "Do not move or remove a run's directory while it runs"
-    elif number == errno.EISDIR:
-        cause = "a directory has this name"
-        solution = "Remove or rename that directory"
-    elif number == errno.EFBIG:
-        solution = f"Raise the limit (ulimit -f) or {move}"
+        cause += _free_space(directory)
+    elif number in _MISSING:
+        cause += f"; {_missing_part(directory)} was removed or replaced"
+    solution = _SOLUTIONS.get(number, f"Check the file system of {directory}, or {_MOVE}")
     return (
         f"{subject}: {cause}. {solution}; resume=true continues from the latest checkpoint, if"
         " there is one."
@@ -112,26 +104,15 @@ def system_error_number(error: BaseException) -> int | None:
         match = _OS_ERROR.search(str(cause))
         if match is not None:
             return int(match[1] or match[2])
+        # Some libraries report the text of the error without its number.
+        if os.strerror(errno.ENOSPC) in str(cause):
+            return errno.ENOSPC
     return None
 
 
-def is_disk_full(error: BaseException, path: Path, num_written_bytes: int) -> bool:
-    """Return True if a write failed because of a full disk.
-
-    The evidence is the error's number, its text, or the free space at `path`.
-    """
-    for cause in _causes(error):
-        if system_error_number(cause) in _DISK_FULL:
-            return True
-        # Some libraries report the text of the error without its number.
-        if os.strerror(errno.ENOSPC) in str(cause):
-            return True
-    if not isinstance(error, Exception) or num_written_bytes == 0:
-        return False
-    try:
-        return shutil.disk_usage(path).free < _FULL_BYTES
-    except OSError:
-        return False
+def is_disk_full(error: BaseException) -> bool:
+    """Return True if a write failed because of a full disk."""
+    return system_error_number(error) in _DISK_FULL
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import io
 import logging
 import math
-import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from nemo_like.config.errors import ConfigError
@@ -109,12 +105,7 @@ class Tracker:
     def __enter__(self) -> Tracker:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _warn_not_finite(self, step: int, values: Mapping[str, float]) -> None:
@@ -164,63 +155,32 @@ class _JsonlSink:
 
 
 class _TensorBoardSink:
-    """An event file, written by the calling thread.
-
-    The thread of TensorBoard's own writer would lose errors such as a full disk.
-    """
+    """An event file."""
 
     def __init__(self, directory: Path, resumed_step: int | None) -> None:
         # Imported here: it takes seconds of CPU time, and commands that only check a config import
         # this module as well.
-        from tensorboard.compat.proto.event_pb2 import (
-            Event,  # pyright: ignore[reportAttributeAccessIssue]
-            SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
-        )
-        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-        from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard import SummaryWriter
 
-        self._event = Event
-        self._summary = Summary
-        self._record_writer = RecordWriter
-        with reporting_write_errors(directory):
-            directory.mkdir(parents=True, exist_ok=True)
-        self._file = AppendedFile(directory / _event_file_name(directory))
-        first_step = 0 if resumed_step is None else resumed_step + 1
-        self._write(Event(file_version="brain.Event:2", step=first_step))
+        self._directory = directory
         # TensorBoard ignores the events of earlier files from this step on.
-        self._write(Event(session_log=SessionLog(status=SessionLog.START), step=first_step))
+        first_step = 0 if resumed_step is None else resumed_step + 1
+        with reporting_write_errors(directory, "TensorBoard's events"):
+            self._writer = SummaryWriter(str(directory), purge_step=first_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = [
-            self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()
-        ]
-        self._write(self._event(summary=self._summary(value=values), step=step))
+        with reporting_write_errors(self._directory, "TensorBoard's events"):
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+            # A thread writes the events; this waits for it, so that a kill loses none.
+            self._writer.flush()
 
     def sync(self) -> None:
-        self._file.sync()
+        """Do nothing: every step is written."""
 
     def close(self) -> None:
-        self._file.close()
-
-    def _write(self, event: Any) -> None:
-        event.wall_time = time.time()
-        record = io.BytesIO()
-        self._record_writer(record).write(event.SerializeToString())
-        self._file.append(record.getvalue(), "TensorBoard's events")
-
-
-def _event_file_name(directory: Path) -> str:
-    """Return the name of a new event file that sorts after all existing ones.
-
-    TensorBoard reads the files of a directory in the order of their names, which begin with a time.
-    """
-    stamp = int(time.time())
-    for path in directory.glob("events.out.tfevents.*.*"):
-        existing = path.name.split(".")[3]
-        if existing.isdigit():
-            stamp = max(stamp, int(existing) + 1)
-    host = socket.gethostname()
-    return f"events.out.tfevents.{stamp:010d}.{host}.{os.getpid()}.{secrets.token_hex(3)}"
+        with reporting_write_errors(self._directory, "TensorBoard's events"):
+            self._writer.close()
 
 
 class _WandbSink:

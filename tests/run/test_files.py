@@ -131,7 +131,7 @@ def test_a_full_disk_is_named_with_what_was_written(tmp_path: Path) -> None:
         (errno.ENOSPC, "No space left", "Free some space"),
         (errno.EDQUOT, "quota", "Free some space"),
         (errno.EROFS, "Read-only file system", "Make it writable"),
-        (errno.EACCES, "Permission denied for user", "write permission"),
+        (errno.EACCES, "Permission denied", "write permission"),
         (errno.ENOENT, "was removed or replaced", "Do not move or remove"),
         (errno.EIO, "Input/output error", "Check the file system"),
         (errno.ENOMEM, "Cannot allocate memory", "Free some memory"),
@@ -161,9 +161,8 @@ def test_errors_of_other_libraries_are_recognised(tmp_path: Path) -> None:
         reporting_write_errors(tmp_path / "missing" / "x"),
     ):
         save_file({"a": torch.ones(2)}, tmp_path / "missing" / "x")
-    assert is_disk_full(
-        RuntimeError("I/O error: No space left on device (os error 28)"), tmp_path, 0
-    )
+    for number in (" (os error 28)", ""):
+        assert is_disk_full(RuntimeError(f"I/O error: No space left on device{number}"))
     assert system_error_number(ConnectionResetError(errno.ECONNRESET, "reset")) is None
     with pytest.raises(ValueError, match="unrelated"), reporting_write_errors(tmp_path):
         raise ValueError("unrelated")
