@@ -336,7 +336,9 @@ def measure_vllm(cluster: RayVirtualCluster, model: str, repeats: int) -> None:
         )
 
     generator = DriverOfReplicas(start_replica, 2)
-    weights = GeneratorWeights(config, policy_driver, generator, Timers(), print)
+    weights = GeneratorWeights(
+        config.policy, config.cluster, policy_driver, generator, Timers(), print
+    )
     weights.start_check()
     print("| update | gather s | load s | update s | check s | total s | largest difference |")
     print("|---|---|---|---|---|---|---|")

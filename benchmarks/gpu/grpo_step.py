@@ -119,7 +119,12 @@ class _GrpoStep:
         tokenizer = AutoTokenizer.from_pretrained(config.policy.model_name, local_files_only=True)
         self._collector = RolloutCollector(rollout.generator, rollout.rewards, tokenizer)
         self._weights = GeneratorWeights(
-            config, workers.policy, rollout.generator, Timers(), lambda line: None
+            config.policy,
+            config.cluster,
+            workers.policy,
+            rollout.generator,
+            Timers(),
+            lambda line: None,
         )
         self._transport = ""
 

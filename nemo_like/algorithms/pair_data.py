@@ -33,8 +33,8 @@ from nemo_like.training.diagnostics import (
     encode_sample,
 )
 from nemo_like.training.encoding import fit_row
+from nemo_like.training.reporting import step_warnings
 from nemo_like.training.run_data import ExampleSource, describe_run
-from nemo_like.training.run_warnings import step_warnings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

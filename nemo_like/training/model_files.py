@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-import yaml
-
 from nemo_like.config.errors import ConfigError, raise_problems, shown_path
 from nemo_like.config.model_directory import hub_name, model_directory
 from nemo_like.config.optimization import LoraConfig
@@ -153,7 +151,10 @@ def open_model_config(config: RunConfig) -> PretrainedConfig:
     layout_problems = model_problems(policy_layout(config), config.policy.engine, spec)
     problems = named_by_keys(layout_problems, config.cluster)
     if config.generates:
-        problems += generation_backend(config).problems(config, spec)
+        is_on_cpu = config.cluster.gpus_per_node == 0
+        problems += generation_backend(config.policy).problems(
+            config.policy, spec, is_on_cpu=is_on_cpu
+        )
     raise_problems(problems)
     _check_optimizer(config, spec)
     check_lora(config.policy, spec)
@@ -286,56 +287,53 @@ def _check_model_directory(path: Path, subject: str) -> None:
         if gguf is not None:
             solution = f"nemo-like convert {gguf} --out DIR makes some of the GGUF file"
         raise ConfigError(f"{subject}a directory without *.safetensors weights; {solution}")
-    for file in _weight_files(path, subject):
+    # An index comes with a downloaded model: it must not direct reads to other directories.
+    names = {file.name for file in path.glob("*.safetensors")} | _indexed_names(path, subject)
+    for name in sorted(names):
         try:
-            read_header(file)
+            if name != Path(name).name:
+                raise ValueError("is outside of the directory")
+            read_header(path / name)
         except ValueError as error:
             raise ConfigError(
-                f"{subject}but its file {shown_path(file)} {error}; download or export the model"
-                " again"
+                f"{subject}but its file {shown_path(path / name)} {error}; download or export the"
+                " model again"
             ) from error
 
 
-def _weight_files(directory: Path, subject: str) -> list[Path]:
-    """Return the safetensors files of a model directory and those that its index names.
-
-    Raises ConfigError for a bad index. `subject` begins the message.
-    """
-    names = {file.name for file in directory.glob("*.safetensors")}
+def _indexed_names(directory: Path, subject: str) -> set[str]:
+    """Return the file names in the index of the weights, if there is one. Raises ConfigError."""
     index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        names |= _indexed_names(index, subject)
-    return [directory / name for name in sorted(names)]
-
-
-def _indexed_names(index: Path, subject: str) -> set[str]:
+    if not index.is_file():
+        return set()
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        is_plain = all(name == Path(name).name for name in names)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        return {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{subject}but its file {shown_path(index)} is not an index of weight files"
             f" ({type(error).__name__}: {error})"
         ) from error
-    # An index comes with a downloaded model: it must not direct reads to other directories.
-    if not is_plain:
-        raise ConfigError(
-            f"{subject}but its file {shown_path(index)} names files outside of the directory"
-        )
-    return names
 
 
 _POLICY = "policy.model_name"
+_LORA = "policy.lora"
 
 
 def frozen_models(config: RunConfig, *, policy_only: bool = False) -> dict[str, str]:
     """Return the identities of the frozen models of a run for its checkpoints, by config key.
 
-    With `policy_only` teachers and reward models are left out. Raises ConfigError for a file that
-    cannot be read.
+    They include the LoRA settings on which a model with adapters depends. With `policy_only`
+    teachers and reward models are left out. Raises ConfigError for a file that cannot be read.
     """
     identities = {}
-    for key, name in _model_names(config).items():
+    lora = config.policy.lora
+    if lora.enabled:
+        targets = ", ".join(sorted(lora.target_modules))
+        identities[_LORA] = (
+            f"rank {lora.rank}, alpha {lora.alpha:g}, use_rslora {lora.use_rslora},"
+            f" quantization {lora.quantization}, target_modules {targets}"
+        )
+    for key, (name, _) in _frozen_names(config).items():
         directory = Path(name).expanduser()
         if (policy_only and key != _POLICY) or not directory.is_dir():
             continue
@@ -351,41 +349,39 @@ def check_frozen_models(
 ) -> None:
     """Raise ConfigError if `saved`, the identities in a checkpoint, are not `current`.
 
-    Both come from `frozen_models`. An identity that one of them lacks is not compared.
+    Both come from `frozen_models`. An identity that one of them lacks is not compared. The adapters
+    of a checkpoint would be loaded without an error with another alpha, and be another model.
     """
-    names = _model_names(config)
+    names = _frozen_names(config)
     for key, identity in current.items():
-        if saved.get(key, identity) != identity:
+        before = saved.get(key, identity)
+        if before == identity:
+            continue
+        if key == _LORA:
             raise ConfigError(
-                f"{key} is {names[key]!r}, whose weights differ from the weights that"
-                f" {shown_path(checkpoint)} was trained with as {_role(key, config)}: set it back,"
-                " or restore the files, or start a new run"
+                f"policy.lora is {identity}, but {shown_path(checkpoint)} was trained with"
+                f" {before}: set it back, or start a new run (policy.lora.adapter_path continues"
+                " from an exported adapter)"
             )
+        name, role = names[key]
+        raise ConfigError(
+            f"{key} is {name!r}, whose weights differ from the weights that"
+            f" {shown_path(checkpoint)} was trained with as {role}: set it back, or restore the"
+            " files, or start a new run"
+        )
 
 
-def _model_names(config: RunConfig) -> dict[str, str]:
-    """Return the directory of each frozen model by its config key."""
-    names = dict(config.teachers_by_key)
-    if config.policy.lora.enabled or config.needs_reference:
-        names[_POLICY] = config.policy.model_name
+def _frozen_names(config: RunConfig) -> dict[str, tuple[str, str]]:
+    """Return directory and role of each frozen model by its config key."""
+    names = {key: (name, "a teacher") for key, name in config.teachers_by_key.items()}
+    if config.policy.lora.enabled:
+        names[_POLICY] = (config.policy.model_name, "the frozen weights of its adapters")
+    elif config.needs_reference:
+        names[_POLICY] = (config.policy.model_name, "the reference policy")
     if config.generates:
         for name, model in config.reward.models.items():
-            names[f"reward.models.{name}.model_name"] = model.model_name
+            names[f"reward.models.{name}.model_name"] = (model.model_name, "a reward model")
     return names
-
-
-def _role(key: str, config: RunConfig) -> str:
-    if key in config.teachers_by_key:
-        return "a teacher"
-    if key != _POLICY:
-        return "a reward model"
-    if config.policy.lora.enabled:
-        return "the frozen weights of its adapters"
-    return "the reference policy"
-
-
-_SAVED_KEYS = ("enabled", "rank", "alpha", "use_rslora", "target_modules", "quantization")
-"""Keys of `policy.lora` on which the adapters of a checkpoint depend."""
 
 
 def check_lora(policy: PolicyConfig, spec: ModelSpec) -> None:
@@ -439,36 +435,6 @@ def linear_layers(directory: Path, spec: ModelSpec) -> list[str]:
             if is_linear and is_inner and can_have_adapter(layer, spec):
                 layers.append(layer)
     return layers
-
-
-def check_resumed_lora(saved_config: Path, lora: LoraConfig) -> None:
-    """Raise ConfigError if `lora` differs from the config.yaml of the run that is resumed.
-
-    The adapters of a checkpoint would be loaded without an error with another alpha, and be another
-    model. A file that cannot be read is not compared.
-    """
-    try:
-        saved = yaml.safe_load(saved_config.read_text(encoding="utf-8"))["policy"].get("lora", {})
-        before = LoraConfig(**{key: saved[key] for key in _SAVED_KEYS if key in saved})
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
-        return
-    if not before.enabled and not lora.enabled:
-        return
-    changed = []
-    for key in _SAVED_KEYS:
-        old = getattr(before, key)
-        new = getattr(lora, key)
-        if key == "target_modules":
-            old = sorted(old)
-            new = sorted(new)
-        if old != new:
-            changed.append(f"policy.lora.{key} was {old} and is {new}")
-    if changed:
-        raise ConfigError(
-            f"the checkpoints of {shown_path(saved_config.parent)} were trained with other LoRA"
-            f" settings: {'; '.join(changed)}. Set them back, or start a new run"
-            " (policy.lora.adapter_path continues from an exported adapter)"
-        )
 
 
 def lora_line(lora: LoraConfig, spec: ModelSpec) -> str:

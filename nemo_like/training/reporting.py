@@ -1,26 +1,33 @@
-"""What a run reports: its header, one line per step, and the metrics of throughput and plan."""
+"""What a run reports: its header, warnings, step lines, and the metrics of throughput and plan."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nemo_like.config.parallel import num_policy_workers
+from nemo_like.config.parallel import num_policy_workers, policy_layout
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import counted
-from nemo_like.data.columns import num_trained_tokens
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan
-from nemo_like.distributed.batched_data_dict import BatchedDataDict
+from nemo_like.data.rows import Rows
+from nemo_like.integer_math import nearest_multiples
 from nemo_like.metrics import Mean, Metrics, Timers
 from nemo_like.models.spec import ModelSpec
-from nemo_like.policy.batching import Purpose
-from nemo_like.policy.policy import Policy
 from nemo_like.prediction.placement import frozen_share
 from nemo_like.training.model_files import lora_line
+from nemo_like.training.run_data import training_name
+
+if TYPE_CHECKING:
+    # Modules that import torch, which `validate` does not need.
+    pass
+
+_LARGE_SHARE = 0.1
+"""Share of the initial weights in an average above which a run warns."""
 
 FLOPS_PER_TRAINED_UNIT = 3
 """Forward and backward in units of one forward: the backward computes two gradients per product.
@@ -98,62 +105,32 @@ def throughput_metrics(
     }
 
 
-def plan_rows(policy: Policy, batch: BatchedDataDict, purpose: Purpose = "train") -> BatchPlan:
-    """Plan the rows of a batch by their lengths and trained tokens; see `Policy.plan`.
-
-    Rows with an equal id in the column `pair`, if there is one, share a microbatch.
-    """
-    return policy.plan(batch["length"], purpose, batch.get("pair"), num_trained_tokens(batch))
-
-
 def plan_metrics(plan: BatchPlan) -> Metrics:
     """Return the metrics of the step's packing and balance."""
     return {name: Mean(value) for name, value in plan.metrics().items()}
 
 
-_OPTIMIZER = (
+_STEP_COLUMNS = (
+    ("policy/loss", "loss {:.4f}"),
+    ("rewards/accuracies", "accuracy {:.0%}"),
+    ("rewards/margins", "margin {:.3g}"),
+    ("rm/accuracy", "accuracy {:.0%}"),
+    ("rm/margin", "margin {:.3g}"),
+    ("reward/mean", "reward {:.3f}"),
+    ("reward/frac_groups_zero_std", "equal rewards {:.0%}"),
+    ("generation/truncated_share", "truncated {:.0%}"),
+    ("generation/completion_length_mean", "length {:.0f}"),
+    # Only one of them is logged, and none without a KL term.
+    ("policy/reference_kl_k1", "kl {:.2g}"),
+    ("policy/reference_kl_k2", "kl {:.2g}"),
+    ("policy/reference_kl_k3", "kl {:.2g}"),
     ("policy/grad_norm", "grad norm {:.3g}"),
     ("policy/lr", "lr {:.3g}"),
     ("packing/utilization", "packed {:.0%}"),
+    ("performance/tokens_per_s", "{:,.0f} tokens/s"),
+    ("timing/step_s", "{:.1f} s"),
 )
-_GENERATION = (
-    ("generation/truncated_share", "truncated {:.0%}"),
-    ("generation/completion_length_mean", "length {:.0f}"),
-)
-_STEP_COLUMNS = {
-    "sft": (("policy/loss", "loss {:.4f}"), *_OPTIMIZER),
-    "grpo": (
-        ("reward/mean", "reward {:.3f}"),
-        ("reward/frac_groups_zero_std", "equal rewards {:.0%}"),
-        *_GENERATION,
-        # Only one of them is logged, and none without a KL term.
-        ("policy/reference_kl_k1", "kl {:.2g}"),
-        ("policy/reference_kl_k2", "kl {:.2g}"),
-        ("policy/reference_kl_k3", "kl {:.2g}"),
-        ("policy/grad_norm", "grad norm {:.3g}"),
-    ),
-    "dpo": (
-        ("policy/loss", "loss {:.4f}"),
-        ("rewards/accuracies", "accuracy {:.0%}"),
-        ("rewards/margins", "margin {:.3g}"),
-        *_OPTIMIZER,
-    ),
-    "rm": (
-        ("policy/loss", "loss {:.4f}"),
-        ("rm/accuracy", "accuracy {:.0%}"),
-        ("rm/margin", "margin {:.3g}"),
-        *_OPTIMIZER,
-    ),
-    "distill": (
-        ("policy/loss", "loss {:.4f}"),
-        ("reward/mean", "reward {:.3f}"),
-        *_GENERATION,
-        *_OPTIMIZER,
-    ),
-}
-"""(metric, format) of the step line of each job. The loss of GRPO is not in it: its value is
-about 0 in every step, because the mean advantage is."""
-_TIME = (("performance/tokens_per_s", "{:,.0f} tokens/s"), ("timing/step_s", "{:.1f} s"))
+"""(metric, format) of the step line. A job shows the metrics that it logs."""
 
 
 def header_lines(
@@ -195,9 +172,9 @@ def step_line(kind: str, step: int, num_steps: int | None, metrics: Mapping[str,
     """
     start = f"step {step}" if num_steps is None else f"step {step}/{num_steps}"
     parts = []
-    # An algorithm without an entry shows its loss.
-    for name, form in (*_STEP_COLUMNS.get(kind, _STEP_COLUMNS["sft"]), *_TIME):
-        if name in metrics:
+    for name, form in _STEP_COLUMNS:
+        # The loss of GRPO is about 0 in every step, because the mean advantage is.
+        if name in metrics and (kind, name) != ("grpo", "policy/loss"):
             rewards = _rewards_shown(metrics) if name == "reward/mean" else ""
             parts.append(form.format(metrics[name]) + rewards)
     lines = ["  ".join([start, *parts])] if parts else []
@@ -222,3 +199,120 @@ def _rewards_shown(metrics: Mapping[str, float]) -> str:
         if name == f"reward/{reward}_mean" and f"reward/{reward}_std" in metrics:
             means.append(f"{reward} {value:.3f}")
     return f" ({', '.join(means)})" if len(means) > 1 else ""
+
+
+def config_warnings(config: RunConfig) -> Iterator[str]:
+    """Yield warnings about keys that are legal and probably not intended."""
+    lora = config.policy.lora
+    # The generator has no 4-bit weights, so with quantization there is no other choice.
+    can_send_adapters = lora.enabled and not lora.is_quantized
+    sends_adapters = lora.sends_adapters(config.policy.precision)
+    is_bfloat16 = config.policy.precision == "bfloat16"
+    if is_bfloat16 and config.generates and can_send_adapters and not sends_adapters:
+        yield _merged_bfloat16_warning(config)
+    batch_size = config.policy.train_global_batch_size
+    layout = policy_layout(config)
+    replicas = layout.dp
+    if config.has_fixed_batches and batch_size % replicas:
+        noun = "workers" if layout.replica_size == 1 else "model replicas"
+        sizes = nearest_multiples(batch_size, replicas)
+        yield (
+            f"policy.train_global_batch_size {batch_size} does not divide by the {replicas} {noun},"
+            f" so some have more rows than others in every step; {sizes} would divide"
+        )
+
+
+def rows_warnings(config: RunConfig, rows: Rows) -> Iterator[str]:
+    """Yield the warnings that follow from the training rows."""
+    key, batch_size = config.examples_per_step
+    num_rows = len(rows)
+    if config.has_fixed_batches and num_rows < batch_size:
+        yield (
+            f"{training_name(config)} has {counted(num_rows, 'row')}, fewer than one"
+            f" batch ({key} {batch_size}); set {key} to at most {num_rows}, or add rows"
+        )
+
+
+def _merged_bfloat16_warning(config: RunConfig) -> str:
+    lora = config.policy.lora
+    choice = f"policy.lora.weight_sync is {lora.weight_sync}"
+    if lora.weight_sync == "auto":
+        choice += f", with policy.lora.rank {lora.rank} the same as merged,"
+    solution = "set policy.lora.weight_sync to adapter"
+    max_rank = config.policy.generation.engine.max_adapter_rank
+    if max_rank is not None and lora.rank > max_rank:
+        # The engine has no adapters of this rank.
+        solution = (
+            f"set policy.lora.rank to at most {max_rank} and policy.lora.weight_sync to adapter"
+        )
+    return (
+        f"{choice} and policy.precision is bfloat16, so the generator loses the part of LoRA"
+        " updates below the last bit of its weights, in the first steps nearly all;"
+        f" {solution}"
+    )
+
+
+def step_warnings(config: RunConfig, num_steps: int) -> Iterator[str]:
+    """Warn of lengths that do not fit to a run of `num_steps` optimizer steps."""
+    warmup = config.policy.scheduler.warmup_steps
+    # The schedule is legal: the learning rate just never reaches its maximum.
+    if warmup > num_steps:
+        yield (
+            f"policy.scheduler.warmup_steps is {warmup}, but the run has"
+            f" {counted(num_steps, 'optimizer step')}, so the learning rate ends at"
+            f" {num_steps / warmup:.0%} of policy.optimizer.lr; set it to {num_steps} or less"
+        )
+    ema = config.policy.ema
+    if ema.enabled:
+        share = ema.decay**num_steps
+        if share > _LARGE_SHARE:
+            decay = 1 - 10 / num_steps
+            yield (
+                f"policy.ema.decay is {ema.decay}, and the run has"
+                f" {counted(num_steps, 'optimizer step')}, so {share:.0%} of the averaged weights"
+                f" come from its beginning; set it to {max(decay, 0):.3g} or less"
+            )
+
+
+class RolloutWarnings:
+    """Watches the metrics of a run's completions; each warning is given once."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._warns_of_truncation = True
+        self._warns_of_equal_rewards = config.equal_rewards_advice is not None
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:
+        """Yield the warnings that the metrics of `step` give a reason for."""
+        validation_share = metrics.get("validation/generation_truncated_share", 0.0)
+        share = metrics.get("generation/truncated_share", validation_share)
+        if self._warns_of_truncation and share >= 0.5:
+            self._warns_of_truncation = False
+            yield (
+                f"step {step}: {share:.0%} of the completions were cut off at the length limit;"
+                f" raise {self._limits(metrics)}, or check that the model ends its answers with"
+                " an end token of its chat template"
+            )
+        share = metrics.get("reward/frac_groups_zero_std", 0.0)
+        if self._warns_of_equal_rewards and share >= 0.8:
+            self._warns_of_equal_rewards = False
+            zero_share = metrics.get("reward/frac_groups_all_zero", 0.0)
+            yield (
+                f"step {step}: {share:.0%} of the groups have equal rewards, which do not train"
+                f" the policy ({zero_share:.0%} have only rewards of 0);"
+                f" {self._config.equal_rewards_advice}"
+            )
+
+    def _limits(self, metrics: Mapping[str, float]) -> str:
+        """Return the keys that limit the completions, with their values."""
+        policy = self._config.policy
+        max_new_tokens = policy.generation.max_new_tokens
+        key = f"policy.generation.max_new_tokens (now {max_new_tokens})"
+        total = f"policy.max_total_sequence_length (now {policy.max_total_sequence_length})"
+        if self._config.environment.path is not None:
+            if self._config.environment.max_tokens is not None:
+                total = f"environment.max_tokens (now {self._config.environment.max_tokens})"
+            return f"{key} or {total}"
+        if metrics.get("generation/completion_length_max", max_new_tokens) < max_new_tokens:
+            return total
+        return key

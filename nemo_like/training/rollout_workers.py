@@ -66,7 +66,9 @@ def generation_worker(
     }
     if config.policy.lora.sends_adapters(config.policy.precision):
         kwargs["lora"] = config.policy.lora
-    worker_class, own_kwargs = generation_backend(config).worker(config, can_sleep=can_sleep)
+    worker_class, own_kwargs = generation_backend(config.policy).worker(
+        config.policy, seed=config.seed, can_sleep=can_sleep
+    )
     return worker_class, kwargs | own_kwargs
 
 

@@ -28,6 +28,7 @@ from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.metrics import Metrics, Timers, metric_values
+from nemo_like.policy.batching import Purpose
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
 from nemo_like.policy.optim import resolve_decay_steps
 from nemo_like.policy.policy import Policy, ShardedBatch
@@ -44,22 +45,17 @@ from nemo_like.run.directory import (
 from nemo_like.run.files import AppendedFile, write_text
 from nemo_like.run.progress import Progress, Sample
 from nemo_like.run.tracking import RunLog, Tracker, check_logger, run_log
-from nemo_like.training.model_files import (
-    check_frozen_models,
-    check_resumed_lora,
-    frozen_models,
-    open_model_spec,
-)
+from nemo_like.training.model_files import check_frozen_models, frozen_models, open_model_spec
 from nemo_like.training.reporting import (
+    RolloutWarnings,
     StepWork,
+    config_warnings,
     header_lines,
-    plan_rows,
     step_line,
     throughput_metrics,
 )
 from nemo_like.training.rollout_workers import open_collector
 from nemo_like.training.run_data import RunData, load_position, loader_metrics
-from nemo_like.training.run_warnings import RolloutWarnings, precision_warnings
 from nemo_like.training.saving import CheckpointSaver, Selection, export_model, policy_directory
 from nemo_like.training.stopping import RunStopped, StopRequests, stop_requests
 from nemo_like.training.weights import GeneratorWeights
@@ -123,7 +119,7 @@ class TrainingRun:
 
     def __post_init__(self) -> None:
         self.saver = CheckpointSaver(self.checkpointer, self.workers, self.timers)
-        self.selection = Selection(self.config)
+        self.selection = Selection(self.config.checkpointing, self.config.early_stopping)
         self.rollout_warnings = RolloutWarnings(self.config)
 
     @property
@@ -203,7 +199,8 @@ class TrainingRun:
     def generator_weights(self) -> GeneratorWeights:
         """Keeps the generator's weights equal to the policy's."""
         return GeneratorWeights(
-            self.config,
+            self.config.policy,
+            self.config.cluster,
             self.policy,
             self.workers.rollout.generator,
             self.timers,
@@ -438,7 +435,7 @@ def open_training_run(
     config = replace(config, policy=resolve_decay_steps(config.policy, num_optimizer_steps))
     progress = Progress()
     with (
-        stop_requests(config) as stop,
+        stop_requests(config.cluster.time_limit) as stop,
         open_run_directory(config.output_dir, config.run_name, resume=config.resume) as directory,
         run_log(directory.logs / "driver.log") as log_file,
         ExitStack() as closing,
@@ -447,7 +444,7 @@ def open_training_run(
         logger.info("process %d on host %s starts, resume=%s", os.getpid(), host, config.resume)
         checkpointer = Checkpointer(directory.path, config.checkpointing)
         check_logger(config.logger)
-        for warning in precision_warnings(config):
+        for warning in config_warnings(config):
             logger.warning(warning)  # on the console and in driver.log
         spec = open_model_spec(config)
         for line in header_lines(config, directory.path, spec, len(data.train), num_steps):
@@ -459,7 +456,6 @@ def open_training_run(
                 lambda path: checkpoint_problem(policy_directory(path))
             )
             if resumed is not None:
-                check_resumed_lora(directory.config, config.policy.lora)
                 saved = resumed.state().model
                 check_frozen_models(saved, identities, config, resumed.path)
             # config.yaml itself is replaced in `start_run_directory`, after the last check.
@@ -490,6 +486,14 @@ def open_training_run(
             except Exception as error:
                 run.saver.finish_after_error(error)
                 raise
+
+
+def plan_rows(policy: Policy, batch: BatchedDataDict, purpose: Purpose = "train") -> BatchPlan:
+    """Plan the rows of a batch by their lengths and trained tokens; see `Policy.plan`.
+
+    Rows with an equal id in the column `pair`, if there is one, share a microbatch.
+    """
+    return policy.plan(batch["length"], purpose, batch.get("pair"), num_trained_tokens(batch))
 
 
 def check_workers(

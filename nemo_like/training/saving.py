@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.schema import RunConfig
+from nemo_like.config.schema import CheckpointingConfig, EarlyStoppingConfig
 from nemo_like.metrics import Timers
 from nemo_like.run.checkpoint import Checkpointer, CheckpointError, OpenCheckpoint, TrainingState
 from nemo_like.run.directory import RunDirectory
@@ -30,15 +29,6 @@ _POLICY = "policy"
 """The policy's directory inside a checkpoint."""
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """A checkpoint that the policy's workers write while training continues."""
-
-    checkpoint: OpenCheckpoint
-    started_s: float
-    """`time.monotonic()` when the workers had copied their state."""
-
-
 def policy_directory(checkpoint: Path) -> Path:
     """Return the directory of the policy's own files inside a checkpoint."""
     return checkpoint / _POLICY
@@ -51,7 +41,8 @@ class CheckpointSaver:
         self._checkpointer = checkpointer
         self._workers = workers
         self.timers = timers
-        self._pending: _Pending | None = None
+        self._pending: OpenCheckpoint | None = None
+        """A checkpoint that the policy's workers write while training continues."""
 
     def save(
         self, state: TrainingState, *, prunes: bool, in_background: bool, is_best: bool = False
@@ -77,7 +68,7 @@ class CheckpointSaver:
                         checkpoint.add(_POLICY, policy.save(directory))
                 state.save(checkpoint.path)
             if in_background:
-                self._pending = _Pending(checkpoint, time.monotonic())
+                self._pending = checkpoint
             else:
                 self._checkpointer.publish(checkpoint)
 
@@ -85,7 +76,7 @@ class CheckpointSaver:
         """Return the steps of the checkpoints, the pending one included."""
         steps = self._checkpointer.saved_steps()
         if self._pending is not None:
-            steps.append(self._pending.checkpoint.step)
+            steps.append(self._pending.step)
         return steps
 
     def publish_if_written(self) -> None:
@@ -103,12 +94,9 @@ class CheckpointSaver:
         pending = self._pending
         # Also after an error: it cannot be finished a second time.
         self._pending = None
-        with self._checkpointer.discarding(pending.checkpoint):
-            pending.checkpoint.add(_POLICY, self._workers.policy.finish_save())
-        self._checkpointer.publish(pending.checkpoint)
-        seconds = time.monotonic() - pending.started_s
-        step = pending.checkpoint.step
-        logger.info("the checkpoint of step %d was complete %.1f s after its copy", step, seconds)
+        with self._checkpointer.discarding(pending):
+            pending.add(_POLICY, self._workers.policy.finish_save())
+        self._checkpointer.publish(pending)
 
     def finish_after_error(self, error: Exception) -> None:
         """Publish the pending checkpoint if the workers still can; the run ends with `error`.
@@ -118,7 +106,7 @@ class CheckpointSaver:
         """
         if self._pending is None:
             return
-        checkpoint = self._pending.checkpoint
+        checkpoint = self._pending
         try:
             self.finish()
         except Exception as reason:
@@ -177,18 +165,22 @@ class BestValue:
     """Step of `value`."""
     num_without: int = 0
     """Values since `step` that were not better."""
-    is_reported: bool = False
-    """A record without the metric was reported."""
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Compare the metric of the record of `step`; return True if it is the best so far.
 
         Records without the metric change nothing; a value that is not finite is never better.
         Raises ConfigError if the record of step 0 has metrics of the same section, but not this
-        one; later, when a run would be lost, this is a warning.
+        one. Later a run would be lost, so `Selection.summary` reports it.
         """
         if self.metric not in metrics:
-            self._check_name(step, metrics)
+            section = self.metric.partition("/")[0]
+            others = [name for name in metrics if name.partition("/")[0] == section]
+            if step == 0 and others:
+                raise ConfigError(
+                    f"{_BEST_KEY} is {self.metric!r}, which this run does not log; metrics of"
+                    f" that section: {', '.join(sorted(others))}"
+                )
             return False
         value = metrics[self.metric]
         if not self._is_better(value):
@@ -205,20 +197,6 @@ class BestValue:
         if self.value is None:
             return True
         return value > self.value if self.mode == "max" else value < self.value
-
-    def _check_name(self, step: int, metrics: Mapping[str, float]) -> None:
-        section = self.metric.partition("/")[0]
-        others = [name for name in metrics if name.partition("/")[0] == section]
-        if not others or self.value is not None or self.is_reported:
-            return
-        text = (
-            f"{_BEST_KEY} is {self.metric!r}, which this run does not log; metrics of that section:"
-            f" {', '.join(sorted(others))}"
-        )
-        if step == 0:
-            raise ConfigError(text)
-        logger.warning(text)
-        self.is_reported = True
 
     def state(self) -> dict[str, Any]:
         """Return the state as JSON values."""
@@ -242,9 +220,8 @@ class BestValue:
 class Selection:
     """Best checkpoint and early stopping of one run."""
 
-    def __init__(self, config: RunConfig) -> None:
-        checkpointing = config.checkpointing
-        self.patience = config.early_stopping.patience
+    def __init__(self, checkpointing: CheckpointingConfig, stopping: EarlyStoppingConfig) -> None:
+        self.patience = stopping.patience
         self.best: BestValue | None = None
         """Of the steps that have a checkpoint; None without `checkpointing.keep_best`."""
         self.stopping: BestValue | None = None
@@ -279,22 +256,18 @@ class Selection:
             return False
         return self.stopping.num_without >= self.patience
 
-    def _stop_text(self) -> str:
-        assert self.stopping is not None, "only a run with early_stopping ends early"
-        best = self.stopping
-        reached = "it was never finite"
-        if best.value is not None:
-            reached = f"best was {best.value:.6g} at step {best.step}"
-        return (
-            f"early stopping: {best.metric} has not improved in {best.num_without} evaluations"
-            f" ({reached})"
-        )
-
     def summary(self) -> list[str]:
         """Return the lines for the end of the run: early stopping, best step, missing metrics."""
         lines = []
-        if self.stops:
-            lines.append(self._stop_text())
+        if self.stopping is not None and self.stops:
+            best = self.stopping
+            reached = "it was never finite"
+            if best.value is not None:
+                reached = f"best was {best.value:.6g} at step {best.step}"
+            lines.append(
+                f"early stopping: {best.metric} has not improved in {best.num_without} evaluations"
+                f" ({reached})"
+            )
         if self.best is not None and self.best.value is not None:
             best = self.best
             lines.append(f"best checkpoint: step {best.step}, {best.metric} {best.value:.6g}")

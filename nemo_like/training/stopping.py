@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FrameType
 
 from nemo_like.config.constraints import parse_duration
-from nemo_like.config.schema import RunConfig
 from nemo_like.distributed.ray.session_guard import remove_all_sessions
 
 EXIT_STOPPED = 75
@@ -107,8 +106,8 @@ _active: StopRequests | None = None
 
 
 @contextmanager
-def stop_requests(config: RunConfig) -> Iterator[StopRequests]:
-    """Handle signals and the time limit inside the block.
+def stop_requests(time_limit: str | None) -> Iterator[StopRequests]:
+    """Handle signals and `cluster.time_limit` inside the block.
 
     A nested block shares the requests of the outer one. Only a main thread can handle signals;
     in another thread the time limit alone has an effect.
@@ -117,7 +116,7 @@ def stop_requests(config: RunConfig) -> Iterator[StopRequests]:
     if _active is not None:
         yield _active
         return
-    requests = StopRequests(config.cluster.time_limit)
+    requests = StopRequests(time_limit)
     _active = requests
     handled = [signal.SIGINT, signal.SIGTERM]
     # `nohup` ignores SIGHUP, so that the command continues after its terminal is closed.

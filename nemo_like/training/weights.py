@@ -7,8 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from nemo_like.config.parallel import is_colocated
-from nemo_like.config.schema import RunConfig
+from nemo_like.config.schema import ClusterConfig, PolicyConfig
 from nemo_like.config.text import counted
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
@@ -29,7 +28,8 @@ class GeneratorWeights:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: PolicyConfig,
+        cluster: ClusterConfig,
         policy: Policy,
         generator: Generator,
         timers: Timers,
@@ -41,20 +41,18 @@ class GeneratorWeights:
         self.timers = timers
         self._report = report
         self._sync = WeightSync(
-            policy.group,
-            dtype=config.policy.precision,
-            timeout_s=config.cluster.collective_timeout_s,
+            policy.group, dtype=config.precision, timeout_s=cluster.collective_timeout_s
         )
-        self._check = LogprobCheck(config.policy.precision)
-        self._is_enabled = config.policy.generation.check_weights
-        self._is_colocated = is_colocated(config)
+        self._check = LogprobCheck(config.precision)
+        self._is_enabled = config.generation.check_weights
+        self._is_colocated = cluster.gpus_per_node > 0 and cluster.generation_workers == 0
         self._expected: Jagged | None = None
         """The policy's log-probs of the probe rows, until the generator was compared."""
         self._unverified: list[Replica] = []
         """The replicas to compare with them."""
         self._metrics: list[Metrics] = []
         """Of updates that no call has returned yet."""
-        self._max_length = config.policy.max_total_sequence_length - 1
+        self._max_length = config.max_total_sequence_length - 1
 
     def update(self, version: int, replicas: Sequence[Replica] | None = None) -> Metrics:
         """Send the policy's weights to `replicas` as `version`, and check them.

@@ -440,7 +440,9 @@ def run_offload_decision(config: RunConfig, policy: Policy) -> OffloadDecision:
     return decide_offload(
         config.cluster.offload,
         policy_bytes=policy_peak_bytes(config, policy.model),
-        generator_bytes=generation_backend(config).peak_bytes(config, policy.model, device_bytes),
+        generator_bytes=generation_backend(config.policy).peak_bytes(
+            config.policy, policy.model, device_bytes
+        ),
         device_bytes=device_bytes,
     )
 

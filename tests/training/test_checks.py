@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -14,8 +13,15 @@ from nemo_like.config.optimization import LoraConfig
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.placement import num_adapter_params
-from nemo_like.training.model_files import check_lora, check_resumed_lora, linear_layers, lora_line
+from nemo_like.training.model_files import (
+    check_frozen_models,
+    check_lora,
+    frozen_models,
+    linear_layers,
+    lora_line,
+)
 from tests.policy.tiny import save_tiny_model
+from tests.recipe import Recipe
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_tied", "qwen3_moe_mixed"])
@@ -47,18 +53,18 @@ def test_layers_of_the_files_are_those_of_the_model_and_give_the_number_of_param
             check_lora(PolicyConfig(model_name=str(directory), lora=wrong), spec)
 
 
-def test_a_resume_compares_the_settings_on_which_adapters_depend(tmp_path: Path):
-    path = tmp_path / "config.yaml"
-    lora = LoraConfig(enabled=True, rank=4, adapter_path="somewhere")
-    # Without a file, and with a file from before there was LoRA.
-    check_resumed_lora(path, lora)
-    path.write_text("policy: {model_name: m}")
-    check_resumed_lora(path, LoraConfig())
-    with pytest.raises(ConfigError, match=r"policy\.lora\.enabled was False and is True"):
-        check_resumed_lora(path, lora)
-    targets = list(reversed(lora.target_modules))
-    section = {"enabled": True, "rank": 4, "target_modules": targets}
-    path.write_text(yaml.safe_dump({"policy": {"lora": section}}))
-    check_resumed_lora(path, lora)
-    with pytest.raises(ConfigError, match=r"policy\.lora\.use_rslora was False and is True"):
-        check_resumed_lora(path, LoraConfig(enabled=True, rank=4, use_rslora=True))
+def test_a_resume_compares_the_settings_on_which_adapters_depend(recipe: Recipe, tmp_path: Path):
+    def identities(*keys: str) -> dict[str, str]:
+        return frozen_models(recipe.sft(*(f"policy.lora.{key}" for key in keys)))
+
+    config = recipe.sft("policy.lora.enabled=true")
+    saved = identities("enabled=true", "rank=4", "target_modules=[q_proj, k_proj]")
+    check_frozen_models({}, saved, config, tmp_path)
+    same = identities(
+        "enabled=true", "rank=4", "target_modules=[k_proj, q_proj]", "adapter_path=somewhere"
+    )
+    check_frozen_models(saved, same, config, tmp_path)
+    for key in ("rank=5", "use_rslora=true", "alpha=7"):
+        changed = identities("enabled=true", "rank=4", "target_modules=[q_proj, k_proj]", key)
+        with pytest.raises(ConfigError, match=rf"{key.replace('=t', ' T')[:4]}.*set it back"):
+            check_frozen_models(saved, changed, config, tmp_path)

@@ -79,7 +79,7 @@ def test_the_peaks_of_a_1b_model_fit_on_a_large_gpu_and_not_on_a_small_one(tmp_p
         config.policy, policy_layout(config), needs_reference=config.needs_reference
     )
     assert policy == MemoryModel(spec, placement).peak(8192)
-    generator = generation_backend(config).peak_bytes(config, spec, 139 * GIB)
+    generator = generation_backend(config.policy).peak_bytes(config.policy, spec, 139 * GIB)
     # Weights in bfloat16, and at least the KV cache of 64 rows of 1,024 tokens.
     cache = 16 * 2 * 8 * 64 * 2 * 64 * 1024
     assert 2 * spec.num_params + cache < generator < 1.3 * (2 * spec.num_params + cache)
@@ -92,5 +92,5 @@ def test_the_peaks_of_a_1b_model_fit_on_a_large_gpu_and_not_on_a_small_one(tmp_p
 
 def test_vllm_takes_its_share_of_the_gpu(tmp_path) -> None:
     config = grpo_config(tmp_path, "vllm")
-    peak = generation_backend(config).peak_bytes(config, load_spec("1b"), 100 * GIB)
+    peak = generation_backend(config.policy).peak_bytes(config.policy, load_spec("1b"), 100 * GIB)
     assert peak == 60 * GIB

@@ -49,11 +49,11 @@ def test_a_resumed_selection_decides_as_one_without_interruption(
 ) -> None:
     stopping = dataclasses.replace(BASE.early_stopping, patience=patience)
     config = dataclasses.replace(BASE, early_stopping=stopping)
-    complete = Selection(config)
+    complete = Selection(config.checkpointing, config.early_stopping)
     ends = observed(complete, losses)
-    first = Selection(config)
+    first = Selection(config.checkpointing, config.early_stopping)
     parts = observed(first, losses[:cut])
-    resumed = Selection(config)
+    resumed = Selection(config.checkpointing, config.early_stopping)
     resumed.load_state_dict(first.state_dict())
     parts += observed(resumed, losses[cut:], cut + 1)
     assert parts == ends
@@ -69,7 +69,7 @@ def test_a_resumed_selection_decides_as_one_without_interruption(
 
 
 def test_only_an_improvement_resets_the_patience() -> None:
-    selection = Selection(BASE)
+    selection = Selection(BASE.checkpointing, BASE.early_stopping)
     assert observed(selection, [4.0, 4.0, 4.5, 3.4, 3.4]) == [False] * 5
     assert selection.stopping is not None
     assert (selection.stopping.value, selection.stopping.step) == (3.4, 4)
@@ -77,7 +77,7 @@ def test_only_an_improvement_resets_the_patience() -> None:
 
 
 def test_a_metric_that_is_not_logged_is_an_error_before_the_first_step() -> None:
-    selection = Selection(BASE)
+    selection = Selection(BASE.checkpointing, BASE.early_stopping)
     selection.observe(0, {"policy/loss": 1.0})
     with pytest.raises(ConfigError, match=r"keep_best.*validation/accuracy"):
         selection.observe(0, {"validation/accuracy": 1.0})

@@ -14,7 +14,9 @@ def test_updates_of_restarted_replicas_add_to_the_metrics_of_the_step(recipe: Re
     with start_workers(config, Progress()) as workers:
         generator = workers.rollout.generator
         lines: list[str] = []
-        weights = GeneratorWeights(config, workers.policy, generator, Timers(), lines.append)
+        weights = GeneratorWeights(
+            config.policy, config.cluster, workers.policy, generator, Timers(), lines.append
+        )
         alone = weights.update(1)
         assert weights.update(1, generator.live_replicas) == {}
         assert weights.update(1, generator.live_replicas) == {}

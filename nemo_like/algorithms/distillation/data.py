@@ -39,6 +39,7 @@ from nemo_like.training.encoding import (
     encode_sft_row,
     prompt_example,
 )
+from nemo_like.training.reporting import step_warnings
 from nemo_like.training.run_data import (
     ExampleSource,
     RunData,
@@ -46,7 +47,6 @@ from nemo_like.training.run_data import (
     open_data,
     training_name,
 )
-from nemo_like.training.run_warnings import step_warnings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -26,8 +26,8 @@ from nemo_like.rollout.metrics import rollout_metrics
 from nemo_like.rollout.rows import row_seeds
 from nemo_like.run.progress import Sample
 from nemo_like.training.encoding import encode_conversation
-from nemo_like.training.reporting import StepWork, plan_metrics, plan_rows
-from nemo_like.training.run import RunResult, TrainingRun
+from nemo_like.training.reporting import StepWork, plan_metrics
+from nemo_like.training.run import RunResult, TrainingRun, plan_rows
 from nemo_like.training.run_data import ExampleSource, named_metrics
 from nemo_like.training.steps import TrainedBatch, run_epochs, show_rollout, train
 

@@ -29,6 +29,7 @@ from nemo_like.training.diagnostics import (
     prompt_messages,
 )
 from nemo_like.training.encoding import encode_question, prompt_examples
+from nemo_like.training.reporting import step_warnings
 from nemo_like.training.run_data import (
     ExampleSource,
     RunData,
@@ -36,7 +37,6 @@ from nemo_like.training.run_data import (
     open_data,
     training_name,
 )
-from nemo_like.training.run_warnings import step_warnings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

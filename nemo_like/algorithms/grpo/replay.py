@@ -33,7 +33,7 @@ from nemo_like.rollout.records import RolloutRecord, recorded_steps
 from nemo_like.run.checkpoint import Checkpointer, incomplete_reason
 from nemo_like.run.directory import RunDirectory
 from nemo_like.training.model_files import open_model_spec
-from nemo_like.training.reporting import plan_rows
+from nemo_like.training.run import plan_rows
 from nemo_like.training.saving import policy_directory
 from nemo_like.training.workers import local_policy
 

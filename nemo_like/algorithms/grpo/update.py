@@ -16,8 +16,8 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import RolloutLoss
 from nemo_like.metrics import Metrics, merge_metrics
 from nemo_like.policy.logprob_store import LogprobName
-from nemo_like.training.reporting import StepWork, plan_metrics, plan_rows
-from nemo_like.training.run import TrainingRun
+from nemo_like.training.reporting import StepWork, plan_metrics
+from nemo_like.training.run import TrainingRun, plan_rows
 from nemo_like.training.steps import TrainedBatch, train_steps
 
 

@@ -29,6 +29,7 @@ from nemo_like.training.diagnostics import (
     encode_sample,
 )
 from nemo_like.training.encoding import encode_conversation, encode_sft_row
+from nemo_like.training.reporting import step_warnings
 from nemo_like.training.run_data import (
     ExampleSource,
     RunData,
@@ -38,7 +39,6 @@ from nemo_like.training.run_data import (
     open_data,
     training_name,
 )
-from nemo_like.training.run_warnings import answer_warnings, step_warnings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -118,7 +118,6 @@ def check_rows(
     check_texts(encoder, data.train, conversation, diagnostics)
     check_prompts_agree(encoder, data.train, diagnostics)
     source = open_source(config, data)
-    diagnostics.warnings += answer_warnings(config, data.train)
     is_streaming = config.data.batching.is_streaming
     if is_streaming:
         diagnostics.add_lines("data", _describe_stream(config, len(data.train)))

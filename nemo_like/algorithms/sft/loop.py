@@ -14,8 +14,8 @@ from nemo_like.losses import NllLoss
 from nemo_like.metrics import ExpMean, Mean, Metric, Metrics, merge_metrics
 from nemo_like.policy.policy import Policy
 from nemo_like.training.model_files import open_model_spec
-from nemo_like.training.reporting import StepWork, plan_metrics, plan_rows
-from nemo_like.training.run import RunResult, TrainingRun
+from nemo_like.training.reporting import StepWork, plan_metrics
+from nemo_like.training.run import RunResult, TrainingRun, plan_rows
 from nemo_like.training.run_data import ExampleSource, PromptSet, named_metrics, prompt_sets
 from nemo_like.training.steps import TrainedBatch, run_epochs, score_answers, train
 
