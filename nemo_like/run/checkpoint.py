@@ -361,8 +361,6 @@ class TrainingState:
     """Steps done."""
     loader: dict[str, Any] = field(default_factory=dict)
     """Position of the data loader."""
-    rng: dict[str, Any] = field(default_factory=dict)
-    """States of the driver's random generators, by name."""
     counters: dict[str, float] = field(default_factory=dict)
     """Totals since the start of the run, such as tokens seen."""
     selection: dict[str, Any] = field(default_factory=dict)

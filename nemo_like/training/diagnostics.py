@@ -250,53 +250,56 @@ def check_lengths(
     """
     if not lengths:
         return
-    diagnostics.add_lines("lengths", _describe_lengths(rows, lengths, "rows"))
+    longest = _add_longest(rows, lengths, "rows", diagnostics)
     limit = config.policy.max_total_sequence_length
-    policy = config.policy.oversize_rows
-    max_length = max(lengths.values())
-    above = [index for index in lengths if lengths[index] > limit]
-    if above:
-        location = rows.location(_longest(above, lengths))
+    num_above = sum(length > limit for length in lengths.values())
+    if num_above:
         text = (
-            f"{len(above)} of the {len(lengths):,} rows sampled are above"
-            f" policy.max_total_sequence_length {limit}, the longest with {max_length} tokens"
-            f" ({location})"
+            f"{num_above} of the {len(lengths):,} rows sampled are above"
+            f" policy.max_total_sequence_length {limit}, the longest with"
+            f" {lengths[longest]} tokens ({rows.location(longest)})"
         )
         outcomes = {
             "truncate": "their ends are removed",
             "drop": "they are left out",
             "singleton": "they are kept in full",
         }
-        if policy == "error":
-            diagnostics.problems.append(
-                f"{text}; raise it to {max_length}, or set policy.oversize_rows to truncate (remove"
-                " the end), drop or singleton"
-            )
-        else:
-            diagnostics.warnings.append(
-                f"{text}; policy.oversize_rows is {policy}, so {outcomes[policy]}"
-            )
-    is_limited = policy in ("truncate", "drop")
+        _add_oversize(config, text, outcomes, lengths[longest], diagnostics)
+    is_limited = config.policy.oversize_rows in ("truncate", "drop")
+    max_length = lengths[longest]
     _check_budget(config, min(max_length, limit) if is_limited else max_length, diagnostics)
 
 
 def check_prompts(
     config: RunConfig, rows: Rows, lengths: Mapping[int, int], diagnostics: Diagnostics
 ) -> None:
-    """Check that prompts leave tokens for a completion, and rows against the token budgets.
+    """Check that prompts leave tokens for a completion or a turn, and the token budgets.
 
     `lengths` is row index -> tokens of the sampled prompts.
     """
     if not lengths:
         return
-    diagnostics.add_lines("lengths", _describe_lengths(rows, lengths, "prompts"))
+    longest = _add_longest(rows, lengths, "prompts", diagnostics)
+    max_length = lengths[longest]
+    conversation_limit = config.environment.max_tokens
+    if conversation_limit is not None and max_length >= conversation_limit:
+        diagnostics.problems.append(
+            f"the prompt of {rows.location(longest)} has {max_length} tokens, and"
+            f" environment.max_tokens is {conversation_limit}, so there is no room for a turn of"
+            f" the model; raise it above {max_length}"
+        )
     limit = config.policy.max_total_sequence_length
-    max_new_tokens = config.policy.generation.max_new_tokens
-    max_length = max(lengths.values())
-    above = [index for index in lengths if lengths[index] >= limit]
-    if above:
-        _add_long_prompts(config, rows, above, lengths, diagnostics)
+    num_above = sum(length >= limit for length in lengths.values())
+    if num_above:
+        text = (
+            f"{num_above} of the {len(lengths):,} prompts sampled leave no tokens for a completion"
+            f" within policy.max_total_sequence_length {limit}, the longest with {max_length}"
+            f" tokens ({rows.location(longest)})"
+        )
+        outcomes = {"truncate": "their beginnings are removed", "drop": "they are left out"}
+        _add_oversize(config, text, outcomes, max_length + 1, diagnostics)
         return
+    max_new_tokens = config.policy.generation.max_new_tokens
     needed = max_length + max_new_tokens
     if needed > limit:
         num_short = sum(length + max_new_tokens > limit for length in lengths.values())
@@ -308,21 +311,29 @@ def check_prompts(
     _check_budget(config, min(needed, limit), diagnostics)
 
 
-def _add_long_prompts(
-    config: RunConfig,
-    rows: Rows,
-    above: list[int],
-    lengths: Mapping[int, int],
-    diagnostics: Diagnostics,
-) -> None:
-    """Add the problem or warning about the prompts `above` the sequence length."""
-    longest = _longest(above, lengths)
-    text = (
-        f"{len(above)} of the {len(lengths):,} prompts sampled leave no tokens for a completion"
-        f" within policy.max_total_sequence_length {config.policy.max_total_sequence_length}, the"
-        f" longest with {lengths[longest]} tokens ({rows.location(longest)})"
+def _add_longest(
+    rows: Rows, lengths: Mapping[int, int], noun: str, diagnostics: Diagnostics
+) -> int:
+    """Describe the longest of the sampled rows; return its index."""
+    longest = max(lengths, key=lambda index: lengths[index])
+    which = f"{len(lengths):,} sampled of {len(rows):,}"
+    if len(lengths) == len(rows):
+        which = f"all {len(rows):,}"
+    diagnostics.add_lines(
+        "lengths",
+        f"{noun} ({which}): the longest has {lengths[longest]:,} tokens ({rows.location(longest)})",
     )
-    outcomes = {"truncate": "their beginnings are removed", "drop": "they are left out"}
+    return longest
+
+
+def _add_oversize(
+    config: RunConfig, text: str, outcomes: Mapping[str, str], needed: int, diagnostics: Diagnostics
+) -> None:
+    """Add the warning or problem about rows that are too long.
+
+    `text` describes them, `outcomes` has what a value of `policy.oversize_rows` does with them, and
+    `needed` is the sequence length that fits them.
+    """
     policy = config.policy.oversize_rows
     if policy in outcomes:
         diagnostics.warnings.append(
@@ -330,24 +341,8 @@ def _add_long_prompts(
         )
     else:
         diagnostics.problems.append(
-            f"{text}; raise it above {lengths[longest]}, or set policy.oversize_rows to truncate"
-            " (remove the beginning) or drop (leave the rows out)"
+            f"{text}; raise it to {needed}, or set policy.oversize_rows to {' or '.join(outcomes)}"
         )
-
-
-def _longest(indices: list[int], lengths: Mapping[int, int]) -> int:
-    return max(indices, key=lambda index: lengths[index])
-
-
-def _describe_lengths(rows: Rows, lengths: Mapping[int, int], noun: str) -> str:
-    longest = _longest(list(lengths), lengths)
-    if len(lengths) == len(rows):
-        which = f"all {len(rows):,}"
-    else:
-        which = f"{len(lengths):,} sampled of {len(rows):,}"
-    return (
-        f"{noun} ({which}): the longest has {lengths[longest]:,} tokens ({rows.location(longest)})"
-    )
 
 
 def _check_budget(config: RunConfig, max_length: int, diagnostics: Diagnostics) -> None:
@@ -375,25 +370,6 @@ def _check_budget(config: RunConfig, max_length: int, diagnostics: Diagnostics) 
                 f" {budget};"
                 f" policy.oversize_rows is {config.policy.oversize_rows}"
             )
-
-
-def check_conversation_prompts(
-    config: RunConfig, rows: Rows, lengths: Mapping[int, int], diagnostics: Diagnostics
-) -> None:
-    """Check that prompts leave tokens for a turn within `environment.max_tokens`.
-
-    `lengths` is row index -> tokens of the sampled prompts.
-    """
-    limit = config.environment.max_tokens
-    if limit is None or not lengths:
-        return
-    longest = max(lengths, key=lambda index: lengths[index])
-    if lengths[longest] >= limit:
-        diagnostics.problems.append(
-            f"the prompt of {rows.location(longest)} has {lengths[longest]} tokens, and"
-            f" environment.max_tokens is {limit}, so there is no room for a turn of the model;"
-            f" raise it above {lengths[longest]}"
-        )
 
 
 def check_texts(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from nemo_like.data.messages import TrainOn, mask_turns, row_tools, trained_turn
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import Rows
 from nemo_like.rollout.conversations import Prompt
-from nemo_like.run.progress import Progress
 
 EncodeRow = Callable[[ChatEncoder, RunConfig, Row], EncodedRow | None]
 """Encodes one row of a file. None drops the row; raises ConfigError for a bad row."""
@@ -135,47 +133,3 @@ def encoding_settings(config: RunConfig, encoder: ChatEncoder) -> str:
         tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab(),
     )
     return repr(values)
-
-
-def open_training_rows(
-    config: RunConfig, encoder: ChatEncoder, rows: Rows, encode: EncodeRow
-) -> EncodedRows:
-    """Return the training rows, encoded on demand or ahead by `data.num_encoding_workers`."""
-    return EncodedRows(
-        rows,
-        partial(encode, encoder, config),
-        num_processes=config.data.num_encoding_workers,
-        settings=partial(encoding_settings, config, encoder),
-    )
-
-
-def leaves_out_rows(config: RunConfig) -> bool:
-    """Return True if the encoding of a row can decide to leave it out."""
-    return config.policy.oversize_rows == "drop" or config.data.max_prompt_tokens is not None
-
-
-def encode_ahead(config: RunConfig, rows: EncodedRows, order: np.ndarray) -> None:
-    """Encode the rows `order` int64 [n]; every row if rows can be left out.
-
-    The number of steps depends on the rows that are left, whose number is printed. Raises
-    ConfigError for bad rows.
-    """
-    progress = Progress()
-    if leaves_out_rows(config):
-        is_missing = np.ones(len(rows), dtype=bool)
-        is_missing[order] = False
-        order = np.concatenate([order, np.flatnonzero(is_missing)])
-    with progress.phase("encoding rows", len(order)) as phase:
-        rows.encode_ahead(order, phase.advance)
-    dropped = np.flatnonzero(~rows.is_kept)
-    if len(dropped) and config.data.max_prompt_tokens is not None:
-        progress.print_line(
-            f"data.max_prompt_tokens {config.data.max_prompt_tokens} leaves out {len(dropped):,} of"
-            f" {len(rows):,} rows; the first is {rows.location(int(dropped[0]))}"
-        )
-    elif len(dropped):
-        progress.print_line(
-            f"policy.oversize_rows=drop skips {len(dropped):,} of {len(rows):,} rows; the first is"
-            f" {rows.location(int(dropped[0]))}: longer than policy.max_total_sequence_length"
-            f" {config.policy.max_total_sequence_length}"
-        )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
+from operator import methodcaller
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.import_path import import_function, user_error_text
-from nemo_like.config.schema import MAIN_SET, EpochLoopConfig, RunConfig
+from nemo_like.config.schema import MAIN_SET, DataConfig, EpochLoopConfig, RunConfig
 from nemo_like.config.text import counted, plural
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import RowSchema
@@ -29,9 +30,8 @@ from nemo_like.run.checkpoint import Checkpoint, CheckpointError
 from nemo_like.run.progress import Progress
 from nemo_like.training.encoding import (
     EncodeRow,
-    encode_ahead,
     encode_question,
-    open_training_rows,
+    encoding_settings,
     prompt_examples,
 )
 from nemo_like.training.model_files import open_encoder, open_model_config
@@ -278,7 +278,13 @@ class ExampleSource(Generic[ExampleT]):
     @cached_property
     def rows(self) -> EncodedRows:
         """The training rows in their encoded form."""
-        return open_training_rows(self.config, self.data.encoder, self.data.train, self._encode)
+        encoder = self.data.encoder
+        return EncodedRows(
+            self.data.train,
+            partial(self._encode, encoder, self.config),
+            num_processes=self.config.data.num_encoding_workers,
+            settings=partial(encoding_settings, self.config, encoder),
+        )
 
     def loader(self, curriculum: Curriculum | None = None) -> RowLoader[ExampleT]:
         """Return an endless loader; a batch has the examples of one step."""
@@ -295,27 +301,43 @@ class ExampleSource(Generic[ExampleT]):
         )
 
     def encode_ahead(self, order: np.ndarray) -> None:
-        """Encode the rows of `order`, int64 [n]; see `encoding.encode_ahead`.
+        """Encode the rows `order` int64 [n]; every row if rows can be left out.
 
-        Raises ConfigError for bad rows.
+        The number of steps depends on the rows that are left, whose number is printed. Raises
+        ConfigError for bad rows.
         """
-        encode_ahead(self.config, self.rows, order)
+        progress = Progress()
+        rows = self.rows
+        if self.config.policy.oversize_rows == "drop" or self.config.data.max_prompt_tokens:
+            is_missing = np.ones(len(rows), dtype=bool)
+            is_missing[order] = False
+            order = np.concatenate([order, np.flatnonzero(is_missing)])
+        with progress.phase("encoding rows", len(order)) as phase:
+            rows.encode_ahead(order, phase.advance)
+        dropped = np.flatnonzero(~rows.is_kept)
+        if len(dropped):
+            key = "policy.oversize_rows=drop"
+            if self.config.data.max_prompt_tokens is not None:
+                key = f"data.max_prompt_tokens {self.config.data.max_prompt_tokens}"
+            progress.print_line(
+                f"{key} leaves out {len(dropped):,} of {len(rows):,} rows, which are too long; the"
+                f" first is {rows.location(int(dropped[0]))}"
+            )
 
-    def validation_batches(self, name: str) -> Iterator[list[ExampleT]]:
-        """Yield every row of a validation set once, without the rows dropped as too long."""
-        rows = self.data.validation[name]
-        encoded = EncodedRows(rows, partial(self._encode, self.data.encoder, self.config))
-        examples = self._to_examples(rows, encoded)
+    def validation_batches(self) -> dict[str, list[list[ExampleT]]]:
+        """Return the batches of every validation set, without the rows dropped as too long."""
         batch_size = self.config.policy.train_global_batch_size
-        for start in range(0, len(rows), batch_size):
-            end = min(start + batch_size, len(rows))
-            batch = [row for row in examples.fetch(range(start, end)) if row is not None]
-            if batch:
-                yield batch
-
-    def all_validation_batches(self) -> dict[str, list[list[ExampleT]]]:
-        """Return the batches of every validation set by its name; see `validation_batches`."""
-        return {name: list(self.validation_batches(name)) for name in self.data.validation}
+        batches: dict[str, list[list[ExampleT]]] = {}
+        for name, rows in self.data.validation.items():
+            encoded = EncodedRows(rows, partial(self._encode, self.data.encoder, self.config))
+            examples = self._to_examples(rows, encoded)
+            batches[name] = []
+            for start in range(0, len(rows), batch_size):
+                fetched = examples.fetch(range(start, min(start + batch_size, len(rows))))
+                batch = [row for row in fetched if row is not None]
+                if batch:
+                    batches[name].append(batch)
+        return batches
 
     def first_examples(
         self, num_batches: int, progress: Progress, curriculum: Curriculum | None = None
@@ -340,12 +362,12 @@ class ExampleSource(Generic[ExampleT]):
     def steps_per_epoch(self) -> int:
         """Return the number of steps of one epoch. Raises ConfigError if it is 0."""
         _, batch_size = self.config.examples_per_step
-        return steps_per_epoch(self.config, self.rows.num_kept, batch_size)
+        return steps_per_epoch(self.config.data, self.rows.num_kept, batch_size)
 
     def num_steps(self, limits: EpochLoopConfig) -> int:
         """Return the number of steps: the smaller of `max_num_steps` and the epochs."""
         in_epochs = limits.max_num_epochs * self.steps_per_epoch()
-        return _at_most(in_epochs, limits.max_num_steps)
+        return min(in_epochs, limits.max_num_steps or in_epochs)
 
     def last_step(
         self, limits: EpochLoopConfig, loader: BatchLoader[ExampleT], step: int
@@ -362,7 +384,7 @@ class ExampleSource(Generic[ExampleT]):
         if step + num_left == 0:
             _, batch_size = self.config.examples_per_step
             raise ConfigError(no_batch_text(self.rows.num_kept, batch_size))
-        return _at_most(step + num_left, limits.max_num_steps)
+        return min(step + num_left, limits.max_num_steps or step + num_left)
 
 
 def encoded_examples(rows: Rows, encoded: EncodedRows) -> EncodedRows:
@@ -370,13 +392,9 @@ def encoded_examples(rows: Rows, encoded: EncodedRows) -> EncodedRows:
     return encoded
 
 
-def _at_most(count: int, limit: int | None) -> int:
-    return count if limit is None else min(count, limit)
-
-
-def steps_per_epoch(config: RunConfig, num_rows: int, batch_size: int) -> int:
+def steps_per_epoch(data: DataConfig, num_rows: int, batch_size: int) -> int:
     """Return the number of steps of one epoch. Raises ConfigError if it is 0."""
-    steps = num_batches(num_rows, batch_size, config.data.last_batch)
+    steps = num_batches(num_rows, batch_size, data.last_batch)
     if steps == 0:
         raise ConfigError(no_batch_text(num_rows, batch_size))
     return steps
@@ -388,16 +406,16 @@ def describe_run(config: RunConfig, num_steps: int, num_rows: int) -> str:
     Example: `6 steps; an epoch is 3 steps of 32 rows`.
     """
     batch_size = config.policy.train_global_batch_size
-    epoch = describe_epoch(config, num_rows, batch_size, f"{config.example}s")
+    epoch = describe_epoch(config.data, num_rows, batch_size, f"{config.example}s")
     return f"{counted(num_steps, 'step')}; {epoch}"
 
 
-def describe_epoch(config: RunConfig, num_rows: int, batch_size: int, noun: str) -> str:
+def describe_epoch(data: DataConfig, num_rows: int, batch_size: int, noun: str) -> str:
     """Describe the steps of an epoch. Raises ConfigError if it has none.
 
     Example: `an epoch is 3 steps of 32 rows and 1 of 4`.
     """
-    steps = steps_per_epoch(config, num_rows, batch_size)
+    steps = steps_per_epoch(data, num_rows, batch_size)
     num_full, num_left = divmod(num_rows, batch_size)
     # With last_batch=keep an epoch may be a single, smaller batch.
     if num_full == 0:
@@ -426,14 +444,24 @@ def open_curriculum(
         return None
     if name == "length":
         return Curriculum(name, _lengths(encoded, progress))
-    measure = _column_measure(name.removeprefix(_COLUMN))
-    if not name.startswith(_COLUMN):
+    column = name.removeprefix(_COLUMN)
+    measure: Callable[[Row], Any] = methodcaller("get", column)
+    if column == name:
         measure = import_function(
             "data.curriculum", name, "my_package.difficulty", "row of the file"
         )
     difficulty = np.empty(len(rows), dtype=np.float64)
     for index, row in enumerate(rows):
-        difficulty[index] = _number(measure, row, f"{rows.location(index)}: data.curriculum {name}")
+        place = f"{rows.location(index)}: data.curriculum {name}"
+        try:
+            value = measure(row)
+        except Exception as error:
+            # A function of the user can fail in any way.
+            raise ConfigError(f"{place} failed with {user_error_text(error)}") from error
+        is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+        if not is_number or not np.isfinite(np.float32(value)):
+            raise ConfigError(f"{place} is {value!r}; every row needs a finite number")
+        difficulty[index] = float(value)
     return Curriculum(name, difficulty)
 
 
@@ -442,24 +470,6 @@ def _lengths(encoded: EncodedRows, progress: Progress) -> np.ndarray:
     with progress.phase("encoding rows for data.curriculum=length", len(encoded)) as phase:
         encoded.encode_ahead(np.arange(len(encoded)), phase.advance)
     return encoded.lengths.astype(np.float64)
-
-
-def _column_measure(column: str) -> Callable[[Row], Any]:
-    """Return a function that gives the value of `column` in a row."""
-    return lambda row: row.get(column)
-
-
-def _number(measure: Callable[[Row], Any], row: Row, place: str) -> float:
-    """Return the difficulty of a row. Raises ConfigError that begins with `place`."""
-    try:
-        value = measure(row)
-    except Exception as error:
-        # A function of the user can fail in any way.
-        raise ConfigError(f"{place} failed with {user_error_text(error)}") from error
-    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    if not is_number or not np.isfinite(np.float32(value)):
-        raise ConfigError(f"{place} is {value!r}; every row needs a finite number")
-    return float(value)
 
 
 def load_position(checkpoint: Checkpoint, loader: BatchLoader, *, allow_changed_rows: bool) -> bool:

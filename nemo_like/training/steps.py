@@ -10,16 +10,15 @@ stops; a resumed run continues behind the skipped rows.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from nemo_like.config.schema import EpochLoopConfig, RunConfig
+from nemo_like.config.schema import EpochLoopConfig
 from nemo_like.config.text import counted
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.loader import BatchLoader, Position
@@ -35,7 +34,7 @@ from nemo_like.rollout.conversations import Prompt
 from nemo_like.rollout.metrics import answer_metrics
 from nemo_like.rollout.records import record_sample
 from nemo_like.rollout.rows import Rollout, row_seeds
-from nemo_like.run.files import reporting_write_errors, write_text
+from nemo_like.run.files import AppendedFile, reporting_write_errors
 from nemo_like.training.reporting import StepWork
 from nemo_like.training.run import RunResult, TrainingRun, open_training_run
 from nemo_like.training.run_data import (
@@ -115,7 +114,12 @@ def train_steps(
         for step in run.policy.skipped_steps(sharded):
             records.extend(_records(step, trained, run.encoder.tokenizer))
         path = run.directory.skipped(trained.step)
-        _write_records(path, records, trained)
+        with reporting_write_errors(path):
+            path.parent.mkdir(exist_ok=True)
+        # A step may have several passes, whose records follow one another.
+        with closing(AppendedFile(path)) as file:
+            for record in records:
+                file.append_json(record, f"the skipped rows of step {trained.step}")
         summary = _summary(records, sum(skipped), len(steps))
         run.progress.print_line(f"step {trained.step}: {summary}; see {path}")
     return steps
@@ -155,19 +159,6 @@ def _count(counters: dict[str, float], skipped: Sequence[bool]) -> int:
     counters[TOTAL] = counters.get(TOTAL, 0.0) + sum(skipped)
     counters[IN_A_ROW] = float(in_a_row)
     return longest
-
-
-def _write_records(path: Path, records: Sequence[Mapping[str, Any]], trained: TrainedBatch) -> None:
-    """Write the records of a pass, after the records of the earlier passes of the step."""
-    lines = []
-    with reporting_write_errors(path):
-        path.parent.mkdir(exist_ok=True)
-        if trained.epoch > 0 and path.exists():
-            lines.append(path.read_text(encoding="utf-8"))
-    # NaN is not JSON: `_json_number` has replaced it by null.
-    for record in records:
-        lines.append(json.dumps(record, allow_nan=False) + "\n")
-    write_text(path, "".join(lines), f"the skipped rows of step {trained.step}")
 
 
 def _records(step: SkippedStep, trained: TrainedBatch, tokenizer: Any) -> Iterator[dict[str, Any]]:
@@ -331,7 +322,6 @@ class EpochTask(Protocol):
 
 
 def run_epochs(
-    config: RunConfig,
     limits: EpochLoopConfig,
     source: ExampleSource[ExampleT],
     loader: BatchLoader[ExampleT],
@@ -339,14 +329,16 @@ def run_epochs(
 ) -> RunResult:
     """Train until `limits` end the run; return paths and last metrics.
 
-    `limits` is the section of the algorithm in `config`. `open_task` is called before the run
+    `limits` is the section of the algorithm in the config. `open_task` is called before the run
     starts: it encodes the validation rows, so that a bad row is an error before the first step.
     Raises ConfigError for wrong input.
     """
     source.encode_ahead(loader.rows_of_batches(source.last_step(limits, loader, 0)))
     total = source.last_step(limits, loader, 0)
     task = open_task()
-    with open_training_run(config, source.data, num_steps=total, num_optimizer_steps=total) as run:
+    with open_training_run(
+        source.config, source.data, num_steps=total, num_optimizer_steps=total
+    ) as run:
         step = run.resume(loader)
         if step == 0:
             task.show_rows(run)

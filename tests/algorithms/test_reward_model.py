@@ -109,7 +109,7 @@ def assert_files(directory: Path, accuracy: float, recipe: Recipe) -> None:
     source = open_source(recipe.rm())
     num_right = 0
     num_pairs = 0
-    for pairs in source.validation_batches(""):
+    for pairs in source.validation_batches()[""]:
         batch = collate_margin_pairs(pairs)
         rows = [row.tolist() for row in batch["input_ids"]]
         padded = tokenizer.pad({"input_ids": rows}, return_tensors="pt")

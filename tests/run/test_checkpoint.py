@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import shutil
 import subprocess
 import sys
@@ -460,16 +459,9 @@ def test_interrupted_save_is_ignored_with_its_reason(
     assert "resuming from" in caplog.text
 
 
-def test_random_states_survive_json(tmp_path: Path) -> None:
-    numpy_generator, python_generator = np.random.default_rng(7), random.Random(7)
-    numpy_generator.random(3)
-    rng = {"numpy": numpy_generator.bit_generator.state, "python": python_generator.getstate()}
-    TrainingState(step=3, rng=rng, counters={"num_tokens": 0.1 + 0.2}).save(tmp_path)
-    state = TrainingState.load(tmp_path)
-    restored = np.random.default_rng()
-    restored.bit_generator.state = state.rng["numpy"]
-    assert restored.random() == numpy_generator.random()
-    assert state.counters["num_tokens"] == 0.1 + 0.2
+def test_numbers_survive_json(tmp_path: Path) -> None:
+    TrainingState(step=3, counters={"num_tokens": 0.1 + 0.2}).save(tmp_path)
+    assert TrainingState.load(tmp_path).counters["num_tokens"] == 0.1 + 0.2
 
 
 def test_state_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:

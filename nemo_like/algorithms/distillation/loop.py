@@ -48,9 +48,7 @@ def run_distillation(config: DistillRunConfig) -> RunResult:
     specs = open_teachers(config, source.data.encoder.tokenizer)
     costs = [CostModel.from_spec(specs[name]) for name in config.named_teachers]
     loader = source.loader()
-    return run_epochs(
-        config, config.distill, source, loader, partial(_Task, config, source, loader, costs)
-    )
+    return run_epochs(config.distill, source, loader, partial(_Task, config, source, loader, costs))
 
 
 def target_settings(config: DistillRunConfig) -> TargetSettings:

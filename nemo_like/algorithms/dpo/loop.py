@@ -23,7 +23,7 @@ def run_dpo(config: DpoRunConfig) -> RunResult:
         """Return the step and the validation of the run; encodes the validation pairs."""
         return PairTask(
             loader=loader,
-            validation=source.all_validation_batches(),
+            validation=source.validation_batches(),
             loss=PreferenceLoss(config=config.loss_fn),
             collate=collate_pairs,
             pair_of=lambda pair: pair,
@@ -31,7 +31,7 @@ def run_dpo(config: DpoRunConfig) -> RunResult:
             needs_reference=config.needs_reference,
         )
 
-    return run_epochs(config, config.dpo, source, loader, open_task)
+    return run_epochs(config.dpo, source, loader, open_task)
 
 
 def _short_name(metric: str) -> str:

@@ -19,7 +19,6 @@ from nemo_like.run.progress import Progress, Sample
 from nemo_like.training.diagnostics import (
     NUM_SAMPLES,
     Diagnostics,
-    check_conversation_prompts,
     check_prompts,
     check_prompts_agree,
     check_texts,
@@ -97,7 +96,7 @@ def check_rows(
     check_prompts_agree(encoder, None, diagnostics)
     num_prompts = config.grpo.num_prompts_per_step
     epoch = diagnostics.check(
-        lambda: describe_epoch(config, len(data.train), num_prompts, "prompts")
+        lambda: describe_epoch(config.data, len(data.train), num_prompts, "prompts")
     )
     if epoch is not None:
         diagnostics.add_lines("data", epoch)
@@ -112,7 +111,6 @@ def check_rows(
         encoded = encode_sample(rows, lambda row: encode_prompt_of(encoder, row), diagnostics)
         lengths = {index: len(token_ids) for index, token_ids in encoded.items()}
         check_prompts(config, rows, lengths, diagnostics)
-        check_conversation_prompts(config, rows, lengths, diagnostics)
     if len(diagnostics.problems) > num_problems_before:
         return
     source = open_source(config, data)

@@ -29,14 +29,14 @@ def run_reward_model(config: RewardModelRunConfig) -> RunResult:
         """Return the step and the validation of the run; encodes the validation pairs."""
         return PairTask(
             loader=loader,
-            validation=source.all_validation_batches(),
+            validation=source.validation_batches(),
             loss=BradleyTerryLoss(center_coefficient=config.rm.center_coefficient),
             collate=collate_margin_pairs,
             pair_of=preference_pair,
             short_name=_short_name,
         )
 
-    return run_epochs(config, config.rm, source, loader, open_task)
+    return run_epochs(config.rm, source, loader, open_task)
 
 
 def _short_name(metric: str) -> str:

@@ -26,7 +26,7 @@ def run_sft(config: SftRunConfig) -> RunResult:
     source = open_source(config)
     # The workers make no plans here, so the driver reads the sizes of the model.
     loader = open_loader(config, source, open_model_spec(config))
-    return run_epochs(config, config.sft, source, loader, lambda: _Task(config, source, loader))
+    return run_epochs(config.sft, source, loader, lambda: _Task(config, source, loader))
 
 
 class _Task:
@@ -42,7 +42,7 @@ class _Task:
         data = source.data
         self._loader = loader
         self._loss = NllLoss(sources=data.train.mixture.names if data.train.mixture else ())
-        self._validation = source.all_validation_batches()
+        self._validation = source.validation_batches()
         self._prompts: list[PromptSet] = []
         """Empty unless answers are generated."""
         if config.sft.val_generate:
