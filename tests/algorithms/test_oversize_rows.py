@@ -120,7 +120,7 @@ def test_dropped_conversations_are_counted_and_the_run_has_fewer_steps(
     assert result.last["data/num_dropped"] <= 2
     assert "data_wait_s" in " ".join(result.last)
     shown = capsys.readouterr().out
-    assert "skips 2 of 18 rows; the first is" in shown and "conversations.jsonl:4" in shown
+    assert "leaves out 2 of 18 rows" in shown and "conversations.jsonl:4" in shown
 
 
 def test_a_run_whose_rows_are_all_dropped_is_an_error(recipe: Recipe):
