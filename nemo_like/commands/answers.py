@@ -60,7 +60,7 @@ _SETTINGS = (
     *("oversize_rows", "generation"),
 )
 """Keys of `policy` that determine the answers."""
-_NO_INFLUENCE = ("hf", "vllm", "check_weights", "max_restarts", "progress_timeout_s")
+_NO_INFLUENCE = ("hf", "vllm", "check_weights", "progress_timeout_s")
 """Keys of `policy.generation` that change the answers by rounding only."""
 
 Record = dict[str, Any]

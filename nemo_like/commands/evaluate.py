@@ -55,7 +55,7 @@ ANSWERS = "answers.jsonl"
 CONFIDENCE = 0.95
 """Level of the intervals."""
 _BATCH_ROWS = 64
-_NO_INFLUENCE = ("mb_tokens", "num_workers", "max_restarts")
+_NO_INFLUENCE = ("mb_tokens", "num_workers")
 """Keys of a reward model that change its scores by rounding only."""
 
 Results = dict[str, Any]

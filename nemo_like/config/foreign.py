@@ -32,6 +32,7 @@ from nemo_like.config.keys import (
 _MIN_KNOWN_SHARE = 0.75
 """Share of the keys that the tables must have, or the config is one of an unknown tool."""
 _REFERENCE = re.compile(r"\$\{([^:{}]+)\}")
+_NAMED = re.compile(r"^(reward\.(?:functions|models)\.)[^.]+\.")
 _FORMS = {"scalar": str | int | float, "list": list, "dict": dict}
 _OFF = ("null", "false", "0")
 
@@ -341,7 +342,8 @@ def _is_unchanged(finding: Finding, entry: Entry) -> bool:
 
 def _entry(path: str, job: JobSchema) -> Entry | None:
     """Return the entry of the key, or of the nearest section above it that covers all its keys."""
-    entry = all_entries().get(path)
+    # A level that the user names is NAME in the tables.
+    entry = all_entries().get(path) or all_entries().get(_NAMED.sub(r"\1NAME.", path))
     parent = path.rpartition(".")[0]
     while entry is None and parent:
         above = all_entries().get(parent)

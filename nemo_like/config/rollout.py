@@ -44,12 +44,8 @@ class VLLMGenerationConfig:
     1 on CPU."""
     max_num_seqs: Annotated[int, Ge(1)] = 256
     """Max completions that one replica decodes at a time; more wait in its queue."""
-    max_num_batched_tokens: Annotated[int | None, Ge(1)] = None
-    """Max tokens of one engine step, prompts and completions together; null is vLLM's default."""
     enforce_eager: bool | None = None
     """Run without CUDA graphs and compilation; null is true on CPU and false on GPUs."""
-    prefix_caching: bool = True
-    """Compute a prefix that several prompts share only once, such as the prompt of a group."""
 
     @property
     def workers_per_replica(self) -> int:
@@ -95,9 +91,6 @@ class GenerationConfig:
     check_weights: bool = True
     """After each weight synchronization compare the log-probs of policy and generator on a few
     tokens, and stop if they differ."""
-    max_restarts: Annotated[int, Ge(0)] = 10
-    """Number of replicas that are restarted in a run after their process died or hung; the next
-    failure stops the run."""
     progress_timeout_s: Annotated[float | None, Ge(0)] = None
     """Max seconds without a decoding step after which a replica counts as hung and is restarted;
     null is `cluster.progress_timeout_s`."""
@@ -131,9 +124,6 @@ class EnvironmentConfig:
     num_workers: Annotated[int, Ge(1)] = 1
     """Processes that run the environment; each runs the steps of many conversations at the same
     time."""
-    max_restarts: Annotated[int, Ge(0)] = 10
-    """Number of processes of the environment that are restarted in a run after they died or hung.
-    No conversation is lost; the next failure stops the run."""
 
     def conversation_limit(self, max_total_length: int) -> int:
         """Return the max tokens of a conversation, given `policy.max_total_sequence_length`."""
@@ -224,9 +214,6 @@ class RewardModelConfig:
     num_workers: Annotated[int, Ge(0)] = 0
     """Separate workers over which the model is sharded; 0 runs it on the policy's workers and keeps
     it in host memory while it does not score."""
-    max_restarts: Annotated[int, Ge(0)] = 1
-    """Number of times in a run that the workers are started again after one died or hung. The next
-    failure stops the run."""
 
 
 @dataclass(frozen=True, kw_only=True)

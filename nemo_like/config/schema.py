@@ -267,6 +267,10 @@ class ClusterConfig:
     """Max seconds without progress (microbatch, decoding step or reward sample) of a worker; the
     run then ends with an error that names the worker. 0 turns the check off. Must be above
     `collective_timeout_s`."""
+    max_restarts: Annotated[int, Ge(0)] = 10
+    """Number of times in a run that workers without state of the training are restarted after their
+    process died or hung: replicas of the generator, processes of the environment, and the workers
+    of each reward model. Nothing is lost; the next failure of the same kind stops the run."""
     env: dict[str, str | None] = field(default_factory=dict)
     """Environment variables of all workers, e.g. `{NCCL_IB_HCA: mlx5_0}`; null takes the driver's
     value, which keeps a secret out of config files. `NCCL_*`, `GLOO_*` and `HF_*` of the driver are
@@ -358,13 +362,11 @@ class LoggerConfig:
     """Decoded samples printed at step 0 and in each validation."""
     save_rollouts: bool = True
     """Write every GRPO rollout to `rollouts/step_<N>.jsonl`."""
-    save_rollout_tokens_every: Annotated[int, Ge(0)] = 1
-    """Write the token ids, log-probs and advantages of the first step and of every so many-th step
-    after it to `rollouts/step_<N>.safetensors`, for `nemo-like replay`; 0 writes none. Needs
-    `logger.save_rollouts`. About 20 bytes per token."""
-    keep_rollout_tokens: Annotated[int | None, Ge(1)] = 10
-    """Number of the newest of these files that are kept. Files of steps that start with the weights
-    of a kept checkpoint or of the initial model are kept as well; null keeps all."""
+    keep_rollout_tokens: Annotated[int | None, Ge(0)] = 10
+    """With `save_rollouts` the token ids, log-probs and advantages of every step are written to
+    `rollouts/step_<N>.safetensors`, for `nemo-like replay`, about 20 bytes per token. So many of
+    the newest of these files are kept, and those of steps that start with the weights of a kept
+    checkpoint or of the initial model; null keeps all, 0 writes none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -178,11 +178,10 @@ def advise(error: Exception, group: str = "") -> str:
 
 
 class Restarts:
-    """The restarts of one kind of worker so far, up to the limit that a key sets."""
+    """The restarts of one kind of worker so far, up to `cluster.max_restarts`."""
 
-    def __init__(self, key: str, limit: int, report: Callable[[str], None]) -> None:
+    def __init__(self, limit: int, report: Callable[[str], None]) -> None:
         """`report` gets a line about each restart."""
-        self._key = key
         self._limit = limit
         self._report = report
         self.num = 0
@@ -195,7 +194,7 @@ class Restarts:
         if self.num >= self._limit:
             raise WorkerFailure(
                 f"{worker} failed after {counted(self.num, 'restart')}, the limit of"
-                f" {self._key}={self._limit}: {failure}",
+                f" cluster.max_restarts={self._limit}: {failure}",
                 group=group,
                 rank=rank,
                 method="restart",

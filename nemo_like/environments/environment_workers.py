@@ -285,7 +285,7 @@ class EnvironmentWorkers:
     ) -> None:
         """Start all workers, in parallel; `report` gets a line about each restart."""
         self._start_worker = start_worker
-        self._restarts = Restarts("environment.max_restarts", max_restarts, report)
+        self._restarts = Restarts(max_restarts, report)
         if num_workers == 1:
             # In this thread, which a group in this process needs.
             groups = [start_worker(0)]

@@ -158,7 +158,7 @@ class ReplicaSet:
         Raises what `start_replica` raises.
         """
         self._start_replica = start_replica
-        self._restarts = Restarts("policy.generation.max_restarts", max_restarts, report)
+        self._restarts = Restarts(max_restarts, report)
         self._starting: dict[int, Future[WorkerGroup] | None] = {}
         """Replicas without a process, by index; None for a start that waits for `onload`."""
         self._is_offloaded = False

@@ -188,8 +188,7 @@ def start_engine(
             use_tqdm_on_load=False,
             tensor_parallel_size=config.tensor_parallel_size,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            enable_prefix_caching=config.prefix_caching,
+            enable_prefix_caching=True,
             # Log-probs of the distribution that is sampled from: after temperature and filters.
             logprobs_mode="processed_logprobs",
             # No token is computed ahead, so that a weight update between two steps is complete.

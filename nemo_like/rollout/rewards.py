@@ -53,6 +53,7 @@ class RewardModel:
         *,
         max_length: int | None,
         offloads: bool = False,
+        max_restarts: int = 0,
         report: Callable[[str], None] = logger.warning,
     ) -> None:
         """Start the workers with `start`.
@@ -67,8 +68,7 @@ class RewardModel:
         self._start = start
         self._max_length = max_length
         self._offloads = offloads
-        key = f"reward.models.{name}.max_restarts"
-        self._restarts = Restarts(key, config.max_restarts, report)
+        self._restarts = Restarts(max_restarts, report)
         self._num_rows = 0
         self._num_tokens = 0
         self._num_truncated = 0

@@ -90,7 +90,7 @@ def start_generator(
         start_replica,
         # In this process there is one replica, which starts its tensor-parallel ranks itself.
         max(1, num_generation_workers(config.cluster) // workers_per_replica(config)),
-        max_restarts=config.policy.generation.max_restarts,
+        max_restarts=config.cluster.max_restarts,
         report=progress.print_line,
     )
 
@@ -111,7 +111,10 @@ def start_environment(
         return start("environment", EnvironmentWorker, index, config=environment)
 
     workers = EnvironmentWorkers(
-        start_worker, num_workers, max_restarts=environment.max_restarts, report=progress.print_line
+        start_worker,
+        num_workers,
+        max_restarts=config.cluster.max_restarts,
+        report=progress.print_line,
     )
     closing.callback(workers.shutdown)
     return workers
@@ -185,6 +188,7 @@ def start_reward_models(
                 partial(_start_model, config, model, opened.spec, start, index, offloads=offloads),
                 max_length=opened.max_length,
                 offloads=offloads,
+                max_restarts=config.cluster.max_restarts,
                 report=progress.print_line,
             )
         )

@@ -49,7 +49,7 @@ def test_a_lost_replica_stops_the_run_and_a_resume_repeats_no_prompt(
     options = [
         *ON_RAY,
         "grpo.max_staleness=1",
-        "policy.generation.max_restarts=0",
+        "cluster.max_restarts=0",
         "checkpointing.export_hf=false",
     ]
     run = recipe.folder / "grpo"
@@ -66,7 +66,7 @@ def test_a_lost_replica_stops_the_run_and_a_resume_repeats_no_prompt(
     killer.join()
     output, errors = capfd.readouterr()
     (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert "policy.generation.max_restarts=0" in line
+    assert "cluster.max_restarts=0" in line
     assert "Traceback" not in output + errors
     saved = int((run / "latest").read_text().rpartition("_")[2])
     assert saved >= 4
@@ -138,7 +138,7 @@ def test_asynchronous_rollouts_need_processes_of_their_own(recipe: Recipe) -> No
     ("overrides", "message"),
     [
         (["grpo.weight_update=in_flight"], r"in_flight, which has no effect with grpo\.max_stal"),
-        (["grpo.partial_completions=restart"], r"restart, which has no effect with grpo\.weight_"),
+        (["grpo.weight_update=restart"], r"restart, which has no effect with grpo\.max_staleness"),
     ],
 )
 def test_keys_without_effect_are_refused(

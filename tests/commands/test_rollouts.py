@@ -165,6 +165,6 @@ def test_a_directory_without_records_is_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["replay", str(tmp_path), "--step", "1"]) == 2
-    assert "logger.save_rollout_tokens_every" in capsys.readouterr().err
+    assert "logger.keep_rollout_tokens" in capsys.readouterr().err
     assert main(["show", str(tmp_path), "--step", "1"]) == 2
     assert "with logger.save_rollouts" in capsys.readouterr().err

@@ -238,14 +238,7 @@ OWN_WORKERS = "write the number of workers that only generate"
                 f"options in {VLLM}: actor_rollout_ref.rollout.engine_kwargs",
             ],
         ),
-        (
-            "verl_grpo",
-            [
-                f"actor_rollout_ref.rollout.max_num_batched_tokens -> {VLLM}.max_num_batched_tok",
-                f"actor_rollout_ref.rollout.enable_prefix_caching -> {VLLM}.prefix_caching  ",
-                "computes in policy.precision: actor_rollout_ref.rollout.dtype",
-            ],
-        ),
+        ("verl_grpo", ["computes in policy.precision: actor_rollout_ref.rollout.dtype"]),
         (
             "trl_grpo",
             [

@@ -85,7 +85,13 @@ def reward_model(
         return Policy(group, serving, files.spec)
 
     return RewardModel(
-        "quality", config, files.encoder, start, max_length=files.max_length, report=report or print
+        "quality",
+        config,
+        files.encoder,
+        start,
+        max_length=files.max_length,
+        max_restarts=1,
+        report=report or print,
     )
 
 
@@ -210,7 +216,7 @@ def test_workers_that_died_are_started_again_a_limited_number_of_times(
     np.testing.assert_allclose(job.components["quality"], expected, atol=1e-5)
     assert len(reports) == 1 and "restart 1 of at most 1" in reports[0]
     DyingOnce.num_failures = 1
-    with pytest.raises(WorkerFailure, match=r"limit of reward\.models\.quality\.max_restarts=1"):
+    with pytest.raises(WorkerFailure, match=r"limit of cluster\.max_restarts=1"):
         score(model, ["4"])
 
 

@@ -48,13 +48,11 @@ class GrpoConfig:
     0 is synchronous: a step's completions are sampled with its own weights. Above 0 the completions
     of up to this many later steps are sampled while a step trains; needs `cluster.backend=ray`, and
     on GPUs `cluster.generation_workers`."""
-    weight_update: Literal["drain", "in_flight"] = "drain"
+    weight_update: Literal["drain", "in_flight", "restart"] = "drain"
     """Completions that are being sampled when new weights are ready, with `grpo.max_staleness`
-    above 0: `drain` finishes them first, `in_flight` updates at once, so that a completion may have
-    tokens of several weight versions."""
-    partial_completions: Literal["continue", "restart"] = "continue"
-    """Unfinished completions after an update with `grpo.weight_update=in_flight`: `continue` keeps
-    their tokens, `restart` discards them and samples again with the new weights."""
+    above 0: `drain` finishes them first, `in_flight` updates at once and keeps their tokens, so
+    that a completion may have tokens of several weight versions, and `restart` updates at once,
+    discards their tokens and samples them again with the new weights."""
     val_period: Annotated[int, Ge(0)] = 0
     """Validate after every so many steps; 0 validates only at the end. Needs
     `data.validation_path`."""
@@ -278,20 +276,13 @@ def _reward_problems(config: GrpoRunConfig) -> Iterator[Problem]:
 def _asynchronous_problems(config: GrpoRunConfig) -> Iterator[Problem]:
     """Generation beside training needs processes, and on GPUs devices, of its own."""
     staleness = config.grpo.max_staleness
-    updates_in_flight = config.grpo.weight_update == "in_flight"
-    if updates_in_flight and staleness == 0:
+    weight_update = config.grpo.weight_update
+    if weight_update != "drain" and staleness == 0:
         yield Problem(
             ("grpo.weight_update", "grpo.max_staleness"),
-            "grpo.weight_update is in_flight, which has no effect with grpo.max_staleness 0: no"
-            " completion is being sampled when weights are updated. Set it to drain, or"
+            f"grpo.weight_update is {weight_update}, which has no effect with grpo.max_staleness 0:"
+            " no completion is being sampled when weights are updated. Set it to drain, or"
             " grpo.max_staleness above 0",
-        )
-    if config.grpo.partial_completions == "restart" and not updates_in_flight:
-        yield Problem(
-            ("grpo.partial_completions", "grpo.weight_update"),
-            "grpo.partial_completions is restart, which has no effect with grpo.weight_update"
-            " drain: every completion is finished before an update. Set it to continue, or"
-            " grpo.weight_update to in_flight",
         )
     if staleness == 0:
         return

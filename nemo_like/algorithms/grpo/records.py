@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_like.config.schema import LoggerConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.metrics import Metrics, metric_values
 from nemo_like.policy.policy import Logprobs, ShardedBatch
@@ -41,16 +40,6 @@ class TrainedRollout:
     """What was computed before and in training."""
 
 
-def saves_tokens(config: LoggerConfig, step: int) -> bool:
-    """Return True if the token ids of `step`, counted from 1, are written.
-
-    They are for the first step and for every so many-th after it, so that with the period of the
-    checkpoints they belong to the steps that a checkpoint precedes.
-    """
-    period = config.save_rollout_tokens_every
-    return config.save_rollouts and period > 0 and (step - 1) % period == 0
-
-
 def fetch_logprobs(
     run: TrainingRun,
     sharded: ShardedBatch,
@@ -75,7 +64,7 @@ def fetch_logprobs(
 
 
 def save_rollout(run: TrainingRun, trained: TrainedRollout, step: int) -> None:
-    """Write `rollouts/step_<N>.jsonl`, and where it is due `rollouts/step_<N>.safetensors`.
+    """Write `rollouts/step_<N>.jsonl`, and `rollouts/step_<N>.safetensors`.
 
     `step` is counted from 1. Does nothing unless `logger.save_rollouts` is set. Raises WriteError.
     """
@@ -91,7 +80,7 @@ def save_rollout(run: TrainingRun, trained: TrainedRollout, step: int) -> None:
         path = run.directory.rollouts(step)
         write_json_lines(path, records, f"the rollouts of step {step}")
         # A step that trained nothing has nothing to replay.
-        if not saves_tokens(config, step) or not trained.optimizer_steps:
+        if config.keep_rollout_tokens == 0 or not trained.optimizer_steps:
             return
         optimizer_steps = []
         for metrics in trained.optimizer_steps:

@@ -169,8 +169,8 @@ def _available(directory: RunDirectory) -> str:
     recorded = recorded_steps(directory.rollout_tokens(0).parent, ".safetensors")
     if not recorded:
         return (
-            "it has none of any step: logger.save_rollouts and logger.save_rollout_tokens_every"
-            " write them"
+            "it has none of any step: logger.save_rollouts with logger.keep_rollout_tokens above 0"
+            " writes them"
         )
     saved = Checkpointer(directory.path, CheckpointingConfig()).saved_steps()
     replayable = [step for step in recorded if step == 1 or step - 1 in saved]

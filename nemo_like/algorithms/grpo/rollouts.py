@@ -149,7 +149,7 @@ class RolloutPipeline:
             with self._run.timers("drain"):
                 # Requests that wait for a restarted replica may start with the new weights.
                 self._run.rollouts.drain()
-        elif self._config.grpo.partial_completions == "restart":
+        elif self._config.grpo.weight_update == "restart":
             generator.restart_unfinished()
 
     def _next_prompts(self, num_prompts: int | None = None) -> list[Prompt] | None:
