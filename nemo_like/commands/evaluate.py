@@ -38,10 +38,8 @@ from nemo_like.data.jagged import EncodedRow
 from nemo_like.environments.reward import RewardSample
 from nemo_like.generation.requests import SamplingParams
 from nemo_like.metrics import metric_values
-from nemo_like.rollout.answers import Answer
+from nemo_like.rollout.answers import Answer, Estimate, ScoredAnswers, answer_means, estimates
 from nemo_like.rollout.collector import RolloutJob
-from nemo_like.rollout.intervals import Estimate, estimates
-from nemo_like.rollout.metrics import ScoredAnswers, answer_means
 from nemo_like.run.files import reporting_write_errors, write_text
 from nemo_like.run.progress import Progress
 from nemo_like.training.encoding import encode_conversation

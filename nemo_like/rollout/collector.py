@@ -23,6 +23,7 @@ from nemo_like.rollout.conversations import (
     ConversationRow,
     Prompt,
     check_prompt_lengths,
+    prompt_messages,
     turn_seed,
 )
 from nemo_like.rollout.rows import Rollout, build_rollout
@@ -41,13 +42,12 @@ class RolloutJob:
     """B prompts, one per completion; the prompts of a group are consecutive."""
     group_size: int
     sampling: SamplingParams
-    conversations: list[ConversationRow] | None = None
-    """B conversations of several turns; None in rollouts of one turn."""
-    parts: list[Completions] = field(default_factory=list)
-    places: dict[int, tuple[Completions, int]] = field(default_factory=dict)
-    """By row, in the order of `parts`: the part with its completion, and the position in it."""
+    max_total_length: int = 0
+    """Max tokens of prompt and completion, or of a conversation."""
+    rows: list[ConversationRow] = field(default_factory=list)
+    """B rows."""
     samples: dict[int, RewardSample] = field(default_factory=dict)
-    """By row."""
+    """By row, of the rows whose completion or conversation has ended."""
     rewards: np.ndarray = field(init=False)
     """float32 [B]; valid for the rows that are scored."""
     components: dict[str, np.ndarray] = field(default_factory=dict)
@@ -69,11 +69,10 @@ class RolloutJob:
     def __post_init__(self) -> None:
         self.rewards = np.zeros(len(self.prompts), dtype=np.float32)
 
-    def add_completions(self, rows: list[int], completions: Completions) -> None:
-        """Add the completions of `rows`, in their order."""
-        self.parts.append(completions)
-        self.places |= {row: (completions, position) for position, row in enumerate(rows)}
-        if len(self.places) == len(self.prompts):
+    def add_sample(self, row: int, sample: RewardSample) -> None:
+        """Add the input of the reward functions of a row, whose last turn has ended."""
+        self.samples[row] = sample
+        if len(self.samples) == len(self.prompts):
             self.generation_s = time.monotonic() - self.started_s
 
     def add_component(self, name: str, row: int, value: float) -> None:
@@ -108,17 +107,14 @@ class RolloutJob:
 
     def result(self) -> Rollout:
         """Return the rollout, in the order of the prompts."""
-        completions = Completions.concat(self.parts).take(np.argsort(list(self.places)))
-        samples = [self.samples[row] for row in range(len(self.prompts))]
+        rows = range(len(self.prompts))
         return build_rollout(
-            self.prompts,
+            self.rows,
             self.group_size,
-            completions,
-            samples,
+            [self.samples[row] for row in rows],
             self.rewards,
             self.components,
-            self.conversations,
-            [self.reward_problems.get(row) for row in range(len(self.prompts))],
+            [self.reward_problems.get(row) for row in rows],
             drops_problems=self.drops_problems,
         )
 
@@ -171,26 +167,20 @@ class RolloutCollector:
         repeated: list[Prompt] = []
         for prompt in prompts:
             repeated += [prompt] * group_size
-        job = RolloutJob(repeated, group_size, sampling, earlier=earlier)
+        job = RolloutJob(
+            repeated, group_size, sampling, max_total_length=max_total_length, earlier=earlier
+        )
         if self._rewards is not None:
             job.drops_problems = self._rewards.config.on_error == "drop"
         if self._conversations is not None:
             check_prompt_lengths(prompts, self._conversations.limits)
-            max_total_length = self._conversations.limits.max_tokens
-            job.conversations = [
-                ConversationRow.start(prompt, int(seed))
-                for prompt, seed in zip(repeated, seeds, strict=True)
-            ]
+            job.max_total_length = self._conversations.limits.max_tokens
+        for prompt, seed in zip(repeated, seeds, strict=True):
+            messages = [] if self._conversations is None else prompt_messages(prompt)
+            job.rows.append(ConversationRow.start(prompt, int(seed), messages))
         if self.generator.num_unfinished == 0:
             self.generator.start_rollout()
-        request_ids = self.generator.submit(
-            Jagged.from_rows([prompt.token_ids for prompt in repeated], np.int32),
-            seeds,
-            sampling,
-            max_total_length=max_total_length,
-        )
-        for row, request_id in enumerate(request_ids):
-            self._jobs[request_id] = (job, row)
+        self._request(job, range(len(repeated)))
         return job
 
     def advance(self) -> None:
@@ -261,38 +251,18 @@ class RolloutCollector:
             raise errors[0]
 
     def _add_completions(self, request_ids: Sequence[int], completions: Completions) -> None:
-        """Add finished completions to their jobs; submit them for steps or for rewards."""
+        """Add finished completions to their rows; submit them for steps or for rewards."""
         token_ids = [ids.tolist() for ids in completions.token_ids]
         texts = self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-        samples = []
         turns: dict[int, ConversationRow] = {}
-        rows_of_job: dict[int, tuple[RolloutJob, list[int], list[int]]] = {}
         for position, (request_id, text) in enumerate(zip(request_ids, texts, strict=True)):
             job, row = self._jobs[request_id]
-            if job.conversations is not None:
-                conversation = job.conversations[row]
-                conversation.add_turn(completions, position, text)
-                turns[request_id] = conversation
-                continue
-            prompt = job.prompts[row]
-            sample = RewardSample(
-                prompt=prompt.text, completion=text, answer=prompt.answer, row=prompt.row
-            )
-            job.samples[row] = sample
-            samples.append(sample)
-            _, rows, positions = rows_of_job.setdefault(id(job), (job, [], []))
-            rows.append(row)
-            positions.append(position)
-        for job, rows, positions in rows_of_job.values():
-            job.add_completions(rows, completions.take(np.array(positions)))
+            job.rows[row].add_turn(completions, position, text)
+            turns[request_id] = job.rows[row]
         if self._conversations is not None:
             self._conversations.submit(turns)
-        elif self._rewards is not None:
-            self._rewards.submit(request_ids, samples)
         else:
-            for request_id in request_ids:
-                job, row = self._jobs.pop(request_id)
-                job.add_scored(row)
+            self._end_rows(request_ids)
 
     def _collect_steps(self, timeout_s: float) -> None:
         """Continue or end the conversations whose turn the environment has answered."""
@@ -304,43 +274,43 @@ class RolloutCollector:
                 self._next_turns.append(request_id)
             else:
                 ended.append(request_id)
-        self._end_conversations(ended)
+        self._end_rows(ended)
         self._request_turns()
 
     def _request_turns(self) -> None:
         """Request the next turns of conversations, unless completions are drained."""
-        if not self._next_turns or self._is_draining or self._conversations is None:
+        if self._is_draining:
             return
-        requests: dict[int, tuple[RolloutJob, list[int]]] = {}
+        rows_of_job: dict[int, tuple[RolloutJob, list[int]]] = {}
         for request_id in self._next_turns:
             job, row = self._jobs.pop(request_id)
-            requests.setdefault(id(job), (job, []))[1].append(row)
+            rows_of_job.setdefault(id(job), (job, []))[1].append(row)
         self._next_turns = []
-        for job, rows in requests.values():
-            assert job.conversations is not None
-            conversations = [job.conversations[row] for row in rows]
-            seeds = [turn_seed(each.seed, each.num_turns) for each in conversations]
-            request_ids = self.generator.submit(
-                Jagged.from_rows([each.token_ids for each in conversations], np.int32),
-                np.array(seeds, dtype=np.uint64),
-                job.sampling,
-                max_total_length=self._conversations.limits.max_tokens,
-            )
-            self._jobs |= {
-                request_id: (job, row) for request_id, row in zip(request_ids, rows, strict=True)
-            }
+        for job, rows in rows_of_job.values():
+            self._request(job, rows)
 
-    def _end_conversations(self, request_ids: Sequence[int]) -> None:
-        """Add conversations that ended to their jobs and submit them for rewards."""
+    def _request(self, job: RolloutJob, rows: Sequence[int]) -> None:
+        """Request the next turn of the model in rows of a job."""
+        conversations = [job.rows[row] for row in rows]
+        seeds = [turn_seed(each.seed, each.num_turns) for each in conversations]
+        request_ids = self.generator.submit(
+            Jagged.from_rows([np.concatenate(each.segments) for each in conversations], np.int32),
+            np.array(seeds, dtype=np.uint64),
+            job.sampling,
+            max_total_length=job.max_total_length,
+        )
+        for request_id, row in zip(request_ids, rows, strict=True):
+            self._jobs[request_id] = (job, row)
+
+    def _end_rows(self, request_ids: Sequence[int]) -> None:
+        """Submit rows that ended for rewards of functions, if there are any."""
         samples = []
         for request_id in request_ids:
             job, row = self._jobs[request_id]
-            assert job.conversations is not None
-            conversation = job.conversations[row]
-            job.samples[row] = conversation.sample()
-            samples.append(job.samples[row])
-            job.add_completions([row], conversation.completions())
-            job.rewards[row] = conversation.reward
+            conversation = job.rows[row]
+            samples.append(conversation.sample())
+            job.add_sample(row, samples[-1])
+            job.rewards[row] = sum(conversation.rewards.values())
             for name, value in conversation.rewards.items():
                 job.add_component(name, row, value)
             if self._rewards is None:

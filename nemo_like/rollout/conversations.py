@@ -68,15 +68,17 @@ class ConversationLimits:
 
 @dataclass(eq=False)
 class ConversationRow:
-    """A conversation that becomes one row of the rollout."""
+    """A row of a rollout: a prompt and one completion, or a conversation with an environment."""
 
     prompt: Prompt
     seed: int
     """Seed of the row; see `turn_seed`."""
-    messages: list[Message]
-    """Texts of all turns so far; the prompt is first."""
     segments: list[np.ndarray]
     """int32 [L] each: prompt, turn of the model, observation, turn of the model, ..."""
+    messages: list[Message] = field(default_factory=list)
+    """Texts of all turns so far, the prompt first; empty without an environment."""
+    text: str = ""
+    """Text of the last turn of the model, without special tokens."""
     logprobs: list[np.ndarray] = field(default_factory=list)
     """float32 [L] for each turn of the model."""
     weight_versions: list[np.ndarray] = field(default_factory=list)
@@ -92,12 +94,12 @@ class ConversationRow:
     step_s: float = 0.0
     """Seconds of the environment's steps."""
     ended_by: EndReason | None = None
-    """None while the conversation goes on."""
+    """None while the conversation goes on, and without an environment."""
 
     @classmethod
-    def start(cls, prompt: Prompt, seed: int) -> ConversationRow:
-        """Return a conversation that consists of its prompt."""
-        return cls(prompt, seed, prompt_messages(prompt), [prompt.token_ids])
+    def start(cls, prompt: Prompt, seed: int, messages: Sequence[Message] = ()) -> ConversationRow:
+        """Return a row that consists of its prompt; `messages` are those of the environment."""
+        return cls(prompt, seed, [prompt.token_ids], list(messages))
 
     @property
     def num_turns(self) -> int:
@@ -110,14 +112,9 @@ class ConversationRow:
         return sum(len(segment) for segment in self.segments)
 
     @property
-    def reward(self) -> float:
-        """Reward of the environment so far."""
-        return sum(self.rewards.values())
-
-    @property
-    def token_ids(self) -> np.ndarray:
-        """All token ids so far, int32 [L]: the prompt of the next turn."""
-        return np.concatenate(self.segments)
+    def model_token_ids(self) -> np.ndarray:
+        """Token ids of all turns of the model, int32 [L]."""
+        return np.concatenate(self.segments[1::2])
 
     def add_turn(self, completions: Completions, position: int, text: str) -> None:
         """Append the turn of the model in row `position` of `completions`; `text` is its text."""
@@ -125,7 +122,9 @@ class ConversationRow:
         self.logprobs.append(completions.logprobs[position])
         self.weight_versions.append(completions.weight_versions[position])
         self.finish_reason = completions.finish_reasons[position]
-        self.messages.append({"role": "assistant", "content": text})
+        self.text = text
+        if self.messages:
+            self.messages.append({"role": "assistant", "content": text})
 
     def task(self, key: int, limits: ConversationLimits) -> StepTask:
         """Return the step of the environment that answers the last turn."""
@@ -170,23 +169,11 @@ class ConversationRow:
         self.segments.append(token_ids)
         self.messages += messages
 
-    def completions(self) -> Completions:
-        """Return the tokens of the model's turns as one row."""
-        # The module imports torch, which the checks of a config do not need.
-        from nemo_like.generation.requests import Completions
-
-        return Completions.from_rows(
-            [np.concatenate(self.segments[1::2])],
-            [np.concatenate(self.logprobs)],
-            [np.concatenate(self.weight_versions)],
-            [self.finish_reason],
-        )
-
     def sample(self) -> RewardSample:
         """Return the input of reward functions."""
         return RewardSample(
             prompt=self.prompt.text,
-            completion=str(self.messages[-1]["content"]),
+            completion=self.text,
             answer=self.prompt.answer,
             row=self.prompt.row,
             messages=tuple(self.messages),

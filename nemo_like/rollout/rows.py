@@ -1,18 +1,25 @@
-"""Rollouts: a group of scored completions per prompt, and the training rows built of them."""
+"""Rollouts: a group of scored completions per prompt, the training rows built of them, and metrics
+of rewards, lengths and conversations.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.environments.reward import RewardProblem, RewardSample
+from nemo_like.environments.reward import BadRewardKind, RewardProblem, RewardSample
 from nemo_like.generation.requests import Completions
-from nemo_like.rollout.conversations import ConversationRow, Prompt
+from nemo_like.metrics import Max, Mean, Metrics, Min, Sum
+from nemo_like.rollout.conversations import ConversationRow
+
+_TOLERANCE = 1e-8
+"""Rewards that differ by less count as equal."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +38,8 @@ class Rollout:
     """The named parts of the reward, float [B] each."""
     completions: Completions
     """The tokens of the model only: in a conversation all its turns, concatenated."""
-    conversations: Sequence[ConversationRow] | None = None
-    """B conversations, in rollouts of several turns."""
+    conversations: Sequence[ConversationRow] = ()
+    """The B rows as they were sampled."""
     reward_problems: Sequence[RewardProblem | None] = ()
     """Of each row why a reward function failed, None if none did."""
 
@@ -92,8 +99,8 @@ class Rollout:
             record["finish_reason"] = self.completions.finish_reasons[i]
             versions = self.completions.weight_versions[i]
             record["weight_versions"] = np.unique(versions).tolist()
-            if self.conversations is not None:
-                conversation = self.conversations[i]
+            conversation = self.conversations[i]
+            if conversation.messages:
                 record |= {
                     "messages": conversation.messages,
                     "num_turns": conversation.num_turns,
@@ -116,33 +123,31 @@ def row_seeds(seed: int, step: int, num_rows: int, refill: int = 0) -> np.ndarra
 
 
 def build_rollout(
-    prompts: Sequence[Prompt],
+    conversations: Sequence[ConversationRow],
     group_size: int,
-    completions: Completions,
     samples: list[RewardSample],
     rewards: np.ndarray,
     components: dict[str, np.ndarray],
-    conversations: Sequence[ConversationRow] | None = None,
     problems: Sequence[RewardProblem | None] = (),
     *,
     drops_problems: bool = False,
 ) -> Rollout:
-    """Build the training rows of B scored completions.
+    """Build the training rows of B scored rows, prompt-major.
 
-    `prompts` has one entry per completion, prompt-major; `rewards` and each of the `components` are
-    float32 [B]. With `conversations` the rows are theirs, and `completions` has their turns of the
-    model. `problems` has B entries, or none. With `drops_problems` rows with one are not trained.
+    `rewards` and each of the `components` are float32 [B]. `problems` has B entries, or none. With
+    `drops_problems` rows with one are not trained.
     """
-    if conversations is None:
-        pairs = zip(prompts, completions.token_ids, strict=True)
-        segments = [[prompt.token_ids, token_ids] for prompt, token_ids in pairs]
-    else:
-        segments = [conversation.segments for conversation in conversations]
-    batch = _training_rows(segments, completions)
+    num_rows = len(conversations)
+    completions = Completions.from_rows(
+        [conversation.model_token_ids for conversation in conversations],
+        [np.concatenate(conversation.logprobs) for conversation in conversations],
+        [np.concatenate(conversation.weight_versions) for conversation in conversations],
+        [conversation.finish_reason for conversation in conversations],
+    )
+    batch = _training_rows([each.segments for each in conversations], completions)
     batch["reward"] = rewards
-    prompt_indices = np.arange(len(prompts) // group_size, dtype=np.int64)
-    batch["group"] = np.repeat(prompt_indices, group_size)
-    problems = problems or [None] * len(prompts)
+    batch["group"] = np.repeat(np.arange(num_rows // group_size, dtype=np.int64), group_size)
+    problems = problems or [None] * num_rows
     is_rewarded = [problem is None or not drops_problems for problem in problems]
     batch["reward_mask"] = np.array(is_rewarded, dtype=bool)
     batch["row_mask"] = batch["reward_mask"].copy()
@@ -151,12 +156,9 @@ def build_rollout(
 
 def select_rows(rollout: Rollout, rows: np.ndarray) -> Rollout:
     """Return the given rows (int64 [n]) of a rollout in the given order; `group` is unchanged."""
-    conversations = None
-    if rollout.conversations is not None:
-        conversations = [rollout.conversations[row] for row in rows.tolist()]
     return replace(
         rollout,
-        conversations=conversations,
+        conversations=[rollout.conversations[row] for row in rows.tolist()],
         reward_problems=[rollout.reward_problems[row] for row in rows.tolist()],
         batch=rollout.batch.select_indices(rows),
         samples=[rollout.samples[row] for row in rows.tolist()],
@@ -183,12 +185,11 @@ def concat_rollouts(parts: Sequence[Rollout]) -> Rollout:
     problems = []
     for part in parts:
         samples += part.samples
-        conversations += part.conversations or []
+        conversations += part.conversations
         problems += part.reward_problems
-    has_conversations = parts[0].conversations is not None
     return replace(
         parts[0],
-        conversations=conversations if has_conversations else None,
+        conversations=conversations,
         reward_problems=problems,
         batch=BatchedDataDict.from_batches(batches),
         samples=samples,
@@ -236,3 +237,134 @@ def _training_rows(
         generation_logprobs=Jagged(logprobs, input_ids.offsets),
         length=input_ids.lengths,
     )
+
+
+def rollout_metrics(rollout: Rollout) -> Metrics:
+    """Return metrics of rewards, lengths, and completions that reached the length limit."""
+    lengths = rollout.completions.token_ids.lengths
+    is_stopped = np.array(rollout.completions.finish_reasons) == "stop"
+    prompt_lengths = np.array([len(each.segments[0]) for each in rollout.conversations])
+    mask = rollout.batch["reward_mask"]
+    metrics = problem_metrics(rollout.reward_problems, mask)
+    if mask.any():
+        metrics |= reward_metrics(
+            rollout.batch["reward"][mask],
+            rollout.batch["group"][mask],
+            {name: values[mask] for name, values in rollout.components.items()},
+        )
+    metrics |= {
+        "generation/completion_length_mean": _mean(lengths),
+        "generation/completion_length_max": Max(float(lengths.max())),
+        "generation/completion_length_min": Min(float(lengths.min())),
+        "generation/completion_length_p90": Max(float(np.quantile(lengths, 0.9))),
+        # Without the completions that reached the limit, whose length is the limit.
+        "generation/completion_length_stopped_mean": _mean(lengths[is_stopped]),
+        "generation/truncated_share": _mean(~is_stopped),
+        "generation/prompt_length_mean": _mean(prompt_lengths),
+        "generation/num_tokens": Sum(float(lengths.sum())),
+    }
+    if any(conversation.messages for conversation in rollout.conversations):
+        metrics |= conversation_metrics(rollout.conversations)
+    return metrics
+
+
+def reward_metrics(
+    rewards: np.ndarray, groups: np.ndarray, components: dict[str, np.ndarray]
+) -> Metrics:
+    """Return the mean, spread and extremes of the reward, and shares of groups with equal rewards.
+
+    `rewards` is float [B], `groups` int [B], each of the `components` float [B]. A group with equal
+    rewards does not train the policy: its advantages are 0. `reward/frac_groups_zero_std` is the
+    share of such groups; `reward/frac_groups_all_worst` and `reward/frac_groups_all_best` are the
+    shares of groups whose rewards all equal the lowest or the highest reward of the batch, 0 for
+    both if all rewards of the batch are equal. `reward/frac_groups_all_zero` is the share of groups
+    whose rewards are all 0.
+    """
+    # Groups may have any numbers; `group_of_row` int64 [B] counts them from 0.
+    _, group_of_row, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    num_groups = len(sizes)
+    group_sums = np.bincount(group_of_row, weights=rewards)
+    means = group_sums / sizes
+    deviations = np.abs(rewards - means[group_of_row])
+    group_deviations = np.bincount(group_of_row, weights=deviations)
+    has_spread = group_deviations > _TOLERANCE * sizes
+    equal_rewards = means[~has_spread]
+    best = rewards.max(initial=-np.inf)
+    worst = rewards.min(initial=np.inf)
+    # In a batch of equal rewards every group would be both best and worst.
+    has_range = bool(best - worst > _TOLERANCE)
+    is_best = has_range & (equal_rewards >= best - _TOLERANCE)
+    is_worst = has_range & (equal_rewards <= worst + _TOLERANCE)
+    is_zero = np.abs(equal_rewards) <= _TOLERANCE
+    metrics: Metrics = {
+        "reward/mean": _mean(rewards),
+        "reward/std": _std(rewards),
+        "reward/max": Max(float(best)),
+        "reward/min": Min(float(worst)),
+        "reward/frac_groups_zero_std": _share(~has_spread, num_groups),
+        "reward/frac_groups_all_best": _share(is_best, num_groups),
+        "reward/frac_groups_all_worst": _share(is_worst, num_groups),
+        "reward/frac_groups_all_zero": _share(is_zero, num_groups),
+    }
+    for name, values in components.items():
+        metrics[f"reward/{name}_mean"] = _mean(values)
+        metrics[f"reward/{name}_std"] = _std(values)
+    return metrics
+
+
+def problem_metrics(problems: Sequence[RewardProblem | None], mask: np.ndarray) -> Metrics:
+    """Return the numbers of failed completions, in all and by kind, and of the rows left out.
+
+    `mask` bool [B] is False for rows that are left out.
+    """
+    kinds = Counter(problem.kind for problem in problems if problem is not None)
+    metrics: Metrics = {
+        "reward/num_errors": Sum(float(kinds.total())),
+        "reward/num_dropped": Sum(float((~mask).sum())),
+    }
+    for kind in get_args(BadRewardKind):
+        metrics[f"reward/num_errors_{kind}"] = Sum(float(kinds[kind]))
+    return metrics
+
+
+def conversation_metrics(conversations: Sequence[ConversationRow]) -> Metrics:
+    """Return turns, observations, time and reasons of the ends of B conversations.
+
+    Metrics of the environment are `environment/<name>`, averaged over the conversations.
+    """
+    turns = np.array([conversation.num_turns for conversation in conversations])
+    # Segments alternate: prompt, turn, observation, turn, ...
+    observed = np.array([sum(map(len, each.segments[2::2])) for each in conversations])
+    seconds = np.array([conversation.step_s for conversation in conversations])
+    reasons = np.array([str(conversation.ended_by) for conversation in conversations])
+    metrics: Metrics = {
+        "conversation/turns_mean": _mean(turns),
+        "conversation/turns_max": Max(float(turns.max(initial=0))),
+        "conversation/observation_tokens_mean": _mean(observed),
+        "conversation/step_s_mean": _mean(seconds),
+        "conversation/step_s_max": Max(float(seconds.max(initial=0.0))),
+        "conversation/ended_by_environment_share": _mean(reasons == "done"),
+        "conversation/ended_by_turns_share": _mean(reasons == "turns"),
+        "conversation/ended_by_tokens_share": _mean(reasons == "tokens"),
+        "conversation/ended_by_timeout_share": _mean(reasons == "timeout"),
+    }
+    names = {name for conversation in conversations for name in conversation.metrics}
+    for name in sorted(names):
+        total = sum(conversation.metrics.get(name, 0.0) for conversation in conversations)
+        metrics[f"environment/{name}"] = Mean(total, len(conversations))
+    return metrics
+
+
+def _mean(values: np.ndarray) -> Mean:
+    """Return the mean of `values` [B]."""
+    return Mean(float(values.sum()), len(values))
+
+
+def _std(values: np.ndarray) -> Mean:
+    """Return the sample standard deviation of `values` [B], 0 for one value."""
+    return Mean(float(values.std(ddof=1)) if len(values) > 1 else 0.0)
+
+
+def _share(mask: np.ndarray, num_groups: int) -> Mean:
+    """Return the share of groups that are True in `mask` bool [n]."""
+    return Mean(float(mask.sum()), num_groups)

@@ -30,8 +30,8 @@ from nemo_like.metrics import Metrics, merge_metrics
 from nemo_like.policy.loss_step import SkippedStep
 from nemo_like.policy.optim import NonFiniteError
 from nemo_like.policy.policy import Logprobs, ShardedBatch
+from nemo_like.rollout.answers import answer_metrics
 from nemo_like.rollout.conversations import Prompt
-from nemo_like.rollout.metrics import answer_metrics
 from nemo_like.rollout.records import record_sample
 from nemo_like.rollout.rows import Rollout, row_seeds
 from nemo_like.run.files import AppendedFile, reporting_write_errors

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from nemo_like.algorithms.grpo.advantages import group_advantages
 from nemo_like.algorithms.grpo.sections import AdvantageConfig
 from nemo_like.metrics import metric_values
-from nemo_like.rollout.metrics import reward_metrics
+from nemo_like.rollout.rows import reward_metrics
 
 
 @settings(max_examples=60, deadline=None)

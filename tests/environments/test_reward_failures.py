@@ -20,7 +20,7 @@ from nemo_like.environments.sandbox import linux
 from nemo_like.generation.requests import SamplingParams
 from nemo_like.rollout.collector import RolloutJob, check_error_share
 from nemo_like.rollout.conversations import Prompt
-from nemo_like.rollout.metrics import problem_metrics
+from nemo_like.rollout.rows import problem_metrics
 
 _CONTEXT = local_context(num_threads=1)
 _SOURCE = """

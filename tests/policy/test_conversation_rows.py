@@ -17,7 +17,6 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.generation.requests import Completions
 from nemo_like.losses import NllLoss
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
@@ -58,10 +57,8 @@ def conversation_batch() -> BatchedDataDict:
             conversation.logprobs.append(rng.normal(-4.0, 0.3, size).astype(np.float32))
             conversation.weight_versions.append(np.zeros(size, np.int32))
         conversations.append(conversation)
-    completions = Completions.concat([each.completions() for each in conversations])
-    prompts = [each.prompt for each in conversations]
     rewards = np.zeros(len(TURNS), np.float32)
-    batch = build_rollout(prompts, 1, completions, [], rewards, {}, conversations).batch
+    batch = build_rollout(conversations, 1, [], rewards, {}).batch
     for name in ("prev_logprobs", "reference_logprobs"):
         values = rng.normal(-4.0, 0.3, len(batch["input_ids"].values)).astype(np.float32)
         batch[name] = Jagged(values, batch["input_ids"].offsets)

@@ -25,8 +25,9 @@ from nemo_like.environments.environment_workers import EnvironmentWorker, Enviro
 from nemo_like.environments.reward_worker import RewardEnvironment, RewardWorker
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
-from nemo_like.generation.requests import Completions, SamplingParams
+from nemo_like.generation.requests import SamplingParams
 from nemo_like.metrics import metric_values
+from nemo_like.rollout.answers import answer_metrics
 from nemo_like.rollout.collector import RolloutCollector
 from nemo_like.rollout.conversations import (
     ConversationDriver,
@@ -35,8 +36,7 @@ from nemo_like.rollout.conversations import (
     Prompt,
     turn_seed,
 )
-from nemo_like.rollout.metrics import answer_metrics, rollout_metrics
-from nemo_like.rollout.rows import Rollout, build_rollout, row_seeds
+from nemo_like.rollout.rows import Rollout, build_rollout, rollout_metrics, row_seeds
 
 CONTEXT = local_context(num_threads=1)
 SAMPLING = SamplingParams(max_new_tokens=6)
@@ -112,7 +112,6 @@ def test_rows_are_the_sampled_ids_and_the_ids_of_the_observations(generator: Gen
     rollout = _rollout(_collector(generator, workers), _prompts(_scripted(turns)), group_size=2)
     workers.shutdown()
     conversations = rollout.conversations
-    assert conversations is not None
     assert [each.num_turns for each in conversations] == np.repeat(turns, 2).tolist()
     tokenizer = build_tokenizer()
     eos = tokenizer.eos_token_id
@@ -159,7 +158,6 @@ def test_rewards_of_turns_and_of_functions_add_up(generator: Generator) -> None:
     collector = _collector(generator, workers, rewards)
     rollout = _rollout(collector, _prompts(_scripted([2, 4])))
     workers.shutdown()
-    assert rollout.conversations is not None
     components = rollout.components
     assert components["environment_turns"].tolist() == [2, 4]
     lengths = [sum(conversation.state["lengths"]) for conversation in rollout.conversations]
@@ -193,7 +191,6 @@ def test_limits_end_a_conversation(
     collector = _collector(generator, workers, max_turns=max_turns, max_tokens=max_tokens)
     rollout = _rollout(collector, _prompts(_scripted([9, 9, 1])))
     workers.shutdown()
-    assert rollout.conversations is not None
     assert [each.ended_by for each in rollout.conversations] == [reason, reason, "done"]
     assert max(rollout.batch["length"]) <= max_tokens
     for conversation in rollout.conversations:
@@ -215,7 +212,6 @@ def test_conversations_that_a_token_limit_ends_are_truncated(generator: Generato
     rollout = _rollout(collector, prompts, sampling=sampling)
     workers.shutdown()
     conversations = rollout.conversations
-    assert conversations is not None
     last_turns = [str(each.messages[-1]["content"]) for each in conversations]
     is_complete = [text[-1:].isdigit() for text in last_turns]
     assert conversations[0].ended_by == "tokens" and is_complete[0]
@@ -239,7 +235,6 @@ def test_a_tool_that_hangs_ends_its_own_conversation(generator: Generator) -> No
     rows = [{"prompt": "1+1", "do": "hang"}, {"prompt": "2+2", "do": "answer"}]
     rollout = _rollout(_collector(generator, workers, timeout_s=0.1), _prompts(rows))
     workers.shutdown()
-    assert rollout.conversations is not None
     assert [each.ended_by for each in rollout.conversations] == ["timeout", "done"]
     assert rollout.batch["reward"].tolist() == [0.0, 1.0]
     assert metric_values(rollout_metrics(rollout))["conversation/ended_by_timeout_share"] == 0.5
@@ -347,10 +342,7 @@ def test_a_row_is_its_segments_with_every_second_one_trained(
             conversation.logprobs.append(-np.array(part, np.float32))
             conversation.weight_versions.append(np.array(part, np.int32))
         conversations.append(conversation)
-    completions = Completions.concat([each.completions() for each in conversations])
-    prompts = [prompt] * len(rows)
-    rewards = np.zeros(len(rows), np.float32)
-    rollout = build_rollout(prompts, 1, completions, [], rewards, {}, conversations)
+    rollout = build_rollout(conversations, 1, [], np.zeros(len(rows), np.float32), {})
     for row, parts in enumerate(rows):
         ids = [token for part in parts for token in part]
         trained = [index % 2 for index, part in enumerate(parts) for _ in part]

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_like.metrics import metric_values
-from nemo_like.rollout.metrics import pass_at_k, pass_metrics, powers_of_two
+from nemo_like.rollout.answers import ScoredAnswers, answer_means, pass_at_k, powers_of_two
 
 
 @given(
@@ -36,8 +35,16 @@ def test_pass_at_k_needs_k_samples() -> None:
 @given(num_samples=st.integers(2, 9), num_prompts=st.integers(1, 5), seed=st.integers(0, 99))
 def test_metrics_are_means_over_prompts(num_samples: int, num_prompts: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
-    is_correct = generator.random(num_prompts * num_samples) < 0.4
-    values = metric_values(pass_metrics(is_correct, num_samples))
+    is_correct = generator.random((num_prompts, num_samples)) < 0.4
+    answers = ScoredAnswers(
+        rewards=is_correct.astype(np.float64),
+        is_scored=np.ones_like(is_correct),
+        lengths=np.ones(is_correct.shape, dtype=np.int64),
+        is_truncated=~is_correct,
+        components={},
+    )
+    means = answer_means(answers, pass_reward=1.0)
+    values = {name: mean.value for name, mean in means.items() if "_at_" in name}
     assert values[f"avg_at_{num_samples}"] == pytest.approx(is_correct.mean())
     assert values["pass_at_1"] == pytest.approx(is_correct.mean())
     expected = {f"avg_at_{num_samples}"} | {
@@ -47,5 +54,5 @@ def test_metrics_are_means_over_prompts(num_samples: int, num_prompts: int, seed
     shares = [values[f"pass_at_{k}"] for k in powers_of_two(num_samples)]
     assert shares == sorted(shares)
     if num_samples in (2, 4, 8):
-        solved = is_correct.reshape(num_prompts, num_samples).any(axis=1)
+        solved = is_correct.any(axis=1)
         assert values[f"pass_at_{num_samples}"] == pytest.approx(solved.mean())

@@ -9,7 +9,7 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.generation.requests import Completions, FinishReason
 from nemo_like.metrics import metric_values
-from nemo_like.rollout.metrics import answer_metrics
+from nemo_like.rollout.answers import answer_metrics
 from nemo_like.rollout.rows import Rollout
 
 

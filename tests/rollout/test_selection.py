@@ -8,28 +8,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_like.environments.reward import RewardSample
-from nemo_like.generation.requests import Completions, FinishReason
-from nemo_like.rollout.conversations import Prompt
+from nemo_like.rollout.conversations import ConversationRow, Prompt
 from nemo_like.rollout.rows import Rollout, build_rollout, concat_rollouts, select_rows
 
 
 def rollout_of(first: int, lengths: list[int]) -> Rollout:
     """Groups of two completions; row i has prompt, tokens and reward of its number from `first`."""
     numbers = [first + index for index in range(len(lengths))]
-    prompts = [
-        Prompt(token_ids=np.array([number]), text=str(number), answer=None) for number in numbers
-    ]
-    tokens = [[number] * length for number, length in zip(numbers, lengths, strict=True)]
-    reasons: list[FinishReason] = ["stop"] * len(lengths)
-    completions = Completions.from_rows(
-        tokens,
-        [[-1.0] * length for length in lengths],
-        [[0] * length for length in lengths],
-        reasons,
-    )
+    rows = []
+    for number, length in zip(numbers, lengths, strict=True):
+        tokens = np.full(length, number, dtype=np.int32)
+        prompt = Prompt(token_ids=tokens[:1], text=str(number), answer=None)
+        row = ConversationRow.start(prompt, 0)
+        row.segments.append(tokens)
+        row.logprobs.append(np.full(length, -1.0, dtype=np.float32))
+        row.weight_versions.append(np.zeros(length, dtype=np.int32))
+        rows.append(row)
     samples = [RewardSample(prompt=str(number), completion="") for number in numbers]
     rewards = np.array(numbers, dtype=np.float32)
-    return build_rollout(prompts, 2, completions, samples, rewards, {"value": rewards * 2})
+    return build_rollout(rows, 2, samples, rewards, {"value": rewards * 2})
 
 
 def check_rows(rollout: Rollout, numbers: list[int]) -> None:

@@ -22,8 +22,7 @@ from nemo_like.losses.distillation import DistillationLoss, Divergence
 from nemo_like.metrics import Metrics, merge_metrics
 from nemo_like.policy.heads.targets import TEACHER, TargetSettings
 from nemo_like.rollout.conversations import Prompt
-from nemo_like.rollout.metrics import rollout_metrics
-from nemo_like.rollout.rows import row_seeds
+from nemo_like.rollout.rows import rollout_metrics, row_seeds
 from nemo_like.run.progress import Sample
 from nemo_like.training.encoding import encode_conversation
 from nemo_like.training.reporting import StepWork, plan_metrics

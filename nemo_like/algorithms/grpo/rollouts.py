@@ -21,8 +21,7 @@ from nemo_like.generation.requests import SamplingParams
 from nemo_like.metrics import Mean, Metrics, Sum
 from nemo_like.rollout.collector import RolloutJob
 from nemo_like.rollout.conversations import Prompt
-from nemo_like.rollout.metrics import rollout_metrics
-from nemo_like.rollout.rows import Rollout, concat_rollouts, row_seeds, select_rows
+from nemo_like.rollout.rows import Rollout, concat_rollouts, rollout_metrics, row_seeds, select_rows
 from nemo_like.training.run import TrainingRun
 from nemo_like.training.run_data import loader_metrics
 
