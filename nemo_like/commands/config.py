@@ -9,7 +9,6 @@ import shutil
 import textwrap
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from nemo_like.algorithms.registry import RUN_CONFIGS, job_schema
 from nemo_like.config.errors import ConfigError
@@ -52,20 +51,15 @@ def write_examples(arguments: argparse.Namespace) -> int:
     # A broken link does not exist, and writing to it would create a file elsewhere.
     existing = [target for target in targets if target.exists() or target.is_symlink()]
     if existing:
-        num_others = len(existing) - 1
-        subject = f"{existing[0]} exists"
-        if num_others:
-            subject = f"{existing[0]} and {num_others} more exist"
+        others = f" and {len(existing) - 1} more" if len(existing) > 1 else ""
         raise ConfigError(
-            f"{subject} already; nothing was written: choose another directory, or move the"
-            " existing files"
+            f"{existing[0]}{others} exists already; nothing was written: choose another directory,"
+            " or move the existing files"
         )
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for example, target in zip(examples, targets, strict=True):
-            # "x" fails instead of overwriting a file that another process created in the meantime.
-            with target.open("xb") as file:
-                file.write(example.read_bytes())
+            shutil.copyfile(example, target)
     except OSError as error:
         raise ConfigError(
             f"the example configs cannot be written to {directory}: {error.strerror}"
@@ -92,7 +86,9 @@ def reference_text(kind: str, key: str, *, markdown: bool) -> str:
     Raises ConfigError, with the nearest known key, if there is no such key.
     """
     kinds: list[str] = [known for known in RUN_CONFIGS if kind in (known, "all")]
-    kinds_of = _select(_sections(kinds), kinds, key)
+    if key and not any(type_at(RUN_CONFIGS[known], key) is not None for known in kinds):
+        raise ConfigError(unknown_key_text(job_schema(kinds[0]), key))
+    kinds_of = _sections(kinds, key)
     if markdown:
         return _markdown(kinds_of, kinds)
     # Longer lines are hard to read, however wide the terminal is.
@@ -104,32 +100,18 @@ def reference_text(kind: str, key: str, *, markdown: bool) -> str:
     return "\n".join(entries)
 
 
-def _sections(kinds: list[str]) -> dict[SectionReference, list[str]]:
-    """Return the sections of these jobs, each with the jobs that have it.
+def _sections(kinds: list[str], key: str) -> dict[SectionReference, list[str]]:
+    """Return the sections of these jobs with the keys at or below `key`, each with its jobs.
 
     A section of the same name that differs between two jobs is listed once for each.
     """
     kinds_of: dict[SectionReference, list[str]] = {}
     for kind in kinds:
         for section in section_references(RUN_CONFIGS[kind]):
-            kinds_of.setdefault(section, []).append(kind)
+            keys = tuple(each for each in section.keys if not key or _is_below(each.key, key))
+            if keys or not key:
+                kinds_of.setdefault(replace(section, keys=keys), []).append(kind)
     return kinds_of
-
-
-def _select(
-    kinds_of: dict[SectionReference, list[str]], kinds: list[str], key: str
-) -> dict[SectionReference, list[str]]:
-    """Return the sections restricted to `key` and to the keys below it."""
-    if not key:
-        return kinds_of
-    if not any(type_at(RUN_CONFIGS[kind], key) is not None for kind in kinds):
-        raise ConfigError(unknown_key_text(job_schema(kinds[0]), key))
-    selected: dict[SectionReference, list[str]] = {}
-    for section, kinds_of_section in kinds_of.items():
-        keys = tuple(reference for reference in section.keys if _is_below(reference.key, key))
-        if keys:
-            selected[replace(section, keys=keys)] = kinds_of_section
-    return selected
 
 
 def _is_below(key: str, ancestor: str) -> bool:
@@ -170,33 +152,18 @@ def _markdown(kinds_of: dict[SectionReference, list[str]], kinds: list[str]) -> 
 
 def _markdown_section(section: SectionReference, only: list[str]) -> str:
     """Return one heading, the description and the table of keys; `only` restricts it to jobs."""
-    lines = [f"## `{section.path}`" if section.path else "## Top level", ""]
     description = section.description
     if only:
         jobs = " and ".join(f"`nemo-like {kind}`" for kind in only)
         description += f" Only in a config for {jobs}."
-    lines += [description, ""]
+    lines = [f"## `{section.path}`" if section.path else "## Top level", "", description, ""]
     lines += ["| key | type | default | description |", "|---|---|---|---|"]
     for reference in section.keys:
         name = reference.key.removeprefix(f"{section.path}.")
-        cells = [
-            f"`{name}`",
-            _markdown_type(reference),
-            _markdown_default(reference),
-            reference.description,
-        ]
-        lines.append(f"| {' | '.join(_escaped(cell) for cell in cells)} |")
+        type_text = ", ".join(filter(None, [reference.type, reference.constraints]))
+        default = reference.default if reference.default == "required" else f"`{reference.default}`"
+        cells = (f"`{name}`", type_text, default, reference.description)
+        # A vertical bar would end the cell.
+        escaped = [cell.replace("|", "\\|") for cell in cells]
+        lines.append(f"| {' | '.join(escaped)} |")
     return "\n".join(lines) + "\n"
-
-
-def _markdown_type(reference: KeyReference) -> str:
-    return ", ".join(filter(None, [reference.type, reference.constraints]))
-
-
-def _markdown_default(reference: KeyReference) -> str:
-    return reference.default if reference.default == "required" else f"`{reference.default}`"
-
-
-def _escaped(cell: Any) -> str:
-    """Return the cell with its vertical bars escaped, which would otherwise end it."""
-    return str(cell).replace("|", "\\|")

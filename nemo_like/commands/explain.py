@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.registry import load_any_config
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.schema import RunConfig
 from nemo_like.console import say
 
 _ROW_RATIO = "s_i = exp(1/n_i sum over the trained tokens of row i of (l_t - PREV))"
@@ -49,24 +48,22 @@ _DIVISORS = {
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the explanation; return the exit code. Raises ConfigError."""
-    say(explain_loss(load_any_config(arguments.config, arguments.overrides, arguments.kind)))
-    return 0
-
-
-def explain_loss(config: RunConfig) -> str:
-    """Return the explanation of the loss of a GRPO config as text.
-
-    Raises ConfigError for a config of another job.
-    """
+    config = load_any_config(arguments.config, arguments.overrides, arguments.kind)
     if not isinstance(config, GrpoRunConfig):
         raise ConfigError(
             f"`nemo-like explain loss` explains the loss of a grpo config, and this is a config for"
             f" {config.kind}; docs/numerics.md has the losses of sft, dpo and rm"
         )
-    lines = ["loss:", *(f"  {line}" for line in formula_lines(config)), ""]
-    lines.append("keys of loss_fn without effect:")
-    unused = [f"  {key}: {reason}" for key, reason in keys_without_effect(config)]
-    return "\n".join([*lines, *(unused or ["  none"])])
+    say(explain_loss(config))
+    return 0
+
+
+def explain_loss(config: GrpoRunConfig) -> str:
+    """Return the explanation of the loss of a config as text."""
+    unused = [f"{key}: {reason}" for key, reason in keys_without_effect(config)] or ["none"]
+    lines = ["loss:", *(f"  {line}" for line in formula_lines(config))]
+    lines += ["", "keys of loss_fn without effect:", *(f"  {line}" for line in unused)]
+    return "\n".join(lines)
 
 
 def formula_lines(config: GrpoRunConfig) -> Iterator[str]:

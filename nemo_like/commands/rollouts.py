@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_like.config.errors import ConfigError, shown_path
@@ -22,11 +22,8 @@ if TYPE_CHECKING:
 
     from nemo_like.algorithms.grpo.replay import ReplayReport
 
-_SORT_KEYS: dict[str, Callable[[Mapping[str, Any]], float]] = {
-    "reward": lambda record: _key(record.get("reward")),
-    "length": lambda record: _key(record.get("num_tokens", record.get("completion_tokens"))),
-    "difference": lambda record: _key(record.get("logprob_difference_max")),
-}
+_SORT_KEYS = {"reward": "reward", "length": "num_tokens", "difference": "logprob_difference_max"}
+"""Key of a record for each value of --sort."""
 _DETAILS = {
     "num_tokens": "tokens",
     "num_trained_tokens": "trained tokens",
@@ -37,32 +34,12 @@ _DETAILS = {
     "source": "source",
 }
 """Values of a record that are shown besides its rewards, with their labels."""
-_FIRST = (
-    "policy/loss",
-    "policy/grad_norm",
-    "policy/clip_fraction",
-    "policy/clip_fraction_high",
-    "policy/clip_fraction_low",
-    "policy/clip_fraction_dual",
-    "policy/approx_kl_k1",
-    "policy/approx_kl_k3",
-)
-"""Metrics that are printed before the others of the loss."""
-_PACKING = (
-    "packing/efficiency",
-    "packing/utilization",
-    "packing/padding_share",
-    "packing/num_microbatches",
-    "packing/rank_imbalance_flops",
-)
-_NOT_COMPARED = (
-    "policy/lr",
-    "policy/skipped_steps",
-    "policy/rank_time_worst_over_mean",
-    "policy/recompilations",
-    "policy/peak_memory_gb",
-    "policy/peak_memory_mean_gb",
-)
+_FIRST = ("policy/grad_norm", "policy/loss")
+"""Metrics that are printed before the others."""
+_NOT_COMPARED = {
+    *("policy/lr", "policy/skipped_steps", "policy/rank_time_worst_over_mean"),
+    *("policy/recompilations", "policy/peak_memory_gb", "policy/peak_memory_mean_gb"),
+}
 """Metrics of an optimizer step that was taken."""
 
 
@@ -74,7 +51,7 @@ def show(arguments: argparse.Namespace) -> int:
     if arguments.sort is not None:
         key = _SORT_KEYS[arguments.sort]
         # Stable, so that equal rows stay in the order of the batch.
-        order.sort(key=lambda row: key(records[row]), reverse=True)
+        order.sort(key=lambda row: _sort_value(records[row].get(key)), reverse=True)
     chosen = [order[position] for position in parse_rows(arguments.rows, len(order))]
     samples = [_sample(records[row], row) for row in chosen]
     if arguments.tokens:
@@ -131,7 +108,7 @@ def _read_records(directory: RunDirectory, step: int) -> Iterator[dict[str, Any]
             ) from error
 
 
-def _key(value: Any) -> float:
+def _sort_value(value: Any) -> float:
     """Return the sort key of a value: rows without one come last."""
     return value if isinstance(value, (int, float)) and not math.isnan(value) else -math.inf
 
@@ -237,24 +214,13 @@ def _table(
     """Return the lines of a table with two sides, (title, metrics) each, and their difference."""
     (left_title, before), (right_title, after) = left, right
     lines = [f"{'metric':<36}{left_title:>16}{right_title:>16}{'difference':>14}"]
-    for name in _names(before, after):
+    names = (before.keys() | after.keys()) - _NOT_COMPARED
+    for name in sorted(names, key=lambda name: (name not in _FIRST, name)):
         old = before.get(name)
         new = after.get(name)
         difference = "" if old is None or new is None else f"{new - old:+.3g}"
         lines.append(f"{name:<36}{_number(old):>16}{_number(new):>16}{difference:>14}")
     return lines
-
-
-def _names(before: Mapping[str, float | None], after: Mapping[str, float | None]) -> list[str]:
-    """Return the metrics of either side in the order of the table."""
-    both = [*before, *(name for name in after if name not in before)]
-    others = []
-    for name in both:
-        is_listed = name in _FIRST or name.startswith("packing/")
-        if not is_listed and name not in _NOT_COMPARED:
-            others.append(name)
-    wanted = (*_FIRST, *sorted(others), *_PACKING)
-    return [name for name in wanted if name in both]
 
 
 def _number(value: float | None) -> str:

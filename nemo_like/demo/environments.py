@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import random
 import string
-import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from nemo_like.demo.task import build_model, build_tokenizer, parse_build_arguments, write_rows
+from nemo_like.demo.task import build_main, build_model, build_tokenizer, write_rows
 
 NUM_SFT_ROWS = 16_000
 NUM_GRPO_ROWS = 4_000
@@ -36,16 +35,6 @@ MAX_GUESS = 16
 
 _CHARACTERS = string.digits + string.ascii_lowercase + "+-*/=#: \n"
 _TOOL_TEXTS = ("<tool>", "</tool>")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the model and the data to `--directory`."""
-    arguments = parse_build_arguments(
-        "environments", "Write data and a tiny model for the included environments.", argv
-    )
-    build_environments(arguments.directory, arguments.seed)
-    print(f"built a tiny model and data for the calculator and the game in {arguments.directory}")
-    return 0
 
 
 def build_environments(directory: Path, seed: int) -> None:
@@ -127,4 +116,4 @@ def _assistant(content: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    build_main("data and a tiny model for environments", build_environments, "demo_environments")

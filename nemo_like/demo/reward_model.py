@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import random
 import string
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_like.demo.task import build_model, build_tokenizer, parse_build_arguments, write_rows
+from nemo_like.demo.task import build_main, build_model, build_tokenizer, write_rows
 from nemo_like.environments.reward import RewardSample
 
 NUM_PREFERENCES = 2_000
@@ -33,16 +31,6 @@ MIN_MARGIN = 0.05
 """Least difference of the true rewards of a pair."""
 
 _CHARACTERS = string.digits + "+=# \n"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the model and the data to `--directory`."""
-    arguments = parse_build_arguments(
-        "reward_model", "Write synthetic preferences, prompts and a tiny model.", argv
-    )
-    build_preferences(arguments.directory, arguments.seed)
-    print(f"built a tiny model, preferences and prompts in {arguments.directory}")
-    return 0
 
 
 def build_preferences(directory: Path, seed: int) -> None:
@@ -106,4 +94,4 @@ def _completion(rng: random.Random) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    build_main("preferences, prompts and a tiny model", build_preferences, "demo_reward_model")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,27 +117,15 @@ def build_demo(directory: Path, seed: int) -> None:
     build_model(seed).save_pretrained(directory / "model")
 
 
-@dataclass(frozen=True)
-class BuildArguments:
-    """Arguments of a module that writes the files of a demo."""
-
-    directory: Path
-    seed: int
-
-
-def parse_build_arguments(
-    module: str, description: str, argv: Sequence[str] | None
-) -> BuildArguments:
-    """Parse `--directory` and `--seed`; the directory is by default `runs/demo_<module>`."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m nemo_like.demo.{module}", description=description
-    )
-    parser.add_argument(
-        "--directory", type=Path, default=Path("runs") / f"demo_{module}", help="where to write"
-    )
+def build_main(description: str, build: Callable[[Path, int], None], directory: str) -> None:
+    """Write the files of a demo to `--directory`; the main function of its module."""
+    parser = argparse.ArgumentParser(description=description)
+    default = Path("runs") / directory
+    parser.add_argument("--directory", type=Path, default=default, help="where to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the data and the model")
-    arguments = parser.parse_args(argv)
-    return BuildArguments(arguments.directory, arguments.seed)
+    arguments = parser.parse_args()
+    build(arguments.directory, arguments.seed)
+    print(f"wrote {description} to {arguments.directory}")
 
 
 def build_tokenizer(

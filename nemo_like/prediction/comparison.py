@@ -98,11 +98,6 @@ class Outcome:
         return microbatch_work(self.plan, self.plan.spec.cost)
 
     @cached_property
-    def real_tokens(self) -> np.ndarray:
-        """Tokens of each microbatch without padding, int64 [R, M]."""
-        return by_microbatch(self.plan, self.plan.lengths)
-
-    @cached_property
     def real_work(self) -> np.ndarray:
         """Work of each microbatch without padding, float64 [R, M]."""
         plan = self.plan

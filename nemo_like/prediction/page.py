@@ -1,4 +1,4 @@
-"""A plan report as one HTML page: row lengths, microbatch utilization, timelines, memory.
+"""A plan report as one HTML page: row lengths, strategies, timelines, memory.
 
 `page.html` has the layout and the colors. Charts are SVG paths of rectangles, one per color.
 """
@@ -31,7 +31,6 @@ from nemo_like.prediction.table import (
 _DRAWN = ("padded/microbatch", "packed/first_fit_decreasing/none", "verl")
 """Strategies drawn beside the chosen one: of transformers, NeMo RL and verl."""
 _NUM_BARS = 72
-_MAX_MICROBATCHES = 450
 _MAX_RANKS = 64
 
 
@@ -47,8 +46,6 @@ class Chart:
     """Color class -> SVG path."""
     marks: dict[str, float]
     """Label -> position of a vertical line."""
-    limit: float | None = None
-    """Position of a horizontal line."""
 
 
 def plan_page(report: PlanReport) -> str:
@@ -74,7 +71,6 @@ def plan_page(report: PlanReport) -> str:
             num_steps=comparison.num_steps,
             sync="in every microbatch" if waits else "once, at the end of the step",
             lengths=_length_chart(report),
-            fill=[_fill_chart(outcome) for outcome in drawn],
             timeline=list(_timelines(drawn, waits)),
             memory=list(_memory_charts(report)),
             parts=[name for name in _PART_COLORS if name in part_names],
@@ -116,33 +112,6 @@ def _length_chart(report: PlanReport) -> Chart:
     return Chart("tokens per row", note, width, float(counts.max()), {"real": bars}, marks)
 
 
-def _first_step(outcome: Outcome, values: np.ndarray) -> np.ndarray:
-    """Return the values [R, M] of the microbatches of the first optimizer step."""
-    return values[:, : outcome.plan.step_offsets[1]]
-
-
-def _fill_chart(outcome: Outcome) -> Chart:
-    """Return a bar of real tokens and padding for each microbatch of a step, fullest first."""
-    total = _first_step(outcome, outcome.plan.num_tokens).ravel()
-    real = _first_step(outcome, outcome.real_tokens).ravel()
-    # Of equally full ones those with less padding.
-    order = np.lexsort((total - real, -total))
-    # More bars than can be seen are thinned out evenly.
-    num_shown = min(len(order), _MAX_MICROBATCHES)
-    shown = order[np.linspace(0, len(order) - 1, num_shown).round().astype(int)]
-    total, real = total[shown], real[shown]
-    # A single row above the budget may make a microbatch larger than the budget.
-    height = float(max(total.max(), outcome.max_tokens))
-    x = np.arange(len(shown))
-    paths = {
-        "real": _boxes(x, height - real, 0.9, real),
-        "padding": _boxes(x, height - total, 0.9, total - real),
-    }
-    note = f"{outcome.utilization:.1%} filled, {outcome.padding_share:.1%} padding"
-    limit = height - outcome.max_tokens
-    return Chart(outcome.strategy.title, note, len(shown), height, paths, {}, limit)
-
-
 def _timelines(outcomes: list[Outcome], waits_at_microbatch: bool) -> Iterator[Chart]:
     """Yield a step over time with one bar per rank: real work, work on padding, idle time.
 
@@ -150,8 +119,10 @@ def _timelines(outcomes: list[Outcome], waits_at_microbatch: bool) -> Iterator[C
     """
     panels = []
     for outcome in outcomes:
-        work = _first_step(outcome, outcome.work)
-        real = _first_step(outcome, outcome.real_work)
+        # The values [R, M] of the microbatches of the first optimizer step.
+        num_microbatches = outcome.plan.step_offsets[1]
+        work = outcome.work[:, :num_microbatches]
+        real = outcome.real_work[:, :num_microbatches]
         if waits_at_microbatch:
             # A microbatch starts when the slowest rank has finished the one before.
             starts = np.cumsum(work.max(axis=0)) - work.max(axis=0) + np.zeros_like(work)

@@ -82,8 +82,6 @@ class Recommendation:
     """The chosen strategy with the smaller of the two budgets; None if the longest row does not
     fit.
     """
-    other_max_tokens: int
-    """The largest budget with the opposite setting of activation checkpointing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,11 +117,7 @@ class PlanReport:
         outcome = None
         if planned >= round_up(int(self.lengths.max()), self.spec.row_multiple):
             outcome = _outcome_with(self.comparison.chosen, planned)
-        is_off = request.placement.activation_checkpointing == "none"
-        other_kind = "full" if is_off else "none"
-        other = replace(request.placement, activation_checkpointing=other_kind)
-        other_budget = MemoryModel(memory.spec, other).largest_budget(usable, multiple)
-        return Recommendation(budget, usable / GIB, useful, outcome, other_budget)
+        return Recommendation(budget, usable / GIB, useful, outcome)
 
     def peak_bytes(self, outcome: Outcome) -> float:
         """Return the predicted peak memory of one GPU, reached by the largest microbatch."""

@@ -16,8 +16,10 @@ from rich.text import Text
 from nemo_like.config.text import counted, printable
 from nemo_like.prediction.comparison import Outcome
 from nemo_like.prediction.memory import GIB, usable_bytes
-from nemo_like.prediction.plan_report import PlanReport, Recommendation
+from nemo_like.prediction.plan_report import PlanReport
 
+FORMAT = 4
+"""Format of the JSON record; within one value no key is renamed or removed."""
 FORMULAS = "predicted from row lengths; docs/planner.md has the formulas and what they leave out"
 _PIPE_WIDTH = 100
 _MAX_WIDTH = 120
@@ -28,6 +30,12 @@ _MIN_GAIN = 0.0005
 _STRATEGY_HEADS = (
     *("rows to microbatches", "pad-\nding", "micro-\nbatches", "\nfill", "over\nmin"),
     *("rank\ntokens", "rank\nFLOPs", "over\nbound", "step\ntime", "\nspeed"),
+)
+
+
+_OUTCOME_KEYS = (
+    *("padding_share", "utilization", "rank_tokens", "rank_flops", "over_bound", "step_time"),
+    *("largest_microbatch", "metrics"),
 )
 
 
@@ -42,9 +50,9 @@ class TextTable:
     """The row that is emphasized."""
 
 
-def show(report: PlanReport, console: Console | None = None) -> None:
+def show(report: PlanReport) -> None:
     """Print the report."""
-    console = console or Console(highlight=False)
+    console = Console(highlight=False)
     # Rich assumes 80 columns for a pipe, in which the tables do not fit.
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
@@ -155,28 +163,15 @@ def recommendation_lines(report: PlanReport) -> list[str]:
     max_tokens = report.request.max_tokens
     usable = f"{recommendation.usable_gib:.1f} of {report.request.memory_gib:g} GiB"
     if recommendation.max_tokens == 0:
-        return [
-            f"nothing fits: the weights alone exceed the usable {usable}; use more dp, tp or pp"
-        ]
+        return [f"nothing fits: the weights alone exceed the usable {usable}; use more GPUs"]
     outcome = recommendation.outcome
     chosen = report.comparison.chosen
     gain = 0.0 if outcome is None else chosen.step_time / outcome.step_time - 1.0
     if outcome is not None and outcome.max_tokens > max_tokens and gain < _MIN_GAIN:
-        lines = [
-            (
-                f"up to {recommendation.max_tokens:,} tokens per microbatch fit into {usable}, but"
-                f" more than {max_tokens:,} make no step faster"
-            )
-        ]
-        if report.request.placement.activation_checkpointing != "none":
-            lines.append(_other_checkpointing(recommendation, report))
-        return lines
-    lines = [
-        (
-            f"recommended budget: {recommendation.max_tokens:,} tokens per microbatch, the max"
-            f" whose peak fits into {usable}"
-        )
-    ]
+        fitting = f"up to {recommendation.max_tokens:,} tokens per microbatch fit into {usable}"
+        return [f"{fitting}, but more than {max_tokens:,} make no step faster"]
+    budget = f"recommended budget: {recommendation.max_tokens:,} tokens per microbatch"
+    lines = [f"{budget}, the max whose peak fits into {usable}"]
     if outcome is None:
         lines.append(f"the longest row ({report.lengths.max():,} tokens) does not fit into it")
     elif outcome.max_tokens != max_tokens:
@@ -190,22 +185,7 @@ def recommendation_lines(report: PlanReport) -> list[str]:
             f"from {recommendation.max_useful_tokens:,} tokens on a step is one microbatch per"
             " rank; a larger budget has no effect"
         )
-    return [*lines, _other_checkpointing(recommendation, report)]
-
-
-def _other_checkpointing(recommendation: Recommendation, report: PlanReport) -> str:
-    """Return the sentence about full activation checkpointing, or about none if it is on."""
-    fitting = f"{recommendation.other_max_tokens:,} tokens would fit"
-    kind = report.request.placement.activation_checkpointing
-    if kind == "none":
-        return f"with full activation checkpointing {fitting}, for a third more FLOPs"
-    # Forward, backward and recomputation are 4 forward passes; without recomputation they are 3.
-    effect = ", and the layers are not recomputed: a quarter less FLOPs"
-    if kind == "selective":
-        effect = ", and norms and activation functions are not recomputed"
-    if recommendation.other_max_tokens < report.lengths.max():
-        effect = ", less than the longest row"
-    return f"without activation checkpointing {fitting}{effect}"
+    return lines
 
 
 def strategies_table(report: PlanReport) -> TextTable:
@@ -257,9 +237,6 @@ def logged_table(report: PlanReport) -> TextTable:
         for name, (measured, planned) in report.request.logged.items()
     )
     return TextTable(("the run", "logged", "from its lengths"), tuple(rows))
-
-
-FORMAT = 4
 
 
 def to_record(report: PlanReport) -> dict[str, Any]:
@@ -315,17 +292,10 @@ def to_record(report: PlanReport) -> dict[str, Any]:
 def _outcome(outcome: Outcome, report: PlanReport) -> dict[str, Any]:
     return {
         "title": outcome.strategy.title,
-        "padding_share": outcome.padding_share,
         "microbatches_per_step": outcome.num_microbatches,
-        "utilization": outcome.utilization,
-        "rank_tokens": outcome.rank_tokens,
-        "rank_flops": outcome.rank_flops,
-        "over_bound": outcome.over_bound,
-        "step_time": outcome.step_time,
         "speedup": report.comparison.speedup(outcome),
-        "largest_microbatch": outcome.largest_microbatch,
         "peak_gib": report.peak_bytes(outcome) / GIB,
-        "metrics": outcome.metrics,
+        **{name: getattr(outcome, name) for name in _OUTCOME_KEYS},
     }
 
 
@@ -352,5 +322,4 @@ def _memory(report: PlanReport) -> dict[str, Any]:
         "recommended_bytes": memory.parts(budget) if budget else None,
         "recommended_step_time": outcome and outcome.step_time,
         "recommended_microbatches_per_step": outcome and outcome.num_microbatches,
-        "other_checkpointing_max_tokens": recommendation.other_max_tokens,
     }

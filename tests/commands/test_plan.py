@@ -168,13 +168,13 @@ def test_the_page_is_one_file_without_scripts_or_resources(
     for forbidden in ("<script", "http://", "https://", "url(", "<link", "src=", "nan", "inf "):
         assert forbidden not in text, forbidden
     assert "prefers-color-scheme: dark" in text
-    # The histogram, four strategies by fill and over time, and the memory of the planned and of
-    # the recommended budget. One device is too small for any.
+    # The histogram, four strategies over time, and the memory of the planned and of the
+    # recommended budget. One device is too small for any.
     drawings = [
         ElementTree.fromstring("<svg" + part.split("</svg>")[0] + "</svg>")
         for part in text.split("<svg")[1:]
     ]
-    assert len(drawings) == 1 + 4 + 4 + (1 if dp == 1 else 2)
+    assert len(drawings) == 1 + 4 + (1 if dp == 1 else 2)
     for drawing in drawings:
         path = drawing.find("path")
         assert path is not None and path.attrib["d"].startswith("M")
