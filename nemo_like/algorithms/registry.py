@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from nemo_like.data.chat import ChatEncoder
-    from nemo_like.data.datasets import RowSchema
+    from nemo_like.data.formats import RowSchema
     from nemo_like.data.jagged import EncodedRow
     from nemo_like.data.row_files import Row
     from nemo_like.data.rows import Rows

@@ -31,8 +31,7 @@ from nemo_like.config.paths import resolve_paths
 from nemo_like.config.rollout import RewardConfig
 from nemo_like.config.schema import ParallelConfig, RunConfig
 from nemo_like.config.text import counted
-from nemo_like.data.datasets import PROMPT_ROWS, RowSchema
-from nemo_like.data.row_columns import check_columns
+from nemo_like.data.formats import PROMPT_ROWS, RowSchema, check_columns
 from nemo_like.data.rows import Rows
 from nemo_like.environments.environment_workers import load_environment
 from nemo_like.environments.reward_worker import load_reward_functions

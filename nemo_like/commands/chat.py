@@ -12,7 +12,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.text import printable
 from nemo_like.console import say, say_error
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.datasets import surrogate_problem
+from nemo_like.data.formats import is_unicode
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.messages import Message
 from nemo_like.distributed.local_group import local_context
@@ -86,7 +86,7 @@ def _request(
 
     Likewise for a text that is not UTF-8, of which Python keeps the bytes as surrogates.
     """
-    if surrogate_problem(messages[-1]["content"], "message") is not None:
+    if not is_unicode(messages[-1]["content"]):
         raise ConfigError("the message is not UTF-8 text")
     token_ids = encoder.encode_prompt(messages)
     limit = config.policy.max_total_sequence_length

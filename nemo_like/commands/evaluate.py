@@ -32,8 +32,8 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.config.text import counted
 from nemo_like.console import say
-from nemo_like.data.datasets import SFT_ROWS
 from nemo_like.data.encoded_rows import EncodedRows
+from nemo_like.data.formats import SFT_ROWS
 from nemo_like.data.jagged import EncodedRow
 from nemo_like.environments.reward import RewardSample
 from nemo_like.generation.requests import SamplingParams

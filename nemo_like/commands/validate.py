@@ -23,9 +23,8 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import counted
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.datasets import RowSchema, conversation, question
+from nemo_like.data.formats import RowSchema, check_columns, conversation, question
 from nemo_like.data.observations import ObservationEncoder
-from nemo_like.data.row_columns import check_columns
 from nemo_like.data.rows import Rows
 from nemo_like.environments.environment import Conversation, EnvironmentFailure
 from nemo_like.environments.environment_workers import EnvironmentWorker

@@ -266,27 +266,13 @@ class ChatEncoder:
         Returns int32 [L] per piece.
         """
         texts = [self._after_eos(text) if follows else text for text, follows in pieces]
-        encoded: Any = self._call_tokenizer(texts)["input_ids"]
+        encoded: Any = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         tokenized = []
         for ids, (_, follows) in zip(encoded, pieces, strict=True):
             # The first token is the eos token that was put in front.
             own_ids = ids[1:] if follows else ids
             tokenized.append(self.checked_ids(own_ids))
         return tokenized
-
-    def _call_tokenizer(self, text: str | list[str]) -> Any:
-        """Return the encoding without special tokens. Raises ConfigError if the tokenizer fails on
-        the text.
-        """
-        try:
-            return self.tokenizer(text, add_special_tokens=False)
-        except Exception as error:
-            # Only the Rust tokenizers raise the base class itself.
-            if type(error) is not Exception:
-                raise
-            raise ConfigError(
-                f"the tokenizer {self.tokenizer.name_or_path!r} cannot encode this row: {error}"
-            ) from error
 
     def _after_eos(self, text: str) -> str:
         """Put the eos token before `text`; it becomes one token, which is removed again."""
@@ -304,7 +290,7 @@ class ChatEncoder:
         """Encode with the spans of the template's `{% generation %}` blocks."""
         text, spans = self.template.render_marked(messages, tools)
         self._check(messages, tools, trains=True)
-        encoding = self._call_tokenizer(text)
+        encoding: Any = self.tokenizer(text, add_special_tokens=False)
         ids = self.checked_ids(encoding["input_ids"])
         mask = np.zeros(len(ids), dtype=np.uint8)
         for start, end in spans:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -36,19 +37,6 @@ Encode = Callable[[Row], EncodedRow | None]
 Advance = Callable[[int], None]
 """Is called with the number of rows since its last call."""
 
-ROW_ERRORS = (
-    ConfigError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-    MemoryError,
-)
-"""Exceptions that a row can cause in an encoding. A tokenizer refuses text that is not Unicode (a
-lone surrogate) with a TypeError.
-"""
 CACHE_VARIABLE = "NEMO_LIKE_CACHE"
 _BYTES_PER_TOKEN = 5
 """An int32 token id and a uint8 mask."""
@@ -148,31 +136,30 @@ class EncodedRows:
 
         Raises ConfigError for bad rows: the first of them with their number.
         """
-        missing = rows[self._lengths[rows] == _TODO]
-        chunks = np.split(missing, range(_ROWS_PER_CHUNK, len(missing), _ROWS_PER_CHUNK))
-        here = map(self._encode_chunk, chunks)
-        started = time.monotonic()
-        if self._num_processes is None:
-            self._store_all(here, advance, limit_s=_TRIAL_S)
-        elif self._num_processes == 0:
-            self._store_all(here, advance)
-        num_tried = len(missing)
-        missing = missing[self._lengths[missing] == _TODO]
-        num_tried -= len(missing)
-        if not len(missing):
-            return
+        missing = self._missing(rows)
+        here = map(self._encode_chunk, _chunks(missing))
         num_processes = self._num_processes
         if num_processes is None:
+            started = time.monotonic()
+            self._store_all(here, advance, limit_s=_TRIAL_S)
             spent_s = time.monotonic() - started
-            if spent_s * len(missing) < _LONG_S * num_tried:
-                self._store_all(here, advance)
-                return
-            num_processes = min(_MAX_AUTO_PROCESSES, len(os.sched_getaffinity(0)))
-        with self._cached(advance, num_processes) as is_cached:
-            if not is_cached:
-                chunks = np.split(missing, range(_ROWS_PER_CHUNK, len(missing), _ROWS_PER_CHUNK))
-                with _encoding_pool(num_processes, self._encode_chunk) as pool:
-                    self._store_all(pool.map(_encode_in_process, chunks), advance)
+            num_tried = len(missing)
+            missing = self._missing(missing)
+            num_tried -= len(missing)
+            is_long = spent_s * len(missing) >= _LONG_S * num_tried
+            num_processes = min(_MAX_AUTO_PROCESSES, len(os.sched_getaffinity(0))) if is_long else 0
+        if num_processes == 0:
+            # After a trial these are the chunks behind it.
+            self._store_all(here, advance)
+        elif len(missing):
+            with self._cached(advance, num_processes) as is_cached:
+                if not is_cached:
+                    with _encoding_pool(num_processes, self._encode_chunk) as pool:
+                        self._store_all(pool.map(_encode_in_process, _chunks(missing)), advance)
+
+    def _missing(self, rows: np.ndarray) -> np.ndarray:
+        """Return those of `rows` int64 [n] that are not encoded yet, int64 [at most n]."""
+        return rows[self._lengths[rows] == _TODO]
 
     def _encode_chunk(self, rows: Sequence[int] | np.ndarray) -> list[tuple[int, Result]]:
         """Encode rows, in any process; returns (row, result) of each."""
@@ -180,7 +167,8 @@ class EncodedRows:
         for row in map(int, rows):
             try:
                 results.append((row, self._encode(self._rows[row])))
-            except ROW_ERRORS as error:
+            # A tokenizer may raise any exception, also the base class.
+            except Exception as error:  # noqa: BLE001
                 results.append((row, row_error_text(error)))
         return results
 
@@ -271,7 +259,11 @@ class EncodedRows:
         if self.num_encoded < len(self) or spent_s + _TRIAL_S < _LONG_S:
             return
         try:
-            _keep(self._file, self._end, data)
+            data.parent.mkdir(parents=True, exist_ok=True)
+            partial = data.with_name(f"{data.name}.{os.getpid()}")
+            with open(self._file, "rb", closefd=False) as own, partial.open("wb") as copied:
+                shutil.copyfileobj(own, copied)
+            partial.replace(data)
             # Written last: the cache has the rows if it has the index.
             partial = index.with_name(f"{index.name}.{os.getpid()}.npz")
             np.savez(partial, starts=self._starts, lengths=self._lengths)
@@ -306,7 +298,7 @@ class Examples(Generic[Out]):
 
 
 def row_error_text(error: Exception) -> str:
-    """Describe the problem of a row whose encoding raised one of `ROW_ERRORS`."""
+    """Describe the problem of a row whose encoding raised `error`."""
     if isinstance(error, ConfigError):
         return str(error)
     reason = " ".join(str(error).split())[:200]
@@ -322,15 +314,9 @@ def _no_space_text(reason: str) -> str:
     return f"encoded rows cannot be kept in {tempfile.gettempdir()}: {reason}; set TMPDIR"
 
 
-def _keep(file: int, num_bytes: int, target: Path) -> None:
-    """Copy an unnamed file to `target`. Raises OSError if it cannot be written."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f"{target.name}.{os.getpid()}")
-    with partial.open("wb", buffering=0) as copied:
-        offset = 0
-        while offset < num_bytes:
-            offset += os.sendfile(copied.fileno(), file, offset, num_bytes - offset)
-    partial.replace(target)
+def _chunks(rows: np.ndarray) -> list[np.ndarray]:
+    """Split `rows` int64 [n] into the parts that a process encodes at once."""
+    return np.split(rows, range(_ROWS_PER_CHUNK, len(rows), _ROWS_PER_CHUNK))
 
 
 def _source_digest() -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.text import shown_value
 from nemo_like.data.jagged import EncodedRow
+from nemo_like.data.row_files import shown_json
 
 Message = dict[str, Any]
 """Example: `{"role": "user", "content": "2+2=?"}`. Other keys (`tool_calls`, `name`) are passed to
@@ -87,150 +89,113 @@ def unknown_roles(roles: Iterable[str]) -> str:
 def row_tools(row: Mapping[str, Any]) -> list[Tool] | None:
     """Return the functions that the model may call in this row, or None.
 
-    The column may be JSON text.
+    The column may be JSON text. Raises ConfigError for another value.
     """
     tools = row.get("tools")
+    wanted = "a list of JSON schemas of functions (or JSON text of one)"
     # Columnar files cannot have schemas of different structure, so they contain JSON text.
     if isinstance(tools, str):
-        tools = json.loads(tools) if tools.strip() else None
-    return list(tools) if tools else None
-
-
-def tools_problem(value: Any) -> str | None:
-    """Describe the problem of a `tools` column, or return None."""
-    wanted = "a list of JSON schemas of functions (or JSON text of one)"
-    if isinstance(value, str) and value.strip():
         try:
-            value = json.loads(value)
-        # Deeply nested brackets exceed Python's recursion limit.
+            tools = json.loads(tools) if tools.strip() else None
         except (ValueError, RecursionError) as error:
-            return f"column 'tools' is not {wanted}: {error}"
-    if not value:
+            raise ConfigError(f"column 'tools' is not {wanted}: {error}") from error
+    if not tools:
         return None
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        return f"column 'tools' is not {wanted} but {type(value).__name__}"
-    for index, tool in enumerate(value):
-        if not isinstance(tool_name(tool), str):
-            return (
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ConfigError(f"column 'tools' is not {wanted} but {type(tools).__name__}")
+    for index, tool in enumerate(tools):
+        function = tool.get("function")
+        if not isinstance((function if isinstance(function, dict) else tool).get("name"), str):
+            raise ConfigError(
                 f"tools[{index}] has no function name; give {{'type': 'function', 'function':"
                 f" {{'name': ...}}}}"
             )
-    return None
+    return list(tools)
 
 
-def calls_problem(message: Message) -> str | None:
-    """Describe the problem of the `tool_calls` of a message, or return None."""
-    calls = message.get("tool_calls")
-    if isinstance(calls, str) and calls.strip():
-        try:
-            calls = json.loads(calls)
-        except (ValueError, RecursionError) as error:
-            return f"tool_calls is text that is not JSON: {error}"
-    if not calls:
-        return None
-    if not isinstance(calls, list):
-        return f"tool_calls is of type {type(calls).__name__}, not a list of calls"
-    if message.get("role") != "assistant":
-        return (
-            f"tool_calls stand in a message of role {message.get('role')!r}; only an assistant"
-            f" calls tools"
-        )
-    for index, call in enumerate(calls):
-        function = None
-        if isinstance(call, dict):
-            # Some data sets write name and arguments directly into the call.
-            function = call.get("function") or call
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            return (
-                f"tool_calls[{index}] has no function name; give {{'function': {{'name': ...,"
-                f" 'arguments': ...}}}}"
-            )
-        if not isinstance(function.get("arguments", {}), dict | str | None):
-            return f"tool_calls[{index}].function.arguments is neither an object nor JSON text"
-    return None
+def clean_message(message: Any, place: str) -> Message:
+    """Return a message without loss flags and keys without a value, which columnar files fill in.
 
-
-def tool_name(tool: Tool) -> Any:
-    """Return the name of a tool, nested under `function` or at the top level."""
-    function = tool.get("function")
-    if isinstance(function, dict):
-        return function.get("name")
-    return tool.get("name")
-
-
-def clean_message(message: Message) -> Message:
-    """Remove keys without a value and loss flags, and convert tool calls to the form that chat
-    templates expect.
-
-    Columnar files fill every key of every message. Calls become `{"type": "function", "function":
-    {"name", "arguments"}}`, with the arguments parsed if they are JSON text of an object.
+    Tool calls get the form that chat templates expect. Raises ConfigError that begins with `place`
+    for a value that is not a message.
     """
-    cleaned = {
-        key: value for key, value in message.items() if value is not None and key not in FLAGS
-    }
-    calls = cleaned.pop("tool_calls", None)
-    if isinstance(calls, str):
-        calls = json.loads(calls) if calls.strip() else None
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ConfigError(f"{place} is {shown_json(message)}, not an object with role and content")
+    cleaned = {key: value for key, value in _without_none(message).items() if key not in FLAGS}
+    try:
+        calls = _clean_calls(cleaned.pop("tool_calls", None), message["role"])
+        _check_flags(message)
+    except ConfigError as error:
+        raise ConfigError(f"{place}.{error}") from error
+    # A message with tool calls may have no content.
+    has_content = "content" in cleaned or not calls
+    if has_content and not isinstance(cleaned.get("content"), str):
+        raise ConfigError(f"{place}.content is {shown_json(message.get('content'))}, not a text")
     if calls:
-        cleaned["tool_calls"] = [_clean_call(call) for call in calls]
+        cleaned["tool_calls"] = calls
     return cleaned
 
 
-def without_nulls(value: Any) -> Any:
-    """Remove null entries of objects at any depth.
-
-    Columnar files fill every key that any row has.
+def _clean_calls(calls: Any, role: str) -> list[dict[str, Any]]:
+    """Convert tool calls to `{"type": "function", "function": {"name", "arguments"}}`, with the
+    arguments parsed if they are JSON text of an object. Raises ConfigError for other values.
     """
-    if isinstance(value, dict):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
-    # An item of a list is kept even if it is null: its position may matter.
-    if isinstance(value, list):
-        return [without_nulls(each) for each in value]
-    return value
+    if isinstance(calls, str):
+        try:
+            calls = json.loads(calls) if calls.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"tool_calls is text that is not JSON: {error}") from error
+    if not calls:
+        return []
+    if not isinstance(calls, list):
+        raise ConfigError(f"tool_calls is of type {type(calls).__name__}, not a list of calls")
+    if role != "assistant":
+        raise ConfigError(
+            f"tool_calls stand in a message of role {role!r}; only an assistant calls tools"
+        )
+    return [_clean_call(call, f"tool_calls[{index}]") for index, call in enumerate(calls)]
 
 
-def _clean_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Convert one tool call; its name and arguments may be at the top level."""
-    call = {key: value for key, value in call.items() if value is not None}
+def _clean_call(call: Any, place: str) -> dict[str, Any]:
+    """Convert one tool call. Raises ConfigError that begins with `place`."""
+    call = _without_none(call) if isinstance(call, dict) else {}
     # Some data sets write the name and arguments directly into the call.
     if not isinstance(call.get("function"), dict):
-        inner = {}
-        for key in ("name", "arguments"):
-            if key in call:
-                inner[key] = call.pop(key)
+        inner = {key: call.pop(key) for key in ("name", "arguments") if key in call}
         call = {"type": "function", **call, "function": inner}
-    function = {key: value for key, value in call["function"].items() if value is not None}
+    function = _without_none(call["function"])
+    if not isinstance(function.get("name"), str):
+        raise ConfigError(
+            f"{place} has no function name; give {{'function': {{'name': ..., 'arguments': ...}}}}"
+        )
     arguments = function.get("arguments", {})
+    if not isinstance(arguments, dict | str):
+        raise ConfigError(f"{place}.function.arguments is neither an object nor JSON text")
     # OpenAI's format has JSON text; templates iterate over the arguments.
     if isinstance(arguments, str):
-        arguments = _parsed(arguments)
-    function["arguments"] = arguments
-    return {**call, "function": function}
+        with suppress(ValueError, RecursionError):
+            parsed = json.loads(arguments) if arguments.strip() else {}
+            arguments = parsed if isinstance(parsed, dict) else arguments
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _parsed(text: str) -> Any:
-    """Parse JSON text of an object; returns the text itself if it is not one."""
-    try:
-        value = json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
+def _without_none(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: each for key, each in value.items() if each is not None}
 
 
-def flags_problem(message: Mapping[str, Any]) -> str | None:
-    """Describe the problem of the loss flag of a message, or return None."""
+def _check_flags(message: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a loss flag that has no meaning."""
     train = message.get("train")
     weight = message.get("weight")
     if train is not None and not isinstance(train, bool):
-        return f"train is {train!r}; give true or false"
+        raise ConfigError(f"train is {train!r}; give true or false")
     # A bool is an int, but OpenAI's format has numbers.
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-        return f"weight is {weight!r}; give 1 (loss on this turn) or 0 (no loss)"
+        raise ConfigError(f"weight is {weight!r}; give 1 (loss on this turn) or 0 (no loss)")
     if train is not None and weight is not None and train != bool(weight):
-        return f"train is {train} and weight is {weight}; give one of them"
-    if message.get("role") != "assistant" and (train or weight):
-        return "the loss is on the assistant's turns only; remove the flag"
-    return None
+        raise ConfigError(f"train is {train} and weight is {weight}; give one of them")
+    if message["role"] != "assistant" and (train or weight):
+        raise ConfigError("the loss is on the assistant's turns only; remove the flag")
 
 
 def is_trained(message: Mapping[str, Any]) -> bool:

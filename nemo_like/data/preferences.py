@@ -6,12 +6,14 @@ Formats: `prompt`, `chosen` and `rejected`, each a text or a list of messages; o
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import NamedTuple
 
 import numpy as np
 
+from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.datasets import RowSchema, turns
+from nemo_like.data.formats import RowSchema, turns
 from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.messages import Message, is_trained, row_tools, unknown_roles
 from nemo_like.data.row_files import Row, shown_json
@@ -48,9 +50,9 @@ def preference(row: Row) -> PreferenceTexts:
     they are complete conversations that begin with the turns of `prompt`, possibly after a system
     turn, as in UltraFeedback's binarized form.
     """
-    prompt = [] if row.get("prompt") is None else turns(row["prompt"], "user")
-    chosen = turns(row["chosen"], "assistant")
-    rejected = turns(row["rejected"], "assistant")
+    prompt = [] if row.get("prompt") is None else turns(row, "prompt")
+    chosen = turns(row, "chosen")
+    rejected = turns(row, "rejected")
     # Turns are compared, not texts: two completions may begin with the same words.
     num_common = 0
     while num_common < min(len(chosen), len(rejected)):
@@ -117,82 +119,75 @@ def _last_answer(messages: list[Message]) -> int | None:
     return indices[-1] if indices else None
 
 
-def _preference_problem(row: Row, columns: tuple[str, ...]) -> str | None:
+def _check_preference(row: Row, columns: tuple[str, ...]) -> None:
+    """Raise ConfigError for a pair without a prompt, completions or a preference."""
     for column in columns:
         messages = row[column] if isinstance(row[column], list) else []
         if not all(map(is_trained, messages)):
-            return (
+            raise ConfigError(
                 f"a message of {column!r} has a flag that removes its loss, but all tokens of the"
                 " completions are compared; remove the flag"
             )
-    if "prompt" not in columns:
-        for column in columns:
-            if not isinstance(row[column], list):
-                return (
-                    f"column {column!r} is a text, and there is no column 'prompt'; add it, or"
-                    " write the conversation as a list of messages"
-                )
+        if "prompt" not in columns and not isinstance(row[column], list):
+            raise ConfigError(
+                f"column {column!r} is a text, and there is no column 'prompt'; add it, or write"
+                " the conversation as a list of messages"
+            )
     texts = preference(row)
     if not texts.prompt:
-        return "'chosen' and 'rejected' do not begin with the same turn, so there is no prompt"
+        raise ConfigError(
+            "'chosen' and 'rejected' do not begin with the same turn, so there is no prompt"
+        )
     for column, completion in (("chosen", texts.chosen), ("rejected", texts.rejected)):
         if not completion or completion[-1]["role"] != "assistant":
             unknown = unknown_roles(message["role"] for message in completion)
-            return f"column {column!r} does not end with an assistant turn after the prompt" + (
-                f": {unknown}" if unknown else ""
+            raise ConfigError(
+                f"column {column!r} does not end with an assistant turn after the prompt"
+                + (f": {unknown}" if unknown else "")
             )
         if completion[0]["role"] in ("system", "user") and texts.prompt[-1]["role"] == "user":
-            return (
+            raise ConfigError(
                 f"column {column!r} begins with a turn of the {completion[0]['role']}, which does"
                 " not follow the turns of 'prompt'; give complete conversations that begin with"
                 " the same turns as 'prompt', or only the turns after it"
             )
     if texts.chosen == texts.rejected:
-        return "'chosen' and 'rejected' are equal, so there is no preference; remove the row"
-    return None
-
-
-def _margin_problem(row: Row, columns: tuple[str, ...]) -> str | None:
-    """Describe the problem of a pair with an optional column `margin`, or return None."""
-    if _number(row.get("margin")) is None:
-        return (
-            f"column 'margin' is {shown_json(row['margin'])}, not a finite number from"
-            f" {-_MAX_MARGIN:g} to {_MAX_MARGIN:g}"
+        raise ConfigError(
+            "'chosen' and 'rejected' are equal, so there is no preference; remove the row"
         )
-    return _preference_problem(row, columns)
+
+
+def _check_margin(row: Row, columns: tuple[str, ...]) -> None:
+    """Raise ConfigError for a bad pair with an optional column `margin`."""
+    pair_margin(row)
+    _check_preference(row, columns)
 
 
 def pair_margin(row: Row) -> float:
-    """Return the margin of a pair of a reward model; 0 without one."""
-    margin = _number(row.get("margin"))
-    assert margin is not None, "rows are checked when they are read"
-    return margin
+    """Return the margin of a pair of a reward model; 0 without one.
 
-
-def _number(margin: Any) -> float | None:
-    """Return the value of a margin, or None if it is no possible one.
-
-    A CSV file has numbers as texts, and an empty one where a row has none.
+    A CSV file has numbers as texts, and an empty one where a row has none. Raises ConfigError for
+    another value.
     """
+    margin = row.get("margin")
     if margin is None or margin == "":
         return 0.0
-    if isinstance(margin, bool) or not isinstance(margin, int | float | str):
-        return None
-    try:
-        value = float(margin)
-    except (ValueError, OverflowError):
-        return None
-    # False for NaN too.
-    return value if abs(value) <= _MAX_MARGIN else None
+    if isinstance(margin, int | float | str) and not isinstance(margin, bool):
+        with suppress(ValueError, OverflowError):
+            # False for NaN too.
+            if abs(float(margin)) <= _MAX_MARGIN:
+                return float(margin)
+    raise ConfigError(
+        f"column 'margin' is {shown_json(margin)}, not a finite number from {-_MAX_MARGIN:g} to"
+        f" {_MAX_MARGIN:g}"
+    )
 
 
 PREFERENCE_ROWS = RowSchema(
-    (("prompt", "chosen", "rejected"), ("chosen", "rejected")), _UNDERSTOOD, _preference_problem
+    (("prompt", "chosen", "rejected"), ("chosen", "rejected")), _UNDERSTOOD, _check_preference
 )
 """Pairs of a chosen and a rejected completion of one prompt."""
 MARGIN_ROWS = RowSchema(
-    PREFERENCE_ROWS.formats,
-    f"{_UNDERSTOOD}; each optionally with margin (a number)",
-    _margin_problem,
+    PREFERENCE_ROWS.formats, f"{_UNDERSTOOD}; each optionally with margin (a number)", _check_margin
 )
 """Preference pairs of a reward model: optionally with the column `margin`."""

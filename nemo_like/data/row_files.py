@@ -16,9 +16,8 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 from urllib.parse import parse_qsl
@@ -27,7 +26,6 @@ from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.model_directory import connection_error, hub_error_text
 from nemo_like.config.paths import HUB_PREFIX
 from nemo_like.config.text import printable, shortened, shown_value
-from nemo_like.data.messages import without_nulls
 
 Row = dict[str, Any]
 
@@ -64,7 +62,6 @@ _MAX_FIELD_CHARACTERS = 2**31 - 1
 
 _CONVERTED = "refs/convert/parquet"
 _DEFAULT_CONFIG = "default"
-_OPTIONS = ("split", "config", "revision")
 _FORM = (
     f"{HUB_PREFIX}OWNER/NAME?split=SPLIT[&config=CONFIG][&revision=REVISION] or"
     f" {HUB_PREFIX}OWNER/NAME/FILE[?revision=REVISION]"
@@ -173,20 +170,18 @@ def _parse(data: bytes, location: str | Location) -> Any:
             f"{location}: not UTF-8 text at byte {error.start + 1}: {error.reason}"
         ) from error
     except json.JSONDecodeError as error:
-        at = f"column {error.colno}"
+        place = f"column {error.colno}"
+        hint = ""
         if error.lineno > 1:
-            at = f"line {error.lineno} {at}"
-        reason = error.msg
-        if reason == "Extra data" and error.lineno > 1:
-            reason = "further data after the first value (one object per line is a .jsonl file)"
+            place = f"line {error.lineno} {place}"
+            hint = "; one object per line is a .jsonl file"
         near = error.doc[max(error.pos - 20, 0) : error.pos + 20]
-        raise ConfigError(f"{location}: not valid JSON at {at}: {reason}, near {near!r}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{location}: not readable as JSON: too deeply nested") from error
-    except ValueError as error:
-        # Python refuses integers of more than some thousand digits.
-        reason = "a number is too long"
-        raise ConfigError(f"{location}: not readable as JSON: {reason}") from error
+        raise ConfigError(
+            f"{location}: not valid JSON at {place}: {error.msg}, near {near!r}{hint}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        # A number of thousands of digits, or thousands of nested lists.
+        raise ConfigError(f"{location}: not readable as JSON: {error}") from error
 
 
 def _object(value: Any, location: Location) -> Row:
@@ -229,7 +224,7 @@ def _read_csv(path: Path) -> Iterator[LocatedRow]:
             if not values:
                 continue
             if names is None:
-                names = _checked_names(values, location)
+                names = values
                 continue
             if len(values) != len(names):
                 raise ConfigError(
@@ -255,18 +250,6 @@ def _value(text: str) -> Any:
 def _is_message(value: object) -> bool:
     """Return True for an object with the role of a message, also as ShareGPT names it."""
     return isinstance(value, dict) and not value.keys().isdisjoint(("role", "from"))
-
-
-def _checked_names(names: list[str], location: Location) -> list[str]:
-    """Return the names of the columns. Raises ConfigError for an empty or repeated one."""
-    for name in names:
-        if not name.strip() or names.count(name) > 1:
-            problem = "a column without a name" if not name.strip() else f"{name!r} twice"
-            raise ConfigError(
-                f"{location}: the header has {problem}; the first line of a CSV file has one name"
-                " per column"
-            )
-    return names
 
 
 def _read_directory(path: Path) -> Iterator[LocatedRow]:
@@ -332,11 +315,23 @@ def _batch_rows(batches: Any, shown: str) -> Iterator[LocatedRow]:
             # A part at a time: Python objects need several times the memory of the batch.
             for row in batch.slice(start, _ROWS_PER_BATCH).to_pylist():
                 for name in nested:
-                    row[name] = without_nulls(row[name])
+                    row[name] = _without_nulls(row[name])
                 # Values that JSON does not have, such as dates, are texts.
                 text = json.dumps(row, default=_json_value)
                 yield Location(prefix, number), json.loads(text), text.encode()
                 number += 1
+
+
+def _without_nulls(value: Any) -> Any:
+    """Remove null entries of objects at any depth: columnar files fill every key that any row has.
+
+    An item of a list is kept even if it is null: its position may matter.
+    """
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    return value
 
 
 def _check_columns(names: list[str], shown: str) -> None:
@@ -361,49 +356,28 @@ def _json_value(value: Any) -> Any:
         return {"bytes": value.hex()}
 
 
-@dataclass(frozen=True)
-class HubData:
-    """A split or one file of a data set of the hub."""
-
-    name: str
-    """Owner and name. Example: `openai/gsm8k`."""
-    file: str | None
-    """Path in the repository; None for a split."""
-    split: str | None
-    config: str | None
-    revision: str | None
-
-
 def is_hub_data(path: str) -> bool:
     """Return True for the name of data on the hub."""
     return path.startswith(HUB_PREFIX)
 
 
-def parse_hub_data(path: str, key: str) -> HubData:
-    """Parse the name of data on the hub. Raises ConfigError that names `key`."""
+def parse_hub_data(path: str, key: str) -> tuple[str, str, dict[str, str]]:
+    """Return the repository, the file in it (empty for a split) and the options of the name of data
+    on the hub. Raises ConfigError that names `key`.
+    """
     location, _, query = path.removeprefix(HUB_PREFIX).partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
     # The form of the Hugging Face libraries has the kind of the repository in front.
     parts = location.removeprefix("datasets/").split("/")
-    unknown = sorted(set(options) - set(_OPTIONS))
+    file = "/".join(parts[2:])
     is_named = len(parts) >= 2 and all(re.fullmatch(r"[\w.-]+", part) for part in parts[:2])
     # Parts of `..` would leave the directory of the snapshot.
     is_inside = not any(part in ("", ".", "..") for part in parts)
-    if unknown or not is_named or not is_inside or not all(options.values()):
+    possible = {"revision"} if file else {"split", "config", "revision"}
+    is_complete = all(options.values()) and (file or "split" in options)
+    if not (is_named and is_inside and is_complete and possible.issuperset(options)):
         raise ConfigError(f"{key} is {shortened(repr(path), 300)}; give {_FORM}")
-    file = "/".join(parts[2:]) or None
-    split = options.get("split")
-    if (file is None) == (split is None) or (file is not None and "config" in options):
-        raise ConfigError(
-            f"{key} is {shortened(repr(path), 300)}; name either a file or a split: {_FORM}"
-        )
-    return HubData(
-        name="/".join(parts[:2]),
-        file=file,
-        split=split,
-        config=options.get("config"),
-        revision=options.get("revision"),
-    )
+    return "/".join(parts[:2]), file, options
 
 
 def fetch_hub_data(path: str, key: str) -> Path:
@@ -415,63 +389,59 @@ def fetch_hub_data(path: str, key: str) -> Path:
     # On demand: its import takes half a second, and few runs need it.
     from huggingface_hub import hf_hub_download
 
-    data = parse_hub_data(path, key)
-    unreachable = connection_error(data.name, is_model=False)
+    name, file, options = parse_hub_data(path, key)
+    unreachable = connection_error(name, is_model=False)
     try:
-        if data.file is not None:
-            local = hf_hub_download(
-                data.name,
-                data.file,
-                repo_type="dataset",
-                revision=data.revision,
-                local_files_only=unreachable is not None,
-            )
-            return Path(local)
-        return _fetch_split(data, path, key, local_files_only=unreachable is not None)
+        if not file:
+            return _fetch_split(name, options, path, key, is_offline=unreachable is not None)
+        local = hf_hub_download(
+            name,
+            file,
+            repo_type="dataset",
+            revision=options.get("revision"),
+            local_files_only=unreachable is not None,
+        )
+        return Path(local)
     except ConfigError:
         raise
     except Exception as error:
         # They depend on the network library below huggingface_hub.
-        text = hub_error_text(unreachable or error, data.name, is_model=False)
+        text = hub_error_text(unreachable or error, name, is_model=False)
         raise ConfigError(f"{key} is {path}; {text}") from error
 
 
-def _fetch_split(data: HubData, path: str, key: str, *, local_files_only: bool) -> Path:
+def _fetch_split(
+    name: str, options: Mapping[str, str], path: str, key: str, *, is_offline: bool
+) -> Path:
     """Download the parquet files of a split; return their directory."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
 
-    revision = data.revision or _CONVERTED
-    known = [] if local_files_only else _listed_splits(data.name, revision)
-    configs = [config for config, split in known if split == data.split]
-    config = data.config
-    if config is None:
-        config = configs[0] if len(configs) == 1 else _DEFAULT_CONFIG
-    if known and (config, data.split) not in known:
+    revision = options.get("revision", _CONVERTED)
+    split = options["split"]
+    known: list[tuple[str, str]] = []
+    if not is_offline:
+        files = HfApi().list_repo_files(name, repo_type="dataset", revision=revision)
+        parts = [file.split("/") for file in files if file.endswith(".parquet")]
+        known = sorted({(part[0], part[1]) for part in parts if len(part) == 3})
+    configs = [config for config, each in known if each == split]
+    config = options.get("config", configs[0] if len(configs) == 1 else _DEFAULT_CONFIG)
+    if known and (config, split) not in known:
         splits = ", ".join(f"config={config}&split={split}" for config, split in known)
         raise ConfigError(
-            f"{key}: {path}: {data.name} has no split {data.split!r} of the configuration"
-            f" {config!r}; it has {shortened(printable(splits), 500)}"
+            f"{key}: {path}: {name} has no split {split!r} of the configuration {config!r}; it has"
+            f" {shortened(printable(splits), 500)}"
         )
     snapshot = snapshot_download(
-        data.name,
+        name,
         repo_type="dataset",
         revision=revision,
-        allow_patterns=f"{config}/{data.split}/*.parquet",
-        local_files_only=local_files_only,
+        allow_patterns=f"{config}/{split}/*.parquet",
+        local_files_only=is_offline,
     )
-    directory = Path(snapshot) / config / str(data.split)
+    directory = Path(snapshot) / config / split
     if not directory.is_dir():
         raise ConfigError(
-            f"{key}: {path}: the split {data.split!r} of the configuration {config!r} is not in the"
+            f"{key}: {path}: the split {split!r} of the configuration {config!r} is not in the"
             f" cache ({snapshot}), and the hub cannot be reached; download it where it can"
         )
     return directory
-
-
-def _listed_splits(name: str, revision: str) -> list[tuple[str, str]]:
-    """Return (configuration, split) of the parquet files of a data set on the hub."""
-    from huggingface_hub import HfApi
-
-    files = HfApi().list_repo_files(name, repo_type="dataset", revision=revision)
-    parts = [file.split("/") for file in files if file.endswith(".parquet")]
-    return sorted({(part[0], part[1]) for part in parts if len(part) == 3})

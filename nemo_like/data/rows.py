@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import mmap
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import IO, overload
@@ -22,8 +22,7 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError, shown_path, similar_path_text
 from nemo_like.config.text import is_possible_path, shortened
-from nemo_like.data.datasets import RowSchema, row_problem
-from nemo_like.data.row_columns import known_row, missing_value_problem
+from nemo_like.data.formats import RowSchema, check_missing_values, known_row
 from nemo_like.data.row_files import (
     SUPPORTED_FILES,
     LocatedRow,
@@ -63,10 +62,10 @@ class Rows(Sequence[Row]):
     """`_PLACE` [N]."""
     prefixes: tuple[str, ...]
     """Beginnings of locations: a file and a separator."""
-    format: tuple[str, ...]
-    """Columns by which the format was recognized."""
     digests: tuple[str, ...]
     """Hash of the content of all rows, of each source."""
+    format: tuple[str, ...] = ()
+    """Columns by which the format was recognized."""
     num_left_out: int = 0
     """Rows of the file that a selection left out."""
     mixture: Mixture | None = None
@@ -133,12 +132,10 @@ class Rows(Sequence[Row]):
         )
 
 
-def store_rows(
-    located: Iterable[tuple[Location, Row, bytes | None]], row_format: Callable[[], tuple[str, ...]]
-) -> Rows:
+def _store_rows(located: Iterable[tuple[Location, Row, bytes | None]]) -> Rows:
     """Store rows with their locations and, if it is known, their JSON.
 
-    `row_format` is called after the last row. Raises ConfigError if the file cannot be written.
+    Raises ConfigError if the file cannot be written.
     """
     places: list[np.ndarray] = []
     block: list[tuple[int, int, int, int, int]] = []
@@ -164,7 +161,6 @@ def store_rows(
         files=(content,),
         places=np.concatenate([*places, np.array(block, dtype=_PLACE)]),
         prefixes=tuple(prefixes),
-        format=row_format(),
         digests=(hashed.hexdigest(),),
     )
 
@@ -200,10 +196,10 @@ def load_rows(
     bad rows.
     """
     file = _local_path(path, key)
-    check = _RowCheck(schema, columns or {}, selection, is_csv=".csv" in format_suffix(file))
+    check = _RowCheck(schema, columns or {}, selection, ".csv" in format_suffix(file))
     located = check.usable_rows(islice(read_rows(file, key), max_rows), advance)
     try:
-        rows = store_rows(located, lambda: check.format)
+        rows = _store_rows(located)
     except ConfigError as error:
         # The rest of the file cannot be read.
         if not check.bad.num_rows:
@@ -219,76 +215,7 @@ def load_rows(
                 f" {check.num_left_out:,} rows"
             )
         raise ConfigError(f"{key}: {shown_path(file)} has no rows{limit}")
-    return dataclasses.replace(rows, num_left_out=check.num_left_out)
-
-
-class _RowCheck:
-    """Checks the rows of a file against a schema, with the columns of this project."""
-
-    def __init__(
-        self,
-        schema: RowSchema,
-        columns: Mapping[str, str],
-        selection: PassRateFilter | None,
-        *,
-        is_csv: bool,
-    ) -> None:
-        self.bad = BadRows()
-        self.num_left_out = 0
-        self.format: tuple[str, ...] = ()
-        """Columns of the format, which the first row decides."""
-        self._schema = schema
-        self._columns = columns
-        self._selection = selection
-        self._is_csv = is_csv
-
-    def usable_rows(
-        self, located: Iterable[LocatedRow], advance: Callable[[int], None] | None
-    ) -> Iterable[tuple[Location, Row, bytes | None]]:
-        """Yield the selected rows; collect those that cannot be used in `bad`."""
-        number = 0
-        for number, (location, own_row, text) in enumerate(located, 1):
-            if advance is not None and number % _ROWS_PER_ADVANCE == 0:
-                advance(_ROWS_PER_ADVANCE)
-            try:
-                row = self._checked(own_row, location)
-            except ConfigError as error:
-                self.bad.add(location, str(error).removeprefix(f"{location}: "))
-                continue
-            if self._selection is not None and not self._selection.keeps(row):
-                self.num_left_out += 1
-            else:
-                yield location, row, text if row is own_row else None
-        if advance is not None:
-            advance(number % _ROWS_PER_ADVANCE)
-
-    def _checked(self, own_row: Row | ConfigError, location: Location) -> Row:
-        """Return a row with the columns of this project. Raises ConfigError for a bad row."""
-        if isinstance(own_row, ConfigError):
-            raise own_row
-        row = known_row(own_row, self._columns)
-        self.format = self.format or self._schema.recognize(row, str(location))
-        problem = row_problem(row, self.format, self._schema)
-        if problem is None and self._is_csv:
-            problem = missing_value_problem(row, self.format)
-        if problem is None and self._selection is not None:
-            problem = self._selection.problem(row)
-        if problem is not None:
-            raise ConfigError(problem)
-        return row
-
-
-def _local_path(path: str | Path, key: str) -> Path:
-    """Return the file or directory of `path`. Raises ConfigError if there is none."""
-    if is_hub_data(str(path)):
-        path = fetch_hub_data(str(path), key)
-    file = Path(path).expanduser()
-    if not is_possible_path(str(file)) or not file.exists():
-        raise ConfigError(
-            f"{key}: there is no {shortened(repr(str(file)), 300)}{similar_path_text(file)}; give"
-            f" {SUPPORTED_FILES}"
-        )
-    return file
+    return dataclasses.replace(rows, format=check.format, num_left_out=check.num_left_out)
 
 
 class BadRows:
@@ -322,6 +249,65 @@ class BadRows:
         return "\n".join(lines)
 
 
+@dataclass
+class _RowCheck:
+    """Checks the rows of a file against a schema, with the columns of this project."""
+
+    schema: RowSchema
+    columns: Mapping[str, str]
+    selection: PassRateFilter | None
+    is_csv: bool
+    bad: BadRows = field(default_factory=BadRows)
+    num_left_out: int = 0
+    format: tuple[str, ...] = ()
+    """Columns of the format, which the first row decides."""
+
+    def usable_rows(
+        self, located: Iterable[LocatedRow], advance: Callable[[int], None] | None
+    ) -> Iterable[tuple[Location, Row, bytes | None]]:
+        """Yield the selected rows; collect those that cannot be used in `bad`."""
+        number = 0
+        for number, (location, own_row, text) in enumerate(located, 1):
+            if advance is not None and number % _ROWS_PER_ADVANCE == 0:
+                advance(_ROWS_PER_ADVANCE)
+            try:
+                row = self._checked(own_row)
+                is_kept = self.selection is None or self.selection.keeps(row)
+            except ConfigError as error:
+                self.bad.add(location, str(error).removeprefix(f"{location}: "))
+                continue
+            if is_kept:
+                yield location, row, text if row is own_row else None
+            else:
+                self.num_left_out += 1
+        if advance is not None:
+            advance(number % _ROWS_PER_ADVANCE)
+
+    def _checked(self, own_row: Row | ConfigError) -> Row:
+        """Return a row with the columns of this project. Raises ConfigError for a bad row."""
+        if isinstance(own_row, ConfigError):
+            raise own_row
+        row = known_row(own_row, self.columns)
+        self.format = self.format or self.schema.recognize(row)
+        self.schema.check(row, self.format)
+        if self.is_csv:
+            check_missing_values(row, self.format)
+        return row
+
+
+def _local_path(path: str | Path, key: str) -> Path:
+    """Return the file or directory of `path`. Raises ConfigError if there is none."""
+    if is_hub_data(str(path)):
+        path = fetch_hub_data(str(path), key)
+    file = Path(path).expanduser()
+    if not is_possible_path(str(file)) or not file.exists():
+        raise ConfigError(
+            f"{key}: there is no {shortened(repr(str(file)), 300)}{similar_path_text(file)}; give"
+            f" {SUPPORTED_FILES}"
+        )
+    return file
+
+
 @dataclass(frozen=True, kw_only=True)
 class PassRateFilter:
     """Keeps the rows whose `pass_rate` is in a range.
@@ -333,28 +319,16 @@ class PassRateFilter:
     minimum: float = 0.0
     maximum: float = 1.0
 
-    def problem(self, row: Row) -> str | None:
-        """Describe why the row has no pass rate, or return None."""
+    def keeps(self, row: Row) -> bool:
+        """Return True for a pass rate in the range. Raises ConfigError for a row without one."""
         value = row.get(PASS_RATE)
-        if isinstance(value, str):
-            value = _number(value)
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
-            return None
-        return (
-            f"column {PASS_RATE!r} is {shown_json(row.get(PASS_RATE))}, not a number from 0 to 1;"
+        # A CSV file has numbers as texts.
+        if isinstance(value, int | float | str) and not isinstance(value, bool):
+            with suppress(ValueError):
+                if 0 <= float(value) <= 1:
+                    return self.minimum <= float(value) <= self.maximum
+        raise ConfigError(
+            f"column {PASS_RATE!r} is {shown_json(value)}, not a number from 0 to 1;"
             " data.min_pass_rate and data.max_pass_rate select by it. Add it to every row, name"
             " its column in data.columns.pass_rate, or set both to null"
         )
-
-    def keeps(self, row: Row) -> bool:
-        """Return True if the pass rate of a row without a problem is in the range."""
-        return self.minimum <= float(row[PASS_RATE]) <= self.maximum
-
-
-def _number(text: str) -> float | None:
-    """Return the number of a text, as CSV files have it; None for another text."""
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None

@@ -18,7 +18,7 @@ from nemo_like.config.rollout import EnvironmentConfig
 from nemo_like.config.schema import DataConfig
 from nemo_like.config.text import shown_value
 from nemo_like.data.chat import prepare_messages
-from nemo_like.data.datasets import question
+from nemo_like.data.formats import question
 from nemo_like.data.messages import Message, Tool
 from nemo_like.data.observations import ObservationEncoder
 from nemo_like.environments.environment import Conversation, State

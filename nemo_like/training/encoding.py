@@ -10,15 +10,14 @@ import numpy as np
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.datasets import (
+from nemo_like.data.encoded_rows import EncodedRows, Examples
+from nemo_like.data.formats import (
     SFT_ROWS,
     conversation,
-    encode_text,
-    encode_token_row,
     flagged_conversation,
     question,
+    trained_tokens,
 )
-from nemo_like.data.encoded_rows import EncodedRows, Examples
 from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.messages import TrainOn, mask_turns, row_tools, trained_turns
 from nemo_like.data.row_files import Row
@@ -42,13 +41,46 @@ def encode_sft_row(encoder: ChatEncoder, train_on: TrainOn, row: Row) -> Encoded
 
     Raises ConfigError for loss flags that contradict `train_on` or leave nothing to learn.
     """
-    if row.get("input_ids") is not None and SFT_ROWS.recognize(row, "row") == ("input_ids",):
-        return encode_token_row(encoder, row)
-    if row.get("text") is not None and SFT_ROWS.recognize(row, "row") == ("text",):
-        return encode_text(encoder, row["text"])
+    columns = SFT_ROWS.recognize(row)
+    if columns == ("input_ids",):
+        return _encode_tokens(encoder, row)
+    if columns == ("text",):
+        return _encode_text(encoder, row["text"])
     turns = trained_turns(flagged_conversation(row), train_on)
     encoded = encoder.encode_sft(conversation(row), row_tools(row))
     return encoded if turns is None else mask_turns(encoded, turns)
+
+
+def _encode_tokens(encoder: ChatEncoder, row: Row) -> EncodedRow:
+    """Return the tokens of a row with `input_ids`; nothing is added.
+
+    Raises ConfigError for an id that the tokenizer or the model does not have.
+    """
+    ids = encoder.checked_ids(row["input_ids"])
+    num_tokens = len(encoder.tokenizer)
+    if ids.max() >= num_tokens:
+        raise ConfigError(
+            f"input_ids has the token id {ids.max()}, but the tokenizer"
+            f" {encoder.tokenizer.name_or_path!r} has {num_tokens} tokens; was the row made with"
+            " another tokenizer?"
+        )
+    return EncodedRow(ids, trained_tokens(row))
+
+
+def _encode_text(encoder: ChatEncoder, text: str) -> EncodedRow:
+    """Encode raw text with loss on all tokens.
+
+    The tokenizer adds its own special tokens, such as the beginning of a sequence, unless the text
+    has it already, as a rendered conversation does; the end-of-sequence token follows the text.
+    """
+    encoded: Any = encoder.tokenizer(text)["input_ids"]
+    ids = list(encoded)
+    bos_token_id = encoder.tokenizer.bos_token_id
+    if bos_token_id is not None and ids[:2] == [bos_token_id, bos_token_id]:
+        del ids[0]
+    if not ids or ids[-1] != encoder.eos_token_id:
+        ids.append(encoder.eos_token_id)
+    return EncodedRow(encoder.checked_ids(ids), np.ones(len(ids), dtype=np.uint8))
 
 
 def fit_row(encoded: EncodedRow, config: RunConfig) -> EncodedRow | None:

@@ -17,10 +17,9 @@ from nemo_like.config.import_path import import_function, user_error_text
 from nemo_like.config.schema import MAIN_SET, DataConfig, EpochLoopConfig, RunConfig
 from nemo_like.config.text import counted, plural
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.datasets import RowSchema
 from nemo_like.data.encoded_rows import EncodedRows
+from nemo_like.data.formats import RowSchema, check_columns
 from nemo_like.data.loader import BatchLoader, FetchableRows, RowLoader, no_batch_text, num_batches
-from nemo_like.data.row_columns import check_columns
 from nemo_like.data.row_files import Row
 from nemo_like.data.row_order import Curriculum, Mixture
 from nemo_like.data.rows import PassRateFilter, Rows, load_rows

@@ -14,7 +14,7 @@ from tokenizers import processors
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.datasets import SFT_ROWS, conversation, question
+from nemo_like.data.formats import SFT_ROWS, conversation, question
 from nemo_like.data.jagged import EncodedRow, collate
 from nemo_like.data.loader import RowLoader
 from nemo_like.data.messages import Message

@@ -13,8 +13,8 @@ import pytest
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.datasets import PROMPT_ROWS, SFT_ROWS, conversation, question
 from nemo_like.data.encoded_rows import EncodedRows
+from nemo_like.data.formats import PROMPT_ROWS, SFT_ROWS, conversation, question
 from nemo_like.data.messages import row_tools
 from nemo_like.data.rows import load_rows
 from tests.data.chat_templates import LLAMA_TOOLS, MISTRAL, QWEN, R1_TOOLS

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.datasets import PROMPT_ROWS, SFT_ROWS, RowSchema, conversation, question
+from nemo_like.data.formats import PROMPT_ROWS, SFT_ROWS, RowSchema, conversation, question
 from nemo_like.data.rows import load_rows
 
 USER, ASSISTANT = {"role": "user", "content": "2+2=?"}, {"role": "assistant", "content": "4"}

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.datasets import PROMPT_ROWS
 from nemo_like.data.encoded_rows import CACHE_VARIABLE, EncodedRows, cache_directory
+from nemo_like.data.formats import PROMPT_ROWS
 from nemo_like.data.rows import Rows, load_rows
 from tests.data.echo_encoding import encode
 

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import constants
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.datasets import PROMPT_ROWS
+from nemo_like.data.formats import PROMPT_ROWS
 from nemo_like.data.row_files import parse_hub_data
 from nemo_like.data.rows import load_rows
 from tests.hub_server import Hub, Repository

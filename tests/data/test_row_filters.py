@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.datasets import PROMPT_ROWS
+from nemo_like.data.formats import PROMPT_ROWS
 from nemo_like.data.rows import PassRateFilter, load_rows
 
 

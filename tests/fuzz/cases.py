@@ -17,7 +17,7 @@ from typing import Any
 from nemo_like.algorithms.registry import detect_kind, load_config
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.load import to_yaml
-from nemo_like.data.datasets import PROMPT_ROWS, SFT_ROWS, conversation, question
+from nemo_like.data.formats import PROMPT_ROWS, SFT_ROWS, conversation, question
 from nemo_like.data.rows import load_rows
 
 MAX_CPU_S = 2.0

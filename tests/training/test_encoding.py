@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.datasets import SFT_ROWS
+from nemo_like.data.formats import SFT_ROWS
 from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.messages import TrainOn
 from nemo_like.data.preferences import PREFERENCE_ROWS, encode_preference

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from nemo_like.data.datasets import SFT_ROWS
+from nemo_like.data.formats import SFT_ROWS
 from nemo_like.data.rows import Rows, load_rows
 from nemo_like.training.run_data import mixed_rows
 

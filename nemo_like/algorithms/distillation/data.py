@@ -13,8 +13,8 @@ from nemo_like.algorithms.distillation.teachers import TeacherOfRow, open_teache
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.datasets import PROMPT_ROWS, SFT_ROWS, RowSchema, conversation
 from nemo_like.data.encoded_rows import EncodedRows, Examples
+from nemo_like.data.formats import PROMPT_ROWS, SFT_ROWS, RowSchema, conversation
 from nemo_like.data.jagged import EncodedRow, TokenCounts, count_tokens
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import Rows
@@ -190,10 +190,10 @@ def _check_format(config: DistillRunConfig, data: RunData) -> None:
     for rows, schema in files:
         # The format is the same for all rows, so the first ones show it.
         for index in range(min(len(rows), NUM_SAMPLES)):
-            columns = schema.recognize(rows[index], rows.location(index))
-            problem = schema.problem(rows[index], columns)
-            if problem is not None:
-                raise ConfigError(f"{rows.location(index)}: {problem}")
+            try:
+                schema.check(rows[index], schema.recognize(rows[index]))
+            except ConfigError as error:
+                raise ConfigError(f"{rows.location(index)}: {error}") from error
 
 
 def _check_lengths(config: DistillRunConfig, data: RunData, diagnostics: Diagnostics) -> None:

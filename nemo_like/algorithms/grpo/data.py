@@ -10,7 +10,7 @@ import numpy as np
 from nemo_like.algorithms.grpo.config import GrpoRunConfig, asynchronous_warnings
 from nemo_like.config.import_path import check_module
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.datasets import PROMPT_ROWS
+from nemo_like.data.formats import PROMPT_ROWS
 from nemo_like.data.jagged import TokenCounts
 from nemo_like.data.rows import Rows
 from nemo_like.prediction.lengths import RowLengths

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.text import counted, plural
-from nemo_like.data.datasets import SFT_ROWS, conversation
+from nemo_like.data.formats import SFT_ROWS, conversation
 from nemo_like.data.jagged import EncodedRow, count_tokens
 from nemo_like.data.loader import BatchLoader
 from nemo_like.data.row_order import Curriculum

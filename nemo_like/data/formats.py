@@ -1,0 +1,514 @@
+"""Formats of rows: recognized from the columns, checked, and converted to messages.
+
+A `RowSchema` has the formats that a job understands. The formats of SFT and of rollouts are
+`messages` (optionally `answer`), `prompt` with `completion` or `answer` or neither, GSM8K's
+`question` and `answer` with `####`; each optionally with `tools`, the functions that the model may
+call. Rows are converted to a conversation (for SFT) or a question (for a rollout). Nothing is
+tokenized here; `rows` reads the files.
+
+Columns of other tools become columns of this project: `data.columns` renames columns, ShareGPT's
+`conversations` become `messages`, and Alpaca's `instruction`, `input` and `output` become `prompt`
+and `completion`. Rows that have the columns of this project are not changed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.text import printable, shortened
+from nemo_like.data.messages import MEANT, Message, Tool, clean_message, row_tools, unknown_roles
+from nemo_like.data.row_files import UNDERSTOOD, Row, shown_json
+
+MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
+"""Columns that may have a list of messages."""
+_ASSISTANT_COLUMNS = ("completion", "answer", "text", "chosen", "rejected")
+"""Columns whose text is a turn of the assistant."""
+_PROMPT_FORMATS = (
+    ("messages",),
+    ("prompt", "completion"),
+    ("prompt", "answer"),
+    ("prompt",),
+    ("question", "answer"),
+)
+_SFT_FORMATS = (*_PROMPT_FORMATS, ("input_ids",), ("text",))
+"""Raw text comes last: data sets have it beside the columns from which it was made."""
+_SFT_UNDERSTOOD = f"{UNDERSTOOD}; input_ids [+ labels or token_mask]; text"
+NO_LABEL = -100
+"""Label of a token without loss, as in the Hugging Face libraries."""
+_MAX_TOKEN_ID = 2**31 - 1
+_MASKS_OF_OTHER_TOOLS = ("assistant_masks", "completion_mask", "loss_mask")
+"""Names of a loss mask in TRL, transformers and others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Prompt of a rollout and its reference answer.
+
+    Example: the row `{"prompt": "2+2=?", "answer": "4"}` is `Question(messages=[{"role": "user",
+    "content": "2+2=?"}], text="2+2=?", answer="4", row=...)`.
+    """
+
+    messages: list[Message]
+    text: str
+    """Content of the last user turn, as in the file."""
+    answer: str | None
+    row: Row
+    tools: list[Tool] | None = None
+
+
+@dataclass(frozen=True)
+class RowSchema:
+    """The row formats that a job understands."""
+
+    formats: tuple[tuple[str, ...], ...]
+    """Columns of each format, in order of recognition: a row has the first that it has all of."""
+    understood: str
+    """The formats in words, for messages."""
+    check_format: Callable[[Row, tuple[str, ...]], None]
+    """Raises ConfigError for a row with these columns that the job cannot use."""
+
+    def recognize(self, row: Row) -> tuple[str, ...]:
+        """Return the columns of the row's format. Raises ConfigError for no known format."""
+        for columns in self.formats:
+            if all(row.get(column) is not None for column in columns):
+                return columns
+        raise ConfigError(
+            f"columns {_names(row)} match no known format. Understood: {self.understood}. Columns"
+            f" of other names are given by data.columns (prompt: NAME){_preference_hint(row)}"
+        )
+
+    def check(self, row: Row, columns: tuple[str, ...]) -> None:
+        """Raise ConfigError unless the row has the format of `columns` and can be used."""
+        for column in columns:
+            if row.get(column) is None:
+                found = "null" if column in row else "missing"
+                raise ConfigError(
+                    f"column {column!r} is {found}; the rows before have {' + '.join(columns)},"
+                    f" this one has {_names(row)}"
+                )
+        if self.recognize(row) != columns:
+            raise ConfigError(
+                f"columns {_names(row)} are another format than {' + '.join(columns)}, which the"
+                f" rows before have"
+            )
+        for column in columns:
+            if column == "input_ids":
+                _check_tokens(row)
+            else:
+                _check_text(row[column], column)
+        row_tools(row)
+        for column in (*columns, "tools"):
+            if not is_unicode(row.get(column)):
+                raise ConfigError(
+                    f"column {column!r} has half of a surrogate pair, which is no text; remove it"
+                )
+        self.check_format(row, columns)
+
+
+def conversation(row: Row) -> list[Message]:
+    """Return the turns that SFT trains on.
+
+    The last is an assistant turn if the row has a completion or an answer. Raw text is one turn of
+    the assistant; a row of token ids has no turns. Raises ConfigError for a bad message.
+    """
+    return [message for column in SFT_ROWS.recognize(row) for message in turns(row, column)]
+
+
+def flagged_conversation(row: Row) -> list[Message]:
+    """Return the turns of `conversation` as in the file, with the loss flags of messages."""
+    messages: list[Message] = []
+    for column in SFT_ROWS.recognize(row):
+        messages += _own_turns(row[column], column)
+    return messages
+
+
+def turns(row: Row, column: str) -> list[Message]:
+    """Return the text of a column as one turn, or its list of messages, each checked."""
+    messages = _own_turns(row[column], column)
+    return [clean_message(message, f"{column}[{index}]") for index, message in enumerate(messages)]
+
+
+def _own_turns(value: Any, column: str) -> list[Any]:
+    """Return the turns of a column as in the file."""
+    if column == "input_ids":
+        return []
+    if isinstance(value, list):
+        return value
+    role = "assistant" if column in _ASSISTANT_COLUMNS else "user"
+    return [{"role": role, "content": str(value)}]
+
+
+def question(row: Row) -> Question:
+    """Return the turns before the last answer, and the answer.
+
+    The answer of GSM8K is the text after `####`, without thousands separators.
+    """
+    columns = SFT_ROWS.recognize(row)
+    messages = turns(row, columns[0])
+    if columns == ("messages",) and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    answer = row.get("answer")
+    if columns == ("question", "answer"):
+        answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
+    text = ""
+    for message in messages:
+        if message["role"] == "user":
+            text = message.get("content", "")
+    return Question(messages, text, None if answer is None else str(answer), row, row_tools(row))
+
+
+def _check_sft(row: Row, columns: tuple[str, ...]) -> None:
+    if columns == ("question", "answer"):
+        _check_gsm8k(row)
+    if columns == ("input_ids",):
+        return
+    if row[columns[0]] == "" and columns == ("text",):
+        raise ConfigError("column 'text' is empty, so there is nothing to learn; remove the row")
+    roles = [turn["role"] for turn in flagged_conversation(row)]
+    if "assistant" in roles:
+        return
+    raise ConfigError(
+        f"there is no assistant turn to learn from in {' + '.join(columns)}; "
+        + (unknown_roles(roles) or f"SFT needs {UNDERSTOOD}{_preference_hint(row)}")
+    )
+
+
+def _preference_hint(row: Row) -> str:
+    """Return the commands for a preference pair, which other jobs cannot use; else nothing."""
+    if row.get("chosen") is None or row.get("rejected") is None:
+        return ""
+    return ". The columns chosen and rejected are for `nemo-like dpo` and `nemo-like rm`"
+
+
+def _check_prompt(row: Row, columns: tuple[str, ...]) -> None:
+    if columns == ("question", "answer"):
+        _check_gsm8k(row)
+    if not question(row).messages:
+        raise ConfigError("there is no turn before the assistant's, so nothing to ask the model")
+
+
+def _check_gsm8k(row: Row) -> None:
+    if not isinstance(row["answer"], str) or "####" not in row["answer"]:
+        raise ConfigError(
+            "the answer has no '#### result'; for plain answers name the columns prompt and answer"
+        )
+
+
+SFT_ROWS = RowSchema(_SFT_FORMATS, _SFT_UNDERSTOOD, _check_sft)
+"""Conversations with an assistant turn to learn from, raw text, and rows of token ids."""
+PROMPT_ROWS = RowSchema(_PROMPT_FORMATS, UNDERSTOOD, _check_prompt)
+"""Prompts of rollouts, with or without a reference answer."""
+
+
+def _check_text(value: Any, column: str) -> None:
+    """Raise ConfigError for a value that is neither a text nor, if possible, a list of messages."""
+    if isinstance(value, str) and column != "messages":
+        return
+    wanted = "a text"
+    if column == "answer":
+        wanted = "a text or a finite number"
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and math.isfinite(value):
+            return
+    if column in MESSAGE_COLUMNS:
+        wanted = "a list of messages" if column == "messages" else "a text or a list of messages"
+        if value == []:
+            raise ConfigError(f"column {column!r} is an empty list, without a message")
+        if isinstance(value, list):
+            turns({column: value}, column)
+            return
+    raise ConfigError(f"column {column!r} is {shown_json(value)}, not {wanted}")
+
+
+def _names(row: Row) -> str:
+    """Return the columns of a row for an error message."""
+    return shortened(printable(str(sorted(map(str, row)))), 300)
+
+
+def is_unicode(value: Any) -> bool:
+    """Return False for JSON values with a lone surrogate, which no tokenizer encodes."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _check_tokens(row: Row) -> None:
+    """Raise ConfigError for a bad row with `input_ids`."""
+    ids = row["input_ids"]
+    if ids == []:
+        raise ConfigError("column 'input_ids' is an empty list, without a token")
+    if not isinstance(ids, list):
+        raise ConfigError(f"column 'input_ids' is {shown_json(ids)}, not a list of token ids")
+    for index, token in enumerate(ids):
+        if not _is_int(token) or not 0 <= token <= _MAX_TOKEN_ID:
+            raise ConfigError(f"input_ids[{index}] is {shown_json(token)}, not a token id")
+    if row.get("labels") is not None and row.get("token_mask") is not None:
+        raise ConfigError("the row has both 'labels' and 'token_mask'; remove one of them")
+    for column in ("labels", "token_mask"):
+        if row.get(column) is not None:
+            _check_mask(ids, row[column], column)
+    # Nothing predicts the first token.
+    if not trained_tokens(row)[1:].any():
+        raise ConfigError(
+            "no token of 'input_ids' after the first has a loss; set a label or a token_mask of 1"
+        )
+    padding = row.get("attention_mask")
+    if isinstance(padding, list) and 0 in padding:
+        raise ConfigError(
+            f"attention_mask[{padding.index(0)}] is 0, so 'input_ids' has padding; remove it: rows"
+            " are padded or packed when a microbatch is formed"
+        )
+    if row.get("labels") is not None or row.get("token_mask") is not None:
+        return
+    for column in _MASKS_OF_OTHER_TOOLS:
+        mask = row.get(column)
+        if isinstance(mask, list) and 0 in mask:
+            raise ConfigError(
+                f"column {column!r} has tokens without loss, but only 'labels' and 'token_mask' are"
+                f" read; set data.columns.token_mask to {column}"
+            )
+
+
+def _check_mask(ids: list[int], values: Any, column: str) -> None:
+    """Raise ConfigError for the first entry that is no label or mask of its token."""
+    if not isinstance(values, list) or len(values) != len(ids):
+        raise ConfigError(
+            f"column {column!r} is {shown_json(values)}, not a list of {len(ids)} numbers"
+        )
+    for index, (token, value) in enumerate(zip(ids, values, strict=True)):
+        if column == "token_mask" and (not _is_int(value) or value not in (0, 1)):
+            raise ConfigError(f"token_mask[{index}] is {shown_json(value)}, not 0 or 1")
+        if column == "labels" and (not _is_int(value) or value not in (token, NO_LABEL)):
+            raise ConfigError(
+                f"labels[{index}] is {shown_json(value)}, neither the token id {token} at the same"
+                f" position nor {NO_LABEL} (no loss); labels are not shifted"
+            )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def trained_tokens(row: Row) -> np.ndarray:
+    """Return the loss mask of a row with `input_ids`, uint8 [L]; all 1 without a mask."""
+    if row.get("token_mask") is not None:
+        return np.array(row["token_mask"], dtype=np.uint8)
+    if row.get("labels") is not None:
+        return (np.array(row["labels"]) != NO_LABEL).astype(np.uint8)
+    return np.ones(len(row["input_ids"]), dtype=np.uint8)
+
+
+KNOWN_COLUMNS = (
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "answer",
+    "question",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "history",
+    "text",
+    "input_ids",
+    "labels",
+    "token_mask",
+    "tools",
+    "chosen",
+    "rejected",
+    "margin",
+    "pass_rate",
+)
+"""Columns that have a meaning, so the possible keys of `data.columns`."""
+_MISSING = object()
+_JSON_COLUMNS = ("messages", "conversations", "input_ids", "labels", "token_mask", "history")
+"""Columns of lists, which a CSV file has as JSON text."""
+
+
+def check_columns(columns: Mapping[str, str], key: str = "data.columns") -> None:
+    """Raise ConfigError that names `key` if a renamed column has no meaning."""
+    for column in columns:
+        if column not in KNOWN_COLUMNS:
+            raise ConfigError(
+                f"{key}: {column!r} is not a known meaning; give `meaning: column of the"
+                f" file`, where the meaning is one of {', '.join(KNOWN_COLUMNS)}"
+            )
+
+
+def known_row(row: Row, columns: Mapping[str, str]) -> Row:
+    """Return `row` with the columns of this project.
+
+    `columns` maps a known column to the name that the file has for it. Raises ConfigError without
+    a location for a column that is missing, or for a conversation that is not ShareGPT's.
+    """
+    if columns:
+        row = _renamed(row, columns)
+    for column in _JSON_COLUMNS:
+        value = row.get(column)
+        if isinstance(value, str):
+            row = {**row, column: _parsed_list(value)}
+    is_known = row.get("messages") is not None or row.get("prompt") is not None
+    if is_known or (row.get("question") is not None and row.get("answer") is not None):
+        return row
+    if row.get("conversations") is not None:
+        return _from_sharegpt(row)
+    if row.get("instruction") is not None:
+        return _from_alpaca(row)
+    return row
+
+
+def check_missing_values(row: Row, names: tuple[str, ...]) -> None:
+    """Raise ConfigError for a missing value in one of the columns `names` of a CSV file."""
+    for name in names:
+        value = row.get(name)
+        if isinstance(value, str) and value.strip().lower() == "nan":
+            raise ConfigError(
+                f"column {name!r} is {value!r}, as tables write a missing value; remove the row, or"
+                " write the text otherwise"
+            )
+
+
+def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
+    """Return the row with renamed columns; a column of the new name is replaced."""
+    values = {}
+    for column, own_name in columns.items():
+        value = _named_value(row, own_name)
+        if value is _MISSING:
+            names = shortened(printable(str(sorted(map(str, row)))), 300)
+            raise ConfigError(
+                f"data.columns gives {own_name!r} as the column of {column!r}, but the row has"
+                f" {names}; correct the name, or rename the column: data.columns is for all files"
+            )
+        values[column] = value
+    own_names = set(columns.values())
+    others = {name: value for name, value in row.items() if name not in own_names}
+    return others | values
+
+
+def _named_value(row: Row, name: str) -> Any:
+    """Return the column `name`, or the entry of nested objects if it has dots; else `_MISSING`."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return _MISSING
+        value = value[part]
+    return value
+
+
+def _parsed_list(text: str) -> Any:
+    """Return the list of a JSON text; the text itself if it is not one."""
+    if not text.lstrip().startswith("["):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _from_sharegpt(row: Row) -> Row:
+    """Convert `conversations` to `messages`, or to `prompt` if there are two completions."""
+    others = _without(row, "conversations", "system")
+    messages = _with_system(row, _sharegpt_messages(row["conversations"], "conversations"))
+    if row.get("chosen") is None or row.get("rejected") is None:
+        return {**others, "messages": messages}
+    others["prompt"] = messages
+    for column in ("chosen", "rejected"):
+        value = row[column]
+        if isinstance(value, dict):
+            value = [value]
+        if isinstance(value, list):
+            others[column] = _sharegpt_messages(value, column)
+    return others
+
+
+def _sharegpt_messages(value: Any, column: str) -> list[Message]:
+    """Convert a list of turns with `from` and `value`; turns with `role` are kept."""
+    if not isinstance(value, list):
+        raise ConfigError(
+            f"column {column!r} is {shown_json(value)}, not a list of turns with 'from' and 'value'"
+        )
+    messages = []
+    for index, turn in enumerate(value):
+        if isinstance(turn, dict) and "from" in turn:
+            messages.append(_sharegpt_message(turn, f"{column}[{index}]"))
+        else:
+            # With role and content; anything else is reported as a bad message.
+            messages.append(turn)
+    return messages
+
+
+def _sharegpt_message(turn: dict[str, Any], place: str) -> Message:
+    """Convert one turn. Raises ConfigError for an unknown role or without a text."""
+    name = turn["from"]
+    role = MEANT.get(name) if isinstance(name, str) else None
+    if role is None:
+        raise ConfigError(
+            f"{place}.from is {shown_json(name)}; understood: {', '.join(sorted(MEANT))}"
+        )
+    content = turn.get("value")
+    if not isinstance(content, str):
+        raise ConfigError(f"{place}.value is {shown_json(content)}, not a text")
+    others = _without(turn, "from", "value")
+    if name != "function_call":
+        return {**others, "role": role, "content": content}
+    # The text of such a turn is the JSON of one call or of a list of them.
+    try:
+        calls = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{place}.value is a function_call that is not JSON: {error}") from error
+    calls = calls if isinstance(calls, list) else [calls]
+    return {**others, "role": role, "content": None, "tool_calls": calls}
+
+
+def _from_alpaca(row: Row) -> Row:
+    """Convert `instruction`, `input` and `output` to `prompt` and `completion`.
+
+    The input follows the instruction in a line of its own. Earlier turns are in `history`, a list
+    of [instruction, output].
+    """
+    others = _without(row, "instruction", "input", "output", "system", "history")
+    prompt = row["instruction"]
+    addition = row.get("input")
+    if addition is not None and not isinstance(addition, str):
+        raise ConfigError(f"column 'input' is {shown_json(addition)}, not a text")
+    if addition and isinstance(prompt, str):
+        prompt = f"{prompt}\n{addition}"
+    if row.get("output") is not None:
+        others["completion"] = row["output"]
+    if not row.get("system") and not row.get("history"):
+        return {**others, "prompt": prompt}
+    messages: list[Message] = []
+    for index, turn in enumerate(row.get("history") or []):
+        if not isinstance(turn, list) or len(turn) != 2:
+            raise ConfigError(
+                f"history[{index}] is {shown_json(turn)}, not a list [instruction, output]"
+            )
+        messages.append({"role": "user", "content": turn[0]})
+        messages.append({"role": "assistant", "content": turn[1]})
+    messages.append({"role": "user", "content": prompt})
+    return {**others, "prompt": _with_system(row, messages)}
+
+
+def _with_system(row: Row, messages: list[Message]) -> list[Message]:
+    """Put the text of the column `system` in front, unless it is empty."""
+    system = row.get("system")
+    if not system:
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _without(row: Mapping[str, Any], *columns: str) -> Row:
+    """Return a copy without some columns."""
+    return {name: value for name, value in row.items() if name not in columns}
