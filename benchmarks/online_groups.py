@@ -17,7 +17,7 @@ import time
 
 import numpy as np
 
-from nemo_like.data.planning.padded import form_padded
+from nemo_like.data.planning.plan_step import form_padded
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.data.streaming.planner import StreamingPlanner
 from nemo_like.data.streaming.selection import Selection

@@ -35,8 +35,8 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks.train_step import open_policy, write_model
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.packing.packers import Packing, best_fit_decreasing
-from nemo_like.data.planning.padded import form_padded
 from nemo_like.data.planning.plan import BatchPlan, plan_bins
+from nemo_like.data.planning.plan_step import form_padded
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.data.streaming.alignment import ProcessGroupCoordinator
 from nemo_like.data.streaming.planner import StreamingPlanner, stream_steps

@@ -39,7 +39,7 @@ from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalL
 
 from nemo_like.config.schema import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.planning.cost import train_flops
+from nemo_like.data.planning.spec import train_flops
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.losses import NllLoss

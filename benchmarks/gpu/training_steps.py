@@ -20,7 +20,7 @@ from benchmarks.gpu.policies import (
     predicted_peak_gb,
 )
 from benchmarks.gpu.rows import random_rows
-from nemo_like.data.planning.cost import train_flops
+from nemo_like.data.planning.spec import train_flops
 from nemo_like.losses import Loss, NllLoss
 from nemo_like.models.spec import load_spec
 from nemo_like.policy.device import peak_flops

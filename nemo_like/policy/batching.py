@@ -8,8 +8,7 @@ from typing import Literal
 from nemo_like.config.batching import BatchingConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.data.planning.cost import CostModel
-from nemo_like.data.planning.spec import PlanSpec
+from nemo_like.data.planning.spec import CostModel, PlanSpec
 from nemo_like.data.streaming.selection import Selection
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.models.spec import ModelSpec

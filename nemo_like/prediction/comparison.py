@@ -19,11 +19,10 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.data.packing.algorithms import PackingAlgorithm
 from nemo_like.data.packing.packers import Packing, prefix_sums
 from nemo_like.data.planning.bounds import l2_bound, lockstep_bound, rank_bound
-from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.oversize import FittedRows, fit_rows
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec, join_steps, plan_batch
 from nemo_like.data.planning.plan_step import join_ranks
-from nemo_like.data.planning.spec import Balance
+from nemo_like.data.planning.spec import Balance, CostModel
 from nemo_like.data.streaming.planner import plan_stream
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.integer_math import ceil_div, round_up

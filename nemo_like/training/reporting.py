@@ -12,8 +12,8 @@ import numpy as np
 from nemo_like.config.parallel import num_policy_workers, policy_layout
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import counted
-from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan
+from nemo_like.data.planning.spec import CostModel
 from nemo_like.data.rows import Rows
 from nemo_like.integer_math import nearest_multiples
 from nemo_like.metrics import Mean, Metrics, Timers

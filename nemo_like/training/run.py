@@ -24,8 +24,8 @@ from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.columns import num_trained_tokens
 from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.loader import BatchLoader, Position
-from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan
+from nemo_like.data.planning.spec import CostModel
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.metrics import Metrics, Timers, metric_values
 from nemo_like.policy.batching import Purpose

@@ -15,7 +15,7 @@ from nemo_like.algorithms.distillation.data import TaughtRow, open_source
 from nemo_like.algorithms.distillation.loop import is_on_policy, run_distillation
 from nemo_like.commands.validate import validate
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.planning.cost import CostModel
+from nemo_like.data.planning.spec import CostModel
 from nemo_like.models.spec import load_spec
 from nemo_like.rollout.conversations import Prompt
 from nemo_like.training.run import RunResult

@@ -10,7 +10,7 @@ import pytest
 from nemo_like.algorithms.sft.data import open_loader, open_source
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.streaming.loader import StreamLoader
+from nemo_like.data.streaming.planner import StreamLoader
 from nemo_like.training.model_files import open_model_spec
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.recipe import Recipe

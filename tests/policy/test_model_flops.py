@@ -16,8 +16,8 @@ from nemo_like.config.optimization import LoraConfig
 from nemo_like.config.schema import PolicyConfig, SequencePackingConfig
 from nemo_like.data.columns import num_trained_tokens
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan, plan_batch
+from nemo_like.data.planning.spec import CostModel
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import NllLoss
 from nemo_like.losses.distillation import DistillationLoss

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nemo_like.config.optimization import LoraConfig
-from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec
+from nemo_like.data.planning.spec import CostModel
 from nemo_like.integer_math import round_up
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nemo_like.data.planning.cost import CostModel
+from nemo_like.data.planning.spec import CostModel
 from nemo_like.metrics import Timers, metric_values
 from nemo_like.training.reporting import StepWork, throughput_metrics
 

@@ -14,8 +14,8 @@ from nemo_like.algorithms.distillation.teachers import open_teachers, resolve_te
 from nemo_like.config.paths import resolve_paths
 from nemo_like.data.jagged import EncodedRow, collate
 from nemo_like.data.loader import RowLoader
-from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan
+from nemo_like.data.planning.spec import CostModel
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.generation.requests import SamplingParams
 from nemo_like.losses.distillation import DistillationLoss, Divergence

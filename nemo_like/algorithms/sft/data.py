@@ -14,7 +14,7 @@ from nemo_like.data.jagged import EncodedRow, count_tokens
 from nemo_like.data.loader import BatchLoader
 from nemo_like.data.row_order import Curriculum
 from nemo_like.data.rows import Rows
-from nemo_like.data.streaming.loader import RowNumbers, StreamLoader
+from nemo_like.data.streaming.planner import RowNumbers, StreamLoader
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec, stream_spec
 from nemo_like.prediction.lengths import RowLengths

@@ -18,7 +18,7 @@ from nemo_like.data.packing.algorithms import get_packer
 from nemo_like.data.packing.packers import Packing
 from nemo_like.data.planning.balance import assign_bins, few_plans, schedule
 from nemo_like.data.planning.bounds import l2_bound, lockstep_bound
-from nemo_like.data.planning.cost import CostModel
+from nemo_like.data.planning.spec import CostModel
 
 SYNCS = pytest.mark.parametrize("sync", ["microbatch", "step"])
 

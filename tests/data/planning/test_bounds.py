@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_like.data.planning.bounds import l2_bound, lockstep_bound, rank_bound
-from nemo_like.data.planning.cost import CostModel
+from nemo_like.data.planning.spec import CostModel
 
 
 def l2_by_definition(lengths: list[int], capacity: int) -> int:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nemo_like.data.planning.cost import CostModel, train_flops
+from nemo_like.data.planning.spec import CostModel, train_flops
 from nemo_like.models.spec import ModelSpec
 
 QWEN2_5_7B = {

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_like.data.packing.packers import Packing
-from nemo_like.data.planning.padded import form_padded
+from nemo_like.data.planning.plan_step import form_padded
 
 LENGTHS = np.clip(
     np.random.default_rng(0).lognormal(np.log(300), 0.9, 256).astype(np.int64), 4, 2048

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from nemo_like.data.packing.algorithms import PackingAlgorithm, get_packer
 from nemo_like.data.packing.metrics import PackingMetrics
-from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.data.planning.plan import BatchPlan, Microbatch, PlanSpec, plan_batch
-from nemo_like.data.planning.spec import Balance
+from nemo_like.data.planning.spec import Balance, CostModel
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import RowLayout, Sync
 

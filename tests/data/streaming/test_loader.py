@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.planning.spec import PlanSpec
-from nemo_like.data.streaming.loader import RowNumbers, StreamLoader
+from nemo_like.data.streaming.planner import RowNumbers, StreamLoader
 from nemo_like.data.streaming.spec import StreamSpec
 
 CAPACITY = 40

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.data.planning.padded import form_padded
 from nemo_like.data.planning.plan import BatchPlan
+from nemo_like.data.planning.plan_step import form_padded
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.data.streaming.former import OversizeRowError
 from nemo_like.data.streaming.planner import PlannedStep, StreamingPlanner
