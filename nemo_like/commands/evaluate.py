@@ -105,7 +105,7 @@ def _measure_perplexity(config: AnswerRunConfig) -> dict[str, Any]:
                 metric: asdict(Estimate(value=value, low=None, high=None, method="none"))
                 for metric, value in values.items()
             }
-            sets[name or "data"] |= {"metrics": found, "sources": {}}
+            sets[name or "data"] |= {"metrics": found}
     return {"sets": sets, "settings": described_settings(config)}
 
 
@@ -134,18 +134,12 @@ def _score(config: AnswerRunConfig, out: Path | None, *, resume: bool) -> dict[s
     for each in answers.sets:
         own = list(islice(records, len(each.prompts)))
         found = scored_answers(own)
-        sources = {}
-        for source in sorted(set(each.sources or ())):
-            is_from_source = np.array(each.sources) == source
-            of_source = found.take(np.flatnonzero(is_from_source))
-            sources[source] = _estimates(of_source, sampling.pass_reward)
         problems = chain.from_iterable(record.get("errors", []) for record in own)
         sets[each.name or "data"] = {
             "num_prompts": len(own),
             "num_left_out": len(each.rows) - len(own),
             "num_reward_errors": sum(problem is not None for problem in problems),
             "metrics": _estimates(found, sampling.pass_reward),
-            "sources": sources,
         }
     settings |= {"pass_reward": sampling.pass_reward}
     return {"sets": sets, "settings": settings, "confidence": CONFIDENCE}
@@ -183,8 +177,6 @@ def _settings(config: AnswerRunConfig) -> dict[str, Any]:
 
 def _record(prompts: PromptSet, index: int, answers: Sequence[Answer]) -> Record:
     record = prompt_record(prompts, index, answers)
-    if prompts.sources is not None:
-        record["source"] = prompts.sources[index]
     record["rewards"] = [answer.reward for answer in answers]
     names = answers[0].components
     record["components"] = {name: [answer.components[name] for answer in answers] for name in names}
@@ -296,8 +288,6 @@ def _table(results: Mapping[str, Any]) -> str:
         if lines:
             lines.append("")
         lines += [title, *_metric_lines(each["metrics"])]
-        for source, metrics in each["sources"].items():
-            lines += [f"source {source}", *_metric_lines(metrics)]
     return "\n".join(lines)
 
 

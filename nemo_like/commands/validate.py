@@ -48,7 +48,6 @@ from nemo_like.training.model_files import (
 from nemo_like.training.reporting import config_warnings, rows_warnings
 from nemo_like.training.run_data import (
     RunData,
-    check_sources,
     describe_mixture,
     load_set,
     load_validation,
@@ -90,7 +89,6 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
         diagnostics.warnings += rows_warnings(config, train)
     for name, rows in validation.items():
         _describe_rows(config.data.validation_files[name], rows, diagnostics)
-    diagnostics.check(lambda: check_sources(config, validation))
     diagnostics.check(lambda: check_logger(config.logger))
     rewarded = algorithm.rewarded_rows(train, next(iter(validation.values()), None))
     scoring = _ScoringChecks(config, rewarded, diagnostics)

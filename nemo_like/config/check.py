@@ -245,25 +245,12 @@ def _validation(config: RunConfig) -> Iterator[Problem]:
             (key,), f"{key} is {period}, but data.validation_path is not set; set it, or {key} to 0"
         )
     for name in data.validation_sets:
-        # Names of the sources of a set are at the same place of a metric's name.
-        if re.fullmatch(r"[a-z0-9][a-z0-9_]*", name) is None or name.startswith("source_"):
+        if re.fullmatch(r"[a-z0-9][a-z0-9_]*", name) is None:
             yield Problem(
                 ("data.validation_sets",),
                 f"data.validation_sets has the name {name!r}, which is a part of metric names: use"
-                " lower-case letters, digits and '_', and do not begin with 'source_'",
+                " lower-case letters, digits and '_'",
             )
-    if data.source_column is not None and not data.validation_files:
-        yield Problem(
-            ("data.source_column",),
-            f"data.source_column is {data.source_column!r}, but there is no validation file; set"
-            " data.validation_path or data.validation_sets, or data.source_column to null",
-        )
-    elif data.source_column is not None and not config.generates:
-        yield Problem(
-            ("data.source_column",),
-            f"data.source_column is {data.source_column!r}, but this run generates no validation"
-            " answers, whose metrics it divides; set it to null",
-        )
 
 
 def _selection(config: RunConfig) -> Iterator[Problem]:

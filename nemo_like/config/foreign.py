@@ -248,9 +248,10 @@ def _section(
 
 
 def _are_renamed(job: JobSchema, path: str, section: Mapping[str, Any]) -> bool:
-    """Return True if all keys of a section have another name in this job."""
+    """Return True if all keys of a section are another tool's, and some are renamed in this job."""
     entries = [_entry(f"{path}.{name}", job) for name in section]
-    return bool(entries) and all(entry and entry.kind == "renamed" for entry in entries)
+    is_renamed = any(entry is not None and entry.kind == "renamed" for entry in entries)
+    return is_renamed and None not in entries
 
 
 def _unknown(job: JobSchema, tree: Mapping[str, Any], path: str, value: Any) -> Iterator[Finding]:

@@ -182,9 +182,6 @@ class DataConfig:
     validation_sets: dict[str, str] = field(default_factory=dict)
     """Further validation files by name, e.g. `{gsm8k: gsm8k.jsonl}`: their metrics are
     `validation/<name>/...`. Names are of lower-case letters, digits and '_'."""
-    source_column: str | None = None
-    """Column of the validation rows that names their source; the metrics of generated answers are
-    then logged for each source as well, as `validation/source_<source>/...`. null turns it off."""
     max_train_rows: Annotated[int | None, Ge(1)] = None
     """Use only the first rows of each training file; null uses all."""
     max_validation_rows: Annotated[int | None, Ge(1)] = None

@@ -38,15 +38,12 @@ DivergenceKind = Literal["reverse_kl", "forward_kl", "mixed_kl", "jsd"]
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """A divergence and the temperatures by which the logits of both models are divided."""
+    """A divergence, and the temperature by which the logits of both models are divided."""
 
     kind: DivergenceKind = "reverse_kl"
-    forward_weight: float = 0.5
-    """w of `mixed_kl`, in [0, 1]."""
-    beta: float = 0.5
-    """Weight of the teacher in the mixture of `jsd`, in (0, 1)."""
-    student_temperature: float = 1.0
-    teacher_temperature: float = 1.0
+    weight: float = 0.5
+    """In (0, 1): of the forward KL in `mixed_kl`, or of the teacher in the mixture of `jsd`."""
+    temperature: float = 1.0
 
     def terms(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
         """Return the terms whose sum over the last dim is D, and s; both [..., V].
@@ -57,10 +54,10 @@ class Divergence:
         if self.kind == "jsd":
             # The logarithm of the mixture without its probabilities, which may underflow.
             mixture = torch.logaddexp(
-                teacher + math.log(self.beta), student + math.log(1 - self.beta)
+                teacher + math.log(self.weight), student + math.log(1 - self.weight)
             )
-            of_teacher = teacher.exp().mul_(self.beta).mul_(teacher - mixture)
-            of_student = student.exp().mul_(1 - self.beta).mul_(student - mixture)
+            of_teacher = teacher.exp().mul_(self.weight).mul_(teacher - mixture)
+            of_student = student.exp().mul_(1 - self.weight).mul_(student - mixture)
             return of_teacher.add_(of_student), of_student
         if self.kind == "reverse_kl":
             terms = student.exp().mul_(student - teacher)
@@ -69,7 +66,7 @@ class Divergence:
         forward = (teacher - student).mul_(teacher_probs)
         if self.kind == "forward_kl":
             return forward, teacher_probs.neg_()
-        weight = self.forward_weight
+        weight = self.weight
         reverse = student.exp().mul_(student - teacher).mul_(1 - weight)
         terms = forward.mul_(weight).add_(reverse)
         return terms, reverse.sub_(teacher_probs.mul_(weight))

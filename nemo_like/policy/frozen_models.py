@@ -217,7 +217,7 @@ class _TeacherHead:
             hidden,
             weight,
             k=self._settings.top_k,
-            temperature=self._settings.divergence.teacher_temperature,
+            temperature=self._settings.divergence.temperature,
             chunk_size=embedding.chunk_size,
             bias=bias,
             vocab=embedding.vocab,

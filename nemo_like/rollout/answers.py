@@ -138,16 +138,6 @@ class ScoredAnswers:
     components: Mapping[str, np.ndarray]
     """float each: values of the reward functions, by name."""
 
-    def take(self, prompts: np.ndarray) -> ScoredAnswers:
-        """Return the answers to some prompts, int64 [p]."""
-        return ScoredAnswers(
-            rewards=self.rewards[prompts],
-            is_scored=self.is_scored[prompts],
-            lengths=self.lengths[prompts],
-            is_truncated=self.is_truncated[prompts],
-            components={name: values[prompts] for name, values in self.components.items()},
-        )
-
 
 def answer_means(answers: ScoredAnswers, *, pass_reward: float) -> dict[str, PromptMeans]:
     """Return the means of `answer_metrics` by prompt, of which intervals can be computed.

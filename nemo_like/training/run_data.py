@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -35,9 +34,6 @@ from nemo_like.training.encoding import (
 )
 from nemo_like.training.model_files import open_encoder, open_model_config
 
-MAX_SOURCES = 64
-"""Different values of `data.source_column` in one set; each has metrics of its own."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSet:
@@ -49,8 +45,6 @@ class PromptSet:
     prompts: Sequence[Prompt]
     row_numbers: Sequence[int]
     """Row of each prompt, counted from 0: rows that are too long have no prompt."""
-    sources: Sequence[str] | None = None
-    """The source of each prompt, with `data.source_column`."""
 
 
 def validation_key(name: str) -> str:
@@ -64,12 +58,6 @@ def named_metrics(name: str, metrics: Metrics) -> Metrics:
     for metric, value in metrics.items():
         named[f"validation/{name}/{metric}" if name else f"validation/{metric}"] = value
     return named
-
-
-def source_metrics(name: str, source: str, metrics: Metrics) -> Metrics:
-    """Return the metrics of one source of a set by their logged names."""
-    named = {f"source_{source}/{metric}": value for metric, value in metrics.items()}
-    return named_metrics(name, named)
 
 
 def load_validation(config: RunConfig, schema: RowSchema) -> dict[str, Rows]:
@@ -94,7 +82,7 @@ def prompt_sets(
 ) -> list[PromptSet]:
     """Return the validation rows as prompts, without the rows dropped as too long.
 
-    Raises ConfigError for a bad row, and for rows without the column `data.source_column`.
+    Raises ConfigError for a bad row.
     """
     sets = []
     for name, rows in validation.items():
@@ -105,45 +93,8 @@ def prompt_sets(
             if prompt is not None:
                 prompts.append(prompt)
                 numbers.append(number)
-        sources = None
-        if config.data.source_column is not None:
-            columns = [prompt.row for prompt in prompts]
-            sources = row_sources(columns, config.data.source_column, validation_key(name))
-        sets.append(
-            PromptSet(name=name, rows=rows, prompts=prompts, row_numbers=numbers, sources=sources)
-        )
+        sets.append(PromptSet(name=name, rows=rows, prompts=prompts, row_numbers=numbers))
     return sets
-
-
-def check_sources(config: RunConfig, validation: Mapping[str, Rows]) -> None:
-    """Raise ConfigError if a row has no source, or a set has too many."""
-    column = config.data.source_column
-    if column is None:
-        return
-    for name, rows in validation.items():
-        columns = [rows[index] for index in range(len(rows))]
-        row_sources(columns, column, validation_key(name))
-
-
-def row_sources(rows: Sequence[Mapping[str, Any]], column: str, key: str) -> list[str]:
-    """Return the source of each row as a part of a metric's name. Raises ConfigError."""
-    sources = []
-    for row in rows:
-        value = row.get(column)
-        if value is None:
-            raise ConfigError(
-                f"data.source_column is {column!r}, but a row of {key} has no value in it; its"
-                f" columns are {', '.join(row)}. Add the column to every row, or set"
-                " data.source_column to null"
-            )
-        sources.append(re.sub(r"[^A-Za-z0-9_.-]", "_", str(value)))
-    num_sources = len(set(sources))
-    if num_sources > MAX_SOURCES:
-        raise ConfigError(
-            f"data.source_column {column!r} has {num_sources} different values in {key}, each"
-            f" of which has separate metrics; at most {MAX_SOURCES} are possible"
-        )
-    return sources
 
 
 def load_training(config: RunConfig, schema: RowSchema, progress: Progress) -> Rows:

@@ -37,13 +37,7 @@ from nemo_like.rollout.rows import Rollout, row_seeds
 from nemo_like.run.files import AppendedFile, reporting_write_errors
 from nemo_like.training.reporting import StepWork
 from nemo_like.training.run import RunResult, TrainingRun, open_training_run
-from nemo_like.training.run_data import (
-    ExampleSource,
-    ExampleT,
-    PromptSet,
-    named_metrics,
-    source_metrics,
-)
+from nemo_like.training.run_data import ExampleSource, ExampleT, PromptSet, named_metrics
 
 TOTAL = "num_skipped_steps"
 IN_A_ROW = "num_skipped_steps_in_a_row"
@@ -280,23 +274,13 @@ def score_answers(
 def _set_metrics(
     rollout: Rollout, prompts: PromptSet, rows: np.ndarray, sampling: AnswerSampling
 ) -> Metrics:
-    """Return the metrics of one set, whose answers are `rows` int64 [n], and of its sources."""
-
-    def metrics_of(selected: np.ndarray) -> Metrics:
-        return answer_metrics(
-            rollout, selected, num_samples=sampling.num_samples, pass_reward=sampling.pass_reward
-        )
-
+    """Return the metrics of one set, whose answers are `rows` int64 [n]."""
     if len(rows) == 0:
         return {}
-    metrics = named_metrics(prompts.name, metrics_of(rows))
-    if prompts.sources is None:
-        return metrics
-    source_of_row = np.repeat(np.array(prompts.sources), sampling.num_samples)
-    for source in sorted(set(prompts.sources)):
-        of_source = metrics_of(rows[source_of_row == source])
-        metrics |= source_metrics(prompts.name, source, of_source)
-    return metrics
+    metrics = answer_metrics(
+        rollout, rows, num_samples=sampling.num_samples, pass_reward=sampling.pass_reward
+    )
+    return named_metrics(prompts.name, metrics)
 
 
 def show_rollout(run: TrainingRun, rollout: Rollout, title: str) -> None:

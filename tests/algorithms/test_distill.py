@@ -110,10 +110,8 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def test_rows_find_their_teacher_by_set_or_column(
-    recipe: Recipe, teachers: list[str], tmp_path: Path
-):
-    rows = [{"prompt": f"{index}+1", "completion": "2", "by": "b"} for index in range(4)]
+def test_rows_find_the_teacher_of_their_set(recipe: Recipe, teachers: list[str], tmp_path: Path):
+    rows = [{"prompt": f"{index}+1", "completion": "2"} for index in range(4)]
     other = write_rows(tmp_path / "other.jsonl", rows)
     sets = (
         f"data.train_sets={{other: {other}}}",
@@ -125,36 +123,6 @@ def test_rows_find_their_teacher_by_set_or_column(
     named = f"distill.teachers={{train: {teachers[0]}, other: {teachers[1]}}}"
     loader = open_source(recipe.distill(*sets, named)).loader()
     assert sorted(row.teacher for row in next(loader)) == [0] * 6 + [1] * 4
-    column = (
-        f"data.train_path={other}",
-        "data.validation_path=null",
-        "distill.val_period=0",
-        "distill.teacher_column=by",
-        "distill.max_num_steps=1",
-    )
-    both = f"distill.teachers={{a: {teachers[0]}, b: {teachers[1]}}}"
-    result = run_distillation(recipe.distill(*column, both))
-    alone = run_distillation(
-        recipe.distill(
-            *column[:3],
-            "distill.max_num_steps=1",
-            "run_name=alone",
-            f"distill.teacher={teachers[1]}",
-        )
-    )
-    assert result.last["policy/divergence"] == pytest.approx(alone.last["policy/divergence"])
-    only = f"distill.teachers={{a: {teachers[0]}}}"
-    # Before the first step, also where a later row is wrong.
-    rows[3]["by"] = "c"
-    write_rows(tmp_path / "other.jsonl", rows)
-    with pytest.raises(ConfigError, match=r"other\.jsonl:4: the column 'by' .* is \"c\" "):
-        open_source(recipe.distill(*column, both)).loader()
-    with pytest.raises(ConfigError, match=r"other\.jsonl:1: the column 'by' .* is \"b\" "):
-        open_source(recipe.distill(*column, only)).loader()
-    del rows[3]["by"]
-    write_rows(tmp_path / "other.jsonl", rows)
-    with pytest.raises(ConfigError, match=r"other\.jsonl:4: the column 'by' .* is missing, "):
-        open_source(recipe.distill(*column, both)).loader()
 
 
 def test_problems_of_teachers_are_reported(recipe: Recipe, teachers: list[str], tmp_path: Path):
@@ -179,8 +147,6 @@ def test_problems_of_teachers_are_reported(recipe: Recipe, teachers: list[str], 
     for keys, message in (
         ((), r"distill\.teacher is not set"),
         (("distill.teachers={code: x}",), "the training sets are train"),
-        (("distill.teacher=x", "distill.jsd_beta=0.2"), "no effect with distill.divergence"),
-        (("distill.teacher=x", "distill.top_k_tail=renormalize"), "there is no tail"),
         (
             ("distill.teacher=x", "distill.on_policy_fraction=1", "distill.sft_weight=1"),
             "no step trains on the rows",

@@ -378,7 +378,7 @@ def test_a_key_with_the_same_name_and_meaning_is_not_listed() -> None:
             [
                 "teacher_model_name_or_path -> distill.teacher  ",
                 "lmbda -> distill.on_policy_fraction  ",
-                "beta -> distill.jsd_beta  ",
+                "beta -> distill.divergence_weight  ",
                 "max_steps -> distill.max_num_steps  ",
                 "completions of the teacher: seq_kd",
             ],
@@ -402,8 +402,7 @@ def test_a_key_with_the_same_name_and_meaning_is_not_listed() -> None:
             ),
             [
                 "loss_fn.kl_type: mixed -> distill.divergence: mixed_kl",
-                "loss_fn.mixed_kl_weight -> distill.forward_weight",
-                "loss_fn.zero_outside_topk: false -> distill.top_k_tail: renormalize",
+                "loss_fn.mixed_kl_weight -> distill.divergence_weight",
                 "distillation.topk_logits_k -> distill.top_k  ",
                 "teacher.model_name -> distill.teacher  ",
                 "distillation.num_prompts_per_step -> policy.train_global_batch_size  ",

@@ -80,7 +80,7 @@ FEATURES: dict[str, Feature] = {
     "scores": Feature(worker={"head": "scores"}, loss=BradleyTerryLoss(center_coefficient=0.01)),
     "distillation": _distilled(TargetSettings(divergence=Divergence(kind="jsd"))),
     "distillation, temperatures": _distilled(
-        TargetSettings(divergence=Divergence(student_temperature=1.3, teacher_temperature=0.8))
+        TargetSettings(divergence=Divergence(temperature=1.3))
     ),
     "distillation, top-k": _distilled(
         TargetSettings(divergence=Divergence(kind="mixed_kl"), top_k=5)

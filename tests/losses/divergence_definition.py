@@ -28,14 +28,12 @@ def divergence_of(
     return weight * kl(teacher, mixture) + (1 - weight) * kl(student, mixture)
 
 
-def outcomes(probs: np.ndarray, teacher: np.ndarray, top_k: int | None, tail: str) -> np.ndarray:
+def outcomes(probs: np.ndarray, teacher: np.ndarray, top_k: int | None) -> np.ndarray:
     """`probs` [T, V] of the compared outcomes: the k largest of `teacher`, and the rest."""
     if top_k is None:
         return probs
     ids = np.argsort(-teacher, axis=-1)[:, :top_k]
     kept = np.take_along_axis(probs, ids, axis=-1)
-    if tail == "renormalize":
-        return kept / kept.sum(axis=-1, keepdims=True)
     is_kept = np.zeros(probs.shape, dtype=bool)
     np.put_along_axis(is_kept, ids, True, axis=-1)
     rest = np.where(is_kept, 0.0, probs).sum(axis=-1, keepdims=True)

@@ -18,11 +18,10 @@ from tests.policy.tiny import VOCABULARY, random_batch
 LENGTHS = [9, 14, 6, 23, 2, 17, 1, 12]
 SFT_WEIGHT = 0.25
 SETTINGS = {
-    "reverse_kl": TargetSettings(divergence=Divergence(student_temperature=1.3)),
+    "reverse_kl": TargetSettings(divergence=Divergence(temperature=1.3)),
     "forward_kl": TargetSettings(divergence=Divergence(kind="forward_kl")),
-    "jsd": TargetSettings(divergence=Divergence(kind="jsd", beta=0.3, teacher_temperature=0.8)),
+    "jsd": TargetSettings(divergence=Divergence(kind="jsd", weight=0.3, temperature=0.8)),
     "top-k": TargetSettings(divergence=Divergence(kind="mixed_kl"), top_k=5),
-    "top-k, renormalized": TargetSettings(top_k=5, tail="renormalize"),
 }
 
 
@@ -89,15 +88,12 @@ def gradients_by_definition(
 def _divergence(logits: Tensor, teacher_logits: Tensor, settings: TargetSettings) -> Tensor:
     """Divergence [T] of the distributions of two logits [T, V]."""
     divergence = settings.divergence
-    p = (logits / divergence.student_temperature).softmax(-1)
-    q = (teacher_logits / divergence.teacher_temperature).softmax(-1)
+    p = (logits / divergence.temperature).softmax(-1)
+    q = (teacher_logits / divergence.temperature).softmax(-1)
     if settings.top_k is not None:
         ids = q.topk(settings.top_k, dim=-1).indices
         p, q = p.gather(1, ids), q.gather(1, ids)
-        if settings.tail == "renormalize":
-            p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
-        else:
-            p, q = (torch.cat([each, 1 - each.sum(-1, keepdim=True)], dim=-1) for each in (p, q))
+        p, q = (torch.cat([each, 1 - each.sum(-1, keepdim=True)], dim=-1) for each in (p, q))
 
     def kl(first: Tensor, second: Tensor) -> Tensor:
         return (first * (first.log() - second.log())).sum(-1)
@@ -106,7 +102,7 @@ def _divergence(logits: Tensor, teacher_logits: Tensor, settings: TargetSettings
         "reverse_kl": lambda: kl(p, q),
         "forward_kl": lambda: kl(q, p),
         "mixed_kl": lambda: 0.5 * kl(q, p) + 0.5 * kl(p, q),
-        "jsd": lambda: _jensen_shannon(p, q, divergence.beta, kl),
+        "jsd": lambda: _jensen_shannon(p, q, divergence.weight, kl),
     }
     return kinds[divergence.kind]()
 

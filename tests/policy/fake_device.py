@@ -54,9 +54,7 @@ POLICIES: dict[str, tuple[dict[str, Any], OutputHead, Loss]] = {
     "scores": ({}, "scores", BradleyTerryLoss(center_coefficient=0.1)),
 }
 TARGETS = {
-    "jsd": TargetSettings(
-        divergence=Divergence(kind="jsd", student_temperature=1.5, teacher_temperature=0.7)
-    ),
+    "jsd": TargetSettings(divergence=Divergence(kind="jsd", temperature=1.5)),
     "top-k": TargetSettings(divergence=Divergence(kind="mixed_kl"), top_k=3),
 }
 

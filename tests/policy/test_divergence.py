@@ -29,12 +29,12 @@ from tests.policy.test_logprobs import Recorder
 from tests.policy.thread_ranks import run_thread_ranks
 
 DIVERGENCES = {
-    "reverse_kl": Divergence(kind="reverse_kl", student_temperature=1.4),
-    "forward_kl": Divergence(kind="forward_kl", teacher_temperature=0.7),
-    "mixed_kl": Divergence(kind="mixed_kl", forward_weight=0.3),
-    "jsd": Divergence(kind="jsd", beta=0.2, student_temperature=0.8, teacher_temperature=1.5),
+    "reverse_kl": Divergence(kind="reverse_kl", temperature=1.4),
+    "forward_kl": Divergence(kind="forward_kl", temperature=0.7),
+    "mixed_kl": Divergence(kind="mixed_kl", weight=0.3),
+    "jsd": Divergence(kind="jsd", weight=0.2, temperature=0.8),
 }
-TARGETS: list[tuple[int | None, Any]] = [(None, "bucket"), (3, "bucket"), (3, "renormalize")]
+TARGETS: list[int | None] = [None, 3]
 VOCABULARY = 11
 
 
@@ -61,19 +61,17 @@ class Case:
         bias: np.ndarray,
         divergence: Divergence,
         top_k: int | None,
-        tail: str,
     ) -> float:
         """Weighted sum of the divergences and of the labels' log-probs."""
         logits = hidden @ weight.T + bias
-        teacher = softmax(self.teacher_logits() / divergence.teacher_temperature)
+        teacher = softmax(self.teacher_logits() / divergence.temperature)
         num_columns = len(self.teacher_weight) if top_k is None else len(weight)
-        student = softmax(logits[:, :num_columns] / divergence.student_temperature)
-        share = divergence.beta if divergence.kind == "jsd" else divergence.forward_weight
+        student = softmax(logits[:, :num_columns] / divergence.temperature)
         values = divergence_of(
-            outcomes(student, _padded(teacher, num_columns), top_k, tail),
-            outcomes(_padded(teacher, num_columns), _padded(teacher, num_columns), top_k, tail),
+            outcomes(student, _padded(teacher, num_columns), top_k),
+            outcomes(_padded(teacher, num_columns), _padded(teacher, num_columns), top_k),
             divergence.kind,
-            share,
+            divergence.weight,
         )
         logprobs = np.log(softmax(logits))[np.arange(len(hidden)), self.labels]
         return float((self.scales * values + 0.3 * self.scales**2 * logprobs).sum())
@@ -104,7 +102,6 @@ def compute(
     case: Case,
     divergence: Divergence,
     top_k: int | None,
-    tail: Any,
     chunk_size: int,
     rows: slice = slice(None),
     vocab: VocabShard | None = None,
@@ -122,14 +119,14 @@ def compute(
             teacher,
             weight,
             k=top_k,
-            temperature=divergence.teacher_temperature,
+            temperature=divergence.temperature,
             chunk_size=chunk_size,
             vocab=vocab,
         )
         of_labels = token_logprobs(teacher, weight, labels, with_entropy=True, vocab=vocab)
         assert of_labels.entropy is not None
         start = 0 if vocab is None else vocab.start
-        target = TopKTarget(ids, logprobs, of_labels.entropy, of_labels.logprobs, tail, start)
+        target = TopKTarget(ids, logprobs, of_labels.entropy, of_labels.logprobs, start)
     outputs = token_divergence(
         leaves[0],
         leaves[1],
@@ -147,17 +144,16 @@ def compute(
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize(
-    ("top_k", "tail", "num_common"),
-    [*((*target, VOCABULARY) for target in TARGETS), (None, "bucket", VOCABULARY - 2)],
+    ("top_k", "num_common"), [*((top_k, VOCABULARY) for top_k in TARGETS), (None, VOCABULARY - 2)]
 )
-def test_values_and_gradients_are_those_of_the_definition(kind, top_k, tail, num_common):
+def test_values_and_gradients_are_those_of_the_definition(kind, top_k, num_common):
     case = Case(5, num_common)
     divergence = DIVERGENCES[kind]
-    outputs, gradients = compute(case, divergence, top_k, tail, chunk_size=2)
+    outputs, gradients = compute(case, divergence, top_k, chunk_size=2)
 
     def loss(**changed: np.ndarray) -> float:
         given = {"hidden": case.hidden, "weight": case.weight, "bias": case.bias}
-        return case.loss(**(given | changed), divergence=divergence, top_k=top_k, tail=tail)
+        return case.loss(**(given | changed), divergence=divergence, top_k=top_k)
 
     scales = tensor(case.scales)
     terms = scales * outputs.divergence + 0.3 * scales**2 * outputs.logprobs
@@ -171,7 +167,7 @@ def test_values_and_gradients_are_those_of_the_definition(kind, top_k, tail, num
     teacher = softmax(case.teacher_logits())
     of_labels = np.log(teacher)[np.arange(5), case.labels]
     np.testing.assert_allclose(outputs.teacher_logprobs.numpy(), of_labels, rtol=1e-5, atol=1e-6)
-    temperature = divergence.teacher_temperature if top_k is None else 1.0
+    temperature = divergence.temperature if top_k is None else 1.0
     tempered = softmax(case.teacher_logits() / temperature)
     entropy = -(tempered * np.log(tempered)).sum(-1)
     np.testing.assert_allclose(outputs.teacher_entropy.numpy(), entropy, rtol=1e-5)
@@ -193,7 +189,7 @@ def test_few_chunks_of_logits_exist_at_a_time(kind: str, top_k: int | None) -> N
         ids, logprobs = top_k_logprobs(
             teacher_hidden, teacher_weight, k=top_k, temperature=0.7, chunk_size=chunk_size
         )
-        target = TopKTarget(ids, logprobs, logprobs[:, 0], logprobs[:, 0], "bucket")
+        target = TopKTarget(ids, logprobs, logprobs[:, 0], logprobs[:, 0])
     with Recorder() as recorded:
         outputs = token_divergence(
             hidden.requires_grad_(),
@@ -210,22 +206,21 @@ def test_few_chunks_of_logits_exist_at_a_time(kind: str, top_k: int | None) -> N
 @settings(max_examples=12, deadline=None)
 @given(
     kind=st.sampled_from(sorted(DIVERGENCES)),
-    target=st.sampled_from(TARGETS),
+    top_k=st.sampled_from(TARGETS),
     num_tokens=st.integers(0, 7),
     cuts=st.lists(st.integers(0, VOCABULARY), min_size=1, max_size=2).map(sorted),
 )
-def test_a_vocabulary_spread_over_ranks_gives_the_same(kind, target, num_tokens, cuts):
+def test_a_vocabulary_spread_over_ranks_gives_the_same(kind, top_k, num_tokens, cuts):
     """Ranks hold rows between the cuts: uneven, some of them none."""
     case = Case(num_tokens)
-    top_k, tail = target
 
     def compute_shard(group: dist.ProcessGroup) -> tuple[DivergenceOutputs, list[Tensor]]:
         start, stop = [0, *cuts, VOCABULARY][group.rank() : group.rank() + 2]
         shard = VocabShard(group, start)
-        return compute(case, DIVERGENCES[kind], top_k, tail, 3, slice(start, stop), shard)
+        return compute(case, DIVERGENCES[kind], top_k, 3, slice(start, stop), shard)
 
     shards = run_thread_ranks(len(cuts) + 1, compute_shard)
-    outputs, gradients = compute(case, DIVERGENCES[kind], top_k, tail, 3)
+    outputs, gradients = compute(case, DIVERGENCES[kind], top_k, 3)
     for found, (hidden, _, _) in shards:
         for name, values in found._asdict().items():
             torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""Several validation sets, several answers per prompt, and metrics by source."""
+"""Several validation sets, and several answers per prompt."""
 
 from __future__ import annotations
 
@@ -20,21 +20,18 @@ from tests.recipe import Recipe
 QUIET = ("checkpointing.enabled=false", "checkpointing.export_hf=false")
 
 
-def write_sources(recipe: Recipe) -> Path:
-    """Six prompts of the demo: two of `easy`, four of `hard ones`."""
-    path = recipe.folder / "mixed.jsonl"
-    lines = (recipe.demo / "validation.jsonl").read_text().splitlines()[:6]
-    with path.open("w") as file:
-        for index, line in enumerate(lines):
-            row = json.loads(line) | {"origin": "easy" if index < 2 else "hard ones"}
-            file.write(json.dumps(row) + "\n")
+def write_rows(recipe: Recipe, name: str, indices: slice) -> Path:
+    """Some of the prompts of the demo."""
+    path = recipe.folder / f"{name}.jsonl"
+    lines = (recipe.demo / "validation.jsonl").read_text().splitlines()[indices]
+    path.write_text("\n".join(lines) + "\n")
     return path
 
 
-def test_answers_are_scored_by_set_and_by_source(
-    recipe: Recipe, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mixed = write_sources(recipe)
+def test_answers_are_scored_by_set(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+    every = write_rows(recipe, "every", slice(0, 6))
+    easy = write_rows(recipe, "easy", slice(0, 2))
+    hard = write_rows(recipe, "hard", slice(2, 6))
     options = (
         *QUIET,
         "grpo.max_num_steps=1",
@@ -42,31 +39,21 @@ def test_answers_are_scored_by_set_and_by_source(
         "grpo.val_num_samples=4",
         "grpo.val_temperature=1.0",
         "grpo.val_pass_reward=0.9",
-        f"data.validation_path={mixed}",
-        f"data.validation_sets={{same: {mixed}}}",
-        "data.source_column=origin",
+        f"data.validation_path={every}",
+        f"data.validation_sets={{easy: {easy}, hard: {hard}}}",
         "loss_fn.reference_policy_kl_penalty=0",
     )
     config = recipe.grpo(*options)
     assert not validate(config).problems
     result = run_grpo(config)
     _check_eval(recipe, capsys, "grpo", result.first)
-    metrics = result.last
-    for prefix in ("validation", "validation/same"):
-        assert 0 < metrics[f"{prefix}/reward_mean"] <= 1
-        for name in ("reward_mean", "avg_at_4", "pass_at_2", "digits_mean"):
-            easy = metrics[f"{prefix}/source_easy/{name}"]
-            hard = metrics[f"{prefix}/source_hard_ones/{name}"]
-            assert metrics[f"{prefix}/{name}"] == pytest.approx((2 * easy + 4 * hard) / 6)
+    for prefix in ("validation", "validation/easy", "validation/hard"):
+        metrics = result.last
+        assert 0 <= metrics[f"{prefix}/reward_mean"] <= 1
         shares = [metrics[f"{prefix}/pass_at_{k}"] for k in (1, 2, 4)]
         assert shares == sorted(shares)
         assert metrics[f"{prefix}/avg_at_4"] == pytest.approx(shares[0])
-
-    config = recipe.grpo(*options, "data.source_column=prompt_kind")
-    message = "data.source_column is 'prompt_kind', but a row of data.validation_path has no value"
-    assert any(message in problem for problem in validate(config).problems)
-    with pytest.raises(ConfigError, match=message):
-        run_grpo(config)
+    assert result.last["validation/reward_mean"] > 0
 
 
 def _check_eval(
@@ -84,10 +71,8 @@ def _check_eval(
     found: dict[str, float] = {}
     for name, results in json.loads(capsys.readouterr().out)["sets"].items():
         prefix = "validation/" if name == "data" else f"validation/{name}/"
-        for source, values in {"": results["metrics"], **results["sources"]}.items():
-            area = f"{prefix}source_{source}/" if source else prefix
-            for metric, estimate in values.items():
-                found[area + metric] = estimate["value"]
+        for metric, estimate in results["metrics"].items():
+            found[prefix + metric] = estimate["value"]
     expected = {name: value for name, value in metrics.items() if name.startswith("validation/")}
     assert found == pytest.approx(expected, rel=1e-6)
 
@@ -124,11 +109,6 @@ def test_preferences_are_compared_in_each_set(recipe: Recipe) -> None:
     [
         (["grpo.val_num_samples=4"], "greedy answers to one prompt are all equal"),
         (["data.validation_sets={Big Set: x.jsonl}"], "has the name 'Big Set'"),
-        (["data.validation_sets={source_a: x.jsonl}"], "do not begin with 'source_'"),
-        (
-            ["data.source_column=origin", "data.validation_path=null", "grpo.val_period=0"],
-            "there is no validation file",
-        ),
     ],
 )
 def test_settings_without_effect_are_refused(
@@ -136,8 +116,3 @@ def test_settings_without_effect_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         recipe.grpo(*overrides)
-
-
-def test_a_source_without_generated_answers_is_refused(recipe: Recipe) -> None:
-    with pytest.raises(ConfigError, match="generates no validation answers"):
-        recipe.sft("data.source_column=origin")

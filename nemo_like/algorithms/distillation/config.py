@@ -20,30 +20,22 @@ class DistillConfig(EpochLoopConfig):
     name of one on the hub. It is frozen and has the policy's engine, layout and precision. Excludes
     `distill.teachers`."""
     teachers: dict[str, str] = field(default_factory=dict)
-    """Several teachers by name, e.g. `{train: runs/a/hf, code: runs/b/hf}`: each row has the
-    teacher whose name is in its column `distill.teacher_column`. Without that key the names are the
-    names of the training sets, where `train` is `data.train_path` and `data.validation_path`."""
-    teacher_column: str | None = None
-    """Column of the rows that names the teacher among `distill.teachers`."""
+    """One teacher for each training set, e.g. `{train: runs/a/hf, code: runs/b/hf}`, where `train`
+    is `data.train_path`. Validation sets have the teacher of their name, `data.validation_path` has
+    the teacher `train`."""
     divergence: Literal["reverse_kl", "forward_kl", "mixed_kl", "jsd"] = "reverse_kl"
     """Divergence of the student p from the teacher q per token: `reverse_kl` is KL(p || q),
     `forward_kl` KL(q || p), `mixed_kl` a weighted sum of both, `jsd` the generalized
     Jensen-Shannon divergence of GKD."""
-    forward_weight: Annotated[float, Ge(0), Le(1)] = 0.5
-    """Weight of the forward KL in `mixed_kl`; the reverse KL has the rest."""
-    jsd_beta: Annotated[float, Gt(0), Lt(1)] = 0.5
-    """Weight of the teacher in the mixture of `jsd`: near 0 it is proportional to the forward KL,
-    near 1 to the reverse KL."""
-    student_temperature: Annotated[float, Gt(0)] = 1.0
-    """The student's logits are divided by this in the divergence."""
-    teacher_temperature: Annotated[float, Gt(0)] = 1.0
-    """The teacher's logits are divided by this in the divergence."""
+    divergence_weight: Annotated[float, Gt(0), Lt(1)] = 0.5
+    """Weight of the forward KL in `mixed_kl`, where the reverse KL has the rest; weight of the
+    teacher in the mixture of `jsd`, which near 0 is proportional to the forward KL and near 1 to
+    the reverse KL."""
+    temperature: Annotated[float, Gt(0)] = 1.0
+    """The logits of student and teacher are divided by this in the divergence."""
     top_k: Annotated[int | None, Ge(1)] = None
-    """Compare only the teacher's most probable tokens of each position; null is the complete
-    vocabulary, in chunks."""
-    top_k_tail: Literal["bucket", "renormalize"] = "bucket"
-    """Tokens outside of `top_k`: `bucket` counts all of them as one further token of both
-    distributions, `renormalize` leaves them out and renormalizes both."""
+    """Compare only the teacher's most probable tokens of each position, and all others as one
+    further token; null compares the complete vocabulary, in chunks."""
     sft_weight: Annotated[float, Ge(0)] = 0.0
     """Weight of the negative log-likelihood of the rows of the data (not of sampled completions),
     which is added to the divergence."""
@@ -98,27 +90,6 @@ class DistillRunConfig(RunConfig):
         """Yield the problems of the teachers and of keys without effect."""
         yield from _teacher_problems(self)
         distill = self.distill
-        for key, kind in (("forward_weight", "mixed_kl"), ("jsd_beta", "jsd")):
-            is_set = getattr(distill, key) != getattr(DistillConfig, key)
-            if is_set and distill.divergence != kind:
-                yield Problem(
-                    (f"distill.{key}", "distill.divergence"),
-                    f"distill.{key} is {getattr(distill, key):g}, which has no effect with"
-                    f" distill.divergence {distill.divergence}: remove it, or set"
-                    f" distill.divergence to {kind}",
-                )
-        if distill.top_k is None and distill.top_k_tail != "bucket":
-            yield Problem(
-                ("distill.top_k_tail", "distill.top_k"),
-                f"distill.top_k_tail is {distill.top_k_tail}, but distill.top_k is null, so there"
-                " is no tail: set distill.top_k, or remove distill.top_k_tail",
-            )
-        if distill.top_k == 1 and distill.top_k_tail == "renormalize":
-            yield Problem(
-                ("distill.top_k", "distill.top_k_tail"),
-                "distill.top_k is 1 and distill.top_k_tail renormalize, so both distributions have"
-                " one token and their divergence is always 0: set distill.top_k to 2 or more",
-            )
         if distill.sft_weight > 0 and distill.on_policy_fraction == 1:
             yield Problem(
                 ("distill.sft_weight", "distill.on_policy_fraction"),
@@ -147,14 +118,6 @@ def _teacher_problems(config: DistillRunConfig) -> Iterator[Problem]:
         yield Problem(keys, "distill.teacher is not set; give the directory of a model")
     if distill.teacher is not None and distill.teachers:
         yield Problem(keys, "distill.teacher and distill.teachers are both set; remove one of them")
-    if distill.teacher_column is not None:
-        if not distill.teachers:
-            yield Problem(
-                ("distill.teacher_column", "distill.teachers"),
-                f"distill.teacher_column is {distill.teacher_column!r}, but distill.teachers is"
-                " empty; name the teachers, or remove distill.teacher_column",
-            )
-        return
     if not distill.teachers:
         return
     sets = {MAIN_SET, *config.data.train_sets}
@@ -162,8 +125,7 @@ def _teacher_problems(config: DistillRunConfig) -> Iterator[Problem]:
         yield Problem(
             ("distill.teachers", "data.train_sets"),
             f"distill.teachers has {', '.join(sorted(distill.teachers))}, the training sets are"
-            f" {', '.join(sorted(sets))}; give each of them a teacher, or set"
-            " distill.teacher_column",
+            f" {', '.join(sorted(sets))}; give each of them a teacher",
         )
     for name in config.data.validation_sets:
         if name not in distill.teachers:

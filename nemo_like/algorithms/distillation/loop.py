@@ -54,13 +54,9 @@ def target_settings(config: DistillRunConfig) -> TargetSettings:
     """Return the divergence of a config and what it needs of the teachers."""
     distill = config.distill
     divergence = Divergence(
-        kind=distill.divergence,
-        forward_weight=distill.forward_weight,
-        beta=distill.jsd_beta,
-        student_temperature=distill.student_temperature,
-        teacher_temperature=distill.teacher_temperature,
+        kind=distill.divergence, weight=distill.divergence_weight, temperature=distill.temperature
     )
-    return TargetSettings(divergence=divergence, top_k=distill.top_k, tail=distill.top_k_tail)
+    return TargetSettings(divergence=divergence, top_k=distill.top_k)
 
 
 def is_on_policy(config: DistillRunConfig, step: int) -> bool:

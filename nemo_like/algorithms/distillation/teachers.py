@@ -13,7 +13,6 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.model_directory import model_directory
 from nemo_like.config.optimization import LoraConfig
 from nemo_like.config.schema import MAIN_SET
-from nemo_like.data.row_files import shown_json
 from nemo_like.data.rows import Rows
 from nemo_like.models.pretrained import load_tokenizer
 from nemo_like.models.spec import ModelSpec
@@ -101,25 +100,13 @@ class TeacherOfRow:
     """Finds the teacher of the rows of a file, as an index of `DistillRunConfig.teacher_names`."""
 
     def __init__(self, config: DistillRunConfig, rows: Rows, name: str | None = None) -> None:
-        """`name` is the name of a validation set, '' for `data.validation_path`; None for training.
-
-        Raises ConfigError if the column of a row names no teacher.
-        """
-        self._names = list(config.named_teachers)
-        self._rows = rows
-        self._column = config.distill.teacher_column
-        self._of_rows: np.ndarray | None = None
-        """Teacher of each row, int16 [N], with a column."""
+        """`name` is '' for `data.validation_path` and None for the training rows."""
+        names = list(config.named_teachers)
         self._teachers: np.ndarray | None = None
-        """Teacher of each set, int64 [S]; None for a single one or a column."""
+        """Teacher of each set, int64 [S]; None for a single one."""
         self._first_rows = np.zeros(1, dtype=np.int64)
         """First row of each set, int64 [S]."""
-        if self._column is not None:
-            # All rows now: a wrong one would otherwise end the run when it is reached.
-            of_rows = [self._named_by(row, self._column) for row in range(len(rows))]
-            self._of_rows = np.array(of_rows, dtype=np.int16)
-            return
-        if len(self._names) == 1:
+        if len(names) == 1:
             return
         sets: tuple[str, ...] = (MAIN_SET,)
         if name is not None:
@@ -128,25 +115,11 @@ class TeacherOfRow:
             sets = rows.mixture.names
             sizes = np.array(rows.mixture.sizes, dtype=np.int64)
             self._first_rows = np.cumsum(sizes) - sizes
-        self._teachers = np.array([self._names.index(each) for each in sets], dtype=np.int64)
+        self._teachers = np.array([names.index(each) for each in sets], dtype=np.int64)
 
     def index(self, row: int) -> int:
         """Return the teacher of a row."""
-        if self._of_rows is not None:
-            return int(self._of_rows[row])
         if self._teachers is None:
             return 0
         position = np.searchsorted(self._first_rows, row, side="right") - 1
         return int(self._teachers[position])
-
-    def _named_by(self, row: int, column: str) -> int:
-        """Return the teacher that the column of a row names. Raises ConfigError for none."""
-        value = self._rows[row].get(column)
-        if value not in self._names:
-            found = "missing" if column not in self._rows[row] else shown_json(value)
-            raise ConfigError(
-                f"{self._rows.location(row)}: the column {column!r} (distill.teacher_column) is"
-                f" {found}, but distill.teachers has {', '.join(self._names)}; correct the row, or"
-                " add a teacher of that name"
-            )
-        return self._names.index(value)

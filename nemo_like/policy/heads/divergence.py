@@ -16,13 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import log_softmax
 
 from nemo_like.losses.distillation import Divergence
 from nemo_like.policy.collectives import gather_rows
@@ -35,7 +34,6 @@ from nemo_like.policy.heads.logit_chunks import (
     token_chunks,
 )
 
-TopKTail = Literal["bucket", "renormalize"]
 Combine = Callable[[Tensor], Tensor]
 """Combines the values [m, chunk] of the ranks that share the vocabulary."""
 
@@ -94,8 +92,8 @@ class VocabularyTarget:
         teacher = scaled_logits(self.hidden[part], self.weight, self.bias, 1.0)
         of_labels = [picked(each, labels[:, None])[:, 0] for each in (logits, teacher)]
         plain = [logits.logsumexp(dim=1), teacher.logsumexp(dim=1)]
-        student = _divided_in_place(logits[:, : len(self.weight)], divergence.student_temperature)
-        teacher = _divided_in_place(teacher, divergence.teacher_temperature)
+        student = _divided_in_place(logits[:, : len(self.weight)], divergence.temperature)
+        teacher = _divided_in_place(teacher, divergence.temperature)
         sums = logsumexp(
             torch.stack([plain[0], student.logsumexp(dim=1), plain[1], teacher.logsumexp(dim=1)])
         )
@@ -122,17 +120,15 @@ class VocabularyTarget:
 
         `grad` is float32 [chunk], the gradient of the divergence.
         """
-        teacher = scaled_logits(
-            self.hidden[part], self.weight, self.bias, divergence.teacher_temperature
-        )
-        student = _divided(logits[:, : len(self.weight)], divergence.student_temperature)
+        teacher = scaled_logits(self.hidden[part], self.weight, self.bias, divergence.temperature)
+        student = _divided(logits[:, : len(self.weight)], divergence.temperature)
         log_p = _normalized(student, kept.scaled_logsumexp)
         del student
         log_q = _normalized_in_place(teacher, kept.target_logsumexp)
         slopes = divergence.terms(log_p, log_q)[1]
         del teacher, log_q
         of_student = slopes.sub_(log_p.exp_().mul_(kept.slope_sum[:, None]))
-        scale = grad / divergence.student_temperature
+        scale = grad / divergence.temperature
         gradient[:, : len(self.weight)] += of_student.mul_(scale[:, None])
 
 
@@ -140,9 +136,8 @@ class VocabularyTarget:
 class TopKTarget:
     """The k most probable tokens of the teacher.
 
-    With the tail `bucket` all other tokens are one further outcome of both distributions, so that
-    the divergence has k + 1 outcomes. With `renormalize` both distributions are restricted
-    to the k tokens.
+    All other tokens are one further outcome of both distributions, so that the divergence has k + 1
+    outcomes.
     """
 
     token_ids: Tensor
@@ -155,7 +150,6 @@ class TopKTarget:
     """float32 [T], of the teacher at temperature 1."""
     label_logprobs: Tensor
     """float32 [T], of the teacher at temperature 1."""
-    tail: TopKTail
     start: int = 0
     """First vocabulary row of this rank."""
 
@@ -169,7 +163,7 @@ class TopKTarget:
         total: Combine,
     ) -> ChunkResult:
         """Compute a chunk from the student's `logits` [chunk, V] and local `labels` [chunk]."""
-        student = _divided(logits, divergence.student_temperature)
+        student = _divided(logits, divergence.temperature)
         token_ids = self.token_ids[part] - self.start
         is_token = marked_columns(token_ids, logits.shape[1])
         rest = student.masked_fill(is_token, float("-inf"))
@@ -190,7 +184,6 @@ class TopKTarget:
         slope_sum = slopes.sum(dim=1)
         gradients = slopes - log_p.exp() * slope_sum[:, None]
         num_tokens = token_ids.shape[1]
-        rest_slope = slopes[:, -1] if self.tail == "bucket" else None
         outputs = torch.stack(
             [
                 terms.sum(dim=1),
@@ -201,7 +194,7 @@ class TopKTarget:
             ]
         )
         kept = ChunkKept(
-            sums[0], sums[1], slope_sum, sums[2], rest_slope, gradients[:, :num_tokens]
+            sums[0], sums[1], slope_sum, sums[2], slopes[:, -1], gradients[:, :num_tokens]
         )
         return ChunkResult(outputs, kept)
 
@@ -218,30 +211,27 @@ class TopKTarget:
 
         `grad` is float32 [chunk], the gradient of the divergence.
         """
-        student = _divided(logits, divergence.student_temperature)
+        student = _divided(logits, divergence.temperature)
         scaled = logits.new_zeros((len(logits), logits.shape[1] + 1))
-        if kept.rest_slope is not None:
-            # A token outside has its share of the rest, p / P_rest, of the gradient of the rest.
-            outside = (student - kept.target_logsumexp[:, None]).exp_()
-            outside.mul_(kept.rest_slope[:, None])
-            probs = (student - kept.scaled_logsumexp[:, None]).exp_()
-            outside.sub_(probs.mul_(kept.slope_sum[:, None]))
-            del probs
-            scaled[:, :-1] = outside
-        assert kept.token_gradients is not None, "set by `reduce`"
+        assert kept.rest_slope is not None and kept.token_gradients is not None, "set by `reduce`"
+        # A token outside has its share of the rest, p / P_rest, of the gradient of the rest.
+        outside = (student - kept.target_logsumexp[:, None]).exp_()
+        outside.mul_(kept.rest_slope[:, None])
+        probs = (student - kept.scaled_logsumexp[:, None]).exp_()
+        outside.sub_(probs.mul_(kept.slope_sum[:, None]))
+        del probs
+        scaled[:, :-1] = outside
         columns = _columns(self.token_ids[part] - self.start, logits.shape[1])
         scaled.scatter_(1, columns, kept.token_gradients)
-        scale = grad / divergence.student_temperature
+        scale = grad / divergence.temperature
         gradient += scaled[:, :-1] * scale[:, None]
 
     def _outcomes(self, part: slice, token_logits: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log-probs of the outcomes under student and teacher, [chunk, k or k + 1].
+        """Return the log-probs of the outcomes under student and teacher, [chunk, k + 1].
 
         `token_logits` [chunk, k] are the student's, `sums` the log-sum-exps [3, chunk].
         """
         teacher = self.logprobs[part]
-        if self.tail == "renormalize":
-            return log_softmax(token_logits, dim=1), log_softmax(teacher[:, :-1], dim=1)
         outcomes = torch.cat([token_logits, sums[2][:, None]], dim=1)
         return _normalized(outcomes, sums[1]), teacher.clamp(min=LOWEST)
 

@@ -27,7 +27,6 @@ from nemo_like.losses.distillation import (
 from nemo_like.policy.collectives import gather_objects
 from nemo_like.policy.heads.divergence import (
     DivergenceOutputs,
-    TopKTail,
     TopKTarget,
     VocabularyTarget,
     token_divergence,
@@ -49,8 +48,6 @@ class TargetSettings:
     divergence: Divergence = field(default_factory=Divergence)
     top_k: int | None = None
     """Number of the most probable tokens of the teacher; None is the complete vocabulary."""
-    tail: TopKTail = "bucket"
-    """See `TopKTarget`."""
 
 
 @dataclass
@@ -216,7 +213,6 @@ class DistillationHead:
             logprobs=tensors["logprobs"],
             entropy=tensors["entropy"],
             label_logprobs=tensors["label_logprobs"],
-            tail=self._settings.tail,
             start=0 if embedding.vocab is None else embedding.vocab.start,
         )
 
