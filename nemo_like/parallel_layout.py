@@ -13,28 +13,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from nemo_like.integer_math import nearest_divisors, nearest_multiples, round_up
 
 Axis = Literal["pp", "dp", "cp", "tp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 """Outermost first: the shape of a device mesh whose ranks are in row-major order."""
-Field = Literal[
-    "pp",
-    "dp",
-    "cp",
-    "tp",
-    "ep",
-    "sequence_parallel",
-    "num_replicas",
-    "reshard",
-    "engine",
-    "workers",
-]
-"""Something that a user sets and a `LayoutProblem` can name."""
 EngineName = Literal["dtensor", "megatron"]
 Reshard = Literal["auto", "always", "never"]
 """When FSDP2 frees the weights that it has all-gathered: after each layer (`always`), after the
@@ -58,29 +45,22 @@ microbatch, at the cost of memory for unsharded weights and gradients.
 The limit does not depend on the device, so that a plan can be made without it.
 """
 
-FIELD_NAMES: Mapping[str, str] = {field: field for field in get_args(Field)}
-"""Names of the fields in messages where there is no configuration."""
+_WORKERS = ("cluster.num_nodes", "cluster.workers_per_node")
 
 
-@dataclass(frozen=True)
-class LayoutProblem:
+class LayoutProblem(NamedTuple):
     """Something that is wrong with a layout: for an engine, for a model, or by itself."""
 
-    fields: tuple[Field, ...]
-    """The fields to change, the most likely one first."""
-    template: str
-    """The message, with `{tp}` and so on where fields are named."""
-
-    def text(self, names: Mapping[str, str] = FIELD_NAMES) -> str:
-        """Return the message with the names that the reader knows: axes, flags or config keys."""
-        return self.template.format_map(names)
+    keys: tuple[str, ...]
+    """The config keys to change, the most likely one first."""
+    text: str
 
 
 class LayoutError(ValueError):
     """Sizes that do not form a layout."""
 
     def __init__(self, problems: Sequence[LayoutProblem]) -> None:
-        super().__init__("; ".join(problem.text() for problem in problems))
+        super().__init__("; ".join(problem.text for problem in problems))
         self.problems = tuple(problems)
 
 
@@ -182,11 +162,13 @@ class ParallelLayout:
             sizes = nearest_multiples(world_size, replica_size)
             quotient = world_size / replica_size
             text = (
-                f"{{tp}} {tp} x {{cp}} {cp} x {{pp}} {pp} = {replica_size} workers per model"
-                f" replica, and {world_size} {{workers}} / {replica_size} = {quotient:.4g}"
-                f" replicas, not a whole number: use {sizes} workers"
+                f"parallel.tensor {tp} x parallel.context {cp} x parallel.pipeline {pp} ="
+                f" {replica_size} workers per model replica, and {world_size} workers /"
+                f" {replica_size} = {quotient:.4g} replicas, not a whole number: use {sizes}"
+                " workers"
             )
-            problem = LayoutProblem(("tp", "cp", "pp", "workers"), text)
+            keys = ("parallel.tensor", "parallel.context", "parallel.pipeline", *_WORKERS)
+            problem = LayoutProblem(keys, text)
             raise LayoutError([problem, *_sequence_problems(tp, sequence_parallel)])
         return cls(pp, dp, cp, tp, ep, sequence_parallel, num_replicas, reshard)
 
@@ -324,13 +306,19 @@ class ParallelLayout:
         return "step" if self.keeps_unsharded(engine, num_params) else "microbatch"
 
     def _small_sizes(self) -> list[LayoutProblem]:
+        sizes = {
+            "parallel.pipeline": self.pp,
+            "data-parallel size": self.dp,
+            "parallel.context": self.cp,
+            "parallel.tensor": self.tp,
+            "parallel.expert": self.ep,
+            "parallel.replicas": self.num_replicas,
+        }
         problems = []
-        fields: tuple[Field, ...] = (*AXES, "ep", "num_replicas")
-        for field in fields:
-            size = getattr(self, field)
+        for key, size in sizes.items():
             if size < 1:
-                text = f"{{{field}}} is {size}; a size is at least 1, which turns the axis off"
-                problems.append(LayoutProblem((field,), text))
+                text = f"{key} is {size}; a size is at least 1, which turns the axis off"
+                problems.append(LayoutProblem((key,), text))
         return problems
 
     def _expert_problems(self) -> list[LayoutProblem]:
@@ -341,11 +329,12 @@ class ParallelLayout:
         quotient = stage_size / self.ep
         divisors = nearest_divisors(stage_size, self.ep)
         text = (
-            f"{{ep}} {self.ep} must divide the workers of a pipeline stage, {self.world_size}"
-            f" {{workers}} / {{pp}} {self.pp} = {stage_size}, and {stage_size} / {self.ep} ="
-            f" {quotient:.4g}, not a whole number: set {{ep}} to {divisors}"
+            f"parallel.expert {self.ep} must divide the workers of a pipeline stage,"
+            f" {self.world_size} workers / parallel.pipeline {self.pp} = {stage_size}, and"
+            f" {stage_size} / {self.ep} = {quotient:.4g}, not a whole number: set parallel.expert"
+            f" to {divisors}"
         )
-        return [LayoutProblem(("ep", "pp", "workers"), text)]
+        return [LayoutProblem(("parallel.expert", "parallel.pipeline", *_WORKERS), text)]
 
     def _replica_problems(self) -> list[LayoutProblem]:
         """All copies of the weights have the same number of data-parallel ranks."""
@@ -353,10 +342,10 @@ class ParallelLayout:
             return []
         divisors = nearest_divisors(self.dp, self.num_replicas)
         text = (
-            f"{{num_replicas}} {self.num_replicas} must divide the {{dp}}, {self.dp}: set it to"
-            f" {divisors}"
+            f"parallel.replicas {self.num_replicas} must divide the data-parallel size, {self.dp}:"
+            f" set it to {divisors}"
         )
-        return [LayoutProblem(("num_replicas", "workers"), text)]
+        return [LayoutProblem(("parallel.replicas",), text)]
 
     def __str__(self) -> str:
         sizes = [f"{axis} {getattr(self, axis)}" for axis in AXES]
@@ -374,39 +363,28 @@ def engine_problems(
     engine: EngineName, *, pp: int, ep: int, num_replicas: int = 1, reshard: Reshard = "auto"
 ) -> list[LayoutProblem]:
     """Return a problem for each of these axes and options that the engine does not have."""
+    problems = []
     if engine == "megatron":
-        return _fsdp_only_problems(num_replicas, reshard)
-    problems = []
-    axes: tuple[tuple[Field, int, str], ...] = (
-        ("pp", pp, "pipeline"),
-        ("ep", ep, "expert parallelism"),
-    )
-    for field, size, what in axes:
-        if size > 1:
-            text = (
-                f"{{{field}}} is {size}, but {{engine}} dtensor has no {what}: set it to 1, or"
-                " {engine} to megatron"
+        # Megatron-Core keeps the weights of a rank complete and shards the optimizer state.
+        if num_replicas > 1:
+            problems.append(
+                f"parallel.replicas is {num_replicas}, but policy.engine megatron has the complete"
+                " weights on every data-parallel rank: set it to 1, or policy.engine to dtensor"
             )
-            problems.append(LayoutProblem((field, "engine"), text))
-    return problems
-
-
-def _fsdp_only_problems(num_replicas: int, reshard: Reshard) -> list[LayoutProblem]:
-    """Megatron-Core keeps the weights of a rank complete and shards the optimizer state."""
-    problems = []
-    if num_replicas > 1:
-        text = (
-            f"{{num_replicas}} is {num_replicas}, but {{engine}} megatron has the complete weights"
-            " on every data-parallel rank: set it to 1, or {engine} to dtensor"
-        )
-        problems.append(LayoutProblem(("num_replicas", "engine"), text))
-    if reshard != "auto":
-        text = (
-            f"{{reshard}} is {reshard}, but {{engine}} megatron does not shard weights over the"
-            " data-parallel ranks: set it to auto, or {engine} to dtensor"
-        )
-        problems.append(LayoutProblem(("reshard", "engine"), text))
-    return problems
+        if reshard != "auto":
+            problems.append(
+                f"parallel.reshard is {reshard}, but policy.engine megatron does not shard weights"
+                " over the data-parallel ranks: set it to auto, or policy.engine to dtensor"
+            )
+    else:
+        sizes = (("pipeline", pp, "pipeline"), ("expert", ep, "expert parallelism"))
+        for name, size, what in sizes:
+            if size > 1:
+                problems.append(
+                    f"parallel.{name} is {size}, but policy.engine dtensor has no {what}: set it to"
+                    " 1, or policy.engine to megatron"
+                )
+    return [LayoutProblem((text.split()[0], "policy.engine"), text) for text in problems]
 
 
 def _sequence_problems(tp: int, sequence_parallel: bool) -> list[LayoutProblem]:
@@ -414,7 +392,7 @@ def _sequence_problems(tp: int, sequence_parallel: bool) -> list[LayoutProblem]:
     if not sequence_parallel or tp > 1:
         return []
     text = (
-        "{sequence_parallel} is true, but it shards activations over the tensor-parallel group and"
-        " {tp} is 1: set it to false, or {tp} to 2 or more"
+        "parallel.sequence is true, but it shards activations over the tensor-parallel group and"
+        " parallel.tensor is 1: set it to false, or parallel.tensor to 2 or more"
     )
-    return [LayoutProblem(("sequence_parallel", "tp"), text)]
+    return [LayoutProblem(("parallel.sequence", "parallel.tensor"), text)]

@@ -11,7 +11,7 @@ from pathlib import Path
 from nemo_like.algorithms.registry import ALGORITHMS, load_any_config
 from nemo_like.config.batching import StreamableDataConfig
 from nemo_like.config.errors import ConfigError, raise_problems
-from nemo_like.config.parallel import named_by_keys, policy_layout
+from nemo_like.config.parallel import located_problems, policy_layout
 from nemo_like.config.schema import RunConfig
 from nemo_like.console import say
 from nemo_like.data.planning.spec import PlanSpec
@@ -76,7 +76,7 @@ def plan_request(arguments: argparse.Namespace) -> PlanRequest:
     model = model.with_output_head(config.output_head)
     layout = policy_layout(config)
     problems = model_problems(layout, config.policy.engine, model)
-    raise_problems(named_by_keys(problems, config.cluster))
+    raise_problems(located_problems(problems, config.cluster))
     spec = plan_spec(
         config.policy_in_rows,
         purpose="train",

@@ -10,27 +10,7 @@ from collections.abc import Iterable
 
 from nemo_like.config.errors import Problem
 from nemo_like.config.schema import ClusterConfig, ParallelConfig, RunConfig
-from nemo_like.parallel_layout import (
-    Field,
-    LayoutError,
-    LayoutProblem,
-    ParallelLayout,
-    engine_problems,
-)
-
-_KEYS: dict[Field, tuple[str, ...]] = {
-    "pp": ("parallel.pipeline",),
-    "dp": (),
-    "cp": ("parallel.context",),
-    "tp": ("parallel.tensor",),
-    "ep": ("parallel.expert",),
-    "sequence_parallel": ("parallel.sequence",),
-    "num_replicas": ("parallel.replicas",),
-    "reshard": ("parallel.reshard",),
-    "engine": ("policy.engine",),
-    "workers": ("cluster.num_nodes", "cluster.workers_per_node"),
-}
-"""The keys that set each field of a layout. The data-parallel size follows from the others."""
+from nemo_like.parallel_layout import LayoutError, LayoutProblem, ParallelLayout, engine_problems
 
 
 def num_policy_workers(cluster: ClusterConfig) -> int:
@@ -104,20 +84,13 @@ def parallel_problems(config: RunConfig) -> list[Problem]:
             policy_layout(config)
         except LayoutError as error:
             problems = list(error.problems)
-    return named_by_keys(problems, config.cluster)
+    return located_problems(problems, config.cluster)
 
 
-def named_by_keys(problems: Iterable[LayoutProblem], cluster: ClusterConfig) -> list[Problem]:
-    """Return problems of a layout with the names of the configuration's keys."""
-    names: dict[str, str] = {
-        "dp": "data-parallel size",
-        "workers": f"workers ({workers_shown(cluster)})",
-    }
-    for field, keys in _KEYS.items():
-        if field not in names:
-            (names[field],) = keys
+def located_problems(problems: Iterable[LayoutProblem], cluster: ClusterConfig) -> list[Problem]:
+    """Return problems of a layout with the keys behind the number of workers."""
     found = []
-    for problem in problems:
-        keys = tuple(key for field in problem.fields for key in _KEYS[field])
-        found.append(Problem(keys, problem.text(names)))
+    for keys, text in problems:
+        shown = f" (workers: {workers_shown(cluster)})" if "cluster.num_nodes" in keys else ""
+        found.append(Problem(keys, text + shown))
     return found

@@ -14,7 +14,7 @@ from nemo_like.config.rollout import VLLMGenerationConfig
 from nemo_like.config.text import either
 from nemo_like.integer_math import nearest_divisors
 from nemo_like.models.spec import ModelSpec
-from nemo_like.parallel_layout import EngineName, Field, LayoutProblem, ParallelLayout
+from nemo_like.parallel_layout import EngineName, LayoutProblem, ParallelLayout
 
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of vLLM's attention on CPU, release 0.32."""
@@ -26,8 +26,7 @@ def model_problems(
     layout: ParallelLayout, engine: EngineName, spec: ModelSpec
 ) -> list[LayoutProblem]:
     """Return a problem, with the arithmetic, for each size of the model that does not divide."""
-    # The name may be any path, and its braces are not fields of the template.
-    model = spec.name.replace("{", "{{").replace("}", "}}") or "the model"
+    model = spec.name or "the model"
     return [
         *_size_problems(layout, engine, spec, model),
         *_vocabulary_problems(layout, engine, spec, model),
@@ -46,11 +45,8 @@ def _size_problems(
         "feed-forward columns": spec.intermediate_size,
     }
     over_ep = {"experts": 0 if spec.moe is None else spec.moe.num_experts}
-    axes: tuple[tuple[Field, int, dict[str, int]], ...] = (
-        ("tp", layout.tp, over_tp),
-        ("ep", layout.ep, over_ep),
-    )
-    for field, size, counts in axes:
+    axes = (("parallel.tensor", layout.tp, over_tp), ("parallel.expert", layout.ep, over_ep))
+    for key, size, counts in axes:
         # The suggested sizes must divide all counts, not only the one that is wrong.
         common = math.gcd(*counts.values())
         for what, count in counts.items():
@@ -58,10 +54,9 @@ def _size_problems(
             is_replicated = what == "key-value heads" and engine == "megatron" and size % count == 0
             if count % size and not is_replicated:
                 yield LayoutProblem(
-                    (field,),
-                    f"{model} has {count} {what}, and {count} / {{{field}}} {size} ="
-                    f" {count / size:.4g}, not a whole number: set {{{field}}} to"
-                    f" {nearest_divisors(common, size)}",
+                    (key,),
+                    f"{model} has {count} {what}, and {count} / {key} {size} = {count / size:.4g},"
+                    f" not a whole number: set {key} to {nearest_divisors(common, size)}",
                 )
 
 
@@ -71,9 +66,9 @@ def _vocabulary_problems(
     # Megatron-Core pads the vocabulary; FSDP2 cannot shard a table without rows.
     if engine == "dtensor" and spec.vocab_size < layout.tp:
         yield LayoutProblem(
-            ("tp",),
-            f"{model} has a vocabulary of {spec.vocab_size}, smaller than {{tp}} {layout.tp}: set"
-            f" it to {spec.vocab_size} or less",
+            ("parallel.tensor",),
+            f"{model} has a vocabulary of {spec.vocab_size}, smaller than parallel.tensor"
+            f" {layout.tp}: set it to {spec.vocab_size} or less",
         )
 
 
@@ -83,9 +78,9 @@ def _pipeline_problems(
     # Stages may differ by one layer, but none is without layers.
     if spec.num_layers < layout.pp:
         yield LayoutProblem(
-            ("pp",),
-            f"{model} has {spec.num_layers} layers, fewer than {{pp}} {layout.pp} stages: set it"
-            f" to {spec.num_layers} or less",
+            ("parallel.pipeline",),
+            f"{model} has {spec.num_layers} layers, fewer than parallel.pipeline {layout.pp}"
+            f" stages: set it to {spec.num_layers} or less",
         )
 
 
@@ -95,15 +90,16 @@ def _expert_problems(
     if spec.moe is None:
         if layout.ep > 1:
             yield LayoutProblem(
-                ("ep",), f"{model} has no experts, and {{ep}} is {layout.ep}: set it to 1"
+                ("parallel.expert",),
+                f"{model} has no experts, and parallel.expert is {layout.ep}: set it to 1",
             )
         return
     if engine == "megatron" and layout.tp > 1 and not layout.sequence_parallel:
         yield LayoutProblem(
-            ("sequence_parallel", "tp"),
-            f"{model} has {spec.moe.num_experts} experts and {{sequence_parallel}} is false: all"
+            ("parallel.sequence", "parallel.tensor"),
+            f"{model} has {spec.moe.num_experts} experts and parallel.sequence is false: all"
             f" {layout.tp} tensor-parallel ranks would send the same tokens to them; set"
-            " {sequence_parallel} to true",
+            " parallel.sequence to true",
         )
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from nemo_like.config.errors import ConfigError, raise_problems, shown_path
 from nemo_like.config.model_directory import hub_name, model_directory
 from nemo_like.config.optimization import LoraConfig
-from nemo_like.config.parallel import named_by_keys, policy_layout
+from nemo_like.config.parallel import located_problems, policy_layout
 from nemo_like.config.rollout import RewardModelConfig
 from nemo_like.config.schema import PolicyConfig, RunConfig
 from nemo_like.data.chat import ChatEncoder
@@ -149,7 +149,7 @@ def open_model_config(config: RunConfig) -> PretrainedConfig:
             )
         family_of(spec, name)
     layout_problems = model_problems(policy_layout(config), config.policy.engine, spec)
-    problems = named_by_keys(layout_problems, config.cluster)
+    problems = located_problems(layout_problems, config.cluster)
     if config.generates:
         is_on_cpu = config.cluster.gpus_per_node == 0
         problems += generation_backend(config.policy).problems(

@@ -341,8 +341,8 @@ def test_workers_must_be_a_multiple_of_the_replica_size() -> None:
     assert parallel_problems(parallel__tensor=2, parallel__context=2) == [
         (
             "parallel.tensor 2 x parallel.context 2 x parallel.pipeline 1 = 4 workers per model"
-            " replica, and 6 workers (cluster.num_nodes 1 x cluster.workers_per_node 6) / 4 = 1.5"
-            " replicas, not a whole number: use 4 or 8 workers"
+            " replica, and 6 workers / 4 = 1.5 replicas, not a whole number: use 4 or 8 workers"
+            " (workers: cluster.num_nodes 1 x cluster.workers_per_node 6)"
         )
     ]
     assert parallel_problems(parallel__pipeline=2) == [
@@ -373,9 +373,9 @@ def test_experts_must_divide_among_the_workers_of_a_stage() -> None:
         SFT, **megatron, cluster__workers_per_node=12, parallel__pipeline=2, parallel__expert=4
     ) == [
         (
-            "parallel.expert 4 must divide the workers of a pipeline stage, 12 workers"
-            " (cluster.num_nodes 1 x cluster.workers_per_node 12) / parallel.pipeline 2 = 6, and 6"
-            " / 4 = 1.5, not a whole number: set parallel.expert to 3 or 6"
+            "parallel.expert 4 must divide the workers of a pipeline stage, 12 workers /"
+            " parallel.pipeline 2 = 6, and 6 / 4 = 1.5, not a whole number: set parallel.expert to"
+            " 3 or 6 (workers: cluster.num_nodes 1 x cluster.workers_per_node 12)"
         )
     ]
     (on_dtensor,) = problems(SFT, parallel__expert=2)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.batching import StreamableDataConfig
-from nemo_like.config.parallel import named_by_keys
+from nemo_like.config.parallel import located_problems
 from nemo_like.config.rollout import VLLMGenerationConfig
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.models.layout_check import VLLM_CPU_HEAD_SIZES, model_problems, vllm_problems
@@ -47,7 +47,7 @@ def problems(config: dict, engine: str = "megatron", **parallel: object) -> list
         dp=run.parallel.expert,
         sequence_parallel=run.parallel.sequence,
     )
-    found = named_by_keys(
+    found = located_problems(
         model_problems(layout, run.policy.engine, ModelSpec.from_config(config)), run.cluster
     )
     return [str(problem).partition(" has ")[2] for problem in found]

@@ -105,9 +105,12 @@ def test_a_model_that_cannot_be_sharded_is_refused_with_the_way_out(config, size
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({}, "2 key-value heads, and 2 / tp 4 = 0.5, not a whole number: set tp to 2"),
-        ({"num_attention_heads": 6}, "6 attention heads, and 6 / tp 4 = 1.5"),
-        ({"vocab_size": 3}, "a vocabulary of 3, smaller than tp 4: set it to 3 or less"),
+        ({}, "2 key-value heads, and 2 / parallel.tensor 4 = 0.5, .* set parallel.tensor to 2"),
+        ({"num_attention_heads": 6}, "6 attention heads, and 6 / parallel.tensor 4 = 1.5"),
+        (
+            {"vocab_size": 3},
+            "a vocabulary of 3, smaller than parallel.tensor 4: set it to 3 or less",
+        ),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(sizes: dict[str, int], message: str) -> None:
@@ -130,7 +133,7 @@ def test_a_norm_within_a_block_that_the_plan_leaves_out_is_refused(monkeypatch):
 
 
 def test_a_pipeline_is_refused():
-    with pytest.raises(LayoutError, match="pp is 2, but engine dtensor has no pipeline"):
+    with pytest.raises(LayoutError, match=r"parallel\.pipeline is 2, but policy\.engine dtensor"):
         DTensorEngine(
             PolicyConfig(model_name=""),
             torch.device("cpu"),
