@@ -39,7 +39,7 @@ from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalL
 
 from nemo_like.config.schema import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.planning.spec import train_flops
+from nemo_like.data.planning.spec import CostModel
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.losses import NllLoss
@@ -92,8 +92,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_model(Path(folder), arguments)
         results = measure(Path(folder), rows, arguments)
         spec = ModelSpec.from_config(AutoConfig.from_pretrained(folder))
-        # No position predicts the first token of a row.
-        flops = train_flops(spec, rows, rows - 1)
+        # No position predicts the first token of a row. The backward pass is twice the forward.
+        flops = 3.0 * CostModel.from_spec(spec).of(rows, rows - 1).sum()
     peak, source = peak_flops(torch.device(arguments.device))
     print(f"MFU is of {peak / 1e12:.3g} TFLOP/s ({source})")
     print(

@@ -20,7 +20,7 @@ from benchmarks.gpu.policies import (
     predicted_peak_gb,
 )
 from benchmarks.gpu.rows import random_rows
-from nemo_like.data.planning.spec import train_flops
+from nemo_like.data.planning.spec import CostModel
 from nemo_like.losses import Loss, NllLoss
 from nemo_like.models.spec import load_spec
 from nemo_like.policy.device import peak_flops
@@ -138,8 +138,8 @@ def time_loss(case: StepCase, holder: PolicyHolder, device: str, loss: Loss) -> 
 def throughput(folder: Path, lengths: np.ndarray, seconds: float, device: str) -> dict[str, Any]:
     """Return tokens/s and MFU of a step over rows of `lengths`, int64 [B]."""
     peak, source = peak_flops(torch.device(device))
-    # No position predicts the first token of a row.
-    flops = train_flops(load_spec(str(folder)), lengths, lengths - 1)
+    # No position predicts the first token of a row. The backward pass is twice the forward.
+    flops = 3.0 * CostModel.from_spec(load_spec(str(folder))).of(lengths, lengths - 1).sum()
     return {
         "num_rows": len(lengths),
         "num_tokens": int(lengths.sum()),

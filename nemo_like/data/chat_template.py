@@ -173,7 +173,12 @@ class ChatTemplate:
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
-        """Texts that end an assistant turn: after a text, and after tool calls if different."""
+        """Texts that end an assistant turn: after a text, and after tool calls if different.
+
+        Without a template it is the end-of-sequence token.
+        """
+        if not self.exists:
+            return (self._eos_text,)
         ends = (self.end_of_turn, self.end_of_call)
         return tuple(dict.fromkeys(end for end in ends if end is not None))
 
@@ -244,17 +249,14 @@ class ChatTemplate:
     def _needs_content(self) -> bool:
         """True if the template refuses a message with tool calls that has no content."""
         form = "text" if self._wants_text_arguments else "dict"
-        message = _probe_call(form)
         try:
-            self._render([_USER, message], None, False)
+            self._render([_USER, _probe_call(form)], None, False)
         except TemplateError:
             return True
         return False
 
     def _adapt(self, messages: Sequence[Message]) -> list[Message]:
         """Convert tool calls to the form that the template expects."""
-        if not any(message.get("tool_calls") for message in messages):
-            return list(messages)
         return [
             self._adapt_calls(message) if message.get("tool_calls") else message
             for message in messages
@@ -354,13 +356,8 @@ def _with_text_arguments(call: Any) -> Any:
     function = call["function"]
     if isinstance(function["arguments"], str):
         return call
-    return {
-        **call,
-        "function": {
-            **function,
-            "arguments": json.dumps(function["arguments"], ensure_ascii=False),
-        },
-    }
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def common_prefix(left: str, right: str) -> int:

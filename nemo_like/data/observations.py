@@ -71,7 +71,7 @@ class ObservationEncoder:
     def _encode(self, messages: Sequence[Message], last_token_id: int) -> np.ndarray:
         plain = [self._without_control_texts(message) for message in messages]
         text = self._after_answer(plain, PROBE_ANSWERS[0], num_exchanges=1)
-        if last_token_id in self._end_token_ids:
+        if last_token_id in self._template.end_token_ids:
             text = self._without_end(text)
         return self._encoder.encode_continuation(text)
 
@@ -121,26 +121,12 @@ class ObservationEncoder:
 
     def _without_end(self, text: str) -> str:
         """Remove the end of the model's turn, which the turn itself has already."""
-        for end in self._ends:
+        for end in self._template.ends:
             before, found, after = text.partition(end)
             # White space before the end token was not sampled and is left out.
             if found and not before.strip():
                 return after
         return text
-
-    @cached_property
-    def _ends(self) -> tuple[str, ...]:
-        """Texts with which the template ends a turn of the model."""
-        if not self._template.exists:
-            return (str(self._encoder.tokenizer.eos_token),)
-        return self._template.ends
-
-    @cached_property
-    def _end_token_ids(self) -> frozenset[int]:
-        """Ids of the tokens that end a turn of the model."""
-        if not self._template.exists:
-            return frozenset({self._encoder.eos_token_id})
-        return frozenset(self._template.end_token_ids)
 
     @cached_property
     def _control_texts(self) -> re.Pattern[str]:

@@ -4,17 +4,14 @@ conversation and template.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from unittest.mock import patch
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.chat_structure import Frame
-from nemo_like.data.chat_template import ChatTemplate
+from nemo_like.data.chat_structure import Structures, exact_spans
 from nemo_like.data.messages import Message
 from tests.data.chat_templates import GEMMA, LLAMA_TOOLS, MISTRAL, QWEN, R1_TOOLS
 from tests.data.tiny_tokenizer import (
@@ -41,6 +38,7 @@ TEMPLATES = {
     "phi": ENDS_CONVERSATION,
 }
 ENCODERS = {name: ChatEncoder(tiny_tokenizer(template)) for name, template in TEMPLATES.items()}
+STRUCTURES = {name: Structures(encoder.template) for name, encoder in ENCODERS.items()}
 PIECES = [
     *(
         "four",
@@ -98,36 +96,18 @@ def conversations(draw: st.DrawFn, with_tools: bool) -> list[Message]:
     return messages
 
 
-def encoded(encoder: ChatEncoder, messages: list[Message]) -> tuple[list[int], list[int]] | str:
-    try:
-        row = encoder.encode_sft(messages)
-    except ConfigError as error:
-        return str(error)
-    return row.input_ids.tolist(), row.token_mask.tolist()
-
-
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_one_rendering_gives_what_the_exact_method_gives(name: str, data: st.DataObject) -> None:
     messages = data.draw(conversations(with_tools=name in ("qwen", "llama_tools", "r1_tools")))
-    fast = encoded(ENCODERS[name], messages)
-    with patch.object(Frame, "spans", lambda *_: None):
-        assert fast == encoded(ENCODERS[name], messages)
-
-
-@pytest.fixture
-def renderings() -> Iterator[list[int]]:
-    """One entry for each rendering of a template."""
-    calls: list[int] = []
-    render = ChatTemplate._render
-
-    def counted(self: ChatTemplate, *args: object) -> str:
-        calls.append(1)
-        return render(self, *args)  # type: ignore[arg-type]
-
-    with patch.object(ChatTemplate, "_render", counted):
-        yield calls
+    template = ENCODERS[name].template
+    frame = STRUCTURES[name].facts(messages, None).frame
+    if frame is None:
+        return
+    full = template.render(messages)
+    found = frame.spans(messages, None, full)
+    assert found is None or found == exact_spans(template, messages, None, full)
 
 
 def dialogue(num_turns: int) -> list[Message]:
@@ -142,8 +122,17 @@ def dialogue(num_turns: int) -> list[Message]:
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen", "llama_tools", "r1", "gemma", "mistral", "phi"])
-def test_a_long_dialogue_is_rendered_once(name: str, renderings: list[int]) -> None:
-    encoder = ENCODERS[name]
+def test_a_long_dialogue_is_rendered_once(name: str) -> None:
+    tokenizer: Any = tiny_tokenizer(TEMPLATES[name])
+    render = tokenizer.apply_chat_template
+    renderings = []
+
+    def counted(*args: object, **options: object) -> object:
+        renderings.append(args)
+        return render(*args, **options)
+
+    tokenizer.apply_chat_template = counted
+    encoder = ChatEncoder(tokenizer)
     encoder.encode_sft(dialogue(5))
     renderings.clear()
     for num_turns in (6, 20):

@@ -96,11 +96,6 @@ class PackingMetrics:
             aggregate["average_packing_time"] = fmean(self._packing_times_s)
         return aggregate
 
-    def print_aggregated_stats(self) -> None:
-        """Print one line per aggregated number."""
-        for name, value in self.get_aggregated_stats().items():
-            print(f"{name:>20} {value:.6g}")
-
     def _column(self, name: str) -> list[float]:
         """Return one statistic of every recorded packing."""
         return [stats[name] for stats in self._stats]

@@ -121,23 +121,6 @@ class CostModel:
         )
 
 
-def train_flops(
-    spec: ModelSpec,
-    lengths: Sequence[int] | np.ndarray,
-    num_trained: Sequence[int] | np.ndarray | None = None,
-) -> float:
-    """Return the FLOPs of forward and backward over rows of these lengths.
-
-    `6 * P_active * N + 6 * layers * H * d * sum(L^2)` for causal attention, where N is the number
-    of tokens and each row attends to itself only. The embedding lookup is not counted, the output
-    projection is for the `num_trained` int [B] tokens with loss (None: all), recomputation is not:
-    divided by time, devices and peak this is MFU, not HFU. `lengths` int [B].
-    """
-    forward = CostModel.from_spec(spec).of(lengths, num_trained).sum()
-    # The backward pass computes gradients of inputs and of weights: twice the forward FLOPs.
-    return 3.0 * float(forward)
-
-
 @dataclass(frozen=True, slots=True)
 class Microbatch:
     """Input of one forward pass on one data-parallel rank.

@@ -68,12 +68,6 @@ class TokenBatches:
         return np.diff(self.offsets[self.step_offsets])
 
     @property
-    def step_num_tokens(self) -> np.ndarray:
-        """Tokens of each step without padding, int64 [S]."""
-        tokens_before = prefix_sums(self.lengths[self.rows])
-        return np.diff(tokens_before[self.offsets[self.step_offsets]])
-
-    @property
     def padding_share(self) -> float:
         """Share of padding in the tokens of all microbatches when they are padded; 0 without rows.
 

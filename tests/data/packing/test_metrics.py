@@ -76,10 +76,3 @@ def test_the_aggregate_is_over_all_updates() -> None:
     assert metrics.get_aggregated_stats()["average_utilization"] == 0.0
     metrics.reset()
     assert metrics.get_aggregated_stats() == {}
-
-
-def test_the_aggregate_prints_a_line_per_number(capsys: pytest.CaptureFixture[str]) -> None:
-    metrics = PackingMetrics()
-    metrics.update([6, 4, 5], [[0, 1], [2]], 10)
-    metrics.print_aggregated_stats()
-    assert "average_utilization 0.75" in capsys.readouterr().out

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nemo_like.data.planning.spec import CostModel, train_flops
+from nemo_like.data.planning.spec import CostModel
 from nemo_like.models.spec import ModelSpec
 
 QWEN2_5_7B = {
@@ -111,13 +111,12 @@ def test_a_reward_model_has_no_output_projection():
     assert scores.of([700])[0] == CostModel.from_spec(spec).of([700], [0])[0]
 
 
-def test_train_flops_are_the_mfu_formula():
+def test_work_is_the_mfu_formula():
     lengths = np.array([1, 100, 4096])
     params, num_tokens = ModelSpec.from_config(QWEN2_5_7B).num_active_params, lengths.sum()
-    expected = 6 * params * num_tokens + 6 * 28 * 28 * 128 * (lengths.astype(float) ** 2).sum()
-    assert train_flops(ModelSpec.from_config(QWEN2_5_7B), lengths) == pytest.approx(
-        expected, rel=1e-12
-    )
+    expected = 2 * params * num_tokens + 2 * 28 * 28 * 128 * (lengths.astype(float) ** 2).sum()
+    work = CostModel.from_spec(ModelSpec.from_config(QWEN2_5_7B)).of(lengths).sum()
+    assert work == pytest.approx(expected, rel=1e-12)
 
 
 def test_beyond_the_window_work_grows_in_a_line():

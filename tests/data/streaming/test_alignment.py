@@ -603,19 +603,19 @@ def test_a_state_of_another_rank_or_number_of_ranks_is_an_error() -> None:
 
 
 def test_a_failure_names_the_rank_and_leaves_no_rank_waiting() -> None:
-    planners = [planner_of(rank, 3) for rank in range(3)]
+    recorders = [Recorder(rank, 3) for rank in range(3)]
+    spec = StreamSpec(plan=PlanSpec(max_tokens=8), window_rows=2, window_tokens=0)
+    planners = [AlignedPlanner(spec, recorder) for recorder in recorders]
     with pytest.raises(OversizeRowError):
         planners[1].push(0, 9)
     planners[1].fail()
     planners[1].fail()
-    recorder = planners[1]._coordinator
-    assert isinstance(recorder, Recorder)
-    assert len(recorder.sent) == 1
+    assert len(recorders[1].sent) == 1
     with pytest.raises(AlignmentError, match="this rank"):
         planners[1].next_step()
     planners[0].close()
     planners[2].close()
-    matrix = np.array([planners[0].proposal(), recorder.sent[0], planners[2].proposal()])
+    matrix = np.array([planners[0].proposal(), recorders[1].sent[0], planners[2].proposal()])
     for rank in (0, 2):
         with pytest.raises(AlignmentError, match="rank 1 could not form its step"):
             planners[rank].resolve(matrix)
