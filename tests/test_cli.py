@@ -153,10 +153,10 @@ def test_control_characters_of_a_value_do_not_reach_the_terminal(files, capsys):
 
 
 def test_a_bug_is_one_message_with_the_place_of_the_traceback(files, capsys, monkeypatch):
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("division of \x1b[31mnothing")
 
-    monkeypatch.setattr("nemo_like.config.load.load_config", fail)
+    monkeypatch.setattr("yaml.compose", fail)
     code, message = run(capsys, "validate", "--config", files["sft"])
     assert code == 1
     assert message.startswith(

@@ -237,12 +237,12 @@ class ChildProcesses:
         except Exception as error:
             # The other ranks may report a closed connection before the process is gone.
             ended = self._wait(CHILD_END_S)
-            if not ended:
+            if ended is None:
                 raise
             if self._watcher is not None:
                 # It ends this process. The exception must not reach the driver before that.
                 self._watcher.join()
-            raise RuntimeError(ended) from error
+            raise RuntimeError(_end_text(ended)) from error
 
     def close(self) -> None:
         """Expect the end of the children from now on."""
@@ -250,24 +250,25 @@ class ChildProcesses:
 
     def _watch(self) -> None:
         ended = self._wait(None)
-        if self._is_closed:
+        if self._is_closed or ended is None:
             return
         for child in self._children:
             # A rank may wait for the one that ended in native code, which does not notice the end
             # of this process.
             child.kill()
-        end_worker(ended)
+        end_worker(_end_text(ended))
 
-    def _wait(self, timeout_s: float | None) -> str:
-        """Wait for the end of a child; return its name and exit code, or an empty string."""
-        sentinels = [child.sentinel for child in self._children]
-        if not sentinels:
-            return ""
-        ready = wait(sentinels, timeout_s)
-        if not ready:
-            return ""
-        ended = next(child for child in self._children if child.sentinel in ready)
-        return f"{ended.name} of vLLM (pid {ended.pid}) ended with exit code {ended.exitcode}"
+    def _wait(self, timeout_s: float | None) -> BaseProcess | None:
+        """Wait for the end of a child; return it, or None after `timeout_s`."""
+        sentinels = {child.sentinel: child for child in self._children}
+        ready = wait(list(sentinels), timeout_s) if sentinels else []
+        return next((sentinels[each] for each in ready if isinstance(each, int)), None)
+
+
+def _end_text(child: BaseProcess) -> str:
+    # Its files close shortly before its exit code is known.
+    child.join()
+    return f"{child.name} of vLLM (pid {child.pid}) ended with exit code {child.exitcode}"
 
 
 def _device_options(config: VLLMGenerationConfig, *, is_cpu: bool) -> dict[str, Any]:

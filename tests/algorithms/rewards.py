@@ -3,6 +3,8 @@
 import os
 import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 from nemo_like.environments.reward import RewardSample
 
@@ -44,6 +46,22 @@ def close_terminal_once(sample: RewardSample) -> float:
     if terminal is not None:
         os.close(int(terminal))
     return signal_once(sample)
+
+
+_pending: list[tuple[Path, Callable[[], None]]] = []
+
+
+def after_first_step(run: Path, action: Callable[[], None]) -> None:
+    """Have `acting_digit_share` call `action` once the metrics of `run` have a step."""
+    _pending[:] = [(run / "metrics.jsonl", action)]
+
+
+def acting_digit_share(sample: RewardSample) -> float:
+    """As `digit_share`; see `after_first_step`."""
+    if _pending and _pending[0][0].exists() and '"step": 1' in _pending[0][0].read_text():
+        _, action = _pending.pop()
+        action()
+    return digit_share(sample)
 
 
 def signal_once(sample: RewardSample) -> float:

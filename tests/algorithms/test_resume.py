@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from nemo_like.config.load import to_yaml
 from nemo_like.run import checkpoint as checkpoint_module
 from nemo_like.run.checkpoint import CheckpointError
 from nemo_like.run.directory import LOCK_NAME, answer, check_shared, locked
-from nemo_like.training.run import TrainingRun
+from tests.algorithms import rewards
 from tests.algorithms.test_runs import read_metrics
 from tests.recipe import Recipe
 
@@ -190,27 +191,17 @@ FAULTS = [
     ("when", "fault", "message"), FAULTS, ids=[message for _, _, message in FAULTS]
 )
 def test_a_writer_that_fails_ends_the_run_with_one_message(
-    recipe: Recipe,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys,
-    when: str,
-    fault: Callable[[Path], None],
-    message: str,
+    recipe: Recipe, capsys, when: str, fault: Callable[[Path], None], message: str
 ) -> None:
     path = recipe.folder / "faults.yaml"
-    path.write_text(to_yaml(recipe.grpo(*SMALL_GRPO)))
+    reward = "reward.functions.digits.path=tests.algorithms.rewards.acting_digit_share"
+    path.write_text(to_yaml(recipe.grpo(*SMALL_GRPO, reward)))
     run = recipe.folder / "grpo"
     if when == BEFORE:
         run.mkdir()
         fault(run)
-    log_step = TrainingRun.log_step
-
-    def sabotaged(training_run: TrainingRun, step: int, *args, **kwargs) -> None:
-        log_step(training_run, step, *args, **kwargs)
-        if when == RUNNING and step == 1:
-            fault(run)
-
-    monkeypatch.setattr(TrainingRun, "log_step", sabotaged)
+    else:
+        rewards.after_first_step(run, partial(fault, run))
     assert cli.main(["grpo", "--config", str(path)]) == 1
     errors = capsys.readouterr().err
     lines = [line for line in errors.splitlines() if line.startswith("error: ")]

@@ -4,11 +4,11 @@ what matters of a model.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from nemo_like.cli import main
@@ -46,11 +46,14 @@ def test_a_wrong_step_is_found(
     not.
     """
 
-    def decays_more(parameters: Any, config: Any) -> Any:
-        return build_optimizer(parameters, dataclasses.replace(config, weight_decay=2.0))
+    class DecaysMore(torch.optim.AdamW):
+        def __init__(self, groups: Any, **options: Any) -> None:
+            super().__init__(groups, **options)
+            for group in self.param_groups:
+                group["weight_decay"] = 2.0
 
-    build_optimizer = parity.build_optimizer
-    monkeypatch.setattr(parity, "build_optimizer", decays_more)
+    # In this process, which has the reference. The layout is computed by workers.
+    monkeypatch.setattr(torch.optim, "AdamW", DecaysMore)
     monkeypatch.setattr(parity, "MODES", ("packed",))
     recipe.grpo()
     assert (

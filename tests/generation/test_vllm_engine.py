@@ -1,6 +1,11 @@
+"""The worker of a vLLM replica whose child process ended, without vLLM."""
+
 from __future__ import annotations
 
 import multiprocessing
+import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -8,26 +13,36 @@ import pytest
 from nemo_like.generation import vllm_engine
 from nemo_like.generation.vllm_engine import ChildProcesses
 
+LOSE_A_CHILD = """
+import multiprocessing, time
+from nemo_like.generation.vllm_engine import ChildProcesses
 
-@pytest.mark.parametrize("owns_process", [True, False])
-def test_a_worker_ends_before_an_exception_because_of_a_lost_child(
-    monkeypatch: pytest.MonkeyPatch, owns_process: bool
-) -> None:
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+child.start()
+children = ChildProcesses([child], owns_process=True)
+with children.explaining():
+    child.kill()
+    raise ConnectionError("closed by the other side")
+"""
+
+
+def test_a_worker_ends_before_an_exception_because_of_a_lost_child() -> None:
     """The driver restarts a worker whose process ended; an exception would end the run."""
-    reasons = []
+    done = subprocess.run([sys.executable, "-c", LOSE_A_CHILD], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.search(
+        r"this worker ends: .* of vLLM \(pid \d+\) ended with exit code -9", done.stderr
+    )
+    assert "Traceback" not in done.stderr
 
-    def end_worker(reason: str) -> None:
-        time.sleep(0.2)
-        reasons.append(reason)
 
-    monkeypatch.setattr(vllm_engine, "end_worker", end_worker)
+def test_a_lost_child_is_the_cause_where_the_worker_shares_its_process() -> None:
     child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     child.start()
-    children = ChildProcesses([child], owns_process=owns_process)
+    children = ChildProcesses([child], owns_process=False)
     with pytest.raises(RuntimeError, match=r"of vLLM \(pid \d+\) ended"), children.explaining():
         child.kill()
         raise ConnectionError("closed by the other side")
-    assert len(reasons) == owns_process
 
 
 def test_other_exceptions_are_raised_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

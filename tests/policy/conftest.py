@@ -4,9 +4,13 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from nemo_like.policy.heads.logit_chunks import compiled
 from tests.policy.tiny import save_tiny_model
 
 
@@ -42,3 +46,23 @@ def rank_pool() -> Iterator[ProcessPoolExecutor]:
 def meeting(tmp_path: Path) -> Path:
     """A rendezvous file that does not exist yet."""
     return tmp_path / "rendezvous"
+
+
+@pytest.fixture
+def eager_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Layers are compiled by the backend `eager`, and log-probs are not compiled.
+
+    The number of graphs does not depend on the backend, and `eager` is fast.
+    """
+    compile_function = torch.compile
+
+    def compile_layers(function: Any, **options: Any) -> Any:
+        # `nn.Module.compile` passes a method of the module.
+        if not isinstance(getattr(function, "__self__", None), nn.Module):
+            return function
+        return compile_function(function, backend="eager", **options)
+
+    compiled.cache_clear()
+    monkeypatch.setattr(torch, "compile", compile_layers)
+    yield
+    compiled.cache_clear()

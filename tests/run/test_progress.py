@@ -8,7 +8,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 
@@ -76,8 +75,7 @@ def test_slow_steps_are_all_shown_in_a_log_with_the_time_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr("nemo_like.run.progress.time", clock)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     stream = io.StringIO()
     progress = Progress(stream, interval_s=3600)
     with progress.phase("grpo", 3, unit="steps") as phase:
@@ -90,7 +88,7 @@ def test_slow_steps_are_all_shown_in_a_log_with_the_time_left(
 
 
 def test_a_log_with_recent_lines_gets_no_states_of_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_like.run.progress.time", SimpleNamespace(monotonic=lambda: 100.0))
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
     stream = io.StringIO()
     progress = Progress(stream, interval_s=0.01)
     with progress.phase("grpo", 3, unit="steps"):

@@ -6,10 +6,12 @@ import itertools
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from nemo_like.cli import main
 from nemo_like.config.load import to_yaml
@@ -109,7 +111,8 @@ def test_the_time_limit_ends_the_run_after_the_step(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ages = itertools.chain([0.0, 0.0], itertools.repeat(10.0))
-    monkeypatch.setattr(stopping, "process_age_s", lambda: next(ages))
+    start = time.clock_gettime(time.CLOCK_BOOTTIME) - stopping.process_age_s()
+    monkeypatch.setattr(time, "clock_gettime", lambda _: start + next(ages))
     config = recipe.sft("cluster.time_limit=0:00:05", "sft.val_at_start=false")
     assert main(["sft", "--config", write(config, recipe.folder)]) == 75
     assert "stopped by cluster.time_limit 0:00:05 after step 2" in capfd.readouterr().err
@@ -122,8 +125,7 @@ def test_a_signal_before_the_first_step_ends_the_run_without_a_checkpoint(
     config = recipe.sft()
     path = write(config, recipe.folder)
     monkeypatch.setattr(
-        "nemo_like.training.steps.open_training_run",
-        lambda *_, **__: signal.raise_signal(signal.SIGINT),
+        AutoTokenizer, "from_pretrained", lambda *_, **__: signal.raise_signal(signal.SIGINT)
     )
     assert main(["sft", "--config", path]) == 130
     assert "interrupted. The run has no checkpoint" in capfd.readouterr().err
@@ -141,7 +143,7 @@ def test_a_signal_whose_exception_native_code_replaces_ends_the_run_as_any_other
             raise SystemError("returned a result with an exception set") from error
 
     path = write(recipe.sft(), recipe.folder)
-    monkeypatch.setattr("nemo_like.training.steps.open_training_run", wait)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", wait)
     assert main(["sft", "--config", path]) == 75
     assert capfd.readouterr().err == "stopped by SIGTERM outside a step\n"
 

@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.utils import counters as torch_counters
 
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed import process_groups
 from nemo_like.policy import decoder_layers
-from nemo_like.policy.heads import logprobs
 from tests.policy.dtensor.test_layouts import Rank, gradients, worst
 from tests.policy.test_gradient_equality import fixed
 from tests.policy.tiny import context, random_batch
@@ -51,17 +49,10 @@ def test_compiled_layers_have_the_gradient_of_plain_ones(model_dir):
     assert counts[-1] == 0, counts
 
 
-def test_layers_are_compiled_under_fsdp_too(model_dir, tmp_path, monkeypatch):
+def test_layers_are_compiled_under_fsdp_too(model_dir, tmp_path, eager_layers):
     """FSDP makes sizes of weights variables of the graph. The number of graphs does not depend on
     the backend, and `eager` is fast.
     """
-    compile_module = nn.Module.compile
-    monkeypatch.setattr(
-        nn.Module,
-        "compile",
-        lambda module, **options: compile_module(module, backend="eager", **options),
-    )
-    monkeypatch.setattr(logprobs, "compiled", lambda function: function)
     torch_counters["graph_break"].clear()
     config = dataclasses.replace(
         fixed(4),

@@ -14,14 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.utils import counters as torch_counters
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.optimization import LoraConfig
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
-from nemo_like.policy.heads import logprobs
 from tests.exhaustive import usually
 from tests.policy.adapters import (
     LORA,
@@ -192,20 +190,13 @@ def test_only_target_layers_have_adapters(model_dir):
 
 @pytest.mark.parametrize("architecture", usually([USED, "qwen2_blocks"], USED))
 def test_compiled_layers_have_the_gradients_of_peft(
-    architecture, reference, model_dir, monkeypatch
+    architecture, reference, model_dir, eager_layers
 ):
     """The number of graphs does not depend on the backend, and `eager` is fast. Rows are padded:
     the attention of packed rows on CPU cannot be traced.
     """
     if LORA_OF[architecture].is_quantized:
         pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
-    compile_module = nn.Module.compile
-    monkeypatch.setattr(
-        nn.Module,
-        "compile",
-        lambda module, **options: compile_module(module, backend="eager", **options),
-    )
-    monkeypatch.setattr(logprobs, "compiled", lambda function: function)
     torch_counters["graph_break"].clear()
     side = DTensorSide(context(), ParallelConfig())
     plain = dataclasses.replace(fixed(4), activation_checkpointing="selective", compile="layers")
