@@ -203,7 +203,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", metavar="N", help=text)
     text = "export the averaged weights (policy.ema)"
     parser.add_argument("--ema", action="store_true", help=text)
-    text = "write the LoRA adapter alone, in the format of PEFT, and not the merged model"
+    text = "write the adapter alone, in the format of PEFT, and not the merged model"
     parser.add_argument("--adapter", action="store_true", help=text)
     _add_overrides(parser)
     _add_target(parser)

@@ -221,11 +221,6 @@ class ParallelLayout:
         # Only the last pipeline stage computes the loss and the log-probs.
         return self.rank(pp=self.pp - 1, dp=dp_rank)
 
-    def replicas(self, dp_rank: int) -> tuple[int, ...]:
-        """Return the ranks that get the shard of `dp_rank`, in rank order."""
-        ranks = range(self.world_size)
-        return tuple(rank for rank in ranks if self.dp_rank(rank) == dp_rank)
-
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
         """Return the process groups along `axes`: ranks whose other coordinates are equal.
 
@@ -242,27 +237,6 @@ class ParallelLayout:
             key = tuple(values[axis] for axis in fixed)
             groups.setdefault(key, []).append(self.rank(**values))
         return tuple(tuple(ranks) for ranks in groups.values())
-
-    def expert_parallel_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Return the groups over which a pipeline stage distributes its experts.
-
-        Example: `ParallelLayout(dp=2, tp=2, ep=2).expert_parallel_groups() == ((0, 1), (2, 3))`.
-        """
-        starts = range(0, self.world_size, self.ep)
-        return tuple(tuple(range(start, start + self.ep)) for start in starts)
-
-    def expert_data_parallel_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of ranks of one pipeline stage that have the same experts.
-
-        Example: `ParallelLayout(dp=2, tp=2, ep=2).expert_data_parallel_groups()` is
-        `((0, 2), (1, 3))`.
-        """
-        stage_size = self.world_size // self.pp
-        groups = []
-        for first in range(0, self.world_size, stage_size):
-            for ep_rank in range(self.ep):
-                groups.append(tuple(range(first + ep_rank, first + stage_size, self.ep)))
-        return tuple(groups)
 
     def padding_multiples(
         self, row_layout: RowLayout, *, sequence_length_round: int = 1

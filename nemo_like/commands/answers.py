@@ -26,10 +26,9 @@ from nemo_like.algorithms.registry import load_any_config
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.build import to_dict
 from nemo_like.config.errors import ConfigError, shown_path
-from nemo_like.config.optimization import EmaConfig, LoraConfig, OptimizerConfig
 from nemo_like.config.paths import resolve_paths
 from nemo_like.config.rollout import RewardConfig
-from nemo_like.config.schema import ParallelConfig, RunConfig
+from nemo_like.config.schema import ParallelConfig, PolicyConfig, RunConfig
 from nemo_like.config.text import counted
 from nemo_like.data.formats import PROMPT_ROWS, RowSchema, check_columns
 from nemo_like.data.rows import Rows
@@ -59,6 +58,11 @@ _SETTINGS = (
     *("oversize_rows", "generation"),
 )
 """Keys of `policy` that determine the answers."""
+_BATCHES = (
+    *("sequence_packing", "dynamic_batching", "train_micro_batch_size", "logprob_chunk_size"),
+    "train_global_batch_size",
+)
+"""Keys of `policy` that limit the memory of a forward pass, for the perplexity of rows."""
 _NO_INFLUENCE = ("hf", "vllm", "check_weights", "progress_timeout_s")
 """Keys of `policy.generation` that change the answers by rounding only."""
 
@@ -137,15 +141,8 @@ def answer_config(arguments: argparse.Namespace) -> AnswerRunConfig:
 
 def _without_training(base: RunConfig) -> AnswerRunConfig:
     """Return the keys that matter for answers; those of training have their defaults."""
-    policy = replace(
-        base.policy,
-        engine="dtensor",
-        optimizer=OptimizerConfig(),
-        # The exported model contains its adapters.
-        lora=LoraConfig(),
-        ema=EmaConfig(),
-        freeze=(),
-    )
+    # An exported model contains its adapters.
+    policy = PolicyConfig(**{name: getattr(base.policy, name) for name in (*_SETTINGS, *_BATCHES)})
     # Reward models score when all answers are sampled, in this process.
     models = {name: replace(model, num_workers=0) for name, model in base.reward.models.items()}
     sampling = AnswerSampling()

@@ -175,12 +175,18 @@ def _check_groups(groups: Groups, parallel_layout: ParallelLayout, rank: int) ->
         (groups.cp, parallel_layout.groups("cp")),
         (groups.dp, parallel_layout.groups("dp")),
         (groups.dp_cp, parallel_layout.groups("dp", "cp")),
-        (groups.ep, parallel_layout.expert_parallel_groups()),
-        (groups.expert_dp, parallel_layout.expert_data_parallel_groups()),
     ):
         ranks = dist.get_process_group_ranks(group)
         assert ranks == list(next(ranks for ranks in groups_of_layout if rank in ranks))
-        assert parallel_layout.ep_rank(rank) == groups.ep.rank()
+    # Consecutive ranks of a pipeline stage have different experts.
+    ep_rank = parallel_layout.ep_rank(rank)
+    assert ep_rank == groups.ep.rank()
+    first = rank - ep_rank
+    assert dist.get_process_group_ranks(groups.ep) == list(range(first, first + parallel_layout.ep))
+    stage_size = parallel_layout.world_size // parallel_layout.pp
+    first = rank // stage_size * stage_size
+    same_experts = range(first + ep_rank, first + stage_size, parallel_layout.ep)
+    assert dist.get_process_group_ranks(groups.expert_dp) == list(same_experts)
 
 
 @dataclass(frozen=True)
