@@ -265,18 +265,14 @@ class ChatEncoder:
 
         Returns int32 [L] per piece.
         """
-        texts = [self._after_eos(text) if follows else text for text, follows in pieces]
+        # The eos token in front becomes one token, which is removed again.
+        eos = str(self.tokenizer.eos_token)
+        texts = [eos + text if follows else text for text, follows in pieces]
         encoded: Any = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         tokenized = []
         for ids, (_, follows) in zip(encoded, pieces, strict=True):
-            # The first token is the eos token that was put in front.
-            own_ids = ids[1:] if follows else ids
-            tokenized.append(self.checked_ids(own_ids))
+            tokenized.append(self.checked_ids(ids[1:] if follows else ids))
         return tokenized
-
-    def _after_eos(self, text: str) -> str:
-        """Put the eos token before `text`; it becomes one token, which is removed again."""
-        return str(self.tokenizer.eos_token) + text
 
     def _token_ids(self, text: str, *, follows: bool = False) -> np.ndarray:
         """Tokenize a text, int32 [L].
@@ -337,16 +333,15 @@ class ChatEncoder:
     ) -> Frame | None:
         """Return the frame of the structure. Raises ConfigError if the template drops a part."""
         facts = self._structures.facts(messages, tools)
+        roles = [message["role"] for message in messages]
         dropped = facts.dropped or (facts.dropped_reasoning if trains else None)
         if dropped is not None:
-            roles = [message["role"] for message in messages]
             raise ConfigError(
                 f"the chat template drops {dropped} in a conversation of {roles}; give a"
                 " policy.chat_template that renders it, or remove it from the row"
             )
         needs_spans = trains and self.train_on == "assistant" and not self._marks_generation
         if needs_spans and facts.misplaced is not None:
-            roles = [message["role"] for message in messages]
             raise ConfigError(
                 f"the chat template writes {facts.misplaced} into another turn in a conversation of"
                 f" {roles}, so the assistant's turns cannot be told apart; mark them in the"
@@ -358,16 +353,15 @@ class ChatEncoder:
         self, messages: list[Message], tools: Sequence[Tool] | None
     ) -> tuple[str, list[Span]]:
         """Render without a chat template: (text, spans of the assistant turns)."""
-        if tools or any(message.get("tool_calls") for message in messages):
-            raise ConfigError(
-                f"the tokenizer {self.tokenizer.name_or_path!r} has no chat template, so tools and"
-                " tool calls cannot be rendered; give one as policy.chat_template"
-            )
+        unrendered = ""
         if any(message.get(key) for message in messages for key in REASONING_KEYS):
+            unrendered = " and ".join(REASONING_KEYS)
+        if tools or any(message.get("tool_calls") for message in messages):
+            unrendered = "tools and tool calls"
+        if unrendered:
             raise ConfigError(
                 f"the tokenizer {self.tokenizer.name_or_path!r} has no chat template, so"
-                f" {' and '.join(REASONING_KEYS)} cannot be rendered; give one as"
-                " policy.chat_template"
+                f" {unrendered} cannot be rendered; give one as policy.chat_template"
             )
         text = self._bos_text
         spans = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import os
 import shutil
 import signal
@@ -182,21 +183,18 @@ class EncodedRows:
 
         Raises ConfigError for bad rows: at the end, or earlier if they are many.
         """
-        started = time.monotonic()
-        found_s = started
+        deadline = math.inf if limit_s is None else time.monotonic() + limit_s
         bad = BadRows()
         for chunk in results:
             for row, result in chunk:
                 if isinstance(result, str):
-                    found_s = found_s if bad.num_rows else time.monotonic()
+                    if not bad.num_rows:
+                        deadline = min(deadline, time.monotonic() + _COLLECTING_S)
                     bad.add(self.location(row), result)
                 else:
                     self._store(row, result)
             advance(len(chunk))
-            now = time.monotonic()
-            if bad.num_rows >= MAX_LISTED or (bad.num_rows and now - found_s > _COLLECTING_S):
-                break
-            if limit_s is not None and now - started > limit_s:
+            if bad.num_rows >= MAX_LISTED or time.monotonic() > deadline:
                 break
         if bad.num_rows:
             raise ConfigError(bad.text(f" among {self.num_encoded + bad.num_rows:,} encoded"))

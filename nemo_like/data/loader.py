@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 import numpy as np
@@ -44,22 +43,11 @@ class FetchableRows(Protocol[Out]):
 
 
 class Position(Protocol):
-    """The position of a loader, in the form that a checkpoint keeps."""
+    """The position of a loader, in the form that a checkpoint keeps: a loader or a `RowOrder`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON values."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class SavedPosition:
-    """The position that a loader had, for a run whose loader is ahead of the trained rows."""
-
-    state: dict[str, Any]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position as JSON values."""
-        return self.state
 
 
 class BatchLoader(ABC, Generic[Out]):

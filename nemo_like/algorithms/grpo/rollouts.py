@@ -16,7 +16,8 @@ import numpy as np
 from nemo_like.algorithms.grpo.advantages import has_spread
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.loader import Position, RowLoader, SavedPosition
+from nemo_like.data.loader import RowLoader
+from nemo_like.data.row_order import RowOrder
 from nemo_like.generation.requests import SamplingParams
 from nemo_like.metrics import Mean, Metrics, Sum
 from nemo_like.rollout.collector import RolloutJob
@@ -33,7 +34,7 @@ class _Started:
     step: int
     job: RolloutJob
     locations: list[str]
-    position: SavedPosition
+    position: RowOrder
     """Position of the loader after the prompts of this step."""
     epoch: int
     """Epoch of the prompts."""
@@ -60,7 +61,7 @@ class RolloutPipeline:
         self._fetched: list[Prompt] | None = None
         """Prompts of `_next_step`, if they were fetched already."""
         self._sampling = SamplingParams.from_config(config.policy.generation)
-        self.position: Position = SavedPosition(loader.state_dict())
+        self.position = loader.order.copy()
         """Position of the loader after the prompts of the last step that was taken."""
 
     def fetch(self, step: int) -> None:
@@ -128,7 +129,7 @@ class RolloutPipeline:
             job = self._start_rollout(prompts, started.step, refill, jobs)
             jobs.append(job)
             kept.add(self._finish_rollout(job, started.step), locations)
-        self.position = SavedPosition(self._loader.state_dict())
+        self.position = self._loader.order.copy()
         self._run.add_metrics(
             {"data/epoch": Mean(self._loader.epoch), "data/num_dropped": Sum(num_dropped)}
         )
@@ -171,7 +172,7 @@ class RolloutPipeline:
                 self._next_step,
                 self._start_rollout(prompts, self._next_step),
                 self._loader.batch_locations(),
-                SavedPosition(self._loader.state_dict()),
+                self._loader.order.copy(),
                 self._loader.batch_epoch,
                 loader_metrics(self._loader),
             )

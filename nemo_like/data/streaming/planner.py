@@ -284,11 +284,7 @@ class StreamLoader(BatchLoader[Out]):
         Those of earlier epochs are in the metric `packing/num_dropped` of the steps that follow.
         """
         is_dropped = self.spec.tail == "drop" and self.is_finished(is_kept)
-        return self.num_left(is_kept) if is_dropped else 0
-
-    def num_left(self, is_kept: np.ndarray) -> int:
-        """Count the rows of this epoch that no step has yet; `is_kept` bool [N] as above."""
-        if self._num_epochs is not None and self.epoch >= self._num_epochs:
+        if not is_dropped or self.epoch == self._num_epochs:
             return 0
         return int(is_kept[self.order.left].sum()) + self._planner.num_waiting
 
