@@ -26,12 +26,15 @@ from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.formats import RowSchema, check_columns, conversation, question
 from nemo_like.data.observations import ObservationEncoder
 from nemo_like.data.rows import Rows
-from nemo_like.environments.environment import Conversation, EnvironmentFailure
+from nemo_like.environments.environment import (
+    Conversation,
+    EnvironmentFailure,
+    StepOutcome,
+    StepTask,
+)
 from nemo_like.environments.environment_workers import EnvironmentWorker
 from nemo_like.environments.reward import RewardError, RewardProblem, RewardSample
-from nemo_like.environments.reward_calls import BadReward, score_each
-from nemo_like.environments.reward_worker import load_reward_functions
-from nemo_like.environments.steps import StepOutcome, StepTask
+from nemo_like.environments.reward_worker import BadReward, load_reward_functions, score_each
 from nemo_like.models.pretrained import import_transformers_without_torch
 from nemo_like.models.spec import ModelSpec
 from nemo_like.run.progress import Progress
@@ -221,7 +224,7 @@ class _ScoringChecks:
             return
         for name, function in functions.items():
             path = configs[name].path
-            score = score_each(function, [self.sample], name)[0]
+            score = score_each(function, [self.sample])[0]
             if isinstance(score, BadReward):
                 problem = RewardProblem(name, path, score.kind, score.text)
                 error = RewardError.from_problem(problem, self.sample)

@@ -109,7 +109,7 @@ class EnvironmentConfig:
 
     path: Annotated[str | None, IMPORT_PATH] = None
     """Import path of a class with the methods of `Environment`, e.g.
-    `nemo_like.environments.calculator.Calculator`; null for one completion per prompt."""
+    `nemo_like.environments.included.Calculator`; null for one completion per prompt."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class."""
     max_turns: Annotated[int, Ge(1)] = 8

@@ -183,14 +183,6 @@ def num_marked_answers(text: str) -> int:
     return len(_explicit_marks(text)) or int(_closing_answer(text) is not None)
 
 
-def last_number(text: str) -> str | None:
-    """Return the last number of the text, or None.
-
-    Examples: "so 1,200 of 3 kg" gives "3"; "5-42" gives "42"; "x = -7" gives "-7".
-    """
-    return _last_number(normalize(text))
-
-
 def _explicit_answer(text: str) -> str | None:
     marks = _explicit_marks(text)
     if not marks:
@@ -372,17 +364,6 @@ def bare(answer: str) -> str:
         if answer == before:
             break
     return answer
-
-
-def as_number(text: str) -> Decimal | None:
-    """Return the exact value of a plain number or an amount of money, else None.
-
-    Plain numbers are, for example, "-1,234.50", "$7", "72." and "6.02e23".
-    """
-    quantity = as_quantity(text)
-    if quantity is None or quantity.unit not in ("", *_CURRENCIES.values()):
-        return None
-    return quantity.value
 
 
 def as_quantity(text: str) -> Quantity | None:

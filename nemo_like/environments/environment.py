@@ -1,4 +1,4 @@
-"""The protocol of environments for rollouts of several turns, and what passes through it.
+"""The protocol of environments for rollouts of several turns, and checks of what a step returns.
 
 An environment answers the turns of the model: it runs a tool that the model calls, replies as a
 user, or ends the conversation. It is a class of the user, named by its import path in
@@ -9,11 +9,18 @@ conversation, so that any worker can answer the next turn.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from nemo_like.config.text import shown_value
 from nemo_like.data.messages import Message
+from nemo_like.environments.reward import finite_number
+
+ENVIRONMENT = "environment"
+"""Name of the reward component of an environment; named components have it as a prefix."""
+_MAX_SHOWN = 500
 
 State = Mapping[str, Any]
 """State of a conversation as JSON values; the environment defines its keys."""
@@ -42,10 +49,6 @@ class Conversation:
     def completion(self) -> str:
         """Text of the model's last turn."""
         return str(self.messages[-1].get("content") or "")
-
-    def with_state(self, state: State) -> Conversation:
-        """Return the conversation with another state."""
-        return replace(self, state=state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,3 +95,167 @@ class Environment(Protocol):
 
 class EnvironmentFailure(Exception):
     """An environment failed; the message has the key, the problem, the row and the last turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTask:
+    """One turn of the model that an environment answers; at the first turn it resets before."""
+
+    key: int
+    """Names the task among the unfinished tasks of the run."""
+    conversation: Conversation
+    timeout_s: float | None = None
+    """Seconds that are left to the environment in this conversation; None sets no limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutcome:
+    """The checked result of a step."""
+
+    key: int
+    """The key of the task."""
+    state: State
+    """State for the next turn."""
+    observation: tuple[Message, ...] = ()
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Components of the reward of this turn, by name."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    done: bool
+    is_timeout: bool = False
+    """The time of the conversation was over before the step ended; it has no reward then."""
+    seconds: float = 0.0
+    """Time of the step."""
+
+
+class BadStep(Exception):
+    """A step returned an invalid value; `str()` continues the name of the method."""
+
+
+def checked_state(value: Any) -> State:
+    """Return the state that `reset` returned. Raises BadStep unless it consists of JSON values."""
+    if not isinstance(value, Mapping):
+        raise BadStep(f"returned {_shown(value)}, which is not a mapping; return {{}} for no state")
+    problem = _json_problem(dict(value))
+    if problem is not None:
+        raise BadStep(
+            f"returned a state that is not JSON ({problem}): states travel between processes, so"
+            " use texts, numbers, lists and mappings with texts as keys"
+        )
+    return dict(value)
+
+
+def checked_outcome(key: int, state: State, value: Any) -> StepOutcome:
+    """Return the outcome of the task `key`, whose step returned `value`.
+
+    `state` is the state before the step. Raises BadStep for an invalid value.
+    """
+    if not isinstance(value, StepResult):
+        raise BadStep(
+            f"returned {_shown(value)}; return a nemo_like.environments.environment.StepResult"
+        )
+    if value.state is not None:
+        state = checked_state(value.state)
+    observation = _checked_observation(value.observation)
+    if not observation and not value.done:
+        raise BadStep(
+            "returned neither an observation nor done=True, so the model has nothing to answer;"
+            " return one of the two"
+        )
+    return StepOutcome(
+        key=key,
+        state=state,
+        observation=observation,
+        rewards=_checked_rewards(value.reward),
+        metrics=_checked_numbers("metrics", value.metrics),
+        done=bool(value.done),
+    )
+
+
+def failure(path: str, problem: str, conversation: Conversation) -> EnvironmentFailure:
+    """Return the error of the environment with import path `path` on `conversation`."""
+    problem = (
+        f"environment.path {path} {problem}. A mistake of the model should be answered with an"
+        " observation or a reward; any other exception stops the run. The conversation:"
+    )
+    lines = [
+        problem,
+        f"  row: {_shown(dict(conversation.row))}",
+        f"  state: {_shown(dict(conversation.state))}",
+        f"  turn {conversation.turn} of the model: {_shown(conversation.completion)}",
+    ]
+    return EnvironmentFailure("\n".join(lines))
+
+
+def _checked_observation(value: Any) -> tuple[Message, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, Sequence):
+        raise BadStep(
+            f"returned the observation {_shown(value)}; return a text, a list of messages or None"
+        )
+    for message in value:
+        problem = _message_problem(message)
+        if problem is not None:
+            raise BadStep(f"returned an observation with {_shown(message)}: {problem}")
+    return tuple(value)
+
+
+def _message_problem(message: Any) -> str | None:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return "a message is a mapping with role and content"
+    if message["role"] == "assistant":
+        return "only the model has turns of role assistant; use user or tool"
+    content = message.get("content")
+    if not isinstance(content, str):
+        return "its content is not text"
+    problem = _json_problem(message)
+    if problem is not None:
+        return f"it is not JSON ({problem})"
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        return "its content has half of a surrogate pair, which no tokenizer encodes; remove it"
+    return None
+
+
+def _json_problem(value: Any) -> str | None:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        return str(error)
+    return None
+
+
+def _checked_rewards(value: Any) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        return {ENVIRONMENT: _checked_number("the reward", value)}
+    components = _checked_numbers("the reward", value)
+    return {f"{ENVIRONMENT}_{name}": reward for name, reward in components.items()}
+
+
+def _checked_numbers(what: str, values: Any) -> dict[str, float]:
+    if not isinstance(values, Mapping):
+        raise BadStep(f"returned {_shown(values)} as {what}; return a mapping of names to numbers")
+    checked = {}
+    for name, value in values.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise BadStep(
+                f"returned the name {_shown(name)} in {what}; names have letters, digits and '_'"
+            )
+        checked[name] = _checked_number(f"{what} {name!r}", value)
+    return checked
+
+
+def _checked_number(what: str, value: Any) -> float:
+    """Return a number as float. Raises BadStep unless it is finite."""
+    number = finite_number(value)
+    if number is None:
+        raise BadStep(f"returned {_shown(value)} as {what}, which is not a finite number")
+    return number
+
+
+def _shown(value: Any) -> str:
+    # A part of an error message; a turn may have thousands of tokens.
+    return shown_value(value, _MAX_SHOWN)

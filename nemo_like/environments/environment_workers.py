@@ -17,9 +17,10 @@ import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from inspect import isawaitable, iscoroutinefunction
-from typing import Any
+from typing import Any, TypeVar
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.import_path import import_class, user_error_text
@@ -28,20 +29,23 @@ from nemo_like.config.text import error_text
 from nemo_like.distributed import activity
 from nemo_like.distributed.errors import Restarts, WorkerDied, WorkerFailure, WorkerHung
 from nemo_like.distributed.worker_group import Handle, WorkerContext, WorkerGroup, submit_one
-from nemo_like.environments.environment import Environment, EnvironmentFailure
-from nemo_like.environments.steps import (
+from nemo_like.environments.environment import (
     BadStep,
+    Conversation,
+    Environment,
+    EnvironmentFailure,
     StepOutcome,
     StepTask,
     checked_outcome,
     checked_state,
     failure,
-    timed_out,
 )
 
 logger = logging.getLogger(__name__)
 
-_EXAMPLE = "nemo_like.environments.calculator.Calculator"
+ResultT = TypeVar("ResultT")
+
+_EXAMPLE = "nemo_like.environments.included.Calculator"
 _CLOSE_S = 5.0
 _NUM_CALLS_SHOWN = 5
 _POLL_S = 0.02
@@ -155,57 +159,68 @@ class EnvironmentWorker:
             step = asyncio.ensure_future(self._step(task))
             # Not `wait_for`, which waits for a step that ignores its cancellation.
             await asyncio.wait({step}, timeout=task.timeout_s)
-            if not step.done():
-                step.add_done_callback(_read_exception)
-                step.cancel()
-                return timed_out(task, time.monotonic() - started_s)
-            if step.cancelled():
-                raise failure(self._path, "step was cancelled by its own code", task.conversation)
-            if isinstance(step.exception(), GeneratorExit):
-                raise failure(self._path, "step raised GeneratorExit", task.conversation)
-            return step.result()
+            seconds = time.monotonic() - started_s
+            if step.done():
+                if isinstance(step.exception(), GeneratorExit):
+                    raise failure(self._path, "step raised GeneratorExit", task.conversation)
+                return replace(step.result(), seconds=seconds)
+            step.add_done_callback(_read_exception)
+            step.cancel()
+            # It has no reward.
+            state = task.conversation.state
+            return StepOutcome(
+                key=task.key, state=state, done=True, is_timeout=True, seconds=seconds
+            )
 
     async def _step(self, task: StepTask) -> StepOutcome:
         """Reset at the first turn, and step."""
-        started_s = time.monotonic()
         conversation = task.conversation
-        method = "step"
+        if conversation.turn == 1:
+            state = await self._call("reset", conversation.row, conversation, checked_state)
+            conversation = replace(conversation, state=state)
+        check = partial(checked_outcome, task.key, conversation.state)
+        return await self._call("step", conversation, conversation, check)
+
+    async def _call(
+        self,
+        method: str,
+        argument: Any,
+        conversation: Conversation,
+        check: Callable[[Any], ResultT],
+    ) -> ResultT:
+        """Call a method of the environment and check what it returns. Raises EnvironmentFailure."""
+        function = getattr(self._environment, method)
         try:
-            if conversation.turn == 1:
-                method = "reset"
-                value = await self._call(self._environment.reset, conversation.row)
-                conversation = conversation.with_state(checked_state(value))
-            method = "step"
-            value = await self._call(self._environment.step, conversation)
-            return checked_outcome(
-                task.key, conversation.state, value, time.monotonic() - started_s
-            )
+            if iscoroutinefunction(function):
+                value = await function(argument)
+            else:
+                value, error = await self._call_in_thread(function, argument)
+                if error is not None:
+                    raise error
+                # A plain function may return a coroutine.
+                value = await value if isawaitable(value) else value
+        except GeneratorExit:
+            # Also raised where a step that did not end is deleted.
+            raise
+        except BaseException as error:
+            # Also one that would end a thread, the process or the event loop.
+            problem = f"{method} raised {user_error_text(error)}"
+            raise failure(self._path, problem, conversation) from error
+        try:
+            return check(value)
         except BadStep as error:
             problem, cause = f"{method} {error}", error
-        except _Raised as raised:
-            problem, cause = f"{method} raised {user_error_text(raised.cause)}", raised.cause
         except Exception as error:  # noqa: BLE001
             # What was returned is an object of the user, whose own methods may raise.
             text = error_text(error)
             problem, cause = f"{method} returned a value whose check raised {text}", error
         raise failure(self._path, problem, conversation) from cause
 
-    async def _call(self, function: Callable[[Any], Any], argument: Any) -> Any:
-        """Call a method of the environment. Raises _Raised for its exception."""
-        try:
-            if iscoroutinefunction(function):
-                return await function(argument)
-            value = await self._call_in_thread(function, argument)
-            # A plain function that returns a coroutine.
-            return await value if isawaitable(value) else value
-        except (asyncio.CancelledError, GeneratorExit, _Raised):
-            raise
-        except BaseException as error:
-            raise _Raised(error) from error
-
-    async def _call_in_thread(self, function: Callable[[Any], Any], argument: Any) -> Any:
-        """Call a plain function in a new thread. Raises _Raised for its exception."""
-        result: asyncio.Future[Any] = self._loop.create_future()
+    async def _call_in_thread(
+        self, function: Callable[[Any], Any], argument: Any
+    ) -> tuple[Any, BaseException | None]:
+        """Call a plain function in a new thread; return its value or its exception."""
+        result: asyncio.Future[tuple[Any, BaseException | None]] = self._loop.create_future()
 
         def run() -> None:
             try:
@@ -220,26 +235,12 @@ class EnvironmentWorker:
             thread = threading.Thread(target=run, name="environment-step", daemon=True)
             thread.start()
             try:
-                value, error = await result
+                return await result
             except asyncio.CancelledError:
-                self._abandon(thread)
+                # A thread cannot be ended.
+                alive = [other for other in self._abandoned if other.is_alive()]
+                self._abandoned = [*alive, thread]
                 raise
-        if error is not None:
-            raise _Raised(error) from error
-        return value
-
-    def _abandon(self, thread: threading.Thread) -> None:
-        """Note a plain step that runs on after its time limit; a thread cannot be ended."""
-        alive = [other for other in self._abandoned if other.is_alive()]
-        self._abandoned = [*alive, thread]
-
-
-class _Raised(Exception):
-    """A method of the environment raised `cause`."""
-
-    def __init__(self, cause: BaseException) -> None:
-        super().__init__()
-        self.cause = cause
 
 
 def _resolve(future: asyncio.Future[Any], outcome: tuple[Any, BaseException | None]) -> None:

@@ -22,11 +22,9 @@ from types import FrameType
 
 from nemo_like.environments.answers import (
     Quantity,
-    as_number,
     as_quantity,
     bare,
     final_answer,
-    last_number,
     marked_answer,
     normalize,
     num_marked_answers,
@@ -35,17 +33,6 @@ from nemo_like.environments.answers import (
 from nemo_like.environments.reward import RewardSample
 from nemo_like.environments.sandbox.isolation import lower_limit
 from nemo_like.environments.user_process import Handler, ProcessEnded, ProcessHung, UserProcess
-
-__all__ = [
-    "AnswerComparer",
-    "answer_reward",
-    "answers_equal",
-    "as_number",
-    "final_answer",
-    "format_reward",
-    "last_number",
-    "marked_answer",
-]
 
 _CPU_LIMIT_S = 2.0
 """CPU time of one comparison, after which it counts as unequal."""

@@ -1,4 +1,4 @@
-"""The input of reward functions, and what a call of them returns.
+"""The input of reward functions, and the problems of their calls.
 
 A reward is a plain or async function of a `RewardSample` that returns a number, named by import
 path in the YAML. There is nothing to register.
@@ -6,11 +6,11 @@ path in the YAML. There is nothing to register.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any, Literal, cast
 
 from nemo_like.config.text import shown_value
 from nemo_like.data.messages import Message
@@ -23,6 +23,8 @@ BadRewardKind = Literal["raised", "timeout", "value", "ended"]
 sys.exit or os._exit, or its process `ended`."""
 
 _MAX_TEXT_SHOWN = 500
+_MAX_NUMBER = 3.4028234e38
+"""Rewards are stored in float32, where larger ones are infinite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +91,18 @@ class RewardProblem:
         return f"reward.{self.section}.{self.name} ({self.path}) {self.text}"
 
 
-@dataclass(frozen=True, slots=True)
-class RewardScores:
-    """What a reward worker returns for B samples."""
+def finite_number(value: Any) -> float | None:
+    """Return a number of Python, NumPy or torch as float, None for anything else.
 
-    values: dict[str, np.ndarray]
-    """float32 [B] of every function, by name; 0 where it failed."""
-    problems: list[RewardProblem | None]
-    """The first problem of each sample."""
+    None as well for numbers that are not finite in float32. A text is not a number.
+    """
+    # The libraries are not imported for the check; scalars of both have `ndim` and `item`.
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if isinstance(value, numbers.Real):
+        # An int may be too large.
+        with suppress(OverflowError):
+            number = float(cast(float, value))
+            if abs(number) <= _MAX_NUMBER:
+                return number
+    return None

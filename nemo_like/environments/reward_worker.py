@@ -1,39 +1,70 @@
-"""Reward workers, which load reward functions by their import paths, and their driver side."""
+"""Reward workers, which load reward functions by their import paths and call them, and their driver
+side.
+
+Reward functions are code of the user, which may be async; their failures become `BadReward`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
+from inspect import isawaitable, iscoroutinefunction, signature
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, Literal, NoReturn, cast
 
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.import_path import import_function
+from nemo_like.config.import_path import import_function, user_error_text
 from nemo_like.config.rollout import OnError, RewardConfig, RewardFunctionConfig
+from nemo_like.config.text import shown_value
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import Handle, WorkerContext, WorkerGroup, submit_one
 from nemo_like.environments.reward import (
+    BadRewardKind,
     RewardError,
     RewardFunction,
     RewardProblem,
     RewardSample,
-    RewardScores,
-)
-from nemo_like.environments.reward_calls import (
-    BadReward,
-    Score,
-    function_kind,
-    score_each,
-    timed_out,
+    finite_number,
 )
 from nemo_like.environments.user_process import Handler, ProcessEnded, ProcessHung, UserProcess
 
+_MAX_CONCURRENT = 32
+"""Maximum number of concurrent calls of an async function."""
 _MARGIN_S = 2.0
 """An async call is cancelled in the process first, and the process killed so much later."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadReward:
+    """Why a reward function has no reward for a sample."""
+
+    kind: BadRewardKind
+    text: str
+    """Example: `returned None, which is not a finite number`."""
+
+
+Score = float | BadReward
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSamples:
+    """Rewards of n samples that were submitted together."""
+
+    keys: Sequence[int]
+    """The keys that `RewardEnvironment.submit` got."""
+    rewards: np.ndarray
+    """float32 [n]: weighted sums."""
+    components: dict[str, np.ndarray]
+    """float32 [n] each: unweighted values of every function, by name; 0 where it failed."""
+    problems: list[RewardProblem | None]
+    """The first problem of each sample."""
 
 
 class RewardWorker:
@@ -51,46 +82,75 @@ class RewardWorker:
         on_error: OnError = "stop",
     ) -> None:
         self._functions = load_reward_functions(functions)
-        self._paths = {name: function.path for name, function in functions.items()}
+        self._configs = functions
         self._on_error: OnError = on_error
         self._timeout_s = timeout_s
         self._process = UserProcess(_prepare_scoring, dict(functions), timeout_s)
 
-    def score(self, samples: Sequence[RewardSample]) -> RewardScores:
-        """Return the values of every function for B samples.
+    def score(self, samples: Sequence[RewardSample], keys: Sequence[int] = ()) -> ScoredSamples:
+        """Return the values of every function for n samples, and their weighted sum.
 
         Raises RewardError with the sample if one fails and `on_error` is `stop`. Otherwise a failed
         function has the value 0, and the first problem of each sample is returned as well.
         """
-        values = {}
+        components = {}
         problems: list[RewardProblem | None] = [None] * len(samples)
-        for name, function in self._functions.items():
-            label = f"reward.functions.{name} ({self._paths[name]})"
-            stops = self._on_error == "stop"
-            if self._timeout_s is None:
-                scores = score_each(function, samples, label, stops=stops)
-            else:
-                scores = self._score_in_process(name, samples, label, self._timeout_s)
-            rewards = np.zeros(len(samples), dtype=np.float32)
-            for index, score in scores.items():
-                if not isinstance(score, BadReward):
-                    rewards[index] = score
-                    continue
-                problem = RewardProblem(name, self._paths[name], score.kind, score.text)
-                if stops:
-                    raise RewardError.from_problem(problem, samples[index])
-                problems[index] = problems[index] or problem
-            values[name] = rewards
-        return RewardScores(values, problems)
+        # Summed in float64; the components stay unweighted for the metrics.
+        rewards = np.zeros(len(samples))
+        for name, config in self._configs.items():
+            components[name] = self._values(name, config.path, samples, problems)
+            rewards = rewards + config.weight * components[name]
+        return ScoredSamples(keys, rewards.astype(np.float32), components, problems)
 
     def close(self) -> None:
         """End the child process, if there is one."""
         self._process.close()
 
+    def _values(
+        self,
+        name: str,
+        path: str,
+        samples: Sequence[RewardSample],
+        problems: list[RewardProblem | None],
+    ) -> np.ndarray:
+        """Return the values of a function, float32 [n]; the first of the `problems` are kept."""
+        values = np.zeros(len(samples), dtype=np.float32)
+        label = f"reward.functions.{name} ({path})"
+        num_scored = 0
+
+        def add(index: int, score: Score) -> None:
+            nonlocal num_scored
+            num_scored += 1
+            # A slow reward function is progress, sample by sample, and not a hung worker.
+            activity.note(f"{label}, {num_scored} of {len(samples)} samples done")
+            if not isinstance(score, BadReward):
+                values[index] = score
+                return
+            problem = RewardProblem(name, path, score.kind, score.text)
+            if self._on_error == "stop":
+                raise RewardError.from_problem(problem, samples[index])
+            problems[index] = problems[index] or problem
+
+        activity.note(f"{label}, 0 of {len(samples)} samples done")
+        if self._timeout_s is None:
+            score_each(self._functions[name], samples, report=add)
+        else:
+            try:
+                self._score_in_process(name, samples, self._timeout_s, add)
+            except RewardError:
+                # It still scores the other samples.
+                self._process.close()
+                raise
+        return values
+
     def _score_in_process(
-        self, name: str, samples: Sequence[RewardSample], label: str, timeout_s: float
-    ) -> dict[int, Score]:
-        """Return the score of each sample by its index.
+        self,
+        name: str,
+        samples: Sequence[RewardSample],
+        timeout_s: float,
+        add: Callable[[int, Score], None],
+    ) -> None:
+        """Call `add` with the index and the score of each sample.
 
         A call that exceeds the timeout, or whose process dies, is the failure of its sample; of all
         samples if the function is batched. If an async function blocks, the unfinished samples are
@@ -98,41 +158,28 @@ class RewardWorker:
         """
         kind = function_kind(self._functions[name])
         limit_s = timeout_s if kind == "sync" else timeout_s + _MARGIN_S
-        max_concurrent: int | None = None
-        scores: dict[int, Score] = {}
-        while len(scores) < len(samples):
-            waiting = [index for index in range(len(samples)) if index not in scores]
-            self._process.send((name, [samples[index] for index in waiting], max_concurrent))
+        max_concurrent = _MAX_CONCURRENT
+        waiting = list(range(len(samples)))
+        while waiting:
+            sent = list(waiting)
+            self._process.send((name, [samples[index] for index in sent], max_concurrent))
             try:
-                for _ in waiting:
-                    activity.note(f"{label}, {len(scores)} of {len(samples)} samples done")
+                while waiting:
                     position, score = self._process.receive(limit_s)
-                    scores[waiting[position]] = score
-                continue
+                    waiting.remove(sent[position])
+                    add(sent[position], score)
+                return
             except ProcessHung:
-                failure = timed_out(timeout_s)
+                failure = _timed_out(timeout_s)
             except ProcessEnded as error:
                 failure = BadReward("ended", f"ended its process ({error})")
-            if kind == "async" and max_concurrent is None:
+            if kind == "async" and max_concurrent > 1:
                 max_concurrent = 1
                 continue
-            unfinished = [index for index in waiting if index not in scores]
-            scores |= dict.fromkeys(unfinished if kind == "batched" else unfinished[:1], failure)
-        return scores
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredSamples:
-    """Rewards of n samples that were submitted together."""
-
-    keys: list[int]
-    """The keys that `RewardEnvironment.submit` got."""
-    rewards: np.ndarray
-    """float32 [n]: weighted sums."""
-    components: dict[str, np.ndarray]
-    """float32 [n] each: unweighted values of every function, by name; 0 where it failed."""
-    problems: list[RewardProblem | None]
-    """The first problem of each sample."""
+            failed = waiting if kind == "batched" else waiting[:1]
+            for index in list(failed):
+                waiting.remove(index)
+                add(index, failure)
 
 
 class RewardEnvironment:
@@ -150,10 +197,9 @@ class RewardEnvironment:
             )
         self.group = group
         self.config = config
-        self._weights = config.weights
         self._waiting: list[tuple[int, RewardSample]] = []
-        self._running: dict[int, tuple[list[int], Handle]] = {}
-        """By rank of the worker: the keys of its samples, and its call."""
+        self._running: dict[int, Handle] = {}
+        """Running calls by rank of the worker."""
 
     def submit(self, keys: Sequence[int], samples: Sequence[RewardSample]) -> None:
         """Add samples; `collect` returns their rewards under these keys, in any order."""
@@ -166,17 +212,15 @@ class RewardEnvironment:
         Waits up to `timeout_s` for one, if any is unfinished. Raises WorkerFailure if a function
         or a worker fails.
         """
-        handles = [handle for _, handle in self._running.values()]
+        handles = list(self._running.values())
         if not handles:
             return []
         self.group.wait_any(handles, timeout_s)
-        scored = []
-        for rank, (keys, handle) in list(self._running.items()):
+        scored: list[ScoredSamples] = []
+        for rank, handle in list(self._running.items()):
             if self.group.is_done([handle]):
-                scores: RewardScores = self.group.get([handle])[0]
+                scored += self.group.get([handle])
                 del self._running[rank]
-                rewards = self._weighted_sum(scores.values, len(keys))
-                scored.append(ScoredSamples(keys, rewards, scores.values, scores.problems))
         self._start()
         return scored
 
@@ -195,17 +239,10 @@ class RewardEnvironment:
             if chunk:
                 keys = [key for key, _ in chunk]
                 samples = [sample for _, sample in chunk]
-                handle = submit_one(self.group, rank, RewardWorker.score, samples)
-                self._running[rank] = (keys, handle)
+                self._running[rank] = submit_one(
+                    self.group, rank, RewardWorker.score, samples, keys
+                )
         self._waiting = []
-
-    def _weighted_sum(self, components: Mapping[str, np.ndarray], num_rows: int) -> np.ndarray:
-        """Return the rewards, float32 [n], of the values of each function, float32 [n]."""
-        # Summed in float64; the components stay unweighted for the metrics.
-        rewards = np.zeros(num_rows)
-        for name, values in components.items():
-            rewards = rewards + self._weights[name] * values
-        return rewards.astype(np.float32)
 
 
 def load_reward_functions(
@@ -224,13 +261,12 @@ def _prepare_scoring(functions: Mapping[str, RewardFunctionConfig], timeout_s: f
     loaded = load_reward_functions(functions)
 
     def handle(
-        request: tuple[str, Sequence[RewardSample], int | None], reply: Callable[[Any], None]
+        request: tuple[str, Sequence[RewardSample], int], reply: Callable[[Any], None]
     ) -> None:
         name, samples, max_concurrent = request
         score_each(
             loaded[name],
             samples,
-            name,
             timeout_s=timeout_s,
             max_concurrent=max_concurrent,
             report=lambda index, score: reply((index, score)),
@@ -268,3 +304,187 @@ def _check_options(key: str, function: Callable[..., Any], config: RewardFunctio
             f"{key} is {config.options}, but {config.path}{parameters} cannot be called with a"
             f" sample and these: {error}"
         ) from error
+
+
+def score_each(
+    function: RewardFunction,
+    samples: Sequence[RewardSample],
+    *,
+    timeout_s: float | None = None,
+    max_concurrent: int = _MAX_CONCURRENT,
+    report: Callable[[int, Score], None] | None = None,
+) -> dict[int, Score]:
+    """Return the score of each sample by its index.
+
+    Failures are exceptions of the function, calls of sys.exit and os._exit, and a value that is not
+    one finite number; True and False are 1 and 0. An async function is called for several samples
+    concurrently, and a call is cancelled after `timeout_s`; other functions cannot be interrupted
+    here. A batched function is called once with all samples. `report` is called for each sample
+    when its score is known; an exception of it ends the scoring.
+    """
+    scores: dict[int, Score] = {}
+
+    def add(index: int, score: Score) -> None:
+        scores[index] = score
+        if report is not None:
+            report(index, score)
+
+    kind = function_kind(function)
+    with _exit_refused():
+        if kind == "async":
+            asyncio.run(_score_concurrently(function, samples, timeout_s, max_concurrent, add))
+        elif kind == "sync":
+            for index, sample in enumerate(samples):
+                add(index, _guarded(_reward, function, sample, timeout_s))
+        elif samples:
+            values = _guarded(_batch_rewards, function, samples, timeout_s)
+            if isinstance(values, BadReward):
+                values = [values] * len(samples)
+            for index, score in enumerate(values):
+                add(index, score)
+    return scores
+
+
+def function_kind(function: RewardFunction) -> Literal["sync", "async", "batched"]:
+    """Return how a function is called: per sample, concurrently, or once with many samples."""
+    declared = getattr(function, "batched", None)
+    if declared is None:
+        # A function with options is a partial of the user's.
+        declared = getattr(getattr(function, "func", None), "batched", False)
+    if declared:
+        return "batched"
+    return "async" if iscoroutinefunction(function) else "sync"
+
+
+def _timed_out(timeout_s: float | None) -> BadReward:
+    """Return the failure of a call that exceeded the timeout."""
+    return BadReward("timeout", f"exceeded reward.timeout_s {timeout_s:g}")
+
+
+async def _score_concurrently(
+    function: Callable[[RewardSample], Any],
+    samples: Sequence[RewardSample],
+    timeout_s: float | None,
+    max_concurrent: int,
+    add: Callable[[int, Score], None],
+) -> None:
+    slots = asyncio.Semaphore(max_concurrent)
+
+    async def score(index: int, sample: RewardSample) -> None:
+        async with slots:
+            try:
+                result = _checked(await _awaited(function(sample), timeout_s))
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                task = asyncio.current_task()
+                if isinstance(error, asyncio.CancelledError) and task and task.cancelling():
+                    # The scoring has ended.
+                    raise
+                result = _failure(error)
+        add(index, result)
+
+    # `asyncio.run` cancels the others if one raises.
+    await asyncio.gather(*(score(index, sample) for index, sample in enumerate(samples)))
+
+
+def _reward(function: RewardFunction, sample: RewardSample, timeout_s: float | None) -> Score:
+    return _checked(_called(function, sample, timeout_s))
+
+
+def _batch_rewards(
+    function: RewardFunction, samples: Sequence[RewardSample], timeout_s: float | None
+) -> list[Score] | BadReward:
+    """Call a batched function; return the score of each sample, or the failure of all."""
+    values = _called(function, list(samples), timeout_s)
+    if getattr(values, "ndim", None) == 0:
+        values = [values]
+    elif hasattr(values, "tolist"):
+        # A NumPy array or a torch tensor.
+        values = values.tolist()
+    if isinstance(values, Mapping | Set):
+        text = f"returned a {type(values).__name__}, which is not a list of numbers"
+        return BadReward("value", text)
+    if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
+        values = [values]
+    values = list(values)
+    if len(values) != len(samples):
+        text = f"returned {len(values)} values for a batch of {len(samples)} samples"
+        return BadReward("value", text)
+    return [_guarded(_checked, value) for value in values]
+
+
+def _called(function: RewardFunction, argument: Any, timeout_s: float | None) -> Any:
+    value = function(argument)
+    # Also a plain function may return a coroutine.
+    return asyncio.run(_awaited(value, timeout_s)) if isawaitable(value) else value
+
+
+async def _awaited(value: Awaitable[Any], timeout_s: float | None) -> Any:
+    """Await a result. Raises _TimedOut after `timeout_s`, but not for its own TimeoutError."""
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            return await value
+    except TimeoutError as error:
+        if limit.expired():
+            raise _TimedOut(timeout_s) from error
+        raise
+
+
+def _guarded(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a call returns, or a BadReward for its exception, but not for Ctrl-C."""
+    try:
+        return call(*arguments)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 (code of the user raises anything)
+        return _failure(error)
+
+
+def _failure(error: BaseException) -> BadReward:
+    """Return the failure of a call that raised `error`."""
+    if isinstance(error, _TimedOut):
+        return _timed_out(error.args[0])
+    if isinstance(error, SystemExit):
+        call = "os._exit" if isinstance(error, _OsExit) else "sys.exit"
+        return BadReward("ended", f"called {call}({error.code!r}), which would end the run")
+    return BadReward("raised", f"raised {user_error_text(error)}")
+
+
+def _checked(value: Any) -> Score:
+    """Return a reward as float, or the failure of a value that is not one finite number."""
+    number = finite_number(value)
+    if number is not None:
+        return number
+    count = f" ({len(value)} values)" if isinstance(value, list | tuple) else ""
+    text = f"returned {shown_value(value, 200)}{count}, which is not a finite number"
+    return BadReward("value", text)
+
+
+class _TimedOut(Exception):
+    """An async call exceeded the timeout, its argument."""
+
+
+class _OsExit(SystemExit):
+    """Code of the user called os._exit."""
+
+
+@contextmanager
+def _exit_refused() -> Iterator[None]:
+    """Have os._exit raise inside the block, in this thread of this process only."""
+    exit_process = os._exit
+    pid = os.getpid()
+    thread = threading.get_ident()
+
+    def refuse(status: int) -> NoReturn:
+        # Other threads and forked processes end themselves by os._exit on purpose.
+        if os.getpid() == pid and threading.get_ident() == thread:
+            raise _OsExit(status)
+        exit_process(status)
+
+    os._exit = refuse
+    try:
+        yield
+    finally:
+        os._exit = exit_process

@@ -21,10 +21,9 @@ from nemo_like.data.chat import prepare_messages
 from nemo_like.data.formats import question
 from nemo_like.data.messages import Message, Tool
 from nemo_like.data.observations import ObservationEncoder
-from nemo_like.environments.environment import Conversation, State
+from nemo_like.environments.environment import Conversation, State, StepOutcome, StepTask
 from nemo_like.environments.environment_workers import EnvironmentWorkers
 from nemo_like.environments.reward import RewardSample
-from nemo_like.environments.steps import StepOutcome, StepTask
 
 if TYPE_CHECKING:
     from nemo_like.generation.requests import Completions, FinishReason

@@ -16,7 +16,7 @@ from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.recipe import Recipe
 
 GAME = (
-    "environment.path=nemo_like.environments.guessing_game.GuessingGame",
+    "environment.path=nemo_like.environments.included.GuessingGame",
     "environment.options={guess_cost: 0.1}",
     "environment.max_turns=3",
     "policy.generation.max_new_tokens=12",

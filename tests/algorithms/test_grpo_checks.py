@@ -57,7 +57,7 @@ REJECTED = [
     ),
     (
         [
-            "environment.path=nemo_like.environments.calculator.Calculator",
+            "environment.path=nemo_like.environments.included.Calculator",
             "reward.functions.environment_bonus.path=tests.algorithms.rewards.digit_share",
         ],
         "choose another name",

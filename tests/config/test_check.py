@@ -63,7 +63,7 @@ def test_variables_that_workers_cannot_set_are_refused_without_their_value(name:
 
 
 def test_keys_of_the_environment_need_completions_and_an_environment() -> None:
-    path = "nemo_like.environments.calculator.Calculator"
+    path = "nemo_like.environments.included.Calculator"
     (text,) = problems(SFT, environment__path=path)
     assert text.startswith(f"environment.path is {path}, which has no effect")
     (text,) = problems(SFT, environment__max_tokens=12)

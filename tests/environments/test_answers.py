@@ -16,7 +16,6 @@ from nemo_like.environments.answers import (
     as_quantity,
     bare,
     final_answer,
-    last_number,
     marked_answer,
     normalize,
     num_marked_answers,
@@ -218,7 +217,6 @@ texts = st.text() | st.lists(st.sampled_from([*PIECES, "4", "x", "is", "="]), ma
 def test_no_text_raises(text: str, gold: str) -> None:
     answer = final_answer(text)
     assert answer is None or answer in normalize(text)
-    last_number(text)
     bare(text)
     as_quantity(text)
     format_reward(RewardSample(prompt="?", completion=text, answer=gold))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from nemo_like.environments.code import (
     CodeScore,
     CodeTest,
+    CodeTests,
     InputOutput,
     code_reward,
     code_share_reward,
@@ -23,7 +24,6 @@ from nemo_like.environments.code import (
     parse_tests,
     score_code,
 )
-from nemo_like.environments.code_environment import CodeTests
 from nemo_like.environments.code_runner import literal
 from nemo_like.environments.environment import Conversation, StepResult
 from nemo_like.environments.reward import RewardSample

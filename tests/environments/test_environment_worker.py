@@ -12,13 +12,17 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.rollout import EnvironmentConfig
 from nemo_like.distributed.errors import WorkerError
 from nemo_like.distributed.local_group import LocalGroup, local_context
-from nemo_like.environments.environment import Conversation, EnvironmentFailure
+from nemo_like.environments.environment import (
+    Conversation,
+    EnvironmentFailure,
+    StepOutcome,
+    StepTask,
+)
 from nemo_like.environments.environment_workers import (
     EnvironmentWorker,
     EnvironmentWorkers,
     load_environment,
 )
-from nemo_like.environments.steps import StepOutcome, StepTask
 
 _MODULE = "tests.environments.user_environments"
 

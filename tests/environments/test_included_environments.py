@@ -8,9 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_like.environments.calculator import MAX_BITS, BadExpression, Calculator, evaluate, shown
 from nemo_like.environments.environment import Conversation, StepResult
-from nemo_like.environments.guessing_game import GuessingGame
+from nemo_like.environments.included import (
+    MAX_BITS,
+    BadExpression,
+    Calculator,
+    GuessingGame,
+    evaluate,
+    shown,
+)
 
 
 def _step(environment: Calculator | GuessingGame, completion: str, **state: int) -> StepResult:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.environments.math import (
-    answer_reward,
-    answers_equal,
-    as_number,
-    format_reward,
-    last_number,
-    marked_answer,
-)
+from nemo_like.environments.answers import Quantity, as_quantity, final_answer, marked_answer
+from nemo_like.environments.math import answer_reward, answers_equal, format_reward
 from nemo_like.environments.reward import RewardSample
 
 
@@ -51,8 +46,8 @@ def test_the_last_marked_answer_counts(text: str, answer: str | None) -> None:
         (".5", ".5"),
     ],
 )
-def test_last_number(text: str, number: str | None) -> None:
-    assert last_number(text) == number
+def test_the_last_number_counts_without_a_mark(text: str, number: str | None) -> None:
+    assert final_answer(text) == number
 
 
 @pytest.mark.parametrize(
@@ -115,7 +110,7 @@ def test_equality_is_symmetric(category: str) -> None:
 @given(value=st.integers(-(10**12), 10**12))
 def test_an_integer_equals_itself_in_every_spelling(value: int) -> None:
     for spelling in (str(value), f"{value:,}", f"{value}.0", f" {value}. "):
-        assert as_number(spelling) == value
+        assert as_quantity(spelling) == Quantity(Decimal(value), "")
         assert (
             answer_reward(
                 RewardSample(prompt="", completion=f"... #### {spelling}", answer=str(value))

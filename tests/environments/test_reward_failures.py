@@ -241,7 +241,7 @@ def test_options_are_keyword_arguments() -> None:
     path = "failing_rewards.scaled"
     config = RewardFunctionConfig(path=path, options={"scale": 3})
     worker = RewardWorker(_CONTEXT, functions={"mine": config}, timeout_s=5.0)
-    assert worker.score(_samples("ab")).values["mine"].tolist() == [6.0]
+    assert worker.score(_samples("ab")).components["mine"].tolist() == [6.0]
     worker.close()
     wrong = RewardFunctionConfig(path=path, options={"factor": 3})
     with pytest.raises(ConfigError, match=r"reward.functions.mine.options is \{'factor': 3\}"):

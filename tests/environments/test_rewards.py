@@ -106,7 +106,7 @@ def test_every_function_scores_every_sample() -> None:
             row="user_rewards.from_row",
         ),
     )
-    scores = worker.score([_sample("abc", "4", weight=0.5), _sample("", weight=-2)]).values
+    scores = worker.score([_sample("abc", "4", weight=0.5), _sample("", weight=-2)]).components
     assert scores["length"].dtype == np.float32
     assert {name: values.tolist() for name, values in scores.items()} == {
         "length": [3, 0],
@@ -118,7 +118,7 @@ def test_every_function_scores_every_sample() -> None:
 def test_no_samples_give_no_scores() -> None:
     assert RewardWorker(_CONTEXT, functions=_functions(length="user_rewards.length")).score(
         []
-    ).values["length"].shape == (0,)
+    ).components["length"].shape == (0,)
 
 
 def test_the_reward_is_the_weighted_sum() -> None:
@@ -224,7 +224,7 @@ def test_async_functions_score_samples_concurrently_and_in_order() -> None:
     functions = _functions(slow="user_rewards.waits", same="user_rewards.hands_over")
     worker = RewardWorker(_CONTEXT, functions=functions)
     samples = [_sample("x" * length) for length in range(100)]
-    scores = worker.score(samples).values
+    scores = worker.score(samples).components
     assert scores["slow"].tolist() == scores["same"].tolist() == list(range(100))
     assert max(sys.modules["user_rewards"].seen) == 32
 
@@ -232,7 +232,7 @@ def test_async_functions_score_samples_concurrently_and_in_order() -> None:
 def test_numbers_of_other_libraries_count_and_a_forked_process_may_exit() -> None:
     names = ("flag", "tensor", "forks")
     worker = RewardWorker(_CONTEXT, functions=_functions(**{n: f"user_rewards.{n}" for n in names}))
-    scores = worker.score([_sample("a")]).values
+    scores = worker.score([_sample("a")]).components
     assert {name: values.tolist() for name, values in scores.items()} == {
         "flag": [1.0],
         "tensor": [0.5],

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from nemo_like.environments.environment import Conversation, StepResult
-from nemo_like.environments.guessing_game import GuessingGame
+from nemo_like.environments.included import GuessingGame
 
 
 class Scripted:

@@ -38,7 +38,7 @@ def test_the_key_is_that_of_the_limit_which_was_reached(recipe: Recipe) -> None:
     [text] = RolloutWarnings(recipe.grpo()).observe(1, metrics)
     assert "raise policy.max_total_sequence_length (now 96)" in text
     conversation = recipe.grpo(
-        "environment.path=nemo_like.environments.calculator.Calculator", "environment.max_tokens=64"
+        "environment.path=nemo_like.environments.included.Calculator", "environment.max_tokens=64"
     )
     [text] = RolloutWarnings(conversation).observe(1, metrics)
     assert "policy.generation.max_new_tokens (now 24) or environment.max_tokens (now 64)" in text

@@ -1,7 +1,8 @@
-"""An environment with one tool: a calculator that the model calls in its text.
+"""Included environments: a calculator that the model calls in its text, and a guessing game.
 
-Its arithmetic is exact and limited in size. An expression of the model is parsed to a syntax tree,
-of which only numbers and arithmetic operators are evaluated. Nothing of it is executed.
+The arithmetic of the calculator is exact and limited in size. An expression of the model is parsed
+to a syntax tree, of which only numbers and arithmetic operators are evaluated. Nothing of it is
+executed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ MAX_BITS = 256
 _MAX_DIGITS_SHOWN = 12
 _EXPRESSION = re.compile(r"[0-9eE.+\-*/%() ]+")
 """The parser warns about, and prints, some texts with other characters."""
+_INTEGER = re.compile(r"-?\d{1,18}(?!\d)")
 
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -81,6 +83,48 @@ class Calculator:
                 reward = {"tool_errors": self._error_reward}
         return StepResult(
             observation=[{"role": self._role, "content": text}], reward=reward, metrics=metrics
+        )
+
+
+class GuessingGame:
+    """Rewards the guess that equals the row's `answer`, and gives hints for all others.
+
+    The guess is the last integer of a turn. The reward is 1 for the number, less `guess_cost` for
+    each wrong guess before it.
+    """
+
+    def __init__(self, guess_cost: float = 0.0) -> None:
+        self._guess_cost = guess_cost
+
+    def reset(self, row: Mapping[str, Any]) -> State:
+        """Return the number and the guesses so far. Raises ValueError for a row without number."""
+        answer = str(row.get("answer", "")).strip()
+        if _INTEGER.fullmatch(answer) is None:
+            raise ValueError(
+                f"the row's answer is {answer!r}; the guessing game needs rows with an integer in"
+                " the column 'answer'"
+            )
+        return {"number": int(answer), "num_wrong": 0}
+
+    def step(self, conversation: Conversation) -> StepResult:
+        """Compare the guess with the number."""
+        number = conversation.state["number"]
+        num_wrong = conversation.state["num_wrong"]
+        guesses = _INTEGER.findall(conversation.completion)
+        if not guesses:
+            return StepResult(
+                observation="answer with one number",
+                state={"number": number, "num_wrong": num_wrong + 1},
+                metrics={"invalid_guesses": 1.0, "found": 0.0},
+            )
+        guess = int(guesses[-1])
+        if guess == number:
+            reward = 1.0 - self._guess_cost * num_wrong
+            return StepResult(reward=reward, done=True, metrics={"found": 1.0})
+        return StepResult(
+            observation="higher" if number > guess else "lower",
+            state={"number": number, "num_wrong": num_wrong + 1},
+            metrics={"invalid_guesses": 0.0, "found": 0.0},
         )
 
 
