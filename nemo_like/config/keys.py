@@ -124,15 +124,6 @@ def all_keys(root: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from all_keys(inner, f"{path}.")
 
 
-def leaf_keys(root: type) -> list[str]:
-    """Return every dotted key that takes a value, without the sections."""
-    return [
-        path
-        for path, annotation in all_keys(root)
-        if not is_section(annotation) and not _has_sections(annotation)
-    ]
-
-
 def _has_sections(annotation: Any) -> bool:
     """Return True for an open section whose entries are sections and not plain values."""
     return is_open_section(annotation) and is_section(get_args(annotation)[1])
