@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from nemo_like.algorithms.distillation.config import DistillRunConfig
-from nemo_like.algorithms.dpo.config import DpoRunConfig
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.preferences.config import DpoRunConfig, RewardModelRunConfig
 from nemo_like.algorithms.registry import load_config
-from nemo_like.algorithms.reward_model.config import RewardModelRunConfig
 from nemo_like.algorithms.sft.config import SftRunConfig
 
 

@@ -11,10 +11,10 @@ from benchmarks.gpu.cells import require_modules
 from benchmarks.gpu.policies import Options, PolicyHolder, policy_config
 from benchmarks.gpu.rows import random_rows
 from benchmarks.gpu.training_steps import StepCase, throughput, time_calls
+from nemo_like.algorithms.preferences.loss import BradleyTerryLoss
 from nemo_like.config.optimization import EmaConfig, LoraConfig
 from nemo_like.config.schema import OptimizerConfig
 from nemo_like.losses.distillation import DistillationLoss, Divergence
-from nemo_like.losses.pairs import BradleyTerryLoss
 from nemo_like.policy.heads.targets import TargetSettings
 
 _LORA: Options = {"policy.lora": LoraConfig(enabled=True)}

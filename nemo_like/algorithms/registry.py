@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, overload
 
 from nemo_like.algorithms.distillation.config import DistillRunConfig
-from nemo_like.algorithms.dpo.config import DpoRunConfig
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
-from nemo_like.algorithms.reward_model.config import RewardModelRunConfig
+from nemo_like.algorithms.preferences.config import DpoRunConfig, RewardModelRunConfig
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.keys import JobSchema
 from nemo_like.config.schema import RunConfig
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from nemo_like.data.formats import RowSchema
     from nemo_like.data.jagged import EncodedRow
     from nemo_like.data.row_files import Row
-    from nemo_like.data.rows import Rows
     from nemo_like.prediction.lengths import RowLengths
     from nemo_like.run.progress import Progress
     from nemo_like.training.diagnostics import Diagnostics
@@ -42,15 +40,12 @@ class AlgorithmData(Protocol):
     `config` is the algorithm's own run config.
     """
 
-    ROW_SCHEMA: RowSchema
-    """Row formats of the training and validation files."""
-
-    def encode_row(self, encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow | None:
-        """Encode one row of the training file; see `training.encoding.EncodeRow`."""
+    def row_schemas(self, config: Any) -> tuple[RowSchema, RowSchema]:
+        """Return the row formats of the training and of the validation files."""
         ...
 
-    def rewarded_rows(self, train: Rows | None, validation: Rows | None) -> Rows | None:
-        """Return the rows whose completions the reward functions score; None if there are none."""
+    def encode_row(self, encoder: ChatEncoder, config: Any, row: Row) -> EncodedRow | None:
+        """Encode one row of the training file; see `training.encoding.EncodeRow`."""
         ...
 
     def check_rows(
@@ -81,39 +76,32 @@ class Algorithm:
     """One line for `nemo-like --help`."""
     run_config: type[RunConfig]
     """The keys and the checks of their relations."""
-    package: str
-    """Its package, with the modules `data` and `loop` (see below)."""
 
     def import_data(self) -> AlgorithmData:
-        """Import the module `data`."""
-        return cast("AlgorithmData", import_module(f"{self.package}.data"))
+        """Import the module `data` of the package that has the config."""
+        return cast("AlgorithmData", import_module(f"{self._package}.data"))
 
     def import_run(self) -> Callable[[Any], RunResult]:
-        """Import `run_<package>` of the module `loop`, which trains as configured.
+        """Import `run_<kind>` of the module `loop`, which trains as configured.
 
         It raises ConfigError for wrong input.
         """
-        name = self.package.rpartition(".")[2]
-        return getattr(import_module(f"{self.package}.loop"), f"run_{name}")
+        return getattr(import_module(f"{self._package}.loop"), f"run_{self.run_config.kind}")
+
+    @property
+    def _package(self) -> str:
+        return self.run_config.__module__.rpartition(".")[0]
 
 
-_PACKAGE = "nemo_like.algorithms"
 ALGORITHMS: dict[str, Algorithm] = {
-    "sft": Algorithm("supervised fine-tuning", SftRunConfig, f"{_PACKAGE}.sft"),
-    "grpo": Algorithm(
-        "reinforcement learning with group-relative advantages", GrpoRunConfig, f"{_PACKAGE}.grpo"
-    ),
-    "dpo": Algorithm("direct preference optimization", DpoRunConfig, f"{_PACKAGE}.dpo"),
+    "sft": Algorithm("supervised fine-tuning", SftRunConfig),
+    "grpo": Algorithm("reinforcement learning with group-relative advantages", GrpoRunConfig),
+    "dpo": Algorithm("direct preference optimization", DpoRunConfig),
     "distill": Algorithm(
         "distillation of teachers, on rows of data or on completions of the student",
         DistillRunConfig,
-        f"{_PACKAGE}.distillation",
     ),
-    "rm": Algorithm(
-        "training of a reward model on preferences",
-        RewardModelRunConfig,
-        f"{_PACKAGE}.reward_model",
-    ),
+    "rm": Algorithm("training of a reward model on preferences", RewardModelRunConfig),
 }
 """Algorithms by the name of their command, which is the `kind` of their config."""
 

@@ -158,7 +158,7 @@ def first_lengths(config: RunConfig, num_rows: int | None, num_steps: int) -> Ro
     encoder = open_encoder(config, None)
     algorithm = ALGORITHMS[config.kind].import_data()
     progress = Progress(sys.stderr)
-    data = RunData(encoder, load_training(config, algorithm.ROW_SCHEMA, progress))
+    data = RunData(encoder, load_training(config, algorithm.row_schemas(config)[0], progress))
     if num_rows is not None:
         num_steps = num_rows // config.rows_per_step
     return algorithm.first_lengths(config, data, num_steps, progress)

@@ -85,15 +85,19 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
     diagnostics.warnings += config_warnings(config)
     _describe_generator(config, diagnostics)
     algorithm = ALGORITHMS[config.kind].import_data()
-    schema = algorithm.ROW_SCHEMA
-    train = _load_training(config, schema, diagnostics)
-    validation = diagnostics.check(lambda: load_validation(config, schema)) or {}
+    train_schema, validation_schema = algorithm.row_schemas(config)
+    train = _load_training(config, train_schema, diagnostics)
+    validation = diagnostics.check(lambda: load_validation(config, validation_schema)) or {}
     if train is not None:
         diagnostics.warnings += rows_warnings(config, train)
     for name, rows in validation.items():
         _describe_rows(config.data.validation_files[name], rows, diagnostics)
     diagnostics.check(lambda: check_logger(config.logger))
-    rewarded = algorithm.rewarded_rows(train, next(iter(validation.values()), None))
+    rewarded = None
+    if config.scored_rows == "train":
+        rewarded = train
+    elif config.scored_rows == "validation":
+        rewarded = next(iter(validation.values()), None)
     scoring = _ScoringChecks(config, rewarded, diagnostics)
     scoring.check_functions()
     if without_torch:

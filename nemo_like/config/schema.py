@@ -395,6 +395,8 @@ class RunConfig:
     """Name of the job: the command, and the section of its own keys."""
     example: ClassVar[str] = "row"
     """Noun for an example of the training file, for messages."""
+    scored_rows: ClassVar[Literal["train", "validation"] | None] = None
+    """The rows whose completions the reward functions score, if any."""
     output_head: ClassVar[OutputHead] = "vocabulary"
     """`scores` for the training of a reward model."""
     rows_per_example: ClassVar[int] = 1
@@ -440,6 +442,13 @@ class RunConfig:
     def has_logprob_pass(self) -> bool:
         """True if log-probs are computed before each training step."""
         return self.needs_reference
+
+    @property
+    def epoch_loop(self) -> EpochLoopConfig:
+        """The section of the algorithm's own keys, which an algorithm that trains on epochs of its
+        rows derives from `EpochLoopConfig`.
+        """
+        return getattr(self, self.kind)
 
     @property
     def has_fixed_batches(self) -> bool:

@@ -294,6 +294,14 @@ class Examples(Generic[Out]):
         """Return the location of a row. Example: `data/train.jsonl:17`."""
         return self._encoded.location(row)
 
+    def batches(self, batch_size: int) -> Iterator[list[Out]]:
+        """Yield every row once, without the dropped ones."""
+        for start in range(0, len(self), batch_size):
+            fetched = self.fetch(range(start, min(start + batch_size, len(self))))
+            batch = [example for example in fetched if example is not None]
+            if batch:
+                yield batch
+
 
 def row_error_text(error: Exception) -> str:
     """Describe the problem of a row whose encoding raised `error`."""

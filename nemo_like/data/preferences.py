@@ -33,6 +33,13 @@ class PreferencePair(NamedTuple):
 
     chosen: EncodedRow
     rejected: EncodedRow
+    margin: float = 0.0
+    """By how much the score of the chosen completion should be higher, in a reward model."""
+
+    @property
+    def rows(self) -> tuple[EncodedRow, EncodedRow]:
+        """The chosen and the rejected row."""
+        return self.chosen, self.rejected
 
 
 class PreferenceTexts(NamedTuple):

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,8 @@ from nemo_like.data.rows import MAX_LISTED, BadRows, Rows
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec
 from nemo_like.run.progress import Progress, Sample, sample_text
+from nemo_like.training.reporting import step_warnings
+from nemo_like.training.run_data import ExampleSource, describe_run
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -179,6 +181,16 @@ _NUM_RANDOM = 256
 _MIN_PER_SOURCE = 64
 _MAX_ROLE_SETS = 64
 _NUM_PROMPTS_COMPARED = 64
+
+
+def check_num_steps(source: ExampleSource[Any], diagnostics: Diagnostics) -> None:
+    """Describe the length of a run over epochs, and check that it has a step."""
+    config = source.config
+    num_steps = diagnostics.check(source.num_steps)
+    if num_steps is not None:
+        num_rows = len(source.data.train)
+        diagnostics.add_lines("data", describe_run(config, num_steps, num_rows))
+        diagnostics.warnings += step_warnings(config, num_steps)
 
 
 def encode_sample(

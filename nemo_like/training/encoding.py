@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ from nemo_like.data.row_files import Row
 from nemo_like.data.rows import Rows
 from nemo_like.rollout.conversations import Prompt
 
-EncodeRow = Callable[[ChatEncoder, RunConfig, Row], EncodedRow | None]
+# Of a config of any algorithm.
+EncodeRow = Callable[[ChatEncoder, Any, Row], EncodedRow | None]
 """Encodes one row of a file. None drops the row; raises ConfigError for a bad row."""
 
 
@@ -134,17 +136,22 @@ def encode_question(encoder: ChatEncoder, config: RunConfig, row: Row) -> Encode
     return EncodedRow(token_ids, np.zeros(len(token_ids), dtype=np.uint8))
 
 
-def prompt_example(row: Row, encoded: EncodedRow) -> Prompt:
-    """Return an encoded row as a prompt."""
-    fields = question(row)
-    return Prompt(
-        token_ids=encoded.input_ids, text=fields.text, answer=fields.answer, row=fields.row
-    )
+def encoded_examples(rows: Rows, encoded: EncodedRows) -> Examples[EncodedRow]:
+    """Return encoded rows as they are."""
+    return Examples(encoded, lambda _, row: row)
 
 
 def prompt_examples(rows: Rows, encoded: EncodedRows) -> Examples[Prompt]:
-    """Return the encoded rows as prompts."""
-    return Examples(encoded, lambda row, encoded: prompt_example(rows[row], encoded))
+    """Return encoded rows as prompts."""
+    return Examples(encoded, partial(prompt_of, rows))
+
+
+def prompt_of(rows: Rows, row: int, encoded: EncodedRow) -> Prompt:
+    """Return an encoded row of `rows` as a prompt."""
+    fields = question(rows[row])
+    return Prompt(
+        token_ids=encoded.input_ids, text=fields.text, answer=fields.answer, row=fields.row
+    )
 
 
 def encoding_settings(config: RunConfig, encoder: ChatEncoder) -> str:

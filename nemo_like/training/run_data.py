@@ -13,12 +13,12 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.import_path import import_function, user_error_text
-from nemo_like.config.schema import MAIN_SET, DataConfig, EpochLoopConfig, RunConfig
+from nemo_like.config.schema import MAIN_SET, DataConfig, RunConfig
 from nemo_like.config.text import counted, plural
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.encoded_rows import EncodedRows
+from nemo_like.data.encoded_rows import EncodedRows, Examples
 from nemo_like.data.formats import RowSchema, check_columns
-from nemo_like.data.loader import BatchLoader, FetchableRows, RowLoader, no_batch_text, num_batches
+from nemo_like.data.loader import BatchLoader, RowLoader, no_batch_text, num_batches
 from nemo_like.data.row_files import Row
 from nemo_like.data.row_order import Curriculum, Mixture
 from nemo_like.data.rows import PassRateFilter, Rows, load_rows
@@ -193,17 +193,12 @@ class RunData:
     """The rows of each validation set by its name."""
 
 
-def open_data(
-    config: RunConfig, schema: RowSchema, validation_schema: RowSchema | None = None
-) -> RunData:
-    """Read and check the files of a run. Raises ConfigError for a missing or bad file or row.
-
-    The validation rows have the formats of `schema` as well by default.
-    """
+def open_data(config: RunConfig, train_schema: RowSchema, validation_schema: RowSchema) -> RunData:
+    """Read and check the files of a run. Raises ConfigError for a missing or bad file or row."""
     # The model first: its check is faster than reading the data.
     model = open_model_config(config)
-    train = load_training(config, schema, Progress())
-    validation = load_validation(config, validation_schema or schema)
+    train = load_training(config, train_schema, Progress())
+    validation = load_validation(config, validation_schema)
     encoder = open_encoder(config, model.get_text_config().vocab_size)
     return RunData(encoder, train, validation)
 
@@ -216,7 +211,7 @@ class ExampleSource(Generic[ExampleT]):
         config: RunConfig,
         data: RunData,
         encode: EncodeRow,
-        to_examples: Callable[[Rows, EncodedRows], FetchableRows[ExampleT]],
+        to_examples: Callable[[Rows, EncodedRows], Examples[ExampleT]],
     ) -> None:
         """Prepare to encode rows with `encode`; `to_examples` converts encoded rows."""
         self.config = config
@@ -281,12 +276,7 @@ class ExampleSource(Generic[ExampleT]):
         for name, rows in self.data.validation.items():
             encoded = EncodedRows(rows, partial(self._encode, self.data.encoder, self.config))
             examples = self._to_examples(rows, encoded)
-            batches[name] = []
-            for start in range(0, len(rows), batch_size):
-                fetched = examples.fetch(range(start, min(start + batch_size, len(rows))))
-                batch = [row for row in fetched if row is not None]
-                if batch:
-                    batches[name].append(batch)
+            batches[name] = list(examples.batches(batch_size))
         return batches
 
     def first_examples(
@@ -314,20 +304,20 @@ class ExampleSource(Generic[ExampleT]):
         _, batch_size = self.config.examples_per_step
         return steps_per_epoch(self.config.data, self.rows.num_kept, batch_size)
 
-    def num_steps(self, limits: EpochLoopConfig) -> int:
+    def num_steps(self) -> int:
         """Return the number of steps: the smaller of `max_num_steps` and the epochs."""
+        limits = self.config.epoch_loop
         in_epochs = limits.max_num_epochs * self.steps_per_epoch()
         return min(in_epochs, limits.max_num_steps or in_epochs)
 
-    def last_step(
-        self, limits: EpochLoopConfig, loader: BatchLoader[ExampleT], step: int
-    ) -> int | None:
+    def last_step(self, loader: BatchLoader[ExampleT], step: int) -> int | None:
         """Return the last step of a run whose loader has delivered the batches up to `step`.
 
         It differs from `num_steps` if the files changed between a checkpoint and its resume. None
-        if the number of batches is not known in advance and `limits` has no number of steps. Raises
-        ConfigError if a run would have no step, because too many rows are left out.
+        if the number of batches is not known in advance and the config has no number of steps.
+        Raises ConfigError if a run would have no step, because too many rows are left out.
         """
+        limits = self.config.epoch_loop
         num_left = loader.batches_left(limits.max_num_epochs, self.rows.is_kept)
         if num_left is None:
             return limits.max_num_steps
@@ -335,11 +325,6 @@ class ExampleSource(Generic[ExampleT]):
             _, batch_size = self.config.examples_per_step
             raise ConfigError(no_batch_text(self.rows.num_kept, batch_size))
         return min(step + num_left, limits.max_num_steps or step + num_left)
-
-
-def encoded_examples(rows: Rows, encoded: EncodedRows) -> EncodedRows:
-    """Return the encoded rows: a job without a conversion uses them as its examples."""
-    return encoded
 
 
 def steps_per_epoch(data: DataConfig, num_rows: int, batch_size: int) -> int:
@@ -446,5 +431,5 @@ def loader_metrics(loader: BatchLoader) -> Metrics:
     sources = loader.batch_sources()
     if sources is not None and loader.mixture is not None:
         for index, name in enumerate(loader.mixture.names):
-            metrics[f"data/source_{name}/num_rows"] = Sum(np.count_nonzero(sources == index))
+            metrics[f"data/source_{name}/num_rows"] = Sum(int(np.count_nonzero(sources == index)))
     return metrics

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nemo_like.config.schema import EpochLoopConfig
 from nemo_like.config.text import counted
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.loader import BatchLoader, Position
@@ -306,19 +305,17 @@ class EpochTask(Protocol):
 
 
 def run_epochs(
-    limits: EpochLoopConfig,
     source: ExampleSource[ExampleT],
     loader: BatchLoader[ExampleT],
     open_task: Callable[[], EpochTask],
 ) -> RunResult:
-    """Train until `limits` end the run; return paths and last metrics.
+    """Train until the limits of the config end the run; return paths and last metrics.
 
-    `limits` is the section of the algorithm in the config. `open_task` is called before the run
-    starts: it encodes the validation rows, so that a bad row is an error before the first step.
-    Raises ConfigError for wrong input.
+    `open_task` is called before the run starts: it encodes the validation rows, so that a bad row
+    is an error before the first step. Raises ConfigError for wrong input.
     """
-    source.encode_ahead(loader.rows_of_batches(source.last_step(limits, loader, 0)))
-    total = source.last_step(limits, loader, 0)
+    source.encode_ahead(loader.rows_of_batches(source.last_step(loader, 0)))
+    total = source.last_step(loader, 0)
     task = open_task()
     with open_training_run(
         source.config, source.data, num_steps=total, num_optimizer_steps=total
@@ -326,15 +323,14 @@ def run_epochs(
         step = run.resume(loader)
         if step == 0:
             task.show_rows(run)
-            if limits.val_at_start:
+            if source.config.epoch_loop.val_at_start:
                 run.add_metrics(task.validate(run, step))
                 run.log_metrics(step)
-        return run.finalize(_train(run, limits, source, loader, task, step))
+        return run.finalize(_train(run, source, loader, task, step))
 
 
 def _train(
     run: TrainingRun,
-    limits: EpochLoopConfig,
     source: ExampleSource[ExampleT],
     loader: BatchLoader[ExampleT],
     task: EpochTask,
@@ -342,7 +338,7 @@ def _train(
 ) -> int:
     """Train from `step` to the end of the run; return the last step."""
     # The files can have changed since the checkpoint, and the number of steps with them.
-    total = source.last_step(limits, loader, step)
+    total = source.last_step(loader, step)
 
     def is_end() -> bool:
         return (total is not None and step >= total) or loader.is_finished(source.rows.is_kept)
@@ -357,7 +353,7 @@ def _train(
             step += 1
             phase.advance()
             is_last = is_end()
-            if is_due(step, limits.val_period, is_last=is_last):
+            if is_due(step, run.config.epoch_loop.val_period, is_last=is_last):
                 run.add_metrics(task.validate(run, step))
             run.log_step(step, work)
             # After the log, because it can end the run.

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from nemo_like.algorithms.distillation.data import TaughtRow, open_source
-from nemo_like.algorithms.distillation.loop import is_on_policy, run_distillation
+from nemo_like.algorithms.distillation.loop import is_on_policy, run_distill
 from nemo_like.commands.validate import validate
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.planning.spec import CostModel
@@ -55,7 +55,7 @@ def test_a_resumed_run_equals_a_straight_one_and_approaches_the_teacher(
 ):
     keys = [f"distill.teacher={teachers[0]}", "checkpointing.keep_latest=5"]
     keys += [*ON_POLICY, "policy.optimizer.lr=1e-2"] if is_sampled else ["distill.sft_weight=0.1"]
-    straight = run_distillation(recipe.distill(*keys))
+    straight = run_distill(recipe.distill(*keys))
     expected = read_metrics(straight.directory.path)
     weights = (straight.directory.hf / "model.safetensors").read_bytes()
     assert [line["step"] for line in expected] == [0, 1, 2, 3, 4]
@@ -73,7 +73,7 @@ def test_a_resumed_run_equals_a_straight_one_and_approaches_the_teacher(
     interrupt_at(straight.directory.path, 2)
     if not is_sampled:
         check_changed_teacher(recipe, keys, teachers[0])
-    resumed = run_distillation(recipe.distill(*keys, "resume=true"))
+    resumed = run_distill(recipe.distill(*keys, "resume=true"))
     assert read_metrics(resumed.directory.path) == expected
     assert (resumed.directory.hf / "model.safetensors").read_bytes() == weights
 
@@ -87,7 +87,7 @@ def check_changed_teacher(recipe: Recipe, keys: list[str], teacher: str) -> None
     with pytest.raises(
         ConfigError, match=r"distill\.teacher is .*teacher_0', whose weights differ"
     ):
-        run_distillation(recipe.distill(*keys, "resume=true"))
+        run_distill(recipe.distill(*keys, "resume=true"))
     weights.write_bytes(content)
 
 
@@ -143,7 +143,7 @@ def test_problems_of_teachers_are_reported(recipe: Recipe, teachers: list[str], 
     tokenizer.add_tokens(["%"])
     tokenizer.save_pretrained(teachers[1])
     with pytest.raises(ConfigError, match="it has 1 further tokens"):
-        run_distillation(recipe.distill(f"distill.teacher={teachers[1]}"))
+        run_distill(recipe.distill(f"distill.teacher={teachers[1]}"))
     for keys, message in (
         ((), r"distill\.teacher is not set"),
         (("distill.teachers={code: x}",), "the training sets are train"),
@@ -169,7 +169,7 @@ def test_a_teacher_needs_neither_the_frozen_weights_nor_the_padding_of_the_stude
     # The policy has 21 tokens, fewer than the teacher.
     message = r"distill\.top_k is 21, .* the policy one of 21"
     with pytest.raises(ConfigError, match=message):
-        run_distillation(recipe.distill(key, "distill.top_k=21"))
+        run_distill(recipe.distill(key, "distill.top_k=21"))
 
 
 def test_rows_too_long_as_conversations_are_dropped_from_all_steps_of_a_mixed_run(

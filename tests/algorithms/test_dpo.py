@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_like.algorithms.dpo.data import open_source
-from nemo_like.algorithms.dpo.loop import run_dpo
+from nemo_like.algorithms.preferences.data import open_source
+from nemo_like.algorithms.preferences.loop import run_dpo
 from nemo_like.commands.validate import validate
 from nemo_like.config.errors import ConfigError
 from tests.algorithms.test_runs import interrupt_at, read_metrics
@@ -77,9 +77,9 @@ def test_conversations_compare_the_turns_after_the_common_ones(recipe: Recipe, t
     source = open_source(config)
     ((pair,),) = (next(source.loader()),)
     decode = source.data.encoder.tokenizer.decode
-    compared = [str(decode(row.input_ids[row.token_mask == 1].tolist())) for row in pair]
+    compared = [str(decode(row.input_ids[row.token_mask == 1].tolist())) for row in pair.rows]
     assert [text.replace("<eos>", "") for text in compared] == ["#### 4", "#### 55"]
-    assert all(set(np.unique(row.token_mask)) == {0, 1} for row in pair)
+    assert all(set(np.unique(row.token_mask)) == {0, 1} for row in pair.rows)
 
 
 @pytest.mark.parametrize(

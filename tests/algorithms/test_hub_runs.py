@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nemo_like.algorithms.distillation.loop import run_distillation
+from nemo_like.algorithms.distillation.loop import run_distill
 from nemo_like.commands.export import export_checkpoint
 from nemo_like.config.model_directory import hub_name
 from tests.algorithms.test_runs import read_metrics
@@ -30,7 +30,7 @@ def test_a_run_with_models_of_the_hub_equals_one_with_directories(
     recipe: Recipe, tiny: Repository, hub: Hub, tmp_path: Path
 ) -> None:
     def run(model: str, *overrides: str) -> Path:
-        return run_distillation(
+        return run_distill(
             recipe.distill(
                 f"policy.model_name={model}",
                 f"policy.tokenizer_name={model}",

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from nemo_like.algorithms.dpo.loop import run_dpo
 from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.algorithms.grpo.replay import replay_step
+from nemo_like.algorithms.preferences.loop import run_dpo
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.cli import main
 from nemo_like.config.errors import ConfigError

@@ -12,7 +12,7 @@ import pytest
 
 from nemo_like.algorithms.grpo import data as grpo_data
 from nemo_like.algorithms.grpo.loop import run_grpo
-from nemo_like.algorithms.reward_model.loop import run_reward_model
+from nemo_like.algorithms.preferences.loop import run_rm
 from nemo_like.algorithms.sft import data as sft_data
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.commands.validate import validate
@@ -134,7 +134,7 @@ def test_a_run_whose_rows_are_all_dropped_is_an_error(recipe: Recipe):
     with pytest.raises(ConfigError, match=r"every row is dropped by policy\.oversize_rows=drop"):
         run_sft(recipe.sft(*options, "policy.max_total_sequence_length=20"))
     with pytest.raises(ConfigError, match="every row is dropped"):
-        run_reward_model(recipe.rm(*options, "policy.max_total_sequence_length=20"))
+        run_rm(recipe.rm(*options, "policy.max_total_sequence_length=20"))
     # Too few for one batch.
     rows[0]["completion"] = "2"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from nemo_like.algorithms.reward_model.data import collate_margin_pairs, open_source
-from nemo_like.algorithms.reward_model.loop import run_reward_model
+from nemo_like.algorithms.preferences.data import collate_pairs, open_source
+from nemo_like.algorithms.preferences.loop import run_rm
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.cli import main
 from nemo_like.commands.export import export_checkpoint
@@ -33,7 +33,7 @@ def test_a_resumed_run_equals_a_straight_one_and_the_accuracy_grows(recipe: Reci
         "checkpointing.keep_latest=5",
         "checkpointing.keep_best=validation/accuracy",
     )
-    straight = run_reward_model(recipe.rm(*options))
+    straight = run_rm(recipe.rm(*options))
     run = straight.directory.path
     expected = read_metrics(run)
     weights = (straight.directory.hf / "model.safetensors").read_bytes()
@@ -50,11 +50,11 @@ def test_a_resumed_run_equals_a_straight_one_and_the_accuracy_grows(recipe: Reci
     assert exported.name == "step_4"
     assert (tmp_path / "exported" / "model.safetensors").read_bytes() == weights
     interrupt_at(run, 2)
-    resumed = run_reward_model(recipe.rm(*options, "resume=true"))
+    resumed = run_rm(recipe.rm(*options, "resume=true"))
     assert read_metrics(resumed.directory.path) == expected
     assert (resumed.directory.hf / "model.safetensors").read_bytes() == weights
     continued = f"policy.model_name={straight.directory.hf}"
-    more = run_reward_model(recipe.rm(continued, "run_name=more", "rm.max_num_steps=1"))
+    more = run_rm(recipe.rm(continued, "run_name=more", "rm.max_num_steps=1"))
     first = read_metrics(more.directory.path)[0]
     assert first["validation/accuracy"] == expected[-1]["validation/accuracy"]
     with pytest.raises(ConfigError, match="a reward model, which has a score head"):
@@ -72,7 +72,7 @@ def test_a_run_with_adapters_trains_them_and_the_score_head(recipe: Recipe, tmp_
         "rm.max_num_steps=3",
         "checkpointing.save_period=2",
     )
-    straight = run_reward_model(recipe.rm(*options))
+    straight = run_rm(recipe.rm(*options))
     run = straight.directory.path
     expected = read_metrics(run)
     assert expected[-1]["validation/accuracy"] > 0.9
@@ -86,11 +86,11 @@ def test_a_run_with_adapters_trains_them_and_the_score_head(recipe: Recipe, tmp_
     export_checkpoint(run, tmp_path / "adapter", adapter_only=True)
     assert (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes() == contents[1]
     interrupt_at(run, 2)
-    run_reward_model(recipe.rm(*options, "resume=true"))
+    run_rm(recipe.rm(*options, "resume=true"))
     assert read_metrics(run) == expected
     assert [(straight.directory.hf / name).read_bytes() for name in files] == contents
     adapter = f"policy.lora.adapter_path={tmp_path / 'adapter'}"
-    more = run_reward_model(recipe.rm(*options, adapter, "run_name=more", "rm.max_num_steps=1"))
+    more = run_rm(recipe.rm(*options, adapter, "run_name=more", "rm.max_num_steps=1"))
     first = read_metrics(more.directory.path)[0]
     assert first["validation/accuracy"] == expected[-1]["validation/accuracy"]
     report = validate(recipe.sft(*options[:3], adapter))
@@ -110,7 +110,7 @@ def assert_files(directory: Path, accuracy: float, recipe: Recipe) -> None:
     num_right = 0
     num_pairs = 0
     for pairs in source.validation_batches()[""]:
-        batch = collate_margin_pairs(pairs)
+        batch = collate_pairs(pairs)
         rows = [row.tolist() for row in batch["input_ids"]]
         padded = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
         scores = model(**padded).logits[:, 0]
@@ -124,7 +124,7 @@ def test_margins_are_read_and_checked(recipe: Recipe, tmp_path: Path):
     path = write_pairs(tmp_path, [{**row, "margin": 0.5}, row, {**row, "margin": 2}])
     keys = (f"data.train_path={path}", "policy.train_global_batch_size=3", "data.shuffle=false")
     source = open_source(recipe.rm(*keys))
-    batch = collate_margin_pairs(next(source.loader()))
+    batch = collate_pairs(next(source.loader()))
     assert batch["margin"].dtype == np.float32
     assert batch["margin"].tolist() == [0.5, 0.5, 0, 0, 2, 2]
     # 1e300 is infinite in float32, and the last one does not fit into a float.
@@ -139,7 +139,7 @@ def test_margins_of_a_table_are_numbers_or_empty(recipe: Recipe, tmp_path: Path)
     start = "1+1,#### 2,#### 3"
     path.write_text(f"prompt,chosen,rejected,margin\n{start},0.5\n{start},\n{start},-2\n")
     keys = (f"data.train_path={path}", "policy.train_global_batch_size=3", "data.shuffle=false")
-    batch = collate_margin_pairs(next(open_source(recipe.rm(*keys)).loader()))
+    batch = collate_pairs(next(open_source(recipe.rm(*keys)).loader()))
     assert batch["margin"].tolist() == [0.5, 0.5, 0, 0, -2, -2]
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from nemo_like.algorithms.preferences.loss import BradleyTerryLoss
 from nemo_like.config.optimization import EmaConfig, LoraConfig
 from nemo_like.config.schema import OptimizerConfig
 from nemo_like.data.jagged import Jagged
@@ -28,7 +29,6 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import LocalGroup
 from nemo_like.losses import Loss, NllLoss
 from nemo_like.losses.distillation import DistillationLoss, Divergence
-from nemo_like.losses.pairs import BradleyTerryLoss
 from nemo_like.policy.heads.targets import TargetSettings
 from nemo_like.policy.policy import Logprobs, Policy, ShardedBatch
 from tests.gpu.steps import open_policy, some_rows

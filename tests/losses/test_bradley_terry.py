@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_like.algorithms.preferences.loss import BradleyTerryLoss, bradley_terry_losses
 from nemo_like.losses import GlobalCounts, LossInputs
-from nemo_like.losses.pairs import BradleyTerryLoss, bradley_terry_losses
 from nemo_like.metrics import merge_metrics, metric_values
 from nemo_like.policy.loss_step import row_loss_sums
 

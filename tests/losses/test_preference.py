@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.algorithms.dpo.config import PreferenceLossConfig
-from nemo_like.algorithms.dpo.loss import PreferenceLoss
+from nemo_like.algorithms.preferences.config import PreferenceLossConfig
+from nemo_like.algorithms.preferences.loss import PreferenceLoss
 from nemo_like.losses import GlobalCounts, LossInputs
 from nemo_like.metrics import merge_metrics, metric_values
 from nemo_like.policy.loss_step import row_loss_sums

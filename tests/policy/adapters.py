@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_like.algorithms.preferences.loss import BradleyTerryLoss
 from nemo_like.config.optimization import EmaConfig, LoraConfig
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import OptimizerConfig, PolicyConfig
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_like.losses import Loss, NllLoss
-from nemo_like.losses.pairs import BradleyTerryLoss
 from nemo_like.metrics import metric_values
 from nemo_like.models.spec import SCORE_WEIGHT
 from nemo_like.policy.worker import PolicyWorker

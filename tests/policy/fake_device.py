@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode, fake_tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from nemo_like.algorithms.preferences.loss import BradleyTerryLoss
 from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.optimization import EmaConfig, LoraConfig
 from nemo_like.config.output_head import OutputHead
@@ -30,7 +31,6 @@ from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_like.losses import ClippedPolicyGradientLoss, Loss, NllLoss
 from nemo_like.losses.distillation import DistillationLoss, Divergence
-from nemo_like.losses.pairs import BradleyTerryLoss
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nemo_like.algorithms.dpo.config import PreferenceLossConfig
+from nemo_like.algorithms.preferences.config import PreferenceLossConfig
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from tests.policy.tiny import random_batch
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_like.algorithms.dpo.config import PreferenceLossConfig
-from nemo_like.algorithms.dpo.loss import PreferenceLoss
+from nemo_like.algorithms.preferences.config import PreferenceLossConfig
+from nemo_like.algorithms.preferences.loss import BradleyTerryLoss, PreferenceLoss
 from nemo_like.config.loss import ImportanceCorrectionConfig, PolicyGradientLossConfig
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.jagged import Jagged
@@ -20,7 +20,6 @@ from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_like.losses import ClippedPolicyGradientLoss, Loss, NllLoss
 from nemo_like.losses.distillation import DistillationLoss
-from nemo_like.losses.pairs import BradleyTerryLoss
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, mm_flop
 
+from nemo_like.algorithms.preferences.loss import BradleyTerryLoss
 from nemo_like.config.optimization import LoraConfig
 from nemo_like.config.schema import PolicyConfig, SequencePackingConfig
 from nemo_like.data.columns import num_trained_tokens
@@ -21,7 +22,6 @@ from nemo_like.data.planning.spec import CostModel
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import NllLoss
 from nemo_like.losses.distillation import DistillationLoss
-from nemo_like.losses.pairs import BradleyTerryLoss
 from nemo_like.metrics import Timers, metric_values
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout

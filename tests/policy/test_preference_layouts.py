@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from nemo_like.algorithms.dpo.loss import PreferenceLoss
+from nemo_like.algorithms.preferences.loss import PreferenceLoss
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext

@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from nemo_like.algorithms.preferences.loss import BradleyTerryLoss
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.losses.pairs import BradleyTerryLoss
 from nemo_like.models.spec import load_spec
 from nemo_like.models.weight_files import weight_sizes
 from tests.exhaustive import usually

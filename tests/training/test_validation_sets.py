@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.algorithms.dpo.loop import run_dpo
 from nemo_like.algorithms.grpo.loop import run_grpo
+from nemo_like.algorithms.preferences.loop import run_dpo
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.cli import main
 from nemo_like.commands.validate import validate

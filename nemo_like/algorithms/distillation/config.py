@@ -53,6 +53,7 @@ class DistillRunConfig(RunConfig):
     distill: DistillConfig = field(default_factory=DistillConfig)
 
     kind: ClassVar[str] = "distill"
+    scored_rows: ClassVar[Literal["train", "validation"] | None] = "train"
 
     @property
     def generates(self) -> bool:

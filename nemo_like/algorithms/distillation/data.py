@@ -1,23 +1,27 @@
-"""The rows of distillation: conversations or prompts, each with its teacher."""
+"""The rows of distillation, conversations or prompts, and the teachers: each row finds its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from nemo_like.algorithms.distillation.config import DistillRunConfig
-from nemo_like.algorithms.distillation.teachers import TeacherOfRow, open_teachers
+from nemo_like.algorithms.distillation.config import DistillRunConfig, teacher_key
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.schema import RunConfig
+from nemo_like.config.model_directory import model_directory
+from nemo_like.config.optimization import LoraConfig
+from nemo_like.config.schema import MAIN_SET
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.encoded_rows import EncodedRows, Examples
 from nemo_like.data.formats import PROMPT_ROWS, SFT_ROWS, RowSchema, conversation
 from nemo_like.data.jagged import EncodedRow, TokenCounts, count_tokens
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import Rows
+from nemo_like.models.pretrained import load_tokenizer
+from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.rollout.conversations import Prompt
 from nemo_like.run.progress import Progress, Sample
@@ -25,6 +29,7 @@ from nemo_like.training.diagnostics import (
     NUM_SAMPLES,
     Diagnostics,
     check_lengths,
+    check_num_steps,
     check_prompts,
     check_prompts_agree,
     check_texts,
@@ -37,45 +42,30 @@ from nemo_like.training.encoding import (
     encode_conversation,
     encode_question,
     encode_sft_row,
-    prompt_example,
+    prompt_of,
 )
-from nemo_like.training.reporting import step_warnings
-from nemo_like.training.run_data import (
-    ExampleSource,
-    RunData,
-    describe_run,
-    open_data,
-    training_name,
-)
+from nemo_like.training.model_files import open_model_config, open_model_spec
+from nemo_like.training.run_data import ExampleSource, RunData, open_data, training_name
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
-def _any_problem(row: Row, columns: tuple[str, ...]) -> str | None:
-    """Describe why a row is neither a conversation to learn from nor a prompt, or return None."""
-    problem = SFT_ROWS.problem(row, columns)
-    if problem is None or "input_ids" in columns or columns == ("text",):
-        return problem
-    return PROMPT_ROWS.problem(row, columns)
+def _check_mixed(row: Row, columns: tuple[str, ...]) -> None:
+    """Raise ConfigError for a row that is not both a conversation to learn from and a prompt."""
+    SFT_ROWS.check_format(row, columns)
+    PROMPT_ROWS.check_format(row, columns)
 
 
-def _mixed_problem(row: Row, columns: tuple[str, ...]) -> str | None:
-    """Describe why a row is not both a conversation to learn from and a prompt, or return None."""
-    return SFT_ROWS.problem(row, columns) or PROMPT_ROWS.problem(row, columns)
+_MIXED_ROWS = RowSchema(PROMPT_ROWS.formats, PROMPT_ROWS.understood, _check_mixed)
 
 
-ROW_SCHEMA = RowSchema(SFT_ROWS.formats, SFT_ROWS.understood, _any_problem)
-"""What any run may read; `row_schema` has the formats of one."""
-_MIXED_ROWS = RowSchema(PROMPT_ROWS.formats, PROMPT_ROWS.understood, _mixed_problem)
-
-
-def row_schema(config: DistillRunConfig) -> RowSchema:
-    """Return the row formats of the training file of a run."""
+def row_schemas(config: DistillRunConfig) -> tuple[RowSchema, RowSchema]:
+    """Return the row formats of the training and of the validation files."""
     fraction = config.distill.on_policy_fraction
     if fraction == 0:
-        return SFT_ROWS
-    return PROMPT_ROWS if fraction == 1 else _MIXED_ROWS
+        return SFT_ROWS, SFT_ROWS
+    return PROMPT_ROWS if fraction == 1 else _MIXED_ROWS, SFT_ROWS
 
 
 class TaughtRow(NamedTuple):
@@ -88,21 +78,21 @@ class TaughtRow(NamedTuple):
 def taught_examples(
     config: DistillRunConfig, rows: Rows, encoded: EncodedRows, set_name: str | None = None
 ) -> Examples[TaughtRow]:
-    """Return the encoded rows with their teachers.
+    """Return encoded rows with their teachers.
 
     `set_name` is the name of a validation set, whose rows are never prompts.
     """
     teachers = TeacherOfRow(config, rows, set_name)
-    is_prompt = config.generates and set_name is None
+    has_prompts = config.generates and set_name is None
 
-    def taught(row: int, encoded: EncodedRow) -> TaughtRow:
-        example = prompt_example(rows[row], encoded) if is_prompt else encoded
-        return TaughtRow(example, teachers.index(row))
+    def taught(row: int, example: EncodedRow) -> TaughtRow:
+        shown = prompt_of(rows, row, example) if has_prompts else example
+        return TaughtRow(shown, teachers.index(row))
 
     return Examples(encoded, taught)
 
 
-def encode_row(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow | None:
+def encode_row(encoder: ChatEncoder, config: DistillRunConfig, row: Row) -> EncodedRow | None:
     """Encode a conversation, or for sampled completions its prompt; None drops a row too long.
 
     Raises ConfigError for a bad row.
@@ -111,16 +101,10 @@ def encode_row(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow 
         return encode_conversation(encoder, config, row)
     # A row of a run with both kinds of steps must fit as a conversation, or a step that takes it as
     # one could have no row left.
-    assert isinstance(config, DistillRunConfig)
     is_mixed = config.distill.on_policy_fraction < 1
     if is_mixed and encode_conversation(encoder, config, row) is None:
         return None
     return encode_question(encoder, config, row)
-
-
-def rewarded_rows(train: Rows | None, validation: Rows | None) -> Rows | None:
-    """Return the rows whose completions the reward functions score."""
-    return train
 
 
 def open_source(config: DistillRunConfig, data: RunData | None = None) -> ExampleSource[TaughtRow]:
@@ -129,7 +113,7 @@ def open_source(config: DistillRunConfig, data: RunData | None = None) -> Exampl
     Raises ConfigError for a missing or bad file or row.
     """
     if data is None:
-        data = open_data(config, row_schema(config), SFT_ROWS)
+        data = open_data(config, *row_schemas(config))
     return ExampleSource(config, data, encode_row, partial(taught_examples, config))
 
 
@@ -138,14 +122,7 @@ def validation_batches(config: DistillRunConfig, data: RunData, name: str) -> li
     rows = data.validation[name]
     encoded = EncodedRows(rows, partial(encode_conversation, data.encoder, config))
     taught = taught_examples(config, rows, encoded, name)
-    batch_size = config.policy.train_global_batch_size
-    batches = []
-    for start in range(0, len(rows), batch_size):
-        fetched = taught.fetch(range(start, min(start + batch_size, len(rows))))
-        batch = [row for row in fetched if row is not None]
-        if batch:
-            batches.append(batch)
-    return batches
+    return list(taught.batches(config.policy.train_global_batch_size))
 
 
 def check_rows(
@@ -164,15 +141,11 @@ def check_rows(
             f"teacher {spec.name}: {spec.num_params / 1e6:,.1f} M parameters, on the device while"
             " it computes",
         )
-    diagnostics.check(lambda: _check_format(config, data))
     check_prompts_agree(encoder, None if config.generates else data.train, diagnostics)
     messages = prompt_messages if config.generates else conversation
     check_texts(encoder, data.train, messages, diagnostics)
     source = open_source(config, data)
-    num_steps = diagnostics.check(lambda: source.num_steps(config.distill))
-    if num_steps is not None:
-        diagnostics.add_lines("data", describe_run(config, num_steps, len(data.train)))
-        diagnostics.warnings += step_warnings(config, num_steps)
+    check_num_steps(source, diagnostics)
     _check_lengths(config, data, diagnostics)
     if len(diagnostics.problems) > num_problems_before:
         return
@@ -181,19 +154,6 @@ def check_rows(
     if config.generates:
         title = "a step with completions of the max length"
     describe_plan(config, title, _count_tokens(config, batch, longest=True), model, diagnostics)
-
-
-def _check_format(config: DistillRunConfig, data: RunData) -> None:
-    """Raise ConfigError for rows of a format that this run cannot use."""
-    files = [(data.train, row_schema(config))]
-    files += [(rows, SFT_ROWS) for rows in data.validation.values()]
-    for rows, schema in files:
-        # The format is the same for all rows, so the first ones show it.
-        for index in range(min(len(rows), NUM_SAMPLES)):
-            try:
-                schema.check(rows[index], schema.recognize(rows[index]))
-            except ConfigError as error:
-                raise ConfigError(f"{rows.location(index)}: {error}") from error
 
 
 def _check_lengths(config: DistillRunConfig, data: RunData, diagnostics: Diagnostics) -> None:
@@ -221,7 +181,7 @@ def first_lengths(
 ) -> RowLengths:
     """Return the row lengths of the first steps; lengths of completions are drawn at random."""
     source = open_source(config, data)
-    rows = source.first_examples(min(num_steps, source.num_steps(config.distill)), progress)
+    rows = source.first_examples(min(num_steps, source.num_steps()), progress)
     lengths, num_trained = _count_tokens(config, rows, longest=False)
     description = training_name(config)
     if config.generates:
@@ -247,3 +207,106 @@ def _count_tokens(
         rng = np.random.default_rng(config.seed % 2**64)
         completions = rng.integers(1, completions + 1)
     return TokenCounts(values + completions, completions)
+
+
+def resolve_teachers(config: DistillRunConfig) -> DistillRunConfig:
+    """Return the config with the directories of the teachers; see `config.paths`."""
+    found = {}
+    for name, path in config.named_teachers.items():
+        found[name] = model_directory(teacher_key(name), path, weights=True)
+    # A single teacher has the name ''.
+    return replace(
+        config, distill=replace(config.distill, teacher=found.pop("", None), teachers=found)
+    )
+
+
+def open_teachers(
+    config: DistillRunConfig, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, ModelSpec]:
+    """Check the files, the layout and the tokenizer of every teacher; return their sizes by name.
+
+    `tokenizer` is the policy's. Raises ConfigError for a teacher that cannot be used.
+    """
+    specs = {}
+    for name, path in config.named_teachers.items():
+        key = teacher_key(name)
+        # The policy's checks, for a model that is not trained and samples nothing.
+        policy = replace(config.policy, model_name=path, lora=LoraConfig(), freeze=())
+        as_policy = replace(
+            config, policy=policy, distill=replace(config.distill, on_policy_fraction=0.0)
+        )
+        try:
+            model_config = open_model_config(as_policy)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("policy.model_name", key)) from error
+        try:
+            own = load_tokenizer(model_directory(key, path, weights=False))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{key}: no tokenizer can be loaded from {path!r} ({error}); a teacher needs the"
+                " files of its tokenizer, which must be equal to the policy's"
+            ) from error
+        problem = vocabulary_problem(tokenizer.get_vocab(), own.get_vocab())
+        if problem is not None:
+            raise ConfigError(
+                f"{key}: the tokenizer of {path!r} differs from the policy's: {problem}. A student"
+                " learns probabilities of token ids, so both need the same tokenizer: choose models"
+                " of one family"
+            )
+        specs[name] = ModelSpec.from_config(model_config, path)
+        _check_top_k(config, specs[name], key)
+    return specs
+
+
+def vocabulary_problem(policy: Mapping[str, int], teacher: Mapping[str, int]) -> str | None:
+    """Describe the first difference of two vocabularies, or return None."""
+    if policy == teacher:
+        return None
+    for token, index in sorted(policy.items(), key=lambda item: item[1]):
+        other = teacher.get(token)
+        if other != index:
+            found = "no such token" if other is None else f"the id {other}"
+            return f"token {token!r} has the id {index}, and {found} in the teacher's"
+    return f"it has {len(teacher) - len(policy)} further tokens"
+
+
+def _check_top_k(config: DistillRunConfig, teacher: ModelSpec, key: str) -> None:
+    top_k = config.distill.top_k
+    if top_k is None:
+        return
+    # Padding of the larger of both embeddings is not in the teacher's distribution.
+    policy_size = open_model_spec(config).vocab_size
+    if top_k >= min(teacher.vocab_size, policy_size):
+        raise ConfigError(
+            f"distill.top_k is {top_k}, but {key} has a vocabulary of {teacher.vocab_size} and the"
+            f" policy one of {policy_size}; set it to null for the complete vocabulary"
+        )
+
+
+class TeacherOfRow:
+    """Finds the teacher of the rows of a file, as an index of `DistillRunConfig.teacher_names`."""
+
+    def __init__(self, config: DistillRunConfig, rows: Rows, name: str | None = None) -> None:
+        """`name` is '' for `data.validation_path` and None for the training rows."""
+        names = list(config.named_teachers)
+        self._teachers: np.ndarray | None = None
+        """Teacher of each set, int64 [S]; None for a single one."""
+        self._first_rows = np.zeros(1, dtype=np.int64)
+        """First row of each set, int64 [S]."""
+        if len(names) == 1:
+            return
+        sets: tuple[str, ...] = (MAIN_SET,)
+        if name is not None:
+            sets = (name or MAIN_SET,)
+        elif rows.mixture is not None:
+            sets = rows.mixture.names
+            sizes = np.array(rows.mixture.sizes, dtype=np.int64)
+            self._first_rows = np.cumsum(sizes) - sizes
+        self._teachers = np.array([names.index(each) for each in sets], dtype=np.int64)
+
+    def index(self, row: int) -> int:
+        """Return the teacher of a row."""
+        if self._teachers is None:
+            return 0
+        position = np.searchsorted(self._first_rows, row, side="right") - 1
+        return int(self._teachers[position])

@@ -9,8 +9,13 @@ from functools import partial
 import numpy as np
 
 from nemo_like.algorithms.distillation.config import DistillRunConfig
-from nemo_like.algorithms.distillation.data import TaughtRow, open_source, validation_batches
-from nemo_like.algorithms.distillation.teachers import open_teachers, resolve_teachers
+from nemo_like.algorithms.distillation.data import (
+    TaughtRow,
+    open_source,
+    open_teachers,
+    resolve_teachers,
+    validation_batches,
+)
 from nemo_like.config.paths import resolve_paths
 from nemo_like.data.jagged import EncodedRow, collate
 from nemo_like.data.loader import RowLoader
@@ -40,14 +45,14 @@ _VALIDATION_NAMES = {
 }
 
 
-def run_distillation(config: DistillRunConfig) -> RunResult:
+def run_distill(config: DistillRunConfig) -> RunResult:
     """Train as configured; return paths and last metrics. Raises ConfigError for wrong input."""
     config = resolve_teachers(resolve_paths(config))
     source = open_source(config)
     specs = open_teachers(config, source.data.encoder.tokenizer)
     costs = [CostModel.from_spec(specs[name]) for name in config.named_teachers]
     loader = source.loader()
-    return run_epochs(config.distill, source, loader, partial(_Task, config, source, loader, costs))
+    return run_epochs(source, loader, partial(_Task, config, source, loader, costs))
 
 
 def target_settings(config: DistillRunConfig) -> TargetSettings:

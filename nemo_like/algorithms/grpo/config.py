@@ -75,6 +75,7 @@ class GrpoRunConfig(RunConfig):
     loss_fn: PolicyGradientLossConfig = field(default_factory=PolicyGradientLossConfig)
 
     kind: ClassVar[str] = "grpo"
+    scored_rows: ClassVar[Literal["train", "validation"] | None] = "train"
 
     @property
     def generates(self) -> bool:

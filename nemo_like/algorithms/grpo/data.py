@@ -10,9 +10,8 @@ import numpy as np
 from nemo_like.algorithms.grpo.config import GrpoRunConfig, asynchronous_warnings
 from nemo_like.config.import_path import check_module
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.formats import PROMPT_ROWS
+from nemo_like.data.formats import PROMPT_ROWS, RowSchema
 from nemo_like.data.jagged import TokenCounts
-from nemo_like.data.rows import Rows
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.rollout.conversations import Prompt
 from nemo_like.run.progress import Progress, Sample
@@ -41,13 +40,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-ROW_SCHEMA = PROMPT_ROWS
 encode_row = encode_question
 
 
-def rewarded_rows(train: Rows | None, validation: Rows | None) -> Rows | None:
-    """Return the rows whose completions the reward functions score."""
-    return train
+def row_schemas(config: GrpoRunConfig) -> tuple[RowSchema, RowSchema]:
+    """Return the row formats of the training and of the validation files."""
+    return PROMPT_ROWS, PROMPT_ROWS
 
 
 def open_source(config: GrpoRunConfig, data: RunData | None = None) -> ExampleSource[Prompt]:
@@ -56,7 +54,7 @@ def open_source(config: GrpoRunConfig, data: RunData | None = None) -> ExampleSo
     Raises ConfigError for a missing or bad file or row.
     """
     if data is None:
-        data = open_data(config, ROW_SCHEMA)
+        data = open_data(config, *row_schemas(config))
     return ExampleSource(config, data, encode_row, prompt_examples)
 
 

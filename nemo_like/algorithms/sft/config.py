@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from nemo_like.config.batching import StreamableDataConfig, batching_problems
 from nemo_like.config.errors import Problem
@@ -28,6 +28,7 @@ class SftRunConfig(RunConfig):
     sft: SftConfig = field(default_factory=SftConfig)
 
     kind: ClassVar[str] = "sft"
+    scored_rows: ClassVar[Literal["train", "validation"] | None] = "validation"
 
     @property
     def generates(self) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.text import counted, plural
-from nemo_like.data.formats import SFT_ROWS, conversation
+from nemo_like.data.formats import SFT_ROWS, RowSchema, conversation
 from nemo_like.data.jagged import EncodedRow, count_tokens
 from nemo_like.data.loader import BatchLoader
 from nemo_like.data.row_order import Curriculum
@@ -23,18 +23,16 @@ from nemo_like.training.diagnostics import (
     NUM_SAMPLES,
     Diagnostics,
     check_lengths,
+    check_num_steps,
     check_prompts_agree,
     check_texts,
     describe_plan,
     encode_sample,
 )
-from nemo_like.training.encoding import encode_conversation, encode_sft_row
-from nemo_like.training.reporting import step_warnings
+from nemo_like.training.encoding import encode_conversation, encode_sft_row, encoded_examples
 from nemo_like.training.run_data import (
     ExampleSource,
     RunData,
-    describe_run,
-    encoded_examples,
     open_curriculum,
     open_data,
     training_name,
@@ -44,13 +42,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-ROW_SCHEMA = SFT_ROWS
 encode_row = encode_conversation
 
 
-def rewarded_rows(train: Rows | None, validation: Rows | None) -> Rows | None:
-    """Return the rows whose completions the reward functions score."""
-    return validation
+def row_schemas(config: SftRunConfig) -> tuple[RowSchema, RowSchema]:
+    """Return the row formats of the training and of the validation files."""
+    return SFT_ROWS, SFT_ROWS
 
 
 def open_source(config: SftRunConfig, data: RunData | None = None) -> ExampleSource[EncodedRow]:
@@ -59,7 +56,7 @@ def open_source(config: SftRunConfig, data: RunData | None = None) -> ExampleSou
     Raises ConfigError for a missing or bad file or row.
     """
     if data is None:
-        data = open_data(config, ROW_SCHEMA)
+        data = open_data(config, *row_schemas(config))
     return ExampleSource(config, data, encode_row, encoded_examples)
 
 
@@ -94,7 +91,7 @@ def open_stream(
         seed=config.seed,
     )
     return StreamLoader(
-        encoded_examples(source.data.train, source.rows),
+        source.rows,
         stream_spec(batching, plan),
         _row_numbers,
         num_epochs=None if batching.tail == "wrap" else config.sft.max_num_epochs,
@@ -122,7 +119,7 @@ def check_rows(
     if is_streaming:
         diagnostics.add_lines("data", _describe_stream(config, len(data.train)))
     else:
-        _check_num_steps(config, source, diagnostics)
+        check_num_steps(source, diagnostics)
     for rows in (data.train, *data.validation.values()):
         encoded = encode_sample(
             rows, lambda row: encode_sft_row(encoder, config.data.train_on, row), diagnostics
@@ -176,16 +173,6 @@ def _describe_stream(config: SftRunConfig, num_rows: int) -> str:
     )
 
 
-def _check_num_steps(
-    config: SftRunConfig, source: ExampleSource[EncodedRow], diagnostics: Diagnostics
-) -> None:
-    """Describe the length of a run of fixed batches, and check that it has a step."""
-    num_steps = diagnostics.check(lambda: source.num_steps(config.sft))
-    if num_steps is not None:
-        diagnostics.add_lines("data", describe_run(config, num_steps, len(source.data.train)))
-        diagnostics.warnings += step_warnings(config, num_steps)
-
-
 def _describe_first_step(
     config: SftRunConfig,
     source: ExampleSource[EncodedRow],
@@ -224,7 +211,7 @@ def first_lengths(
     """Return the row lengths of the first steps."""
     source = open_source(config, data)
     curriculum = open_curriculum(config.data.curriculum, data.train, source.rows, progress)
-    num_batches = min(num_steps, source.num_steps(config.sft))
+    num_batches = min(num_steps, source.num_steps())
     rows = source.first_examples(num_batches, progress, curriculum)
     lengths, num_trained = count_tokens(rows)
     return RowLengths(lengths, training_name(config), is_ordered=True, num_trained=num_trained)

@@ -26,7 +26,7 @@ def run_sft(config: SftRunConfig) -> RunResult:
     source = open_source(config)
     # The workers make no plans here, so the driver reads the sizes of the model.
     loader = open_loader(config, source, open_model_spec(config))
-    return run_epochs(config.sft, source, loader, lambda: _Task(config, source, loader))
+    return run_epochs(source, loader, lambda: _Task(config, source, loader))
 
 
 class _Task:

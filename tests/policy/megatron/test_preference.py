@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_like.algorithms.dpo.loss import PreferenceLoss
+from nemo_like.algorithms.preferences.loss import PreferenceLoss
 from tests.exhaustive import usually
 from tests.policy.megatron.ranks import Step, of_model, take_steps
 from tests.policy.megatron.reference import assert_step_is

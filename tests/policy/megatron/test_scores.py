@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_like.algorithms.preferences.loss import BradleyTerryLoss
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.losses.pairs import BradleyTerryLoss
 from tests.exhaustive import usually
 from tests.policy.megatron.ranks import RecordingEngine, as_tensors, joined, of_model
 from tests.policy.preferences import PAIR_LENGTHS

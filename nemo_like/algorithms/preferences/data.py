@@ -2,56 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nemo_like.algorithms.preferences.config import PreferenceRunConfig
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.schema import EpochLoopConfig, RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.encoded_rows import EncodedRows, Examples
+from nemo_like.data.formats import RowSchema
 from nemo_like.data.jagged import EncodedRow, TokenCounts, collate, count_tokens
 from nemo_like.data.messages import Message
 from nemo_like.data.preferences import (
+    MARGIN_ROWS,
+    PREFERENCE_ROWS,
     PreferencePair,
     encode_preference,
     join_pair,
+    pair_margin,
     preference,
     split_pair,
 )
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import Rows
 from nemo_like.prediction.lengths import RowLengths
-from nemo_like.run.progress import Sample
+from nemo_like.run.progress import Progress, Sample
 from nemo_like.training.diagnostics import (
     NUM_SAMPLES,
     Diagnostics,
     check_lengths,
+    check_num_steps,
     check_texts,
     describe_plan,
     encode_sample,
 )
 from nemo_like.training.encoding import fit_row
-from nemo_like.training.reporting import step_warnings
-from nemo_like.training.run_data import ExampleSource, describe_run
+from nemo_like.training.run_data import ExampleSource, RunData, open_data, training_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from nemo_like.distributed.batched_data_dict import BatchedDataDict
 
-ExampleT = TypeVar("ExampleT")
+
+def row_schemas(config: PreferenceRunConfig) -> tuple[RowSchema, RowSchema]:
+    """Return the row formats of the training and of the validation files."""
+    schema = MARGIN_ROWS if config.kind == "rm" else PREFERENCE_ROWS
+    return schema, schema
 
 
-def encode_row(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow | None:
+def open_source(
+    config: PreferenceRunConfig, data: RunData | None = None
+) -> ExampleSource[PreferencePair]:
+    """Return the training pairs of a run, from `data` or read from the files of the config.
+
+    Raises ConfigError for a missing or bad file or row.
+    """
+    if data is None:
+        data = open_data(config, *row_schemas(config))
+    return ExampleSource(config, data, encode_row, partial(_pair_examples, config))
+
+
+def encode_row(encoder: ChatEncoder, config: PreferenceRunConfig, row: Row) -> EncodedRow | None:
     """Encode a pair as joined rows; None if `policy.oversize_rows` drops one of them.
 
     Raises ConfigError if a row is too long and `policy.oversize_rows` is error, if no token of a
     completion is left, or if both rows are equal.
     """
     rows = []
-    for name, encoded in encode_preference(encoder, row)._asdict().items():
+    encoded_pair = encode_preference(encoder, row)
+    for name, encoded in zip(("chosen", "rejected"), encoded_pair.rows, strict=True):
         fitted = fit_row(encoded, config)
         if fitted is None:
             return None
@@ -75,25 +97,28 @@ def encode_row(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow 
     return join_pair(pair)
 
 
-def rewarded_rows(train: Rows | None, validation: Rows | None) -> Rows | None:
-    """Return None: a preference run samples no completions."""
-    return None
+def _pair_examples(
+    config: PreferenceRunConfig, rows: Rows, encoded: EncodedRows
+) -> Examples[PreferencePair]:
+    """Return encoded rows as preference pairs, for a reward model with their margins."""
 
+    def pair_of(row: int, joined: EncodedRow) -> PreferencePair:
+        pair = split_pair(joined)
+        if config.kind == "rm":
+            pair = pair._replace(margin=pair_margin(rows[row]))
+        return pair
 
-def pair_examples(rows: Rows, encoded: EncodedRows) -> Examples[PreferencePair]:
-    """Return the encoded rows as preference pairs."""
-    return Examples(encoded, lambda _, joined: split_pair(joined))
+    return Examples(encoded, pair_of)
 
 
 def collate_pairs(pairs: Sequence[PreferencePair]) -> BatchedDataDict:
     """Return the batch of 2N rows of N pairs: chosen, rejected, chosen, ...
 
-    Besides the columns of `collate` it has `pair` int64 [2N], the index of the pair, and
-    `is_chosen` bool [2N].
+    Besides the columns of `collate` it has `pair` int64 [2N], the index of the pair, `is_chosen`
+    bool [2N], and `margin` float32 [2N], equal in the rows of a pair.
     """
-    rows: list[EncodedRow] = []
-    for pair in pairs:
-        rows.extend(pair)
+    rows = [row for pair in pairs for row in pair.rows]
+    margins = np.array([pair.margin for pair in pairs], dtype=np.float32)
     # The module imports torch, which `validate` does not need.
     from nemo_like.distributed.batched_data_dict import BatchedDataDict
 
@@ -102,63 +127,61 @@ def collate_pairs(pairs: Sequence[PreferencePair]) -> BatchedDataDict:
             **collate(rows),
             "pair": np.repeat(np.arange(len(pairs), dtype=np.int64), 2),
             "is_chosen": np.tile([True, False], len(pairs)),
+            "margin": np.repeat(margins, 2),
         }
     )
 
 
-def check_pairs(
-    source: ExampleSource[ExampleT],
-    limits: EpochLoopConfig,
-    pair_of: Callable[[ExampleT], PreferencePair],
+def check_rows(
+    config: PreferenceRunConfig,
+    data: RunData,
     model: PretrainedConfig | None,
     diagnostics: Diagnostics,
 ) -> None:
     """Check texts, lengths and budgets of pairs; if all are fine, plan the first step."""
     num_problems_before = len(diagnostics.problems)
-    config = source.config
-    data = source.data
+    source = open_source(config, data)
     encoder = data.encoder
     check_texts(encoder, data.train, _messages, diagnostics)
-    num_steps = diagnostics.check(lambda: source.num_steps(limits))
-    if num_steps is not None:
-        diagnostics.add_lines("data", describe_run(config, num_steps, len(data.train)))
-        diagnostics.warnings += step_warnings(config, num_steps)
+    check_num_steps(source, diagnostics)
     for rows in (data.train, *data.validation.values()):
         pairs = encode_sample(rows, lambda row: encode_preference(encoder, row), diagnostics)
         # The limit of a row holds for each of the two.
-        lengths = {index: max(_lengths(pair)) for index, pair in pairs.items()}
+        lengths = {
+            index: max(len(row.input_ids) for row in pair.rows) for index, pair in pairs.items()
+        }
         check_lengths(config, rows, lengths, diagnostics)
         if rows is data.train:
             for index in sorted(pairs)[:NUM_SAMPLES]:
                 diagnostics.samples += pair_samples(encoder, pairs[index])
     if len(diagnostics.problems) == num_problems_before:
         batch = diagnostics.check(lambda: next(source.loader())) or []
-        counts = _count_tokens([pair_of(example) for example in batch])
+        counts = _count_tokens(batch)
         describe_plan(config, "the first step", counts, model, diagnostics)
 
 
 def pair_samples(encoder: ChatEncoder, pair: PreferencePair) -> list[Sample]:
     """Return both rows of a pair for the console, the compared tokens highlighted."""
     samples = []
-    for name, row in pair._asdict().items():
+    for name, row in zip(("chosen", "rejected"), pair.rows, strict=True):
         samples.append(Sample(encoder.segments(row), notes={"completion": name}))
     return samples
 
 
-def pair_lengths(pairs: Sequence[PreferencePair], name: str) -> RowLengths:
-    """Return the lengths of the rows of pairs of the training set `name`, in their order."""
+def first_lengths(
+    config: PreferenceRunConfig, data: RunData, num_steps: int, progress: Progress
+) -> RowLengths:
+    """Return the row lengths of the first steps, those of a pair next to each other."""
+    source = open_source(config, data)
+    pairs = source.first_examples(min(num_steps, source.num_steps()), progress)
     lengths, num_trained = _count_tokens(pairs)
-    description = f"{name}, two rows per pair"
+    description = f"{training_name(config)}, two rows per pair"
     return RowLengths(lengths, description, is_ordered=True, num_trained=num_trained)
 
 
 def _count_tokens(pairs: Sequence[PreferencePair]) -> TokenCounts:
     """Count the tokens of the 2N rows of N pairs."""
-    return count_tokens([row for pair in pairs for row in pair])
-
-
-def _lengths(pair: PreferencePair) -> tuple[int, int]:
-    return len(pair.chosen.input_ids), len(pair.rejected.input_ids)
+    return count_tokens([row for pair in pairs for row in pair.rows])
 
 
 def _messages(row: Row) -> list[Message]:

@@ -1,1 +1,0 @@
-"""Preference optimization on pairs of completions: DPO, IPO and SimPO."""

@@ -1,1 +1,0 @@
-"""Training of reward models on pairs of completions (Bradley-Terry)."""
