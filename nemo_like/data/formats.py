@@ -24,8 +24,12 @@ import numpy as np
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.text import printable, shortened
 from nemo_like.data.messages import MEANT, Message, Tool, clean_message, row_tools, unknown_roles
-from nemo_like.data.row_files import UNDERSTOOD, Row, shown_json
+from nemo_like.data.row_files import Row, shown_json
 
+UNDERSTOOD = (
+    "messages [+ answer]; prompt + completion; prompt + answer; question + answer with"
+    " '#### result' (GSM8K)"
+)
 MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 """Columns that may have a list of messages."""
 _ASSISTANT_COLUMNS = ("completion", "answer", "text", "chosen", "rejected")
@@ -331,8 +335,8 @@ KNOWN_COLUMNS = (
 )
 """Columns that have a meaning, so the possible keys of `data.columns`."""
 _MISSING = object()
-_JSON_COLUMNS = ("messages", "conversations", "input_ids", "labels", "token_mask", "history")
-"""Columns of lists, which a CSV file has as JSON text."""
+_LIST_COLUMNS = ("messages", "conversations", "input_ids", "labels", "token_mask", "history")
+"""Columns that are always lists, which a CSV file has as JSON text."""
 
 
 def check_columns(columns: Mapping[str, str], key: str = "data.columns") -> None:
@@ -353,10 +357,10 @@ def known_row(row: Row, columns: Mapping[str, str]) -> Row:
     """
     if columns:
         row = _renamed(row, columns)
-    for column in _JSON_COLUMNS:
+    for column in {*_LIST_COLUMNS, *MESSAGE_COLUMNS}:
         value = row.get(column)
-        if isinstance(value, str):
-            row = {**row, column: _parsed_list(value)}
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            row = {**row, column: _parsed_list(value, column)}
     is_known = row.get("messages") is not None or row.get("prompt") is not None
     if is_known or (row.get("question") is not None and row.get("answer") is not None):
         return row
@@ -407,14 +411,23 @@ def _named_value(row: Row, name: str) -> Any:
     return value
 
 
-def _parsed_list(text: str) -> Any:
-    """Return the list of a JSON text; the text itself if it is not one."""
-    if not text.lstrip().startswith("["):
-        return text
+def _parsed_list(text: str, column: str) -> Any:
+    """Return the list of a JSON text, in a column that may be a text only one of messages; the text
+    itself if it is not one.
+    """
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return text
+    # A prompt may be a text that begins with a bracket.
+    if column in _LIST_COLUMNS or (value and all(map(_is_message, value))):
+        return value
+    return text
+
+
+def _is_message(value: object) -> bool:
+    """Return True for an object with the role of a message, also as ShareGPT names it."""
+    return isinstance(value, dict) and not value.keys().isdisjoint(("role", "from"))
 
 
 def _from_sharegpt(row: Row) -> Row:

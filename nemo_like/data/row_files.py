@@ -44,10 +44,6 @@ class Location(NamedTuple):
 LocatedRow = tuple[Location, Row | ConfigError, bytes | None]
 """(location of the row, the row or why it cannot be used, its JSON if the file has it)"""
 
-UNDERSTOOD = (
-    "messages [+ answer]; prompt + completion; prompt + answer; question + answer with"
-    " '#### result' (GSM8K)"
-)
 SUPPORTED_FILES = (
     ".jsonl, .csv (each also as .gz or .zst), .json, .parquet, or a directory with an Arrow dataset"
     " (datasets.save_to_disk) or parquet files"
@@ -188,8 +184,8 @@ def _object(value: Any, location: Location) -> Row:
     """Return `value` if it is an object; raises ConfigError otherwise."""
     if not isinstance(value, dict):
         raise ConfigError(
-            f"{location}: {shown_json(value)} is not an object with columns."
-            f" Understood: {UNDERSTOOD}"
+            f"{location}: {shown_json(value)} is not an object with columns, such as"
+            ' {"prompt": "2+2=?", "answer": "4"}'
         )
     return value
 
@@ -197,8 +193,7 @@ def _object(value: Any, location: Location) -> Row:
 def _read_csv(path: Path) -> Iterator[LocatedRow]:
     """Read the rows of a CSV file whose first line has the names of the columns.
 
-    Every value is a text, but a JSON list of messages, which any column may have, is read. A row's
-    location is its first line. Raises ConfigError for a bad header or row.
+    Every value is a text. A row's location is its first line. Raises ConfigError for a bad row.
     """
     shown = shown_path(path)
     csv.field_size_limit(_MAX_FIELD_CHARACTERS)
@@ -231,25 +226,7 @@ def _read_csv(path: Path) -> Iterator[LocatedRow]:
                     f"{location}: {len(values)} values for {len(names)} columns; a value with a"
                     ' comma or a line break is written in quotes ("), and a quote in it twice'
                 )
-            yield location, dict(zip(names, map(_value, values), strict=True)), None
-
-
-def _value(text: str) -> Any:
-    """Return the messages of a JSON list of messages; any other text itself."""
-    # Most values end here. `prompt` may be a text that begins with a bracket.
-    if not (text.startswith("[") and text.endswith("]")):
-        return text
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    is_message_list = bool(value) and all(_is_message(item) for item in value)
-    return value if is_message_list else text
-
-
-def _is_message(value: object) -> bool:
-    """Return True for an object with the role of a message, also as ShareGPT names it."""
-    return isinstance(value, dict) and not value.keys().isdisjoint(("role", "from"))
+            yield location, dict(zip(names, values, strict=True)), None
 
 
 def _read_directory(path: Path) -> Iterator[LocatedRow]:
