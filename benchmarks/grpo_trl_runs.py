@@ -264,7 +264,7 @@ def nemo_like_config(
             "num_generations_per_prompt": task.num_generations,
             "max_num_steps": num_steps,
             # TRL's constant.
-            "advantage": {"baseline": "group_mean", "normalize": "group_std", "eps": 1e-4},
+            "advantage": {"baseline": "group_mean", "normalize": "group_std"},
         },
         "loss_fn": {
             "ratio_clip_min": 0.2,

@@ -92,8 +92,8 @@ class _Part:
                 yield self._step(
                     f"{model} full rows, {name}", model, options, expected_s=60.0, rows="full"
                 )
-        for name, log_entropy in (("policy gradient", False), ("policy gradient, entropy", True)):
-            yield self._cell(name, partial(self._policy_gradient, log_entropy), 20.0)
+        for name, coefficient in (("policy gradient", 0.0), ("policy gradient, entropy", 0.01)):
+            yield self._cell(name, partial(self._policy_gradient, coefficient), 20.0)
         yield from self._chunks()
         yield from self._kernels()
         yield self._loop("padded", "sdpa", "float32", num_rows=4)
@@ -234,8 +234,8 @@ class _Part:
         )
         return time_loop(case, self._arguments.device)
 
-    def _policy_gradient(self, log_entropy: bool) -> Mapping[str, Any]:
-        loss_config = PolicyGradientLossConfig(log_entropy=log_entropy)
+    def _policy_gradient(self, coefficient: float) -> Mapping[str, Any]:
+        loss_config = PolicyGradientLossConfig(entropy_coefficient=coefficient)
         loss = ClippedPolicyGradientLoss(config=loss_config)
         case = self._case("1b", {}, "mixed")
         return time_loss(case, self._holder, self._arguments.device, loss.for_num_steps(1))

@@ -140,8 +140,6 @@ def keys_without_effect(config: GrpoRunConfig) -> Iterator[tuple[str, str]]:
     elif not loss.has_kl_in_loss:
         for name in ("reference_policy_kl_type", "reference_policy_kl_in"):
             yield name, "reference_policy_kl_penalty is 0"
-    if loss.entropy_coefficient > 0:
-        yield "log_entropy", "the entropy bonus logs the entropy already"
     kind = loss.importance_correction.kind
     if kind in _NO_CORRECTION:
         for name in ("lower", "upper"):

@@ -26,16 +26,8 @@ def data_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _filters(config: RunConfig) -> Iterator[Problem]:
-    """The filters of rows have an effect, and keep some."""
+    """The filters of rows have an effect."""
     data = config.data
-    low = data.min_pass_rate
-    high = data.max_pass_rate
-    if low is not None and high is not None and low > high:
-        yield Problem(
-            ("data.min_pass_rate", "data.max_pass_rate"),
-            f"data.min_pass_rate is {low:g} and data.max_pass_rate {high:g}, so no row is between;"
-            " exchange them",
-        )
     if data.max_prompt_tokens is not None and not config.generates:
         yield Problem(
             ("data.max_prompt_tokens",),

@@ -108,6 +108,10 @@ PROMPT_TEMPLATE = Rule(
     "a format string with {prompt} and no other field ({{ and }} stand for literal braces)",
     _is_prompt_template,
 )
+RANGE_OF_SHARES = Rule(
+    "a list of two numbers from 0 to 1, the lower one first",
+    lambda value: len(value) == 2 and 0 <= value[0] <= value[1] <= 1,
+)
 DURATION = Rule(f"{DURATION_FORMS}, above 0", _is_duration)
 
 

@@ -150,11 +150,9 @@ class PolicyGradientLossConfig:
     without gradient, from the reward of each token, so that the advantage of a token has the sum up
     to the end of the completion (PPO, REINFORCE++); this needs a log-prob pass of the policy."""
     entropy_coefficient: Annotated[float, Ge(0)] = 0.0
-    """Weight of the entropy bonus."""
-    log_entropy: bool = False
-    """Log `policy/entropy`, the exact entropy over the complete vocabulary, which takes about three
-    more passes over the logits of each chunk. An entropy bonus logs it as well.
-    `policy/entropy_estimate` costs nothing and is always logged."""
+    """Weight of the entropy bonus. Above 0 the exact entropy over the complete vocabulary is
+    computed and logged as `policy/entropy`, which takes about three more passes over the logits of
+    each chunk. `policy/entropy_estimate` costs nothing and is always logged."""
     path: Annotated[str | None, IMPORT_PATH] = None
     """Import path of a custom loss, a class or function that returns one, e.g.
     `my_package.losses.MyLoss`; null is the built-in loss. Excludes the other keys of `loss_fn` but

@@ -140,12 +140,10 @@ class SchedulerConfig:
     num_cycles: Annotated[int, Ge(1)] = 1
     """Cycles of `cosine_restarts` of equal length between warm-up and `decay_steps`."""
     batch_size_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Multiply the learning rate of each step by its batch size over `base_batch_size`, or by the
-    square root of that ratio; for steps of different size."""
+    """Multiply the learning rate of each step by its number of rows over `base_batch_size`, or by
+    the square root of that ratio; for steps of different size."""
     base_batch_size: Annotated[int | None, Ge(1)] = None
-    """Batch size for which `policy.optimizer.lr` was chosen; needed by `batch_size_scaling`."""
-    batch_size_unit: Literal["rows", "tokens"] = "rows"
-    """Unit of `base_batch_size`: rows, or tokens with loss. The loss is a mean over tokens."""
+    """Rows of a step for which `policy.optimizer.lr` was chosen; needed by `batch_size_scaling`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,7 +129,7 @@ def _default_text(field: dataclasses.Field[Any]) -> str:
     if isinstance(default, bool):
         return "true" if default else "false"
     if isinstance(default, tuple):
-        return f"[{', '.join(default)}]"
+        return f"[{', '.join(map(str, default))}]"
     return str(default)
 
 

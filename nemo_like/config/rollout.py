@@ -114,10 +114,7 @@ class EnvironmentConfig:
     """Keyword arguments of the class."""
     max_turns: Annotated[int, Ge(1)] = 8
     """Max turns of the model in one conversation. `policy.generation.max_new_tokens` limits each
-    turn."""
-    max_tokens: Annotated[int | None, Ge(2)] = None
-    """Max tokens of one conversation, prompt and observations included; null is
-    `policy.max_total_sequence_length`."""
+    turn, and `policy.max_total_sequence_length` all of them with prompt and observations."""
     timeout_s: Annotated[float | None, Gt(0)] = 60.0
     """Max seconds of the environment's steps in one conversation together. The conversation ends
     at this limit; others are not affected. null sets no limit."""
@@ -125,21 +122,9 @@ class EnvironmentConfig:
     """Processes that run the environment; each runs the steps of many conversations at the same
     time."""
 
-    def conversation_limit(self, max_total_length: int) -> int:
-        """Return the max tokens of a conversation, given `policy.max_total_sequence_length`."""
-        if self.max_tokens is None:
-            return max_total_length
-        return min(self.max_tokens, max_total_length)
 
-
-def environment_problems(
-    config: EnvironmentConfig, max_total_length: int, *, generates: bool
-) -> Iterator[Problem]:
-    """Yield the problems of `environment`.
-
-    `max_total_length` is the limit of the policy; `generates` is True if the run samples
-    completions.
-    """
+def environment_problems(config: EnvironmentConfig, *, generates: bool) -> Iterator[Problem]:
+    """Yield the problems of `environment`; `generates` is True if the run samples completions."""
     if config.path is not None and not generates:
         yield Problem(
             ("environment.path",),
@@ -152,19 +137,6 @@ def environment_problems(
             "environment.options is set, but environment.path is null, so no environment reads it:"
             " set environment.path, or remove the options",
         )
-    if config.path is None and config.max_tokens is not None:
-        yield Problem(
-            ("environment.max_tokens", "environment.path"),
-            f"environment.max_tokens is {config.max_tokens}, which has no effect while"
-            " environment.path is null: set environment.path, or max_tokens to null",
-        )
-    if config.max_tokens is not None and config.max_tokens > max_total_length:
-        yield Problem(
-            ("environment.max_tokens", "policy.max_total_sequence_length"),
-            f"environment.max_tokens is {config.max_tokens}, above"
-            f" policy.max_total_sequence_length {max_total_length}, which limits every row: lower"
-            " the first, or raise the second",
-        )
 
 
 OnError = Literal["stop", "zero", "drop"]
@@ -175,12 +147,11 @@ class RewardFunctionConfig:
     """One reward function."""
 
     path: Annotated[str, IMPORT_PATH]
-    """Import path of a function `(RewardSample) -> float`, e.g. `my_package.rewards.brevity`."""
+    """Import path of a function `(RewardSample) -> float`, e.g. `my_package.rewards.brevity`. A
+    function with the attribute `batched = True` takes a list of samples and returns one number for
+    each."""
     weight: float = 1.0
     """Weight of the function in the sum; may be negative."""
-    batched: bool = False
-    """The function takes a list of samples and returns a list, array or tensor of one number each.
-    A function with the attribute `batched = True` is one as well."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function, e.g. `{time_limit_s: 5}`."""
 

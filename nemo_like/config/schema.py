@@ -18,9 +18,9 @@ from nemo_like.config.constraints import (
     NO_EMPTY_TEXTS,
     NOT_EMPTY,
     PROMPT_TEMPLATE,
+    RANGE_OF_SHARES,
     Ge,
     Gt,
-    Le,
 )
 from nemo_like.config.errors import Problem
 from nemo_like.config.optimization import EmaConfig, LoraConfig, OptimizerConfig, SchedulerConfig
@@ -69,9 +69,6 @@ class SequencePackingConfig:
     balance: Literal["flops", "tokens", "none"] = "flops"
     """Work measure that is balanced over data-parallel ranks: FLOPs (attention included) or tokens;
     `none` assigns bins round-robin and needs an algorithm other than `balanced`."""
-    microbatch_order: Literal["packer", "largest_first"] = "packer"
-    """Order of a rank's microbatches. `largest_first` runs the microbatch with the most tokens
-    first, so that the memory allocator reaches its peak once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,10 +183,9 @@ class DataConfig:
     """Use only the first rows of each training file; null uses all."""
     max_validation_rows: Annotated[int | None, Ge(1)] = None
     """Use only the first rows of each validation file; null uses all."""
-    min_pass_rate: Annotated[float | None, Ge(0), Le(1)] = None
-    """Leave out training rows whose column `pass_rate` is below this; null keeps all."""
-    max_pass_rate: Annotated[float | None, Ge(0), Le(1)] = None
-    """Leave out training rows whose column `pass_rate` is above this; null keeps all."""
+    pass_rate_range: Annotated[tuple[float, ...], RANGE_OF_SHARES] = (0.0, 1.0)
+    """[lowest, highest]: leave out training rows whose column `pass_rate` is outside. [0, 1] keeps
+    all rows, and they need no such column."""
     max_prompt_tokens: Annotated[int | None, Ge(1)] = None
     """Leave out prompts of rollouts that have more tokens than this, as the chat template renders
     them; null keeps all."""
@@ -258,12 +254,10 @@ class ClusterConfig:
     moves them only if both together are predicted not to fit in the memory of a GPU."""
     placement_timeout_s: Annotated[float, Gt(0)] = 120.0
     """Max seconds to wait until the cluster has the requested resources."""
-    collective_timeout_s: Annotated[float, Gt(0)] = 600.0
-    """Max seconds that a worker waits for the other ranks in a collective operation."""
     progress_timeout_s: Annotated[float, Ge(0)] = 1800.0
     """Max seconds without progress (microbatch, decoding step or reward sample) of a worker; the
-    run then ends with an error that names the worker. 0 turns the check off. Must be above
-    `collective_timeout_s`."""
+    run then ends with an error that names the worker. A worker waits a third of it for the other
+    ranks in a collective operation. 0 turns the check off, and a worker waits 600 s."""
     max_restarts: Annotated[int, Ge(0)] = 10
     """Number of times in a run that workers without state of the training are restarted after their
     process died or hung: replicas of the generator, processes of the environment, and the workers
@@ -276,6 +270,14 @@ class ClusterConfig:
     time_limit: Annotated[str | None, DURATION] = None
     """Time since the start of the process after which the run finishes the current step, saves a
     checkpoint and exits with code 75: seconds, "H:MM:SS" or "D-HH:MM:SS"; null is no limit."""
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Max seconds that a worker waits for the other ranks in a collective operation.
+
+        A worker that waits for the others must not be mistaken for one that hangs.
+        """
+        return self.progress_timeout_s / 3 or 600.0
 
 
 @dataclass(frozen=True, kw_only=True)

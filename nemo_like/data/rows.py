@@ -210,10 +210,7 @@ def load_rows(
     if not len(rows):
         limit = "" if max_rows is None else f" (the first {max_rows} were requested)"
         if check.num_left_out:
-            limit = (
-                f" with a pass rate between data.min_pass_rate and data.max_pass_rate, of"
-                f" {check.num_left_out:,} rows"
-            )
+            limit = f" with a pass rate in data.pass_rate_range, of {check.num_left_out:,} rows"
         raise ConfigError(f"{key}: {shown_path(file)} has no rows{limit}")
     return dataclasses.replace(rows, format=check.format, num_left_out=check.num_left_out)
 
@@ -329,6 +326,6 @@ class PassRateFilter:
                     return self.minimum <= float(value) <= self.maximum
         raise ConfigError(
             f"column {PASS_RATE!r} is {shown_json(value)}, not a number from 0 to 1;"
-            " data.min_pass_rate and data.max_pass_rate select by it. Add it to every row, name"
-            " its column in data.columns.pass_rate, or set both to null"
+            " data.pass_rate_range selects by it. Add it to every row, name its column in"
+            " data.columns.pass_rate, or set data.pass_rate_range to [0, 1]"
         )

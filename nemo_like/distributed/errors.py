@@ -172,7 +172,7 @@ def advise(error: Exception, group: str = "") -> str:
     if is_collective_error(error) and re.search("timed? ?out", str(error), re.IGNORECASE):
         return (
             "A worker waited for the others until the timeout; if they were only slow, raise"
-            " cluster.collective_timeout_s."
+            " cluster.progress_timeout_s."
         )
     return ""
 

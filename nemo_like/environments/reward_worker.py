@@ -280,14 +280,10 @@ def _import_reward(name: str, config: RewardFunctionConfig) -> RewardFunction:
     example = "nemo_like.environments.math.answer_reward"
     key = f"reward.functions.{name}.path"
     imported = import_function(key, config.path, example, "RewardSample")
-    if not config.batched and not config.options:
+    if not config.options:
         return cast(RewardFunction, imported)
     _check_options(f"reward.functions.{name}.options", imported, config)
-    function = partial(imported, **config.options)
-    if config.batched:
-        # Set on an object of our own, and not on the user's function.
-        function.batched = True  # type: ignore[attr-defined]
-    return cast(RewardFunction, function)
+    return cast(RewardFunction, partial(imported, **config.options))
 
 
 def _check_options(key: str, function: Callable[..., Any], config: RewardFunctionConfig) -> None:
@@ -347,11 +343,8 @@ def score_each(
 
 def function_kind(function: RewardFunction) -> Literal["sync", "async", "batched"]:
     """Return how a function is called: per sample, concurrently, or once with many samples."""
-    declared = getattr(function, "batched", None)
-    if declared is None:
-        # A function with options is a partial of the user's.
-        declared = getattr(getattr(function, "func", None), "batched", False)
-    if declared:
+    # A function with options is a partial of the user's.
+    if any(getattr(each, "batched", False) for each in (function, getattr(function, "func", None))):
         return "batched"
     return "async" if iscoroutinefunction(function) else "sync"
 

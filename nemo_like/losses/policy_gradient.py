@@ -236,7 +236,7 @@ class ClippedPolicyGradientLoss:
     @property
     def needs_entropy(self) -> bool:
         """True if the loss has an entropy bonus or the entropy is a metric."""
-        return self.entropy_gradient or self.config.log_entropy
+        return self.entropy_gradient
 
     @property
     def entropy_gradient(self) -> bool:

@@ -55,7 +55,6 @@ def plan_spec(
             layout="packed",
             algorithm=packing.algorithm,
             balance=packing.balance,
-            microbatch_order=packing.microbatch_order,
             sequence_length_round=packing.sequence_length_round,
             **common,
         )

@@ -114,9 +114,8 @@ def learning_rate_scale(scheduler: SchedulerConfig, counts: GlobalCounts) -> flo
     if scheduler.batch_size_scaling == "none" or counts.num_tokens == 0:
         return 1.0
     assert scheduler.base_batch_size is not None, "checked with the config"
-    is_in_rows = scheduler.batch_size_unit == "rows"
-    batch_size = counts.num_rows if is_in_rows else counts.num_tokens
-    return batch_size_scale(batch_size, scheduler.base_batch_size, scheduler.batch_size_scaling)
+    scaling = scheduler.batch_size_scaling
+    return batch_size_scale(counts.num_rows, scheduler.base_batch_size, scaling)
 
 
 def resolve_decay_steps(config: PolicyConfig, num_optimizer_steps: int | None) -> PolicyConfig:

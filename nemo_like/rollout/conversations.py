@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 EndReason = Literal["done", "turns", "tokens", "timeout"]
 """`done`: the environment ended the conversation. The others are its limits: `environment.
-max_turns`, `environment.max_tokens` and `environment.timeout_s`."""
+max_turns`, `policy.max_total_sequence_length` and `environment.timeout_s`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +59,7 @@ class ConversationLimits:
     def from_config(cls, config: EnvironmentConfig, max_total_length: int) -> ConversationLimits:
         """Return the limits of `config`, with at most `max_total_length` tokens."""
         return cls(
-            max_turns=config.max_turns,
-            max_tokens=config.conversation_limit(max_total_length),
-            timeout_s=config.timeout_s,
+            max_turns=config.max_turns, max_tokens=max_total_length, timeout_s=config.timeout_s
         )
 
 
@@ -250,7 +248,7 @@ def check_prompt_lengths(prompts: Sequence[Prompt], limits: ConversationLimits) 
             raise ConfigError(
                 f"the prompt {shown_value(prompt.text)} has {len(prompt.token_ids)} tokens, and"
                 f" a conversation at most {limits.max_tokens}, so there is no room for a turn of"
-                " the model; raise environment.max_tokens or policy.max_total_sequence_length"
+                " the model; raise policy.max_total_sequence_length"
             )
 
 

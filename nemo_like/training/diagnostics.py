@@ -293,13 +293,6 @@ def check_prompts(
         return
     longest = _add_longest(rows, lengths, "prompts", diagnostics)
     max_length = lengths[longest]
-    conversation_limit = config.environment.max_tokens
-    if conversation_limit is not None and max_length >= conversation_limit:
-        diagnostics.problems.append(
-            f"the prompt of {rows.location(longest)} has {max_length} tokens, and"
-            f" environment.max_tokens is {conversation_limit}, so there is no room for a turn of"
-            f" the model; raise it above {max_length}"
-        )
     limit = config.policy.max_total_sequence_length
     num_above = sum(length >= limit for length in lengths.values())
     if num_above:

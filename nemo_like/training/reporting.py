@@ -310,8 +310,6 @@ class RolloutWarnings:
         key = f"policy.generation.max_new_tokens (now {max_new_tokens})"
         total = f"policy.max_total_sequence_length (now {policy.max_total_sequence_length})"
         if self._config.environment.path is not None:
-            if self._config.environment.max_tokens is not None:
-                total = f"environment.max_tokens (now {self._config.environment.max_tokens})"
             return f"{key} or {total}"
         if metrics.get("generation/completion_length_max", max_new_tokens) < max_new_tokens:
             return total

@@ -131,8 +131,8 @@ def load_set(config: RunConfig, schema: RowSchema, name: str, progress: Progress
         )
     if rows.num_left_out:
         progress.print_line(
-            f"{key}: data.min_pass_rate and data.max_pass_rate leave out {rows.num_left_out:,}"
-            f" rows, {len(rows):,} are left"
+            f"{key}: data.pass_rate_range leaves out {rows.num_left_out:,} rows, {len(rows):,} are"
+            " left"
         )
     return rows
 
@@ -152,13 +152,10 @@ def describe_mixture(mixture: Mixture) -> str:
 
 def _selection(config: RunConfig) -> PassRateFilter | None:
     """Return the filter of the training rows; None if all are kept."""
-    data = config.data
-    if data.min_pass_rate is None and data.max_pass_rate is None:
+    minimum, maximum = config.data.pass_rate_range
+    if (minimum, maximum) == (0.0, 1.0):
         return None
-    return PassRateFilter(
-        minimum=0.0 if data.min_pass_rate is None else data.min_pass_rate,
-        maximum=1.0 if data.max_pass_rate is None else data.max_pass_rate,
-    )
+    return PassRateFilter(minimum=minimum, maximum=maximum)
 
 
 def training_key(name: str) -> str:

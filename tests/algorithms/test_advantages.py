@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.algorithms.grpo.advantages import group_advantages
+from nemo_like.algorithms.grpo.advantages import EPS, group_advantages
 from nemo_like.algorithms.grpo.sections import AdvantageConfig
 from nemo_like.metrics import metric_values
 from nemo_like.rollout.rows import reward_metrics
@@ -102,9 +102,9 @@ def advantages_by_definition(rewards: list[float], config: AdvantageConfig) -> l
         baseline = statistics.fmean(rewards if config.baseline == "group_mean" else others)
         advantage = reward - baseline
         if config.normalize == "group_std":
-            advantage /= statistics.stdev(rewards) + config.eps
+            advantage /= statistics.stdev(rewards) + EPS
         elif config.normalize == "leave_one_out_std" and len(set(others)) > 1:
-            advantage /= statistics.stdev(others) + config.eps
+            advantage /= statistics.stdev(others) + EPS
         found.append(advantage if len(set(rewards)) > 1 else 0.0)
     return found
 

@@ -77,8 +77,8 @@ def test_one_key_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("key", "expected"),
     [
-        ("grpo.advantage", ["baseline", "normalize", "whiten", "components", "eps"]),
-        ("reward.functions", ["path", "weight", "batched", "options"]),
+        ("grpo.advantage", ["baseline", "normalize", "whiten", "components"]),
+        ("reward.functions", ["path", "weight", "options"]),
         ("reward.functions.answer.weight", ["weight"]),
     ],
 )

@@ -72,7 +72,8 @@ ANY_VALUES: st.SearchStrategy[Any] = st.recursive(
 
 SAMPLES: dict[Any, list[Any]] = {
     str: ["a", "my_package.function", "Q: {prompt}", "1-02:03:04", "run-1", "1e-5"],
-    tuple: [(), ("a", "b"), ("prev_logprobs",)],
+    tuple[str, ...]: [(), ("a", "b"), ("prev_logprobs",)],
+    tuple[float, ...]: [(0.0, 1.0), (0.25, 0.5)],
 }
 """Values of which the rules of the schema accept at least one."""
 
@@ -92,7 +93,7 @@ def values(annotation: Any, constraints: tuple[Any, ...] = ()) -> st.SearchStrat
         return st.dictionaries(NAMES, values(get_args(inner)[1]), max_size=2)
     for rule in constraints:
         if isinstance(rule, Rule):
-            samples = SAMPLES[get_origin(inner) or inner]
+            samples = SAMPLES[inner]
             return st.sampled_from([sample for sample in samples if rule.accepts(sample)])
     if get_origin(inner) is tuple:
         item = get_args(inner)[0]

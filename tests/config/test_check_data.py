@@ -36,10 +36,7 @@ def test_weights_name_every_set(tmp_path: Path) -> None:
             "data.train_weights has code, the training sets are train, code; give each",
         ),
         ([SETS, "data.train_weights={train: 1, code: 0}"], "code is 0.0; it must be a finite"),
-        (
-            ["data.min_pass_rate=0.9", "data.max_pass_rate=0.1"],
-            "so no row is between; exchange them",
-        ),
+        (["data.pass_rate_range=[0.9,0.1]"], "two numbers from 0 to 1, the lower one first"),
         (["data.max_prompt_tokens=5"], "this run has no rollouts; set it to null"),
     ],
 )

@@ -538,9 +538,9 @@ def check_entry(entry: Entry) -> None:
 
 
 def is_key(path: str) -> bool:
-    return path.startswith("reward.functions") or any(
-        type_at(config, path) is not None for config in RUN_CONFIGS.values()
-    )
+    if path in ("reward.functions", "reward.functions.NAME"):
+        return True
+    return any(type_at(config, path) is not None for config in RUN_CONFIGS.values())
 
 
 def is_legal(path: str, value: str) -> bool:

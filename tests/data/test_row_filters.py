@@ -52,5 +52,5 @@ def test_a_row_without_a_pass_rate_is_named(tmp_path: Path, rate: object) -> Non
 
 def test_no_row_left_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", [0, 1])
-    with pytest.raises(ConfigError, match=r"has no rows with a pass rate between .*, of 2 rows"):
+    with pytest.raises(ConfigError, match=r"has no rows with a pass rate in .*, of 2 rows"):
         load_rows(path, PROMPT_ROWS, selection=PassRateFilter(minimum=0.2, maximum=0.8))

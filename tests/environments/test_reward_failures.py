@@ -95,7 +95,9 @@ def batch_raises(samples): return [1 / (not is_bad(sample)) for sample in sample
 async def batch_async(samples):
     await asyncio.sleep(0)
     return [len(sample.completion) for sample in samples]
-batch_async.batched = True
+for function in (batch_mapping, batch, batch_array, batch_tensor, batch_hangs, batch_too_short,
+                 batch_raises, batch_async):
+    function.batched = True
 """
 
 
@@ -111,17 +113,11 @@ def _samples(*completions: str) -> list[RewardSample]:
 
 
 def _score(
-    function: str,
-    on_error: OnError,
-    *completions: str,
-    timeout_s: float | None = None,
-    batched: bool = False,
+    function: str, on_error: OnError, *completions: str, timeout_s: float | None = None
 ) -> ScoredSamples:
     """Score with the function `mine` of weight 2 and a second function."""
     functions = {
-        "mine": RewardFunctionConfig(
-            path=f"failing_rewards.{function}", weight=2.0, batched=batched
-        ),
+        "mine": RewardFunctionConfig(path=f"failing_rewards.{function}", weight=2.0),
         "good": RewardFunctionConfig(path="failing_rewards.good"),
     }
     config = RewardConfig(functions=functions, timeout_s=timeout_s, on_error=on_error)
@@ -220,7 +216,7 @@ def test_a_timeout_stops_the_run_with_the_sample() -> None:
     ],
 )
 def test_a_batched_function_gets_all_samples(function: str, values: list[float], text: str) -> None:
-    scored = _score(function, "zero", "a", "bad", "abc", batched=True)
+    scored = _score(function, "zero", "a", "bad", "abc")
     assert scored.components["mine"].tolist() == values
     for value, problem in zip(values, scored.problems, strict=True):
         assert (problem is None) == (value != 0)
@@ -228,7 +224,7 @@ def test_a_batched_function_gets_all_samples(function: str, values: list[float],
 
 
 def test_a_batched_function_that_hangs_fails_for_its_samples() -> None:
-    scored = _score("batch_hangs", "zero", "a", "bad", timeout_s=1.0, batched=True)
+    scored = _score("batch_hangs", "zero", "a", "bad", timeout_s=1.0)
     assert [problem and problem.kind for problem in scored.problems] == ["timeout", "timeout"]
     assert scored.components["good"].tolist() == [1.0, 3.0]
 

@@ -288,7 +288,6 @@ def test_the_entropy_is_computed_only_where_it_is_read():
 
     assert not needs_entropy()
     assert needs_entropy(entropy_coefficient=0.01)
-    assert needs_entropy(log_entropy=True)
 
 
 def test_the_entropy_estimate_is_the_mean_of_minus_the_logprobs():

@@ -309,7 +309,7 @@ def test_a_lost_replica_changes_no_conversation(
 def test_a_prompt_without_room_for_a_turn_is_refused(generator: Generator) -> None:
     workers = _environment("Scripted")
     collector = _collector(generator, workers, max_tokens=6)
-    with pytest.raises(ConfigError, match=r"'0\+1' has 6 tokens.*environment\.max_tokens"):
+    with pytest.raises(ConfigError, match=r"'0\+1' has 6 tokens.*max_total_sequence_length"):
         _rollout(collector, _prompts(_scripted([1])))
     workers.shutdown()
 

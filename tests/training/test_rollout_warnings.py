@@ -37,8 +37,6 @@ def test_the_key_is_that_of_the_limit_which_was_reached(recipe: Recipe) -> None:
     metrics["generation/completion_length_max"] = 20.0
     [text] = RolloutWarnings(recipe.grpo()).observe(1, metrics)
     assert "raise policy.max_total_sequence_length (now 96)" in text
-    conversation = recipe.grpo(
-        "environment.path=nemo_like.environments.included.Calculator", "environment.max_tokens=64"
-    )
+    conversation = recipe.grpo("environment.path=nemo_like.environments.included.Calculator")
     [text] = RolloutWarnings(conversation).observe(1, metrics)
-    assert "policy.generation.max_new_tokens (now 24) or environment.max_tokens (now 64)" in text
+    assert "max_new_tokens (now 24) or policy.max_total_sequence_length (now 96)" in text

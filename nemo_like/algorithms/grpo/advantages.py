@@ -19,6 +19,8 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.metrics import Mean, Metrics, Sum
 from nemo_like.rollout.rows import Rollout
 
+EPS = 1e-6
+"""Added to every standard deviation before the division."""
 _MAX_KL = 20.0
 """Limit of the magnitude of a token's log-prob difference in `kl_to_go`."""
 
@@ -70,12 +72,12 @@ def group_advantages(
     if config.baseline == "leave_one_out":
         centred = centred * (sizes / (sizes - 1))[group_of_row]
     if config.normalize == "group_std":
-        centred = centred / (std + config.eps)[group_of_row]
+        centred = centred / (std + EPS)[group_of_row]
     elif config.normalize == "leave_one_out_std":
         others_std = _std_of_others(rewards, means, std, sizes, group_of_row)
-        centred = np.where(others_std > 0, centred / (others_std + config.eps), centred)
+        centred = np.where(others_std > 0, centred / (others_std + EPS), centred)
     elif config.normalize == "batch_std":
-        centred = centred / (rewards.std(ddof=1) + config.eps)
+        centred = centred / (rewards.std(ddof=1) + EPS)
     return np.where(is_spread[group_of_row], centred, 0.0).astype(np.float32)
 
 
@@ -289,10 +291,10 @@ def rollout_advantages(
     advantage = config.grpo.advantage
     if not config.has_kl_in_reward:
         if advantage.whiten == "tokens":
-            advantages = whitened(advantages, num_trained, advantage.eps)
+            advantages = whitened(advantages, num_trained, EPS)
         elif advantage.whiten == "rows":
             is_row_trained = (num_trained > 0).astype(np.float64)
-            advantages = whitened(advantages, is_row_trained, advantage.eps)
+            advantages = whitened(advantages, is_row_trained, EPS)
         is_effective = (advantages != 0) & (num_trained > 0)
         metrics["reward/num_effective_rows"] = Sum(float(is_effective.sum()))
         return RolloutAdvantages(advantages, advantages, metrics)
@@ -305,7 +307,7 @@ def rollout_advantages(
         lengths=batch["length"],
     )
     if advantage.whiten == "tokens":
-        per_token = whitened(per_token, trained.astype(np.float64), advantage.eps)
+        per_token = whitened(per_token, trained.astype(np.float64), EPS)
     per_token = np.where(trained, per_token, 0.0).astype(np.float32)
     row_sums = np.bincount(row_of_token, weights=per_token, minlength=batch.size)
     row_means = row_sums / np.maximum(num_trained, 1.0)

@@ -154,8 +154,7 @@ def rollout_lengths(
     With an environment the turns and observations of a conversation may take all tokens left.
     """
     prompts = np.repeat(prompt_lengths, config.grpo.num_generations_per_prompt)
-    limit = config.environment.conversation_limit(config.policy.max_total_sequence_length)
-    max_completions = limit - prompts
+    max_completions = config.policy.max_total_sequence_length - prompts
     if config.environment.path is None:
         max_new_tokens = config.policy.generation.max_new_tokens
         max_completions = np.minimum(max_completions, max_new_tokens)

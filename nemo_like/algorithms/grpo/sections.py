@@ -29,7 +29,7 @@ class OverlongConfig:
     """Completions that reach the length limit (DAPO)."""
 
     filter: bool = False
-    """Give truncated completions no loss, and conversations that `environment.max_tokens` ended.
+    """Give truncated completions no loss, and conversations without room for another turn.
     Their rewards stay in the baseline of their group."""
     penalty_buffer: Annotated[int, Ge(0)] = 0
     """Tokens before `policy.generation.max_new_tokens` in which the soft penalty grows from 0 to
@@ -77,8 +77,6 @@ class AdvantageConfig:
     components: Literal["sum", "separate"] = "sum"
     """`sum` computes the advantage of the weighted sum of reward functions and models. `separate`
     computes one advantage for each of them and adds these with their weights (GDPO)."""
-    eps: Annotated[float, Gt(0)] = 1e-6
-    """Constant added to every standard deviation before the division."""
 
     def problems(self, group_size: int, num_components: int | None) -> Iterator[Problem]:
         """Yield combinations that are not defined or have no effect.

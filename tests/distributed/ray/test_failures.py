@@ -98,7 +98,7 @@ def test_exceptions_with_a_known_way_out_have_advice() -> None:
     slow = RuntimeError(
         "[.../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 60000ms for recv"
     )
-    assert "cluster.collective_timeout_s" in advise(slow)
+    assert "cluster.progress_timeout_s" in advise(slow)
     assert "train_mb_tokens" in advise(torch.OutOfMemoryError("CUDA out of memory"))
     assert "train_mb_tokens" in advise(MemoryError())
     assert advise(ValueError("CUDA")) == ""

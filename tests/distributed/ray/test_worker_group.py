@@ -35,7 +35,7 @@ LAYOUT = ParallelLayout(dp=2, tp=2)
 @pytest.fixture(scope="module")
 def cluster(two_nodes: Cluster) -> Iterator[RayVirtualCluster]:
     config = ClusterConfig(
-        num_nodes=2, workers_per_node=2, cpus_per_worker=0.5, collective_timeout_s=60
+        num_nodes=2, workers_per_node=2, cpus_per_worker=0.5, progress_timeout_s=180
     )
     with RayVirtualCluster(config) as cluster:
         yield cluster
@@ -270,7 +270,7 @@ def test_a_hung_worker_is_found_beside_calls_that_are_done(
     cluster: RayVirtualCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Repeated checks of an ended call do not restart the deadline."""
-    timeouts = dataclasses.replace(cluster.config, progress_timeout_s=3.0, collective_timeout_s=2.0)
+    timeouts = dataclasses.replace(cluster.config, progress_timeout_s=3.0)
     monkeypatch.setattr(cluster, "config", timeouts)
     group = plain_group(cluster, ParallelLayout())
     done = group.submit_all("multiply", 1)
@@ -289,7 +289,7 @@ def test_a_hung_worker_is_distinguished_from_a_slow_one(
     """One rank loops, later one is stopped; both end the call with the rank and its last
     activity.
     """
-    timeouts = dataclasses.replace(cluster.config, progress_timeout_s=5.0, collective_timeout_s=4.0)
+    timeouts = dataclasses.replace(cluster.config, progress_timeout_s=5.0)
     monkeypatch.setattr(cluster, "config", timeouts)
     group = plain_group(cluster, ParallelLayout(dp=2))
     assert group.run_all_workers("work", 8.0) == [0, 1], "a slow worker is not taken for a hung one"
