@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from nemo_like.algorithms.registry import load_any_config
 from nemo_like.config.errors import ConfigError, shown_path, similar_path_text
 from nemo_like.config.paths import resolve_policy
-from nemo_like.config.schema import PolicyConfig, RunConfig
+from nemo_like.config.schema import PolicyConfig
 from nemo_like.console import say
 from nemo_like.policy.checkpoint.hf_export import write_hf
 from nemo_like.policy.checkpoint.hf_reader import convert_gguf
@@ -99,7 +99,18 @@ def export_checkpoint(
     """
     if target.exists():
         raise ConfigError(f"{target} exists already; choose another --out or remove it first")
-    step_folder, config = _find(source, overrides, step)
+    is_step = (source / "policy").is_dir()
+    # <run>/checkpoints/step_<N>; resolved, because the step folder may be given as `.`.
+    run = source.resolve().parent.parent if is_step else source
+    if not (run / _CONFIG).is_file():
+        raise ConfigError(
+            f"{shown_path(source)} is neither a run directory with a {_CONFIG} nor a step folder"
+            f" (<run>/checkpoints/step_<N>) of one{similar_path_text(source.absolute())}"
+        )
+    if is_step and step is not None:
+        raise ConfigError(f"--step {step}: {shown_path(source)} is a step folder already")
+    config = load_any_config(run / _CONFIG, overrides)
+    step_folder = source if is_step else _find_step(Checkpointer(run, config.checkpointing), step)
     # The adapter that training started with is not read again, and may be gone.
     lora = replace(config.policy.lora, adapter_path=None)
     config = replace(config, policy=replace(config.policy, lora=lora))
@@ -114,7 +125,9 @@ def export_checkpoint(
         config = replace(config, policy=resolve_policy(config.policy, weights=lora.enabled))
         model_config = open_model_config(config)
     if lora.enabled and not adapter_only:
-        _check_frozen_model(step_folder, config)
+        # The adapters must have been trained on the weights that the config names.
+        current = frozen_models(config, policy_only=True)
+        check_frozen_models(_saved_models(step_folder), current, config, step_folder)
     try:
         with open_checkpoint(step_folder / "policy") as reader:
             if ema:
@@ -143,13 +156,12 @@ def export_checkpoint(
     return step_folder
 
 
-def _check_frozen_model(step_folder: Path, config: RunConfig) -> None:
-    """Raise ConfigError if the adapters were trained on other weights than `config` names."""
+def _saved_models(step_folder: Path) -> Mapping[str, str]:
+    """Return the identities of the frozen models of a checkpoint. Raises ConfigError."""
     try:
-        saved = TrainingState.load(step_folder).model
+        return TrainingState.load(step_folder).model
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    check_frozen_models(saved, frozen_models(config, policy_only=True), config, step_folder)
 
 
 def _write(
@@ -169,30 +181,17 @@ def _write_adapter(reader: CheckpointReader, config: PolicyConfig, directory: Pa
     write_adapter(directory, read_adapter(reader), config.lora, config.model_name)
 
 
-def _find(source: Path, overrides: Sequence[str], step: str | None) -> tuple[Path, RunConfig]:
-    """Return the step folder and the config of its run."""
-    is_step = (source / "policy").is_dir()
-    # <run>/checkpoints/step_<N>; resolved, because the step folder may be given as `.`.
-    run = source.resolve().parent.parent if is_step else source
-    if not (run / _CONFIG).is_file():
-        raise ConfigError(
-            f"{shown_path(source)} is neither a run directory with a {_CONFIG} nor a step folder"
-            f" (<run>/checkpoints/step_<N>) of one{similar_path_text(source.absolute())}"
-        )
-    config = load_any_config(run / _CONFIG, overrides)
-    if is_step:
-        if step is not None:
-            raise ConfigError(f"--step {step}: {shown_path(source)} is a step folder already")
-        return source, config
-    checkpointer = Checkpointer(run, config.checkpointing)
+def _find_step(checkpointer: Checkpointer, step: str | None) -> Path:
+    """Return the folder of `step`, or of the latest complete checkpoint. Raises ConfigError."""
     try:
         if step is not None:
-            return checkpointer.find(step), config
+            return checkpointer.find(step)
         latest = checkpointer.find_latest(lambda folder: checkpoint_problem(folder / "policy"))
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     if latest is None:
         raise ConfigError(
-            f"{shown_path(run)} has no complete checkpoint to export; give a run that has saved one"
+            f"{shown_path(checkpointer.path)} has no complete checkpoint to export; give a run that"
+            " has saved one"
         )
-    return latest.path, config
+    return latest.path

@@ -48,20 +48,20 @@ def train(config: RunConfig) -> RunResult | int:
         with stop_requests(config.cluster.time_limit):
             return ALGORITHMS[config.kind].import_run()(config)
     except (Exception, KeyboardInterrupt, RunStopped) as error:  # noqa: BLE001 (one message each)
-        return report_failure(error, config)
+        return report_failure(error, Path(config.output_dir) / config.run_name)
 
 
-def report_failure(error: BaseException, config: RunConfig | None = None) -> int:
+def report_failure(error: BaseException, run: Path | None = None) -> int:
     """Print the message for an exception that ended a command; return the exit code.
 
-    With the `config` of a run the message states whether the run can be resumed, and the traceback
+    With the directory of a run the message states whether the run can be resumed, and the traceback
     of an unexpected exception goes to the run's log.
     """
     if isinstance(error, ConfigError):
         say_error(f"error: {error}")
         return WRONG_INPUT
     if isinstance(error, KeyboardInterrupt):
-        say_error("interrupted" if config is None else f"interrupted. {_how_to_continue(config)}")
+        say_error("interrupted" if run is None else f"interrupted. {_how_to_continue(run)}")
         return INTERRUPTED
     # These import torch, and the exceptions above need a message at once.
     from nemo_like.environments.reward import RewardError
@@ -75,7 +75,7 @@ def report_failure(error: BaseException, config: RunConfig | None = None) -> int
     if isinstance(cause, (ConfigError, ClusterError, RewardError)):
         say_error(f"error: {cause}")
         return WRONG_INPUT
-    continuation = "" if config is None else f" {_how_to_continue(config)}"
+    continuation = "" if run is None else f" {_how_to_continue(run)}"
     if isinstance(cause, NonFiniteError):
         text = f"{cause}.{continuation}"
     elif isinstance(cause, (WriteError, CheckpointError)):
@@ -83,12 +83,12 @@ def report_failure(error: BaseException, config: RunConfig | None = None) -> int
     elif isinstance(error, WorkerFailure):
         text = f"{error}{continuation}"
     else:
-        text = _bug_text(error, config)
+        text = _bug_text(error, run)
     say_error("\n".join([f"error: {text}", *getattr(cause, "__notes__", ())]))
     return FAILED
 
 
-def _bug_text(error: BaseException, config: RunConfig | None) -> str:
+def _bug_text(error: BaseException, run: Path | None) -> str:
     """Return the message for an unexpected exception, after writing its traceback."""
     if isinstance(error, WorkerError):
         reason = str(error).strip()
@@ -97,14 +97,16 @@ def _bug_text(error: BaseException, config: RunConfig | None) -> str:
         first_line = str(error).strip().partition("\n")[0]
         reason = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
         trace = "".join(traceback.format_exception(error))
-    place = _write_traceback(trace, _driver_log(config))
+    place = _write_traceback(trace, run)
     return f"{shortened(reason, _MAX_REASON)}. The traceback is in {place}"
 
 
-def _write_traceback(text: str, log: Path | None) -> str:
-    """Append the traceback to `log`, or write it to a new temporary file; return the path."""
+def _write_traceback(text: str, run: Path | None) -> str:
+    """Append the traceback to the log of the run, or write it to a new file; return the path."""
     data = f"\n{text}\n".encode("utf-8", "backslashreplace")
-    if log is not None:
+    log = None if run is None else run / "logs" / "driver.log"
+    # A run that failed early has not opened its log.
+    if log is not None and log.is_file():
         try:
             with log.open("ab") as file:
                 file.write(data)
@@ -118,19 +120,10 @@ def _write_traceback(text: str, log: Path | None) -> str:
         return file.name
 
 
-def _driver_log(config: RunConfig | None) -> Path | None:
-    """Return the log of the run; None without a run or if it failed before it opened the log."""
-    if config is None:
-        return None
-    log = Path(config.output_dir) / config.run_name / "logs" / "driver.log"
-    return log if log.is_file() else None
-
-
-def _how_to_continue(config: RunConfig) -> str:
+def _how_to_continue(run: Path) -> str:
     """Return the sentence about the checkpoint that a resume continues from."""
-    latest = Path(config.output_dir) / config.run_name / "latest"
     try:
-        named = latest.read_text(encoding="utf-8").strip()
+        named = (run / "latest").read_text(encoding="utf-8").strip()
     except OSError:
         return "The run has no checkpoint; start it again from step 0."
-    return f"resume=true continues from {latest.parent / named}."
+    return f"resume=true continues from {run / named}."

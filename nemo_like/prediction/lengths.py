@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.config.text import counted
+from nemo_like.data.jagged import TokenCounts
 from nemo_like.data.planning.plan import PlanSpec, plan_batch
 
 _MAX_TOKENS = 2**40
@@ -71,8 +73,7 @@ def read_lengths(
     values = []
     locations = []
     # Lines after the limit are not parsed, so a mistake in them is no error.
-    for number, counts in islice(_records(text, shown, columns), limit):
-        location = f"{shown}:{number}"
+    for location, counts in islice(_records(text, shown, columns), limit):
         total = sum(_count(value, location, columns, text) for value in counts)
         if not 1 <= total <= _MAX_TOKENS:
             raise ConfigError(f"{location}: '{total}' is not a length; a row has at least 1 token")
@@ -84,27 +85,27 @@ def read_lengths(
     return RowLengths(np.asarray(values, np.int64), f"{shown}, {description}", locations)
 
 
-def _records(text: str, shown: str, columns: Sequence[str]) -> Iterator[tuple[int, Sequence[Any]]]:
-    """Yield the line number and the values of `columns` of each row, or the line without them."""
-    # `str.splitlines` would also split at characters that JSON does not escape.
-    lines = text.split("\n")
+def _records(text: str, shown: str, columns: Sequence[str]) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield the location of each row with the values of `columns`, or with the line itself."""
     if columns and not text.lstrip().startswith("{"):
         reader = csv.DictReader(io.StringIO(text))
         for row in reader:
-            yield reader.line_num, _cells(row, columns, f"{shown}:{reader.line_num}")
+            location = f"{shown}:{reader.line_num}"
+            yield location, _cells(row, columns, location)
         return
-    for number, line in enumerate(lines, 1):
+    # `str.splitlines` would also split at characters that JSON does not escape.
+    for number, line in enumerate(text.split("\n"), 1):
+        location = f"{shown}:{number}"
         if not line.strip():
             continue
         if not columns:
-            yield number, [line.strip()]
+            yield location, [line.strip()]
             continue
-        location = f"{shown}:{number}"
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{location}: not valid JSON: {error.msg}") from error
-        yield number, _cells(record if isinstance(record, dict) else {}, columns, location)
+        yield location, _cells(record if isinstance(record, dict) else {}, columns, location)
 
 
 def _cells(row: dict[str, Any], columns: Sequence[str], location: str) -> list[Any]:
@@ -121,21 +122,13 @@ def _count(value: object, location: str, columns: Sequence[str], text: str) -> i
     # A list, of token ids for example, is counted.
     if isinstance(value, list):
         return len(value)
-    # bool is a subclass of int, and a float is more likely another column than a length.
-    if isinstance(value, int | str) and not isinstance(value, bool):
-        try:
-            number = int(value)
-        except ValueError:
-            number = -1
-        if number >= 0:
-            return number
+    # JSON may have numbers and booleans; a float is more likely another column than a length.
+    if isinstance(value, int | str) and str(value).strip().isdecimal():
+        return int(value)
     hint = "lengths are whole numbers of tokens"
-    first = text.lstrip().partition("\n")[0]
-    if not columns and first.startswith("{"):
-        hint = "name the field of a JSONL file: --column NAME"
-    elif not columns and "," in first:
-        names = ", ".join(next(csv.reader([first])))
-        hint = f"name the column of a CSV file: --column NAME (there are {names})"
+    if not columns:
+        first = text.lstrip().partition("\n")[0]
+        hint += f"; for a CSV or JSONL file give --column NAME (the first line is {first!r})"
     raise ConfigError(f"{location}: {value!r} is not a length; {hint}")
 
 
@@ -144,10 +137,8 @@ class PastRun:
     """The recorded lengths and metrics of a run."""
 
     path: Path
-    steps: dict[int, np.ndarray]
-    """Step -> int64 [B] row lengths, in the order they were planned."""
-    num_trained: dict[int, np.ndarray]
-    """Step -> int64 [B] tokens with loss of each row, for the steps where they were recorded."""
+    steps: dict[int, TokenCounts]
+    """Step -> counts of its rows, in the order they were planned."""
     metrics: dict[int, dict[str, float]]
     """Step -> metric -> value, from metrics.jsonl."""
 
@@ -160,14 +151,12 @@ class PastRun:
 
         The last step of an epoch may have fewer rows; it would not be a typical batch.
         """
-        max_rows = max(map(len, self.steps.values()))
-        full = [step for step, lengths in self.steps.items() if len(lengths) == max_rows]
-        steps = "steps" if len(full) > 1 else "step"
-        source = f"{len(full):,} {steps} of the run {shown_path(self.path)}"
-        lengths = np.concatenate([self.steps[step] for step in full])[:limit]
-        num_trained = None
-        if all(step in self.num_trained for step in full):
-            num_trained = np.concatenate([self.num_trained[step] for step in full])[:limit]
+        max_rows = max(len(counts.lengths) for counts in self.steps.values())
+        full = [counts for counts in self.steps.values() if len(counts.lengths) == max_rows]
+        source = f"{counted(len(full), 'step')} of the run {shown_path(self.path)}"
+        lengths = np.concatenate([counts.lengths for counts in full])[:limit]
+        trained = [counts.num_trained for counts in full if counts.num_trained is not None]
+        num_trained = np.concatenate(trained)[:limit] if len(trained) == len(full) else None
         return RowLengths(lengths, source, is_ordered=True, num_trained=num_trained)
 
     def compare(self, spec: PlanSpec) -> dict[str, tuple[float, float]]:
@@ -175,23 +164,19 @@ class PastRun:
 
         The means are over the steps that have both; without such a step the result is empty.
         """
-        # A run that was killed may have planned a step without logging it.
-        steps = [
-            step
-            for step in self.steps
-            if all(name in self.metrics.get(step, {}) for name in COMPARED)
-        ]
-        if not steps:
-            return {}
+        logged = []
         planned = []
-        for step in steps:
-            plan = plan_batch(self.steps[step], spec, num_trained=self.num_trained.get(step))
-            planned.append(plan.metrics())
+        for step, counts in self.steps.items():
+            metrics = self.metrics.get(step, {})
+            # A run that was killed may have planned a step without logging it.
+            if metrics.keys() >= set(COMPARED):
+                logged.append(metrics)
+                plan = plan_batch(counts.lengths, spec, num_trained=counts.num_trained)
+                planned.append(plan.metrics())
+        if not logged:
+            return {}
         return {
-            name: (
-                fmean(self.metrics[step][name] for step in steps),
-                fmean(metrics[name] for metrics in planned),
-            )
+            name: (fmean(each[name] for each in logged), fmean(each[name] for each in planned))
             for name in COMPARED
         }
 
@@ -203,21 +188,21 @@ def read_run(path: Path) -> PastRun:
     """
     folder = path if path.is_dir() else path.parent
     recorded = folder / "plan" / "lengths.jsonl"
-    steps: dict[int, np.ndarray] = {}
-    num_trained: dict[int, np.ndarray] = {}
+    steps: dict[int, TokenCounts] = {}
     for line in _lines(recorded):
+        num_trained = line.get("num_trained")
         # A resumed run plans some steps again; the last record counts.
-        step = int(line["step"])
-        steps[step] = np.array(line["lengths"], dtype=np.int64)
-        if "num_trained" in line:
-            num_trained[step] = np.array(line["num_trained"], dtype=np.int64)
-    if not any(len(lengths) for lengths in steps.values()):
+        steps[int(line["step"])] = TokenCounts(
+            np.array(line["lengths"], dtype=np.int64),
+            None if num_trained is None else np.array(num_trained, dtype=np.int64),
+        )
+    if not any(len(counts.lengths) for counts in steps.values()):
         raise ConfigError(
             f"{shown_path(folder)} has no row lengths in {shown_path(recorded)}; give the"
             " metrics.jsonl in the directory of a run that trained a step"
         )
     metrics = {int(line["step"]): line for line in _lines(folder / "metrics.jsonl")}
-    return PastRun(folder, dict(sorted(steps.items())), num_trained, metrics)
+    return PastRun(folder, dict(sorted(steps.items())), metrics)
 
 
 def _lines(path: Path) -> Iterable[dict[str, Any]]:

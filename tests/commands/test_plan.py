@@ -282,7 +282,7 @@ def test_text_is_counted_in_the_tokenizers_tokens(demo: Path, capsys):
         ("12\n0\n", (), ("lengths.txt:2", "'0'")),
         ("12\n-3\n", (), ("lengths.txt:2", "'-3'")),
         ('{"a": 1}\n', (), ("lengths.txt:1", "--column NAME")),
-        ("a,b\n1,2\n", (), ("lengths.txt:1", "--column NAME (there are a, b)")),
+        ("a,b\n1,2\n", (), ("lengths.txt:1", "--column NAME", "a,b")),
         ("a,b\n1,2\n", ("--column", "c"), ("no column 'c'", "a, b")),
         ("a,b\n1,x\n", ("--column", "a,b"), ("lengths.txt:2", "'x'")),
         ("a,b\n1\n", ("--column", "b"), ("lengths.txt:2", "no column 'b'", "a")),
