@@ -308,14 +308,11 @@ class RowOrder(EpochOrder):
         return ", ".join(f"data.train_sets.{name}" for name, own, old in sources if own != old)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A part of an epoch that was trained on a fixed number of ranks, as plain values."""
-
-    taken: tuple[int, ...]
-    """Rows that each rank took from its shard."""
-    left: tuple[tuple[int, ...], ...]
-    """Rows of these that each rank had not trained when the part ended."""
+_Part = dict[str, Any]
+"""A part of an epoch that was trained on a fixed number of ranks, as JSON values: `taken`, the
+number of rows that each rank took from its shard, and `left`, the rows of these that each rank had
+not trained when the part ended.
+"""
 
 
 class ShardedOrder(EpochOrder):
@@ -354,10 +351,7 @@ class ShardedOrder(EpochOrder):
             "rank": self.rank,
             "num_ranks": self.num_ranks,
             "position": self._position,
-            "history": [
-                {"taken": list(part.taken), "left": [list(rows) for rows in part.left]}
-                for part in self._history
-            ],
+            "history": self._history,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -400,17 +394,13 @@ class ShardedOrder(EpochOrder):
             )
         for state in states:
             self._check(state)
-        left = [tuple(map(int, rows)) for rows in untrained] or [()] * len(states)
-        part = _Part(tuple(int(state["position"]) for state in states), tuple(left))
-        self._restore(states[0], 0, part)
+        left = [list(map(int, rows)) for rows in untrained]
+        taken = [int(state["position"]) for state in states]
+        self._restore(states[0], 0, {"taken": taken, "left": left})
 
     def _restore(self, state: Mapping[str, Any], position: int, *new_parts: _Part) -> None:
         self._epoch = int(state["epoch"])
-        self._history = [
-            _Part(tuple(part["taken"]), tuple(map(tuple, part["left"])))
-            for part in state["history"]
-        ]
-        self._history += new_parts
+        self._history = [*state["history"], *new_parts]
         self._order = self._order_of_epoch()
         self._position = position
 
@@ -467,10 +457,10 @@ def _check_group(states: Sequence[Mapping[str, Any]]) -> None:
 def _rows_after(rows: np.ndarray, part: _Part) -> np.ndarray:
     """Return the rows of an order, int64, that are untrained after `part`: first those taken."""
     is_taken = np.zeros(len(rows), dtype=bool)
-    for rank, num_taken in enumerate(part.taken):
-        own = np.arange(rank, len(rows), len(part.taken))
+    for rank, num_taken in enumerate(part["taken"]):
+        own = np.arange(rank, len(rows), len(part["taken"]))
         is_taken[own[:num_taken]] = True
-    left = np.array([row for rows in part.left for row in rows], dtype=np.int64)
+    left = np.array([row for rows in part["left"] for row in rows], dtype=np.int64)
     return np.concatenate([left, rows[~is_taken]])
 
 
