@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nemo_like.config.loss import PolicyGradientLossConfig
-from nemo_like.config.optimization import LoraConfig
+from nemo_like.config.optimization import AdapterConfig
 from nemo_like.config.schema import OptimizerConfig, PolicyConfig, SequencePackingConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
@@ -136,7 +136,7 @@ def measure(arguments: argparse.Namespace, case: str) -> dict[str, float]:
     """Take the steps of one case in this process; return its peaks in MB."""
     num_tokens = int(arguments.tokens)
     is_lora = case != "full"
-    lora = LoraConfig(
+    lora = AdapterConfig(
         enabled=is_lora, rank=arguments.rank, quantization="nf4" if case == "nf4" else "none"
     )
     config = PolicyConfig(
@@ -174,7 +174,7 @@ def measure(arguments: argparse.Namespace, case: str) -> dict[str, float]:
         activation_checkpointing=config.activation_checkpointing,
         chunk_size=config.chunk_size("cpu"),
         has_reference=not is_lora,
-        lora=lora if is_lora else None,
+        adapter=config.adapter,
     )
     measured = {
         "live": live.peak,

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from nemo_like.config.optimization import LoraConfig
+from nemo_like.config.optimization import AdapterConfig
 
 _STDS = (1e-4, 3e-4, 1e-3)
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--model", type=Path, required=True, help="directory of the model")
     arguments = parser.parse_args(argv)
-    lora = LoraConfig(enabled=True, rank=16, alpha=32.0)
+    lora = AdapterConfig(enabled=True, rank=16, alpha=32.0)
     num_weights = 0
     num_changed = dict.fromkeys(_STDS, 0)
     errors = dict.fromkeys(_STDS, 0.0)

@@ -1,8 +1,11 @@
-"""Integer division rounded up, the multiples and divisors around a number, and a check."""
+"""Integer division rounded up, the multiples and divisors around a number, indices of
+blocks, and a check.
+"""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -39,6 +42,12 @@ def ceil_div(value: Integers, divisor: int) -> Integers:
 def round_up(value: Integers, multiple: int) -> Integers:
     """Round integers, of any array shape, up to multiples of `multiple`. Example: 7, 4 -> 8."""
     return ceil_div(value, multiple) * multiple
+
+
+def block_index(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of the block of `shape` at `offset`. Example: (2, 0), (3, 4) -> 2:5, 0:4."""
+    pairs = zip(offset, shape, strict=True)
+    return tuple(slice(start, start + length) for start, length in pairs)
 
 
 def nearest_multiples(value: int, unit: int) -> str:

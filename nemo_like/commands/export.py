@@ -7,12 +7,11 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import PretrainedConfig
 
 from nemo_like.algorithms.registry import load_any_config
@@ -23,38 +22,17 @@ from nemo_like.console import say
 from nemo_like.policy.checkpoint.hf_export import write_hf
 from nemo_like.policy.checkpoint.hf_reader import convert_gguf
 from nemo_like.policy.checkpoint.sharded_reader import (
-    WEIGHT,
     CheckpointReader,
     checkpoint_problem,
     open_checkpoint,
 )
-from nemo_like.policy.lora import ADAPTER_DIRECTORY, open_merged, read_adapter, write_adapter
+from nemo_like.policy.lora import ADAPTER_DIRECTORY, open_merged, write_adapter
 from nemo_like.policy.optim import NonFiniteError
 from nemo_like.run.checkpoint import Checkpointer, CheckpointError, TrainingState
 from nemo_like.run.files import WriteError, remove_link, system_error_number
 from nemo_like.training.model_files import check_frozen_models, frozen_models, open_model_config
 
 _CONFIG = "config.yaml"
-
-
-class SavedWeights:
-    """The weights of an open checkpoint, read one at a time."""
-
-    def __init__(self, reader: CheckpointReader) -> None:
-        self._reader = reader
-
-    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the full shape of each weight by Hugging Face name."""
-        return self._reader.shapes
-
-    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield each name with its weight, float32 [*shape] as in `weight_shapes`."""
-        for name in names:
-            shape = self._reader.shapes[name]
-            # A block that starts at 0 and has the full shape is the complete tensor.
-            start = [0] * len(shape)
-            weight = self._reader.read(f"{WEIGHT}/{name}", start, shape)
-            yield name, weight
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -90,8 +68,8 @@ def export_checkpoint(
 
     `source` is a run directory (its latest checkpoint is exported, or that of `step`: a number or
     `best`) or a step folder. With `ema` the weights are their averages. `overrides` change keys of
-    the run's config, e.g. `policy.model_name` if the model has moved. With `adapter_only` the LoRA
-    adapter alone is written.
+    the run's config, e.g. `policy.model_name` if the model has moved. With `adapter_only` only
+    the adapter is written.
 
     Raises ConfigError if `source` is neither, for an incomplete checkpoint, for a `target` that
     exists or cannot be written, for weights that are not finite, and for `adapter_only` without an
@@ -165,20 +143,20 @@ def _saved_models(step_folder: Path) -> Mapping[str, str]:
 
 
 def _write(
-    reader: CheckpointReader, model_config: PretrainedConfig, config: PolicyConfig, directory: Path
+    reader: CheckpointReader, model_config: PretrainedConfig, policy: PolicyConfig, directory: Path
 ) -> None:
-    """Write the model of an open checkpoint; of one with LoRA adapters merged, and the adapters."""
-    if not config.lora.enabled:
-        write_hf(SavedWeights(reader), model_config, config, directory)
+    """Write the model of an open checkpoint; of one with adapters merged, and the adapters."""
+    if policy.adapter is None:
+        write_hf(reader, model_config, policy, directory)
         return
-    with open_merged(config.model_name, model_config, config.lora, reader) as merged:
-        write_hf(merged, model_config, config, directory)
-    _write_adapter(reader, config, directory / ADAPTER_DIRECTORY)
+    with open_merged(policy, model_config, reader) as merged:
+        write_hf(merged, model_config, policy, directory)
+    _write_adapter(reader, policy, directory / ADAPTER_DIRECTORY)
 
 
-def _write_adapter(reader: CheckpointReader, config: PolicyConfig, directory: Path) -> None:
-    """Write the LoRA adapters of an open checkpoint in the format of PEFT."""
-    write_adapter(directory, read_adapter(reader), config.lora, config.model_name)
+def _write_adapter(reader: CheckpointReader, policy: PolicyConfig, directory: Path) -> None:
+    """Write the adapters of an open checkpoint in the format of PEFT."""
+    write_adapter(directory, dict(reader.full_weights(reader.shapes)), policy)
 
 
 def _find_step(checkpointer: Checkpointer, step: str | None) -> Path:

@@ -43,7 +43,7 @@ from nemo_like.training.diagnostics import Diagnostics, Report
 from nemo_like.training.generation_backends import generation_backend
 from nemo_like.training.model_files import (
     RewardModelFiles,
-    lora_line,
+    adapter_line,
     open_encoder,
     open_model_config,
     open_reward_model,
@@ -175,9 +175,9 @@ def _describe_model(config: RunConfig, model: PretrainedConfig, diagnostics: Dia
     if max_positions:
         sizes += f", positions up to {max_positions:,}"
     diagnostics.add_lines("model", f"{config.policy.model_name}: {model.model_type}, {sizes}")
-    if config.policy.lora.enabled:
-        spec = ModelSpec.from_config(model, config.policy.model_name)
-        diagnostics.add_lines("model", lora_line(config.policy.lora, spec))
+    line = adapter_line(config.policy, ModelSpec.from_config(model, config.policy.model_name))
+    if line is not None:
+        diagnostics.add_lines("model", line)
     limit = config.policy.max_total_sequence_length
     if max_positions and limit > max_positions:
         diagnostics.warnings.append(

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from functools import reduce
 
 from nemo_like.config.check_sections import (
+    adapter_problems,
     data_problems,
-    lora_problems,
     optimization_problems,
     reward_model_problems,
 )
@@ -55,7 +55,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
     problems = [
         *_batching_modes(config),
         *_compilation(config),
-        *lora_problems(config),
+        *adapter_problems(config),
         *_timeouts(config),
         *_cluster(config),
         *_environment(config),

@@ -61,7 +61,7 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names)
 
 
-def lora_problems(config: RunConfig) -> Iterator[Problem]:
+def adapter_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield the problems of `policy.lora` that do not depend on the model."""
     lora = config.policy.lora
     if lora.enabled and not lora.target_modules:
@@ -96,7 +96,7 @@ def lora_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _weight_sync(config: RunConfig) -> Iterator[Problem]:
     lora = config.policy.lora
-    sends_adapters = lora.sends_adapters(config.policy.precision)
+    sends_adapters = config.policy.sends_adapters
     if lora.weight_sync == "adapter" and not lora.enabled:
         yield Problem(
             ("policy.lora.weight_sync", "policy.lora.enabled"),

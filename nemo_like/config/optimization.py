@@ -16,7 +16,7 @@ ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig:
+class AdapterConfig:
     """LoRA: the weights of the model are frozen, and every target layer gets a low-rank update. Its
     output is W x + scale B A x with A [rank, inputs] and B [outputs, rank].
     """
@@ -58,17 +58,6 @@ class LoraConfig:
     the policy. An update then has far fewer bytes, and small changes are not lost in the rounding
     of bfloat16 weights; decoding computes the adapters as well. `auto` is `adapter` in bfloat16,
     and `merged` in float32, with `quantization`, and above rank 512."""
-
-    def sends_adapters(self, precision: str) -> bool:
-        """Return True if weight updates of the generator have the adapters alone.
-
-        `precision` is `policy.precision`.
-        """
-        if not self.enabled:
-            return False
-        if self.weight_sync != "auto":
-            return self.weight_sync == "adapter"
-        return precision == "bfloat16" and not self.is_quantized and self.rank <= MAX_VLLM_RANK
 
     @property
     def scale(self) -> float:

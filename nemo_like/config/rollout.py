@@ -25,7 +25,7 @@ class HFGenerationConfig:
 
     @property
     def max_adapter_rank(self) -> int | None:
-        """Largest rank of a LoRA adapter; None is no limit."""
+        """Largest rank of an adapter; None is no limit."""
         return None
 
 

@@ -23,7 +23,13 @@ from nemo_like.config.constraints import (
     Gt,
 )
 from nemo_like.config.errors import Problem
-from nemo_like.config.optimization import EmaConfig, LoraConfig, OptimizerConfig, SchedulerConfig
+from nemo_like.config.optimization import (
+    MAX_VLLM_RANK,
+    AdapterConfig,
+    EmaConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+)
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.rollout import EnvironmentConfig, GenerationConfig, RewardConfig
 from nemo_like.config.text import counted
@@ -140,13 +146,40 @@ class PolicyConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    lora: AdapterConfig = field(default_factory=AdapterConfig)
     freeze: Annotated[tuple[str, ...], NO_EMPTY_TEXTS] = ()
     """Weights that are not trained: patterns on their Hugging Face names, e.g.
     `[model.embed_tokens.*, "model.layers.[0-7].*"]`. They have no gradient and no optimizer state,
     and are stored in `policy.precision`."""
     ema: EmaConfig = field(default_factory=EmaConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
+
+    @property
+    def adapter(self) -> AdapterConfig | None:
+        """The adapters that are trained in place of the weights; None without."""
+        return self.lora if self.lora.enabled else None
+
+    @property
+    def sends_adapters(self) -> bool:
+        """True if weight updates of the generator have the adapters alone."""
+        adapter = self.adapter
+        if adapter is None:
+            return False
+        if adapter.weight_sync != "auto":
+            return adapter.weight_sync == "adapter"
+        is_possible = not adapter.is_quantized and adapter.rank <= MAX_VLLM_RANK
+        return self.precision == "bfloat16" and is_possible
+
+    def frozen(self, model_name: str) -> PolicyConfig:
+        """Return the settings of `model_name` as a model that is not trained."""
+        return replace(
+            self,
+            model_name=model_name,
+            optimizer=OptimizerConfig(),
+            lora=AdapterConfig(),
+            ema=EmaConfig(),
+            freeze=(),
+        )
 
     def chunk_size(self, device_type: str) -> int:
         """Return `logprob_chunk_size`, or its default on a device type of torch."""

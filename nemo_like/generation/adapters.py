@@ -1,4 +1,4 @@
-"""LoRA adapters that a generator receives."""
+"""Adapters that a generator receives."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from nemo_like.config.optimization import LoraConfig
-from nemo_like.models.adapters import adapter_names, can_have_adapter
+from nemo_like.config.optimization import AdapterConfig
+from nemo_like.models.adapters import adapter_shapes, can_have_adapter
 from nemo_like.models.pretrained import load_model_config
 from nemo_like.models.spec import ModelSpec
 
@@ -28,53 +28,45 @@ Shapes = dict[str, tuple[int, ...]]
 class AdapterSettings:
     """The adapters of a model."""
 
-    lora: LoraConfig
+    config: AdapterConfig
     shapes: Shapes
     has_experts: bool = False
     """The model is a mixture of experts."""
 
     @classmethod
-    def of_files(cls, lora: LoraConfig, model_name: str) -> AdapterSettings:
+    def of_files(cls, adapter: AdapterConfig, model_name: str) -> AdapterSettings:
         """Return the adapters of the model `model_name`, of which only config.json is read."""
         config = load_model_config(model_name)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         has_experts = ModelSpec.from_config(config).moe is not None
-        return cls(lora, adapter_shapes(model, lora), has_experts)
+        layers = {name: tuple(module.weight.shape) for name, module in _targets(model, adapter)}
+        return cls(adapter, adapter_shapes(layers, adapter), has_experts)
 
 
-def adapter_shapes(model: PreTrainedModel, lora: LoraConfig) -> Shapes:
-    """Return the shapes of A and B of all adapters by name; `model` may be on the meta device."""
-    shapes: Shapes = {}
-    for name, module in _targets(model, lora):
-        num_outputs, num_inputs = module.weight.shape
-        names = adapter_names(f"{name}.weight")
-        shapes[names.a] = (lora.rank, num_inputs)
-        shapes[names.b] = (num_outputs, lora.rank)
-    return shapes
-
-
-def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
+def add_adapters(model: PreTrainedModel, adapter: AdapterConfig) -> Shapes:
     """Let all target layers of `model` compute W x + scale B A x; A and B are 0 at first.
 
-    They have the device and the dtype of the weight, and are frozen.
+    They have the device and the dtype of the weight, and are frozen. Returns their shapes by name.
     """
-    for _, module in list(_targets(model, lora)):
-        num_outputs, num_inputs = module.weight.shape
+    layers: Shapes = {}
+    for name, module in list(_targets(model, adapter)):
+        num_outputs, num_inputs = layers[name] = tuple(module.weight.shape)
         options: dict[str, Any] = {
             "bias": False,
             "device": module.weight.device,
             "dtype": module.weight.dtype,
         }
         adapted: Any = module
-        adapted.lora_A = nn.Linear(num_inputs, lora.rank, **options).requires_grad_(False)
-        adapted.lora_B = nn.Linear(lora.rank, num_outputs, **options).requires_grad_(False)
+        adapted.lora_A = nn.Linear(num_inputs, adapter.rank, **options).requires_grad_(False)
+        adapted.lora_B = nn.Linear(adapter.rank, num_outputs, **options).requires_grad_(False)
         torch.nn.init.zeros_(adapted.lora_A.weight)
         torch.nn.init.zeros_(adapted.lora_B.weight)
-        adapted.forward = partial(_adapted_linear, adapted, lora.scale)
+        adapted.forward = partial(_adapted_linear, adapted, adapter.scale)
+    return adapter_shapes(layers, adapter)
 
 
-def _targets(model: PreTrainedModel, lora: LoraConfig) -> Iterator[tuple[str, nn.Linear]]:
+def _targets(model: PreTrainedModel, adapter: AdapterConfig) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the layers with an adapter by name; these are the layers of the policy."""
     spec = ModelSpec.from_config(model.config)
     modules: Iterator[tuple[str, nn.Module]] = model.named_modules()
@@ -82,7 +74,7 @@ def _targets(model: PreTrainedModel, lora: LoraConfig) -> Iterator[tuple[str, nn
         is_inner = _INNER.search(name) is not None
         if not isinstance(module, nn.Linear) or not is_inner:
             continue
-        if can_have_adapter(name, spec) and lora.is_target(name):
+        if can_have_adapter(name, spec) and adapter.is_target(name):
             yield name, module
 
 

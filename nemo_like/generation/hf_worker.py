@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from nemo_like.config.model_directory import require_model_directory
-from nemo_like.config.optimization import LoraConfig
+from nemo_like.config.optimization import AdapterConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.generation.adapters import Shapes, adapter_shapes, add_adapters
+from nemo_like.generation.adapters import Shapes, add_adapters
 from nemo_like.generation.hf_decoding import DecodedRow, DecodingBatch, declared_end_token_ids
 from nemo_like.generation.requests import (
     Completions,
@@ -55,12 +55,12 @@ class HFGenerationWorker:
         precision: str = "float32",
         batch_size: int = 64,
         end_token_ids: Sequence[int] = (),
-        lora: LoraConfig | None = None,
+        adapter: AdapterConfig | None = None,
     ) -> None:
         """Load model and tokenizer.
 
-        With `lora` a weight update has either all weights or the adapters alone, which are 0 until
-        the first.
+        With `adapter` a weight update has either all weights or the adapters alone, which are 0
+        until the first.
         `end_token_ids` end a completion in addition to those that model and tokenizer declare. The
         chat template may end a turn with a token that neither declares, such as `<|im_end|>` of
         Qwen2.5 base models.
@@ -86,9 +86,8 @@ class HFGenerationWorker:
         nn.Module.to(self.model, self._device)
         self._adapter_shapes: Shapes = {}
         """Shapes of the adapters by name; empty without adapters."""
-        if lora is not None:
-            self._adapter_shapes = adapter_shapes(self.model, lora)
-            add_adapters(self.model, lora)
+        if adapter is not None:
+            self._adapter_shapes = add_adapters(self.model, adapter)
         self._host_weights = HostWeights(
             self.model, self._device, pinned=self._device.type == "cuda"
         )

@@ -50,9 +50,10 @@ from nemo_like.weight_sync.transfer import NamedTensors, WeightReceiver
 ADAPTER_ID = 1
 
 
-def adapter_request() -> LoRARequest:
-    """Return the option of a request that uses the adapter; vLLM reads no file for it."""
-    return LoRARequest(lora_name="policy", lora_int_id=ADAPTER_ID, lora_path="in memory")
+def request_options() -> dict[str, Any]:
+    """Return the options of a request that uses the adapter; vLLM reads no file for it."""
+    adapter = LoRARequest(lora_name="policy", lora_int_id=ADAPTER_ID, lora_path="in memory")
+    return {"lora_request": adapter}
 
 
 def engine_options(adapters: AdapterSettings) -> dict[str, Any]:
@@ -62,7 +63,9 @@ def engine_options(adapters: AdapterSettings) -> dict[str, Any]:
         "enable_lora": True,
         "max_loras": 1,
         # vLLM pads the rank to one of a few sizes.
-        "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= adapters.lora.rank),
+        "max_lora_rank": min(
+            rank for rank in get_args(MaxLoRARanks) if rank >= adapters.config.rank
+        ),
         # Other layers compute without the overhead of adapters. vLLM finds q_proj in its qkv_proj.
         "lora_target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
     }
@@ -76,7 +79,7 @@ class WorkerAdapter:
         self._manager = model_runner.lora_manager._adapter_manager
         self._dtype: torch.dtype = model_runner.lora_config.lora_dtype
         self._model = model_runner.get_model()
-        self._lora = adapters.lora
+        self._config = adapters.config
         self._shapes = adapters.shapes
         self._coverage: UpdateCoverage | None = None
         self._tensors: dict[str, Tensor] = {}
@@ -112,11 +115,11 @@ class WorkerAdapter:
         """Replace the adapter by one with these matrices, [*shape] each on the CPU."""
         mapper = getattr(self._model, "hf_to_vllm_mapper", None)
         helper = PEFTHelper(
-            r=self._lora.rank,
+            r=self._config.rank,
             # Declared as an integer, and only divided.
-            lora_alpha=self._lora.alpha,  # pyright: ignore[reportArgumentType]
-            target_modules=list(self._lora.target_modules),
-            use_rslora=self._lora.use_rslora,
+            lora_alpha=self._config.alpha,  # pyright: ignore[reportArgumentType]
+            target_modules=list(self._config.target_modules),
+            use_rslora=self._config.use_rslora,
         )
         adapter = LoRAModel.from_lora_tensors(
             ADAPTER_ID,

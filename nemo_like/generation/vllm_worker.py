@@ -16,7 +16,7 @@ import torch
 from transformers import GenerationConfig
 
 from nemo_like.config.model_directory import require_model_directory
-from nemo_like.config.optimization import LoraConfig
+from nemo_like.config.optimization import AdapterConfig
 from nemo_like.config.rollout import VLLMGenerationConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
@@ -39,7 +39,6 @@ from nemo_like.weight_sync.channel import BucketMessage, ChannelSpec, Endpoint, 
 if TYPE_CHECKING:
     from vllm import RequestOutput
     from vllm import SamplingParams as VLLMSamplingParams
-    from vllm.lora.request import LoRARequest
 
 _SCORE_PRIORITY = -1
 """vLLM runs requests with lower numbers first; the requests of the driver have 0."""
@@ -64,15 +63,15 @@ class VLLMGenerationWorker:
         precision: str = "float32",
         end_token_ids: Sequence[int] = (),
         can_sleep: bool = False,
-        lora: LoraConfig | None = None,
+        adapter: AdapterConfig | None = None,
         seed: int = 0,
     ) -> None:
         """Start the engine.
 
         `end_token_ids` end a completion in addition to those that model and tokenizer declare.
-        `can_sleep` allows `offload` on a GPU that is shared with the policy. With `lora` a weight
-        update has either all weights or the adapters alone, which are 0 until the first. Raises
-        ConfigError if vLLM is not installed, or has no adapters for the model.
+        `can_sleep` allows `offload` on a GPU that is shared with the policy. With `adapter` a
+        weight update has either all weights or the adapters alone, which are 0 until the first.
+        Raises ConfigError if vLLM is not installed, or has no adapters for the model.
         """
         require_model_directory("policy.model_name", model_name)
         torch.set_num_threads(context.num_threads)
@@ -84,7 +83,7 @@ class VLLMGenerationWorker:
         require_model_directory("policy.tokenizer_name", tokenizer_name, weights=False)
         self._end_ids = sorted({*end_token_ids, *_declared_end_ids(model_name, tokenizer_name)})
         others = active_children()
-        adapters = None if lora is None else AdapterSettings.of_files(lora, model_name)
+        adapters = None if adapter is None else AdapterSettings.of_files(adapter, model_name)
         self._llm = start_engine(
             config,
             is_cpu=self._is_cpu,
@@ -102,8 +101,14 @@ class VLLMGenerationWorker:
         if started:
             self._call_ranks("ignore_interrupts")
         self._engine = self._llm.llm_engine
-        self._lora_request = None if adapters is None else self._start_adapter(adapters)
+        self._request_options: dict[str, Any] = {}
         """With which every request is computed."""
+        if adapters is not None:
+            # Imported on demand: vLLM is an optional dependency.
+            from nemo_like.generation.vllm_extension import request_options
+
+            self._call_ranks("start_adapter", adapters)
+            self._request_options = request_options()
         self._rank = context.rank
         self._is_updating = False
         self._is_cache_old = False
@@ -129,9 +134,7 @@ class VLLMGenerationWorker:
                 stop_token_ids=self._end_ids,
             )
             prompt = vllm_prompt(requests.prompt_ids[row])
-            self._engine.add_request(
-                str(request_id), prompt, params, lora_request=self._lora_request
-            )
+            self._engine.add_request(str(request_id), prompt, params, **self._request_options)
 
     def poll(self, max_seconds: float) -> GenerationProgress:
         """See `GenerationWorkerProtocol.poll`."""
@@ -259,14 +262,6 @@ class VLLMGenerationWorker:
         self._children.close()
         self._engine.engine_core.shutdown()
 
-    def _start_adapter(self, adapters: AdapterSettings) -> LoRARequest:
-        """Set an adapter that is 0; return the option of the requests that use it."""
-        # Imported on demand: vLLM is an optional dependency.
-        from nemo_like.generation.vllm_extension import adapter_request
-
-        self._call_ranks("start_adapter", adapters)
-        return adapter_request()
-
     def _call_ranks(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the extension on every tensor-parallel rank; results in rank order."""
         with self._children.explaining():
@@ -306,7 +301,7 @@ class VLLMGenerationWorker:
                 names[-1],
                 vllm_prompt(row),
                 params,
-                lora_request=self._lora_request,
+                **self._request_options,
                 priority=_SCORE_PRIORITY,
             )
         outputs: dict[str, RequestOutput] = {}

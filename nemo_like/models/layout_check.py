@@ -191,7 +191,7 @@ def frozen_weights(patterns: Sequence[str], names: Mapping[str, str]) -> frozens
     if frozen == set(names.values()):
         raise ConfigError(
             f"{_KEY} matches all {len(frozen)} weights of the model, so nothing would be trained;"
-            " remove a pattern, or train adapters (policy.lora.enabled)"
+            " remove a pattern, or train adapters"
         )
     return frozenset(frozen)
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nemo_like.models.spec import SCORE_WEIGHT, ModelSpec
 
@@ -97,33 +97,47 @@ def weight_sizes(spec: ModelSpec) -> dict[str, int] | None:
     return sizes if sum(sizes.values()) == spec.num_params else None
 
 
-def _layer_sizes(spec: ModelSpec) -> dict[str, int]:
+class LinearLayer(NamedTuple):
+    """A linear layer of a decoder layer, without its bias."""
+
+    num_inputs: int
+    num_outputs: int
+    is_row_parallel: bool = False
+    """Tensor parallelism shards the inputs and not the outputs."""
+
+
+def linear_layers_of(spec: ModelSpec) -> dict[str, LinearLayer]:
+    """Return the linear layers of one decoder layer of a Llama, by the ends of their names."""
     hidden = spec.hidden_size
     query = spec.num_heads * spec.head_dim
     key = spec.num_kv_heads * spec.head_dim
     width = spec.intermediate_size
-    sizes = {
-        "input_layernorm.weight": hidden,
-        "post_attention_layernorm.weight": hidden,
-        "self_attn.q_proj.weight": hidden * query,
-        "self_attn.k_proj.weight": hidden * key,
-        "self_attn.v_proj.weight": hidden * key,
-        "self_attn.o_proj.weight": query * hidden,
-        "mlp.gate_proj.weight": hidden * width,
-        "mlp.up_proj.weight": hidden * width,
-        "mlp.down_proj.weight": width * hidden,
+    return {
+        "self_attn.q_proj": LinearLayer(hidden, query),
+        "self_attn.k_proj": LinearLayer(hidden, key),
+        "self_attn.v_proj": LinearLayer(hidden, key),
+        "self_attn.o_proj": LinearLayer(query, hidden, is_row_parallel=True),
+        "mlp.gate_proj": LinearLayer(hidden, width),
+        "mlp.up_proj": LinearLayer(hidden, width),
+        "mlp.down_proj": LinearLayer(width, hidden, is_row_parallel=True),
     }
-    if spec.has_qkv_bias:
-        sizes["self_attn.q_proj.bias"] = query
-        sizes["self_attn.k_proj.bias"] = key
-        sizes["self_attn.v_proj.bias"] = key
-    if spec.has_output_bias:
-        sizes["self_attn.o_proj.bias"] = hidden
+
+
+def _layer_sizes(spec: ModelSpec) -> dict[str, int]:
+    hidden = spec.hidden_size
+    layers = linear_layers_of(spec)
+    sizes = {"input_layernorm.weight": hidden, "post_attention_layernorm.weight": hidden}
+    has_bias = {
+        "self_attn.q_proj": spec.has_qkv_bias,
+        "self_attn.k_proj": spec.has_qkv_bias,
+        "self_attn.v_proj": spec.has_qkv_bias,
+        "self_attn.o_proj": spec.has_output_bias,
+    }
+    for name, layer in layers.items():
+        sizes[f"{name}.weight"] = layer.num_inputs * layer.num_outputs
+        if has_bias.get(name, spec.has_mlp_bias):
+            sizes[f"{name}.bias"] = layer.num_outputs
     if spec.has_qk_norm:
         sizes["self_attn.q_norm.weight"] = spec.head_dim
         sizes["self_attn.k_norm.weight"] = spec.head_dim
-    if spec.has_mlp_bias:
-        sizes["mlp.gate_proj.bias"] = width
-        sizes["mlp.up_proj.bias"] = width
-        sizes["mlp.down_proj.bias"] = hidden
     return sizes

@@ -1,5 +1,4 @@
-"""What both engines do with decoder layers: recomputation, torch.compile, frozen weights, LoRA
-adapters.
+"""What both engines do with decoder layers: recomputation, torch.compile, frozen weights.
 
 Activation checkpointing of decoder layers, for both engines: what is saved and what recomputed.
 
@@ -19,8 +18,7 @@ layer becomes several graphs, or with activation checkpointing, which cannot be 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -33,7 +31,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from nemo_like.config.optimization import LoraConfig
 from nemo_like.models.layout_check import frozen_weights
 
 SAVED_OPERATORS = frozenset(
@@ -146,21 +143,3 @@ def frozen_names(model: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
     for name, weight in model.named_parameters(remove_duplicate=False):
         names[name] = name_of[weight]
     return frozen_weights(patterns, names)
-
-
-class LoraState:
-    """State that all adapters of a model share."""
-
-    def __init__(self, config: LoraConfig) -> None:
-        self.scale = config.scale
-        self.is_enabled = True
-
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
-        """Return a context in which the model computes without adapters."""
-        before = self.is_enabled
-        self.is_enabled = False
-        try:
-            yield
-        finally:
-            self.is_enabled = before

@@ -15,13 +15,20 @@ from torch import Tensor
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
+from nemo_like.policy.checkpoint import sharded
 from nemo_like.policy.checkpoint.hf_export import write_hf
-from nemo_like.policy.checkpoint.sharded import HostBuffers, PendingSave
+from nemo_like.policy.checkpoint.sharded import Block, HostBuffers, PendingSave
+from nemo_like.policy.checkpoint.sharded_reader import (
+    EMA,
+    MOMENTS,
+    CheckpointReader,
+    States,
+    open_checkpoint,
+)
 from nemo_like.policy.collectives import gather_objects, gather_rows, sum_floats, sum_over
-from nemo_like.policy.decoder_layers import LoraState
 from nemo_like.policy.device import ComputeClock
 from nemo_like.policy.inputs.model_inputs import ModelInputs, TokenLogprobs
-from nemo_like.policy.lora import ADAPTER_DIRECTORY, write_adapter
+from nemo_like.policy.lora import ADAPTER_DIRECTORY, AdapterState, write_adapter
 from nemo_like.policy.offload import HostMemory, keep_freed_memory
 from nemo_like.policy.optim import LARGEST, Masters, WeightEma, all_within, clip_factor
 from nemo_like.sampling_filter import SamplingFilter
@@ -50,6 +57,9 @@ class EngineGroups(Protocol):
 
 class EngineOptimizer(Protocol):
     """Gradients and AdamW state of one rank's shards."""
+
+    has_moments: bool
+    """True after the first step."""
 
     def reduce_gradients(self) -> None:
         """Sum gradients over all ranks that contribute to them; called once before a step."""
@@ -108,7 +118,7 @@ class Engine(ABC, Generic[OptimizerT]):
         self._axes = groups
         self._optimizer: OptimizerT | None = None
         self.ema: WeightEma | None = None
-        self._lora: LoraState | None = None
+        self._adapter_state: AdapterState | None = None
         self._spec: ModelSpec | None = None
         if device.type == "cpu":
             keep_freed_memory()
@@ -160,17 +170,22 @@ class Engine(ABC, Generic[OptimizerT]):
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return Hugging Face name -> full shape of each distinct weight, in a fixed order.
 
-        A tied weight appears once. LoRA adapters are part of the weights that they change.
+        A tied weight appears once. Adapters are part of the weights that they change.
         """
         ...
 
     @abstractmethod
-    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name -> full shape of both matrices of each LoRA adapter, in a fixed order.
+    def saved_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return name -> full shape of each tensor in checkpoints, in a fixed order.
 
-        The names are from `adapter_names`. Empty for a model without adapters.
+        These are all weights; of a model with adapters both matrices of each, named by
+        `adapter_names`, and a score head.
         """
         ...
+
+    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return `saved_shapes` of a model with adapters; empty without."""
+        return {} if self._adapter_state is None else self.saved_shapes()
 
     @abstractmethod
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
@@ -207,10 +222,19 @@ class Engine(ABC, Generic[OptimizerT]):
         """Return this rank's shard of each weight in a fixed order, with the shape of the shard."""
         ...
 
-    @abstractmethod
-    def resident_tensors(self) -> Iterable[Tensor]:
-        """Return the plain tensors, [...] each, of this rank's weights and optimizer state."""
-        ...
+    def resident_tensors(self) -> Iterator[Tensor]:
+        """Yield the plain tensors, [...] each, of this rank's weights and optimizer state.
+
+        Some share memory, as float32 weights and their masters.
+        """
+        for weight in self.local_weights():
+            yield weight.detach()
+        if self._optimizer is not None:
+            for _, master in self.masters():
+                yield master
+            yield from self._optimizer.moments()
+        if self.ema is not None:
+            yield from self.ema.shards.values()
 
     @abstractmethod
     def frozen_weights(self) -> Iterable[Tensor]:
@@ -324,13 +348,13 @@ class Engine(ABC, Generic[OptimizerT]):
         return total == 0
 
     def base_model(self) -> AbstractContextManager[None]:
-        """Return a context in which `run` computes the model without its LoRA adapters.
+        """Return a context in which `run` computes the model without its adapters.
 
         Only for forward passes. Raises RuntimeError for a model without adapters.
         """
-        if self._lora is None:
-            raise RuntimeError("this model has no LoRA adapters (policy.lora.enabled is false)")
-        return self._lora.disabled()
+        if self._adapter_state is None:
+            raise RuntimeError("this model has no adapters (policy.lora.enabled is false)")
+        return self._adapter_state.disabled()
 
     def sum_over_dp(self, values: Sequence[float]) -> list[float]:
         """Sum each value over the dp ranks, in float64."""
@@ -367,32 +391,71 @@ class Engine(ABC, Generic[OptimizerT]):
         # An all-reduce, because the ranks' own collectives obey the collective timeout.
         sum_floats([0.0], self._axes.world, self.device)
 
-    @abstractmethod
     def save(self, directory: Path, *, in_background: bool) -> PendingSave:
         """Write this rank's shard of weights and optimizer state, of a frozen engine the weights.
 
-        Of a model with LoRA adapters these are written, and not its frozen weights.
-
-        With `in_background` a thread writes copies of them, and training may continue. The
-        checkpoint is complete after `PendingSave.finish`, which every rank calls.
+        Of a model with adapters these are written, and not its frozen weights. With `in_background`
+        a thread writes copies of them, and training may continue. The checkpoint is complete after
+        `PendingSave.finish`, which every rank calls.
         """
+        has_moments = self._optimizer is not None and self._optimizer.has_moments
+        states = dict(self._optimizer_states()) if has_moments else {}
+        if self.ema is not None:
+            states[EMA] = self._trained_names()
+        return sharded.save(
+            directory,
+            self._blocks(),
+            rank=self.rank,
+            num_optimizer_steps=self.num_optimizer_steps,
+            barrier=self.barrier,
+            has_moments=has_moments,
+            shapes=self.saved_shapes(),
+            states=states,
+            buffers=self.save_buffers,
+            in_background=in_background,
+        )
+
+    def load(self, directory: Path) -> None:
+        """Restore in place what `save` wrote, in any layout and by either engine.
+
+        A checkpoint without moments restarts the optimizer. Raises CheckpointError for a directory
+        that is no such checkpoint, ConfigError for one of another model.
+        """
+        with open_checkpoint(directory) as reader:
+            reader.check_model(self.saved_shapes())
+            if self._optimizer is not None and reader.has_moments:
+                reader.check_states(self._optimizer_states())
+            self._restore(reader)
+            self.num_optimizer_steps = reader.num_optimizer_steps
+        self.constant_memory.discard_copies()
+
+    @abstractmethod
+    def _trained_names(self) -> list[str]:
+        """Return the Hugging Face names of the tensors that the optimizer updates, on all ranks."""
+        ...
+
+    def _optimizer_states(self) -> States:
+        """Return kind of state -> names of the tensors that have it after a step."""
+        return dict.fromkeys(MOMENTS, self._trained_names())
+
+    @abstractmethod
+    def _blocks(self) -> Iterable[Block]:
+        """Return this rank's blocks of weights, averages and optimizer state; all ranks iterate."""
         ...
 
     @abstractmethod
-    def load(self, directory: Path) -> None:
-        """Read what `save` wrote, in any layout and by either engine."""
+    def _restore(self, reader: CheckpointReader) -> None:
+        """Read this rank's part of a checkpoint of this model."""
         ...
 
     def export_hf(self, directory: Path) -> None:
-        """Write a transformers model directory on rank 0; LoRA adapters also in `adapter`."""
+        """Write a transformers model directory on rank 0; adapters also in `adapter`."""
         write_hf(self, self.model_config, self.config, directory, is_writer=self.rank == 0)
-        if self._lora is None:
+        if self._adapter_state is None:
             return
         adapters = self._gather_adapters()
         if self.rank == 0:
-            write_adapter(
-                directory / ADAPTER_DIRECTORY, adapters, self.config.lora, self.config.model_name
-            )
+            write_adapter(directory / ADAPTER_DIRECTORY, adapters, self.config)
 
     def offload(self) -> None:
         """Move weights and optimizer state to host memory; does nothing on CPU."""

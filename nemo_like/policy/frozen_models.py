@@ -22,7 +22,6 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
 from nemo_like.device_transfer import start_copy_to_host, wait_for_copies
 from nemo_like.integer_math import round_up
@@ -80,7 +79,7 @@ class ReferenceModel:
 
 
 class BaseModelReference:
-    """The policy without its LoRA adapters; it never changes and needs no engine of its own."""
+    """The policy without its adapters; it never changes and needs no engine of its own."""
 
     def __init__(self, policy: Engine) -> None:
         self.engine = policy
@@ -92,7 +91,7 @@ class BaseModelReference:
     def update(self, policy: Engine) -> None:
         """Raise ValueError: the weights of the model are frozen."""
         raise ValueError(
-            "the reference of a policy with LoRA adapters is the model without them, which cannot"
+            "the reference of a policy with adapters is the model without them, which cannot"
             " be updated; set grpo.reference_update_period to 0"
         )
 
@@ -125,17 +124,6 @@ class WorkerSave:
             for name, record in self._reference.finish().items():
                 records[f"{_DIRECTORY}/{name}"] = record
         return records
-
-
-def teacher_config(policy: PolicyConfig, model_name: str) -> PolicyConfig:
-    """Return the settings of a teacher beside `policy`: those that a frozen model has."""
-    return PolicyConfig(
-        model_name=model_name,
-        engine=policy.engine,
-        precision=policy.precision,
-        logprob_chunk_size=policy.logprob_chunk_size,
-        compile=policy.compile,
-    )
 
 
 class Teachers:

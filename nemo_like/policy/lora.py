@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +31,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.model_directory import hub_name, require_model_directory
-from nemo_like.config.optimization import ALL_LINEAR, LoraConfig
+from nemo_like.config.optimization import ALL_LINEAR, AdapterConfig
+from nemo_like.config.schema import PolicyConfig
+from nemo_like.integer_math import block_index
 from nemo_like.models.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -39,18 +41,38 @@ from nemo_like.models.adapters import (
     PREFIX,
     SCORE_MODULE,
     adapter_names,
+    check_matrices,
     is_adapter,
+    stored_shapes,
 )
 from nemo_like.models.output_head import meta_model
 from nemo_like.models.spec import SCORE_WEIGHT
-from nemo_like.models.weight_files import read_shapes
+from nemo_like.models.weight_files import Shape
 from nemo_like.policy.checkpoint.hf_reader import ModelFiles, TensorFiles, check_values, open_model
-from nemo_like.policy.checkpoint.sharded_reader import WEIGHT, CheckpointReader
+from nemo_like.policy.checkpoint.sharded_reader import CheckpointReader
 from nemo_like.policy.optim import NonFiniteError
 from nemo_like.run.files import finish_library_file, reporting_write_errors, write_json
 
 ADAPTER_DIRECTORY = "adapter"
 """Directory of the adapter inside an exported model."""
+
+
+class AdapterState:
+    """State that all adapters of a model share."""
+
+    def __init__(self, config: AdapterConfig) -> None:
+        self.scale = config.scale
+        self.is_enabled = True
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Return a context in which the model computes without adapters."""
+        before = self.is_enabled
+        self.is_enabled = False
+        try:
+            yield
+        finally:
+            self.is_enabled = before
 
 
 def initial_matrix(name: str, shape: tuple[int, int], seed: int) -> Tensor:
@@ -67,11 +89,9 @@ def initial_matrix(name: str, shape: tuple[int, int], seed: int) -> Tensor:
     return matrix
 
 
-def write_adapter(
-    directory: Path, tensors: Mapping[str, Tensor], lora: LoraConfig, model_name: str
-) -> None:
-    """Write the adapter of `model_name`; `tensors` are A [rank, inputs] and B [outputs, rank] by
-    name, and of a reward model its score head.
+def write_adapter(directory: Path, tensors: Mapping[str, Tensor], policy: PolicyConfig) -> None:
+    """Write the adapter of `policy.model_name`; `tensors` are A [rank, inputs] and
+    B [outputs, rank] by name, and of a reward model its score head.
 
     Raises WriteError if a file cannot be written, and NonFiniteError for NaN or infinity.
     """
@@ -88,24 +108,24 @@ def write_adapter(
         directory.mkdir(parents=True, exist_ok=True)
         save_file(stored, path, metadata={"format": "pt"})
     finish_library_file(path)
-    write_json(directory / ADAPTER_CONFIG, adapter_config(lora, model_name, tensors))
+    write_json(directory / ADAPTER_CONFIG, _peft_settings(policy, tensors))
 
 
-def adapter_config(lora: LoraConfig, model_name: str, names: Iterable[str]) -> dict[str, object]:
+def _peft_settings(policy: PolicyConfig, names: Collection[str]) -> dict[str, object]:
     """Return the contents of PEFT's `adapter_config.json`; `names` has the name of every tensor."""
-    names = list(names)
+    adapter = policy.lora
     has_score_head = SCORE_WEIGHT in names
-    targets = lora.target_modules
+    targets = adapter.target_modules
     if ALL_LINEAR in targets:
         # PEFT gives adapters to experts too where it reads `all-linear`.
         targets = sorted({name.split(".")[-3] for name in names if is_adapter(name)})
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if has_score_head else "CAUSAL_LM",
-        "base_model_name_or_path": hub_name(model_name) or model_name,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "use_rslora": lora.use_rslora,
+        "base_model_name_or_path": hub_name(policy.model_name) or policy.model_name,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "use_rslora": adapter.use_rslora,
         "target_modules": list(targets),
         "lora_dropout": 0.0,
         "bias": "none",
@@ -118,41 +138,34 @@ def adapter_config(lora: LoraConfig, model_name: str, names: Iterable[str]) -> d
 
 @contextmanager
 def open_merged(
-    model_name: str, model_config: PretrainedConfig, lora: LoraConfig, reader: CheckpointReader
+    policy: PolicyConfig, model_config: PretrainedConfig, reader: CheckpointReader
 ) -> Iterator[MergedWeights]:
-    """Open the weights of `model_name` with the adapters of a checkpoint.
+    """Open the weights of `policy.model_name` with the adapters of a checkpoint.
 
     Weights that the run had in 4 bits are rounded in the same way. Raises ConfigError if a file of
     the model is missing or of another shape.
     """
     model = meta_model(model_config)
-    with open_model(model_name) as files:
-        yield MergedWeights(files, model, reader, lora)
-
-
-def read_adapter(reader: CheckpointReader) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint with adapters by name, float32 [*shape] each.
-
-    They are the matrices of all adapters, and the score head of a reward model.
-    """
-    tensors = {}
-    for name, shape in reader.shapes.items():
-        tensors[name] = reader.read(f"{WEIGHT}/{name}", (0,) * len(shape), shape)
-    return tensors
+    with open_model(policy.model_name) as files:
+        yield MergedWeights(files, model, reader, policy.lora)
 
 
 class MergedWeights:
     """The weights of a model with the adapters of a checkpoint, read one at a time."""
 
     def __init__(
-        self, files: ModelFiles, model: PreTrainedModel, reader: CheckpointReader, lora: LoraConfig
+        self,
+        files: ModelFiles,
+        model: PreTrainedModel,
+        reader: CheckpointReader,
+        adapter: AdapterConfig,
     ) -> None:
         """`model` may be on the meta device; only names and shapes of its weights are used."""
         self._files = files
         self._reader = reader
-        self._scale = lora.scale
+        self._scale = adapter.scale
         self._quantized: set[str] = set()
-        if lora.is_quantized:
+        if adapter.is_quantized:
             require_library()
             self._quantized = {f"{layer}.weight" for layer in quantized_layers(model)}
         self._shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
@@ -176,7 +189,7 @@ class MergedWeights:
         """Yield each name with W + scale B A, float32 [*shape] as in `weight_shapes`."""
         for name in names:
             if name not in self._stored_names:
-                yield name, self._read(name)
+                yield from self._reader.full_weights([name])
                 continue
             shape = self._shapes[name]
             start = (0,) * len(shape)
@@ -185,91 +198,55 @@ class MergedWeights:
                 weight = rounded(weight)
             pair = adapter_names(name)
             if pair.a in self._reader.shapes:
-                matrix_a, matrix_b = (self._read(each) for each in pair)
+                matrix_a, matrix_b = (matrix for _, matrix in self._reader.full_weights(pair))
                 weight = torch.addmm(weight, matrix_b, matrix_a, alpha=self._scale)
             yield name, weight
 
-    def _read(self, name: str) -> Tensor:
-        """Read a complete tensor of the checkpoint, float32 [*shape]."""
-        shape = self._reader.shapes[name]
-        return self._reader.read(f"{WEIGHT}/{name}", (0,) * len(shape), shape)
 
-
-_KEY = "policy.lora.adapter_path"
-Shape = tuple[int, ...]
 ReadBlock = Callable[[str, Shape, Shape], Tensor]
 """`read(name, offset, shape)` returns a block of the matrix `name`, float32 [*shape] on the CPU."""
 
 
 @contextmanager
-def open_initial(lora: LoraConfig, shapes: Mapping[str, Shape], seed: int) -> Iterator[ReadBlock]:
+def open_initial(
+    adapter: AdapterConfig, shapes: Mapping[str, Shape], seed: int
+) -> Iterator[ReadBlock]:
     """Open the values with which the training of adapters starts.
 
     `shapes` are the full shapes of the matrices of all ranks by name. Without
     `policy.lora.adapter_path` the values come from `initial_matrix`. Raises ConfigError for an
     adapter of other layers or shapes.
     """
-    if lora.adapter_path is None:
+    if adapter.adapter_path is None:
         yield partial(_random_block, shapes, seed)
         return
-    require_model_directory(_KEY, lora.adapter_path)
-    path = Path(lora.adapter_path) / ADAPTER_WEIGHTS
-    _check_shapes(path, shapes)
-    files = TensorFiles()
-    try:
-        yield partial(_stored_block, files, path)
-    finally:
-        files.close()
+    require_model_directory("policy.lora.adapter_path", adapter.adapter_path)
+    check_matrices(adapter, shapes)
+    with closing(TensorFiles()) as files:
+        yield partial(_stored_block, files, Path(adapter.adapter_path) / ADAPTER_WEIGHTS)
 
 
-def stored_head(lora: LoraConfig, hidden_size: int) -> dict[str, Tensor]:
+def stored_head(adapter: AdapterConfig, hidden_size: int) -> dict[str, Tensor]:
     """Return the score head of the adapter with which training starts, float32 [1, D] by name.
 
     It is empty without `policy.lora.adapter_path`, and for an adapter without a score head, such
     as the head of a language model. Raises ConfigError for a head of another shape.
     """
-    if lora.adapter_path is None:
+    if adapter.adapter_path is None:
         return {}
-    path = Path(lora.adapter_path) / ADAPTER_WEIGHTS
     shape = (1, hidden_size)
-    stored = _read_shapes(path).get(PREFIX + SCORE_WEIGHT)
+    stored = stored_shapes(adapter).get(SCORE_WEIGHT)
     if stored is None:
         return {}
+    path = Path(adapter.adapter_path) / ADAPTER_WEIGHTS
     if stored != shape:
         raise ConfigError(
-            f"{_KEY}: {shown_path(path)} has {PREFIX}{SCORE_WEIGHT} as {stored}, and a reward model"
-            f" needs {shape}; give the adapter of a model with one label and this hidden size"
+            f"policy.lora.adapter_path: {shown_path(path)} has {PREFIX}{SCORE_WEIGHT} as {stored},"
+            f" and a reward model needs {shape}; give the adapter of a model with one label and"
+            " this hidden size"
         )
-    files = TensorFiles()
-    try:
+    with closing(TensorFiles()) as files:
         return {SCORE_WEIGHT: _stored_block(files, path, SCORE_WEIGHT, (0, 0), shape)}
-    finally:
-        files.close()
-
-
-def _check_shapes(path: Path, shapes: Mapping[str, Shape]) -> None:
-    """Raise ConfigError unless the file has exactly the matrices of `shapes`, and at most a score
-    head besides.
-    """
-    stored = _read_shapes(path)
-    stored.pop(PREFIX + SCORE_WEIGHT, None)
-    expected = {PREFIX + name: tuple(shape) for name, shape in shapes.items()}
-    for name in sorted(expected.keys() | stored.keys()):
-        if expected.get(name) == stored.get(name):
-            continue
-        raise ConfigError(
-            f"{_KEY}: {shown_path(path)} has {name} as {stored.get(name)}, and the model needs"
-            f" {expected.get(name)}; check policy.model_name, policy.lora.rank and"
-            " policy.lora.target_modules"
-        )
-
-
-def _read_shapes(path: Path) -> dict[str, Shape]:
-    """Return the shapes of the tensors of the file. Raises ConfigError for a damaged one."""
-    try:
-        return read_shapes(path)
-    except ValueError as error:
-        raise ConfigError(f"{_KEY}: {shown_path(path)} {error}") from error
 
 
 def _random_block(
@@ -278,16 +255,13 @@ def _random_block(
     """Return a block [*shape] of the initial values of a matrix, float32 on the CPU."""
     num_rows, num_columns = shapes[name]
     full = initial_matrix(name, (num_rows, num_columns), seed)
-    return full.narrow(0, offset[0], shape[0]).narrow(1, offset[1], shape[1])
+    return full[block_index(offset, shape)]
 
 
 def _stored_block(files: TensorFiles, path: Path, name: str, offset: Shape, shape: Shape) -> Tensor:
     """Read a block [*shape] of a matrix of the adapter, as float32 on the CPU."""
     block = torch.empty(shape, dtype=torch.float32)
-    index = []
-    for start, length in zip(offset, shape, strict=True):
-        index.append(slice(start, start + length))
-    files.read_into(block, path, PREFIX + name, index)
+    files.read_into(block, path, PREFIX + name, block_index(offset, shape))
     check_values(block, path, PREFIX + name)
     return block
 

@@ -58,7 +58,7 @@ class PolicyWorker:
 
     Every method is called on all ranks.
 
-    `DTensorPolicyWorker` and `MegatronPolicyWorker` choose the engines.
+    `EngineWorker` loads the models.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PolicyWorker:
         reference: Engine | None,
         teachers: Sequence[Engine] = (),
     ) -> None:
-        """`reference` is `policy` itself if the reference is the policy without LoRA adapters."""
+        """`reference` is `policy` itself if the reference is the policy without adapters."""
         self.config = config
         self.engine = policy
         self._reference: ReferenceModel | BaseModelReference | None = None
@@ -80,9 +80,7 @@ class PolicyWorker:
             self.engines.append(reference)
         self._logprobs = LogprobStore()
         self.teachers = Teachers(teachers, policy)
-        self._weights = WeightSender(
-            policy, adapters_only=config.lora.sends_adapters(config.precision)
-        )
+        self._weights = WeightSender(policy, adapters_only=config.sends_adapters)
         self._skipped: list[SkippedStep] = []
         self._trained_logprobs: Jagged | None = None
         self._pending_save: WorkerSave | None = None

@@ -8,40 +8,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from nemo_like.config.optimization import LoraConfig
+from nemo_like.config.optimization import AdapterConfig
 from nemo_like.config.schema import CUDA_CHUNK_TOKENS, ActivationCheckpointing, PolicyConfig
+from nemo_like.models.adapters import can_have_adapter
 from nemo_like.models.spec import ModelSpec
-from nemo_like.models.weight_files import weight_sizes
+from nemo_like.models.weight_files import LinearLayer, linear_layers_of, weight_sizes
 from nemo_like.parallel_layout import EngineName, ParallelLayout
 
 
-class _Layer(NamedTuple):
-    """A linear layer that can have an adapter."""
-
-    num_inputs: int
-    num_outputs: int
-    is_row_parallel: bool = False
-    """Tensor parallelism shards the inputs and not the outputs."""
-
-
-def num_adapter_params(spec: ModelSpec, lora: LoraConfig) -> int:
+def num_adapter_params(spec: ModelSpec, adapter: AdapterConfig) -> int:
     """Return the number of parameters of all adapters.
 
     It is 0 for a model whose layers are not named as in Llama.
     """
-    return round(spec.num_layers * Placement(lora=lora).adapter_params(spec))
-
-
-def trained_head_params(spec: ModelSpec) -> int:
-    """Return the parameters that are trained besides the adapters: the head of a reward model."""
-    return spec.head_params if spec.head == "scores" else 0
+    return round(spec.num_layers * Placement(adapter=adapter).adapter_params(spec))
 
 
 def matrix_sizes(spec: ModelSpec) -> list[int]:
-    """Return the values of each matrix of a layer; `policy.lora.quantization` applies to them."""
-    return [layer.num_inputs * layer.num_outputs for layer in _layers(spec).values()]
+    """Return the values of each matrix of a layer that can have 4 bits per value."""
+    return [layer.num_inputs * layer.num_outputs for layer in linear_layers_of(spec).values()]
 
 
 def frozen_share(spec: ModelSpec, patterns: Sequence[str]) -> float:
@@ -62,26 +49,6 @@ def frozen_share(spec: ModelSpec, patterns: Sequence[str]) -> float:
     return frozen / sum(sizes.values())
 
 
-def _layers(spec: ModelSpec) -> dict[str, _Layer]:
-    """Return the linear layers of a decoder layer that can have an adapter."""
-    hidden = spec.hidden_size
-    query = spec.num_heads * spec.head_dim
-    key = spec.num_kv_heads * spec.head_dim
-    width = spec.intermediate_size
-    layers = {
-        "self_attn.q_proj": _Layer(hidden, query),
-        "self_attn.k_proj": _Layer(hidden, key),
-        "self_attn.v_proj": _Layer(hidden, key),
-        "self_attn.o_proj": _Layer(query, hidden, is_row_parallel=True),
-    }
-    if spec.moe is None:
-        # In MoE models only attention has adapters.
-        layers["mlp.gate_proj"] = _Layer(hidden, width)
-        layers["mlp.up_proj"] = _Layer(hidden, width)
-        layers["mlp.down_proj"] = _Layer(width, hidden, is_row_parallel=True)
-    return layers
-
-
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """Parallel layout, engine and memory-related settings of a model."""
@@ -94,7 +61,7 @@ class Placement:
     """Tokens per chunk in which logits are computed."""
     has_reference: bool = False
     """A frozen copy of the initial model is kept beside the policy. Adapters need no copy."""
-    lora: LoraConfig | None = None
+    adapter: AdapterConfig | None = None
     """The adapters that are trained instead of the weights."""
     optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
     freeze: tuple[str, ...] = ()
@@ -122,12 +89,12 @@ class Placement:
 
     @property
     def has_adapters(self) -> bool:
-        return self.lora is not None
+        return self.adapter is not None
 
     @property
     def has_quantized_weights(self) -> bool:
         """True if the frozen matrices of layers have 4 bits per value."""
-        return self.lora is not None and self.lora.is_quantized and self.engine == "dtensor"
+        return self.adapter is not None and self.adapter.is_quantized and self.engine == "dtensor"
 
     def adapter_params(self, spec: ModelSpec) -> float:
         """Return the adapter parameters of one layer on one tensor-parallel rank.
@@ -162,14 +129,16 @@ class Placement:
 
     @property
     def _rank(self) -> int:
-        return 0 if self.lora is None else self.lora.rank
+        return 0 if self.adapter is None else self.adapter.rank
 
-    def _targets(self, spec: ModelSpec) -> list[_Layer]:
+    def _targets(self, spec: ModelSpec) -> list[LinearLayer]:
         """Return the layers that have an adapter."""
-        lora = self.lora
-        if lora is None:
-            return []
-        return [layer for name, layer in _layers(spec).items() if lora.is_target(name)]
+        targets = []
+        for name, layer in linear_layers_of(spec).items():
+            is_possible = self.adapter is not None and can_have_adapter(f".{name}", spec)
+            if is_possible and self.adapter.is_target(name):
+                targets.append(layer)
+        return targets
 
 
 def policy_placement(
@@ -188,8 +157,8 @@ def policy_placement(
         activation_checkpointing=policy.activation_checkpointing,
         engine=policy.engine,
         chunk_size=policy.chunk_size(device_type),
-        has_reference=needs_reference and not policy.lora.enabled,
-        lora=policy.lora if policy.lora.enabled else None,
+        has_reference=needs_reference and policy.adapter is None,
+        adapter=policy.adapter,
         optimizer=policy.optimizer.name,
         freeze=policy.freeze,
         has_ema=policy.ema.enabled,

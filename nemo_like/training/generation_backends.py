@@ -56,7 +56,7 @@ class HFBackend(Backend):
     def peak_bytes(self, config: PolicyConfig, spec: ModelSpec, device_bytes: float) -> float:
         """See `Backend.peak_bytes`.
 
-        The memory has the weights, LoRA adapters that are not merged into them, the KV cache of a
+        The memory has the weights, adapters that are not merged into them, the KV cache of a
         batch of rows of the maximum length (a layer's cache twice while it grows), and the logits
         of one step in float32, twice for sampling.
         """
@@ -69,9 +69,8 @@ class HFBackend(Backend):
         cache = (spec.num_layers + 1) * kv_values * num_value_bytes * num_positions
         logits = 2 * 4 * num_rows * spec.vocab_size
         num_params = spec.num_params
-        lora = config.lora
-        if lora.sends_adapters(config.precision):
-            num_params += num_adapter_params(spec, lora)
+        if config.adapter is not None and config.sends_adapters:
+            num_params += num_adapter_params(spec, config.adapter)
         return float(num_params * num_value_bytes + cache + logits)
 
 

@@ -1,6 +1,6 @@
 """Opens and checks the models of a run: tokenizer, configuration, weights, adapters, frozen models.
 
-A checkpoint has no weights of frozen models: the model below LoRA adapters, the reference, teachers
+A checkpoint has no weights of frozen models: the model below adapters, the reference, teachers
 and reward models. It continues only with the models that it was trained with.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,24 +15,18 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from nemo_like.config.errors import ConfigError, raise_problems, shown_path
 from nemo_like.config.model_directory import hub_name, model_directory
-from nemo_like.config.optimization import LoraConfig
 from nemo_like.config.parallel import located_problems, policy_layout
 from nemo_like.config.rollout import RewardModelConfig
 from nemo_like.config.schema import PolicyConfig, RunConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.models.adapters import (
-    can_have_adapter,
-    check_adapter,
-    check_targets,
-    quantization_problems,
-)
+from nemo_like.models.adapters import check_adapters
 from nemo_like.models.layout_check import frozen_weights, model_problems
 from nemo_like.models.pretrained import load_model_config, load_tokenizer, with_output_head
 from nemo_like.models.spec import ModelSpec
-from nemo_like.models.weight_files import read_header, read_shapes, weight_sizes, weights_digest
+from nemo_like.models.weight_files import read_header, weight_sizes, weights_digest
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.param_map import ModelSharding
-from nemo_like.prediction.placement import num_adapter_params, trained_head_params
+from nemo_like.prediction.placement import num_adapter_params
 from nemo_like.training.generation_backends import generation_backend
 
 if TYPE_CHECKING:
@@ -157,8 +150,7 @@ def open_model_config(config: RunConfig) -> PretrainedConfig:
         )
     raise_problems(problems)
     _check_optimizer(config, spec)
-    check_lora(config.policy, spec)
-    check_quantization(config.policy, spec, config.parallel.tensor)
+    check_adapters(config.policy, spec, config.parallel.tensor)
     return model_config
 
 
@@ -265,7 +257,7 @@ def _require_config_file(path: Path, subject: str) -> None:
     solution = "give the directory of a Hugging Face model"
     if (path / "adapter_config.json").is_file():
         solution = (
-            "it has a LoRA adapter: give the merged model that the run exported (its hf"
+            "it has an adapter: give the merged model that the run exported (its hf"
             " directory), or the one that `nemo-like export` writes"
         )
     elif any((path / part).is_dir() for part in ("checkpoints", "policy")):
@@ -316,22 +308,22 @@ def _indexed_names(directory: Path, subject: str) -> set[str]:
 
 
 _POLICY = "policy.model_name"
-_LORA = "policy.lora"
+_ADAPTER = "policy.lora"
 
 
 def frozen_models(config: RunConfig, *, policy_only: bool = False) -> dict[str, str]:
     """Return the identities of the frozen models of a run for its checkpoints, by config key.
 
-    They include the LoRA settings on which a model with adapters depends. With `policy_only`
+    They include the settings on which adapters depend. With `policy_only`
     teachers and reward models are left out. Raises ConfigError for a file that cannot be read.
     """
     identities = {}
-    lora = config.policy.lora
-    if lora.enabled:
-        targets = ", ".join(sorted(lora.target_modules))
-        identities[_LORA] = (
-            f"rank {lora.rank}, alpha {lora.alpha:g}, use_rslora {lora.use_rslora},"
-            f" quantization {lora.quantization}, target_modules {targets}"
+    adapter = config.policy.adapter
+    if adapter is not None:
+        targets = ", ".join(sorted(adapter.target_modules))
+        identities[_ADAPTER] = (
+            f"rank {adapter.rank}, alpha {adapter.alpha:g}, use_rslora {adapter.use_rslora},"
+            f" quantization {adapter.quantization}, target_modules {targets}"
         )
     for key, (name, _) in _frozen_names(config).items():
         directory = Path(name).expanduser()
@@ -357,7 +349,7 @@ def check_frozen_models(
         before = saved.get(key, identity)
         if before == identity:
             continue
-        if key == _LORA:
+        if key == _ADAPTER:
             raise ConfigError(
                 f"policy.lora is {identity}, but {shown_path(checkpoint)} was trained with"
                 f" {before}: set it back, or start a new run (policy.lora.adapter_path continues"
@@ -374,7 +366,7 @@ def check_frozen_models(
 def _frozen_names(config: RunConfig) -> dict[str, tuple[str, str]]:
     """Return directory and role of each frozen model by its config key."""
     names = {key: (name, "a teacher") for key, name in config.teachers_by_key.items()}
-    if config.policy.lora.enabled:
+    if config.policy.adapter is not None:
         names[_POLICY] = (config.policy.model_name, "the frozen weights of its adapters")
     elif config.needs_reference:
         names[_POLICY] = (config.policy.model_name, "the reference policy")
@@ -384,72 +376,23 @@ def _frozen_names(config: RunConfig) -> dict[str, tuple[str, str]]:
     return names
 
 
-def check_lora(policy: PolicyConfig, spec: ModelSpec) -> None:
-    """Raise ConfigError for a target that is no layer of the model, and for a wrong adapter.
-
-    Layers are known from the model's weights; the workers check those that are not downloaded yet.
-    """
-    lora = policy.lora
-    if not lora.enabled:
-        return
-    layers = None
-    directory = Path(policy.model_name).expanduser()
-    if directory.is_dir():
-        layers = linear_layers(directory, spec) or None
-    if layers is not None:
-        check_targets(lora, layers)
-    if lora.adapter_path is not None:
-        check_adapter(lora, layers, spec.head)
-
-
-def check_quantization(policy: PolicyConfig, spec: ModelSpec, tp: int) -> None:
-    """Raise ConfigError for a model that cannot be quantized over `tp` ranks, or without the
-    library.
-    """
-    problems = quantization_problems(policy, spec, tp)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    if policy.lora.is_quantized and importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            f"policy.lora.quantization is {policy.lora.quantization}, but bitsandbytes is not"
-            " installed: pip install 'nemo-like[qlora]', or set policy.lora.quantization to none"
-        )
-
-
-def linear_layers(directory: Path, spec: ModelSpec) -> list[str]:
-    """Return the linear layers that can have an adapter, by the names of a model's weight files.
-
-    They are those inside the numbered layers; see `can_have_adapter`. Raises ConfigError for a
-    damaged file.
-    """
-    layers = []
-    for file in sorted(directory.glob("*.safetensors")):
-        try:
-            shapes = read_shapes(file)
-        except ValueError as error:
-            raise ConfigError(f"policy.model_name: {shown_path(file)} {error}") from error
-        for name, shape in shapes.items():
-            layer = name.removesuffix(".weight")
-            is_linear = len(shape) == 2 and layer != name
-            is_inner = re.search(r"\.\d+\.", name) is not None
-            if is_linear and is_inner and can_have_adapter(layer, spec):
-                layers.append(layer)
-    return layers
-
-
-def lora_line(lora: LoraConfig, spec: ModelSpec) -> str:
-    """Return the line about the adapters, for the log and `nemo-like validate`.
+def adapter_line(policy: PolicyConfig, spec: ModelSpec) -> str | None:
+    """Return the line about adapters, for the log and `nemo-like validate`; None without.
 
     Example: `LoRA: rank 16, scale 2, 4,884,480 of 139,400,000 parameters are trained (3.5 %)`.
     """
-    line = f"LoRA: rank {lora.rank}, scale {lora.scale:g}"
-    if lora.is_quantized:
-        line += f", frozen linear layers in {lora.quantization}"
-    num_adapter = num_adapter_params(spec, lora)
+    adapter = policy.adapter
+    if adapter is None:
+        return None
+    line = f"LoRA: rank {adapter.rank}, scale {adapter.scale:g}"
+    if adapter.is_quantized:
+        line += f", frozen linear layers in {adapter.quantization}"
+    num_adapter = num_adapter_params(spec, adapter)
     if num_adapter > 0:
-        num_trained = num_adapter + trained_head_params(spec)
+        # The head of a reward model is trained besides the adapters.
+        num_trained = num_adapter + (spec.head_params if spec.head == "scores" else 0)
         total = spec.num_params + num_adapter
         line += f", {num_trained:,} of {total:,} parameters are trained ({num_trained / total:.2%})"
-    if lora.adapter_path is not None:
-        line += f", from the adapter {lora.adapter_path}"
+    if adapter.adapter_path is not None:
+        line += f", from the adapter {adapter.adapter_path}"
     return line

@@ -19,7 +19,7 @@ from nemo_like.integer_math import nearest_multiples
 from nemo_like.metrics import Mean, Metrics, Timers
 from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.placement import frozen_share
-from nemo_like.training.model_files import lora_line
+from nemo_like.training.model_files import adapter_line
 from nemo_like.training.run_data import training_name
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def throughput_metrics(
     `cost.of` gives the forward FLOPs of a row: causal attention over its own tokens only, and the
     output projection of tokens with loss only, in log-prob passes too. MFU = ((3 x `num_epochs` +
     `num_logprob_passes`) x forward FLOPs + `teacher_flops`) / (seconds of all passes x workers x
-    `peak_flops`). With `has_frozen_weights` (LoRA) the gradients of weights are
+    `peak_flops`). With `has_frozen_weights` (adapters) the gradients of weights are
     not computed, so the products with weights count twice instead of three times. Rates of tokens
     count the rows of a step once.
     """
@@ -145,11 +145,12 @@ def header_lines(
     if config.policy.freeze:
         share = 1 - frozen_share(model, config.policy.freeze)
         sizes += f", {share:.1%} of them trained (policy.freeze)"
-    elif not config.policy.lora.enabled:
+    elif config.policy.adapter is None:
         sizes += ", all trained"
     yield f"model: {config.policy.model_name}, {sizes}"
-    if config.policy.lora.enabled:
-        yield lora_line(config.policy.lora, model)
+    adapters = adapter_line(config.policy, model)
+    if adapters is not None:
+        yield adapters
     cluster = config.cluster
     num_workers = num_policy_workers(cluster)
     device = f"CPU, {counted(num_workers, 'worker')}"
@@ -203,13 +204,6 @@ def _rewards_shown(metrics: Mapping[str, float]) -> str:
 
 def config_warnings(config: RunConfig) -> Iterator[str]:
     """Yield warnings about keys that are legal and probably not intended."""
-    lora = config.policy.lora
-    # The generator has no 4-bit weights, so with quantization there is no other choice.
-    can_send_adapters = lora.enabled and not lora.is_quantized
-    sends_adapters = lora.sends_adapters(config.policy.precision)
-    is_bfloat16 = config.policy.precision == "bfloat16"
-    if is_bfloat16 and config.generates and can_send_adapters and not sends_adapters:
-        yield _merged_bfloat16_warning(config)
     batch_size = config.policy.train_global_batch_size
     layout = policy_layout(config)
     replicas = layout.dp
@@ -231,25 +225,6 @@ def rows_warnings(config: RunConfig, rows: Rows) -> Iterator[str]:
             f"{training_name(config)} has {counted(num_rows, 'row')}, fewer than one"
             f" batch ({key} {batch_size}); set {key} to at most {num_rows}, or add rows"
         )
-
-
-def _merged_bfloat16_warning(config: RunConfig) -> str:
-    lora = config.policy.lora
-    choice = f"policy.lora.weight_sync is {lora.weight_sync}"
-    if lora.weight_sync == "auto":
-        choice += f", with policy.lora.rank {lora.rank} the same as merged,"
-    solution = "set policy.lora.weight_sync to adapter"
-    max_rank = config.policy.generation.engine.max_adapter_rank
-    if max_rank is not None and lora.rank > max_rank:
-        # The engine has no adapters of this rank.
-        solution = (
-            f"set policy.lora.rank to at most {max_rank} and policy.lora.weight_sync to adapter"
-        )
-    return (
-        f"{choice} and policy.precision is bfloat16, so the generator loses the part of LoRA"
-        " updates below the last bit of its weights, in the first steps nearly all;"
-        f" {solution}"
-    )
 
 
 def step_warnings(config: RunConfig, num_steps: int) -> Iterator[str]:

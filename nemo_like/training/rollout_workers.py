@@ -64,8 +64,8 @@ def generation_worker(
         "precision": config.policy.precision,
         "end_token_ids": (*end_token_ids, *generation.stop_token_ids),
     }
-    if config.policy.lora.sends_adapters(config.policy.precision):
-        kwargs["lora"] = config.policy.lora
+    if config.policy.sends_adapters:
+        kwargs["adapter"] = config.policy.adapter
     worker_class, own_kwargs = generation_backend(config.policy).worker(
         config.policy, seed=config.seed, can_sleep=can_sleep
     )

@@ -153,8 +153,8 @@ class TrainingRun:
         self.tracker = self.closing.enter_context(tracker)
         if self.workers.rollout_workers is not None and resumed_step is None:
             with self.workers.policy_onloaded():
-                lora = self.config.policy.lora
-                if lora.adapter_path is not None or lora.is_quantized:
+                adapter = self.config.policy.adapter
+                if adapter is not None and (adapter.adapter_path or adapter.is_quantized):
                     # The generator has loaded the model without the adapter, and not in 4 bits.
                     self.sync_weights(0)
                 else:
@@ -314,7 +314,7 @@ class TrainingRun:
             self.timers,
             peak_flops=device.peak_flops,
             num_workers=self.policy.group.world_size,
-            has_frozen_weights=self.config.policy.lora.enabled,
+            has_frozen_weights=self.config.policy.adapter is not None,
         )
         self.add_metrics(throughput)
         self.add_metrics(self.timers.pop())

@@ -107,7 +107,7 @@ class WeightSender:
     """Implements `WeightSource` for one rank of the policy."""
 
     def __init__(self, owner: WeightOwner, *, adapters_only: bool = False) -> None:
-        """With `adapters_only` an update has the LoRA adapters and no other weight."""
+        """With `adapters_only` an update has the adapters and no other weight."""
         self._owner = owner
         self._adapters_only = adapters_only
         self._layouts: tuple[BucketLayout, ...] = ()

@@ -24,7 +24,7 @@ from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.commands.validate import validate
 from nemo_like.config.batching import StreamableDataConfig as DataConfig
 from nemo_like.config.loss import PolicyGradientLossConfig
-from nemo_like.config.optimization import LoraConfig
+from nemo_like.config.optimization import AdapterConfig
 from nemo_like.config.rollout import (
     GenerationConfig,
     RewardConfig,
@@ -321,7 +321,7 @@ def test_a_model_of_the_hub_is_checked_without_its_weights(
     files = {path.name: path.read_bytes() for path in model.iterdir()}
     hub.repositories["models/room/tiny"] = Repository(files)
     config = sft("room/tiny", write(ROWS), tokenizer_name="room/tiny")
-    lora = LoraConfig(enabled=True, target_modules=("no_such_layer",))
+    lora = AdapterConfig(enabled=True, target_modules=("no_such_layer",))
     for checked in (config, replace(config, policy=replace(config.policy, lora=lora))):
         assert validate(checked).problems == ()
     assert set(hub.downloads()) == {name for name in files if name.endswith((".json", ".jinja"))}

@@ -17,7 +17,7 @@ from nemo_like.config.batching import StreamableDataConfig as DataConfig
 from nemo_like.config.build import build_config, to_dict
 from nemo_like.config.check import batching_section, derivation, find_problems
 from nemo_like.config.loss import CorrectionKind
-from nemo_like.config.optimization import LoraConfig
+from nemo_like.config.optimization import AdapterConfig
 from nemo_like.config.parallel import num_policy_workers
 from nemo_like.config.rollout import RewardConfig, RewardFunctionConfig
 from nemo_like.config.schema import ClusterConfig, PolicyConfig, RunConfig
@@ -472,17 +472,19 @@ def test_every_kind_of_importance_correction_has_legal_defaults() -> None:
 
 
 def test_adapters_are_sent_in_bfloat16_where_nothing_prevents_it() -> None:
-    adapters = LoraConfig(enabled=True)
-    assert adapters.sends_adapters("bfloat16")
-    assert not adapters.sends_adapters("float32")
-    assert replace(adapters, weight_sync="adapter").sends_adapters("float32")
+    adapters = AdapterConfig(enabled=True)
+    policy = PolicyConfig(model_name="m", precision="bfloat16", lora=adapters)
+    assert policy.sends_adapters
+    assert not replace(policy, precision="float32").sends_adapters
+    sent = replace(adapters, weight_sync="adapter")
+    assert replace(policy, precision="float32", lora=sent).sends_adapters
     for changes in (
         {"enabled": False},
         {"weight_sync": "merged"},
         {"quantization": "nf4"},
         {"rank": 513},
     ):
-        assert not replace(adapters, **changes).sends_adapters("bfloat16"), changes
+        assert not replace(policy, lora=replace(adapters, **changes)).sends_adapters, changes
 
 
 def test_adapters_need_target_modules() -> None:

@@ -24,7 +24,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from nemo_like.config.optimization import LoraConfig
+from nemo_like.config.optimization import AdapterConfig
 from nemo_like.config.rollout import EnvironmentConfig, VLLMGenerationConfig
 from nemo_like.config.schema import OptimizerConfig, PolicyConfig
 from nemo_like.data.chat import ChatEncoder
@@ -138,7 +138,7 @@ def _save(model: PreTrainedModel, folder: Path) -> str:
     return str(folder)
 
 
-ADAPTERS = LoraConfig(
+ADAPTERS = AdapterConfig(
     enabled=True,
     rank=5,
     alpha=7.0,
@@ -171,7 +171,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         max_total_length=MAX_LENGTH,
         config=VLLMGenerationConfig(kv_cache_gib=0.125, max_num_seqs=MAX_ROWS),
         end_token_ids=(2,),
-        lora=lora,
+        adapter=lora,
     )
     model = AutoModelForCausalLM.from_pretrained(folder)
     yield Engine(worker, model, folder, has_adapters=lora is not None)

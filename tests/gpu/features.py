@@ -22,7 +22,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_like.algorithms.preferences.loss import BradleyTerryLoss
-from nemo_like.config.optimization import EmaConfig, LoraConfig
+from nemo_like.config.optimization import EmaConfig, AdapterConfig
 from nemo_like.config.schema import OptimizerConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
@@ -37,7 +37,7 @@ from tests.policy.tiny import VOCABULARY
 Values = dict[str, list[float]]
 NUM_STEPS = 2
 _LR = OptimizerConfig(lr=1e-3)
-_LORA = LoraConfig(enabled=True, rank=4, alpha=8.0)
+_LORA = AdapterConfig(enabled=True, rank=4, alpha=8.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.optimization import LoraConfig
+from nemo_like.config.optimization import AdapterConfig
 from nemo_like.models.adapters import check_adapter
 from nemo_like.policy.lora import open_initial, stored_head
 
-LAYERS = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"]
+NAMES = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj")
+LAYERS = dict.fromkeys(NAMES, (6, 8))
+"""(outputs, inputs) by name."""
 SETTINGS: dict[str, Any] = {
     "peft_type": "LORA",
     "r": 2,
@@ -27,7 +30,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def write(directory: Path, layers: list[str], **settings: Any) -> LoraConfig:
+def write(directory: Path, layers: Iterable[str], **settings: Any) -> AdapterConfig:
     """An adapter of these layers, and the config that fits it."""
     directory.mkdir()
     tensors = {}
@@ -36,7 +39,7 @@ def write(directory: Path, layers: list[str], **settings: Any) -> LoraConfig:
         tensors[f"base_model.model.{layer}.lora_B.weight"] = torch.randn(6, 2)
     save_file(tensors, directory / "adapter_model.safetensors")
     (directory / "adapter_config.json").write_text(json.dumps(SETTINGS | settings))
-    return LoraConfig(
+    return AdapterConfig(
         enabled=True,
         rank=2,
         alpha=4.0,
@@ -47,13 +50,13 @@ def write(directory: Path, layers: list[str], **settings: Any) -> LoraConfig:
 
 def test_an_adapter_with_the_settings_of_the_config_is_accepted_and_read(tmp_path: Path):
     lora = write(tmp_path / "adapter", LAYERS)
-    check_adapter(lora, None, "vocabulary")
-    check_adapter(lora, [*LAYERS, "model.layers.0.self_attn.k_proj"], "vocabulary")
+    check_adapter(lora, {}, "vocabulary")
+    check_adapter(lora, LAYERS | {"model.layers.0.self_attn.k_proj": (4, 8)}, "vocabulary")
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in LAYERS:
         shapes[f"{layer}.lora_A.weight"] = (2, 8)
         shapes[f"{layer}.lora_B.weight"] = (6, 2)
-    name = f"{LAYERS[0]}.lora_B.weight"
+    name = f"{NAMES[0]}.lora_B.weight"
     with open_initial(lora, shapes, seed=0) as read:
         full = read(name, (0, 0), (6, 2))
         assert full.any()
@@ -93,7 +96,7 @@ def test_settings_without_a_counterpart_and_other_settings_are_refused(
 ):
     lora = write(tmp_path / "adapter", LAYERS, **settings)
     with pytest.raises(ConfigError, match=message):
-        check_adapter(lora, None, "vocabulary")
+        check_adapter(lora, {}, "vocabulary")
 
 
 def test_the_score_head_of_an_adapter_is_read(tmp_path: Path):
@@ -107,7 +110,7 @@ def test_the_score_head_of_an_adapter_is_read(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"as \(1, 8\), and a reward model needs \(1, 16\)"):
         stored_head(lora, 16)
     other = write(tmp_path / "other", LAYERS, modules_to_save=["lm_head"])
-    with pytest.raises(ConfigError, match="only a score head is supported"):
+    with pytest.raises(ConfigError, match=r"modules_to_save .*is not supported"):
         check_adapter(other, LAYERS, "scores")
 
 
@@ -115,26 +118,25 @@ def test_missing_files_and_other_layers_are_refused(tmp_path: Path):
     lora = write(tmp_path / "adapter", LAYERS)
     with pytest.raises(ConfigError, match="there is no directory"):
         check_adapter(
-            LoraConfig(enabled=True, adapter_path=str(tmp_path / "none")), None, "vocabulary"
+            AdapterConfig(enabled=True, adapter_path=str(tmp_path / "none")), {}, "vocabulary"
         )
-    other = [LAYERS[0], "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"]
-    with pytest.raises(ConfigError, match=r"no matrices of model\.layers\.1\.self_attn\.q_proj"):
+    other = LAYERS | {"model.layers.1.self_attn.q_proj": (6, 8)}
+    with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.q_proj\.lora_A\.weight as None"):
         check_adapter(lora, other, "vocabulary")
-    with pytest.raises(
-        ConfigError, match=r"has matrices of .*down_proj.* set policy.lora.target_m"
-    ):
-        check_adapter(lora, LAYERS[:1], "vocabulary")
+    needed = r"lora_A.* needs None; its layers are down_proj, q_proj: set policy.lora.target_m"
+    with pytest.raises(ConfigError, match=needed):
+        check_adapter(lora, {NAMES[0]: (6, 8)}, "vocabulary")
     (tmp_path / "model").mkdir()
     (tmp_path / "adapter").rename(tmp_path / "model" / "adapter")
-    model = LoraConfig(enabled=True, adapter_path=str(tmp_path / "model"))
+    model = AdapterConfig(enabled=True, adapter_path=str(tmp_path / "model"))
     with pytest.raises(ConfigError, match="the adapter of this model is in"):
-        check_adapter(model, None, "vocabulary")
+        check_adapter(model, {}, "vocabulary")
     directory = tmp_path / "model" / "adapter"
     (directory / "adapter_model.safetensors").rename(directory / "adapter_model.bin")
-    moved = LoraConfig(enabled=True, adapter_path=str(directory))
+    moved = AdapterConfig(enabled=True, adapter_path=str(directory))
     with pytest.raises(ConfigError, match="save the adapter as safetensors"):
-        check_adapter(moved, None, "vocabulary")
+        check_adapter(moved, {}, "vocabulary")
     (directory / "adapter_model.bin").rename(directory / "adapter_model.safetensors")
     (directory / "adapter_config.json").write_text("[")
-    with pytest.raises(ConfigError, match="cannot be read as JSON"):
-        check_adapter(moved, None, "vocabulary")
+    with pytest.raises(ConfigError, match="is not a JSON object"):
+        check_adapter(moved, {}, "vocabulary")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_like.algorithms.preferences.loss import BradleyTerryLoss
-from nemo_like.config.optimization import EmaConfig, LoraConfig
+from nemo_like.config.optimization import EmaConfig, AdapterConfig
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import OptimizerConfig, PolicyConfig
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
@@ -30,17 +30,17 @@ from tests.policy.test_gradient_equality import LENGTHS, dynamic, packed
 from tests.policy.tiny import compute_and_fetch, random_batch
 from tests.weight_sync.received import received_weights
 
-LORA = LoraConfig(enabled=True, rank=5, alpha=8.0, use_rslora=True)
+LORA = AdapterConfig(enabled=True, rank=5, alpha=8.0, use_rslora=True)
 """The rank divides evenly over no number of ranks."""
-ALL_LINEAR = LoraConfig(enabled=True, rank=4, alpha=6.0, target_modules=("all-linear",))
-SOME = LoraConfig(
+ALL_LINEAR = AdapterConfig(enabled=True, rank=4, alpha=6.0, target_modules=("all-linear",))
+SOME = AdapterConfig(
     enabled=True,
     rank=3,
     alpha=4.0,
     target_modules=("self_attn.q_proj", "v_proj", "mlp.up_proj", "down_proj"),
 )
 """Fused layers have adapters in a part of their rows."""
-NF4 = LoraConfig(
+NF4 = AdapterConfig(
     enabled=True,
     rank=3,
     alpha=4.0,

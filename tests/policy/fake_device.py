@@ -24,7 +24,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from nemo_like.algorithms.preferences.loss import BradleyTerryLoss
 from nemo_like.config.loss import PolicyGradientLossConfig
-from nemo_like.config.optimization import EmaConfig, LoraConfig
+from nemo_like.config.optimization import AdapterConfig, EmaConfig
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import OptimizerConfig, PolicyConfig
 from nemo_like.data.planning.plan import plan_batch
@@ -37,7 +37,7 @@ from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor import engine as engine_module
 from nemo_like.policy.dtensor import model as model_module
 from nemo_like.policy.dtensor.engine import DTensorEngine
-from nemo_like.policy.frozen_models import Teachers, teacher_config
+from nemo_like.policy.frozen_models import Teachers
 from nemo_like.policy.heads.targets import Targets, TargetSettings
 from nemo_like.policy.inputs.model_inputs import ModelInputs
 from nemo_like.policy.inputs.shard_rows import ShardRows
@@ -46,7 +46,7 @@ from tests.policy.preferences import pair_batch
 from tests.policy.test_gradient_equality import dynamic
 
 DEVICE = "fake"
-LORA = LoraConfig(enabled=True, rank=4)
+LORA = AdapterConfig(enabled=True, rank=4)
 POLICIES: dict[str, tuple[dict[str, Any], OutputHead, Loss]] = {
     "grpo": ({}, "vocabulary", ClippedPolicyGradientLoss(config=PolicyGradientLossConfig())),
     "lora, averaged": ({"lora": LORA, "ema": EmaConfig(enabled=True)}, "vocabulary", NllLoss()),
@@ -158,7 +158,7 @@ def main(model: str, teachers: Sequence[str]) -> None:
             take_step(engine, shard, loss)
             print(name)
         student = open_engine(base)
-        frozen = [open_engine(teacher_config(base, each), trainable=False) for each in teachers]
+        frozen = [open_engine(base.frozen(each), trainable=False) for each in teachers]
         assert shard.plan is not None
         rows = ShardRows(shard, shard.plan.spec, 0, student.device)
         for name, settings in TARGETS.items():

@@ -21,7 +21,7 @@ from transformers import (
     BitsAndBytesConfig,
 )
 
-from nemo_like.config.optimization import LoraConfig
+from nemo_like.config.optimization import AdapterConfig
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from tests.policy.adapters import LORA_OF, adapter_values
 from tests.policy.scores import loss_of_scores, reward_batch, scores_by_definition
@@ -86,7 +86,7 @@ def open_classifier(architecture: str, model: str, dtype: torch.dtype) -> Any:
 
 
 def _adapted(
-    plain: Any, lora: LoraConfig, architecture: str, task: str
+    plain: Any, lora: AdapterConfig, architecture: str, task: str
 ) -> tuple[Any, dict[str, Tensor]]:
     """The model with adapters, and its trained parameters, which have known values, by name."""
     adapted: Any = get_peft_model(plain, _peft_config(lora, architecture, task)).double()
@@ -110,7 +110,7 @@ def _gradients(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return gradients
 
 
-def _peft_config(lora: LoraConfig, architecture: str, task: str) -> PeftLoraConfig:
+def _peft_config(lora: AdapterConfig, architecture: str, task: str) -> PeftLoraConfig:
     targets: Any = list(lora.target_modules)
     if targets == ["all-linear"]:
         # PEFT would give adapters to experts as well.

@@ -14,7 +14,6 @@ from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses.distillation import DistillationLoss
 from nemo_like.policy.dtensor.engine import DTensorEngine
-from nemo_like.policy.frozen_models import teacher_config
 from nemo_like.policy.worker import PolicyWorker
 from tests.exhaustive import usually
 from tests.policy.distillation import (
@@ -66,7 +65,7 @@ def program(
     for name in (None, *teachers):
         engines.append(
             DTensorEngine(
-                config if name is None else teacher_config(config, name),
+                config if name is None else config.frozen(name),
                 torch.device("cpu"),
                 rank.parallel_layout,
                 rank.rank,
@@ -110,11 +109,7 @@ def test_targets_of_another_batch_are_refused(model_dir, teachers: list[str], me
     config = dataclasses.replace(PACKED, model_name=model_dir("qwen3"))
     student = DTensorEngine(config, torch.device("cpu"), rank.parallel_layout, 0, trainable=True)
     teacher = DTensorEngine(
-        teacher_config(config, teachers[0]),
-        torch.device("cpu"),
-        rank.parallel_layout,
-        0,
-        trainable=False,
+        config.frozen(teachers[0]), torch.device("cpu"), rank.parallel_layout, 0, trainable=False
     )
     worker = PolicyWorker(config, student, None, [teacher])
     shard = rank.shard(PACKED, taught_batch())

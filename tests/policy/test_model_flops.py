@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, mm_flop
 
 from nemo_like.algorithms.preferences.loss import BradleyTerryLoss
-from nemo_like.config.optimization import LoraConfig
+from nemo_like.config.optimization import AdapterConfig
 from nemo_like.config.schema import PolicyConfig, SequencePackingConfig
 from nemo_like.data.columns import num_trained_tokens
 from nemo_like.data.jagged import Jagged
@@ -124,7 +124,7 @@ def test_a_step_is_the_products_that_run_less_those_that_run_again(
 
 def test_with_frozen_weights_a_trained_token_costs_two_products_of_the_head(model_dir: Any) -> None:
     # The adapters and the first layer, which has no gradient to pass on, are equal in both steps.
-    lora = LoraConfig(enabled=True, rank=2)
+    lora = AdapterConfig(enabled=True, rank=2)
     config = dataclasses.replace(PACKED, model_name=model_dir("llama"), lora=lora)
     worker = DTensorPolicyWorker(context(), config=config)
     cost = CostModel.from_spec(load_spec(config.model_name))

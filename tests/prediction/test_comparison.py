@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nemo_like.config.optimization import LoraConfig
+from nemo_like.config.optimization import AdapterConfig
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec
 from nemo_like.data.planning.spec import CostModel
 from nemo_like.integer_math import round_up
@@ -203,7 +203,7 @@ def sharded(dp: int) -> Placement:
 
 def test_frozen_weights_need_less_work_and_less_communication():
     full = sharded(2)
-    lora = replace(full, lora=LoraConfig(enabled=True))
+    lora = replace(full, adapter=AdapterConfig(enabled=True))
     # 4 bytes against 4 FLOPs, and not 8 bytes against 6.
     tokens = min_microbatch_tokens(full, 7_000_000_000)
     assert min_microbatch_tokens(lora, 7_000_000_000) == pytest.approx(0.75 * tokens)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_like.config.optimization import LoraConfig
+from nemo_like.config.optimization import AdapterConfig
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
@@ -18,7 +18,7 @@ from nemo_like.prediction.memory import MemoryModel
 from nemo_like.prediction.placement import Placement
 from tests.policy.tiny import context, save_tiny_model
 
-TARGETS = LoraConfig().target_modules
+TARGETS = AdapterConfig().target_modules
 
 
 @pytest.mark.parametrize(
@@ -34,11 +34,11 @@ def test_state_is_the_bytes_of_a_real_engine(architecture, targets, quantization
     if quantization == "nf4":
         pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
     model = save_tiny_model(tmp_path, architecture)
-    lora = LoraConfig(enabled=True, rank=3, target_modules=targets, quantization=quantization)
+    lora = AdapterConfig(enabled=True, rank=3, target_modules=targets, quantization=quantization)
     config = PolicyConfig(model_name=str(model), lora=lora)
     worker = DTensorPolicyWorker(context(), config=config, needs_reference=True)
     engine: Any = worker.engine
-    parts = MemoryModel(engine.spec, Placement(precision="float32", lora=lora)).parts(64)
+    parts = MemoryModel(engine.spec, Placement(precision="float32", adapter=lora)).parts(64)
     weights = [each.parameter for each in engine.parameters]
     trained = [weight for weight in weights if weight.requires_grad]
     num_trained = sum(weight.numel() for weight in trained)
@@ -58,6 +58,6 @@ def test_adapters_take_less_than_all_weights(rank, targets, tp, dp):
     spec = load_spec("7b")
     layout = ParallelLayout(dp=dp, tp=tp)
     full = Placement(parallel_layout=layout, has_reference=True)
-    lora = LoraConfig(enabled=True, rank=rank, target_modules=tuple(targets))
-    adapters = dataclasses.replace(full, has_reference=False, lora=lora)
+    lora = AdapterConfig(enabled=True, rank=rank, target_modules=tuple(targets))
+    adapters = dataclasses.replace(full, has_reference=False, adapter=lora)
     assert MemoryModel(spec, adapters).peak(1024) < MemoryModel(spec, full).peak(1024)

@@ -9,17 +9,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.optimization import LoraConfig
+from nemo_like.config.optimization import AdapterConfig
 from nemo_like.config.schema import PolicyConfig
+from nemo_like.models.adapters import check_adapters, stored_layers
 from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.placement import num_adapter_params
-from nemo_like.training.model_files import (
-    check_frozen_models,
-    check_lora,
-    frozen_models,
-    linear_layers,
-    lora_line,
-)
+from nemo_like.training.model_files import adapter_line, check_frozen_models, frozen_models
 from tests.policy.tiny import save_tiny_model
 from tests.recipe import Recipe
 
@@ -37,20 +32,20 @@ def test_layers_of_the_files_are_those_of_the_model_and_give_the_number_of_param
         is_adaptable = is_attention or architecture == "qwen3_tied"
         if isinstance(module, nn.Linear) and name != "lm_head" and is_adaptable:
             expected[name] = sum(module.weight.shape)
-    assert set(linear_layers(directory, spec)) == set(expected)
+    assert set(stored_layers(directory, spec)) == set(expected)
     assert len(expected) == (14 if architecture == "qwen3_tied" else 8)
-    lora = LoraConfig(enabled=True, rank=3, target_modules=("all-linear",))
+    lora = AdapterConfig(enabled=True, rank=3, target_modules=("all-linear",))
     assert num_adapter_params(spec, lora) == 3 * sum(expected.values())
     num_trained = 3 * sum(expected.values())
-    assert f"rank 3, scale 10.6667, {num_trained:,} of" in lora_line(lora, spec)
     policy = PolicyConfig(model_name=str(directory), lora=lora)
-    check_lora(policy, spec)
+    assert f"rank 3, scale 10.6667, {num_trained:,} of" in (adapter_line(policy, spec) or "")
+    check_adapters(policy, spec, 1)
     for target in ("lm_head", "q_projection", "gate", "embed_tokens"):
-        wrong = LoraConfig(enabled=True, target_modules=("q_proj", target))
+        wrong = AdapterConfig(enabled=True, target_modules=("q_proj", target))
         with pytest.raises(
             ConfigError, match=rf"'{target}' is not a linear layer.*k_proj, o_proj, q_proj"
         ):
-            check_lora(PolicyConfig(model_name=str(directory), lora=wrong), spec)
+            check_adapters(PolicyConfig(model_name=str(directory), lora=wrong), spec, 1)
 
 
 def test_a_resume_compares_the_settings_on_which_adapters_depend(recipe: Recipe, tmp_path: Path):

@@ -69,26 +69,3 @@ def test_rows_that_do_not_divide_over_replicas(recipe: Recipe):
     )
     even = replace(cluster, workers_per_node=4)
     assert list(config_warnings(replace(config, cluster=even))) == []
-
-
-def test_lora_updates_that_bfloat16_weights_of_the_generator_lose(recipe: Recipe):
-    keys = ("policy.precision=bfloat16", "policy.lora.enabled=true")
-    merged = recipe.grpo(*keys, "policy.lora.weight_sync=merged")
-    [warning] = config_warnings(merged)
-    assert "policy.lora.weight_sync is merged" in warning and "to adapter" in warning
-    # `auto` sends merged weights above the largest rank of vLLM, which refuses adapters then.
-    [warning] = config_warnings(recipe.grpo(*keys, "policy.lora.rank=513"))
-    assert "weight_sync is auto, with policy.lora.rank 513" in warning
-    assert warning.endswith("; set policy.lora.weight_sync to adapter")
-    vllm = recipe.grpo(*keys, "policy.lora.rank=513", "policy.generation.backend=vllm")
-    [warning] = config_warnings(vllm)
-    assert "set policy.lora.rank to at most 512" in warning
-    for config in (
-        recipe.grpo(*keys),
-        recipe.grpo(*keys, "policy.lora.weight_sync=adapter"),
-        recipe.grpo(*keys, "policy.lora.quantization=nf4"),
-        recipe.grpo("policy.lora.enabled=true"),
-        recipe.grpo("policy.precision=bfloat16"),
-        recipe.sft(*keys),
-    ):
-        assert list(config_warnings(config)) == []

@@ -12,7 +12,6 @@ import numpy as np
 from nemo_like.algorithms.distillation.config import DistillRunConfig, teacher_key
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.model_directory import model_directory
-from nemo_like.config.optimization import LoraConfig
 from nemo_like.config.schema import MAIN_SET
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.encoded_rows import EncodedRows, Examples
@@ -231,7 +230,7 @@ def open_teachers(
     for name, path in config.named_teachers.items():
         key = teacher_key(name)
         # The policy's checks, for a model that is not trained and samples nothing.
-        policy = replace(config.policy, model_name=path, lora=LoraConfig(), freeze=())
+        policy = config.policy.frozen(path)
         as_policy = replace(
             config, policy=policy, distill=replace(config.distill, on_policy_fraction=0.0)
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.integer_math import block_index
 from nemo_like.policy.optim import LARGEST, all_within
 from nemo_like.run.files import (
     WriteError,
@@ -157,7 +158,7 @@ class ModelFiles:
                 part_shape = self._tensors[part].shape
                 parts.append(self._read(part, (0,) * len(part_shape), part_shape))
             experts.append(torch.cat(parts))
-        return torch.stack(experts)[:, *_slices(offset, shape)[1:]]
+        return torch.stack(experts)[:, *block_index(offset, shape)[1:]]
 
     def read_into(self, target: Tensor, name: str, offset: Shape) -> None:
         """Copy the block at `offset` into `target` [*shape of the block], in its precision.
@@ -189,7 +190,7 @@ class ModelFiles:
         """Copy the block at `offset` of a stored tensor into `target` [*shape of the block]."""
         key = self._key(name)
         path = self._tensors[key].path
-        self._files.read_into(target, path, key, _slices(offset, tuple(target.shape)))
+        self._files.read_into(target, path, key, block_index(offset, tuple(target.shape)))
         check_values(target, path, key)
 
     def _check_tensor(self, name: str, expected: Shape) -> None:
@@ -234,10 +235,6 @@ def open_model(model_name: str) -> Iterator[ModelFiles]:
         yield files
     finally:
         files.close()
-
-
-def _slices(offset: Shape, shape: Shape) -> tuple[slice, ...]:
-    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
 
 
 def _expert_tensors(name: str, expert: int) -> list[str]:

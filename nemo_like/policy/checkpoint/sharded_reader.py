@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.distributed import activity
+from nemo_like.integer_math import block_index
 from nemo_like.policy.checkpoint.hf_reader import TensorFiles
 from nemo_like.run.checkpoint import CheckpointError, read_json
 
@@ -58,11 +59,8 @@ class Region(NamedTuple):
 
     def slices(self, within: Region) -> tuple[slice, ...]:
         """Return the index of this region in a tensor of the region `within`."""
-        slices = []
-        for start, length, outer in zip(self.offset, self.shape, within.offset, strict=True):
-            first = start - outer
-            slices.append(slice(first, first + length))
-        return tuple(slices)
+        start = [own - outer for own, outer in zip(self.offset, within.offset, strict=True)]
+        return block_index(start, self.shape)
 
 
 class StoredBlock(NamedTuple):
@@ -88,6 +86,16 @@ class CheckpointReader:
         self._directory = directory
         self._blocks = blocks
         self._files = TensorFiles()
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the full shape of each weight by Hugging Face name."""
+        return self.shapes
+
+    def full_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield each name with its weight, float32 [*shape] as in `weight_shapes`."""
+        for name in names:
+            shape = self.shapes[name]
+            yield name, self.read(f"{WEIGHT}/{name}", (0,) * len(shape), shape)
 
     def close(self) -> None:
         """Close the files."""

@@ -6,7 +6,6 @@ It runs microbatches; it knows no loss and no plan.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,16 +13,17 @@ from torch import Tensor
 
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.models.adapters import adapter_names, is_adapter
+from nemo_like.models.adapters import is_adapter
 from nemo_like.models.output_head import open_config
 from nemo_like.parallel_layout import ParallelLayout
-from nemo_like.policy.checkpoint.sharded import PendingSave
-from nemo_like.policy.dtensor import checkpoint as dtensor_checkpoint
+from nemo_like.policy.checkpoint.sharded import Block
+from nemo_like.policy.checkpoint.sharded_reader import EMA, WEIGHT, CheckpointReader, States
 from nemo_like.policy.dtensor.lora import (
     Adapter,
     QuantizedParameter,
     initialize,
     quantized_parameters,
+    sharded_adapters,
 )
 from nemo_like.policy.dtensor.model import (
     build_model,
@@ -62,7 +62,7 @@ class DTensorEngine(Engine[ShardedOptimizer]):
         """Load the model; every rank calls.
 
         `groups` come from another engine of the same layout, so that both use the same
-        communicators. `seed` determines the initial LoRA adapters and the initial score head.
+        communicators. `seed` determines the initial adapters and the initial score head.
         """
         if groups is None:
             groups = Groups.join(
@@ -73,7 +73,7 @@ class DTensorEngine(Engine[ShardedOptimizer]):
         model_config, initial_weights = open_config(
             config.model_name, head, trainable=trainable, seed=seed
         )
-        self.model, specs, self._lora = build_model(
+        self.model, specs, self._adapter_state = build_model(
             config, model_config, parallel_layout, groups, device, trainable=trainable
         )
         # A tied weight appears once, under the name of the input embedding.
@@ -83,19 +83,17 @@ class DTensorEngine(Engine[ShardedOptimizer]):
         ]
         self.quantized = list(quantized_parameters(self.model.causal_lm, specs, groups))
         """Frozen weights in 4 bits, which are no parameters."""
-        self.adapters = self._find_adapters()
+        self._by_name = {each.name: each for each in [*self.parameters, *self.quantized]}
+        # In the order of the model.
+        names = [name for name in specs if name in self._by_name and not is_adapter(name)]
+        self._weights = [self._by_name[name] for name in names]
+        """Parameters of the model without adapters."""
         self.trained = [each for each in self.parameters if each.parameter.requires_grad]
         """Parameters with gradients."""
-        self._saved = self.parameters
-        """Parameters in checkpoints: all weights, or the adapters and a score head."""
-        self._weights = self.parameters
-        """Parameters of the model without adapters."""
-        if self._lora is not None:
-            self._saved = self.trained
-            others = [each for each in self.parameters if not is_adapter(each.name)]
-            by_name = {each.name: each for each in [*others, *self.quantized]}
-            # In the order of the model.
-            self._weights = [by_name[name] for name in specs if name in by_name]
+        self.adapters: dict[str, Adapter] = {}
+        """By the name of the weight."""
+        if self._adapter_state is not None:
+            self.adapters = sharded_adapters(self._by_name, config.lora)
             initialize(self.adapters.values(), config.lora, seed)
             if head == "scores":
                 initial_weights |= stored_head(config.lora, self.spec.hidden_size)
@@ -157,10 +155,6 @@ class DTensorEngine(Engine[ShardedOptimizer]):
             yield local_shard(sharded.parameter)
         yield from self._quantized_tensors()
 
-    def _by_name(self) -> dict[str, ShardedParameter]:
-        """Return all parameters and weights in NF4 by name."""
-        return {sharded.name: sharded for sharded in [*self.parameters, *self.quantized]}
-
     def _quantized_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of the weights in NF4: codes [m, n / 2] and scales [m, n / 64]."""
         for quantized in self.quantized:
@@ -170,25 +164,26 @@ class DTensorEngine(Engine[ShardedOptimizer]):
         """See `Engine.weight_shapes`."""
         return {sharded.name: sharded.spec.full_shape for sharded in self._weights}
 
-    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `Engine.adapter_shapes`."""
-        if self._lora is None:
-            return {}
-        return {sharded.name: sharded.spec.full_shape for sharded in self.trained}
+    @property
+    def _saved(self) -> list[ShardedParameter]:
+        """Parameters in checkpoints: all weights, or the adapters and a score head."""
+        return self.parameters if self._adapter_state is None else self.trained
+
+    def saved_shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `Engine.saved_shapes`."""
+        return {sharded.name: sharded.spec.full_shape for sharded in self._saved}
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.full_weights`; on rank 0 each has the shape of `weight_shapes`."""
-        by_name = self._by_name()
         for name in names:
-            sharded = by_name[name]
+            sharded = self._by_name[name]
             yield name, sharded.gather_full(self._compute_shard(sharded))
 
     def gather_weights(
         self, names: Sequence[str], dtype: torch.dtype, targets: Sequence[Tensor] | None
     ) -> None:
         """See `Engine.gather_weights`; `targets` are [*shape] each, of `dtype`."""
-        by_name = self._by_name()
-        parameters = [by_name[name] for name in names]
+        parameters = [self._by_name[name] for name in names]
         # Cast before the transfer, which then moves no more bytes than the targets have.
         shards = [self._compute_shard(sharded).to(dtype) for sharded in parameters]
         gather_parameters(parameters, shards, targets)
@@ -209,26 +204,49 @@ class DTensorEngine(Engine[ShardedOptimizer]):
             shard = shard.to(torch.bfloat16)
         return shard
 
-    def save(self, directory: Path, *, in_background: bool) -> PendingSave:
-        """See `Engine.save`."""
-        return dtensor_checkpoint.save(
-            directory,
-            self._saved,
-            self._optimizer,
-            self.ema,
-            rank=self.rank,
-            num_optimizer_steps=self.num_optimizer_steps,
-            barrier=self.barrier,
-            buffers=self.save_buffers,
-            in_background=in_background,
-        )
+    def _trained_names(self) -> list[str]:
+        """See `Engine`."""
+        return [sharded.name for sharded in self.trained]
 
-    def load(self, directory: Path) -> None:
-        """See `Engine.load`."""
-        self.num_optimizer_steps = dtensor_checkpoint.load(
-            directory, self._saved, self._optimizer, self.ema
-        )
-        self.constant_memory.discard_copies()
+    def _optimizer_states(self) -> States:
+        """See `Engine`."""
+        return self.optimizer.states()
+
+    def _blocks(self) -> Iterator[Block]:
+        """See `Engine`."""
+        for sharded in self._saved:
+            if not sharded.is_owner:
+                # Another tp rank has the same values and writes them.
+                continue
+            offset, _ = sharded.block()
+            tensors: dict[str, Tensor] = {WEIGHT: sharded.parameter}
+            if self._optimizer is not None:
+                tensors |= self._optimizer.state(sharded)
+            if self.ema is not None and sharded.name in self.ema.shards:
+                tensors[EMA] = self.ema.shards[sharded.name]
+            for kind, tensor in tensors.items():
+                name = f"{kind}/{sharded.name}"
+                yield Block(name, sharded.spec.full_shape, offset, local_shard(tensor))
+
+    def _restore(self, reader: CheckpointReader) -> None:
+        """See `Engine`."""
+        optimizer = self._optimizer
+        if optimizer is not None:
+            optimizer.reset()
+        for sharded in self._saved:
+            _read_into(sharded.parameter, reader, WEIGHT, sharded)
+            if self.ema is not None and sharded.name in self.ema.shards:
+                # An average that the checkpoint does not have begins with the weight.
+                kind = EMA if sharded.name in reader.states.get(EMA, ()) else WEIGHT
+                _read_into(self.ema.shards[sharded.name], reader, kind, sharded)
+            if optimizer is None or not reader.has_moments:
+                continue
+            state = {}
+            for kind in optimizer.kinds(sharded):
+                state[kind] = torch.zeros_like(sharded.parameter, requires_grad=False)
+                _read_into(state[kind], reader, kind, sharded)
+            if state:
+                optimizer.restore(sharded, state, reader.num_optimizer_steps)
 
     def _gather_adapters(self) -> dict[str, Tensor]:
         """See `Engine._gather_adapters`."""
@@ -236,17 +254,6 @@ class DTensorEngine(Engine[ShardedOptimizer]):
             sharded.name: sharded.gather_full(local_shard(sharded.parameter))
             for sharded in self.trained
         }
-
-    def _find_adapters(self) -> dict[str, Adapter]:
-        """Return the adapter of each weight that has one, by the name of the weight."""
-        by_name = self._by_name()
-        adapters = {}
-        for name in by_name:
-            names = adapter_names(name)
-            if names.a in by_name:
-                scale = self.config.lora.scale
-                adapters[name] = Adapter(by_name[names.a], by_name[names.b], scale)
-        return adapters
 
     def _set_gradient_sync(self, is_last: bool) -> None:
         """Choose whether FSDP reduces gradients and reshards weights after the next backward.
@@ -279,13 +286,16 @@ class DTensorEngine(Engine[ShardedOptimizer]):
         for sharded in self.trained:
             yield sharded.name, local_shard(sharded.parameter)
 
-    def resident_tensors(self) -> Iterator[Tensor]:
-        """See `Engine`; the shards of weights and moments, [m, ...] each."""
-        yield from self.local_weights()
-        if self.ema is not None:
-            yield from self.ema.shards.values()
-        if self._optimizer is not None:
-            yield from self._optimizer.moments()
+
+def _read_into(
+    target: Tensor, reader: CheckpointReader, kind: str, sharded: ShardedParameter
+) -> None:
+    """Copy this rank's shard of `kind` (weight or moment) into `target`.
+
+    `target` has the same shape and sharding as the parameter, or is a shard of the same kind.
+    """
+    offset, shape = sharded.block()
+    local_shard(target).copy_(reader.read(f"{kind}/{sharded.name}", offset, shape))
 
 
 def _mark_last(items: Iterable[ModelInputs]) -> Iterator[tuple[ModelInputs, bool]]:

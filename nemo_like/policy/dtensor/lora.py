@@ -29,14 +29,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.optimization import LoraConfig
+from nemo_like.config.optimization import AdapterConfig
 from nemo_like.models.adapters import BLOCK_SIZE, adapter_names, can_have_adapter, check_targets
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.checkpoint.hf_reader import ModelFiles
-from nemo_like.policy.decoder_layers import LoraState
 from nemo_like.policy.dtensor.parallel import Groups, ShardSpec, TensorParallel
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard, row_range
 from nemo_like.policy.lora import (
+    AdapterState,
     Nf4,
     dequantize,
     nf4_linear,
@@ -101,17 +101,17 @@ class Adapter(NamedTuple):
 def add_adapters(
     causal_lm: PreTrainedModel,
     layers: Sequence[nn.Module],
-    config: LoraConfig,
+    config: AdapterConfig,
     specs: dict[str, ShardSpec],
     tensor: TensorParallel | None,
-) -> LoraState:
+) -> AdapterState:
     """Add an adapter on the meta device to every target layer inside `layers`.
 
     The weights of the model, on the meta device as well, are sharded already; `specs` has the spec
     of each by name and gets those of the adapters. Raises ConfigError for a target that names no
     linear layer.
     """
-    state = LoraState(config)
+    state = AdapterState(config)
     linears = _adaptable_layers(causal_lm, layers)
     check_targets(config, linears)
     for name, module in linears.items():
@@ -147,8 +147,20 @@ def _adaptable_layers(causal_lm: PreTrainedModel, layers: Sequence[nn.Module]) -
     return linears
 
 
+def sharded_adapters(
+    parameters: Mapping[str, ShardedParameter], config: AdapterConfig
+) -> dict[str, Adapter]:
+    """Return the adapter of each weight that has one, by the name of the weight."""
+    adapters = {}
+    for name in parameters:
+        names = adapter_names(name)
+        if names.a in parameters:
+            adapters[name] = Adapter(parameters[names.a], parameters[names.b], config.scale)
+    return adapters
+
+
 @torch.no_grad()
-def initialize(adapters: Iterable[Adapter], config: LoraConfig, seed: int) -> None:
+def initialize(adapters: Iterable[Adapter], config: AdapterConfig, seed: int) -> None:
     """Set the matrices of all adapters to their initial values; see `open_initial`."""
     matrices: list[ShardedParameter] = []
     for adapter in adapters:
@@ -161,7 +173,7 @@ def initialize(adapters: Iterable[Adapter], config: LoraConfig, seed: int) -> No
 
 
 def _adapted_linear(
-    state: LoraState, reduce_output: _ReduceOutput | None, module: Any, hidden: Tensor
+    state: AdapterState, reduce_output: _ReduceOutput | None, module: Any, hidden: Tensor
 ) -> Tensor:
     """Compute `module`, a linear layer, and its adapter.
 

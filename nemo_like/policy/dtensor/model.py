@@ -19,16 +19,12 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.distributed import activity
+from nemo_like.integer_math import block_index
 from nemo_like.models.output_head import meta_model
 from nemo_like.models.spec import SCORE_WEIGHT, ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint.hf_reader import ModelFiles, open_model
-from nemo_like.policy.decoder_layers import (
-    LoraState,
-    checkpoint_layers,
-    compile_layers,
-    frozen_names,
-)
+from nemo_like.policy.decoder_layers import checkpoint_layers, compile_layers, frozen_names
 from nemo_like.policy.device import ComputeClock
 from nemo_like.policy.dtensor.lora import QuantizedParameter, add_adapters, quantize_layers
 from nemo_like.policy.dtensor.parallel import Groups, ShardSpec
@@ -39,6 +35,7 @@ from nemo_like.policy.heads.row_outputs import ScoreHead, SequenceShare
 from nemo_like.policy.inputs import attention
 from nemo_like.policy.inputs.attention import varlen_kernel
 from nemo_like.policy.inputs.model_inputs import ModelInputs, TokenLogprobs
+from nemo_like.policy.lora import AdapterState
 from nemo_like.sampling_filter import SamplingFilter
 
 
@@ -213,8 +210,7 @@ def load_weights(
     names = _names_of_parameters(causal_lm)
     for sharded in parameters:
         if sharded.name in initial:
-            block = zip(*sharded.block(), strict=True)
-            index = tuple(slice(start, start + size) for start, size in block)
+            index = block_index(*sharded.block())
             local_shard(sharded.parameter).copy_(initial[sharded.name][index])
     parameters = [sharded for sharded in parameters if sharded.name not in initial]
     with open_model(model_name) as files:
@@ -333,12 +329,12 @@ def build_model(
     device: torch.device,
     *,
     trainable: bool,
-) -> tuple[LogprobModel, dict[str, ShardSpec], LoraState | None]:
+) -> tuple[LogprobModel, dict[str, ShardSpec], AdapterState | None]:
     """Build the model of `model_config` with float32 weights on `device`, sharded over `groups`.
 
     Returns the model, the tensor-parallel spec of each parameter by Hugging Face name, and the
-    state of its LoRA adapters, which a trainable model has if `config.lora` is enabled. Nothing is
-    initialized: `loading.load_weights` reads the weights, `lora.initialize` sets the adapters.
+    state of the adapters of a trainable model. Nothing is initialized: `load_weights` reads the
+    weights, `lora.initialize` sets the adapters.
     Raises ConfigError for a model whose log-probs are not the softmax of its output embedding.
     """
     attention.register()
@@ -356,18 +352,18 @@ def build_model(
             name: ShardSpec(tuple(weight.shape))
             for name, weight in causal_lm.named_parameters(remove_duplicate=False)
         }
-    has_adapters = trainable and config.lora.enabled
-    if has_adapters and config.lora.is_quantized:
+    adapter = config.adapter if trainable else None
+    if adapter is not None and adapter.is_quantized:
         quantize_layers(causal_lm, specs, groups.tensor, device)
     frozen = _frozen_parameters(causal_lm, config, trainable=trainable)
     if config.precision == "bfloat16":
         _store_in_bfloat16(frozen)
     for parameter in frozen:
         parameter.requires_grad_(False)
-    lora = None
-    if has_adapters:
+    state = None
+    if adapter is not None:
         # Float32 and trainable, unlike the weights beside them.
-        lora = add_adapters(causal_lm, decoder_layers(causal_lm), config.lora, specs, groups.tensor)
+        state = add_adapters(causal_lm, decoder_layers(causal_lm), adapter, specs, groups.tensor)
     is_compiled = config.compile == "layers"
     share = None
     if groups.tensor is not None and groups.tensor.sequence:
@@ -391,7 +387,7 @@ def build_model(
         reshard = not keep_unsharded(model, parallel_layout)
         _shard(model, groups.fsdp_mesh, config.precision, reshard_after_forward=reshard)
     allocate(model, device)
-    return model, specs, lora
+    return model, specs, state
 
 
 def keep_unsharded(model: LogprobModel, parallel_layout: ParallelLayout) -> bool:
@@ -429,11 +425,11 @@ def _frozen_parameters(
 ) -> list[nn.Parameter]:
     """Return the weights that have no gradient: all, or those that `policy.freeze` matches.
 
-    With LoRA these are all but a score head, which has no adapter.
+    With adapters these are all but a score head, which has none.
     """
     if not trainable:
         return list(causal_lm.parameters())
-    if config.lora.enabled:
+    if config.adapter is not None:
         return [weight for name, weight in causal_lm.named_parameters() if name != SCORE_WEIGHT]
     if not config.freeze:
         return []

@@ -65,7 +65,7 @@ class ShardedOptimizer:
         ]
         if tensor is None or not gradients:
             return
-        # One message: norms, biases and LoRA matrices are too small for a collective each.
+        # One message: norms, biases and adapters are too small for a collective each.
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat, group=tensor.group)
         sizes = [gradient.numel() for gradient in gradients]

@@ -8,34 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from nemo_like.config.optimization import AdapterConfig
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.models.adapters import is_adapter
+from nemo_like.integer_math import block_index
+from nemo_like.models.adapters import adapter_names, adapter_shapes, is_adapter
 from nemo_like.models.output_head import meta_model, open_config
+from nemo_like.models.spec import SCORE_WEIGHT
 from nemo_like.parallel_layout import ParallelLayout
-from nemo_like.policy.checkpoint import sharded as sharded_checkpoint
 from nemo_like.policy.checkpoint.hf_reader import open_model
-from nemo_like.policy.checkpoint.sharded import PendingSave
-from nemo_like.policy.checkpoint.sharded_reader import EMA, adam_states
+from nemo_like.policy.checkpoint.sharded import Block
+from nemo_like.policy.checkpoint.sharded_reader import EMA, WEIGHT, CheckpointReader
 from nemo_like.policy.decoder_layers import frozen_names
 from nemo_like.policy.engine import Engine, ResultT, StepFunction
 from nemo_like.policy.heads.row_outputs import ScoreHead, SequenceShare
 from nemo_like.policy.inputs.model_inputs import ModelInputs
 from nemo_like.policy.lora import open_initial, stored_head
-from nemo_like.policy.megatron import checkpoint as megatron_checkpoint
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.families.family import Family
 from nemo_like.policy.megatron.groups import Groups, ScheduleTimers
+from nemo_like.policy.megatron.lora import EngineAdapters, adapter_map, check_lora
 from nemo_like.policy.megatron.model import VocabularyHead, build_model
-from nemo_like.policy.megatron.optimizer import ShardedAdamW
+from nemo_like.policy.megatron.optimizer import (
+    ShardedAdamW,
+    fill_weights,
+    read_kind,
+    trained_blocks,
+)
 from nemo_like.policy.megatron.param_map import (
     EMBEDDING,
     ModelSharding,
@@ -43,7 +48,7 @@ from nemo_like.policy.megatron.param_map import (
     Shape,
     parallel_coords,
 )
-from nemo_like.policy.megatron.parameters import EngineAdapters, FullWeightGatherer, ReadBlock
+from nemo_like.policy.megatron.parameters import FullWeightGatherer, ReadBlock, frozen_blocks
 from nemo_like.sampling_filter import SamplingFilter
 
 
@@ -64,7 +69,7 @@ class MegatronEngine(Engine[ShardedAdamW]):
     ) -> None:
         """Load the model; every rank calls. All engines of the process share `groups`.
 
-        `seed` determines the initial LoRA adapters and the initial score head.
+        `seed` determines the initial adapters and the initial score head.
         """
         super().__init__(config, device, parallel_layout, rank, groups, trainable=trainable)
         self.groups = groups
@@ -104,7 +109,13 @@ class MegatronEngine(Engine[ShardedAdamW]):
             self._optimizer = ShardedAdamW(
                 self.model, self._param_map | self.trained_map, groups, config.optimizer
             )
-        self.gatherer = FullWeightGatherer(family, sharding, parallel_layout, rank, device)
+        self.gatherer = FullWeightGatherer(
+            partial(_param_map, family, config.adapter if trainable else None),
+            sharding,
+            parallel_layout,
+            rank,
+            device,
+        )
         self._check_names()
         # The schedules start and stop these timers around each microbatch's forward and backward.
         self.model.config.timers = ScheduleTimers(self.clock)
@@ -116,24 +127,24 @@ class MegatronEngine(Engine[ShardedAdamW]):
             self.start_ema()
 
     def _choose_trained(self, family: Family, sharding: ModelSharding, stage: int) -> None:
-        """Exclude weights that `policy.freeze` matches from training; add LoRA adapters."""
+        """Exclude weights that `policy.freeze` matches from training; add adapters."""
         if self.config.freeze:
             self._freeze(family, sharding, stage)
-        if not self.config.lora.enabled:
+        adapter = self.config.adapter
+        if adapter is None:
             return
+        check_lora(family, sharding, adapter)
         self.model.requires_grad_(False)
+        _, tp_rank, _ = parallel_coords(self.parallel_layout, self.rank)
         self.adapters = EngineAdapters(
             self.model,
             self._param_map,
-            family,
+            adapter,
             sharding,
-            lora=self.config.lora,
-            parallel_layout=self.parallel_layout,
-            rank=self.rank,
-            device=self.device,
-            dtype=self._dtype,
+            tp_rank,
+            sequence_parallel=self.parallel_layout.sequence_parallel,
         )
-        self._lora = self.adapters.state
+        self._adapter_state = self.adapters.state
         self.model.is_embedding_frozen = True
         self.trained = self.adapters.parameters
         self.trained_map = self.adapters.param_map
@@ -158,19 +169,15 @@ class MegatronEngine(Engine[ShardedAdamW]):
         shapes = self.weight_shapes()
         with open_model(self.config.model_name) as files:
             files.check({name: shapes[name] for name in shapes if name not in initial_weights})
-            megatron_checkpoint.fill_weights(
-                self.parameters,
-                self._param_map,
-                partial(_read_weight, initial_weights, files.read),
-                self._optimizer,
-            )
+            read_weight = partial(_read_weight, initial_weights, files.read)
+            fill_weights(self.parameters, self._param_map, read_weight, self._optimizer)
         if self.adapters is None:
             return
         # The values of a score head come from the model's files, or from `initial_weights`.
         shapes = {name: shape for name, shape in self.saved_shapes().items() if is_adapter(name)}
-        matrices = {name: each for name, each in self.trained.items() if is_adapter(name)}
+        matrices = {name: spec for name, spec in self.trained_map.items() if is_adapter(name)}
         with open_initial(self.config.lora, shapes, seed) as read:
-            megatron_checkpoint.fill_weights(matrices, self.trained_map, read, self._optimizer)
+            fill_weights(self.trained, matrices, read, self._optimizer)
 
     @property
     def model_config(self) -> Any:
@@ -243,15 +250,22 @@ class MegatronEngine(Engine[ShardedAdamW]):
             name: tuple(parameter.shape) for name, parameter in self._causal_lm.named_parameters()
         }
 
-    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `Engine.adapter_shapes`."""
-        return {} if self.adapters is None else self.saved_shapes()
+    def saved_shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `Engine.saved_shapes`."""
+        shapes = self.weight_shapes()
+        if self.adapters is None:
+            return shapes
+        layers = {}
+        for name, shape in shapes.items():
+            if adapter_names(name).a in self.gatherer.names:
+                layers[name.removesuffix(".weight")] = shape
+        head = {name: shape for name, shape in shapes.items() if name == SCORE_WEIGHT}
+        return adapter_shapes(layers, self.config.lora) | head
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.full_weights`; on rank 0 each has its full shape."""
-        shapes = self.adapter_shapes()
-        if self.adapters is not None and names and names[0] in shapes:
-            return self.adapters.gather(names, shapes, self._dtype)
+        parameters = self.parameters | self.trained
+        specs = self._param_map | self.trained_map
         # q, k and v are parts of one parameter, and gathered one after the other.
         last: tuple[str, Tensor] | None = None
 
@@ -259,66 +273,49 @@ class MegatronEngine(Engine[ShardedAdamW]):
             """Return this rank's parameter without gradient, in the shape of its spec."""
             nonlocal last
             if last is None or last[0] != name:
-                parameter = self.parameters[name].detach()
+                parameter = parameters[name].detach()
                 if self.adapters is not None:
                     parameter = self.adapters.merge(name, parameter)
                 last = name, parameter
-            return last[1].view(self._param_map[name].shape)
+            return last[1].view(specs[name].shape)
 
-        return self.gatherer.gather(names, self.weight_shapes(), self._dtype, local)
+        shapes = self.weight_shapes() | self.saved_shapes()
+        return self.gatherer.gather(names, shapes, self._dtype, local)
 
-    def save(self, directory: Path, *, in_background: bool) -> PendingSave:
-        """See `Engine.save`."""
+    def _trained_names(self) -> list[str]:
+        """See `Engine`."""
+        return [name for name in self.saved_shapes() if name not in self._frozen]
+
+    def _blocks(self) -> Iterator[Block]:
+        """See `Engine`."""
         shapes = self.saved_shapes()
-        has_moments = self._optimizer is not None and self._optimizer.has_moments
-        trained = [name for name in shapes if name not in self._frozen]
-        states = dict(adam_states(trained, has_moments))
-        if self.ema is not None:
-            states[EMA] = trained
-        if self._optimizer is None:
-            blocks = megatron_checkpoint.frozen_blocks(
-                self.parameters, self._param_map, self.groups, shapes
-            )
-        else:
-            blocks = chain(
-                megatron_checkpoint.trained_blocks(
-                    self.trained_map, self._optimizer, shapes, self.ema
-                ),
-                megatron_checkpoint.frozen_blocks(
-                    self.parameters, self._frozen_map, self.groups, shapes
-                ),
-            )
-        return sharded_checkpoint.save(
-            directory,
-            blocks,
-            has_moments=has_moments,
-            shapes=shapes,
-            states=states,
-            rank=self.rank,
-            num_optimizer_steps=self.num_optimizer_steps,
-            barrier=self.barrier,
-            buffers=self.save_buffers,
-            in_background=in_background,
-        )
+        if self._optimizer is not None:
+            yield from trained_blocks(self.trained_map, self._optimizer, shapes, self.ema)
+        yield from frozen_blocks(self.parameters, self._frozen_map, self.groups, shapes)
 
-    def load(self, directory: Path) -> None:
-        """See `Engine.load`."""
-        self.num_optimizer_steps = megatron_checkpoint.load(
-            directory,
-            self.trained | {name: self.parameters[name] for name in self._frozen_map},
-            self.trained_map | self._frozen_map,
-            self._optimizer,
-            self.saved_shapes(),
-            self._frozen,
-            self.ema,
-        )
-        self.constant_memory.discard_copies()
+    def _restore(self, reader: CheckpointReader) -> None:
+        """See `Engine`."""
+        read_weight = partial(read_kind, reader.read, WEIGHT)
+        saved = self.trained_map | self._frozen_map
+        fill_weights(self.parameters | self.trained, saved, read_weight, self._optimizer)
+        if self._optimizer is None:
+            return
+        num_steps = reader.num_optimizer_steps if reader.has_moments else None
+        self._optimizer.restore(num_steps, reader.read)
+        if self.ema is None:
+            return
+        # Averages that the checkpoint does not have begin with the weights.
+        kind = EMA if EMA in reader.states else WEIGHT
+        for name, shard in self.ema.shards.items():
+            values = self._optimizer.read_shard(name, partial(read_kind, reader.read, kind))
+            assert values is not None, "this rank updates the shard"
+            shard.copy_(values)
 
     def _gather_adapters(self) -> dict[str, Tensor]:
         """See `Engine._gather_adapters`."""
-        assert self.adapters is not None, "the model has adapters"
         shapes = self.saved_shapes()
-        return dict(self.adapters.gather(list(shapes), shapes, torch.float32))
+        local = {name: parameter.detach() for name, parameter in self.trained.items()}
+        return dict(self.gatherer.gather(list(shapes), shapes, torch.float32, local.__getitem__))
 
     def _freeze(self, family: Family, sharding: ModelSharding, stage: int) -> None:
         """Exclude the weights that `policy.freeze` matches from training."""
@@ -334,20 +331,17 @@ class MegatronEngine(Engine[ShardedAdamW]):
 
     @property
     def _frozen_map(self) -> ParamMap:
-        """Weights in checkpoints that have no gradients; none with adapters."""
-        if self._optimizer is None or self._lora is not None:
+        """Weights in checkpoints that no optimizer updates; none with adapters."""
+        if self._optimizer is None:
+            return self._param_map
+        if self.adapters is not None:
             return {}
         return {name: each for name, each in self._param_map.items() if name not in self.trained}
-
-    def saved_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the full shapes of what checkpoints have: all weights, or what LoRA trains."""
-        shapes = self.weight_shapes()
-        return shapes if self.adapters is None else self.adapters.shapes(shapes)
 
     def _check_names(self) -> None:
         """Check that the parameter maps of all ranks together name every Hugging Face weight."""
         # A weight that the family forgets would keep its initial value in every export.
-        mapped = self.gatherer.names
+        mapped = {name for name in self.gatherer.names if not is_adapter(name)}
         unknown = sorted(mapped ^ set(self.weight_shapes()))
         assert not unknown, f"weights in the family's map or in transformers only: {unknown[:4]}"
 
@@ -384,17 +378,20 @@ class MegatronEngine(Engine[ShardedAdamW]):
         """See `Engine`."""
         self.optimizer.publish_masters()
 
-    def resident_tensors(self) -> Iterator[Tensor]:
-        """See `Engine`; weights [...], and flat master weights and moments [n] each."""
-        for parameter in self.local_weights():
-            yield parameter.detach()
-        if self._optimizer is not None:
-            # In float32 the masters are views of the weights, which are copied once.
-            for _, shard in self._optimizer.shards():
-                yield shard.main.detach()
-            yield from self._optimizer.moments()
-        if self.ema is not None:
-            yield from self.ema.shards.values()
+
+def _param_map(
+    family: Family,
+    adapter: AdapterConfig | None,
+    sharding: ModelSharding,
+    stage: int,
+    tp_rank: int,
+    ep_rank: int,
+) -> ParamMap:
+    """Return the specs of a rank's weights and adapters."""
+    weights = family.param_map(sharding, stage, tp_rank, ep_rank)
+    if adapter is None:
+        return weights
+    return weights | adapter_map(weights, adapter, sharding.spec, tp_rank)
 
 
 def _read_weight(
@@ -403,8 +400,7 @@ def _read_weight(
     """Return a block [*shape] of a weight, of `initial_weights` [...] or else of the files."""
     if name not in initial_weights:
         return read(name, offset, shape)
-    index = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-    return initial_weights[name][index]
+    return initial_weights[name][block_index(offset, shape)]
 
 
 def _rotary_embedding(causal_lm: Any) -> nn.Module:

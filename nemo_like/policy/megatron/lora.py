@@ -15,7 +15,7 @@ Megatron-Core sums them like the gradients of norms. In MoE models only attentio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,11 +24,11 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.optimization import LoraConfig
+from nemo_like.config.optimization import AdapterConfig
 from nemo_like.models.adapters import adapter_names, can_have_adapter, check_targets
 from nemo_like.models.spec import SCORE_WEIGHT, ModelSpec
 from nemo_like.policy.collectives import copy_to, gather_rows, scatter_sum, sum_over
-from nemo_like.policy.decoder_layers import LoraState
+from nemo_like.policy.lora import AdapterState
 from nemo_like.policy.megatron.families.family import Family
 from nemo_like.policy.megatron.param_map import HFSlice, ModelSharding, ParamMap, ParamSpec
 
@@ -71,7 +71,7 @@ class AdapterSpec(NamedTuple):
         return rows
 
 
-def check_lora(family: Family, sharding: ModelSharding, lora: LoraConfig) -> None:
+def check_lora(family: Family, sharding: ModelSharding, lora: AdapterConfig) -> None:
     """Raise ConfigError, the same on every rank, for adapters that some rank cannot have."""
     num_heads = sharding.spec.num_kv_heads
     if num_heads % sharding.tp != 0:
@@ -97,7 +97,7 @@ def check_lora(family: Family, sharding: ModelSharding, lora: LoraConfig) -> Non
 
 
 def adapter_specs(
-    param_map: ParamMap, lora: LoraConfig, model: ModelSpec, tp_rank: int
+    param_map: ParamMap, lora: AdapterConfig, model: ModelSpec, tp_rank: int
 ) -> Iterator[AdapterSpec]:
     """Yield the adapters of a rank with these parameters, in the order of `param_map`."""
     for part in _adaptable_parts(param_map, model):
@@ -140,7 +140,9 @@ def _adaptable_parts(param_map: ParamMap, model: ModelSpec) -> Iterator[_Adaptab
                 yield _AdaptablePart(module, layer, tuple(slices))
 
 
-def adapter_map(param_map: ParamMap, lora: LoraConfig, model: ModelSpec, tp_rank: int) -> ParamMap:
+def adapter_map(
+    param_map: ParamMap, lora: AdapterConfig, model: ModelSpec, tp_rank: int
+) -> ParamMap:
     """Return the specs of a rank's trained parameters by their names in the model.
 
     They are the matrices of its adapters, and on the last stage of a reward model the score head.
@@ -155,21 +157,6 @@ def adapter_map(param_map: ParamMap, lora: LoraConfig, model: ModelSpec, tp_rank
     return specs
 
 
-class AdapterMaps:
-    """Specs of `adapter_map` of any rank, in place of the specs of a family's weights."""
-
-    def __init__(self, family: Family, lora: LoraConfig) -> None:
-        self._family = family
-        self._lora = lora
-
-    def param_map(
-        self, sharding: ModelSharding, stage: int, tp_rank: int, ep_rank: int = 0
-    ) -> ParamMap:
-        """Return the specs of a rank's adapters by parameter name; see `Family.param_map`."""
-        weights = self._family.param_map(sharding, stage, tp_rank, ep_rank)
-        return adapter_map(weights, self._lora, sharding.spec, tp_rank)
-
-
 class Adapter(nn.Module):
     """A and B of one Hugging Face layer on this rank, without biases."""
 
@@ -182,22 +169,59 @@ class Adapter(nn.Module):
         self.lora_B = nn.Linear(rank, num_outputs, **options)
 
 
-def add_adapters(
-    model: nn.Module,
-    adapters: Mapping[str, list[AdapterSpec]],
-    state: LoraState,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    sequence_parallel: bool,
-) -> None:
-    """Add the adapters, by name of their layer, to a model; their values are not initialized."""
-    for name, specs in adapters.items():
-        layer: Any = model.get_submodule(name)
+class EngineAdapters:
+    """The adapters that a rank adds to its model, and the parameters that it then trains."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        param_map: ParamMap,
+        config: AdapterConfig,
+        sharding: ModelSharding,
+        tp_rank: int,
+        *,
+        sequence_parallel: bool,
+    ) -> None:
+        """Add adapters, whose values are not initialized, to a model without gradients.
+
+        `param_map` has the model's weights on this rank, and `check_lora` has accepted them.
+        """
+        self.state = AdapterState(config)
+        self._specs: dict[str, list[AdapterSpec]] = {}
+        """By name of the layer."""
+        for spec in adapter_specs(param_map, config, sharding.spec, tp_rank):
+            self._specs.setdefault(spec.module, []).append(spec)
+        for name, specs in self._specs.items():
+            self._add(model.get_submodule(name), specs, sequence_parallel)
+        self.param_map = adapter_map(param_map, config, sharding.spec, tp_rank)
+        """Specs of the trained parameters: the matrices and at most a score head."""
+        parameters = dict(model.named_parameters())
+        self.parameters = {name: parameters[name] for name in self.param_map}
+        for parameter in self.parameters.values():
+            parameter.requires_grad_(True)
+
+    def merge(self, name: str, weight: Tensor) -> Tensor:
+        """Return this rank's parameter `name` [rows, inputs] with the updates of its adapters.
+
+        The result is in float32, or `weight` itself if it has no adapter.
+        """
+        specs = self._specs.get(name.removesuffix(".weight"))
+        if specs is None:
+            return weight
+        result = weight.to(torch.float32, copy=True)
+        for spec in specs:
+            matrix_a, matrix_b = (self.parameters[each].detach() for each in spec.parameter_names)
+            update = self.state.scale * (matrix_b.float() @ matrix_a.float())
+            rows = torch.tensor(spec.rows, device=weight.device)
+            result.index_add_(0, rows, update)
+        return result
+
+    def _add(self, layer: Any, specs: Sequence[AdapterSpec], sequence_parallel: bool) -> None:
+        """Add the adapters of one layer."""
         layer.adapters = nn.ModuleDict()
         rows: list[int] = []
         for spec in specs:
-            adapter = Adapter(spec, device, dtype)
+            adapter = Adapter(spec, layer.weight.device, layer.weight.dtype)
             layer.adapters[spec.key] = adapter
             rows += spec.rows
             replicated = adapter.lora_B if spec.is_row_parallel else adapter.lora_A
@@ -206,14 +230,14 @@ def add_adapters(
         num_rows, _ = layer.weight.shape
         # None if the adapters have the outputs of the layer in the same order.
         is_in_order = rows == list(range(num_rows))
-        index = None if is_in_order else torch.tensor(rows, device=device)
+        index = None if is_in_order else torch.tensor(rows, device=layer.weight.device)
         layer.register_buffer("adapter_rows", index, persistent=False)
         adapted = _adapted_row if specs[0].is_row_parallel else _adapted_column
-        layer.forward = partial(adapted, state, layer, layer.forward, sequence_parallel)
+        layer.forward = partial(adapted, self.state, layer, layer.forward, sequence_parallel)
 
 
 def _adapted_column(
-    state: LoraState,
+    state: AdapterState,
     layer: Any,
     forward: Callable[..., tuple[Tensor, Tensor | None]],
     sequence_parallel: bool,
@@ -244,7 +268,7 @@ def _adapted_column(
 
 
 def _adapted_row(
-    state: LoraState,
+    state: AdapterState,
     layer: Any,
     forward: Callable[..., tuple[Tensor, Tensor | None]],
     sequence_parallel: bool,
@@ -268,22 +292,6 @@ def _adapted_row(
     elif group.size() > 1:
         low = sum_over(group, low)
     return torch.add(out, adapter.lora_B(low), alpha=state.scale), bias
-
-
-def merged(
-    weight: Tensor,
-    adapters: list[AdapterSpec],
-    parameters: Mapping[str, nn.Parameter],
-    scale: float,
-) -> Tensor:
-    """Return this rank's part of a layer's weight with its adapters, float32 [rows, inputs]."""
-    result = weight.to(torch.float32, copy=True)
-    for adapter in adapters:
-        matrix_a, matrix_b = (parameters[name].detach() for name in adapter.parameter_names)
-        update = scale * (matrix_b.float() @ matrix_a.float())
-        rows = torch.tensor(adapter.rows, device=weight.device)
-        result.index_add_(0, rows, update)
-    return result
 
 
 def _column_parallel(

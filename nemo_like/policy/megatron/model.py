@@ -179,7 +179,7 @@ class PackedModel(GPTModel):
         self._dtype = dtype
         self._padding_id = padding_id
         self.is_embedding_frozen = False
-        """The input embedding has no gradient, but layers behind it have LoRA adapters."""
+        """The input embedding has no gradient, but layers behind it have adapters."""
 
     def forward(self, inputs: ModelInputs) -> Tensor:  # type: ignore[override]
         """Return hidden states, or activations for the next stage, [T, 1, D]."""

@@ -9,7 +9,7 @@ project's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,17 +23,18 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from nemo_like.config.schema import OptimizerConfig
 from nemo_like.integer_math import ceil_div
-from nemo_like.policy.checkpoint.sharded_reader import MOMENTS, WEIGHT
+from nemo_like.policy.checkpoint.sharded import Block
+from nemo_like.policy.checkpoint.sharded_reader import EMA, MOMENTS, WEIGHT
 from nemo_like.policy.megatron.groups import Groups, cuda_type_names
 from nemo_like.policy.megatron.model import PackedModel
 from nemo_like.policy.megatron.param_map import ParamMap, Shape
 from nemo_like.policy.megatron.parameters import ReadBlock, assemble_rows
-from nemo_like.policy.optim import build_optimizer
+from nemo_like.policy.optim import WeightEma, build_optimizer
 
 
 class FlatShard(NamedTuple):
@@ -315,3 +316,49 @@ class ShardedAdamW:
 def read_kind(read: ReadBlock, kind: str, name: str, offset: Shape, shape: Shape) -> Tensor:
     """Read a block [*shape] of the moment `kind` of the weight `name`, float32 on the CPU."""
     return read(f"{kind}/{name}", offset, shape)
+
+
+@torch.no_grad()
+def fill_weights(
+    parameters: Mapping[str, nn.Parameter],
+    param_map: ParamMap,
+    read: ReadBlock,
+    optimizer: ShardedAdamW | None,
+) -> None:
+    """Fill this rank's weights of `param_map`, and their float32 masters, from blocks of `read`."""
+    for name, spec in param_map.items():
+        full = assemble_rows(spec, read)
+        parameters[name].copy_(full.view(parameters[name].shape))
+        if optimizer is not None:
+            # From the float32 values, not from the parameter, which may be bfloat16.
+            optimizer.set_weight(name, full)
+
+
+def trained_blocks(
+    param_map: ParamMap, optimizer: ShardedAdamW, shapes: Mapping[str, Shape], ema: WeightEma | None
+) -> Iterator[Block]:
+    """Yield this rank's blocks of weights and moments; see
+    `parameters.frozen_blocks`. Every rank iterates.
+    """
+    kinds = [WEIGHT, *MOMENTS] if optimizer.has_moments else [WEIGHT]
+    if ema is not None:
+        kinds.append(EMA)
+    for index, (name, spec) in enumerate(param_map.items()):
+        if not spec.is_owner:
+            # Another tp rank or pipeline stage has the same values and writes them.
+            continue
+        for kind in kinds:
+            # The replicas write in turn, so that each of them writes about the same share.
+            if kind == EMA and ema is not None:
+                full = optimizer.gather_values(name, ema.shards.get(name), writer=index)
+            else:
+                full = optimizer.gather_state(name, kind, writer=index)
+            if full is None:
+                continue
+            for hf_slice in spec.slices:
+                yield Block(
+                    f"{kind}/{hf_slice.name}",
+                    shapes[hf_slice.name],
+                    hf_slice.offset,
+                    full[hf_slice.local_index],
+                )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple
 
-from nemo_like.integer_math import ceil_div
+from nemo_like.integer_math import block_index, ceil_div
 from nemo_like.models.spec import SCORE_WEIGHT, ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 
@@ -35,12 +35,12 @@ class HFSlice(NamedTuple):
     @property
     def local_index(self) -> tuple[slice, ...]:
         """Index of the rectangle in this rank's Megatron parameter."""
-        return _index(self.local_offset, self.shape)
+        return block_index(self.local_offset, self.shape)
 
     @property
     def hf_index(self) -> tuple[slice, ...]:
         """Index of the rectangle in the Hugging Face tensor."""
-        return _index(self.offset, self.shape)
+        return block_index(self.offset, self.shape)
 
     @property
     def numel(self) -> int:
@@ -263,10 +263,3 @@ def parallel_coords(parallel_layout: ParallelLayout, rank: int) -> tuple[int, in
     """Return (pipeline stage, tp rank, ep rank) of a global rank."""
     coordinates = parallel_layout.coordinates(rank)
     return coordinates.pp, coordinates.tp, parallel_layout.ep_rank(rank)
-
-
-def _index(offset: Shape, shape: Shape) -> tuple[slice, ...]:
-    slices = []
-    for start, length in zip(offset, shape, strict=True):
-        slices.append(slice(start, start + length))
-    return tuple(slices)

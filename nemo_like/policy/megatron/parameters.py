@@ -1,5 +1,4 @@
-"""Tensors between Hugging Face names and Megatron-Core parameters, one parameter at a time, and
-LoRA adapters.
+"""Tensors between Hugging Face names and Megatron-Core parameters, one parameter at a time.
 
 Memory is therefore bounded by the largest parameter, whatever the size of the model.
 """
@@ -13,22 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nemo_like.config.optimization import LoraConfig
 from nemo_like.distributed import activity
-from nemo_like.models.adapters import adapter_names
-from nemo_like.models.spec import SCORE_WEIGHT
 from nemo_like.parallel_layout import ParallelLayout
-from nemo_like.policy.decoder_layers import LoraState
-from nemo_like.policy.megatron.families.family import Family
-from nemo_like.policy.megatron.lora import (
-    AdapterMaps,
-    AdapterSpec,
-    adapter_map,
-    adapter_specs,
-    add_adapters,
-    check_lora,
-    merged,
-)
+from nemo_like.policy.checkpoint.sharded import Block
+from nemo_like.policy.checkpoint.sharded_reader import WEIGHT
+from nemo_like.policy.megatron.groups import Groups
 from nemo_like.policy.megatron.param_map import (
     HFSlice,
     ModelSharding,
@@ -85,12 +73,13 @@ class FullWeightGatherer:
 
     def __init__(
         self,
-        family: Family | AdapterMaps,
+        param_map: Callable[[ModelSharding, int, int, int], ParamMap],
         sharding: ModelSharding,
         parallel_layout: ParallelLayout,
         rank: int,
         device: torch.device,
     ) -> None:
+        """`param_map` returns the map of the rank at a stage, tp rank and ep rank."""
         self._parallel_layout = parallel_layout
         self._rank = rank
         self._device = device
@@ -100,12 +89,12 @@ class FullWeightGatherer:
         # communication.
         for stage in range(sharding.pp):
             for tp_rank in range(sharding.tp):
-                for parameter, spec in family.param_map(sharding, stage, tp_rank).items():
+                for parameter, spec in param_map(sharding, stage, tp_rank, 0).items():
                     if not spec.is_expert:
                         self._register(stage, tp_rank, parameter, spec)
             # An expert is not sharded over tp, so tp rank 0 stands for all of them.
             for ep_rank in range(sharding.ep):
-                for parameter, spec in family.param_map(sharding, stage, 0, ep_rank).items():
+                for parameter, spec in param_map(sharding, stage, 0, ep_rank).items():
                     if spec.is_expert:
                         self._register(stage, ep_rank, parameter, spec)
 
@@ -185,86 +174,26 @@ class FullWeightGatherer:
             self._owners.setdefault(name, []).append(owner)
 
 
-class EngineAdapters:
-    """The adapters that a rank adds to its model, and the parameters that it then trains."""
+def frozen_blocks(
+    parameters: Mapping[str, nn.Parameter],
+    param_map: ParamMap,
+    groups: Groups,
+    shapes: Mapping[str, Shape],
+) -> Iterator[Block]:
+    """Yield this rank's blocks of the weights of a frozen engine.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        param_map: ParamMap,
-        family: Family,
-        sharding: ModelSharding,
-        *,
-        lora: LoraConfig,
-        parallel_layout: ParallelLayout,
-        rank: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        """Add adapters, whose values are not initialized, to a model without gradients.
-
-        `param_map` has the model's weights on this rank. Raises ConfigError, the same on every
-        rank, for adapters that some rank cannot have.
-        """
-        check_lora(family, sharding, lora)
-        self.state = LoraState(lora)
-        self._lora = lora
-        self._specs: dict[str, list[AdapterSpec]] = {}
-        """By name of the layer."""
-        _, tp_rank, _ = parallel_coords(parallel_layout, rank)
-        for spec in adapter_specs(param_map, lora, sharding.spec, tp_rank):
-            self._specs.setdefault(spec.module, []).append(spec)
-        add_adapters(
-            model,
-            self._specs,
-            self.state,
-            device=device,
-            dtype=dtype,
-            sequence_parallel=parallel_layout.sequence_parallel,
-        )
-        self.param_map = adapter_map(param_map, lora, sharding.spec, tp_rank)
-        """Specs of the trained parameters: the matrices and at most a score head."""
-        parameters = dict(model.named_parameters())
-        self.parameters = {name: parameters[name] for name in self.param_map}
-        for parameter in self.parameters.values():
-            parameter.requires_grad_(True)
-        self._gatherer = FullWeightGatherer(
-            AdapterMaps(family, lora), sharding, parallel_layout, rank, device
-        )
-
-    def shapes(self, weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Return the full shapes of the trained tensors from the shapes of the model's weights."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, shape in weights.items():
-            names = adapter_names(name)
-            if names.a in self._gatherer.names:
-                num_outputs, num_inputs = shape
-                shapes[names.a] = (self._lora.rank, num_inputs)
-                shapes[names.b] = (num_outputs, self._lora.rank)
-            elif name == SCORE_WEIGHT:
-                shapes[name] = shape
-        return shapes
-
-    def gather(
-        self,
-        names: Sequence[str],
-        shapes: Mapping[str, tuple[int, ...]],
-        dtype: torch.dtype,
-        local: Callable[[str], Tensor] | None = None,
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the named matrices, on rank 0 each with its full shape; every rank calls.
-
-        `local` returns other values [...] of a parameter, e.g. its gradient; default its value.
-        """
-        values = local or (lambda name: self.parameters[name].detach())
-        return self._gatherer.gather(names, shapes, dtype, values)
-
-    def merge(self, name: str, weight: Tensor) -> Tensor:
-        """Return parameter `name` [rows, inputs] with the updates of its adapters.
-
-        The result is in float32, or `weight` itself if it has no adapter.
-        """
-        specs = self._specs.get(name.removesuffix(".weight"))
-        if specs is None:
-            return weight
-        return merged(weight, specs, self.parameters, self._lora.scale)
+    `shapes` are the full shapes of the weights by Hugging Face name.
+    """
+    for index, (name, spec) in enumerate(param_map.items()):
+        replicas = groups.expert_dp if spec.is_expert else groups.dp_cp
+        is_writer = replicas.rank() == index % replicas.size()
+        if not spec.is_owner or not is_writer:
+            continue
+        full = parameters[name].detach().view(spec.shape)
+        for hf_slice in spec.slices:
+            yield Block(
+                f"{WEIGHT}/{hf_slice.name}",
+                shapes[hf_slice.name],
+                hf_slice.offset,
+                full[hf_slice.local_index],
+            )

@@ -17,7 +17,7 @@ import torch
 from torch._dynamo.utils import counters as torch_counters
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.optimization import LoraConfig
+from nemo_like.config.optimization import AdapterConfig
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from tests.exhaustive import usually
@@ -156,7 +156,7 @@ def test_a_resumed_run_equals_a_straight_one_bit_for_bit(model_dir, tmp_path):
     resumed = DTensorPolicyWorker(context(), config=config, seed=7)
     resumed.load(tmp_path / "half")
     assert train(side, resumed, range(2, 4)) == losses[2:]
-    full = dataclasses.replace(config, lora=LoraConfig())
+    full = dataclasses.replace(config, lora=AdapterConfig())
     with pytest.raises(ConfigError, match=r"another model.*policy\.lora"):
         DTensorPolicyWorker(context(), config=full).load(tmp_path / "half")
 
@@ -166,14 +166,14 @@ def test_a_resumed_run_equals_a_straight_one_bit_for_bit(model_dir, tmp_path):
     [("qwen2", "lm_head"), ("qwen2", "q_projection"), ("qwen3_moe_mixed", "down_proj")],
 )
 def test_a_target_that_is_no_layer_is_refused(architecture, target, model_dir):
-    lora = LoraConfig(enabled=True, target_modules=("q_proj", "all-linear", target))
+    lora = AdapterConfig(enabled=True, target_modules=("q_proj", "all-linear", target))
     config = dataclasses.replace(PACKED, model_name=model_dir(architecture), lora=lora)
     with pytest.raises(ConfigError, match=rf"'{target}' is not a linear layer that.*v_proj"):
         DTensorPolicyWorker(context(), config=config)
 
 
 def test_only_target_layers_have_adapters(model_dir):
-    lora = LoraConfig(enabled=True, target_modules=("self_attn.q_proj", "down_proj"))
+    lora = AdapterConfig(enabled=True, target_modules=("self_attn.q_proj", "down_proj"))
     config = dataclasses.replace(PACKED, model_name=model_dir("qwen2"), lora=lora)
     worker = DTensorPolicyWorker(context(), config=config)
     engine: Any = worker.engine

@@ -109,9 +109,10 @@ def test_an_export_merges_what_the_run_sends(straight, model_dir):
     found, out = straight
     model = model_dir(MODEL)
     model_config = AutoConfig.from_pretrained(model)
+    policy = dataclasses.replace(PACKED, model_name=model, lora=NF4)
     with (
         open_checkpoint(out / "start") as reader,
-        open_merged(model, model_config, NF4, reader) as merged,
+        open_merged(policy, model_config, reader) as merged,
     ):
         exported = dict(merged.full_weights(list(merged.weight_shapes())))
     sent = found["use"]["weights"]

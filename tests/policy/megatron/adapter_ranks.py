@@ -15,8 +15,8 @@ from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.policy.megatron.checkpoint import fill_weights
 from nemo_like.policy.megatron.engine import MegatronEngine
+from nemo_like.policy.megatron.optimizer import fill_weights
 from nemo_like.policy.megatron.param_map import Shape
 from nemo_like.policy.worker import PolicyWorker
 from tests.policy.adapters import (
@@ -73,7 +73,7 @@ class MegatronSide:
             return optimizer.gather_full(name, values, writer=0)
 
         shapes = engine.saved_shapes()
-        gathered = engine.adapters.gather(list(shapes), shapes, torch.float32, gradient)
+        gathered = engine.gatherer.gather(list(shapes), shapes, torch.float32, gradient)
         return {name: tensor.numpy() for name, tensor in gathered}
 
     def frozen(self, engine: Any) -> Iterable[Tensor]:

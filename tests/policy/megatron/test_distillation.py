@@ -9,7 +9,6 @@ import pytest
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses.distillation import DistillationLoss
-from nemo_like.policy.frozen_models import teacher_config
 from nemo_like.policy.worker import PolicyWorker
 from tests.policy.distillation import (
     SETTINGS,
@@ -35,9 +34,7 @@ def program(
     with joined(context, parallel) as rank:
         for batching in BATCHING.values():
             config = of_model(batching, model)
-            engines = [
-                rank.engine(teacher_config(config, name), trainable=False) for name in teachers
-            ]
+            engines = [rank.engine(config.frozen(name), trainable=False) for name in teachers]
             for name in CHOSEN:
                 worker = PolicyWorker(config, rank.engine(config), None, engines)
                 shard = rank.shard(config, worker, taught_batch())

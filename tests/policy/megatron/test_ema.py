@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nemo_like.config.optimization import EmaConfig, LoraConfig
+from nemo_like.config.optimization import AdapterConfig, EmaConfig
 from nemo_like.config.parallel import build_layout
 from nemo_like.config.schema import OptimizerConfig, ParallelConfig, PolicyConfig
 from nemo_like.data.planning.plan import plan_batch
@@ -133,7 +133,7 @@ def test_averages_are_those_of_float64_in_every_layout(model_dir, on_ranks, tmp_
 
 
 def test_averages_of_adapters_are_exported_merged_and_as_adapter(model_dir, tmp_path):
-    lora = LoraConfig(enabled=True, rank=2, target_modules=("q_proj",))
+    lora = AdapterConfig(enabled=True, rank=2, target_modules=("q_proj",))
     config = of_model(CONFIG, model_dir("qwen3"))
     config = dataclasses.replace(config, lora=lora, freeze=())
     worker = DTensorPolicyWorker(context(), config=config)

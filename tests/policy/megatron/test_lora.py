@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.optimization import LoraConfig
+from nemo_like.config.optimization import AdapterConfig
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.models.spec import load_spec
 from nemo_like.policy.megatron.families import family_of
@@ -129,6 +129,6 @@ def test_heads_of_keys_and_values_that_tensor_ranks_share_are_refused(on_ranks, 
 def test_targets_of_all_stages_are_checked(architecture, target, message, model_dir):
     spec = load_spec(model_dir(architecture))
     assert spec is not None
-    lora = LoraConfig(enabled=True, target_modules=(target,))
+    lora = AdapterConfig(enabled=True, target_modules=(target,))
     with pytest.raises(ConfigError, match=message):
         check_lora(family_of(spec, ""), ModelSharding(spec, pp=2), lora)
