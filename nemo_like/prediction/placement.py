@@ -133,10 +133,12 @@ class Placement:
 
     def _targets(self, spec: ModelSpec) -> list[LinearLayer]:
         """Return the layers that have an adapter."""
+        adapter = self.adapter
+        if adapter is None:
+            return []
         targets = []
         for name, layer in linear_layers_of(spec).items():
-            is_possible = self.adapter is not None and can_have_adapter(f".{name}", spec)
-            if is_possible and self.adapter.is_target(name):
+            if can_have_adapter(f".{name}", spec) and adapter.is_target(name):
                 targets.append(layer)
         return targets
 

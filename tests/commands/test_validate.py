@@ -290,7 +290,7 @@ def test_an_incomplete_model_directory(model: Path, write: Write, tmp_path: Path
     assert "a directory without config.json" in validate(sft(folder, train)).problems[0]
     (folder / "adapter_config.json").write_text("{}")
     assert (
-        "it has a LoRA adapter: give the merged model" in validate(sft(folder, train)).problems[0]
+        "it has an adapter: give the merged model" in validate(sft(folder, train)).problems[0]
     )
     shutil.copy(model / "config.json", folder)
     assert (
