@@ -317,14 +317,15 @@ def frozen_models(config: RunConfig, *, policy_only: bool = False) -> dict[str, 
     They include the settings on which adapters depend. With `policy_only`
     teachers and reward models are left out. Raises ConfigError for a file that cannot be read.
     """
-    identities = {}
     adapter = config.policy.adapter
+    settings = "not enabled"
     if adapter is not None:
         targets = ", ".join(sorted(adapter.target_modules))
-        identities[_ADAPTER] = (
+        settings = (
             f"rank {adapter.rank}, alpha {adapter.alpha:g}, use_rslora {adapter.use_rslora},"
             f" quantization {adapter.quantization}, target_modules {targets}"
         )
+    identities = {_ADAPTER: settings}
     for key, (name, _) in _frozen_names(config).items():
         directory = Path(name).expanduser()
         if (policy_only and key != _POLICY) or not directory.is_dir():

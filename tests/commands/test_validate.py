@@ -289,9 +289,7 @@ def test_an_incomplete_model_directory(model: Path, write: Write, tmp_path: Path
     folder.mkdir()
     assert "a directory without config.json" in validate(sft(folder, train)).problems[0]
     (folder / "adapter_config.json").write_text("{}")
-    assert (
-        "it has an adapter: give the merged model" in validate(sft(folder, train)).problems[0]
-    )
+    assert "it has an adapter: give the merged model" in validate(sft(folder, train)).problems[0]
     shutil.copy(model / "config.json", folder)
     assert (
         "without *.safetensors weights; save the model as safetensors"
