@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_like.algorithms.preferences.loss import BradleyTerryLoss
-from nemo_like.config.optimization import EmaConfig, AdapterConfig
+from nemo_like.config.optimization import AdapterConfig, EmaConfig
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import OptimizerConfig, PolicyConfig
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
