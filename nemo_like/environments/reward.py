@@ -20,7 +20,7 @@ RewardSection = Literal["functions", "models"]
 
 BadRewardKind = Literal["raised", "timeout", "value", "ended"]
 """`raised` an exception; exceeded the `timeout`; the `value` is not one finite number; called
-sys.exit or os._exit, or its process `ended`."""
+sys.exit, or its process `ended`."""
 
 _MAX_TEXT_SHOWN = 500
 _MAX_NUMBER = 3.4028234e38

@@ -7,15 +7,12 @@ Reward functions are code of the user, which may be async; their failures become
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from inspect import isawaitable, iscoroutinefunction, signature
 from itertools import pairwise
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -312,8 +309,8 @@ def score_each(
 ) -> dict[int, Score]:
     """Return the score of each sample by its index.
 
-    Failures are exceptions of the function, calls of sys.exit and os._exit, and a value that is not
-    one finite number; True and False are 1 and 0. An async function is called for several samples
+    Failures are exceptions of the function, calls of sys.exit, and a value that is not one finite
+    number; True and False are 1 and 0. An async function is called for several samples
     concurrently, and a call is cancelled after `timeout_s`; other functions cannot be interrupted
     here. A batched function is called once with all samples. `report` is called for each sample
     when its score is known; an exception of it ends the scoring.
@@ -326,18 +323,17 @@ def score_each(
             report(index, score)
 
     kind = function_kind(function)
-    with _exit_refused():
-        if kind == "async":
-            asyncio.run(_score_concurrently(function, samples, timeout_s, max_concurrent, add))
-        elif kind == "sync":
-            for index, sample in enumerate(samples):
-                add(index, _guarded(_reward, function, sample, timeout_s))
-        elif samples:
-            values = _guarded(_batch_rewards, function, samples, timeout_s)
-            if isinstance(values, BadReward):
-                values = [values] * len(samples)
-            for index, score in enumerate(values):
-                add(index, score)
+    if kind == "async":
+        asyncio.run(_score_concurrently(function, samples, timeout_s, max_concurrent, add))
+    elif kind == "sync":
+        for index, sample in enumerate(samples):
+            add(index, _guarded(_reward, function, sample, timeout_s))
+    elif samples:
+        values = _guarded(_batch_rewards, function, samples, timeout_s)
+        if isinstance(values, BadReward):
+            values = [values] * len(samples)
+        for index, score in enumerate(values):
+            add(index, score)
     return scores
 
 
@@ -440,8 +436,7 @@ def _failure(error: BaseException) -> BadReward:
     if isinstance(error, _TimedOut):
         return _timed_out(error.args[0])
     if isinstance(error, SystemExit):
-        call = "os._exit" if isinstance(error, _OsExit) else "sys.exit"
-        return BadReward("ended", f"called {call}({error.code!r}), which would end the run")
+        return BadReward("ended", f"called sys.exit({error.code!r}), which would end the run")
     return BadReward("raised", f"raised {user_error_text(error)}")
 
 
@@ -457,27 +452,3 @@ def _checked(value: Any) -> Score:
 
 class _TimedOut(Exception):
     """An async call exceeded the timeout, its argument."""
-
-
-class _OsExit(SystemExit):
-    """Code of the user called os._exit."""
-
-
-@contextmanager
-def _exit_refused() -> Iterator[None]:
-    """Have os._exit raise inside the block, in this thread of this process only."""
-    exit_process = os._exit
-    pid = os.getpid()
-    thread = threading.get_ident()
-
-    def refuse(status: int) -> NoReturn:
-        # Other threads and forked processes end themselves by os._exit on purpose.
-        if os.getpid() == pid and threading.get_ident() == thread:
-            raise _OsExit(status)
-        exit_process(status)
-
-    os._exit = refuse
-    try:
-        yield
-    finally:
-        os._exit = exit_process

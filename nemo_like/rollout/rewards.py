@@ -11,7 +11,6 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,15 +29,6 @@ from nemo_like.rollout.collector import RolloutJob
 from nemo_like.rollout.conversations import ScoredConversation, scored_conversation
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ModelScores:
-    """The scores of B conversations by one reward model."""
-
-    values: np.ndarray
-    """float32 [B]; 0 where there is a problem."""
-    problems: list[RewardProblem | None]
 
 
 class RewardModel:
@@ -102,8 +92,10 @@ class RewardModel:
             " removes the beginning"
         )
 
-    def score(self, conversations: Sequence[ScoredConversation]) -> ModelScores:
-        """Return the scores of B conversations; one that cannot be scored has a problem.
+    def score(
+        self, conversations: Sequence[ScoredConversation]
+    ) -> tuple[np.ndarray, list[RewardProblem | None]]:
+        """Return the scores of B conversations, float32 [B], and their problems; 0 without a score.
 
         Raises WorkerFailure if a worker fails and `max_restarts` is reached.
         """
@@ -123,7 +115,7 @@ class RewardModel:
             text = f"gave the score {values[position]}, which is not a finite number"
             problems[position] = self._problem("value", text)
             values[position] = 0.0
-        return ModelScores(values, problems)
+        return values, problems
 
     def pop_metrics(self) -> Metrics:
         """Return the metrics of the conversations that were scored since the last call."""
@@ -193,10 +185,10 @@ class ModelRewards:
         conversations = [scored_conversation(sample, self._data) for sample in samples]
         job.drops_problems = self._config.on_error == "drop"
         for model in self._models:
-            scores = model.score(conversations)
-            self._add_problems(job, model, scores.problems)
-            job.components[model.name] = scores.values
-            job.rewards += model.config.weight * scores.values
+            values, problems = model.score(conversations)
+            self._add_problems(job, model, problems)
+            job.components[model.name] = values
+            job.rewards += model.config.weight * values
 
     def pop_metrics(self) -> Metrics:
         """Return the metrics of all reward models since the last call."""

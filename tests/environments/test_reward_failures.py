@@ -53,6 +53,9 @@ def crashes(sample):
     if is_bad(sample): os.kill(os.getpid(), signal.SIGSEGV)
     return 1.0
 def leaves(sample):
+    if is_bad(sample): raise SystemExit(3)
+    return 1.0
+def ends(sample):
     if is_bad(sample): os._exit(3)
     return 1.0
 def nan(sample): return float("nan") if is_bad(sample) else 1.0
@@ -138,7 +141,7 @@ _FAILURES = [
     ("none", "value", "returned None, which is not a finite number"),
     ("tensor", "value", "returned tensor([1., 2.]), which is not a finite number"),
     ("array", "value", "returned array([1.]), which is not a finite number"),
-    ("leaves", "ended", "called os._exit(3), which would end the run"),
+    ("leaves", "ended", "called sys.exit(3), which would end the run"),
     ("too_large", "value", f"returned {'1' + 199 * '0'}... (401 characters), which is not"),
     ("infinite_float32", "value", "returned 1e+39, which is not a finite number"),
     ("raises_base", "raised", "raised BaseException: no Exception"),
@@ -183,6 +186,7 @@ def test_a_bool_is_0_or_1_and_a_scalar_of_a_library_a_number() -> None:
         ("waits", "timeout", "exceeded reward.timeout_s 1"),
         ("blocks", "timeout", "exceeded reward.timeout_s 1"),
         ("crashes", "ended", "ended its process (signal SIGSEGV)"),
+        ("ends", "ended", "ended its process (exit status 3)"),
         ("none", "value", "returned None, which is not a finite number"),
     ],
 )

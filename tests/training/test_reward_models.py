@@ -153,7 +153,7 @@ def test_a_conversation_is_scored_with_all_its_turns_and_the_prompts_of_the_conf
         prompt="2+2=?", completion="4", row={"prompt": "2+2=?"}, messages=tuple(turns)
     )
     model = reward_model(directory)
-    values = model.score([scored_conversation(sample, data)]).values
+    values, _ = model.score([scored_conversation(sample, data)])
     ids = reference.token_ids(
         ("system", "Add."),
         ("user", "Solve: 2+2=?"),
