@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAME = "run.lock"
 
-_FIRST_NAMES = {"logs", "plan", "rollouts", LOCK_NAME}
-"""What a run has before its config.yaml."""
+_NAMES = {"metrics.jsonl", "plan", "rollouts", "checkpoints", "tb", "logs", LOCK_NAME}
+"""What a run may have without its config.yaml."""
 _BEFORE_RESUME = ".before_resume"
 
 
@@ -230,7 +230,7 @@ def _make_directories(*directories: Path) -> None:
 def _refuse_other_directory(directory: RunDirectory) -> None:
     """Raise ConfigError if the directory has files and is not a run's directory."""
     names = {path.name for path in directory.path.iterdir()}
-    if "config.yaml" not in names and names - _FIRST_NAMES:
+    if "config.yaml" not in names and names - _NAMES:
         raise ConfigError(
             f"run_name: {directory.path} exists and is not the directory of a run; choose another"
             " run_name"
@@ -274,13 +274,12 @@ def check_shared(
     try:
         with reporting_write_errors(probe):
             probe.mkdir()
-            (probe / "driver").write_text(token, encoding="ascii")
         answers = call_workers(str(probe.resolve()), token)
         for rank, problem in enumerate(answers):
             path = probe / f"rank_{rank}"
             if problem:
                 problems[rank] = problem
-            elif not _shows(path, token):
+            elif not wait_until_visible(path.exists):
                 problems[rank] = f"the driver does not see the file {path} that the worker wrote"
     finally:
         shutil.rmtree(probe, ignore_errors=True)
@@ -300,30 +299,18 @@ def check_shared(
 
 
 def answer(probe: str, token: str, rank: int) -> str:
-    """Read the driver's file and write one, in a worker; return the problem, or an empty text."""
-    path = Path(probe) / "driver"
-    if not _shows(path, token):
-        return (
-            f"the worker on {socket.gethostname()} does not see the file {path} that the driver"
-            " wrote"
-        )
+    """Write a file into the driver's directory, in a worker; return the problem, or an empty text.
+
+    The name of the directory ends with `token`.
+    """
+    host = socket.gethostname()
+    if not wait_until_visible(Path(probe).is_dir):
+        return f"the worker on {host} does not see {probe}, which the driver created"
     try:
         (Path(probe) / f"rank_{rank}").write_text(token, encoding="ascii")
     except OSError as error:
-        return f"the worker on {socket.gethostname()} cannot write to it ({error.strerror})"
+        return f"the worker on {host} cannot write to it ({error.strerror})"
     return ""
-
-
-def _shows(path: Path, text: str) -> bool:
-    """Return True if this process sees the file with `text` within 5 s."""
-
-    def is_visible() -> bool:
-        try:
-            return path.read_text(encoding="ascii", errors="replace") == text
-        except OSError:
-            return False
-
-    return wait_until_visible(is_visible)
 
 
 _WAIT_S = 5.0

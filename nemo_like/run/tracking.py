@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import logging
 import math
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import LoggerConfig
@@ -37,14 +39,19 @@ def check_logger(config: LoggerConfig) -> None:
             )
 
 
-class Sink(Protocol):
+class Sink:
     """One destination of metrics."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a step."""
+        raise NotImplementedError
 
-    def sync(self) -> None: ...
+    def sync(self) -> None:
+        """Wait until everything is on disk; services manage their own files."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Flush and close."""
+        raise NotImplementedError
 
 
 class Tracker:
@@ -134,7 +141,7 @@ def _open_sinks(
         yield _MlflowSink(config.mlflow_experiment, directory, run_config)
 
 
-class _JsonlSink:
+class _JsonlSink(Sink):
     """metrics.jsonl: one strict JSON object per step, written before `log` returns."""
 
     def __init__(self, path: Path) -> None:
@@ -154,36 +161,55 @@ class _JsonlSink:
         self._file.close()
 
 
-class _TensorBoardSink:
-    """An event file."""
+class _TensorBoardSink(Sink):
+    """An event file, written by the calling thread.
+
+    The thread of TensorBoard's own writer prints errors such as a full disk and ends.
+    """
 
     def __init__(self, directory: Path, resumed_step: int | None) -> None:
         # Imported here: it takes seconds of CPU time, and commands that only check a config import
         # this module as well.
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import (
+            Event,  # pyright: ignore[reportAttributeAccessIssue]
+            SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
+        )
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._directory = directory
-        # TensorBoard ignores the events of earlier files from this step on.
+        self._event = Event
+        self._summary = Summary
+        self._record_writer = RecordWriter
+        with reporting_write_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads the files of a directory in the order of their names.
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
+        self._file = AppendedFile(directory / name)
         first_step = 0 if resumed_step is None else resumed_step + 1
-        with reporting_write_errors(directory, "TensorBoard's events"):
-            self._writer = SummaryWriter(str(directory), purge_step=first_step)
+        self._write(Event(file_version="brain.Event:2", step=first_step))
+        # TensorBoard ignores the events of earlier files from this step on.
+        self._write(Event(session_log=SessionLog(status=SessionLog.START), step=first_step))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        with reporting_write_errors(self._directory, "TensorBoard's events"):
-            for name, value in metrics.items():
-                self._writer.add_scalar(name, value, step)
-            # A thread writes the events; this waits for it, so that a kill loses none.
-            self._writer.flush()
+        values = [
+            self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()
+        ]
+        self._write(self._event(summary=self._summary(value=values), step=step))
 
     def sync(self) -> None:
-        """Do nothing: every step is written."""
+        self._file.sync()
 
     def close(self) -> None:
-        with reporting_write_errors(self._directory, "TensorBoard's events"):
-            self._writer.close()
+        self._file.close()
+
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        record = io.BytesIO()
+        self._record_writer(record).write(event.SerializeToString())
+        self._file.append(record.getvalue(), "TensorBoard's events")
 
 
-class _WandbSink:
+class _WandbSink(Sink):
     """A wandb run. Its id is stored in `logs/wandb_run_id`, so that a resume continues it."""
 
     def __init__(
@@ -205,14 +231,11 @@ class _WandbSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
 
-    def sync(self) -> None:
-        """Do nothing: the service manages its own files."""
-
     def close(self) -> None:
         self._run.finish()
 
 
-class _MlflowSink:
+class _MlflowSink(Sink):
     """An mlflow run. Its id is stored in `logs/mlflow_run_id`, so that a resume continues it."""
 
     def __init__(
@@ -230,9 +253,6 @@ class _MlflowSink:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(dict(metrics), step=step)
-
-    def sync(self) -> None:
-        """Do nothing: the service manages its own files."""
 
     def close(self) -> None:
         self._mlflow.end_run()

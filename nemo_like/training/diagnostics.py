@@ -23,16 +23,16 @@ from nemo_like.config.schema import PolicyConfig, RunConfig
 from nemo_like.config.text import counted
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.encoded_rows import row_error_text
-from nemo_like.data.formats import MESSAGE_COLUMNS, conversation, question
+from nemo_like.data.formats import MESSAGE_COLUMNS, question
 from nemo_like.data.jagged import TokenCounts
-from nemo_like.data.messages import Message, row_tools
+from nemo_like.data.messages import Message
 from nemo_like.data.planning.balance import few_plans
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import MAX_LISTED, BadRows, Rows
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec
-from nemo_like.run.progress import Progress, Sample, sample_text
+from nemo_like.run.progress import Progress, Sample
 from nemo_like.training.reporting import step_warnings
 from nemo_like.training.run_data import ExampleSource, describe_run
 
@@ -52,18 +52,11 @@ class Report:
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
 
-    def __str__(self) -> str:
-        """Return the complete report as text; tokens with loss are enclosed in ⟦ ⟧."""
-        lines = list(self._lines())
-        for index, sample in enumerate(self.samples, 1):
-            lines.append(sample_text(sample, f"sample {index}"))
-        # The verdict comes last, where it is visible after a long report.
-        return "\n".join([*lines, *self._verdict()])
-
     def show(self, progress: Progress) -> None:
-        """Print the report through `progress`, which colors the tokens with loss on a terminal."""
+        """Print the report; tokens with loss are colored on a terminal, else enclosed in ⟦ ⟧."""
         progress.print_line("\n".join(self._lines()))
         progress.show_samples(self.samples, "sample")
+        # The verdict comes last, where it is visible after a long report.
         progress.print_line("\n".join(self._verdict()))
 
     def _lines(self) -> Iterator[str]:
@@ -180,7 +173,6 @@ _NUM_LONGEST = 512
 _NUM_RANDOM = 256
 _MIN_PER_SOURCE = 64
 _MAX_ROLE_SETS = 64
-_NUM_PROMPTS_COMPARED = 64
 
 
 def check_num_steps(source: ExampleSource[Any], diagnostics: Diagnostics) -> None:
@@ -422,32 +414,14 @@ def check_texts(
         )
 
 
-def check_prompts_agree(encoder: ChatEncoder, rows: Rows | None, diagnostics: Diagnostics) -> None:
-    """Warn if rollouts and SFT rows have different tokens before an answer.
-
-    The first conversations of `rows` are compared; without rows, a built-in example is.
-    """
-    compared = [] if rows is None else rows[:_NUM_PROMPTS_COMPARED]
-    differences = []
-    for row in compared:
-        messages = conversation(row)
-        # Raw text and token ids are not rendered with the template.
-        if all(message["role"] == "assistant" for message in messages):
-            continue
-        # Tools change the template's output, so they are passed on.
-        differences.append(encoder.prompt_difference(messages, row_tools(row)))
-    if not differences:
-        differences = [encoder.prompt_difference()]
-    for index, difference in enumerate(differences):
-        if difference is None:
-            continue
-        where = "" if rows is None else f" (e.g. {rows.location(index)})"
+def check_prompts_agree(encoder: ChatEncoder, diagnostics: Diagnostics) -> None:
+    """Warn if rollouts and SFT rows have different tokens before an answer."""
+    difference = encoder.prompt_difference()
+    if difference is not None:
         diagnostics.warnings.append(
-            f"the chat template makes rollouts and SFT rows differ{where}: {difference};"
-            " a template given as policy.chat_template that renders both alike avoids it"
+            f"the chat template makes rollouts and SFT rows differ: {difference}; a template given"
+            " as policy.chat_template that renders both alike avoids it"
         )
-        # The cause is the template, so the other rows would give the same warning.
-        return
 
 
 def prompt_messages(row: Row) -> Sequence[Message]:

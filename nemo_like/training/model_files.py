@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from nemo_like.config.errors import ConfigError, raise_problems, shown_path
 from nemo_like.config.model_directory import hub_name, model_directory
@@ -33,19 +33,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-class TokenizerSection(Protocol):
-    """The keys of a section that names a tokenizer: `policy`, or one of `reward.models`."""
-
-    @property
-    def model_name(self) -> str: ...
-
-    @property
-    def tokenizer_name(self) -> str | None: ...
-
-    @property
-    def chat_template(self) -> str | None: ...
-
-
 def open_encoder(config: RunConfig, vocab_size: int | None) -> ChatEncoder:
     """Load the policy's tokenizer with its chat template, or with `policy.chat_template`.
 
@@ -65,7 +52,7 @@ def open_encoder(config: RunConfig, vocab_size: int | None) -> ChatEncoder:
 
 
 def load_encoder(
-    section: TokenizerSection,
+    section: PolicyConfig | RewardModelConfig,
     section_key: str,
     vocab_size: int | None,
     *,
@@ -110,15 +97,12 @@ def load_encoder(
 
 
 def _read_chat_template(path: Path, key: str) -> str:
-    if not path.is_file():
-        raise ConfigError(
-            f"{key}: there is no file {str(path)!r}; give a Jinja file or leave it null"
-        )
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{key}: {shown_path(path)} cannot be read as UTF-8 text: {error}"
+            f"{key}: {shown_path(path)} cannot be read as UTF-8 text ({error}); give a Jinja file"
+            " or leave it null"
         ) from error
 
 

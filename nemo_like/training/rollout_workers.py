@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_like.config.parallel import (
     num_generation_workers,
@@ -32,9 +32,26 @@ from nemo_like.run.progress import Progress
 from nemo_like.training.generation_backends import generation_backend
 from nemo_like.training.model_files import RewardModelFiles, open_reward_model
 
+if TYPE_CHECKING:
+    from nemo_like.distributed.ray.virtual_cluster import BundleSet
+
+WorkerKind = Literal["policy", "generation", "reward", "environment", "reward_model"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupPlacement:
+    """Name, layout and resources of a worker group; a group in this process needs the kind only."""
+
+    kind: WorkerKind
+    name: str
+    bundles: BundleSet
+    parallel_layout: ParallelLayout = field(default_factory=ParallelLayout)
+    first_bundle: int = 0
+    progress_timeout_s: float | None = None
+
+
 StartGroup = Callable[..., WorkerGroup]
-"""`start(name, worker_class, index=0, **kwargs)` starts a worker group; see
-`workers.group_starter`."""
+"""`start(placement, worker_class, **kwargs)` starts a worker group; see `workers.group_starter`."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +100,21 @@ def start_generator(
     """Start the replicas of the generator; see `generation_worker`."""
     worker_class, kwargs = generation_worker(config, end_token_ids, can_sleep=can_sleep)
 
+    # A replica with resources of its own has one bundle, a colocated one those of several workers.
+    # It is one process, which starts its tensor-parallel ranks itself.
+    bundles_per_replica = 1
+    if config.cluster.generation_workers == 0:
+        bundles_per_replica = workers_per_replica(config)
+
     def start_replica(index: int) -> WorkerGroup:
-        return start("generation", worker_class, index, **kwargs)
+        placement = GroupPlacement(
+            kind="generation",
+            name=f"generation-{index}",
+            bundles="generation",
+            first_bundle=index * bundles_per_replica,
+            progress_timeout_s=config.policy.generation.progress_timeout_s,
+        )
+        return start(placement, worker_class, **kwargs)
 
     return Generator(
         start_replica,
@@ -108,7 +138,12 @@ def start_environment(
         num_workers = 1
 
     def start_worker(index: int) -> WorkerGroup:
-        return start("environment", EnvironmentWorker, index, config=environment)
+        # Environments and reward functions need no GPU and little CPU, so their workers reserve
+        # nothing.
+        placement = GroupPlacement(
+            kind="environment", name=f"environment-{index}", bundles="anywhere"
+        )
+        return start(placement, EnvironmentWorker, config=environment)
 
     workers = EnvironmentWorkers(
         start_worker,
@@ -122,8 +157,9 @@ def start_environment(
 
 def start_rewards(config: RunConfig, start: StartGroup) -> RewardEnvironment:
     """Start the workers of the reward functions. Raises ConfigError if there is none."""
+    layout = ParallelLayout(dp=config.reward.num_workers)
     group = start(
-        "reward",
+        GroupPlacement(kind="reward", name="reward", bundles="anywhere", parallel_layout=layout),
         RewardWorker,
         functions=config.reward.functions,
         timeout_s=config.reward.timeout_s,
@@ -148,17 +184,6 @@ def open_collector(
     return RolloutCollector(workers.generator, workers.rewards, encoder.tokenizer, conversations)
 
 
-@dataclass(frozen=True)
-class ModelPlacement:
-    """Where the workers of one reward model run."""
-
-    is_shared: bool
-    """On the resources of the policy's workers."""
-    first_bundle: int
-    """Of the run's extra bundles, if it is not shared."""
-    parallel_layout: ParallelLayout
-
-
 def open_reward_models(config: RunConfig) -> dict[str, RewardModelFiles]:
     """Open the files of all reward models. Raises ConfigError; see `open_reward_model`."""
     models = config.reward.models
@@ -166,26 +191,42 @@ def open_reward_models(config: RunConfig) -> dict[str, RewardModelFiles]:
 
 
 def start_reward_models(
-    config: RunConfig,
-    files: dict[str, RewardModelFiles],
-    start: Callable[..., WorkerGroup],
-    progress: Progress,
+    config: RunConfig, files: dict[str, RewardModelFiles], start: StartGroup, progress: Progress
 ) -> ModelRewards | None:
     """Start the workers of all reward models; None in a run without any.
 
-    `start` comes from `training.workers`. Models on the GPUs of the policy are in host memory
+    Models on the GPUs of the policy are in host memory
     when this returns.
     """
     models = []
-    for index, (name, model) in enumerate(config.reward.models.items()):
+    first_bundle = 0
+    for name, model in config.reward.models.items():
         opened = files[name]
         offloads = shares_gpus(config, model)
+        placement = GroupPlacement(
+            kind="reward_model",
+            name=f"reward_model-{name}",
+            bundles="extra" if model.num_workers else "policy",
+            parallel_layout=ParallelLayout(
+                dp=model.num_workers or num_policy_workers(config.cluster)
+            ),
+            first_bundle=first_bundle,
+        )
+        first_bundle += model.num_workers
         models.append(
             RewardModel(
                 name,
                 model,
                 opened.encoder,
-                partial(_start_model, config, model, opened.spec, start, index, offloads=offloads),
+                partial(
+                    _start_model,
+                    config.seed,
+                    model,
+                    opened.spec,
+                    start,
+                    placement,
+                    offloads=offloads,
+                ),
                 max_length=opened.max_length,
                 offloads=offloads,
                 max_restarts=config.cluster.max_restarts,
@@ -193,17 +234,6 @@ def start_reward_models(
             )
         )
     return ModelRewards(models, config.reward, config.data) if models else None
-
-
-def model_placement(config: RunConfig, index: int) -> ModelPlacement:
-    """Return the placement of the reward model with this index in `reward.models`."""
-    models = list(config.reward.models.values())
-    num_workers = models[index].num_workers
-    return ModelPlacement(
-        is_shared=num_workers == 0,
-        first_bundle=sum(model.num_workers for model in models[:index]),
-        parallel_layout=ParallelLayout(dp=num_workers or num_policy_workers(config.cluster)),
-    )
 
 
 def num_own_workers(config: RunConfig) -> int:
@@ -239,11 +269,11 @@ def serving_config(model: RewardModelConfig) -> PolicyConfig:
 
 
 def _start_model(
-    config: RunConfig,
+    seed: int,
     model: RewardModelConfig,
     spec: ModelSpec,
-    start: Callable[..., WorkerGroup],
-    index: int,
+    start: StartGroup,
+    placement: GroupPlacement,
     *,
     offloads: bool,
 ) -> Policy:
@@ -253,16 +283,15 @@ def _start_model(
 
     serving = serving_config(model)
     group = start(
-        "reward_model",
+        placement,
         DTensorPolicyWorker,
-        index,
         config=serving,
         parallel=ParallelConfig(),
-        seed=config.seed,
+        seed=seed,
         head="scores",
         trainable=False,
     )
     if offloads:
         # Policy, generator or another reward model is loaded onto the same devices next.
         call_all(group, PolicyWorker.offload)
-    return Policy(group, serving, spec, seed=config.seed)
+    return Policy(group, serving, spec, seed=seed)

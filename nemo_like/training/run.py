@@ -16,7 +16,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nemo_like.config.errors import ConfigError
 from nemo_like.config.load import to_dict
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import counted
@@ -278,24 +277,10 @@ class TrainingRun:
         samples = [Sample(self.encoder.segments(row)) for row in rows]
         self.progress.show_samples(samples, "training row")
 
-    def next_rows(self, loader: BatchLoader[Value], step: int) -> list[Value]:
-        """Return the batch after `step`; `timing/data_wait_s` is the wait for its encoding.
-
-        Raises ConfigError for a bad row, after a checkpoint of `step`: the user may correct rows
-        that the run has not reached, so a resume loses no step.
-        """
-        try:
-            with self.timers("data_wait"):
-                rows = next(loader)
-        except ConfigError as error:
-            if step == 0 or not self.config.checkpointing.enabled:
-                raise
-            # The loader still has its position before the bad row.
-            self.save_if_due(step, loader, is_last=True)
-            raise ConfigError(
-                f"{error}. The run stopped after step {step} and saved it: resume=true with"
-                " data.allow_changed_rows=true continues with the corrected file"
-            ) from error
+    def next_rows(self, loader: BatchLoader[Value]) -> list[Value]:
+        """Return the next batch; `timing/data_wait_s` is the wait for its encoding."""
+        with self.timers("data_wait"):
+            rows = next(loader)
         self.add_metrics(loader_metrics(loader))
         return rows
 

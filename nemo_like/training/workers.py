@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -25,7 +25,6 @@ from nemo_like.environments.environment_workers import load_environment
 from nemo_like.environments.reward_worker import load_reward_functions
 from nemo_like.models.pretrained import load_model_config
 from nemo_like.models.spec import ModelSpec
-from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import microbatch_budget
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
@@ -35,11 +34,12 @@ from nemo_like.run.progress import Progress
 from nemo_like.training.generation_backends import generation_backend
 from nemo_like.training.model_files import open_model_spec
 from nemo_like.training.rollout_workers import (
+    GroupPlacement,
     RewardModelFiles,
     RolloutWorkers,
     StartGroup,
+    WorkerKind,
     any_shares_gpus,
-    model_placement,
     num_own_workers,
     open_reward_models,
     start_environment,
@@ -49,7 +49,7 @@ from nemo_like.training.rollout_workers import (
 )
 
 if TYPE_CHECKING:
-    from nemo_like.distributed.ray.virtual_cluster import BundleSet
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +200,9 @@ def policy_worker_class(config: RunConfig) -> type[PolicyWorker]:
 
 def _start_policy(config: RunConfig, start: StartGroup, *, needs_reference: bool) -> Policy:
     group = start(
-        "policy",
+        GroupPlacement(
+            kind="policy", name="policy", bundles="policy", parallel_layout=policy_layout(config)
+        ),
         policy_worker_class(config),
         config=config.policy,
         parallel=config.parallel,
@@ -215,10 +217,9 @@ def _start_policy(config: RunConfig, start: StartGroup, *, needs_reference: bool
 def group_starter(
     config: RunConfig, closing: ExitStack, progress: Progress, *, logs: Path | None
 ) -> StartGroup:
-    """Return `start(name, worker_class, index, **kwargs)`, which starts a group.
+    """Return `start(placement, worker_class, **kwargs)`, which starts a group.
 
-    `index` counts the replicas of the generator, or the reward models. Every group is stopped with
-    `closing`.
+    Every group is stopped with `closing`.
     """
     if config.cluster.backend == "local":
         return _local_starter(config, closing)
@@ -235,9 +236,14 @@ def _local_starter(config: RunConfig, closing: ExitStack) -> StartGroup:
     environment = worker_environment(config, "policy", os.environ)
     closing.enter_context(environment_variables(environment))
 
-    def start(name: str, worker_class: type, index: int = 0, **kwargs: Any) -> WorkerGroup:
-        timeout_s = config.cluster.progress_timeout_s
-        group = LocalGroup(worker_class, kwargs, context, name=name, progress_timeout_s=timeout_s)
+    def start(placement: GroupPlacement, worker_class: type, **kwargs: Any) -> WorkerGroup:
+        group = LocalGroup(
+            worker_class,
+            kwargs,
+            context,
+            name=placement.kind,
+            progress_timeout_s=config.cluster.progress_timeout_s,
+        )
         closing.callback(group.shutdown)
         return group
 
@@ -266,8 +272,7 @@ def _ray_starter(
         )
     )
 
-    def start(name: str, worker_class: type, index: int = 0, **kwargs: Any) -> WorkerGroup:
-        placement = _group_placement(config, name, index)
+    def start(placement: GroupPlacement, worker_class: type, **kwargs: Any) -> WorkerGroup:
         group = RayWorkerGroup(
             cluster,
             worker_class,
@@ -277,7 +282,7 @@ def _ray_starter(
             bundles=placement.bundles,
             first_bundle=placement.first_bundle,
             progress_timeout_s=placement.progress_timeout_s,
-            environment=environments[name],
+            environment=environments[placement.kind],
         )
         closing.callback(group.shutdown)
         # In driver.log, so that the processes of a run can be found on their nodes.
@@ -293,51 +298,6 @@ def _ray_starter(
 
     return start
 
-
-@dataclass(frozen=True, kw_only=True)
-class _GroupPlacement:
-    """Name, layout and resources of a worker group on Ray."""
-
-    name: str
-    bundles: BundleSet
-    parallel_layout: ParallelLayout = field(default_factory=ParallelLayout)
-    first_bundle: int = 0
-    progress_timeout_s: float | None = None
-
-
-def _group_placement(config: RunConfig, name: str, index: int) -> _GroupPlacement:
-    """Return the placement of the group; `index` is as in `group_starter`."""
-    if name == "policy":
-        return _GroupPlacement(name=name, bundles="policy", parallel_layout=policy_layout(config))
-    if name == "generation":
-        # A replica with resources of its own has one bundle, a colocated one those of several
-        # workers. It is one process, which starts its tensor-parallel ranks itself.
-        bundles_per_replica = 1
-        if config.cluster.generation_workers == 0:
-            bundles_per_replica = workers_per_replica(config)
-        return _GroupPlacement(
-            name=f"generation-{index}",
-            bundles="generation",
-            first_bundle=index * bundles_per_replica,
-            progress_timeout_s=config.policy.generation.progress_timeout_s,
-        )
-    if name == "reward_model":
-        placement = model_placement(config, index)
-        return _GroupPlacement(
-            name=f"reward_model-{list(config.reward.models)[index]}",
-            bundles="policy" if placement.is_shared else "extra",
-            parallel_layout=placement.parallel_layout,
-            first_bundle=placement.first_bundle,
-        )
-    # Reward functions and environments need no GPU and little CPU, so their workers reserve
-    # nothing.
-    if name == "environment":
-        return _GroupPlacement(name=f"environment-{index}", bundles="anywhere")
-    layout = ParallelLayout(dp=config.reward.num_workers)
-    return _GroupPlacement(name=name, bundles="anywhere", parallel_layout=layout)
-
-
-WorkerKind = Literal["policy", "generation", "reward", "environment", "reward_model"]
 
 _PREFIXES = ("NCCL_", "GLOO_", "HF_")
 """Variables of the driver that every worker needs as well: networks, caches and access tokens."""

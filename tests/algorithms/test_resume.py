@@ -165,16 +165,8 @@ FAULTS = [
         always_full("logs/driver.log"),
         "driver.log cannot be written: No space left on device",
     ),
-    (
-        BEFORE,
-        a_directory("config.yaml"),
-        "config.yaml cannot be written: a directory has this name",
-    ),
-    (
-        BEFORE,
-        a_directory("plan/step_0.json"),
-        "step_0.json cannot be written: a directory has this name",
-    ),
+    (BEFORE, a_directory("config.yaml"), "config.yaml cannot be written: Is a directory"),
+    (BEFORE, a_directory("plan/step_0.json"), "step_0.json cannot be written: Is a directory"),
     (BEFORE, replaced_by_a_file("tb"), "tb cannot be written"),
     (RUNNING, removed("rollouts"), "rollouts was removed or replaced"),
     (RUNNING, removed("plan"), "plan was removed or replaced"),
@@ -183,7 +175,7 @@ FAULTS = [
     (RUNNING, removed("."), "was removed or replaced"),
     (RUNNING, replaced_by_a_file("checkpoints"), "the checkpoint of step 2 was not written"),
     (RUNNING, replaced_by_a_file("hf.unfinished"), "hf.unfinished cannot be written"),
-    (RUNNING, a_directory("latest"), "latest cannot be written: a directory has this name"),
+    (RUNNING, a_directory("latest"), "latest cannot be written: Is a directory"),
 ]
 
 

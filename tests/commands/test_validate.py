@@ -36,6 +36,7 @@ from nemo_like.config.schema import ClusterConfig, PolicyConfig
 from nemo_like.demo.task import build_model, build_tokenizer
 from nemo_like.environments.reward import RewardSample
 from nemo_like.run.progress import Progress
+from nemo_like.training.diagnostics import Report
 from tests.hub_server import Hub, Repository
 from tests.reward_models import save_reward_model
 
@@ -89,6 +90,13 @@ def policy(model: Path | str, **keys: Any) -> PolicyConfig:
             **keys,
         }
     )
+
+
+def shown(report: Report) -> str:
+    """The printed report."""
+    stream = io.StringIO()
+    report.show(Progress(stream))
+    return stream.getvalue().rstrip()
 
 
 def sft(
@@ -149,7 +157,7 @@ def test_a_model_that_vllm_would_refuse_is_a_problem(model: Path, write: Write) 
     heads, length = report.problems
     assert "2 attention heads and 2 key-value heads" in heads
     assert "policy.max_total_sequence_length 257 is above the 256 positions" in length
-    assert str(report).endswith("2 problems to solve")
+    assert shown(report).endswith("2 problems to solve")
     # The same model and length with the embedded generator: a warning.
     assert validate(grpo(model, train, max_total_sequence_length=257)).problems == ()
 
@@ -182,8 +190,8 @@ def test_a_sound_sft_config(model: Path, write: Write) -> None:
         ("<bos><user>1+1<assistant>", False),
         ("1+1+0=02\n#### 2<eos>", True),
     )
-    assert "--- sample 2\n<bos><user>1+1<assistant>⟦1+1+0=02\n#### 2<eos>⟧" in str(report)
-    assert str(report).endswith("ok: no problem found")
+    assert "--- sample 2/3\n<bos><user>1+1<assistant>⟦1+1+0=02\n#### 2<eos>⟧" in shown(report)
+    assert shown(report).endswith("ok: no problem found")
     assert not ray.is_initialized()
 
 
@@ -232,23 +240,13 @@ def test_a_template_whose_rollouts_and_training_rows_differ_is_reported(
     train = write(ROWS)
     (warning,) = validate(sft(model, train, chat_template=str(template))).warnings
     assert warning.startswith(
-        f"the chat template makes rollouts and SFT rows differ (e.g. {train}:2): the prompt of a"
-        " rollout"
+        "the chat template makes rollouts and SFT rows differ: the prompt of a rollout"
     )
     assert "<assistant>0+'" in warning
     (warning,) = validate(grpo(model, train, chat_template=str(template))).warnings
     assert warning.startswith(
         "the chat template makes rollouts and SFT rows differ: the prompt of a rollout"
     )
-
-
-def test_the_report_can_be_shown_as_a_run_shows_its_samples(model: Path, write: Write) -> None:
-    report = validate(sft(model, write(ROWS)))
-    stream = io.StringIO()
-    report.show(Progress(stream))
-    shown = stream.getvalue()
-    assert "⟦0+1+0=01\n#### 1<eos>⟧" in shown
-    assert shown.rstrip().endswith("ok: no problem found")
 
 
 def test_what_is_missing_is_told_at_once(tmp_path: Path) -> None:
@@ -262,7 +260,7 @@ def test_what_is_missing_is_told_at_once(tmp_path: Path) -> None:
     assert report.problems[2].startswith(
         f"policy.model_name is '{tmp_path}/model', but there is no such directory;"
     )
-    assert str(report).endswith("3 problems to solve")
+    assert shown(report).endswith("3 problems to solve")
 
 
 def test_a_mistyped_path_of_data_names_the_nearest_one(
@@ -470,7 +468,7 @@ def test_all_bad_rows_of_a_file_are_listed_and_counted(model: Path, write: Write
     assert listed == [2, 5, *range(7, 41, 2), 41]
     # Rows with the same problem are listed with it once.
     assert problem.count("column 'completion' is missing") == 1
-    assert str(report).endswith("1 problem to solve")
+    assert shown(report).endswith("1 problem to solve")
 
 
 def test_a_row_above_the_cap_under_each_policy(model: Path, write: Write) -> None:

@@ -140,7 +140,7 @@ def check_rows(
             f"teacher {spec.name}: {spec.num_params / 1e6:,.1f} M parameters, on the device while"
             " it computes",
         )
-    check_prompts_agree(encoder, None if config.generates else data.train, diagnostics)
+    check_prompts_agree(encoder, diagnostics)
     messages = prompt_messages if config.generates else conversation
     check_texts(encoder, data.train, messages, diagnostics)
     source = open_source(config, data)

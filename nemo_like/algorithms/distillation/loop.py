@@ -114,7 +114,7 @@ def _step(
     run: TrainingRun, config: DistillRunConfig, loader: RowLoader[TaughtRow], step: int
 ) -> tuple[BatchedDataDict, BatchPlan]:
     """Train on the next rows; return the batch that was trained, and its plan."""
-    rows = run.next_rows(loader, step)
+    rows = run.next_rows(loader)
     locations = loader.batch_locations()
     is_sampled = is_on_policy(config, step)
     if is_sampled:

@@ -91,7 +91,7 @@ def check_rows(
     num_problems_before = len(diagnostics.problems)
     encoder = data.encoder
     check_texts(encoder, data.train, prompt_messages, diagnostics)
-    check_prompts_agree(encoder, None, diagnostics)
+    check_prompts_agree(encoder, diagnostics)
     num_prompts = config.grpo.num_prompts_per_step
     epoch = diagnostics.check(
         lambda: describe_epoch(config.data, len(data.train), num_prompts, "prompts")

@@ -71,7 +71,7 @@ class RolloutPipeline:
         that it shares with the policy.
         """
         if self._next_step == step and self._fetched is None:
-            self._fetched = self._run.next_rows(self._loader, step)
+            self._fetched = self._run.next_rows(self._loader)
 
     def start(self, step: int) -> None:
         """Start the rollouts that may run while `step` trains, that of `step` included.

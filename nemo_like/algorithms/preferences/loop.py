@@ -74,7 +74,7 @@ class _Task:
 
     def train_step(self, run: TrainingRun, step: int) -> StepWork:
         """Train on the 2N rows of the next pairs."""
-        batch = collate_pairs(run.next_rows(self._loader, step))
+        batch = collate_pairs(run.next_rows(self._loader))
         plan, sharded = run.plan_and_shard(batch, step)
         trained = TrainedBatch(
             step=step + 1,

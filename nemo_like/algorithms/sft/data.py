@@ -113,7 +113,7 @@ def check_rows(
     num_problems_before = len(diagnostics.problems)
     encoder = data.encoder
     check_texts(encoder, data.train, conversation, diagnostics)
-    check_prompts_agree(encoder, data.train, diagnostics)
+    check_prompts_agree(encoder, diagnostics)
     source = open_source(config, data)
     is_streaming = config.data.batching.is_streaming
     if is_streaming:

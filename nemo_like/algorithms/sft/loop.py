@@ -53,7 +53,7 @@ class _Task:
 
     def train_step(self, run: TrainingRun, step: int) -> StepWork:
         loader = self._loader
-        batch = BatchedDataDict(collate(run.next_rows(loader, step)))
+        batch = BatchedDataDict(collate(run.next_rows(loader)))
         sources = loader.batch_sources()
         if sources is not None:
             batch["source"] = sources
