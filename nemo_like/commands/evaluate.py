@@ -42,10 +42,9 @@ from nemo_like.rollout.answers import Answer, Estimate, ScoredAnswers, answer_me
 from nemo_like.rollout.collector import RolloutJob
 from nemo_like.run.files import reporting_write_errors, write_text
 from nemo_like.run.progress import Progress
-from nemo_like.training.encoding import encode_conversation
 from nemo_like.training.model_files import RewardModelFiles, open_encoder, open_model_spec
 from nemo_like.training.rollout_workers import open_reward_models, start_reward_models
-from nemo_like.training.run_data import PromptSet
+from nemo_like.training.run_data import PromptSet, encode_conversation
 from nemo_like.training.workers import group_starter, local_policy
 
 RESULTS = "results.json"

@@ -292,7 +292,7 @@ def _indexed_names(directory: Path, subject: str) -> set[str]:
 
 
 _POLICY = "policy.model_name"
-_ADAPTER = "policy.lora"
+_ADAPTER = "policy.lora."
 
 
 def frozen_models(config: RunConfig, *, policy_only: bool = False) -> dict[str, str]:
@@ -302,14 +302,11 @@ def frozen_models(config: RunConfig, *, policy_only: bool = False) -> dict[str, 
     teachers and reward models are left out. Raises ConfigError for a file that cannot be read.
     """
     adapter = config.policy.adapter
-    settings = "not enabled"
+    identities = {f"{_ADAPTER}enabled": str(adapter is not None)}
     if adapter is not None:
-        targets = ", ".join(sorted(adapter.target_modules))
-        settings = (
-            f"rank {adapter.rank}, alpha {adapter.alpha:g}, use_rslora {adapter.use_rslora},"
-            f" quantization {adapter.quantization}, target_modules {targets}"
-        )
-    identities = {_ADAPTER: settings}
+        for name in ("rank", "alpha", "use_rslora", "quantization"):
+            identities[_ADAPTER + name] = str(getattr(adapter, name))
+        identities[f"{_ADAPTER}target_modules"] = ", ".join(sorted(adapter.target_modules))
     for key, (name, _) in _frozen_names(config).items():
         directory = Path(name).expanduser()
         if (policy_only and key != _POLICY) or not directory.is_dir():
@@ -329,22 +326,21 @@ def check_frozen_models(
     Both come from `frozen_models`. An identity that one of them lacks is not compared. The adapters
     of a checkpoint would be loaded without an error with another alpha, and be another model.
     """
+    changed = {key: value for key, value in current.items() if saved.get(key, value) != value}
     names = _frozen_names(config)
-    for key, identity in current.items():
-        before = saved.get(key, identity)
-        if before == identity:
-            continue
-        if key == _ADAPTER:
-            raise ConfigError(
-                f"policy.lora is {identity}, but {shown_path(checkpoint)} was trained with"
-                f" {before}: set it back, or start a new run (policy.lora.adapter_path continues"
-                " from an exported adapter)"
-            )
+    for key in changed.keys() & names.keys():
         name, role = names[key]
         raise ConfigError(
             f"{key} is {name!r}, whose weights differ from the weights that"
             f" {shown_path(checkpoint)} was trained with as {role}: set it back, or restore the"
             " files, or start a new run"
+        )
+    if changed:
+        settings = [f"{key} was {saved[key]} and is {value}" for key, value in changed.items()]
+        raise ConfigError(
+            f"{shown_path(checkpoint)} was trained with other LoRA settings: {'; '.join(settings)}."
+            " Set them back, or start a new run (policy.lora.adapter_path continues from an"
+            " exported adapter)"
         )
 
 

@@ -6,19 +6,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
-from operator import methodcaller
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.import_path import import_function, user_error_text
 from nemo_like.config.schema import MAIN_SET, DataConfig, RunConfig
 from nemo_like.config.text import counted, plural
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.encoded_rows import EncodedRows, Examples
-from nemo_like.data.formats import RowSchema, check_columns
+from nemo_like.data.formats import (
+    SFT_ROWS,
+    RowSchema,
+    check_columns,
+    conversation,
+    flagged_conversation,
+    question,
+    trained_tokens,
+)
+from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.loader import BatchLoader, RowLoader, no_batch_text, num_batches
+from nemo_like.data.messages import TrainOn, mask_turns, row_tools, trained_turns
 from nemo_like.data.row_files import Row
 from nemo_like.data.row_order import Curriculum, Mixture
 from nemo_like.data.rows import PassRateFilter, Rows, load_rows
@@ -26,12 +34,6 @@ from nemo_like.metrics import Mean, Metrics, Sum
 from nemo_like.rollout.conversations import Prompt
 from nemo_like.run.checkpoint import Checkpoint, CheckpointError
 from nemo_like.run.progress import Progress
-from nemo_like.training.encoding import (
-    EncodeRow,
-    encode_question,
-    encoding_settings,
-    prompt_examples,
-)
 from nemo_like.training.model_files import open_encoder, open_model_config
 
 
@@ -178,6 +180,10 @@ def mixed_rows(sets: Mapping[str, Rows], weights: Mapping[str, float]) -> Rows:
 
 
 ExampleT = TypeVar("ExampleT")
+
+# Of a config of any algorithm.
+EncodeRow = Callable[[ChatEncoder, Any, Row], EncodedRow | None]
+"""Encodes one row of a file. None drops the row; raises ConfigError for a bad row."""
 
 
 @dataclass(frozen=True)
@@ -362,48 +368,6 @@ def describe_epoch(data: DataConfig, num_rows: int, batch_size: int, noun: str) 
     return f"{text}; {num_left:,} are left out each time (data.last_batch=drop)"
 
 
-_COLUMN = "column:"
-
-
-def open_curriculum(
-    name: str | None, rows: Rows, encoded: EncodedRows, progress: Progress
-) -> Curriculum | None:
-    """Return the difficulty of `rows` that `data.curriculum` names; None without one.
-
-    For `length` every row is encoded first. Raises ConfigError for a row without a finite number.
-    """
-    if name is None:
-        return None
-    if name == "length":
-        return Curriculum(name, _lengths(encoded, progress))
-    column = name.removeprefix(_COLUMN)
-    measure: Callable[[Row], Any] = methodcaller("get", column)
-    if column == name:
-        measure = import_function(
-            "data.curriculum", name, "my_package.difficulty", "row of the file"
-        )
-    difficulty = np.empty(len(rows), dtype=np.float64)
-    for index, row in enumerate(rows):
-        place = f"{rows.location(index)}: data.curriculum {name}"
-        try:
-            value = measure(row)
-        except Exception as error:
-            # A function of the user can fail in any way.
-            raise ConfigError(f"{place} failed with {user_error_text(error)}") from error
-        is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-        if not is_number or not np.isfinite(np.float32(value)):
-            raise ConfigError(f"{place} is {value!r}; every row needs a finite number")
-        difficulty[index] = float(value)
-    return Curriculum(name, difficulty)
-
-
-def _lengths(encoded: EncodedRows, progress: Progress) -> np.ndarray:
-    """Encode every row; return the lengths, float64 [N], 0 for a dropped row."""
-    with progress.phase("encoding rows for data.curriculum=length", len(encoded)) as phase:
-        encoded.encode_ahead(np.arange(len(encoded)), phase.advance)
-    return encoded.lengths.astype(np.float64)
-
-
 def load_position(checkpoint: Checkpoint, loader: BatchLoader, *, allow_changed_rows: bool) -> bool:
     """Move the loader to the position of a checkpoint; return True if the rows are the same.
 
@@ -430,3 +394,147 @@ def loader_metrics(loader: BatchLoader) -> Metrics:
         for index, name in enumerate(loader.mixture.names):
             metrics[f"data/source_{name}/num_rows"] = Sum(int(np.count_nonzero(sources == index)))
     return metrics
+
+
+def encode_conversation(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow | None:
+    """Encode one SFT row; return None if it is too long and `policy.oversize_rows` is drop.
+
+    Raises ConfigError if it is too long and `policy.oversize_rows` is error.
+    """
+    return fit_row(encode_sft_row(encoder, config.data.train_on, row), config)
+
+
+def encode_sft_row(encoder: ChatEncoder, train_on: TrainOn, row: Row) -> EncodedRow:
+    """Encode one SFT row of any format and length; see `data.train_on`.
+
+    Raises ConfigError for loss flags that contradict `train_on` or leave nothing to learn.
+    """
+    columns = SFT_ROWS.recognize(row)
+    if columns == ("input_ids",):
+        return _encode_tokens(encoder, row)
+    if columns == ("text",):
+        return _encode_text(encoder, row["text"])
+    turns = trained_turns(flagged_conversation(row), train_on)
+    encoded = encoder.encode_sft(conversation(row), row_tools(row))
+    return encoded if turns is None else mask_turns(encoded, turns)
+
+
+def _encode_tokens(encoder: ChatEncoder, row: Row) -> EncodedRow:
+    """Return the tokens of a row with `input_ids`; nothing is added.
+
+    Raises ConfigError for an id that the tokenizer or the model does not have.
+    """
+    ids = encoder.checked_ids(row["input_ids"])
+    num_tokens = len(encoder.tokenizer)
+    if ids.max() >= num_tokens:
+        raise ConfigError(
+            f"input_ids has the token id {ids.max()}, but the tokenizer"
+            f" {encoder.tokenizer.name_or_path!r} has {num_tokens} tokens; was the row made with"
+            " another tokenizer?"
+        )
+    return EncodedRow(ids, trained_tokens(row))
+
+
+def _encode_text(encoder: ChatEncoder, text: str) -> EncodedRow:
+    """Encode raw text with loss on all tokens.
+
+    The tokenizer adds its own special tokens, such as the beginning of a sequence, unless the text
+    has it already, as a rendered conversation does; the end-of-sequence token follows the text.
+    """
+    encoded: Any = encoder.tokenizer(text)["input_ids"]
+    ids = list(encoded)
+    bos_token_id = encoder.tokenizer.bos_token_id
+    if bos_token_id is not None and ids[:2] == [bos_token_id, bos_token_id]:
+        del ids[0]
+    if not ids or ids[-1] != encoder.eos_token_id:
+        ids.append(encoder.eos_token_id)
+    return EncodedRow(encoder.checked_ids(ids), np.ones(len(ids), dtype=np.uint8))
+
+
+def fit_row(encoded: EncodedRow, config: RunConfig) -> EncodedRow | None:
+    """Apply `policy.oversize_rows` to a row: return it, its beginning, or None to drop it.
+
+    Raises ConfigError if it is too long and `policy.oversize_rows` is error.
+    """
+    length = len(encoded.input_ids)
+    limit = config.policy.max_total_sequence_length
+    # The planner gives a singleton a microbatch of its own.
+    if length <= limit or config.policy.oversize_rows == "singleton":
+        return encoded
+    if config.policy.oversize_rows == "truncate":
+        return EncodedRow(encoded.input_ids[:limit], encoded.token_mask[:limit])
+    if config.policy.oversize_rows == "drop":
+        return None
+    raise ConfigError(
+        f"the row has {length} tokens, policy.max_total_sequence_length is {limit}; raise it, or"
+        " set policy.oversize_rows to truncate (remove the end), drop (skip the row) or singleton"
+        " (a separate microbatch)"
+    )
+
+
+def encode_question(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow | None:
+    """Encode the prompt of one row, with a token mask of zeros.
+
+    Returns None for a prompt above `data.max_prompt_tokens`. For one that leaves no room for a
+    completion, `policy.oversize_rows` decides: truncate removes its beginning, so that
+    `max_new_tokens` fit behind it; drop returns None; the other values raise ConfigError.
+    """
+    prompt = question(row)
+    token_ids = encoder.encode_prompt(prompt.messages, prompt.tools)
+    policy = config.policy
+    length = len(token_ids)
+    max_tokens = config.data.max_prompt_tokens
+    if max_tokens is not None and length > max_tokens:
+        return None
+    limit = policy.max_total_sequence_length
+    if length >= limit:
+        if policy.oversize_rows == "drop":
+            return None
+        if policy.oversize_rows != "truncate":
+            raise ConfigError(
+                f"the prompt has {length} tokens, policy.max_total_sequence_length is {limit}, so"
+                " there is no room for a completion; raise it, or set policy.oversize_rows to"
+                " truncate (remove the beginning) or drop (skip the row)"
+            )
+        # The end of a prompt has the question and the opening of the assistant turn.
+        num_kept = max(limit - policy.generation.max_new_tokens, 1)
+        token_ids = token_ids[-num_kept:]
+    return EncodedRow(token_ids, np.zeros(len(token_ids), dtype=np.uint8))
+
+
+def encoded_examples(rows: Rows, encoded: EncodedRows) -> Examples[EncodedRow]:
+    """Return encoded rows as they are."""
+    return Examples(encoded, lambda _, row: row)
+
+
+def prompt_examples(rows: Rows, encoded: EncodedRows) -> Examples[Prompt]:
+    """Return encoded rows as prompts."""
+    return Examples(encoded, partial(prompt_of, rows))
+
+
+def prompt_of(rows: Rows, row: int, encoded: EncodedRow) -> Prompt:
+    """Return an encoded row of `rows` as a prompt."""
+    fields = question(rows[row])
+    return Prompt(
+        token_ids=encoded.input_ids, text=fields.text, answer=fields.answer, row=fields.row
+    )
+
+
+def encoding_settings(config: RunConfig, encoder: ChatEncoder) -> str:
+    """Return all that the encoding of a row depends on, as text."""
+    tokenizer: Any = encoder.tokenizer
+    keys = ("max_total_sequence_length", "oversize_rows")
+    values = (
+        config.kind,
+        config.generates,
+        # The share of distillation steps that take a row as a prompt.
+        getattr(getattr(config, config.kind, None), "on_policy_fraction", None),
+        config.data,
+        [getattr(config.policy, key) for key in keys],
+        config.policy.generation.max_new_tokens,
+        encoder.vocab_size,
+        str(tokenizer.chat_template),
+        tokenizer.special_tokens_map,
+        tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab(),
+    )
+    return repr(values)

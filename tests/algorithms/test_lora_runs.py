@@ -179,9 +179,9 @@ def check_changed_settings(directory: RunDirectory, run: Any) -> None:
     for changes, message in (
         (
             {"alpha": 16.0, "rank": 8},
-            r"policy\.lora is rank 8, alpha 16.* was trained with rank 4, alpha 8",
+            r"lora\.rank was 4 and is 8; .*lora\.alpha was 8\.0 and is 16",
         ),
-        ({"enabled": False}, r"policy\.lora is not enabled"),
+        ({"enabled": False}, r"policy\.lora\.enabled was True and is False"),
     ):
         with pytest.raises(ConfigError, match=message):
             run(resume=True, **changes)

@@ -59,7 +59,12 @@ def test_a_resume_compares_the_settings_on_which_adapters_depend(recipe: Recipe,
         "enabled=true", "rank=4", "target_modules=[k_proj, q_proj]", "adapter_path=somewhere"
     )
     check_frozen_models(saved, same, config, tmp_path)
-    for key in ("rank=5", "use_rslora=true", "alpha=7"):
+    for key, message in (
+        ("rank=5", r"policy\.lora\.rank was 4 and is 5"),
+        ("use_rslora=true", r"policy\.lora\.use_rslora was False and is True"),
+    ):
         changed = identities("enabled=true", "rank=4", "target_modules=[q_proj, k_proj]", key)
-        with pytest.raises(ConfigError, match=rf"{key.replace('=t', ' T')[:4]}.*set it back"):
+        with pytest.raises(ConfigError, match=message):
             check_frozen_models(saved, changed, config, tmp_path)
+    with pytest.raises(ConfigError, match=r"policy\.lora\.enabled was False and is True"):
+        check_frozen_models(identities("enabled=false"), saved, config, tmp_path)

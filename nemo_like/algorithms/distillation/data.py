@@ -37,14 +37,17 @@ from nemo_like.training.diagnostics import (
     encode_sample,
     prompt_messages,
 )
-from nemo_like.training.encoding import (
+from nemo_like.training.model_files import open_model_config, open_model_spec
+from nemo_like.training.run_data import (
+    ExampleSource,
+    RunData,
     encode_conversation,
     encode_question,
     encode_sft_row,
+    open_data,
     prompt_of,
+    training_name,
 )
-from nemo_like.training.model_files import open_model_config, open_model_spec
-from nemo_like.training.run_data import ExampleSource, RunData, open_data, training_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

@@ -29,10 +29,9 @@ from nemo_like.policy.heads.targets import TEACHER, TargetSettings
 from nemo_like.rollout.conversations import Prompt
 from nemo_like.rollout.rows import rollout_metrics, row_seeds
 from nemo_like.run.progress import Sample
-from nemo_like.training.encoding import encode_conversation
 from nemo_like.training.reporting import StepWork, plan_metrics
 from nemo_like.training.run import RunResult, TrainingRun, plan_rows
-from nemo_like.training.run_data import ExampleSource, named_metrics
+from nemo_like.training.run_data import ExampleSource, encode_conversation, named_metrics
 from nemo_like.training.steps import TrainedBatch, run_epochs, show_rollout, train
 
 _TRAINED_COLUMNS = ("input_ids", "token_mask", "length", "row_mask")

@@ -26,13 +26,14 @@ from nemo_like.training.diagnostics import (
     encode_sample,
     prompt_messages,
 )
-from nemo_like.training.encoding import encode_question, prompt_examples
 from nemo_like.training.reporting import step_warnings
 from nemo_like.training.run_data import (
     ExampleSource,
     RunData,
     describe_epoch,
+    encode_question,
     open_data,
+    prompt_examples,
     training_name,
 )
 

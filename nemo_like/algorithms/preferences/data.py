@@ -38,8 +38,7 @@ from nemo_like.training.diagnostics import (
     describe_plan,
     encode_sample,
 )
-from nemo_like.training.encoding import fit_row
-from nemo_like.training.run_data import ExampleSource, RunData, open_data, training_name
+from nemo_like.training.run_data import ExampleSource, RunData, fit_row, open_data, training_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from nemo_like.algorithms.sft.config import SftRunConfig
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.import_path import import_function, user_error_text
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.text import counted, plural
 from nemo_like.data.formats import SFT_ROWS, RowSchema, conversation
 from nemo_like.data.jagged import EncodedRow, count_tokens
 from nemo_like.data.loader import BatchLoader
+from nemo_like.data.row_files import Row
 from nemo_like.data.row_order import Curriculum
 from nemo_like.data.rows import Rows
 from nemo_like.data.streaming.planner import RowNumbers, StreamLoader
@@ -29,11 +35,12 @@ from nemo_like.training.diagnostics import (
     describe_plan,
     encode_sample,
 )
-from nemo_like.training.encoding import encode_conversation, encode_sft_row, encoded_examples
 from nemo_like.training.run_data import (
     ExampleSource,
     RunData,
-    open_curriculum,
+    encode_conversation,
+    encode_sft_row,
+    encoded_examples,
     open_data,
     training_name,
 )
@@ -69,9 +76,41 @@ def open_loader(
     return source.loader(_curriculum(config, source))
 
 
-def _curriculum(config: SftRunConfig, source: ExampleSource[EncodedRow]) -> Curriculum | None:
-    """Return the difficulty of the rows. With `data.curriculum=length` every row is encoded."""
-    return open_curriculum(config.data.curriculum, source.data.train, source.rows, Progress())
+def _curriculum(
+    config: SftRunConfig, source: ExampleSource[EncodedRow], progress: Progress | None = None
+) -> Curriculum | None:
+    """Return the difficulty of the rows by `data.curriculum`; None without one.
+
+    For `length` every row is encoded. Raises ConfigError for a row without a finite number.
+    """
+    name = config.data.curriculum
+    if name is None:
+        return None
+    rows = source.data.train
+    if name == "length":
+        phase_name = "encoding rows for data.curriculum=length"
+        with (progress or Progress()).phase(phase_name, len(rows)) as phase:
+            source.rows.encode_ahead(np.arange(len(rows)), phase.advance)
+        return Curriculum(name, source.rows.lengths.astype(np.float64))
+    column = name.removeprefix("column:")
+    measure: Callable[[Row], Any] = methodcaller("get", column)
+    if column == name:
+        measure = import_function(
+            "data.curriculum", name, "my_package.difficulty", "row of the file"
+        )
+    difficulty = np.empty(len(rows), dtype=np.float64)
+    for index, row in enumerate(rows):
+        place = f"{rows.location(index)}: data.curriculum {name}"
+        try:
+            value = measure(row)
+        except Exception as error:
+            # A function of the user can fail in any way.
+            raise ConfigError(f"{place} failed with {user_error_text(error)}") from error
+        is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+        if not is_number or not np.isfinite(np.float32(value)):
+            raise ConfigError(f"{place} is {value!r}; every row needs a finite number")
+        difficulty[index] = float(value)
+    return Curriculum(name, difficulty)
 
 
 def open_stream(
@@ -210,7 +249,7 @@ def first_lengths(
 ) -> RowLengths:
     """Return the row lengths of the first steps."""
     source = open_source(config, data)
-    curriculum = open_curriculum(config.data.curriculum, data.train, source.rows, progress)
+    curriculum = _curriculum(config, source, progress)
     num_batches = min(num_steps, source.num_steps())
     rows = source.first_examples(num_batches, progress, curriculum)
     lengths, num_trained = count_tokens(rows)
