@@ -1,5 +1,20 @@
-"""Batches by token count for plain PyTorch training loops.
+"""Batch formation for PyTorch training loops: one function for an existing DataLoader.
 
-The rows of a microbatch are selected, ordered and aligned over ranks by the same code as in runs of
-nemo_like: `data.streaming` and `data.row_order`.
+`online_batches(dataloader, stream_spec(max_tokens=8192))` is the whole interface for most loops;
+`hf_trainer`, `accelerate` and `lightning` connect it to those libraries. docs/library.md has
+examples, and the equivalents of the names of other systems.
 """
+
+from nemo_like.torch_data.drop_in import Microbatch, OnlineBatches, online_batches, stream_spec
+from nemo_like.torch_data.online import OnlineBatchLoader, OnlineStep
+from nemo_like.torch_data.packed_collate import PackingCollator
+
+__all__ = [
+    "Microbatch",
+    "OnlineBatchLoader",
+    "OnlineBatches",
+    "OnlineStep",
+    "PackingCollator",
+    "online_batches",
+    "stream_spec",
+]

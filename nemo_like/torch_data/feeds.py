@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import copy
 import random
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from nemo_like.data.row_order import ShardedOrder
-from nemo_like.integer_math import check_integer
+from nemo_like.data.row_order import EpochOrder, ShardedOrder
+from nemo_like.integer_math import ceil_div, check_integer
 
 Sample = TypeVar("Sample")
 SampleOut_co = TypeVar("SampleOut_co", covariant=True)
 StartMethod = Literal["spawn", "forkserver", "fork"]
 
-_NUMBER_BYTES = 32
-"""Approximate size of a Python number."""
 _MAX_PIPED_BYTES = 2**17
 """Largest tensor that a worker sends through its pipe."""
 
@@ -47,20 +47,45 @@ class Numbered(NamedTuple, Generic[Sample]):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """DataLoader workers. Every start method works, as only the dataset is sent to a worker."""
+    """Options of the DataLoader that fetches rows, with the names and meanings of torch.
+
+    Every start method works, as only the dataset is sent to a worker.
+    """
 
     num_workers: int = 0
     multiprocessing_context: StartMethod | None = None
     """None is the default of the platform."""
-    prefetch_factor: int = 2
-    """Rows that each worker fetches in advance."""
+    prefetch_factor: int | None = None
+    """Fetches of each worker in advance; None is 2."""
+    rows_per_fetch: int = 1
+    """Rows that a worker fetches and sends together. A dataset with `__getitems__` reads them in
+    one call, unless rows are seeded.
+    """
+    persistent_workers: bool = False
+    worker_init_fn: Callable[[int], None] | None = None
+    timeout: float = 0
 
     def __post_init__(self) -> None:
         check_integer("num_workers", self.num_workers, 0)
-        check_integer("prefetch_factor", self.prefetch_factor, 1)
+        check_integer("rows_per_fetch", self.rows_per_fetch, 1)
+        if self.prefetch_factor is not None:
+            check_integer("prefetch_factor", self.prefetch_factor, 1)
 
-    def loader(self, dataset: Any, seed: int, *, sampler: Any = None) -> Any:
-        """Return a DataLoader of single samples; torchdata's for a dataset with a position."""
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> WorkerOptions:
+        """Return the options of a DataLoader; its batch size is the number of rows per fetch."""
+        return cls(
+            num_workers=loader.num_workers,
+            multiprocessing_context=loader.multiprocessing_context,
+            prefetch_factor=loader.prefetch_factor if loader.num_workers else None,
+            rows_per_fetch=getattr(loader, "batch_size", None) or 1,
+            persistent_workers=loader.persistent_workers,
+            worker_init_fn=loader.worker_init_fn,
+            timeout=loader.timeout,
+        )
+
+    def loader(self, dataset: Any, seed: int, **rows: Any) -> Any:
+        """Return a DataLoader of lists of samples; torchdata's for a dataset with a position."""
         kind: Any = DataLoader
         if hasattr(dataset, "state_dict"):
             kind = _stateful_data_loader() or DataLoader
@@ -70,14 +95,70 @@ class WorkerOptions:
         generator.manual_seed(seed)
         return kind(
             dataset,
-            batch_size=None,
-            sampler=sampler,
+            **rows,
             collate_fn=to_pipe,
             generator=generator,
             num_workers=self.num_workers,
-            prefetch_factor=self.prefetch_factor,
+            prefetch_factor=(self.prefetch_factor or 2) if self.num_workers else None,
             multiprocessing_context=self.multiprocessing_context,
+            persistent_workers=self.persistent_workers and self.num_workers > 0,
+            worker_init_fn=self.worker_init_fn,
+            timeout=self.timeout,
         )
+
+
+class SamplerOrder(EpochOrder):
+    """The rows of one rank in the order of a sampler or batch sampler of torch.
+
+    The row numbers of an epoch are positions in `indices`, as a sampler may repeat an index. The
+    indices of an epoch depend on (seed, epoch), not on the global random state. A sampler with
+    `num_replicas` divides the rows over ranks itself; the indices of any other one are dealt to the
+    ranks in turn.
+    """
+
+    def __init__(self, sampler: Any, *, rank: int = 0, num_ranks: int = 1, seed: int = 0) -> None:
+        self.sampler = sampler
+        self.indices: list[int] = []
+        self._rank = rank
+        self._num_ranks = 1 if hasattr(sampler, "num_replicas") else num_ranks
+        super().__init__(0, seed=seed, shuffle=True)
+
+    def _order_of_epoch(self) -> np.ndarray:
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(self.epoch)
+        seed = int(np.random.SeedSequence([self.seed, self.epoch]).generate_state(1)[0])
+        generator = getattr(self.sampler, "generator", None)
+        if generator is not None:
+            generator.manual_seed(seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            drawn = list(self.sampler)
+        is_batched = bool(drawn) and isinstance(drawn[0], list | tuple)
+        indices = list(chain.from_iterable(drawn)) if is_batched else drawn
+        self.indices = [
+            int(index) for index in indices[self._rank % self._num_ranks :: self._num_ranks]
+        ]
+        self.num_rows = len(self.indices)
+        return np.arange(self.num_rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        checksum = zlib.crc32(np.asarray(self.indices, dtype=np.int64).tobytes())
+        position = len(self.indices) - self.num_left
+        return {"epoch": self.epoch, "position": position, "checksum": checksum}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after `state`. Raises ValueError if the sampler gives other indices now."""
+        if "checksum" not in state:
+            raise ValueError("the state belongs to a DataLoader without a sampler of its own")
+        self.start_epoch(state["epoch"])
+        if self.state_dict()["checksum"] != state["checksum"]:
+            raise ValueError(
+                f"{type(self.sampler).__name__} gives other indices for epoch {self.epoch} than"
+                " when the state was saved; it must depend on set_epoch, its generator and the"
+                " global generator of torch only"
+            )
+        self.take(state["position"])
 
 
 class MapFeed(Generic[Sample]):
@@ -90,7 +171,7 @@ class MapFeed(Generic[Sample]):
     def __init__(
         self,
         dataset: MapStyle[Sample],
-        order: ShardedOrder,
+        order: ShardedOrder | SamplerOrder,
         options: WorkerOptions | None = None,
         *,
         seed_rows: bool,
@@ -107,6 +188,13 @@ class MapFeed(Generic[Sample]):
         self._seed_rows = seed_rows
         self._is_endless = is_endless
         self._num_unused = 0 if max_rows is None else max(order.num_left - max_rows, 0)
+        self._batches = _KeyBatches(self._options.rows_per_fetch)
+        self._loader: Any = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of this rank in the epoch."""
+        return len(self._order.order) - self._num_unused
 
     @property
     def epoch(self) -> int:
@@ -118,7 +206,9 @@ class MapFeed(Generic[Sample]):
         self._order.start_epoch(epoch)
 
     def row_of(self, number: int) -> int:
-        """Return the index of the row with a number."""
+        """Return the index in the dataset of the row with a number."""
+        if isinstance(self._order, SamplerOrder):
+            return self._order.indices[number]
         return number % self._order.num_rows
 
     def is_blocked(self, window: Iterable[int]) -> bool:
@@ -137,18 +227,26 @@ class MapFeed(Generic[Sample]):
         first = self.epoch * self._order.num_rows if self._is_endless else 0
         rest = self._order.left[: self._order.num_left - self._num_unused]
         numbers = [*waiting, *(rest + first).tolist()]
-        seed = self._order.seed if self._seed_rows else None
-        rows = _Rows(self._dataset, seed, None if self._is_endless else self.epoch)
-        for position, sample in enumerate(self._fetched(rows, numbers)):
+        for position, sample in enumerate(self._fetched(numbers)):
             if position >= len(waiting):
                 self._order.take(1)
             yield Numbered(numbers[position], sample)
 
-    def _fetched(self, rows: _Rows, numbers: list[int]) -> Iterator[Sample]:
+    def _fetched(self, numbers: list[int]) -> Iterator[Sample]:
+        self._batches.keys = [self._key(number) for number in numbers]
+        seed = self._order.seed if self._seed_rows else None
+        rows = _Rows(self._dataset, seed)
         if self._options.num_workers == 0:
-            return map(rows.__getitem__, numbers)
-        seed = self._order.seed + self.epoch
-        return _from_workers(self._options.loader(rows, seed, sampler=numbers))
+            return chain.from_iterable(map(rows.__getitems__, self._batches))
+        # Persistent workers belong to a DataLoader, so it is kept. All that changes are the keys.
+        if self._loader is None or not self._options.persistent_workers:
+            seed = self._order.seed + self.epoch
+            self._loader = self._options.loader(rows, seed, batch_sampler=self._batches)
+        return _from_workers(self._loader)
+
+    def _key(self, number: int) -> _Key:
+        epoch = number // self._order.num_rows if self._is_endless else self.epoch
+        return _Key(epoch, number, self.row_of(number))
 
     def state_dict(self, samples: Mapping[int, Sample]) -> dict[str, Any]:
         """Return the position as JSON values; the rows `samples` are fetched again on resume."""
@@ -164,7 +262,16 @@ class MapFeed(Generic[Sample]):
     def load_global_state(
         self, states: Sequence[Mapping[str, Any]], waiting: Sequence[Sequence[int]]
     ) -> None:
-        """Continue after the states of all ranks, whose rows `waiting` are untrained."""
+        """Continue after the states of all ranks, whose rows `waiting` are untrained.
+
+        Raises ValueError for the order of a sampler, which divides its rows itself.
+        """
+        if isinstance(self._order, SamplerOrder):
+            raise ValueError(
+                f"the rows come from a {type(self._order.sampler).__name__}, whose position cannot"
+                " be continued on another number of ranks; use shuffle=True or False of the"
+                " DataLoader instead of a sampler"
+            )
         self._order.load_global_state([state["order"] for state in states], waiting)
 
 
@@ -227,7 +334,11 @@ class IterableFeed(Generic[Sample]):
             self._dataset.set_epoch(self.epoch)
         self._source = self._dataset
         if self._options.num_workers:
-            self._source = self._options.loader(self._dataset, self._seed + self.epoch)
+            # A position between two fetches could not be saved.
+            size = 1 if hasattr(self._dataset, "state_dict") else self._options.rows_per_fetch
+            self._source = self._options.loader(
+                self._dataset, self._seed + self.epoch, batch_size=size
+            )
         if self._loaded_position is not None:
             self._source.load_state_dict(self._loaded_position)
         if self._options.num_workers:
@@ -283,26 +394,52 @@ class IterableFeed(Generic[Sample]):
             )
 
 
-class _Rows(Dataset[Any]):
-    """Rows by number, each fetched with the random state of its row."""
+class _Key(NamedTuple):
+    """What a worker needs to fetch a row: everything that varies is in the key."""
 
-    def __init__(self, dataset: MapStyle[Any], seed: int | None, epoch: int | None) -> None:
-        """`epoch` is None if numbers are `epoch * N + index`."""
+    epoch: int
+    number: int
+    index: int
+
+
+class _KeyBatches:
+    """A batch sampler of the keys of an epoch."""
+
+    def __init__(self, size: int) -> None:
+        self.keys: list[_Key] = []
+        self._size = size
+
+    def __iter__(self) -> Iterator[list[_Key]]:
+        for begin in range(0, len(self.keys), self._size):
+            yield self.keys[begin : begin + self._size]
+
+    def __len__(self) -> int:
+        return ceil_div(len(self.keys), self._size)
+
+
+class _Rows(Dataset[Any]):
+    """Rows by key, with a `seed` each fetched with the random state of its row."""
+
+    def __init__(self, dataset: MapStyle[Any], seed: int | None) -> None:
         self._dataset = dataset
         self._seed = seed
-        self._epoch = epoch
 
-    def __getitem__(self, number: int) -> Any:
-        epoch, index = divmod(number, len(self._dataset))
-        if self._epoch is not None:
-            epoch = self._epoch
-        context = nullcontext() if self._seed is None else seeded_row(self._seed, epoch, index)
+    def __getitems__(self, keys: list[_Key]) -> list[Any]:
+        read_all = getattr(self._dataset, "__getitems__", None)
+        if self._seed is None and read_all is not None:
+            return read_all([key.index for key in keys])
+        return [self[key] for key in keys]
+
+    def __getitem__(self, key: _Key) -> Any:
+        context = nullcontext()
+        if self._seed is not None:
+            context = seeded_row(self._seed, key.epoch, key.index)
         try:
             with context:
-                return self._dataset[index]
+                return self._dataset[key.index]
         except StopIteration as error:
             # It would end the epoch without a message.
-            raise RuntimeError(f"the dataset raised StopIteration for row {index}") from error
+            raise RuntimeError(f"the dataset raised StopIteration for row {key.index}") from error
 
 
 @contextmanager
@@ -342,11 +479,11 @@ def _seed(seed: int, epoch: int, row: int) -> None:
 
 
 def _from_workers(loader: Iterable[Any]) -> Iterator[Any]:
-    """Iterate over the samples of a DataLoader with workers."""
+    """Iterate over the samples of a DataLoader of lists, with workers."""
     iterator: Iterator[Any] | None = iter(loader)
     while True:
         try:
-            sample = next(iterator)
+            samples = next(iterator)
         except StopIteration:
             return
         except Exception as error:  # noqa: BLE001 - raised again
@@ -355,7 +492,7 @@ def _from_workers(loader: Iterable[Any]) -> Iterator[Any]:
             # of a worker has the traceback of the worker.
             iterator = None
             raise error.with_traceback(None) from None
-        yield from_pipe(sample)
+        yield from map(from_pipe, samples)
 
 
 def _stateful_data_loader() -> Any | None:
@@ -372,33 +509,14 @@ class PipedTensor(NamedTuple):
     array: np.ndarray
 
 
-def num_bytes(sample: Any) -> int:
-    """Return the approximate memory of a sample, without the overhead of containers.
-
-    Tensors, NumPy arrays, strings and numbers in nested mappings, lists and tuples are counted.
-    Other objects count as one number.
-    """
-    if isinstance(sample, torch.Tensor):
-        return sample.numel() * sample.element_size()
-    if isinstance(sample, np.ndarray):
-        return sample.nbytes
-    if isinstance(sample, bytes | bytearray | str):
-        return len(sample)
-    if isinstance(sample, Mapping):
-        return sum(map(num_bytes, sample.values()))
-    if isinstance(sample, list | tuple):
-        return sum(map(num_bytes, sample))
-    return _NUMBER_BYTES
-
-
-def to_pipe(sample: Any) -> Any:
-    """Return the sample of a DataLoader worker with small tensors in a form that is pickled.
+def to_pipe(samples: Any) -> Any:
+    """Return samples of a DataLoader worker with small tensors in a form that is pickled.
 
     A worker otherwise shares each tensor, of any shape and dtype, through a file of its own. For
     the columns of one row that takes longer than to copy them. Mappings, lists and tuples are
     searched; they are not modified.
     """
-    return _replaced(sample, _piped)
+    return _replaced(samples, _piped)
 
 
 def from_pipe(sample: Any) -> Any:
@@ -412,7 +530,7 @@ def from_pipe(sample: Any) -> Any:
 
 def _piped(value: Any) -> Any:
     # A subclass may have more than values.
-    if type(value) is not torch.Tensor or num_bytes(value) > _MAX_PIPED_BYTES:
+    if type(value) is not torch.Tensor or value.nbytes > _MAX_PIPED_BYTES:
         return value
     try:
         return PipedTensor(value.detach().numpy())

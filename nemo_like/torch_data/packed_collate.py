@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -67,7 +67,7 @@ class PackingCollator:
 
     A row is a mapping with `input_ids` and `labels`, of integers [L], the columns of `pad_values`
     [L], and optionally `attention_mask` [L], whose zeros are padding that is removed. The columns
-    are tensors, NumPy arrays or lists. Rows are not modified.
+    are tensors, NumPy arrays or lists, also of shape [1, L]. Rows are not modified.
     """
 
     pad_to_length: int | None = None
@@ -81,12 +81,27 @@ class PackingCollator:
     shift_labels: bool = False
     """Shift the labels in the collator, for losses that compare position t with `labels[t]`."""
     overflow: Overflow = "error"
+    metadata: Literal["error", "drop", "list"] = "error"
+    """Other columns of the rows, such as an id: an error, dropped, or a list with the value of each
+    row.
+    """
     with_attention_mask: bool = True
     """Include `attention_mask`, for training loops that expect it; no model needs it."""
 
     def __post_init__(self) -> None:
         check_target(self.pad_to_length, self.pad_multiple, self.overflow)
         check_pad_values(self.pad_values)
+        if self.metadata not in ("error", "drop", "list"):
+            raise ValueError(f"metadata is error, drop or list; got {self.metadata!r}")
+
+    def sample_numbers(self, row: Mapping[str, Column]) -> tuple[int, int]:
+        """Return the tokens of `row` that a batch keeps, and how many of them have loss.
+
+        Raises ValueError for a row that cannot be packed, except for one without tokens.
+        """
+        columns = _real_tokens(row, "a row", ("input_ids", "labels"))
+        trained = columns["labels"][1:] != self.ignore_index
+        return len(columns["input_ids"]), int(trained.sum())
 
     def __call__(self, rows: Sequence[Mapping[str, Column]]) -> dict[str, Any]:
         """Return the packed batch of `rows`; the columns are listed in the module docstring.
@@ -99,7 +114,12 @@ class PackingCollator:
                 "a batch needs at least one row; dummy() is the batch of a microbatch without rows"
             )
         names = ("input_ids", "labels", *self.pad_values)
-        columns = [_real_tokens(row, index, names) for index, row in enumerate(rows)]
+        columns = []
+        for index, row in enumerate(rows):
+            self._check_columns(row, index)
+            columns.append(_real_tokens(row, f"row {index}", names))
+            if len(columns[-1]["input_ids"]) == 0:
+                raise ValueError(f"row {index} has no tokens; remove such rows before packing")
         batch: dict[str, Any] = {}
         for name in names:
             batch[name] = torch.cat([row[name] for row in columns]).unsqueeze(0)
@@ -121,7 +141,26 @@ class PackingCollator:
         )
         if self.shift_labels:
             batch = shift_packed_labels(batch, self.ignore_index)
+        if self.metadata == "list":
+            for name in sorted(rows[0].keys() - {*names, "attention_mask"}):
+                batch[name] = [row.get(name) for row in rows]
         return batch
+
+    def _check_columns(self, row: Mapping[str, Column], index: int) -> None:
+        """Raise ValueError for columns that the batch computes or that have no padding value."""
+        unknown = sorted(row.keys() - {"input_ids", "labels", "attention_mask", *self.pad_values})
+        computed = sorted(COMPUTED_COLUMNS & set(unknown))
+        if computed:
+            fix = f"remove {', '.join(computed)} from the rows, the collator computes them"
+        elif self.metadata == "error":
+            fix = (
+                "add the padding values of columns with one value per token to pad_values, and set"
+                ' metadata to "drop" or "list" for others'
+            )
+        else:
+            return
+        if unknown:
+            raise ValueError(f"row {index} has unknown columns {', '.join(unknown)}; {fix}")
 
     def dummy(self) -> dict[str, Any]:
         """Return a batch of padding only, for a rank that has fewer microbatches than the others.
@@ -148,53 +187,37 @@ def pack_length(micro_batch_size: int, max_seq_len: int) -> int:
     return num_rows * check_integer("max_seq_len", max_seq_len, 1)
 
 
-def _real_tokens(row: Mapping[str, Column], index: int, names: Sequence[str]) -> dict[str, Tensor]:
+def _real_tokens(row: Mapping[str, Column], place: str, names: Sequence[str]) -> dict[str, Tensor]:
     """Return the columns `names` of `row`, tensors [L], without what its attention mask removes."""
-    unknown = sorted(row.keys() - {*names, "attention_mask"})
-    if unknown:
-        computed = sorted(COMPUTED_COLUMNS & set(unknown))
-        if computed:
-            fix = f"remove {', '.join(computed)} from the rows, the collator computes them"
-        else:
-            fix = "remove them from the rows, or add their padding values to pad_values"
-        raise ValueError(f"row {index} has unknown columns {', '.join(unknown)}; {fix}")
     columns = {}
     for name in names:
-        if name not in row:
-            raise ValueError(f"row {index} has no column {name}; every row needs it")
-        columns[name] = _as_tensor(row[name], f"{name} of row {index}")
+        if row.get(name) is None:
+            raise ValueError(f"{place} has no column {name}; every row needs it")
+        columns[name] = _as_tensor(row[name], f"{name} of {place}")
     for name in ("input_ids", "labels"):
         tensor = columns[name]
         is_integer = not tensor.is_floating_point() and tensor.dtype != torch.bool
         # An empty list has the dtype of floats.
         if not is_integer and len(tensor) > 0:
-            raise ValueError(f"{name} of row {index} must be integers, not {tensor.dtype}")
+            raise ValueError(f"{name} of {place} must be integers, not {tensor.dtype}")
         columns[name] = tensor.to(torch.int64)
     if "attention_mask" in row:
-        columns["attention_mask"] = _as_tensor(
-            row["attention_mask"], f"attention_mask of row {index}"
-        )
+        columns["attention_mask"] = _as_tensor(row["attention_mask"], f"attention_mask of {place}")
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"the columns of row {index} have different lengths: {lengths}")
+        raise ValueError(f"the columns of {place} have different lengths: {lengths}")
     mask = columns.pop("attention_mask", None)
-    if mask is not None:
-        columns = _without_padding(columns, mask, index)
-    if len(columns["input_ids"]) == 0:
-        raise ValueError(f"row {index} has no tokens; remove such rows before packing")
-    return columns
+    return columns if mask is None else _without_padding(columns, mask, place)
 
 
-def _without_padding(columns: dict[str, Tensor], mask: Tensor, index: int) -> dict[str, Tensor]:
+def _without_padding(columns: dict[str, Tensor], mask: Tensor, place: str) -> dict[str, Tensor]:
     """Return the span of `columns` [L] where `mask` [L] is 1."""
     kept = torch.nonzero(mask).flatten()
-    if len(kept) == 0:
-        raise ValueError(f"row {index} has no tokens; remove such rows before packing")
-    begin = int(kept[0])
-    end = int(kept[-1]) + 1
+    begin = int(kept[0]) if len(kept) else 0
+    end = int(kept[-1]) + 1 if len(kept) else 0
     if end - begin != len(kept):
         raise ValueError(
-            f"attention_mask of row {index} has zeros between ones; only padding on the left or on"
+            f"attention_mask of {place} has zeros between ones; only padding on the left or on"
             " the right can be removed"
         )
     return {name: column[begin:end] for name, column in columns.items()}
@@ -212,6 +235,8 @@ def _as_tensor(column: Column, name: str) -> Tensor:
             array = array.astype(np.int64)
         # A copy, as arrays of memory maps are read-only and tensors cannot be.
         tensor = torch.from_numpy(np.array(array))
+    if tensor.ndim == 2 and tensor.shape[0] == 1:
+        tensor = tensor[0]
     if tensor.ndim != 1:
         raise ValueError(f"{name} must have one dimension, not the shape {list(tensor.shape)}")
     return tensor

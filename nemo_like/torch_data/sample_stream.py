@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
-import torch
+import numpy as np
 
 from nemo_like.data.streaming.alignment import (
     AlignedPlanner,
@@ -20,15 +20,16 @@ from nemo_like.data.streaming.alignment import (
     waiting_rows,
 )
 from nemo_like.data.streaming.spec import StreamSpec
-from nemo_like.torch_data.feeds import IterableFeed, MapFeed, Numbered, num_bytes
+from nemo_like.torch_data.feeds import IterableFeed, MapFeed, Numbered
 from nemo_like.torch_data.packed_batch import IGNORE_INDEX
 
 Sample = TypeVar("Sample")
+EmptyRows = Literal["error", "drop"]
 
 
 @dataclass(frozen=True)
 class ColumnLength:
-    """Length of one column of a sample, for example of `input_ids`."""
+    """Length of one column of a sample, [L] or [1, L], for example of `input_ids`."""
 
     column: str
 
@@ -39,18 +40,50 @@ class ColumnLength:
                 f"a sample of type {type(sample).__name__} has no column {self.column!r}; pass its"
                 " name, or a function of a sample that returns its length"
             )
-        return len(sample[self.column])
+        return _row_length(sample[self.column], self.column)
 
 
-def count_trained(sample: Any) -> int | None:
-    """Return the tokens with loss of a sample with `labels`, integers [L], that are not shifted.
+def sample_numbers(sample: Any) -> tuple[int, int | None]:
+    """Return the length of a sample and its tokens with loss, see `count_trained`.
 
-    The first one is never predicted, so it does not count. None without `labels`.
+    `input_ids` are [L] or [1, L]; tensors, arrays or lists. Raises ValueError for other shapes.
     """
-    if not isinstance(sample, Mapping) or "labels" not in sample:
+    length = ColumnLength("input_ids")(sample)
+    return length, count_trained(sample, length)
+
+
+def count_trained(sample: Any, length: int) -> int | None:
+    """Return the tokens with loss of a sample of `length` tokens; None without labels.
+
+    `labels`, [L] or [1, L], are not shifted: the first one is never predicted, so it does not
+    count. Labels of another length, as of an encoder-decoder model, all count; a single one, as of
+    a classification, counts once. Raises ValueError for other shapes.
+    """
+    labels = sample.get("labels") if isinstance(sample, Mapping) else None
+    if labels is None:
         return None
-    labels = torch.as_tensor(sample["labels"])
-    return int((labels[1:] != IGNORE_INDEX).sum())
+    values = np.asarray(labels)
+    num_labels = 1 if values.ndim == 0 else _row_length(labels, "labels")
+    first = 1 if num_labels == length else 0
+    return int((values.reshape(num_labels)[first:] != IGNORE_INDEX).sum())
+
+
+def _row_length(column: Any, name: str) -> int:
+    """Return L of a column of shape [L] or [1, L]."""
+    if isinstance(column, list | tuple):
+        # The first value tells the shape; to convert all of them takes longer.
+        inner = np.shape(column[0]) if column else ()
+        shape = (len(column), *inner)
+    else:
+        shape = tuple(np.shape(column))
+    if len(shape) == 2 and shape[0] == 1:
+        shape = shape[1:]
+    if len(shape) != 1:
+        raise ValueError(
+            f"{name} of a sample has the shape {list(shape)}; a sample is one row, so give [L] or"
+            " [1, L], or pass length_of"
+        )
+    return shape[0]
 
 
 class SampleStream(Generic[Sample]):
@@ -65,16 +98,18 @@ class SampleStream(Generic[Sample]):
         *,
         join: bool = True,
         infinite_loop: bool = False,
-        max_window_bytes: int | None = None,
+        empty_rows: EmptyRows = "error",
     ) -> None:
         """Plan the samples of `feed`: of one epoch, or with `infinite_loop` of one after the other.
 
         `numbers_of` returns the length of a sample, its tokens with loss (None: all but the first)
-        and its use of the second resource. When the samples in the window have `max_window_bytes`,
-        a microbatch is formed.
+        and its use of the second resource. Rows without tokens raise ValueError, or are dropped and
+        counted.
         """
         self.feed = feed
+        self._infinite_loop = infinite_loop
         self.planner = AlignedPlanner(spec, coordinator or SingleCoordinator(), join=join)
+        self.planner.shard_rows = self._shard_rows()
         self.samples: dict[int, Sample] = {}
         """The waiting samples, and the spare one."""
         self.spare: int | None = None
@@ -82,9 +117,7 @@ class SampleStream(Generic[Sample]):
         self.wait_s = 0.0
         """Time that the last step waited for its samples."""
         self._numbers_of = numbers_of
-        self._infinite_loop = infinite_loop
-        self._max_window_bytes = max_window_bytes
-        self._num_bytes: dict[int, int] = {}
+        self._empty_rows = empty_rows
         self._incoming: Iterator[Numbered[Sample]] | None = None
         self._num_epochs_without_rows = 0
 
@@ -110,8 +143,6 @@ class SampleStream(Generic[Sample]):
         for microbatch in step.own.plan.ranks[0]:
             numbers = [step.own.rows[row] for row in microbatch.rows]
             taken.append((numbers, [self.samples.pop(number) for number in numbers]))
-            for number in numbers:
-                self._num_bytes.pop(number, None)
         return taken
 
     def keep_spare(self, number: int, sample: Sample) -> None:
@@ -125,7 +156,12 @@ class SampleStream(Generic[Sample]):
         """Go to the begin of `epoch`, by default the next one, without the samples that wait."""
         self.feed.start_epoch(epoch)
         self.planner.clear()
+        self.planner.shard_rows = self._shard_rows()
         self._clear_samples()
+
+    def _shard_rows(self) -> int | None:
+        is_known = isinstance(self.feed, MapFeed) and not self._infinite_loop
+        return self.feed.num_rows if is_known else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last step; JSON values for a map-style dataset."""
@@ -141,6 +177,7 @@ class SampleStream(Generic[Sample]):
         """
         self.planner.load_state_dict(state["planner"])
         self.feed.load_state_dict(state["feed"])
+        self.planner.shard_rows = self._shard_rows()
         self._clear_samples()
         self.spare = state["spare"]
 
@@ -154,6 +191,7 @@ class SampleStream(Generic[Sample]):
         self.planner.load_global_state([state["planner"] for state in states])
         waiting = [waiting_rows(state["planner"]) for state in states]
         self.feed.load_global_state([state["feed"] for state in states], waiting)
+        self.planner.shard_rows = self._shard_rows()
         self._clear_samples()
         # Any rank can fetch any row of a map-style dataset.
         spares = [state["spare"] for state in states if state["spare"] is not None]
@@ -162,7 +200,6 @@ class SampleStream(Generic[Sample]):
     def _clear_samples(self) -> None:
         self.samples = {}
         self.spare = None
-        self._num_bytes = {}
         self._incoming = None
 
     def _fill(self) -> None:
@@ -189,32 +226,25 @@ class SampleStream(Generic[Sample]):
         for number, expected in lengths.items():
             sample = next(incoming).sample
             _check_same_length(number, expected, self._numbers_of(sample)[0])
-            self._keep(number, sample)
+            self.samples[number] = sample
         for number in spare:
             self.samples[number] = next(incoming).sample
         self._incoming = incoming
         return incoming
 
     def _push(self, number: int, sample: Sample) -> None:
-        if self.planner.push(number, *self._numbers_of(sample)):
-            self._keep(number, sample)
+        numbers = self._numbers_of(sample)
+        if numbers[0] == 0 and self._empty_rows == "drop":
+            self.planner.drop_row()
+        elif self.planner.push(number, *numbers):
+            self.samples[number] = sample
             self._num_epochs_without_rows = 0
 
-    def _keep(self, number: int, sample: Sample) -> None:
-        self.samples[number] = sample
-        if self._max_window_bytes is not None:
-            self._num_bytes[number] = num_bytes(sample)
-
     def _must_form(self) -> bool:
-        """Return True if no sample may join the window: the next one waits there since the last
-        epoch, or the samples have `max_window_bytes`.
+        """Return True if the next sample may not join the window, as it waits there since the last
+        epoch.
         """
-        window = self.planner.in_window
-        if self._infinite_loop and self.feed.is_blocked(window):
-            return True
-        if self._max_window_bytes is None or not window:
-            return False
-        return sum(self._num_bytes[number] for number in window) >= self._max_window_bytes
+        return self._infinite_loop and self.feed.is_blocked(self.planner.in_window)
 
     def _start_next_epoch(self) -> None:
         # The first epoch may have begun in the middle.

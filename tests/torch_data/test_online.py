@@ -155,20 +155,12 @@ def test_random_numbers_of_the_process_are_not_touched() -> None:
     assert torch.equal(states[2], torch.get_rng_state())
 
 
-def test_the_window_is_bounded_in_rows_and_bytes() -> None:
+def test_the_window_is_bounded_in_rows() -> None:
     rows = Rows([2] * 60)
     wide = StreamSpec(plan=PlanSpec(max_tokens=40), window_rows=30, window_tokens=0)
     first = next(iter(make(rows, wide, shuffle=False)))
     assert len(rows.fetched) == 30
     assert first.num_rows == 20
-    # A sample is a number and two columns of two tokens of 8 bytes, less than 100 bytes.
-    narrow = Rows([2] * 60)
-    loader = make(narrow, wide, shuffle=False, max_window_bytes=400)
-    steps = iter(loader)
-    assert next(steps).num_rows == len(narrow.fetched) < 10
-    assert sorted([0, *range(1, 60)]) == sorted(rows_of(run(loader)))
-    with pytest.raises(ValueError, match="max_window_bytes is 0"):
-        make(rows, max_window_bytes=0)
 
 
 # Errors
@@ -257,11 +249,19 @@ def test_a_rank_without_rows_left_repeats_its_last_row_without_loss() -> None:
     assert not any(any(step.is_dummy) for step in long)
 
 
-def test_ranks_without_rows_and_dummy_report_an_error_to_all() -> None:
-    def work(coordinator: Coordinator) -> str:
-        return error_of(make(Rows([3]), coordinator=coordinator))
+def test_a_rank_without_rows_runs_dummies_or_reports_an_error_to_all() -> None:
+    def run_map(coordinator: Coordinator) -> list[Any]:
+        return list(make(Rows([3]), coordinator=coordinator))
 
-    errors = run_ranks(2, work)
+    full, empty = run_ranks(2, run_map)
+    assert [step.is_dummy for step in empty] == [(True,)]
+    assert [row["number"] for row in empty[0].microbatches[0]] == [0]
+    assert full[0].is_dummy == (False,)
+
+    def run_stream(coordinator: Coordinator) -> str:
+        return error_of(make([Stream([3]), Stream([])][coordinator.rank], coordinator=coordinator))
+
+    errors = run_ranks(2, run_stream)
     assert errors[0].startswith("AlignmentError")
     assert errors[1].startswith("ValueError: rank 1 has no row")
     assert "pass dummy" in errors[1]

@@ -338,7 +338,7 @@ ROW = {"input_ids": [1, 2], "labels": [1, 2]}
         ([ROW | {"attention_mask": [1]}], "different lengths.*'attention_mask': 1"),
         ([ROW | {"reward": [1, 2]}], "unknown columns reward.*pad_values"),
         ([ROW | {"position_ids": [0, 1]}], "remove position_ids from the rows"),
-        ([ROW | {"input_ids": [[1, 2]]}], r"one dimension, not the shape \[1, 2\]"),
+        ([ROW | {"input_ids": [[1], [2]]}], r"one dimension, not the shape \[2, 1\]"),
         ([ROW | {"input_ids": [1.0, 2.0]}], "input_ids of row 0 must be integers"),
         ([ROW | {"input_ids": ["a", "b"]}], "must be numbers"),
     ],

@@ -1,4 +1,4 @@
-"""Sizes of samples, and samples that DataLoader workers send."""
+"""Samples that DataLoader workers send."""
 
 from __future__ import annotations
 
@@ -6,26 +6,16 @@ import pickle
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from transformers import BatchEncoding
 
-from nemo_like.torch_data.feeds import PipedTensor, from_pipe, num_bytes, to_pipe
+from nemo_like.torch_data.feeds import PipedTensor, from_pipe, to_pipe
 
 
 class Pair(NamedTuple):
     first: Any
     second: Any
-
-
-def test_sizes_of_samples() -> None:
-    sample = {
-        "tensor": torch.zeros(3, 5, dtype=torch.int16),
-        "array": np.zeros(7, dtype=np.float32),
-        "nested": [b"abc", ("text", Pair(torch.zeros(2), None))],
-    }
-    assert num_bytes(sample) == 30 + 28 + 3 + 4 + 8 + 32
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ integers per step tells every rank how many microbatches, rows and trained token
   in its window;
 * the step has as many microbatches as the rank with the most. Ranks with fewer, whose shards end,
   split theirs; a rank with fewer rows than microbatches runs dummies with zero loss;
+* a rank that is ahead in its shard, because its rows are shorter, takes fewer rows per step, so
+  that all shards end together. Otherwise it would run dummies while the others train their rest;
 * the sum of trained tokens is the denominator of the loss on every rank;
 * the stream ends in the step in which no rank has a row. With `join=False` it ends in the first
   step that some rank cannot fill.
@@ -19,6 +21,7 @@ plus one. docs/batching_online.md has the proof.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +30,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from nemo_like.data.streaming.former import MicrobatchFormer, positions, split_bins
+from nemo_like.data.streaming.former import Bin, MicrobatchFormer, positions, split_bins
 from nemo_like.data.streaming.planner import PlannedStep, planned_step
+from nemo_like.data.streaming.selection import WaitingRow, Window
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.integer_math import round_up
 
@@ -36,8 +40,18 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-_NUM_VALUES = 7
+_NUM_VALUES = 8
 """Integers of one rank in an exchange: see `AlignedPlanner.proposal`."""
+
+_MIN_LEAD = 0.7
+"""A rank defers rows if it needs less than this share of the steps of the slowest rank. Smaller
+differences are chance: to even them out would make every step as small as that of the rank which
+happens to have the longest rows in it.
+"""
+_LEAD = 0.95
+"""Share of the steps of the slowest rank over which such a rank distributes its rows. The rest is
+for the error of the estimate, as the slowest rank must not wait.
+"""
 
 
 class AlignmentError(RuntimeError):
@@ -157,6 +171,21 @@ class AlignedPlanner(MicrobatchFormer):
         self.join = join
         self.is_finished = False
         """True after `next_step` returned None, on all ranks."""
+        self.shard_rows: int | None = None
+        """Rows of this rank's shard until the next `clear`; None if it is not known."""
+        self._num_before = 0
+        """Rows pushed before the last `clear`."""
+        self._num_pushed_tokens = 0
+        """Lengths of the rows pushed since the last `clear`."""
+        self._num_formed_tokens = 0
+        """Lengths of the rows of all steps since then, as they were formed."""
+        self._num_formed_steps = 0
+        self._step_tokens = 0
+        """Lengths of the rows of the current step, as it was formed."""
+        self._max_steps_left: float | None = None
+        """Estimated steps of the rank that needs most of them for the rest of its shard; None if
+        that is this rank, or not known.
+        """
         self._failure: str | None = None
         self._coordinator = coordinator
 
@@ -193,17 +222,20 @@ class AlignedPlanner(MicrobatchFormer):
     def proposal(self) -> list[int]:
         """Return what this rank has for the next step, the values that the ranks exchange.
 
-        Microbatches, rows, trained tokens, positions, number of steps, a checksum of the settings
-        that all ranks must share, and 1 for a failure. Raises ValueError if rows are missing.
+        Microbatches, rows, trained tokens, positions, estimated thousandths of steps for the rest
+        of the shard (-1 if not known), number of steps, a checksum of the settings that all ranks
+        must share, and 1 for a failure. Raises ValueError if rows are missing.
         """
         if self.needs_rows:
             raise ValueError("the step is incomplete: push rows while `needs_rows`, or close")
+        self._defer_rows_ahead()
         rows = [row for rows in self.bins for row in rows]
         return [
             len(self.bins),
             len(rows),
             sum(row.num_trained for row in rows),
             sum(positions(rows, self.spec.plan.layout) for rows in self.bins),
+            self._steps_left(),
             self.num_steps,
             self._settings_checksum(),
             0,
@@ -224,6 +256,7 @@ class AlignedPlanner(MicrobatchFormer):
             # Without `join` the shard may have more rows; they must not be pushed and lost.
             self.close()
             return None
+        self._follow_slowest(ranks)
         num_microbatches = round_up(int(num_bins.max()), self.spec.plan.microbatch_multiple)
         bins = split_bins(self.take_step(), num_microbatches, self.spec.plan.layout)
         own = planned_step(
@@ -263,6 +296,11 @@ class AlignedPlanner(MicrobatchFormer):
             "rank": self._coordinator.rank,
             "num_ranks": self._coordinator.num_ranks,
             "is_finished": self.is_finished,
+            "num_before": self._num_before,
+            "num_pushed_tokens": self._num_pushed_tokens,
+            "num_formed_tokens": self._num_formed_tokens,
+            "num_formed_steps": self._num_formed_steps,
+            "max_steps_left": self._max_steps_left,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -279,6 +317,11 @@ class AlignedPlanner(MicrobatchFormer):
                 )
         super().load_state_dict(state)
         self.is_finished = bool(state["is_finished"])
+        self._num_before = int(state["num_before"])
+        self._num_pushed_tokens = int(state["num_pushed_tokens"])
+        self._num_formed_tokens = int(state["num_formed_tokens"])
+        self._num_formed_steps = int(state["num_formed_steps"])
+        self._max_steps_left = state["max_steps_left"]
         self._failure = None
 
     def load_global_state(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -301,6 +344,7 @@ class AlignedPlanner(MicrobatchFormer):
                 f" {[state['num_steps'] for state in states]}; pass the states of one checkpoint"
             )
         self.restart(int(states[0]["num_steps"]))
+        self._num_before = 0
         self.is_finished = bool(states[0]["is_finished"])
 
     def clear(self) -> None:
@@ -308,7 +352,66 @@ class AlignedPlanner(MicrobatchFormer):
         super().clear()
         self.is_closed = False
         self.is_finished = False
+        self._num_before = self.counts.num_pushed
+        self._num_pushed_tokens = 0
+        self._num_formed_tokens = 0
+        self._num_formed_steps = 0
+        self._max_steps_left = None
         self._failure = None
+
+    def push(self, row: int, length: int, num_trained: int | None = None, extra: int = 0) -> bool:
+        """Add a row of this rank's shard; see `MicrobatchFormer.push`."""
+        is_kept = super().push(row, length, num_trained, extra)
+        self._num_pushed_tokens += length
+        return is_kept
+
+    def _steps_left(self) -> int:
+        """Return the estimated thousandths of steps for the rows after the current step.
+
+        The estimate is from the mean length of the rows seen and the mean tokens of full steps.
+        """
+        if self.shard_rows is None or self._ends_incomplete:
+            return -1
+        num_pushed = self.counts.num_pushed - self._num_before
+        row_tokens = self._num_pushed_tokens / max(num_pushed, 1)
+        num_tokens = max(self.shard_rows - num_pushed, 0) * row_tokens + self.window.num_tokens
+        formed = self._num_formed_tokens + self._step_tokens
+        step_tokens = formed / (self._num_formed_steps + 1)
+        return math.ceil(1000 * num_tokens / max(step_tokens, 1))
+
+    def _defer_rows_ahead(self) -> None:
+        """Return rows to the window, as its oldest ones, if this rank would end before the others.
+
+        At least one row is kept, and as many as are necessary to end with the others.
+        """
+        num_rows = sum(map(len, self.bins))
+        self._step_tokens = sum(row.length for rows in self.bins for row in rows)
+        if self._max_steps_left is None or self.shard_rows is None or num_rows == 0:
+            return
+        num_pushed = self.counts.num_pushed - self._num_before
+        num_left = max(self.shard_rows - num_pushed, 0) + len(self.window) + num_rows
+        num_kept = math.ceil(num_left / max(_LEAD * self._max_steps_left, 1.0))
+        if num_kept >= num_rows:
+            return
+        kept: list[Bin] = []
+        deferred: list[WaitingRow] = []
+        for rows in self.bins:
+            room = num_kept - sum(map(len, kept))
+            if room > 0:
+                kept.append(rows[:room])
+            deferred += rows[max(room, 0) :]
+        self.bins = kept
+        self.window = Window([*deferred, *self.window])
+
+    def _follow_slowest(self, ranks: np.ndarray) -> None:
+        """Set how many steps the rows of this rank must last; `ranks` int64 [R, _NUM_VALUES]."""
+        self._num_formed_tokens += self._step_tokens
+        self._num_formed_steps += 1
+        steps_left = ranks[:, 4]
+        own = int(steps_left[self._coordinator.rank])
+        self._max_steps_left = None
+        if steps_left.min() >= 0 and own < _MIN_LEAD * steps_left.max():
+            self._max_steps_left = float(steps_left.max()) / 1000
 
     def _settings_checksum(self) -> int:
         """Return a checksum of the settings from which ranks compute the size of a step."""
@@ -342,13 +445,13 @@ def _failure_of(ranks: np.ndarray) -> str | None:
     if len(failed):
         names = ", ".join(map(str, failed.tolist()))
         return f"rank {names} could not form its step; its own error message has the cause"
-    steps = ranks[:, 4]
+    steps = ranks[:, 5]
     if (steps != steps[0]).any():
         return (
             f"the ranks are at different steps {steps.tolist()}; resume all of them from the same"
             " checkpoint"
         )
-    if (ranks[:, 5] != ranks[0, 5]).any():
+    if (ranks[:, 6] != ranks[0, 6]).any():
         return (
             "the ranks have different settings; microbatches_per_step, microbatch_multiple, join"
             " and tail must be the same on all ranks"

@@ -118,7 +118,7 @@ class MicrobatchFormer:
     def _fit_oversize(self, row: int, length: int) -> int | None:
         """Apply the oversize policy; return the remaining length, or None for a dropped row."""
         plan = self.spec.step_spec
-        limit = f"{plan.budget_key} = {self.spec.plan.max_tokens}"
+        limit = f"max_tokens = {self.spec.plan.max_tokens} ({plan.budget_key})"
         if self.spec.count_mode == "effective":
             limit = f"{plan.max_tokens} ({limit} x {self.spec.physical_overflow_ratio})"
         problem = f"row {row} has {length} tokens, above {limit}"
@@ -157,6 +157,11 @@ class MicrobatchFormer:
             return True
         min_tokens = self.spec.min_window_tokens(self._limits)
         return min_tokens is not None and self.window.num_tokens >= min_tokens
+
+    def drop_row(self) -> None:
+        """Count a row that the caller leaves out."""
+        self.counts.num_pushed += 1
+        self.counts.num_dropped += 1
 
     def form(self) -> bool:
         """Form microbatches while rows suffice; return True if the step has all of them."""

@@ -124,8 +124,8 @@ class StreamSpec:
             )
         if self.plan.max_tokens is None:
             raise ValueError(
-                "a streaming planner fills microbatches up to a token limit: set"
-                f" {self.plan.budget_key} and enable its section"
+                "a streaming planner fills microbatches up to a token limit: set max_tokens of the"
+                f" plan ({self.plan.budget_key} in a config, with its section enabled)"
             )
         if self.plan.max_rows is not None:
             raise ValueError(

@@ -1,0 +1,41 @@
+"""Microbatches by token budget in a training loop with accelerate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+from nemo_like.data.streaming.spec import StreamSpec
+from nemo_like.torch_data.drop_in import OnlineBatches, online_batches, stream_spec
+
+
+def prepare(
+    accelerator: Accelerator, dataloader: DataLoader[Any], spec: StreamSpec | int, **options: Any
+) -> OnlineBatches:
+    """Return the microbatches of this rank, on its device; in place of `accelerator.prepare`.
+
+    A step has `accelerator.gradient_accumulation_steps` microbatches, so
+    `accelerator.accumulate(model)` synchronizes gradients in the last one, and `loss_scale` and
+    `num_items` cancel the division in `accelerator.backward`. `save_state` and `load_state`
+    include the position. `dataloader` may be prepared or not. `spec` is a `StreamSpec` with as many
+    microbatches, or the number of tokens of a microbatch; `options` are arguments of
+    `online_batches`. Raises ValueError for another number of microbatches.
+    """
+    per_step = accelerator.gradient_accumulation_steps
+    if not isinstance(spec, StreamSpec):
+        spec = stream_spec(spec, microbatches_per_step=per_step)
+    if spec.microbatches_per_step != per_step:
+        raise ValueError(
+            f"the spec has microbatches_per_step={spec.microbatches_per_step} and the Accelerator"
+            f" has gradient_accumulation_steps={per_step}; make them equal"
+        )
+    batches = online_batches(
+        dataloader, spec, **{"device": accelerator.device, "accumulates_mean": True, **options}
+    )
+    accelerator.register_save_state_pre_hook(
+        lambda models, weights, directory: batches.save(directory)
+    )
+    accelerator.register_load_state_pre_hook(lambda models, directory: batches.load(directory))
+    return batches

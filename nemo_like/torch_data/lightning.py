@@ -1,0 +1,68 @@
+"""Microbatches by token budget in the Trainer of Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from lightning import Trainer
+from torch.utils.data import DataLoader
+
+from nemo_like.data.streaming.spec import StreamSpec
+from nemo_like.torch_data.drop_in import Microbatch, OnlineBatches, online_batches, stream_spec
+
+
+class LightningBatches:
+    """Microbatches whose state is part of a checkpoint of Lightning, which one rank writes."""
+
+    def __init__(self, batches: OnlineBatches) -> None:
+        self.batches = batches
+        self._state: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        """Iterate over the microbatches of the epoch, or over the rest after a loaded state."""
+        # Lightning fetches a microbatch in advance to know the last one. When it writes a
+        # checkpoint, the step of that microbatch is not trained yet.
+        self._state = self.batches.state_dict()
+        for batch in self.batches:
+            yield batch
+            if batch.is_last:
+                self._state = self.batches.state_dict()
+        self._state = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the positions of all ranks after the last trained step; every rank calls it."""
+        own = self.batches.state_dict() if self._state is None else self._state
+        states = [own]
+        if self.batches.loader.coordinator.num_ranks > 1:
+            states *= self.batches.loader.coordinator.num_ranks
+            dist.all_gather_object(states, own)
+        return {"ranks": states}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after `state`, on any number of ranks."""
+        self.batches.load_states(state["ranks"])
+        self._state = None
+
+
+def train_batches(
+    trainer: Trainer, dataloader: DataLoader[Any], spec: StreamSpec | int, **options: Any
+) -> LightningBatches:
+    """Return the microbatches of this rank, for the hook `train_dataloader` of a module.
+
+    A step has `trainer.accumulate_grad_batches` microbatches, and `loss_scale` and `num_items`
+    cancel Lightning's division by their number. Call it in the hook, when the ranks are connected.
+    `spec` is a `StreamSpec` with as many microbatches, or the number of tokens of a microbatch;
+    `options` are arguments of `online_batches`. Raises ValueError for another number of
+    microbatches.
+    """
+    per_step = trainer.accumulate_grad_batches
+    if not isinstance(spec, StreamSpec):
+        spec = stream_spec(spec, microbatches_per_step=per_step)
+    if spec.microbatches_per_step != per_step:
+        raise ValueError(
+            f"the spec has microbatches_per_step={spec.microbatches_per_step} and the Trainer has"
+            f" accumulate_grad_batches={per_step}; make them equal"
+        )
+    return LightningBatches(online_batches(dataloader, spec, accumulates_mean=True, **options))
