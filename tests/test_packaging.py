@@ -33,6 +33,8 @@ EXTRA_OF_IMPORT = {
     "torchao": "optim",
     "bitsandbytes": "qlora",
     "torchdata": "data",
+    "accelerate": "trainers",
+    "lightning": "trainers",
     "wandb": "wandb",
     "mlflow": "mlflow",
 }
@@ -95,6 +97,7 @@ def test_the_promised_extras_exist() -> None:
         "qlora",
         "data",
         "ray-data",
+        "trainers",
         "dev",
     }
     assert promised == set(PROJECT["optional-dependencies"])
