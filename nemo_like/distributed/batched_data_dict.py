@@ -435,17 +435,13 @@ def _as_int64(values: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
 
 
 def _spec_of(
-    args: DynamicBatchingArgs | SequencePackingArgs,
-    is_packed: bool,
-    num_ranks: int,
-    global_batch_size: int,
+    args: Mapping[str, Any], is_packed: bool, num_ranks: int, global_batch_size: int
 ) -> PlanSpec:
     """Return the spec of the microbatches. Raises ValueError for a missing or unknown key."""
-    values: Mapping[str, Any] = args
     kind: Any = SequencePackingArgs if is_packed else DynamicBatchingArgs
     # A misspelled optional key would be ignored otherwise.
-    missing = sorted(kind.__required_keys__ - set(values))
-    unknown = sorted(set(values) - kind.__required_keys__ - kind.__optional_keys__)
+    missing = sorted(kind.__required_keys__ - set(args))
+    unknown = sorted(set(args) - kind.__required_keys__ - kind.__optional_keys__)
     if missing or unknown:
         name = "sequence_packing_args" if is_packed else "dynamic_batching_args"
         raise ValueError(
@@ -454,15 +450,15 @@ def _spec_of(
         )
     packed: dict[str, Any] = {}
     if is_packed:
-        packed["algorithm"] = values["algorithm"]
-        packed["microbatch_order"] = values.get("microbatch_order", "packer")
+        packed["algorithm"] = args["algorithm"]
+        packed["microbatch_order"] = args.get("microbatch_order", "packer")
     key = "sequence_length_pad_multiple" if is_packed else "sequence_length_round"
     return PlanSpec(
         layout="packed" if is_packed else "padded",
-        max_tokens=values["max_tokens_per_microbatch"],
+        max_tokens=args["max_tokens_per_microbatch"],
         num_ranks=num_ranks,
         global_batch_size=global_batch_size,
-        sequence_length_round=values[key],
+        sequence_length_round=args[key],
         **packed,
     )
 

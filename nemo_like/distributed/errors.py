@@ -13,10 +13,15 @@ class ClusterError(RuntimeError):
 
 
 class WorkerFailure(RuntimeError):
-    """A worker of a group failed and the other workers were stopped. `str()` is for the user."""
+    """A worker of a group failed and the other workers were stopped. `str()` is for the user.
 
-    def __init__(self, message: str, *, group: str, rank: int, method: str) -> None:
+    A note is shown with a traceback only, so that `str()` stays one paragraph.
+    """
+
+    def __init__(self, message: str, *, group: str, rank: int, method: str, note: str = "") -> None:
         super().__init__(message)
+        if note:
+            self.add_note(note)
         self.group = group
         self.rank = rank
         self.method = method
@@ -38,11 +43,10 @@ class WorkerError(WorkerFailure):
         message = f"worker {rank} of the {group} group failed in `{method}`: {error_text(cause)}"
         if advice:
             message += f"\n{advice}"
-        super().__init__(message, group=group, rank=rank, method=method)
-        # A note instead of a part of the message, so that `str()` stays one paragraph.
+        note = f"In the worker:\n{traceback_text}"
+        super().__init__(message, group=group, rank=rank, method=method, note=note)
         self.cause = cause
         self.traceback_text = traceback_text
-        self.add_note(f"In the worker:\n{traceback_text}")
 
 
 class WorkerHung(WorkerFailure):
@@ -73,42 +77,12 @@ class WorkerHung(WorkerFailure):
             group=group,
             rank=rank,
             method=method,
+            note=f"The stack of its main thread:\n{stack}" if stack else "",
         )
-        self.pid = pid
-        self.node = node
-        self.stack = stack
-        if stack:
-            self.add_note(f"The stack of its main thread:\n{stack}")
 
 
 class WorkerDied(WorkerFailure):
-    """A worker's process ended. `log_tail` has the last lines of its standard error."""
-
-    def __init__(
-        self,
-        *,
-        group: str,
-        rank: int,
-        method: str,
-        pid: int,
-        node: str,
-        cause: str,
-        advice: str,
-        log_tail: str = "",
-    ) -> None:
-        super().__init__(
-            f"worker {rank} of the {group} group (pid {pid} on node {node}) died in `{method}`:"
-            f" {cause}. {advice} The other workers of the group were stopped.",
-            group=group,
-            rank=rank,
-            method=method,
-        )
-        self.pid = pid
-        self.node = node
-        self.cause = cause
-        self.log_tail = log_tail
-        if log_tail:
-            self.add_note(f"The last lines of its log:\n{log_tail}")
+    """A worker's process ended. The note has the last lines of its standard error."""
 
 
 SAVE_MEMORY = (

@@ -68,7 +68,6 @@ class SharedMemorySender(ChannelSender):
 
     def __init__(self, slot_bytes: int) -> None:
         """Create slots of `slot_bytes`; memory is used only for the bytes that are written."""
-        self._slot_bytes = slot_bytes
         token = f"{NAME}_{secrets.token_hex(8)}"
         self._descriptors = []
         for _ in range(NUM_SLOTS):

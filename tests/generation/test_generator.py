@@ -160,9 +160,7 @@ class _DyingGroup:
 
     def is_done(self, handles: Sequence[Handle]) -> bool:
         if handles[0].method == "second":
-            raise WorkerDied(
-                group="generation-0", rank=0, method="poll", pid=1, node="n", cause="", advice=""
-            )
+            raise WorkerDied("it died", group="generation-0", rank=0, method="poll")
         return True
 
     def get(self, handles: Sequence[Handle]) -> list[GenerationProgress]:

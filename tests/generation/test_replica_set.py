@@ -29,7 +29,7 @@ from nemo_like.parallel_layout import ParallelLayout
 from tests.generation.tracked_worker import TrackedWorker
 
 MAX_LENGTH = 64
-LOST = WorkerDied(group="generation-0", rank=0, method="poll", pid=1, node="n", cause="", advice="")
+LOST = WorkerDied("it died", group="generation-0", rank=0, method="poll")
 
 
 @pytest.fixture(scope="module")

@@ -268,9 +268,7 @@ class _DyingGroup(LocalGroup):
         if handles[0].method == "poll":
             self.num_polls += 1
             if self.num_polls == 3:
-                raise WorkerDied(
-                    group=self.name, rank=0, method="poll", pid=1, node="n", cause="", advice=""
-                )
+                raise WorkerDied("it died", group=self.name, rank=0, method="poll")
         return super().get(handles)
 
 

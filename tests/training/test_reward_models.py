@@ -40,13 +40,7 @@ class DyingOnce(DTensorPolicyWorker):
         if DyingOnce.num_failures > 0:
             DyingOnce.num_failures -= 1
             raise WorkerDied(
-                group="reward_model-quality",
-                rank=0,
-                method="compute_scores",
-                pid=1,
-                node="here",
-                cause="signal SIGKILL",
-                advice="",
+                "it received SIGKILL", group="reward_model-quality", rank=0, method="compute_scores"
             )
         return super().compute_scores(shard)
 

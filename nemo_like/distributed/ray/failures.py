@@ -21,10 +21,11 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray import ObjectRef
@@ -367,17 +368,7 @@ def kill_process(location: Location) -> None:
 
     Does nothing if its node does not answer.
     """
-    # Without a Ray task where possible: a busy node may be too slow to start one.
-    if location.machine == machine_id():
-        _kill(location.pid)
-        return
-    task = ray.remote(_kill).options(
-        num_cpus=0,
-        max_retries=0,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(location.node_id, soft=False),
-    )
-    with suppress(RayError):
-        ray.get(task.remote(location.pid), timeout=ANSWER_TIMEOUT_S)
+    _on_node(location, _kill, location.pid)
 
 
 def _kill(pid: int) -> None:
@@ -440,15 +431,18 @@ def _explain_death(failure: Failure, group: str, location: Location, report: str
         if advice == SAVE_MEMORY:
             # The settings that save memory are others in a generation worker.
             advice = advise_on_memory(group)
+    message = (
+        f"worker {failure.rank} of the {group} group (pid {location.pid} on node {location.ip})"
+        f" died in `{failure.method}`: {cause}. {advice} The other workers of the group were"
+        " stopped."
+    )
+    log = "" if evidence is None else evidence.log_tail
     return WorkerDied(
+        message,
         group=group,
         rank=failure.rank,
         method=failure.method,
-        pid=location.pid,
-        node=location.ip,
-        cause=cause,
-        advice=advice,
-        log_tail="" if evidence is None else evidence.log_tail,
+        note=f"The last lines of its log:\n{log}" if log else "",
     )
 
 
@@ -463,17 +457,21 @@ def _unknown_cause(location: Location, report: str) -> tuple[str, str]:
 
 def collect_evidence(location: Location) -> Evidence | None:
     """Read the evidence on the worker's node; None if the node does not answer in time."""
-    # On this machine without a Ray task: a busy node may need longer than the time limit to start
-    # a process for it.
+    return _on_node(location, read_evidence, location.log_path, location.pid)
+
+
+def _on_node(location: Location, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function on a worker's node; return None if the node does not answer in time."""
+    # Without a Ray task where possible: a busy node may be too slow to start one.
     if location.machine == machine_id():
-        return read_evidence(location.log_path, location.pid)
-    task = ray.remote(read_evidence).options(
+        return function(*args)
+    task = ray.remote(function).options(
         num_cpus=0,
         max_retries=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(location.node_id, soft=False),
     )
     try:
-        return ray.get(task.remote(location.log_path, location.pid), timeout=ANSWER_TIMEOUT_S)
+        return ray.get(task.remote(*args), timeout=ANSWER_TIMEOUT_S)
     except RayError:
         return None
 

@@ -115,14 +115,6 @@ class RayVirtualCluster:
         """The policy's bundles if policy and generation are colocated."""
         self.extra_bundles = tuple(bundles[first_extra:])
 
-    @property
-    def num_policy_workers(self) -> int:
-        return len(self.policy_bundles)
-
-    @property
-    def num_generation_workers(self) -> int:
-        return len(self.generation_bundles)
-
     def shutdown(self, *, keep_logs: bool = False) -> None:
         """Release the bundles, disconnect from a Ray that was joined, and stop one started here."""
         if ray.is_initialized():

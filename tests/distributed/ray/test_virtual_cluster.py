@@ -59,7 +59,7 @@ def test_one_worker_per_node_means_different_nodes(two_nodes: Cluster) -> None:
 
 def test_split_generation_has_bundles_of_its_own(two_nodes: Cluster) -> None:
     with RayVirtualCluster(ClusterConfig(workers_per_node=2, generation_workers=2)) as cluster:
-        assert (cluster.num_policy_workers, cluster.num_generation_workers) == (2, 2)
+        assert (len(cluster.policy_bundles), len(cluster.generation_bundles)) == (2, 2)
         assert {bundle.index for bundle in cluster.policy_bundles + cluster.generation_bundles} == {
             0,
             1,
@@ -99,7 +99,7 @@ def test_room_that_others_give_back_is_taken(two_nodes: Cluster) -> None:
     with RayVirtualCluster(
         ClusterConfig(workers_per_node=2, placement_timeout_s=30), report=reports.append
     ) as second:
-        assert second.num_policy_workers == 2
+        assert len(second.policy_bundles) == 2
     timer.join()
     assert "has 0 CPU + 2 GPU free of 2 CPU + 2 GPU" in reports[0]
     assert "must be added" not in reports[0]
@@ -147,7 +147,7 @@ def test_a_node_that_joins_is_taken(two_nodes: Cluster) -> None:
         assert "to which nodes must be added" in reports.get(timeout=30)
         joined = two_nodes.add_node(num_cpus=3)
         with future.result(timeout=60) as cluster:
-            assert cluster.num_policy_workers == 3
+            assert len(cluster.policy_bundles) == 3
     two_nodes.remove_node(joined)
 
 

@@ -170,21 +170,11 @@ def joined(context: WorkerContext, parallel: ParallelConfig) -> Iterator[Rank]:
 
 def _check_groups(groups: Groups, parallel_layout: ParallelLayout, rank: int) -> None:
     """Megatron-Core has formed the groups that the layout describes."""
-    size, ep = parallel_layout.world_size, parallel_layout.ep
-    expert_groups = [range(start, start + ep) for start in range(0, size, ep)]
-    stage_size = size // parallel_layout.pp
-    expert_data_groups = [
-        range(first + ep_rank, first + stage_size, ep)
-        for first in range(0, size, stage_size)
-        for ep_rank in range(ep)
-    ]
     for group, groups_of_layout in (
         (groups.tp, parallel_layout.groups("tp")),
         (groups.cp, parallel_layout.groups("cp")),
         (groups.dp, parallel_layout.groups("dp")),
         (groups.dp_cp, parallel_layout.groups("dp", "cp")),
-        (groups.ep, expert_groups),
-        (groups.expert_dp, expert_data_groups),
     ):
         ranks = dist.get_process_group_ranks(group)
         assert ranks == list(next(ranks for ranks in groups_of_layout if rank in ranks))
