@@ -218,8 +218,7 @@ def _check_text(value: Any, column: str) -> None:
     wanted = "a text"
     if column == "answer":
         wanted = "a text or a finite number"
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and math.isfinite(value):
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             return
     if column in MESSAGE_COLUMNS:
         wanted = "a list of messages" if column == "messages" else "a text or a list of messages"
