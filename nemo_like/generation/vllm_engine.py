@@ -16,7 +16,7 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.rollout import VLLMGenerationConfig
-from nemo_like.distributed.processes import end_worker
+from nemo_like.distributed.activity import end_worker
 from nemo_like.generation.adapters import AdapterSettings
 from nemo_like.generation.hf_decoding import check_finite
 from nemo_like.generation.requests import Completions, FinishReason, SamplingParams

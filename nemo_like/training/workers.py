@@ -18,8 +18,8 @@ import torch
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.parallel import is_colocated, policy_layout, workers_per_replica
 from nemo_like.config.schema import ClusterConfig, ParallelConfig, RunConfig
+from nemo_like.distributed.activity import set_variables
 from nemo_like.distributed.local_group import LocalGroup, local_context
-from nemo_like.distributed.processes import set_variables
 from nemo_like.distributed.worker_group import WorkerGroup, call_all
 from nemo_like.environments.environment_workers import load_environment
 from nemo_like.environments.reward_worker import load_reward_functions

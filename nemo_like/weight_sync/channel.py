@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nemo_like.distributed.processes import machine_id
+from nemo_like.distributed.activity import machine_id
 
 ALIGNMENT = 64
 """Bytes: every tensor starts at a multiple of it, a cache line and more than any element size."""

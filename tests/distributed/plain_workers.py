@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nemo_like.distributed import activity
-from nemo_like.distributed.processes import end_worker
+from nemo_like.distributed.activity import end_worker
 from nemo_like.distributed.worker_group import WorkerContext
 
 

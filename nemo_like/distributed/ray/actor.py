@@ -15,8 +15,8 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_like.distributed import activity
+from nemo_like.distributed.activity import count_oom_kills, machine_id, set_variables
 from nemo_like.distributed.errors import ClusterError
-from nemo_like.distributed.processes import count_oom_kills, machine_id, set_variables
 from nemo_like.distributed.ray.failures import Location, ProgressMonitor, Raised, start_heartbeat
 from nemo_like.distributed.ray.virtual_cluster import Bundle, BundleSet, RayVirtualCluster
 from nemo_like.distributed.worker_group import WorkerContext

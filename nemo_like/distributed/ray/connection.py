@@ -20,7 +20,7 @@ from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
 
 from nemo_like.distributed.errors import ClusterError
-from nemo_like.distributed.ray.session_guard import SessionDirectory, kept_logs_text
+from nemo_like.distributed.ray.session_guard import SessionDirectory
 
 _CONNECT_S = 10.0
 _MAX_ATTEMPTS = 3
@@ -101,13 +101,14 @@ def _start(logs: Path | None) -> SessionDirectory:
             session.close(logs)
             if not isinstance(error, Exception):
                 raise
+            kept = f"; the logs of Ray are in {logs}" if logs is not None and logs.is_dir() else ""
             # Only a slow start is worth another attempt; other errors would repeat.
             if "timed out during startup" in str(error) and attempt < _MAX_ATTEMPTS:
                 attempt += 1
                 continue
             raise ClusterError(
                 f"Ray could not be started on this machine (attempt {attempt}):"
-                f" {_one_line(error)}{kept_logs_text(logs)}."
+                f" {_one_line(error)}{kept}."
                 " All its processes were stopped. Try again when the machine is less busy, or run"
                 " without Ray with cluster.backend=local (one worker)"
             ) from error

@@ -42,6 +42,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_like.config.text import error_text
 from nemo_like.distributed import activity
+from nemo_like.distributed.activity import count_oom_kills, machine_id, process_state, reason_of_end
 from nemo_like.distributed.errors import (
     SAVE_MEMORY,
     WorkerDied,
@@ -52,12 +53,6 @@ from nemo_like.distributed.errors import (
     advise_on_memory,
     is_collective_error,
     progress_setting,
-)
-from nemo_like.distributed.processes import (
-    count_oom_kills,
-    machine_id,
-    process_state,
-    reason_of_end,
 )
 
 _PREFIX = "nemo_like/heartbeat/"

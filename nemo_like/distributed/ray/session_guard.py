@@ -106,13 +106,6 @@ def remove_all_sessions() -> None:
         session.end()
 
 
-def kept_logs_text(logs: Path | None) -> str:
-    """Return the part of an error message that locates the copied logs; empty if there are none."""
-    if logs is None or not logs.is_dir():
-        return ""
-    return f"; the logs of Ray are in {logs}"
-
-
 def remove_stale(base: Path) -> None:
     """Remove the sessions in `base` whose driver and guard are gone, for example after a reboot."""
     for directory in base.glob(f"{_PREFIX}*"):

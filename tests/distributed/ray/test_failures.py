@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from nemo_like.distributed.activity import count_oom_kills
 from nemo_like.distributed.errors import is_collective_error
-from nemo_like.distributed.processes import count_oom_kills
 from nemo_like.distributed.ray.failures import (
     Evidence,
     Failure,

@@ -17,7 +17,7 @@ from typing import TextIO
 
 import pytest
 
-from nemo_like.distributed.processes import process_state
+from nemo_like.distributed.activity import process_state
 from nemo_like.distributed.ray.session_guard import SessionDirectory, remove_session
 
 ROOT = Path(__file__).parents[3]
