@@ -160,8 +160,8 @@ class RolloutCollector:
         """Request `group_size` completions per prompt; `seeds` is uint64 [P x G].
 
         `earlier` are other jobs of the same step; see `RolloutJob.earlier`.
-        With an environment its limit on the tokens of a conversation replaces `max_total_length`.
-        Raises ConfigError for a prompt that reaches that limit.
+        Raises ConfigError for a prompt that leaves no room in a conversation of at most
+        `max_total_length` tokens.
         """
         # Prompt-major: the completions of a prompt are consecutive rows.
         repeated: list[Prompt] = []
@@ -173,8 +173,7 @@ class RolloutCollector:
         if self._rewards is not None:
             job.drops_problems = self._rewards.config.on_error == "drop"
         if self._conversations is not None:
-            check_prompt_lengths(prompts, self._conversations.limits)
-            job.max_total_length = self._conversations.limits.max_tokens
+            check_prompt_lengths(prompts, max_total_length)
         for prompt, seed in zip(repeated, seeds, strict=True):
             messages = [] if self._conversations is None else prompt_messages(prompt)
             job.rows.append(ConversationRow.start(prompt, int(seed), messages))
@@ -196,7 +195,7 @@ class RolloutCollector:
                 self._add_completions(request_ids, completions)
             self._collect_steps(0.0)
             self._collect_rewards(0.0)
-        elif self._conversations is not None and self._conversations.num_unfinished:
+        elif self._conversations is not None and self._conversations.workers.num_unfinished:
             self._collect_steps(_WAIT_S)
             self._collect_rewards(0.0)
         else:
@@ -269,11 +268,13 @@ class RolloutCollector:
         if self._conversations is None:
             return
         ended = []
-        for request_id, conversation in self._conversations.collect(timeout_s).items():
-            if conversation.ended_by is None:
-                self._next_turns.append(request_id)
+        for outcome in self._conversations.workers.collect(timeout_s):
+            job, row = self._jobs[outcome.key]
+            self._conversations.add_outcome(job.rows[row], outcome, job.max_total_length)
+            if job.rows[row].ended_by is None:
+                self._next_turns.append(outcome.key)
             else:
-                ended.append(request_id)
+                ended.append(outcome.key)
         self._end_rows(ended)
         self._request_turns()
 

@@ -45,24 +45,6 @@ class Prompt:
     """The row of the data file, for reward functions that use other columns than the answer."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConversationLimits:
-    """Limits on one conversation."""
-
-    max_turns: int
-    max_tokens: int
-    """Prompt and observations included."""
-    timeout_s: float | None
-    """Of the steps of the environment together; None sets no limit."""
-
-    @classmethod
-    def from_config(cls, config: EnvironmentConfig, max_total_length: int) -> ConversationLimits:
-        """Return the limits of `config`, with at most `max_total_length` tokens."""
-        return cls(
-            max_turns=config.max_turns, max_tokens=max_total_length, timeout_s=config.timeout_s
-        )
-
-
 @dataclass(eq=False)
 class ConversationRow:
     """A row of a rollout: a prompt and one completion, or a conversation with an environment."""
@@ -123,11 +105,13 @@ class ConversationRow:
         if self.messages:
             self.messages.append({"role": "assistant", "content": text})
 
-    def task(self, key: int, limits: ConversationLimits) -> StepTask:
-        """Return the step of the environment that answers the last turn."""
-        timeout_s = None
-        if limits.timeout_s is not None:
-            timeout_s = max(limits.timeout_s - self.step_s, 0.0)
+    def task(self, key: int, timeout_s: float | None) -> StepTask:
+        """Return the step of the environment that answers the last turn.
+
+        `timeout_s` is for all steps of the conversation together.
+        """
+        if timeout_s is not None:
+            timeout_s = max(timeout_s - self.step_s, 0.0)
         conversation = Conversation(
             messages=tuple(self.messages),
             row=self.prompt.row,
@@ -137,7 +121,7 @@ class ConversationRow:
         )
         return StepTask(key=key, conversation=conversation, timeout_s=timeout_s)
 
-    def add_outcome(self, outcome: StepOutcome, limits: ConversationLimits) -> None:
+    def add_outcome(self, outcome: StepOutcome, max_turns: int) -> None:
         """Add reward, state and metrics of a step; ends the conversation if it is over.
 
         The observation is not appended: `add_observation` does so where the conversation goes on.
@@ -152,14 +136,14 @@ class ConversationRow:
             self.ended_by = "timeout"
         elif outcome.done:
             self.ended_by = "done"
-        elif self.num_turns >= limits.max_turns:
+        elif self.num_turns >= max_turns:
             self.ended_by = "turns"
 
     def add_observation(
-        self, messages: Sequence[Message], token_ids: np.ndarray, limits: ConversationLimits
+        self, messages: Sequence[Message], token_ids: np.ndarray, max_tokens: int
     ) -> None:
         """Append an observation, `token_ids` int32 [L], or end without room for another turn."""
-        if self.num_tokens + len(token_ids) >= limits.max_tokens:
+        if self.num_tokens + len(token_ids) >= max_tokens:
             self.ended_by = "tokens"
             self.finish_reason = "length"
             return
@@ -177,49 +161,33 @@ class ConversationRow:
         )
 
 
+@dataclass(frozen=True)
 class ConversationDriver:
     """Steps the environment after turns of the model and appends its observations."""
 
-    def __init__(
-        self,
-        workers: EnvironmentWorkers,
-        observations: ObservationEncoder,
-        limits: ConversationLimits,
-    ) -> None:
-        self._workers = workers
-        self._observations = observations
-        self.limits = limits
-        self._conversations: dict[int, ConversationRow] = {}
-        """Conversations whose step is not done, by key."""
-
-    @property
-    def num_unfinished(self) -> int:
-        """Conversations whose step is not done."""
-        return len(self._conversations)
+    workers: EnvironmentWorkers
+    observations: ObservationEncoder
+    config: EnvironmentConfig
 
     def submit(self, conversations: Mapping[int, ConversationRow]) -> None:
         """Start the steps that answer the last turn of `conversations`, which are by key."""
-        self._conversations |= conversations
-        tasks = [each.task(key, self.limits) for key, each in conversations.items()]
-        self._workers.submit(tasks)
+        timeout_s = self.config.timeout_s
+        self.workers.submit([each.task(key, timeout_s) for key, each in conversations.items()])
 
-    def collect(self, timeout_s: float) -> dict[int, ConversationRow]:
-        """Return the conversations whose step is done, by key: ended, or ready for the next turn.
+    def add_outcome(
+        self, conversation: ConversationRow, outcome: StepOutcome, max_tokens: int
+    ) -> None:
+        """Add the answer to a turn: the conversation ends, or is ready for the next turn.
 
-        Waits up to `timeout_s` for one, if any is unfinished. Raises WorkerFailure if a step
-        failed, and ConfigError for an observation that the chat template cannot render.
+        `max_tokens` is the limit of the conversation. Raises ConfigError for an observation that
+        the chat template cannot render.
         """
-        stepped = {}
-        for outcome in self._workers.collect(timeout_s):
-            conversation = self._conversations.pop(outcome.key)
-            conversation.add_outcome(outcome, self.limits)
-            if conversation.ended_by is None:
-                last_token_id = int(conversation.segments[-1][-1])
-                num_left = self.limits.max_tokens - conversation.num_tokens
-                token_ids = self._observations.encode(outcome.observation, last_token_id, num_left)
-                conversation.add_observation(outcome.observation, token_ids, self.limits)
-            stepped[outcome.key] = conversation
-        return stepped
+        conversation.add_outcome(outcome, self.config.max_turns)
+        if conversation.ended_by is None:
+            last_token_id = int(conversation.segments[-1][-1])
+            num_left = max_tokens - conversation.num_tokens
+            token_ids = self.observations.encode(outcome.observation, last_token_id, num_left)
+            conversation.add_observation(outcome.observation, token_ids, max_tokens)
 
 
 def prompt_messages(prompt: Prompt) -> list[Message]:
@@ -241,13 +209,13 @@ def turn_seed(seed: int, turn: int) -> int:
     return int(sequence.generate_state(1, np.uint64)[0])
 
 
-def check_prompt_lengths(prompts: Sequence[Prompt], limits: ConversationLimits) -> None:
+def check_prompt_lengths(prompts: Sequence[Prompt], max_tokens: int) -> None:
     """Raise ConfigError for a prompt that leaves no room for a turn of the model."""
     for prompt in prompts:
-        if len(prompt.token_ids) >= limits.max_tokens:
+        if len(prompt.token_ids) >= max_tokens:
             raise ConfigError(
                 f"the prompt {shown_value(prompt.text)} has {len(prompt.token_ids)} tokens, and"
-                f" a conversation at most {limits.max_tokens}, so there is no room for a turn of"
+                f" a conversation at most {max_tokens}, so there is no room for a turn of"
                 " the model; raise policy.max_total_sequence_length"
             )
 

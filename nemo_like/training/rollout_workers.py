@@ -26,7 +26,7 @@ from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.rollout.collector import RolloutCollector
-from nemo_like.rollout.conversations import ConversationDriver, ConversationLimits
+from nemo_like.rollout.conversations import ConversationDriver
 from nemo_like.rollout.rewards import ModelRewards, RewardModel
 from nemo_like.run.progress import Progress
 from nemo_like.training.generation_backends import generation_backend
@@ -175,11 +175,7 @@ def open_collector(
     conversations = None
     if workers.environment is not None:
         conversations = ConversationDriver(
-            workers.environment,
-            ObservationEncoder(encoder),
-            ConversationLimits.from_config(
-                config.environment, config.policy.max_total_sequence_length
-            ),
+            workers.environment, ObservationEncoder(encoder), config.environment
         )
     return RolloutCollector(workers.generator, workers.rewards, encoder.tokenizer, conversations)
 

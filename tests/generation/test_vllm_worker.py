@@ -42,7 +42,7 @@ from nemo_like.policy.megatron.worker import MegatronPolicyWorker
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.rollout.collector import RolloutCollector
-from nemo_like.rollout.conversations import ConversationDriver, ConversationLimits, Prompt
+from nemo_like.rollout.conversations import ConversationDriver, Prompt
 from nemo_like.sampling_filter import filter_logits
 from nemo_like.weight_sync.check import LogprobCheck
 from nemo_like.weight_sync.sync import SyncReport, WeightSync
@@ -612,13 +612,12 @@ def test_turns_of_a_conversation_are_sampled_after_all_ids_before_them(engine: E
     engine.update()
     tokenizer = byte_level_tokenizer()
     encoder = ChatEncoder(tokenizer)
-    config = EnvironmentConfig(path="tests.environments.user_environments.Scripted")
+    config = EnvironmentConfig(path="tests.environments.user_environments.Scripted", max_turns=5)
     context = local_context(num_threads=1)
     workers = EnvironmentWorkers(
         lambda index: LocalGroup(EnvironmentWorker, {"config": config}, context), 1
     )
-    limits = ConversationLimits(max_turns=5, max_tokens=MAX_LENGTH, timeout_s=60.0)
-    driver = ConversationDriver(workers, ObservationEncoder(encoder), limits)
+    driver = ConversationDriver(workers, ObservationEncoder(encoder), config)
     generator = Generator(lambda index: LocalGroup(lambda context: engine.worker, {}, context))
     collector = RolloutCollector(generator, None, tokenizer, driver)
     prompts = []

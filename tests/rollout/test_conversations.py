@@ -29,13 +29,7 @@ from nemo_like.generation.requests import SamplingParams
 from nemo_like.metrics import metric_values
 from nemo_like.rollout.answers import answer_metrics
 from nemo_like.rollout.collector import RolloutCollector
-from nemo_like.rollout.conversations import (
-    ConversationDriver,
-    ConversationLimits,
-    ConversationRow,
-    Prompt,
-    turn_seed,
-)
+from nemo_like.rollout.conversations import ConversationDriver, ConversationRow, Prompt, turn_seed
 from nemo_like.rollout.rows import Rollout, build_rollout, rollout_metrics, row_seeds
 
 CONTEXT = local_context(num_threads=1)
@@ -69,12 +63,11 @@ def _collector(
     rewards: RewardEnvironment | None = None,
     *,
     max_turns: int = 9,
-    max_tokens: int = MAX_TOKENS,
     timeout_s: float | None = 60.0,
 ) -> RolloutCollector:
     encoder = ChatEncoder(build_tokenizer())
-    limits = ConversationLimits(max_turns=max_turns, max_tokens=max_tokens, timeout_s=timeout_s)
-    driver = ConversationDriver(workers, ObservationEncoder(encoder), limits)
+    config = EnvironmentConfig(max_turns=max_turns, timeout_s=timeout_s)
+    driver = ConversationDriver(workers, ObservationEncoder(encoder), config)
     return RolloutCollector(generator, rewards, encoder.tokenizer, driver)
 
 
@@ -92,10 +85,11 @@ def _rollout(
     prompts: list[Prompt],
     group_size: int = 1,
     sampling: SamplingParams = SAMPLING,
+    max_tokens: int = MAX_TOKENS,
 ) -> Rollout:
     seeds = row_seeds(3, 0, len(prompts) * group_size)
     job = collector.start(
-        prompts, group_size=group_size, sampling=sampling, max_total_length=512, seeds=seeds
+        prompts, group_size=group_size, sampling=sampling, max_total_length=max_tokens, seeds=seeds
     )
     while not job.is_done:
         collector.advance()
@@ -188,8 +182,8 @@ def test_limits_end_a_conversation(
     generator: Generator, max_turns: int, max_tokens: int, reason: str
 ) -> None:
     workers = _environment("Scripted")
-    collector = _collector(generator, workers, max_turns=max_turns, max_tokens=max_tokens)
-    rollout = _rollout(collector, _prompts(_scripted([9, 9, 1])))
+    collector = _collector(generator, workers, max_turns=max_turns)
+    rollout = _rollout(collector, _prompts(_scripted([9, 9, 1])), max_tokens=max_tokens)
     workers.shutdown()
     assert [each.ended_by for each in rollout.conversations] == [reason, reason, "done"]
     assert max(rollout.batch["length"]) <= max_tokens
@@ -208,8 +202,8 @@ def test_conversations_that_a_token_limit_ends_are_truncated(generator: Generato
     prompts = _prompts(_scripted([9, 9, 1, 9, 1, 2]))
     # A turn that reaches no limit ends with its first digit.
     sampling = SamplingParams(max_new_tokens=3, stop_strings=tuple("0123456789"))
-    collector = _collector(generator, workers, max_turns=4, max_tokens=22)
-    rollout = _rollout(collector, prompts, sampling=sampling)
+    collector = _collector(generator, workers, max_turns=4)
+    rollout = _rollout(collector, prompts, sampling=sampling, max_tokens=22)
     workers.shutdown()
     conversations = rollout.conversations
     last_turns = [str(each.messages[-1]["content"]) for each in conversations]
@@ -246,7 +240,7 @@ def test_drained_conversations_go_on_later(generator: Generator) -> None:
     prompts = _prompts(_scripted([3, 3]))
     seeds = row_seeds(3, 0, 2)
     job = collector.start(
-        prompts, group_size=1, sampling=SAMPLING, max_total_length=512, seeds=seeds
+        prompts, group_size=1, sampling=SAMPLING, max_total_length=MAX_TOKENS, seeds=seeds
     )
     collector.drain()
     assert generator.num_unfinished == 0 and not job.is_done
@@ -288,7 +282,7 @@ def test_a_lost_replica_changes_no_conversation(
     prompts = _prompts(_scripted([4, 3]))
     seeds = row_seeds(3, 0, 2)
     job = collector.start(
-        prompts, group_size=1, sampling=SAMPLING, max_total_length=512, seeds=seeds
+        prompts, group_size=1, sampling=SAMPLING, max_total_length=MAX_TOKENS, seeds=seeds
     )
     while not job.is_done:
         # The restarted replica has loaded the same weights.
@@ -306,9 +300,9 @@ def test_a_lost_replica_changes_no_conversation(
 
 def test_a_prompt_without_room_for_a_turn_is_refused(generator: Generator) -> None:
     workers = _environment("Scripted")
-    collector = _collector(generator, workers, max_tokens=6)
+    collector = _collector(generator, workers)
     with pytest.raises(ConfigError, match=r"'0\+1' has 6 tokens.*max_total_sequence_length"):
-        _rollout(collector, _prompts(_scripted([1])))
+        _rollout(collector, _prompts(_scripted([1])), max_tokens=6)
     workers.shutdown()
 
 

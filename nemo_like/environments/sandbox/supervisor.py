@@ -56,10 +56,12 @@ def encode(value: Any) -> bytes:
 
 def decode(line: bytes) -> Any:
     """Return the value of a literal, with lists for tuples. Raises SyntaxError and ValueError."""
-    return _value(compile(line, "<request>", "eval", _ast.PyCF_ONLY_AST).body)
+    return _value(compile(line, "<request>", "eval", _ast.PyCF_ONLY_AST))
 
 
 def _value(node: _ast.AST | None) -> Any:
+    if isinstance(node, _ast.Expression):
+        return _value(node.body)
     if isinstance(node, _ast.Constant):
         return node.value
     if isinstance(node, _ast.List | _ast.Tuple):
