@@ -165,9 +165,8 @@ class Outcome:
 class Comparison:
     """All outcomes for the same rows."""
 
-    lengths: np.ndarray
-    """int64 [B] in the order of planning: `batch_size` consecutive rows are one optimizer step."""
     batch_size: int
+    """Rows of an optimizer step."""
     outcomes: tuple[Outcome, ...]
     chosen_key: str
     """The strategy whose memory and charts are shown."""
@@ -286,7 +285,7 @@ def compare(
             chosen_key = strategy.key
     batches = [lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size)]
     bounds = min_microbatches(packed_spec(spec, max_tokens), batches)
-    return Comparison(lengths, batch_size, tuple(outcomes), chosen_key, float(bounds.mean()))
+    return Comparison(batch_size, tuple(outcomes), chosen_key, float(bounds.mean()))
 
 
 def _max_over_mean(values: np.ndarray, plan: BatchPlan) -> float:
