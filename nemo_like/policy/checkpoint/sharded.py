@@ -34,7 +34,6 @@ from nemo_like.policy.checkpoint.sharded_reader import (
     FORMAT,
     MANIFEST,
     States,
-    adam_states,
     check_partition,
     full_shapes,
     read_headers,
@@ -308,12 +307,12 @@ def save(
     shapes: Mapping[str, Sequence[int]],
     buffers: HostBuffers,
     in_background: bool,
-    states: States | None = None,
+    states: States,
 ) -> PendingSave:
     """Copy this rank's blocks to host memory and write them to files; every rank calls.
 
-    `shapes` are the full shapes of the weights, and `states` names the other tensors; without it
-    they are with `has_moments` both moments of every weight. Together the ranks pass each element
+    `shapes` are the full shapes of the weights, and `states` names the other tensors.
+    Together the ranks pass each element
     of all of them exactly once. Blocks are stored as float32. An earlier checkpoint in `directory`
     is removed.
 
@@ -329,8 +328,6 @@ def save(
     with reporting_write_errors(directory):
         # On a file system that nodes do not share, only a node's own ranks create its directory.
         directory.mkdir(parents=True, exist_ok=True)
-    if states is None:
-        states = adam_states(shapes, has_moments)
     expected = full_shapes(shapes, states)
     checked = (_check_block(block, expected) for block in blocks)
     staged: list[StagedFile] = []

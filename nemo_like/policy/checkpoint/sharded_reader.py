@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +29,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """State of AdamW of one parameter."""
 States = Mapping[str, Collection[str]]
 """Kind of tensor besides `weight`, e.g. `exp_avg` -> names of the weights that have one."""
-_FILE_NAME = re.compile(r"rank_[0-9]{5,9}_[0-9]{3,9}\.safetensors")
 
 
 class Region(NamedTuple):
@@ -82,7 +80,8 @@ class CheckpointReader:
         self.shapes: dict[str, tuple[int, ...]] = {
             name: tuple(shape) for name, shape in manifest["shapes"].items()
         }
-        self.states = manifest_states(manifest)
+        self.states: States = manifest["states"]
+        self._full_shapes = full_shapes(self.shapes, self.states)
         self._directory = directory
         self._blocks = blocks
         self._files = TensorFiles()
@@ -131,7 +130,7 @@ class CheckpointReader:
 
     def check_partition(self) -> None:
         """Raise CheckpointError unless every value of every tensor is stored exactly once."""
-        for name, shape in full_shapes(self.shapes, self.states).items():
+        for name, shape in self._full_shapes.items():
             regions = [block.region for block in self._blocks.get(name, [])]
             check_partition(self._directory, name, shape, regions)
 
@@ -181,8 +180,14 @@ def open_checkpoint(directory: Path) -> Iterator[CheckpointReader]:
     Raises CheckpointError if it is not a complete checkpoint.
     """
     manifest = _read_manifest(directory)
-    blocks = read_headers(directory, manifest["files"])
-    reader = CheckpointReader(directory, manifest, blocks)
+    try:
+        blocks = read_headers(directory, manifest["files"])
+        reader = CheckpointReader(directory, manifest, blocks)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{directory / MANIFEST} is damaged: its entries are not the entries of a policy"
+            " checkpoint"
+        ) from error
     try:
         yield reader
     finally:
@@ -211,19 +216,6 @@ def full_shapes(shapes: Mapping[str, Sequence[int]], states: States) -> dict[str
     return result
 
 
-def adam_states(names: Collection[str], has_moments: bool) -> States:
-    """Return the states of weights that AdamW updates; none before the first step."""
-    return dict.fromkeys(MOMENTS, tuple(names)) if has_moments else {}
-
-
-def manifest_states(manifest: Mapping[str, Any]) -> States:
-    """Return the states that a manifest lists; a manifest without a list is of AdamW only."""
-    states = manifest.get("states")
-    if states is None:
-        states = adam_states(manifest["shapes"], manifest["has_moments"])
-    return states
-
-
 def check_partition(
     directory: Path, name: str, shape: tuple[int, ...], regions: list[Region]
 ) -> None:
@@ -232,7 +224,10 @@ def check_partition(
     They do if they are inside the tensor, do not overlap and have as many elements as the tensor.
     """
     for region in regions:
-        if not _is_inside(region, shape):
+        limits = zip(region.offset, region.shape, shape, strict=False)
+        is_inside = all(start + length <= full for start, length, full in limits)
+        num_dims = {len(region.offset), len(region.shape), len(shape)}
+        if len(num_dims) > 1 or not is_inside:
             raise CheckpointError(
                 f"a block of {name} in {directory} lies outside the tensor: {region}"
             )
@@ -258,16 +253,6 @@ def check_partition(
         raise CheckpointError(f"two blocks of {name} in {directory} overlap: {first} and {second}")
 
 
-def _is_inside(region: Region, shape: tuple[int, ...]) -> bool:
-    """Return True if `region`, whose offset is not negative, is inside a tensor of `shape`."""
-    if len(region.shape) != len(shape):
-        return False
-    for start, length, full_length in zip(region.offset, region.shape, shape, strict=True):
-        if start + length > full_length:
-            return False
-    return True
-
-
 def read_headers(directory: Path, files: Mapping[str, int]) -> dict[str, list[StoredBlock]]:
     """Return the blocks in `files` (name -> bytes) by tensor name; reads headers only.
 
@@ -285,38 +270,19 @@ def read_headers(directory: Path, files: Mapping[str, int]) -> dict[str, list[St
             )
         try:
             with safe_open(path, framework="pt") as file:
-                for name, block in _blocks_of(path, file):
-                    blocks.setdefault(name, []).append(block)
-        # Damaged bytes can make the header anything, so any of these can be the first to notice.
-        except (
-            OSError,
-            SafetensorError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+                for key, position in json.loads(file.metadata()["blocks"]).items():
+                    shape = tuple(file.get_slice(key).get_shape())
+                    block = StoredBlock(Region(tuple(position["offset"]), shape), path, key)
+                    blocks.setdefault(position["name"], []).append(block)
+        except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
             raise CheckpointError(
                 f"{path} is damaged ({type(error).__name__}: {str(error)[:200]})"
             ) from error
     return blocks
 
 
-def _blocks_of(path: Path, file: Any) -> Iterator[tuple[str, StoredBlock]]:
-    """Yield (tensor name, block) for each block of an open file; raises for a damaged header."""
-    for key, position in json.loads(file.metadata()["blocks"]).items():
-        shape = tuple(file.get_slice(key).get_shape())
-        offset = tuple(position["offset"])
-        is_valid = len(offset) == len(shape) and all(map(_is_count, offset))
-        if not is_valid:
-            # Shortened, because damaged bytes can be a text of any length.
-            raise ValueError(f"block {key[:80]!r} has offset {str(offset)[:80]}")
-        yield position["name"], StoredBlock(Region(offset, shape), path, key)
-
-
 def _read_manifest(directory: Path) -> dict[str, Any]:
-    """Read the manifest; raises CheckpointError unless its entries have the expected types."""
+    """Read the manifest. Raises CheckpointError without one, and for one of another format."""
     path = directory / MANIFEST
     if not path.is_file():
         raise CheckpointError(
@@ -328,53 +294,4 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} has format {str(found)[:20]}; this version reads format {FORMAT}"
         )
-    is_valid = (
-        _is_count(manifest.get("num_optimizer_steps"))
-        and isinstance(manifest.get("has_moments"), bool)
-        and _are_file_sizes(manifest.get("files"))
-        and _are_shapes(manifest.get("shapes"))
-        and _are_states(manifest.get("states", {}), manifest["shapes"])
-    )
-    if not is_valid:
-        raise CheckpointError(
-            f"{path} is damaged: its entries are not the entries of a policy checkpoint"
-        )
     return manifest
-
-
-def _are_file_sizes(files: Any) -> bool:
-    # The pattern also rejects names that would lead out of the directory.
-    if not isinstance(files, dict):
-        return False
-    for name, size in files.items():
-        if _FILE_NAME.fullmatch(name) is None or not _is_count(size):
-            return False
-    return True
-
-
-def _are_shapes(shapes: Any) -> bool:
-    if not isinstance(shapes, dict) or not shapes:
-        return False
-    for shape in shapes.values():
-        if not isinstance(shape, list) or not all(map(_is_count, shape)):
-            return False
-    return True
-
-
-def _are_states(states: Any, shapes: Mapping[str, Any]) -> bool:
-    if not isinstance(states, dict):
-        return False
-    for kind, names in states.items():
-        if kind in ("", WEIGHT) or not isinstance(names, list):
-            return False
-        # Compared one by one, because damaged names need not be hashable.
-        if not all(isinstance(name, str) and name in shapes for name in names):
-            return False
-    return True
-
-
-def _is_count(value: Any) -> bool:
-    # bool is a subclass of int; torch takes sizes below 2^63.
-    if not isinstance(value, int) or isinstance(value, bool):
-        return False
-    return 0 <= value < 2**63

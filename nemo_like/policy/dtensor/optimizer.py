@@ -18,7 +18,7 @@ from nemo_like.policy.checkpoint.sharded_reader import MOMENTS, States
 from nemo_like.policy.collectives import gather_rows, sum_floats
 from nemo_like.policy.dtensor.parallel import Groups
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
-from nemo_like.policy.optim import build_optimizer
+from nemo_like.policy.optim import adamw_options, build_optimizer
 
 
 class ShardedOptimizer:
@@ -189,65 +189,64 @@ _SMALLEST_SCALE = 1e-12
 """As in torchao, so that a block of zeros has a scale."""
 
 
-class AdamW8bit:
-    """AdamW of the shards of one rank, in the order in which they are passed."""
+class ShardedAdamW8bit:
+    """AdamW with 8-bit moments by torchao, of this rank's shards as plain tensors.
 
-    def __init__(self, shards: Sequence[Tensor], config: OptimizerConfig) -> None:
-        """Update `shards`, float32 [...] each, in place; only matrices are decayed.
+    Blocks of 256 values share a float32 scale (Dettmers et al. 2022, arXiv 2110.02861). torchao
+    keeps float32 moments for tensors of fewer than 4096 values, and where 256 does not divide their
+    number.
+    """
 
-        Raises ConfigError if torchao is not installed.
-        """
+    def __init__(self, parameters: Sequence[ShardedParameter], config: OptimizerConfig) -> None:
+        """Update `parameters`. Raises ConfigError if torchao is not installed."""
         try:
-            from torchao.optim import AdamW8bit as TorchaoAdamW  # pyright: ignore[reportMissingImports]
+            from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ConfigError(
                 "policy.optimizer.name is adamw_8bit, which needs torchao: pip install"
                 " 'nemo-like[optim]', or set policy.optimizer.name to adamw"
             ) from error
+        # An empty shard has no state.
+        self._parameters = [each for each in parameters if local_shard(each.parameter).numel() > 0]
         # Parameters of their own, which share the memory of the shards.
-        self._parameters = [nn.Parameter(shard) for shard in shards]
-        matrices = [each for each in self._parameters if each.ndim >= 2]
-        vectors = [each for each in self._parameters if each.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        self._optimizer: Any = TorchaoAdamW(
-            [group for group in groups if group["params"]],
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-        )
+        self._shards = {
+            each.name: nn.Parameter(local_shard(each.parameter)) for each in self._parameters
+        }
+        self._optimizer: Any = AdamW8bit(**adamw_options(self._shards.values(), config))
 
-    def step(self, gradients: Sequence[Tensor | None], lr: float) -> None:
-        """Update the shards that have gradients, [...] each with the shape of the shard."""
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
+    def step(self, lr: float) -> None:
+        """Update the shards that have gradients."""
+        for sharded in self._parameters:
+            gradient = sharded.parameter.grad
+            shard = self._shards[sharded.name]
+            shard.grad = None if gradient is None else local_shard(gradient)
         for group in self._optimizer.param_groups:
             group["lr"].fill_(lr)
         with self._kernels():
             self._optimizer.step()
-        for parameter in self._parameters:
-            parameter.grad = None
+        for shard in self._shards.values():
+            shard.grad = None
 
-    def state(self, index: int) -> dict[str, Tensor]:
-        """Return both moments of a shard, dequantized: float32 [...]; none before a step."""
-        state = self._optimizer.state.get(self._parameters[index])
+    def state(self, sharded: ShardedParameter) -> dict[str, Tensor]:
+        """Return both moments of a shard, dequantized: float32 [m, ...]; none before a step."""
+        state = self._optimizer.state.get(self._shards.get(sharded.name))
         if not state:
             return {}
         return {kind: _dequantized(state[kind]) for kind in MOMENTS}
 
-    def restore(self, index: int, state: dict[str, Tensor], num_steps: int) -> None:
-        """Set the moments of a shard, float32 [...], after `num_steps` steps.
+    def restore(self, sharded: ShardedParameter, state: dict[str, Tensor], num_steps: int) -> None:
+        """Set the moments of a shard, tensors sharded like the parameter, after some steps.
 
         Moments that `state` returned for the same shard become the same again.
         """
-        parameter = self._parameters[index]
+        shard = self._shards.get(sharded.name)
+        if shard is None:
+            return
         restored: dict[str, Tensor] = {"step": torch.tensor(float(num_steps))}
         for kind, is_signed in zip(MOMENTS, (True, False), strict=True):
-            restored[kind] = self._optimizer._new_buffer(parameter.detach(), is_signed)
-            _quantize(restored[kind], state[kind])
-        self._optimizer.state[parameter] = restored
+            restored[kind] = self._optimizer._new_buffer(shard.detach(), is_signed)
+            _quantize(restored[kind], local_shard(state[kind]))
+        self._optimizer.state[shard] = restored
 
     def reset(self) -> None:
         """Remove all moments."""
@@ -266,7 +265,7 @@ class AdamW8bit:
 
     def _kernels(self) -> AbstractContextManager[None]:
         """Return a context that runs torchao's step: compiled, on the CPU as it is."""
-        is_cpu = all(parameter.device.type == "cpu" for parameter in self._parameters)
+        is_cpu = all(parameter.device.type == "cpu" for parameter in self._shards.values())
         # The CPU would need a C++ compiler on every node.
         return torch.compiler.set_stance("force_eager") if is_cpu else nullcontext()
 
@@ -311,45 +310,6 @@ def _quantize(moment: Any, values: Tensor) -> None:
         codes[chosen] = found[chosen]
         moment.scale[chosen] = scale[chosen]
         exact |= chosen
-
-
-class ShardedAdamW8bit:
-    """Optimizer of this rank's shards as plain tensors, without those that are empty."""
-
-    def __init__(self, parameters: Sequence[ShardedParameter], config: OptimizerConfig) -> None:
-        """Update `parameters`. Raises ConfigError if torchao is not installed."""
-        self._parameters = [each for each in parameters if local_shard(each.parameter).numel() > 0]
-        self._index_of = {each.name: index for index, each in enumerate(self._parameters)}
-        shards = [local_shard(each.parameter) for each in self._parameters]
-        self._adamw = AdamW8bit(shards, config)
-
-    def step(self, lr: float) -> None:
-        """Update the shards that have gradients."""
-        gradients: list[Tensor | None] = []
-        for sharded in self._parameters:
-            gradient = sharded.parameter.grad
-            gradients.append(None if gradient is None else local_shard(gradient))
-        self._adamw.step(gradients, lr)
-
-    def state(self, sharded: ShardedParameter) -> dict[str, Tensor]:
-        """Return both moments of a shard, float32 [m, ...] with the shape of the shard."""
-        index = self._index_of.get(sharded.name)
-        return {} if index is None else self._adamw.state(index)
-
-    def restore(self, sharded: ShardedParameter, state: dict[str, Tensor], num_steps: int) -> None:
-        """Set the moments of a shard, tensors sharded like the parameter, after some steps."""
-        index = self._index_of.get(sharded.name)
-        if index is not None:
-            shards = {kind: local_shard(moment) for kind, moment in state.items()}
-            self._adamw.restore(index, shards, num_steps)
-
-    def reset(self) -> None:
-        """Remove all moments."""
-        self._adamw.reset()
-
-    def stored(self) -> Iterator[Tensor]:
-        """Yield the tensors of the moments as they are in memory."""
-        return self._adamw.stored()
 
 
 DECAY = 0.95
