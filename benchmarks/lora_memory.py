@@ -31,8 +31,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nemo_like.config.loss import PolicyGradientLossConfig
-from nemo_like.config.optimization import AdapterConfig
-from nemo_like.config.schema import OptimizerConfig, PolicyConfig, SequencePackingConfig
+from nemo_like.config.schema import (
+    AdapterConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    SequencePackingConfig,
+)
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import LocalGroup, local_context

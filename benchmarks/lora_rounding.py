@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from nemo_like.config.optimization import AdapterConfig
+from nemo_like.config.schema import AdapterConfig
 
 _STDS = (1e-4, 3e-4, 1e-3)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from typing import TextIO
 
-from nemo_like.config.text import printable
+from nemo_like.config.errors import printable
 
 logger = logging.getLogger(__name__)
 

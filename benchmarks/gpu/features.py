@@ -12,8 +12,7 @@ from benchmarks.gpu.policies import Options, PolicyHolder, policy_config
 from benchmarks.gpu.rows import random_rows
 from benchmarks.gpu.training_steps import StepCase, throughput, time_calls
 from nemo_like.algorithms.preferences.loss import BradleyTerryLoss
-from nemo_like.config.optimization import AdapterConfig, EmaConfig
-from nemo_like.config.schema import OptimizerConfig
+from nemo_like.config.schema import AdapterConfig, EmaConfig, OptimizerConfig
 from nemo_like.losses.distillation import DistillationLoss, Divergence
 from nemo_like.policy.heads.targets import TargetSettings
 

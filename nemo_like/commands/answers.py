@@ -25,11 +25,10 @@ from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.registry import load_any_config
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.build import to_dict
-from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.config.errors import ConfigError, counted, shown_path
 from nemo_like.config.paths import resolve_paths
 from nemo_like.config.rollout import RewardConfig
 from nemo_like.config.schema import ParallelConfig, PolicyConfig, RunConfig
-from nemo_like.config.text import counted
 from nemo_like.data.formats import PROMPT_ROWS, RowSchema, check_columns
 from nemo_like.data.rows import Rows
 from nemo_like.environments.environment_workers import load_environment

@@ -8,8 +8,7 @@ import sys
 import numpy as np
 
 from nemo_like.commands.answers import AnswerRunConfig, answer_config
-from nemo_like.config.errors import ConfigError
-from nemo_like.config.text import printable
+from nemo_like.config.errors import ConfigError, printable
 from nemo_like.console import say, say_error
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.formats import is_unicode

@@ -12,8 +12,14 @@ from pathlib import Path
 
 from nemo_like.algorithms.registry import RUN_CONFIGS, job_schema
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.keys import type_at, unknown_key_text
-from nemo_like.config.reference import USER_NAME, KeyReference, SectionReference, section_references
+from nemo_like.config.keys import (
+    USER_NAME,
+    KeyReference,
+    SectionReference,
+    section_references,
+    type_at,
+    unknown_key_text,
+)
 from nemo_like.console import say
 
 MAX_WIDTH = 100

@@ -28,9 +28,8 @@ from nemo_like.commands.answers import (
     weight_files,
 )
 from nemo_like.config.build import to_dict
-from nemo_like.config.errors import ConfigError
+from nemo_like.config.errors import ConfigError, counted
 from nemo_like.config.schema import ClusterConfig
-from nemo_like.config.text import counted
 from nemo_like.console import say
 from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.formats import SFT_ROWS

@@ -10,8 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nemo_like.config.errors import ConfigError, shown_path
-from nemo_like.config.text import counted
+from nemo_like.config.errors import ConfigError, counted, shown_path
 from nemo_like.console import say
 from nemo_like.rollout.records import RolloutRecord, record_sample, recorded_steps
 from nemo_like.run.directory import RunDirectory
@@ -134,7 +133,7 @@ def _with_tokens(
     Raises ConfigError without a record of the token ids or without the tokenizer.
     """
     # Imported here: transformers takes seconds.
-    from nemo_like.config.model_directory import model_directory
+    from nemo_like.config.paths import model_directory
     from nemo_like.models.pretrained import load_tokenizer
 
     path = directory.rollout_tokens(step)

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_like.algorithms.registry import ALGORITHMS, load_config
-from nemo_like.config.errors import ConfigError
+from nemo_like.config.errors import ConfigError, shortened
 from nemo_like.config.schema import RunConfig
-from nemo_like.config.text import shortened
 from nemo_like.console import lasting_console, say_error
 from nemo_like.distributed.errors import ClusterError, WorkerError, WorkerFailure
 from nemo_like.run.checkpoint import CheckpointError

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 from nemo_like.algorithms.registry import ALGORITHMS, load_any_config
 from nemo_like.commands.train import WRONG_INPUT
 from nemo_like.config.check import derivation
-from nemo_like.config.errors import ConfigError
+from nemo_like.config.errors import ConfigError, counted
 from nemo_like.config.schema import RunConfig
-from nemo_like.config.text import counted
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.formats import RowSchema, check_columns, conversation, question
 from nemo_like.data.observations import ObservationEncoder

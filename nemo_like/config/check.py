@@ -16,7 +16,7 @@ from nemo_like.config.check_sections import (
     optimization_problems,
     reward_model_problems,
 )
-from nemo_like.config.errors import Problem
+from nemo_like.config.errors import Problem, counted, plural, quotient
 from nemo_like.config.keys import type_at
 from nemo_like.config.parallel import (
     is_colocated,
@@ -29,7 +29,6 @@ from nemo_like.config.parallel import (
 )
 from nemo_like.config.rollout import environment_problems
 from nemo_like.config.schema import DynamicBatchingConfig, RunConfig, SequencePackingConfig
-from nemo_like.config.text import counted, plural, quotient
 from nemo_like.integer_math import ceil_div, nearest_multiples
 from nemo_like.parallel_layout import PaddingMultiples
 

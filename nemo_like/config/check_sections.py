@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from nemo_like.config.errors import Problem
-from nemo_like.config.optimization import SchedulerConfig
-from nemo_like.config.schema import MAIN_SET, DataConfig, PolicyConfig, RunConfig
+from nemo_like.config.schema import MAIN_SET, DataConfig, PolicyConfig, RunConfig, SchedulerConfig
 
 
 def data_problems(config: RunConfig) -> Iterator[Problem]:

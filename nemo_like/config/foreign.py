@@ -11,19 +11,17 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
-from nemo_like.config.foreign_tables import (
+from nemo_like.config.keys import (
     Entry,
+    JobSchema,
     all_entries,
     general,
-    on_when_disabled,
-    same_keys,
-    tool_tables,
-)
-from nemo_like.config.keys import (
-    JobSchema,
     is_open_section,
     is_section,
     misspelled_key,
+    on_when_disabled,
+    same_keys,
+    tool_tables,
     type_at,
     unknown_key_text,
     without_none,

@@ -6,11 +6,9 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nemo_like.config.errors import Location, Problem
+from nemo_like.config.errors import Location, Problem, shortened
 from nemo_like.config.foreign import Finding, Findings, Group, missing_keys, value_at
-from nemo_like.config.foreign_tables import tool_tables
-from nemo_like.config.keys import JobSchema, child_types, misspelled_key, type_at
-from nemo_like.config.text import shortened
+from nemo_like.config.keys import JobSchema, child_types, misspelled_key, tool_tables, type_at
 
 MAX_SHOWN_KEYS = 400
 """Max keys that are listed of one group; more than any known config has."""

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_like.config.errors import ConfigError
-from nemo_like.config.text import error_text
+from nemo_like.config.errors import ConfigError, error_text
 
 _INSTALLED = (
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),

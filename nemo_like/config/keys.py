@@ -1,18 +1,33 @@
-"""Dotted keys of the schema: existence, type, constraints, and suggestions for unknown keys."""
+"""The keys of the schema: existence, type, suggestions, reference; and the tables of foreign keys.
+
+The reference of a key is derived from the schema: type, default and constraints from the field, the
+description from the string below the field in the source.
+
+The tables `config/foreign/*.yaml` have the keys of other tools. `renamed` maps a dotted key to its
+key here, or to a mapping with the fields of `Entry`. `unsupported` lists groups of keys with one
+`reason`; with a value of `no_effect` (by default false) such a key can be deleted. `obsolete` lists
+keys without a meaning here. A section in `unsupported` or `obsolete` stands for all keys below it
+that are not listed.
+"""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
+import inspect
+import textwrap
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from importlib import resources
+from itertools import pairwise
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from nemo_like.config.foreign_tables import general
+from nemo_like.config.constraints import joined_text
+from nemo_like.config.errors import shortened
 from nemo_like.config.schema import RunConfig
-from nemo_like.config.text import shortened
 
 
 @dataclass(frozen=True)
@@ -221,3 +236,241 @@ def _translated(name: str, keys: Sequence[str]) -> list[str]:
 
 def _ratio(first: str, second: str) -> float:
     return difflib.SequenceMatcher(None, first, second).ratio()
+
+
+_GENERAL = "general.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What becomes of one key of another tool.
+
+    Example: `Entry("renamed", ("grpo.advantage.normalize",), values={"true": "group_std"})`.
+    """
+
+    kind: Literal["renamed", "unsupported", "obsolete"]
+    targets: tuple[str, ...] = ()
+    """Keys of the schema; those that the job does not have are ignored. Several targets take the
+    items of a list."""
+    values: Mapping[str, str | None] | None = None
+    """Canonical old value -> new value, None where the default has the same effect, `*` for every
+    other value; None if values stay as they are."""
+    note: str = ""
+    """A further change of the value, or the reason why other values have no counterpart; for
+    `unsupported` the reason."""
+    switch: str | None = None
+    """A foreign key that must be on, or this one has no effect."""
+    unless: str | None = None
+    """A foreign key that must be off, or this one has no effect."""
+    when_null: str = ""
+    """Why null is not the same as leaving the key out; empty if it is."""
+    sft: str | None = None
+    """The key for SFT configs where it differs."""
+    no_effect: tuple[str, ...] = ("false",)
+    """Canonical values with which an unsupported key can be deleted."""
+    form: str = ""
+    """Type of the values to which an entry of `same_keys` applies: `scalar`, `list` or `dict`."""
+
+
+@cache
+def tool_tables() -> dict[str, dict[str, Entry]]:
+    """Return tool -> dotted key or section -> entry."""
+    tables = {}
+    for content in _tool_files():
+        table = {path: _renamed(value) for path, value in content["renamed"].items()}
+        for group in content["unsupported"]:
+            no_effect = tuple(group.get("no_effect", ["false"]))
+            entry = Entry("unsupported", note=group["reason"], no_effect=no_effect)
+            table.update(dict.fromkeys(group["keys"], entry))
+        table.update(dict.fromkeys(content["obsolete"], Entry("obsolete")))
+        tables[content["tool"]] = table
+    return tables
+
+
+@cache
+def all_entries() -> dict[str, Entry]:
+    """Return the entries of all tools; a key of several tools has the same meaning in each."""
+    return {path: entry for table in tool_tables().values() for path, entry in table.items()}
+
+
+@cache
+def same_keys() -> dict[str, Entry]:
+    """Return the keys of the schema that a tool has too, with values of another form."""
+    entries = {}
+    for content in _tool_files():
+        for path, value in content.get("same_keys", {}).items():
+            if "to" in value:
+                entries[path] = _renamed(value)
+            else:
+                kind = "unsupported" if "reason" in value else "obsolete"
+                entries[path] = Entry(kind, note=value.get("reason", ""), form=value["form"])
+    return entries
+
+
+@cache
+def on_when_disabled() -> frozenset[str]:
+    """Return the sections whose `enabled: false` has a meaning of its own."""
+    return frozenset(path for file in _tool_files() for path in file.get("on_when_disabled", ()))
+
+
+@cache
+def general() -> dict[str, Any]:
+    """Return what is known beside the tables: `tools`, `jobs` and `names`."""
+    return _read(_GENERAL)
+
+
+def _renamed(value: str | Mapping[str, Any]) -> Entry:
+    fields: dict[str, Any] = {"to": value} if isinstance(value, str) else dict(value)
+    to = fields.pop("to")
+    return Entry("renamed", (to,) if isinstance(to, str) else tuple(to), **fields)
+
+
+@cache
+def _tool_files() -> tuple[dict[str, Any], ...]:
+    """Return the tables as they are in the files. The nearest tool of a key is the first one."""
+    # NeMo RL first: most of its sections have the same names here.
+    stems = ("nemo_rl", "verl", "trl", "cosmos_rl", "earlier")
+    return tuple(_read(f"{stem}.yaml") for stem in stems)
+
+
+def _read(name: str) -> dict[str, Any]:
+    # Imported here, because `--help` needs the schema and no YAML.
+    import yaml
+
+    text = resources.files("nemo_like.config").joinpath("foreign", name).read_text("utf-8")
+    return yaml.safe_load(text)
+
+
+USER_NAME = "NAME"
+"""Placeholder for a name that the user chooses, as in `reward.functions.NAME.path`."""
+_TYPE_NAMES = {
+    int: "integer",
+    float: "number",
+    bool: "true or false",
+    str: "text",
+    Any: "any value",
+}
+_REQUIRED = "required"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyReference:
+    """One key that takes a value.
+
+    Example: `KeyReference("policy.optimizer.lr", "number", "1e-05", "above 0", "Peak learning
+    rate; ...")`.
+    """
+
+    key: str
+    type: str
+    default: str
+    """The default as YAML, or `required`."""
+    constraints: str
+    """In words, e.g. `at least 0 and below 1`; empty if every value of the type is legal."""
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class SectionReference:
+    """One section with the keys directly in it; subsections are sections of their own."""
+
+    path: str
+    """The dotted path; empty for the top level."""
+    description: str
+    keys: tuple[KeyReference, ...]
+
+
+def section_references(run_config: type[RunConfig]) -> list[SectionReference]:
+    """Return every section of a job's config in the schema's order, the top level first.
+
+    A section without keys of its own is left out.
+    """
+    return [section for section in _sections(run_config, "") if section.keys]
+
+
+def _sections(section: type, path: str) -> Iterator[SectionReference]:
+    prefix = f"{path}." if path else ""
+    keys: list[KeyReference] = []
+    subsections: list[tuple[type, str]] = []
+    for field in dataclasses.fields(section):
+        key = f"{prefix}{field.name}"
+        annotation, _ = without_none(field_types(section)[field.name])
+        if is_section(annotation):
+            subsections.append((annotation, key))
+        elif is_open_section(annotation) and is_section(get_args(annotation)[1]):
+            subsections.append((get_args(annotation)[1], f"{key}.{USER_NAME}"))
+        else:
+            keys.append(_key_reference(section, field, key))
+    # The top level of every job has the description of the base class.
+    documented = RunConfig if issubclass(section, RunConfig) else section
+    yield SectionReference(path, _one_line(documented.__doc__ or ""), tuple(keys))
+    # After the section's own keys, so that a page has them together.
+    for subsection, key in subsections:
+        yield from _sections(subsection, key)
+
+
+def _key_reference(section: type, field: dataclasses.Field[Any], key: str) -> KeyReference:
+    return KeyReference(
+        key=key,
+        type=_type_name(field_types(section)[field.name]),
+        default=_default_text(field),
+        constraints=joined_text(field_constraints(section)[field.name]),
+        description=_field_descriptions(section).get(field.name, ""),
+    )
+
+
+def _type_name(annotation: Any) -> str:
+    """Return the type in the words of a user. Examples: `integer or null`, `keep | drop`."""
+    inner, may_be_null = without_none(annotation)
+    if get_origin(inner) is Literal:
+        name = " | ".join(get_args(inner))
+    elif get_origin(inner) is tuple:
+        name = f"list of {_TYPE_NAMES[get_args(inner)[0]]}s"
+    elif is_open_section(inner):
+        name = f"mapping of names to {_type_name(get_args(inner)[1])}"
+    else:
+        name = _TYPE_NAMES[inner]
+    return f"{name} or null" if may_be_null else name
+
+
+def _default_text(field: dataclasses.Field[Any]) -> str:
+    default = field.default
+    if field.default_factory is dict:
+        return "{}"
+    if default is dataclasses.MISSING:
+        return _REQUIRED
+    if default is None:
+        return "null"
+    if isinstance(default, bool):
+        return "true" if default else "false"
+    if isinstance(default, tuple):
+        return f"[{', '.join(map(str, default))}]"
+    return str(default)
+
+
+@cache
+def _field_descriptions(section: type) -> dict[str, str]:
+    """Return field -> description of a config dataclass and its base classes.
+
+    Python keeps no strings of fields at run time, so they are read from the source: a description
+    is the string expression that follows an annotated assignment.
+    """
+    descriptions: dict[str, str] = {}
+    # Base classes first, so that a field that is declared again has its own description; the last
+    # class is `object`.
+    for base in reversed(section.__mro__[:-1]):
+        (class_node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(class_node, ast.ClassDef)
+        for node, following in pairwise(class_node.body):
+            if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+                continue
+            if not isinstance(following, ast.Expr):
+                continue
+            constant = following.value
+            if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
+                descriptions[node.target.id] = _one_line(constant.value)
+    return descriptions
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

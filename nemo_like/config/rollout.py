@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal
 
 from nemo_like.config.constraints import IMPORT_PATH, NO_EMPTY_TEXTS, NOT_EMPTY, Ge, Gt, Le
 from nemo_like.config.errors import Problem
-from nemo_like.config.optimization import MAX_VLLM_RANK
+
+MAX_VLLM_RANK = 512
+"""The largest rank of an adapter in vLLM."""
 
 
 @dataclass(frozen=True, kw_only=True)

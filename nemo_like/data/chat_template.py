@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from nemo_like.config.errors import ConfigError
-from nemo_like.config.text import error_text
+from nemo_like.config.errors import ConfigError, error_text
 from nemo_like.data.messages import Message, Tool
 
 if TYPE_CHECKING:

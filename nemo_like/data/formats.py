@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_like.config.errors import ConfigError
-from nemo_like.config.text import printable, shortened
+from nemo_like.config.errors import ConfigError, printable, shortened
 from nemo_like.data.messages import MEANT, Message, Tool, clean_message, row_tools, unknown_roles
 from nemo_like.data.row_files import Row, shown_json
 

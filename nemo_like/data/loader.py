@@ -13,8 +13,7 @@ from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 
-from nemo_like.config.errors import ConfigError
-from nemo_like.config.text import plural
+from nemo_like.config.errors import ConfigError, plural
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.data.row_order import Curriculum, Mixture, RowOrder
 from nemo_like.integer_math import ceil_div

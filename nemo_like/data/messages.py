@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from nemo_like.config.errors import ConfigError
-from nemo_like.config.text import shown_value
+from nemo_like.config.errors import ConfigError, shown_value
 from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.row_files import shown_json
 

@@ -22,10 +22,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 from urllib.parse import parse_qsl
 
-from nemo_like.config.errors import ConfigError, shown_path
-from nemo_like.config.model_directory import connection_error, hub_error_text
-from nemo_like.config.paths import HUB_PREFIX
-from nemo_like.config.text import printable, shortened, shown_value
+from nemo_like.config.errors import ConfigError, printable, shortened, shown_path, shown_value
+from nemo_like.config.paths import HUB_PREFIX, connection_error, hub_error_text
 
 Row = dict[str, Any]
 

@@ -20,8 +20,13 @@ from typing import IO, overload
 
 import numpy as np
 
-from nemo_like.config.errors import ConfigError, shown_path, similar_path_text
-from nemo_like.config.text import is_possible_path, shortened
+from nemo_like.config.errors import (
+    ConfigError,
+    is_possible_path,
+    shortened,
+    shown_path,
+    similar_path_text,
+)
 from nemo_like.data.formats import RowSchema, check_missing_values, known_row
 from nemo_like.data.row_files import (
     SUPPORTED_FILES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from nemo_like.config.text import counted, error_text
+from nemo_like.config.errors import counted, error_text
 
 
 class ClusterError(RuntimeError):

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from nemo_like.config.text import shown_value
+from nemo_like.config.errors import shown_value
 from nemo_like.environments.environment import Conversation, State, StepResult
 from nemo_like.environments.reward import RewardSample
 from nemo_like.environments.sandbox.sandbox import (

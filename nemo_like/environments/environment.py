@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nemo_like.config.text import shown_value
+from nemo_like.config.errors import shown_value
 from nemo_like.data.messages import Message
 from nemo_like.environments.reward import finite_number
 

@@ -22,10 +22,9 @@ from functools import partial
 from inspect import isawaitable, iscoroutinefunction
 from typing import Any, TypeVar
 
-from nemo_like.config.errors import ConfigError
+from nemo_like.config.errors import ConfigError, error_text
 from nemo_like.config.import_path import import_class, user_error_text
 from nemo_like.config.rollout import EnvironmentConfig
-from nemo_like.config.text import error_text
 from nemo_like.distributed import activity
 from nemo_like.distributed.errors import Restarts, WorkerDied, WorkerFailure, WorkerHung
 from nemo_like.distributed.worker_group import Handle, WorkerContext, WorkerGroup, submit_one

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from nemo_like.config.text import shown_value
+from nemo_like.config.errors import shown_value
 from nemo_like.data.messages import Message
 
 RewardSection = Literal["functions", "models"]

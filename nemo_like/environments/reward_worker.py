@@ -16,10 +16,9 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from nemo_like.config.errors import ConfigError
+from nemo_like.config.errors import ConfigError, shown_value
 from nemo_like.config.import_path import import_function, user_error_text
 from nemo_like.config.rollout import OnError, RewardConfig, RewardFunctionConfig
-from nemo_like.config.text import shown_value
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import Handle, WorkerContext, WorkerGroup, submit_one
 from nemo_like.environments.reward import (

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from nemo_like.config.optimization import AdapterConfig
+from nemo_like.config.schema import AdapterConfig
 from nemo_like.models.adapters import adapter_shapes, can_have_adapter
 from nemo_like.models.pretrained import load_model_config
 from nemo_like.models.spec import ModelSpec

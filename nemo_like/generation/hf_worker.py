@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from nemo_like.config.model_directory import require_model_directory
-from nemo_like.config.optimization import AdapterConfig
+from nemo_like.config.paths import require_model_directory
+from nemo_like.config.schema import AdapterConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from nemo_like.config.model_directory import require_model_directory
-from nemo_like.config.optimization import AdapterConfig
+from nemo_like.config.paths import require_model_directory
 from nemo_like.config.rollout import VLLMGenerationConfig
+from nemo_like.config.schema import AdapterConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext

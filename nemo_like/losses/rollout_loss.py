@@ -10,10 +10,9 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from nemo_like.config.errors import ConfigError
+from nemo_like.config.errors import ConfigError, shown_value
 from nemo_like.config.import_path import import_function, user_error_text
 from nemo_like.config.loss import LogprobName, PolicyGradientLossConfig
-from nemo_like.config.text import shown_value
 from nemo_like.losses.policy_gradient import ClippedPolicyGradientLoss
 from nemo_like.losses.reduce import GlobalCounts, Loss, LossInputs, LossTerms
 

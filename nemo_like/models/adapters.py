@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_like.config.errors import ConfigError, shown_path, similar_path_text
-from nemo_like.config.optimization import ALL_LINEAR, AdapterConfig
-from nemo_like.config.output_head import OutputHead
-from nemo_like.config.schema import PolicyConfig
+from nemo_like.config.schema import ALL_LINEAR, AdapterConfig, OutputHead, PolicyConfig
 from nemo_like.models.spec import SCORE_WEIGHT, ModelSpec
 from nemo_like.models.weight_files import Shape, read_shapes
 

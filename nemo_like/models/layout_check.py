@@ -9,9 +9,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from nemo_like.config.errors import ConfigError, Problem
+from nemo_like.config.errors import ConfigError, Problem, either
 from nemo_like.config.rollout import VLLMGenerationConfig
-from nemo_like.config.text import either
 from nemo_like.integer_math import nearest_divisors
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import EngineName, LayoutProblem, ParallelLayout

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.output_head import OutputHead
+from nemo_like.config.schema import OutputHead
 from nemo_like.models.pretrained import load_model_config, with_output_head
 from nemo_like.models.spec import SCORE_WEIGHT, ModelSpec
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.output_head import OutputHead
+from nemo_like.config.schema import OutputHead
 from nemo_like.models.spec import ModelSpec
 
 if TYPE_CHECKING:

@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_like.config.errors import ConfigError, shown_path
-from nemo_like.config.model_directory import model_directory
-from nemo_like.config.output_head import OutputHead
-from nemo_like.config.text import shown_value
+from nemo_like.config.errors import ConfigError, shown_path, shown_value
+from nemo_like.config.paths import model_directory
+from nemo_like.config.schema import OutputHead
 
 _REQUIRED = object()
 

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers.utils import logging as transformers_logging
 
-from nemo_like.config.model_directory import require_model_directory
-from nemo_like.config.output_head import OutputHead
 from nemo_like.config.parallel import build_layout
-from nemo_like.config.schema import ParallelConfig, PolicyConfig
+from nemo_like.config.paths import require_model_directory
+from nemo_like.config.schema import OutputHead, ParallelConfig, PolicyConfig
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.engine import Engine

@@ -30,9 +30,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_like.config.errors import ConfigError, shown_path
-from nemo_like.config.model_directory import hub_name, require_model_directory
-from nemo_like.config.optimization import ALL_LINEAR, AdapterConfig
-from nemo_like.config.schema import PolicyConfig
+from nemo_like.config.paths import hub_name, require_model_directory
+from nemo_like.config.schema import ALL_LINEAR, AdapterConfig, PolicyConfig
 from nemo_like.integer_math import block_index
 from nemo_like.models.adapters import (
     ADAPTER_CONFIG,

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_like.config.optimization import EmaConfig
-from nemo_like.config.schema import OptimizerConfig, PolicyConfig, SchedulerConfig
+from nemo_like.config.schema import EmaConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
 from nemo_like.integer_math import ceil_div
 from nemo_like.losses import GlobalCounts
 from nemo_like.torch_data.learning_rate import batch_size_scale

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_like.config.errors import ConfigError, shown_path
-from nemo_like.config.text import counted
+from nemo_like.config.errors import ConfigError, counted, shown_path
 from nemo_like.data.jagged import TokenCounts
 from nemo_like.data.planning.plan import PlanSpec, plan_batch
 

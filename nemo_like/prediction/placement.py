@@ -10,8 +10,12 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from nemo_like.config.optimization import AdapterConfig
-from nemo_like.config.schema import CUDA_CHUNK_TOKENS, ActivationCheckpointing, PolicyConfig
+from nemo_like.config.schema import (
+    CUDA_CHUNK_TOKENS,
+    ActivationCheckpointing,
+    AdapterConfig,
+    PolicyConfig,
+)
 from nemo_like.models.adapters import can_have_adapter
 from nemo_like.models.spec import ModelSpec
 from nemo_like.models.weight_files import LinearLayer, linear_layers_of, weight_sizes

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_like.config.text import counted, printable
+from nemo_like.config.errors import counted, printable
 from nemo_like.prediction.comparison import Outcome
 from nemo_like.prediction.memory import GIB, usable_bytes
 from nemo_like.prediction.plan_report import PlanReport

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from nemo_like.config.errors import ConfigError
+from nemo_like.config.errors import ConfigError, shown_value
 from nemo_like.config.rollout import EnvironmentConfig
 from nemo_like.config.schema import DataConfig
-from nemo_like.config.text import shown_value
 from nemo_like.data.chat import prepare_messages
 from nemo_like.data.formats import question
 from nemo_like.data.messages import Message, Tool

@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from nemo_like.config.text import printable
+from nemo_like.config.errors import printable
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from nemo_like.config.check import batching_section, padding_multiples
-from nemo_like.config.errors import ConfigError
+from nemo_like.config.errors import ConfigError, counted
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import PolicyConfig, RunConfig
-from nemo_like.config.text import counted
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.encoded_rows import row_error_text
 from nemo_like.data.formats import MESSAGE_COLUMNS, question

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from nemo_like.config.errors import ConfigError, raise_problems, shown_path
-from nemo_like.config.model_directory import hub_name, model_directory
 from nemo_like.config.parallel import located_problems, policy_layout
+from nemo_like.config.paths import hub_name, model_directory
 from nemo_like.config.rollout import RewardModelConfig
 from nemo_like.config.schema import PolicyConfig, RunConfig
 from nemo_like.data.chat import ChatEncoder

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nemo_like.config.errors import counted
 from nemo_like.config.parallel import num_policy_workers, policy_layout
 from nemo_like.config.schema import RunConfig
-from nemo_like.config.text import counted
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.data.planning.spec import CostModel
 from nemo_like.data.rows import Rows

@@ -16,9 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nemo_like.config.errors import counted
 from nemo_like.config.load import to_dict
 from nemo_like.config.schema import RunConfig
-from nemo_like.config.text import counted
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.columns import num_trained_tokens
 from nemo_like.data.jagged import EncodedRow

@@ -10,9 +10,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from nemo_like.config.errors import ConfigError
+from nemo_like.config.errors import ConfigError, counted, plural
 from nemo_like.config.schema import MAIN_SET, DataConfig, RunConfig
-from nemo_like.config.text import counted, plural
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.encoded_rows import EncodedRows, Examples
 from nemo_like.data.formats import (

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nemo_like.config.text import counted
+from nemo_like.config.errors import counted
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.loader import BatchLoader, Position
 from nemo_like.distributed.batched_data_dict import BatchedDataDict

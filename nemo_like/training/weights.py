@@ -7,8 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
+from nemo_like.config.errors import counted
 from nemo_like.config.schema import ClusterConfig, PolicyConfig
-from nemo_like.config.text import counted
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.generation.generator import Generator

@@ -11,7 +11,7 @@ import yaml
 
 from nemo_like.algorithms.distillation.loop import run_distill
 from nemo_like.commands.export import export_checkpoint
-from nemo_like.config.model_directory import hub_name
+from nemo_like.config.paths import hub_name
 from tests.algorithms.test_runs import read_metrics
 from tests.hub_server import COMMIT, Hub, Repository
 from tests.recipe import Recipe

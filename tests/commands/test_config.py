@@ -9,8 +9,7 @@ import pytest
 from nemo_like.algorithms.registry import RUN_CONFIGS
 from nemo_like.cli import main
 from nemo_like.commands.config import reference_text
-from nemo_like.config.keys import all_keys
-from nemo_like.config.reference import USER_NAME, KeyReference, section_references
+from nemo_like.config.keys import USER_NAME, KeyReference, all_keys, section_references
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 REGENERATE = "python -m nemo_like config all --markdown > docs/configuration.md"

@@ -24,7 +24,6 @@ from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.commands.validate import validate
 from nemo_like.config.batching import StreamableDataConfig as DataConfig
 from nemo_like.config.loss import PolicyGradientLossConfig
-from nemo_like.config.optimization import AdapterConfig
 from nemo_like.config.rollout import (
     GenerationConfig,
     RewardConfig,
@@ -32,7 +31,7 @@ from nemo_like.config.rollout import (
     RewardModelConfig,
     VLLMGenerationConfig,
 )
-from nemo_like.config.schema import ClusterConfig, PolicyConfig
+from nemo_like.config.schema import AdapterConfig, ClusterConfig, PolicyConfig
 from nemo_like.demo.task import build_model, build_tokenizer
 from nemo_like.environments.reward import RewardSample
 from nemo_like.run.progress import Progress

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.registry import job_schema
 from nemo_like.algorithms.sft.config import SftRunConfig
-from nemo_like.config.build import build_config, to_dict
+from nemo_like.config.build import build_config, resolve_interpolations, to_dict
 from nemo_like.config.constraints import Rule
-from nemo_like.config.interpolation import resolve_interpolations
 from nemo_like.config.keys import (
     field_constraints,
     field_types,
@@ -27,10 +26,9 @@ from nemo_like.config.keys import (
     is_section,
     without_none,
 )
-from nemo_like.config.load import to_yaml
+from nemo_like.config.load import compose_files, to_yaml
 from nemo_like.config.rollout import RewardFunctionConfig
 from nemo_like.config.schema import RunConfig
-from nemo_like.config.yaml_files import compose_files
 
 NAMES = st.text(string.ascii_letters + string.digits + "_-", max_size=8).map(
     lambda text: f"f{text}"

@@ -17,10 +17,9 @@ from nemo_like.config.batching import StreamableDataConfig as DataConfig
 from nemo_like.config.build import build_config, to_dict
 from nemo_like.config.check import batching_section, derivation, find_problems
 from nemo_like.config.loss import CorrectionKind
-from nemo_like.config.optimization import AdapterConfig
 from nemo_like.config.parallel import num_policy_workers
 from nemo_like.config.rollout import RewardConfig, RewardFunctionConfig
-from nemo_like.config.schema import ClusterConfig, PolicyConfig, RunConfig
+from nemo_like.config.schema import AdapterConfig, ClusterConfig, PolicyConfig, RunConfig
 from tests.recipe import Recipe
 
 POLICY = PolicyConfig(model_name="models/tiny")

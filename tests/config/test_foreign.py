@@ -14,12 +14,10 @@ from omegaconf import OmegaConf
 
 from nemo_like.algorithms.registry import RUN_CONFIGS, detect_kind, job_schema, load_config
 from nemo_like.cli import main
-from nemo_like.config.build import build_config
+from nemo_like.config.build import build_config, register_arithmetic
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.foreign import find_foreign, unknown_text
-from nemo_like.config.foreign_tables import Entry, all_entries, same_keys, tool_tables
-from nemo_like.config.interpolation import register_arithmetic
-from nemo_like.config.keys import child_types, type_at
+from nemo_like.config.keys import Entry, all_entries, child_types, same_keys, tool_tables, type_at
 
 CONFIGS = Path(__file__).parent / "foreign"
 CASES: dict[str, str] = {

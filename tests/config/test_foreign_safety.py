@@ -13,8 +13,7 @@ from nemo_like.algorithms.registry import RUN_CONFIGS, detect_kind, job_schema, 
 from nemo_like.config.build import build_config
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.foreign import canonical, find_foreign
-from nemo_like.config.foreign_tables import all_entries, same_keys
-from nemo_like.config.keys import type_at
+from nemo_like.config.keys import all_entries, same_keys, type_at
 from tests.config.test_foreign import listed, put
 
 CONFIGS = Path(__file__).parent / "foreign"

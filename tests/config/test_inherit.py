@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.registry import detect_kind, load_config
 from nemo_like.algorithms.sft.config import SftRunConfig
+from nemo_like.config.build import register_arithmetic
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.interpolation import register_arithmetic
 
 BASE = """
 run_name: base

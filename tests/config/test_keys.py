@@ -7,9 +7,14 @@ import pytest
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.registry import RUN_CONFIGS, job_schema
 from nemo_like.algorithms.sft.config import SftRunConfig
-from nemo_like.config.foreign_tables import general
-from nemo_like.config.keys import all_keys, suggest_keys, type_at, unknown_key_text
-from nemo_like.config.reference import section_references
+from nemo_like.config.keys import (
+    all_keys,
+    general,
+    section_references,
+    suggest_keys,
+    type_at,
+    unknown_key_text,
+)
 from nemo_like.config.rollout import RewardFunctionConfig
 
 MAX_KEYS = 226

@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.model_directory import hub_name, model_directory, require_model_directory
+from nemo_like.config.paths import hub_name, model_directory, require_model_directory
 from tests.hub_server import COMMIT, Hub, Repository
 
 NAME = "room/tiny"
@@ -97,7 +97,7 @@ def test_processes_of_a_node_without_the_files_download_them_once(
     # The path that the driver sends, on a node with an empty cache.
     path = f"{tmp_path}/hub_cache/models--room--tiny/snapshots/{COMMIT}"
     code = (
-        "import sys; from nemo_like.config.model_directory import require_model_directory;"
+        "import sys; from nemo_like.config.paths import require_model_directory;"
         f"require_model_directory('{KEY}', sys.argv[1])"
     )
     workers = [subprocess.Popen([sys.executable, "-c", code, path]) for _ in range(3)]

@@ -10,8 +10,7 @@ import pytest
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.batching import StreamableDataConfig
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.model_directory import require_model_directory
-from nemo_like.config.paths import resolve_paths
+from nemo_like.config.paths import require_model_directory, resolve_paths
 from nemo_like.config.schema import PolicyConfig
 
 

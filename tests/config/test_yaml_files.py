@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_like.algorithms.registry import detect_kind, load_config
-from nemo_like.config.errors import ConfigError, Problem, raise_problems
-from nemo_like.config.text import printable, shown_value
+from nemo_like.config.errors import ConfigError, Problem, printable, raise_problems, shown_value
 from nemo_like.data.formats import SFT_ROWS
 from nemo_like.data.rows import load_rows
 from tests.fuzz.cases import BASE_CONFIGS

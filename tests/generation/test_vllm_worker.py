@@ -24,9 +24,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from nemo_like.config.optimization import AdapterConfig
 from nemo_like.config.rollout import EnvironmentConfig, VLLMGenerationConfig
-from nemo_like.config.schema import OptimizerConfig, PolicyConfig
+from nemo_like.config.schema import AdapterConfig, OptimizerConfig, PolicyConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.observations import ObservationEncoder

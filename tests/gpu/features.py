@@ -22,8 +22,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_like.algorithms.preferences.loss import BradleyTerryLoss
-from nemo_like.config.optimization import AdapterConfig, EmaConfig
-from nemo_like.config.schema import OptimizerConfig
+from nemo_like.config.schema import AdapterConfig, EmaConfig, OptimizerConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import LocalGroup

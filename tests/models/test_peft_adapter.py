@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.optimization import AdapterConfig
+from nemo_like.config.schema import AdapterConfig
 from nemo_like.models.adapters import check_adapter
 from nemo_like.policy.lora import open_initial, stored_head
 

@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.optimization import AdapterConfig
-from nemo_like.config.schema import PolicyConfig
+from nemo_like.config.schema import AdapterConfig, PolicyConfig
 from nemo_like.models.adapters import check_adapters
 from nemo_like.models.spec import ModelSpec, load_spec
 from tests.policy.tiny import MIXTURES

@@ -16,9 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_like.algorithms.preferences.loss import BradleyTerryLoss
-from nemo_like.config.optimization import AdapterConfig, EmaConfig
-from nemo_like.config.output_head import OutputHead
-from nemo_like.config.schema import OptimizerConfig, PolicyConfig
+from nemo_like.config.schema import (
+    AdapterConfig,
+    EmaConfig,
+    OptimizerConfig,
+    OutputHead,
+    PolicyConfig,
+)
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_like.losses import Loss, NllLoss
 from nemo_like.metrics import metric_values

@@ -24,9 +24,13 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from nemo_like.algorithms.preferences.loss import BradleyTerryLoss
 from nemo_like.config.loss import PolicyGradientLossConfig
-from nemo_like.config.optimization import AdapterConfig, EmaConfig
-from nemo_like.config.output_head import OutputHead
-from nemo_like.config.schema import OptimizerConfig, PolicyConfig
+from nemo_like.config.schema import (
+    AdapterConfig,
+    EmaConfig,
+    OptimizerConfig,
+    OutputHead,
+    PolicyConfig,
+)
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_like.losses import ClippedPolicyGradientLoss, Loss, NllLoss

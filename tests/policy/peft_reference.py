@@ -21,7 +21,7 @@ from transformers import (
     BitsAndBytesConfig,
 )
 
-from nemo_like.config.optimization import AdapterConfig
+from nemo_like.config.schema import AdapterConfig
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from tests.policy.adapters import LORA_OF, adapter_values
 from tests.policy.scores import loss_of_scores, reward_batch, scores_by_definition

@@ -13,8 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, mm_flop
 
 from nemo_like.algorithms.preferences.loss import BradleyTerryLoss
-from nemo_like.config.optimization import AdapterConfig
-from nemo_like.config.schema import PolicyConfig, SequencePackingConfig
+from nemo_like.config.schema import AdapterConfig, PolicyConfig, SequencePackingConfig
 from nemo_like.data.columns import num_trained_tokens
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import BatchPlan, plan_batch

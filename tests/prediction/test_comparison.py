@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nemo_like.config.optimization import AdapterConfig
+from nemo_like.config.schema import AdapterConfig
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec
 from nemo_like.data.planning.spec import CostModel
 from nemo_like.integer_math import round_up

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_like.config.optimization import AdapterConfig
-from nemo_like.config.schema import PolicyConfig
+from nemo_like.config.schema import AdapterConfig, PolicyConfig
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker

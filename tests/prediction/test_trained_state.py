@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nemo_like.config.optimization import EmaConfig, OptimizerConfig
-from nemo_like.config.schema import PolicyConfig
+from nemo_like.config.schema import EmaConfig, OptimizerConfig, PolicyConfig
 from nemo_like.models.spec import load_spec
 from nemo_like.models.weight_files import weight_sizes
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker

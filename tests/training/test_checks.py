@@ -9,8 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.optimization import AdapterConfig
-from nemo_like.config.schema import PolicyConfig
+from nemo_like.config.schema import AdapterConfig, PolicyConfig
 from nemo_like.models.adapters import check_adapters, stored_layers
 from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.placement import num_adapter_params

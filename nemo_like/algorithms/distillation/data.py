@@ -11,7 +11,7 @@ import numpy as np
 
 from nemo_like.algorithms.distillation.config import DistillRunConfig, teacher_key
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.model_directory import model_directory
+from nemo_like.config.paths import model_directory
 from nemo_like.config.schema import MAIN_SET
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.encoded_rows import EncodedRows, Examples

@@ -14,11 +14,10 @@ from nemo_like.algorithms.grpo.sections import (
 )
 from nemo_like.config.check import batching_section
 from nemo_like.config.constraints import Ge
-from nemo_like.config.errors import Problem
+from nemo_like.config.errors import Problem, counted, either, quotient
 from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.parallel import is_colocated, policy_layout
 from nemo_like.config.schema import RunConfig
-from nemo_like.config.text import counted, either, quotient
 from nemo_like.integer_math import nearest_multiples
 
 

@@ -8,8 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from nemo_like.config.constraints import Ge, Gt, Lt
 from nemo_like.config.errors import Problem
-from nemo_like.config.output_head import OutputHead
-from nemo_like.config.schema import EpochLoopConfig, RunConfig
+from nemo_like.config.schema import EpochLoopConfig, OutputHead, RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)

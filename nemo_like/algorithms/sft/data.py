@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nemo_like.algorithms.sft.config import SftRunConfig
-from nemo_like.config.errors import ConfigError
+from nemo_like.config.errors import ConfigError, counted, plural
 from nemo_like.config.import_path import import_function, user_error_text
 from nemo_like.config.parallel import policy_layout
-from nemo_like.config.text import counted, plural
 from nemo_like.data.formats import SFT_ROWS, RowSchema, conversation
 from nemo_like.data.jagged import EncodedRow, count_tokens
 from nemo_like.data.loader import BatchLoader

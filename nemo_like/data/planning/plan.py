@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_like.config.text import counted
+from nemo_like.config.errors import counted
 from nemo_like.data.packing.metrics import bin_stats
 from nemo_like.data.packing.packers import Packing, checked_lengths, prefix_sums
 from nemo_like.data.planning.oversize import FittedRows, checked_groups, checked_trained, fit_rows

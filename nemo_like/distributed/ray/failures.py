@@ -40,7 +40,7 @@ from ray.exceptions import (
 from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nemo_like.config.text import error_text
+from nemo_like.config.errors import error_text
 from nemo_like.distributed import activity
 from nemo_like.distributed.activity import count_oom_kills, machine_id, process_state, reason_of_end
 from nemo_like.distributed.errors import (

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_like.config.output_head import OutputHead
-from nemo_like.config.schema import PolicyConfig
+from nemo_like.config.schema import OutputHead, PolicyConfig
 from nemo_like.models.adapters import is_adapter
 from nemo_like.models.output_head import open_config
 from nemo_like.parallel_layout import ParallelLayout

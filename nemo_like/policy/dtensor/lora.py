@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.optimization import AdapterConfig
+from nemo_like.config.schema import AdapterConfig
 from nemo_like.models.adapters import BLOCK_SIZE, adapter_names, can_have_adapter, check_targets
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.checkpoint.hf_reader import ModelFiles

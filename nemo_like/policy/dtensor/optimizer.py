@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.optimization import OptimizerConfig
+from nemo_like.config.schema import OptimizerConfig
 from nemo_like.integer_math import ceil_div
 from nemo_like.policy.checkpoint.sharded_reader import MOMENTS, States
 from nemo_like.policy.collectives import gather_rows, sum_floats

@@ -14,9 +14,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from nemo_like.config.optimization import AdapterConfig
-from nemo_like.config.output_head import OutputHead
-from nemo_like.config.schema import PolicyConfig
+from nemo_like.config.schema import AdapterConfig, OutputHead, PolicyConfig
 from nemo_like.integer_math import block_index
 from nemo_like.models.adapters import adapter_names, adapter_shapes, is_adapter
 from nemo_like.models.output_head import meta_model, open_config

@@ -24,7 +24,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.optimization import AdapterConfig
+from nemo_like.config.schema import AdapterConfig
 from nemo_like.models.adapters import adapter_names, can_have_adapter, check_targets
 from nemo_like.models.spec import SCORE_WEIGHT, ModelSpec
 from nemo_like.policy.collectives import copy_to, gather_rows, scatter_sum, sum_over

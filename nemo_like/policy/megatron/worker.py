@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 
-from nemo_like.config.output_head import OutputHead
-from nemo_like.config.schema import PolicyConfig
+from nemo_like.config.schema import OutputHead, PolicyConfig
 from nemo_like.distributed.process_groups import init_process_group
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.parallel_layout import ParallelLayout

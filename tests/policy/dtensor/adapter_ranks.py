@@ -12,8 +12,7 @@ import pytest
 from torch import Tensor
 
 from nemo_like import parallel_layout as parallel_layout_module
-from nemo_like.config.output_head import OutputHead
-from nemo_like.config.schema import ParallelConfig, PolicyConfig
+from nemo_like.config.schema import OutputHead, ParallelConfig, PolicyConfig
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_like.distributed.worker_group import WorkerContext

@@ -17,8 +17,7 @@ import torch
 from torch._dynamo.utils import counters as torch_counters
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.optimization import AdapterConfig
-from nemo_like.config.schema import ParallelConfig
+from nemo_like.config.schema import AdapterConfig, ParallelConfig
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from tests.exhaustive import usually
 from tests.policy.adapters import (

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_like.config.output_head import OutputHead
-from nemo_like.config.schema import ParallelConfig, PolicyConfig
+from nemo_like.config.schema import OutputHead, ParallelConfig, PolicyConfig
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.policy.megatron.engine import MegatronEngine

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from nemo_like.config.output_head import OutputHead
 from nemo_like.config.parallel import build_layout
-from nemo_like.config.schema import ParallelConfig, PolicyConfig
+from nemo_like.config.schema import OutputHead, ParallelConfig, PolicyConfig
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict

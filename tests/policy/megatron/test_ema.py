@@ -13,9 +13,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nemo_like.config.optimization import AdapterConfig, EmaConfig
 from nemo_like.config.parallel import build_layout
-from nemo_like.config.schema import OptimizerConfig, ParallelConfig, PolicyConfig
+from nemo_like.config.schema import (
+    AdapterConfig,
+    EmaConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PolicyConfig,
+)
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext

@@ -13,8 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.optimization import AdapterConfig
-from nemo_like.config.schema import ParallelConfig
+from nemo_like.config.schema import AdapterConfig, ParallelConfig
 from nemo_like.models.spec import load_spec
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.lora import check_lora
