@@ -114,7 +114,7 @@ class TrainingRun:
     last_logged_s: float = field(default_factory=time.monotonic)
     num_skipped_in_a_row: int = 0
     """Longest sequence of skipped optimizer steps that ends in the latest step; see
-    `skipped_steps`."""
+    `steps`."""
 
     def __post_init__(self) -> None:
         self.saver = CheckpointSaver(self.checkpointer, self.workers, self.timers)
