@@ -13,7 +13,7 @@ from benchmarks.gpu.rows import random_rows
 from benchmarks.gpu.training_steps import StepCase, throughput, time_calls
 from nemo_like.algorithms.preferences.loss import BradleyTerryLoss
 from nemo_like.config.schema import AdapterConfig, EmaConfig, OptimizerConfig
-from nemo_like.losses.distillation import DistillationLoss, Divergence
+from nemo_like.losses.likelihood import DistillationLoss, Divergence
 from nemo_like.policy.heads.targets import TargetSettings
 
 _LORA: Options = {"policy.lora": AdapterConfig(enabled=True)}

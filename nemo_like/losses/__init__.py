@@ -1,7 +1,7 @@
 """Losses: pure functions of flat tensors that return sums and counts."""
 
 from nemo_like.losses.likelihood import NllLoss
-from nemo_like.losses.policy_gradient import ClippedPolicyGradientLoss
+from nemo_like.losses.policy_gradient import ClippedPolicyGradientLoss, RolloutLoss, rollout_loss
 from nemo_like.losses.reduce import (
     GlobalCounts,
     HostRows,
@@ -12,7 +12,6 @@ from nemo_like.losses.reduce import (
     TensorMean,
     fetch_metrics,
 )
-from nemo_like.losses.rollout_loss import RolloutLoss, rollout_loss
 
 __all__ = [
     "ClippedPolicyGradientLoss",

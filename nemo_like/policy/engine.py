@@ -26,10 +26,9 @@ from nemo_like.policy.checkpoint.sharded_reader import (
     open_checkpoint,
 )
 from nemo_like.policy.collectives import gather_objects, gather_rows, sum_floats, sum_over
-from nemo_like.policy.device import ComputeClock
+from nemo_like.policy.device import ComputeClock, HostMemory, keep_freed_memory
 from nemo_like.policy.inputs.model_inputs import ModelInputs, TokenLogprobs
 from nemo_like.policy.lora import ADAPTER_DIRECTORY, AdapterState, write_adapter
-from nemo_like.policy.offload import HostMemory, keep_freed_memory
 from nemo_like.policy.optim import LARGEST, Masters, WeightEma, all_within, clip_factor
 from nemo_like.sampling_filter import SamplingFilter
 

@@ -38,7 +38,7 @@ from nemo_like.policy.heads.targets import (
     TeacherEmbedding,
 )
 from nemo_like.policy.inputs.model_inputs import ModelInputs, OutputEmbedding, TokenLogprobs
-from nemo_like.policy.inputs.shard_rows import ShardRows
+from nemo_like.policy.shard_rows import ShardRows
 from nemo_like.run.files import FileRecord
 
 _DIRECTORY = "reference"

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from nemo_like.config.loss import LogprobName
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.columns import take_rows
 from nemo_like.data.jagged import Jagged
@@ -28,8 +29,8 @@ from nemo_like.policy.batching import Purpose, microbatch_budget, plan_spec
 from nemo_like.policy.device import DeviceInfo
 from nemo_like.policy.heads.targets import TargetSettings
 from nemo_like.policy.isolation import IsolationReport
-from nemo_like.policy.logprob_store import LogprobHandle, LogprobName
 from nemo_like.policy.loss_step import SkippedStep
+from nemo_like.policy.shard_rows import LogprobHandle
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.run.directory import check_shared
 from nemo_like.run.files import FileRecord

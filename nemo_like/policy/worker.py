@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from nemo_like.config.loss import LogprobName
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec, RankPlan
@@ -32,9 +33,7 @@ from nemo_like.policy.heads.row_outputs import (
     unpack_outputs,
 )
 from nemo_like.policy.heads.targets import TargetSettings
-from nemo_like.policy.inputs.shard_rows import ShardRows
 from nemo_like.policy.isolation import IsolationReport, probe_isolation
-from nemo_like.policy.logprob_store import LogprobHandle, LogprobName, LogprobStore
 from nemo_like.policy.loss_step import (
     LossStep,
     SkippedStep,
@@ -44,6 +43,7 @@ from nemo_like.policy.loss_step import (
     row_loss_sums,
 )
 from nemo_like.policy.optim import LARGEST, NonFiniteError, learning_rate, learning_rate_scale
+from nemo_like.policy.shard_rows import LogprobHandle, LogprobStore, ShardRows
 from nemo_like.run import directory as run_directory
 from nemo_like.run.files import FileRecord
 from nemo_like.sampling_filter import SamplingFilter
@@ -147,7 +147,7 @@ class PolicyWorker:
 
         The shard of a worker with several teachers has the row column `teacher`, the index of the
         teacher of each row. `train` and `evaluate` with the handle compute the divergence from the
-        teachers, for `losses.distillation`. The results are released by the next pass and when the
+        teachers, for `losses.likelihood`. The results are released by the next pass and when the
         model is offloaded. Raises ValueError without teachers.
         """
         assert shard.plan is not None, "a shard of BatchedDataDict.shard has a plan"

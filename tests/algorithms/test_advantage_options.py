@@ -21,8 +21,8 @@ from nemo_like.algorithms.grpo.advantages import (
     token_advantages,
     whitened,
 )
+from nemo_like.algorithms.grpo.config import AdvantageConfig
 from nemo_like.algorithms.grpo.rollouts import KeptGroups, rows_with_spread
-from nemo_like.algorithms.grpo.sections import AdvantageConfig
 from nemo_like.data.jagged import Jagged
 from tests.recipe import Recipe
 from tests.rollout.test_selection import rollout_of

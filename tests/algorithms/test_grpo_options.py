@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from nemo_like.algorithms.grpo.loop import run_grpo
-from nemo_like.algorithms.grpo.update import epoch_order
+from nemo_like.algorithms.grpo.loop import epoch_order, run_grpo
 from nemo_like.cli import main
 from nemo_like.environments.reward import RewardSample
 from tests.algorithms.test_runs import interrupt_at, read_metrics

@@ -27,7 +27,7 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import LocalGroup
 from nemo_like.losses import Loss, NllLoss
-from nemo_like.losses.distillation import DistillationLoss, Divergence
+from nemo_like.losses.likelihood import DistillationLoss, Divergence
 from nemo_like.policy.heads.targets import TargetSettings
 from nemo_like.policy.policy import Logprobs, Policy, ShardedBatch
 from tests.gpu.steps import open_policy, some_rows

@@ -12,8 +12,8 @@ import torch
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.losses import GlobalCounts, LossInputs, LossTerms, TensorMean, rollout_loss
+from nemo_like.losses.policy_gradient import CustomLoss, load_custom_loss
 from nemo_like.losses.reduce import token_weights
-from nemo_like.losses.rollout_loss import CustomLoss, load_custom_loss
 
 HERE = "tests.losses.test_custom"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.losses.distillation import Divergence
+from nemo_like.losses.likelihood import Divergence
 from nemo_like.policy.heads.targets import TargetSettings
 from tests.policy.tiny import VOCABULARY, random_batch
 

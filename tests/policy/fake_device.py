@@ -34,7 +34,7 @@ from nemo_like.config.schema import (
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_like.losses import ClippedPolicyGradientLoss, Loss, NllLoss
-from nemo_like.losses.distillation import DistillationLoss, Divergence
+from nemo_like.losses.likelihood import DistillationLoss, Divergence
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
@@ -44,8 +44,8 @@ from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.frozen_models import Teachers
 from nemo_like.policy.heads.targets import Targets, TargetSettings
 from nemo_like.policy.inputs.model_inputs import ModelInputs
-from nemo_like.policy.inputs.shard_rows import ShardRows
 from nemo_like.policy.loss_step import LossStep
+from nemo_like.policy.shard_rows import ShardRows
 from tests.policy.preferences import pair_batch
 from tests.policy.test_gradient_equality import dynamic
 

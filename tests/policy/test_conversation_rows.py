@@ -22,7 +22,7 @@ from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
-from nemo_like.policy.inputs.shard_rows import ShardRows
+from nemo_like.policy.shard_rows import ShardRows
 from nemo_like.rollout.conversations import ConversationRow, Prompt
 from nemo_like.rollout.rows import build_rollout
 from tests.policy.test_gradient_equality import (

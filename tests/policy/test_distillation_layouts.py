@@ -12,7 +12,7 @@ import torch
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.losses.distillation import DistillationLoss
+from nemo_like.losses.likelihood import DistillationLoss
 from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.worker import PolicyWorker
 from tests.exhaustive import usually

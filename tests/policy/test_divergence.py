@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_like.losses.distillation import Divergence
+from nemo_like.losses.likelihood import Divergence
 from nemo_like.policy.heads.divergence import (
     DivergenceOutputs,
     TopKTarget,

@@ -16,7 +16,7 @@ import threading
 
 import torch
 
-from nemo_like.policy.offload import keep_freed_memory
+from nemo_like.policy.device import keep_freed_memory
 
 def allocate() -> None:
     for _ in range(4):

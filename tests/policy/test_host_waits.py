@@ -19,7 +19,7 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_like.losses import ClippedPolicyGradientLoss, Loss, NllLoss
-from nemo_like.losses.distillation import DistillationLoss
+from nemo_like.losses.likelihood import DistillationLoss
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec

@@ -23,8 +23,8 @@ from nemo_like.losses import ClippedPolicyGradientLoss
 from nemo_like.metrics import metric_values
 from nemo_like.models.spec import load_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
-from nemo_like.policy.logprob_store import LogprobHandle, LogprobStore
 from nemo_like.policy.policy import Policy
+from nemo_like.policy.shard_rows import LogprobHandle, LogprobStore
 from tests.policy.tiny import random_batch
 
 LENGTHS = [9, 14, 6, 23, 2, 17, 1, 12]

@@ -20,7 +20,7 @@ from nemo_like.data.planning.plan import BatchPlan, plan_batch
 from nemo_like.data.planning.spec import CostModel
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import NllLoss
-from nemo_like.losses.distillation import DistillationLoss
+from nemo_like.losses.likelihood import DistillationLoss
 from nemo_like.metrics import Timers, metric_values
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout

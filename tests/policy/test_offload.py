@@ -20,9 +20,9 @@ from nemo_like.losses import NllLoss
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
+from nemo_like.policy.device import HostMemory, piece_sizes
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.megatron.worker import MegatronPolicyWorker
-from nemo_like.policy.offload import HostMemory, piece_sizes
 from nemo_like.policy.worker import PolicyWorker
 from tests.policy.tiny import random_batch, run_ranks
 

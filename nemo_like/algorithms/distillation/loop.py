@@ -23,7 +23,7 @@ from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.data.planning.spec import CostModel
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.generation.requests import SamplingParams
-from nemo_like.losses.distillation import DistillationLoss, Divergence
+from nemo_like.losses.likelihood import DistillationLoss, Divergence
 from nemo_like.metrics import Metrics, merge_metrics
 from nemo_like.policy.heads.targets import TEACHER, TargetSettings
 from nemo_like.rollout.conversations import Prompt

@@ -7,18 +7,100 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from nemo_like.algorithms.grpo.sections import (
-    AdvantageConfig,
-    DynamicSamplingConfig,
-    OverlongConfig,
-)
 from nemo_like.config.check import batching_section
-from nemo_like.config.constraints import Ge
+from nemo_like.config.constraints import Ge, Gt
 from nemo_like.config.errors import Problem, counted, either, quotient
 from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.parallel import is_colocated, policy_layout
 from nemo_like.config.schema import RunConfig
 from nemo_like.integer_math import nearest_multiples
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSamplingConfig:
+    """Groups whose rewards are all equal do not train the policy; they can be replaced (DAPO)."""
+
+    enabled: bool = False
+    """Drop groups whose rewards are all equal, before any penalty is added to the rewards, and
+    sample completions for the following prompts of the epoch in their place. With
+    `grpo.advantage.components=separate` the values of every reward function must be equal. Needs
+    `grpo.max_staleness=0`."""
+    max_refills: Annotated[int, Ge(0)] = 3
+    """Max times that a step samples for further prompts. Each time it takes as many as groups are
+    missing. After that the step trains on the groups it has; without any it trains nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlongConfig:
+    """Completions that reach the length limit (DAPO)."""
+
+    filter: bool = False
+    """Give truncated completions no loss, and conversations without room for another turn.
+    Their rewards stay in the baseline of their group."""
+    penalty_buffer: Annotated[int, Ge(0)] = 0
+    """Tokens before `policy.generation.max_new_tokens` in which the soft penalty grows from 0 to
+    `grpo.overlong.penalty_factor`; 0 turns it off."""
+    penalty_factor: Annotated[float, Gt(0)] = 1.0
+    """Reward that a completion of `policy.generation.max_new_tokens` tokens loses."""
+
+    def problems(self, max_new_tokens: int) -> Iterator[Problem]:
+        """Yield a penalty that every completion would get."""
+        key = "grpo.overlong"
+        if self.penalty_buffer >= max_new_tokens:
+            yield Problem(
+                (f"{key}.penalty_buffer", "policy.generation.max_new_tokens"),
+                f"{key}.penalty_buffer is {self.penalty_buffer} and"
+                f" policy.generation.max_new_tokens {max_new_tokens}, so every completion would get"
+                f" a penalty: set {key}.penalty_buffer below {max_new_tokens}, e.g. to"
+                f" {max(max_new_tokens // 4, 0)}",
+            )
+
+
+_KEY = "grpo.advantage"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageConfig:
+    """Advantages from the rewards of one prompt's completions."""
+
+    baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
+    """Value that is subtracted from the reward: the mean of the group, the mean of the group's
+    other completions (RLOO), or nothing (REINFORCE++ without a baseline; set
+    `grpo.advantage.whiten`)."""
+    normalize: Literal["group_std", "leave_one_out_std", "batch_std", "none"] = "group_std"
+    """Divisor of the advantage: sample standard deviation (n-1) of the group, of the group's other
+    completions (NeMo RL with a leave-one-out baseline), or of all rewards of the step, or `none`
+    (Dr. GRPO). The advantages of a group with equal rewards are 0 before whitening."""
+    whiten: Literal["none", "tokens", "rows"] = "none"
+    """Subtract the mean and divide by the standard deviation of the advantages of the step, over
+    all trained `tokens` (REINFORCE++), or over its `rows` (GDPO)."""
+    components: Literal["sum", "separate"] = "sum"
+    """`sum` computes the advantage of the weighted sum of reward functions and models. `separate`
+    computes one advantage for each of them and adds these with their weights (GDPO)."""
+
+    def problems(self, group_size: int) -> Iterator[Problem]:
+        """Yield combinations that are not defined for `group_size` completions per prompt."""
+        if self.baseline == "none" and self.normalize != "none":
+            yield Problem(
+                (f"{_KEY}.normalize", f"{_KEY}.baseline"),
+                f"{_KEY}.normalize is {self.normalize}, but {_KEY}.baseline is none: a reward that"
+                " is not centred would be divided by a standard deviation that may be 0. Set"
+                f" normalize to none, and {_KEY}.whiten to tokens",
+            )
+        key = "grpo.num_generations_per_prompt"
+        if group_size < 2 and self.baseline != "none":
+            yield Problem(
+                (key, f"{_KEY}.baseline"),
+                f"{key} is {group_size}; it must be at least 2 (the advantage compares the"
+                f" completions of one prompt), unless {_KEY}.baseline is none",
+            )
+        elif group_size < 3 and self.normalize == "leave_one_out_std":
+            yield Problem(
+                (key, f"{_KEY}.normalize"),
+                f"{key} is {group_size}, so the standard deviation of the other completions"
+                f" ({_KEY}.normalize leave_one_out_std) is not defined: set it to at least 3, or"
+                f" {_KEY}.normalize to group_std or none",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,10 +270,7 @@ class GrpoRunConfig(RunConfig):
         yield from _sampling_problems(self)
         yield from _validation_problems(self)
         yield from _group_problems(self)
-        yield from self.grpo.advantage.problems(
-            self.grpo.num_generations_per_prompt,
-            None if self.environment.path is not None else len(self.reward.weights),
-        )
+        yield from self.grpo.advantage.problems(self.grpo.num_generations_per_prompt)
         yield from overlong_problems(self)
         yield from reward_name_problems(self)
         yield from dynamic_sampling_problems(self)

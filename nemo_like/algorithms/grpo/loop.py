@@ -6,24 +6,45 @@ One step: prompts, rollout, plan, log-probs, advantages, optimizer steps, weight
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+
+from nemo_like.algorithms.grpo.advantages import rollout_advantages, without_truncated
 from nemo_like.algorithms.grpo.config import GrpoRunConfig, asynchronous_warnings
 from nemo_like.algorithms.grpo.data import num_optimizer_steps, open_source
-from nemo_like.algorithms.grpo.records import TrainedRollout, save_rollout
 from nemo_like.algorithms.grpo.rollouts import RolloutPipeline, StepRollout
-from nemo_like.algorithms.grpo.update import train_on_rollout
+from nemo_like.config.loss import LogprobName
 from nemo_like.config.paths import resolve_paths
+from nemo_like.data.columns import take_rows
+from nemo_like.data.jagged import Jagged
 from nemo_like.data.loader import RowLoader
+from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import RolloutLoss, rollout_loss
+from nemo_like.metrics import Metrics, merge_metrics, metric_values
+from nemo_like.policy.policy import Logprobs, ShardedBatch
 from nemo_like.rollout.conversations import Prompt
-from nemo_like.training.run import RunResult, TrainingRun, open_training_run
+from nemo_like.rollout.records import (
+    Column,
+    RolloutRecord,
+    json_numbers,
+    remove_old_tokens,
+    row_values,
+)
+from nemo_like.rollout.rows import Rollout
+from nemo_like.run.files import write_json_lines
+from nemo_like.training.reporting import StepWork, plan_metrics
+from nemo_like.training.run import RunResult, TrainingRun, open_training_run, plan_rows
 from nemo_like.training.run_data import ExampleSource, prompt_sets
 from nemo_like.training.steps import (
     AnswerSampling,
+    TrainedBatch,
     is_due,
     score_answers,
     show_rollout,
     stop_if_too_many,
+    train_steps,
 )
 
 logger = logging.getLogger(__name__)
@@ -126,3 +147,198 @@ def _update(
             run.sync_weights(step + 1)
     run.add_metrics(taken.metrics())
     return trained
+
+
+def train_on_rollout(
+    run: TrainingRun, config: GrpoRunConfig, taken: StepRollout, loss: RolloutLoss, step: int
+) -> TrainedRollout:
+    """Take the optimizer steps on a rollout and add their metrics to the run.
+
+    Every pass of `grpo.num_epochs_per_rollout` takes the rows in another order, and so with other
+    rows in each optimizer step; log-probs and advantages are computed once. A rollout without rows
+    trains nothing.
+    """
+    rollout = taken.rollout
+    if config.grpo.overlong.filter:
+        rollout = without_truncated(rollout)
+    batch = rollout.batch
+    if batch.size == 0:
+        no_tokens = np.zeros(0, dtype=np.int64)
+        return TrainedRollout(
+            rollout=rollout,
+            locations=[],
+            columns={},
+            advantages=np.zeros(0, dtype=np.float32),
+            optimizer_steps=[],
+            work=StepWork(lengths=no_tokens, num_trained=no_tokens),
+        )
+    num_epochs = config.grpo.num_epochs_per_rollout
+    plan, sharded = run.plan_and_shard(batch, step)
+    loss = loss.for_num_steps(plan.num_steps * num_epochs)
+    names = _logprob_names(config, loss)
+    logprobs = None
+    fetched: dict[str, Jagged] = {}
+    if names:
+        with run.timers("logprobs"):
+            logprobs = run.policy.compute_logprobs(sharded, names)
+            if num_epochs > 1 or config.has_kl_in_reward:
+                fetched = run.policy.fetch_logprobs(logprobs)
+    advantages = rollout_advantages(config, rollout, fetched)
+    # Rows are prompt-major: the completions of a prompt are consecutive.
+    locations = np.repeat(taken.locations, config.grpo.num_generations_per_prompt)
+    trained = TrainedBatch(
+        step=step + 1,
+        batch=batch,
+        locations=locations.tolist(),
+        columns={"advantages": advantages.column},
+    )
+    # No pass computes them where the training pass has the same values.
+    keep_logprobs = config.logger.save_rollouts and "prev_logprobs" not in names
+    with run.timers("train"):
+        steps = train_steps(run, sharded, trained, loss, logprobs, keep_logprobs=keep_logprobs)
+    recorded = fetch_logprobs(run, sharded, logprobs, fetched)
+    for epoch in range(1, num_epochs):
+        shuffled = _shuffled(config, trained, advantages.column, fetched, epoch)
+        steps += _train_again(run, shuffled, loss)
+    run.add_metrics(advantages.metrics)
+    run.add_metrics(merge_metrics(steps) | plan_metrics(plan))
+    return TrainedRollout(
+        rollout=rollout,
+        locations=trained.locations,
+        columns={**trained.columns, **recorded},
+        advantages=advantages.rows,
+        optimizer_steps=steps,
+        work=StepWork.of(plan, num_logprob_passes=len(names), num_epochs=num_epochs),
+    )
+
+
+def epoch_order(seed: int, step: int, epoch: int, num_rows: int) -> np.ndarray:
+    """Return the order of the rows in pass `epoch` over a rollout, int64 [num_rows].
+
+    Pass 0 has the order of the rollout. It depends on the arguments only, so that a resumed run has
+    the same.
+    """
+    if epoch == 0:
+        return np.arange(num_rows)
+    return np.random.default_rng((seed % 2**64, step, epoch)).permutation(num_rows)
+
+
+def _logprob_names(config: GrpoRunConfig, loss: RolloutLoss) -> tuple[LogprobName, ...]:
+    """Return the log-probs that the loss or the rewards read, each once."""
+    names: list[LogprobName] = list(loss.logprob_names)
+    if config.has_kl_in_reward:
+        if config.computes_prev_logprobs:
+            names.append("prev_logprobs")
+        names.append("reference_logprobs")
+    return tuple(dict.fromkeys(names))
+
+
+def _shuffled(
+    config: GrpoRunConfig,
+    trained: TrainedBatch,
+    advantages: np.ndarray | Jagged,
+    logprobs: Mapping[str, Jagged],
+    epoch: int,
+) -> TrainedBatch:
+    """Return the rows of a rollout in the order of pass `epoch`, with their log-probs.
+
+    `advantages` are float32 [B], or [T] per token; `logprobs` are float32 [T] each.
+    """
+    batch = trained.batch
+    order = epoch_order(config.seed, trained.step, epoch, batch.size)
+    # On other ranks than in the first pass, where the log-probs were kept.
+    columns = BatchedDataDict({**batch, **logprobs})
+    shuffled = take_rows(advantages, order)
+    assert isinstance(shuffled, np.ndarray | Jagged)
+    locations = np.array(trained.locations)[order].tolist()
+    return TrainedBatch(
+        step=trained.step,
+        batch=columns.select_indices(order),
+        locations=locations,
+        columns={"advantages": shuffled},
+        epoch=epoch,
+    )
+
+
+def _train_again(run: TrainingRun, trained: TrainedBatch, loss: RolloutLoss) -> list[Metrics]:
+    """Plan and shard the rows in their new order; return the metrics of each optimizer step."""
+    with run.timers("plan"):
+        plan = plan_rows(run.policy, trained.batch)
+    with run.timers("shard"):
+        sharded = run.policy.shard(trained.batch, plan)
+    with run.timers("train"):
+        return train_steps(run, sharded, trained, loss)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRollout:
+    """A rollout after its training: B rows."""
+
+    rollout: Rollout
+    locations: Sequence[str]
+    """File and line of each row's prompt."""
+    columns: Mapping[str, Column]
+    """Columns that joined the batch for training, [B, ...] or Jagged [T, ...]."""
+    advantages: np.ndarray
+    """float32 [B]."""
+    optimizer_steps: Sequence[Metrics]
+    """Metrics of each optimizer step."""
+    work: StepWork
+    """What was computed before and in training."""
+
+
+def fetch_logprobs(
+    run: TrainingRun,
+    sharded: ShardedBatch,
+    logprobs: Logprobs | None,
+    fetched: Mapping[str, Jagged],
+) -> dict[str, Jagged]:
+    """Fetch the log-probs of the batch from the workers, float32 [T] each; none if none are kept.
+
+    `fetched` has the values of `logprobs` if they were fetched already, or is empty. Call it before
+    the next log-prob pass and the next training, which release them. Those of the training pass,
+    under `policy_logprobs`, take the place of `prev_logprobs` where no pass computes these.
+    """
+    if not run.config.logger.save_rollouts:
+        return {}
+    with run.timers("rollout_record"):
+        columns = dict(fetched)
+        if logprobs is not None and not fetched:
+            columns = run.policy.fetch_logprobs(logprobs)
+        if "prev_logprobs" not in columns:
+            columns["policy_logprobs"] = run.policy.fetch_trained_logprobs(sharded)
+    return columns
+
+
+def save_rollout(run: TrainingRun, trained: TrainedRollout, step: int) -> None:
+    """Write `rollouts/step_<N>.jsonl`, and `rollouts/step_<N>.safetensors`.
+
+    `step` is counted from 1. Does nothing unless `logger.save_rollouts` is set. Raises WriteError.
+    """
+    config = run.config.logger
+    if not config.save_rollouts:
+        return
+    with run.timers("rollout_record"):
+        columns: dict[str, Column] = {**trained.rollout.batch, **trained.columns}
+        records = trained.rollout.records(trained.advantages)
+        added = row_values(columns, trained.locations)
+        for row, values in zip(records, added, strict=True):
+            row.update(values)
+        path = run.directory.rollouts(step)
+        write_json_lines(path, records, f"the rollouts of step {step}")
+        # A step that trained nothing has nothing to replay.
+        if config.keep_rollout_tokens == 0 or not trained.optimizer_steps:
+            return
+        optimizer_steps = []
+        for metrics in trained.optimizer_steps:
+            optimizer_steps.append(json_numbers(metric_values(metrics)))
+        record = RolloutRecord(
+            step=step,
+            weights_version=step - 1,
+            config=run.resolved,
+            optimizer_steps=optimizer_steps,
+            columns=columns,
+        )
+        record.save(run.directory.rollout_tokens(step))
+        if config.keep_rollout_tokens is not None:
+            remove_old_tokens(path.parent, config.keep_rollout_tokens, run.saver.saved_steps())

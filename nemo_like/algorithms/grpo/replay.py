@@ -18,6 +18,7 @@ import yaml
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.registry import load_config
 from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.config.loss import LogprobName
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.paths import resolve_paths
 from nemo_like.config.schema import CheckpointingConfig
@@ -28,7 +29,6 @@ from nemo_like.losses import rollout_loss
 from nemo_like.metrics import metric_values
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
-from nemo_like.policy.logprob_store import LogprobName
 from nemo_like.rollout.records import RolloutRecord, recorded_steps
 from nemo_like.run.checkpoint import Checkpointer, incomplete_reason
 from nemo_like.run.directory import RunDirectory

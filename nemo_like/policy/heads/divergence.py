@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_like.losses.distillation import Divergence
+from nemo_like.losses.likelihood import Divergence
 from nemo_like.policy.collectives import gather_rows
 from nemo_like.policy.heads.logit_chunks import (
     LOWEST,

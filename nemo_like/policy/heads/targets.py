@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nemo_like.data.planning.plan import Microbatch
 from nemo_like.device_transfer import tensor_to_device
-from nemo_like.losses.distillation import (
+from nemo_like.losses.likelihood import (
     DIVERGENCE,
     STUDENT_ENTROPY,
     TEACHER_ENTROPY,
@@ -124,7 +124,7 @@ class DistillationHead:
         self._has_several = has_several
 
     def __call__(self, embedding: OutputEmbedding, inputs: ModelInputs) -> TokenLogprobs:
-        """Return the log-probs of the labels, and the columns of `losses.distillation`; [T] each.
+        """Return the log-probs of the labels, and the columns of `losses.likelihood`; [T] each.
 
         Raises ValueError for a microbatch that the teachers' pass did not have.
         """

@@ -39,7 +39,7 @@ from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.dtensor.parallel import Groups
 from nemo_like.policy.dtensor.parameters import local_shard
-from nemo_like.policy.logprob_store import LogprobHandle
+from nemo_like.policy.shard_rows import LogprobHandle
 from nemo_like.policy.worker import PolicyWorker
 from tests.exhaustive import usually
 from tests.policy.test_gradient_equality import POLICY_GRADIENT

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.losses.distillation import DistillationLoss
+from nemo_like.losses.likelihood import DistillationLoss
 from nemo_like.policy.worker import PolicyWorker
 from tests.policy.distillation import (
     SETTINGS,

@@ -24,9 +24,9 @@ from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.models.spec import load_spec
 from nemo_like.policy.batching import plan_spec
+from nemo_like.policy.device import HostMemory
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.megatron.worker import MegatronPolicyWorker
-from nemo_like.policy.offload import HostMemory
 from nemo_like.policy.worker import PolicyWorker
 from tests.policy.megatron.ranks import OnRanks
 from tests.policy.tiny import compute_and_fetch, context, random_batch, saved_tensors
