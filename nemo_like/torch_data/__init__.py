@@ -1,6 +1,6 @@
 """Batch formation for PyTorch training loops: one function for an existing DataLoader.
 
-`online_batches(dataloader, stream_spec(max_tokens=8192))` is the whole interface for most loops;
+`online_batches(dataloader, stream_spec(max_tokens=8192))` is all that most loops need;
 `hf_trainer`, `accelerate` and `lightning` connect it to those libraries. docs/library.md has
 examples, and the equivalents of the names of other systems.
 """

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
+from multiprocessing.context import BaseContext
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -53,7 +54,7 @@ class WorkerOptions:
     """
 
     num_workers: int = 0
-    multiprocessing_context: StartMethod | None = None
+    multiprocessing_context: StartMethod | BaseContext | None = None
     """None is the default of the platform."""
     prefetch_factor: int | None = None
     """Fetches of each worker in advance; None is 2."""
@@ -399,7 +400,7 @@ class _Key(NamedTuple):
 
     epoch: int
     number: int
-    index: int
+    row: int
 
 
 class _KeyBatches:
@@ -427,19 +428,19 @@ class _Rows(Dataset[Any]):
     def __getitems__(self, keys: list[_Key]) -> list[Any]:
         read_all = getattr(self._dataset, "__getitems__", None)
         if self._seed is None and read_all is not None:
-            return read_all([key.index for key in keys])
+            return read_all([key.row for key in keys])
         return [self[key] for key in keys]
 
     def __getitem__(self, key: _Key) -> Any:
         context = nullcontext()
         if self._seed is not None:
-            context = seeded_row(self._seed, key.epoch, key.index)
+            context = seeded_row(self._seed, key.epoch, key.row)
         try:
             with context:
-                return self._dataset[key.index]
+                return self._dataset[key.row]
         except StopIteration as error:
             # It would end the epoch without a message.
-            raise RuntimeError(f"the dataset raised StopIteration for row {key.index}") from error
+            raise RuntimeError(f"the dataset raised StopIteration for row {key.row}") from error
 
 
 @contextmanager

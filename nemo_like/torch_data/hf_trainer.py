@@ -102,16 +102,20 @@ class OnlineBatchesMixin(_Base):
         return self._batches
 
     def _init_training_state(
-        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, *rest: Any
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
     ) -> tuple[int, int]:
         epochs, steps = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, *rest
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
-        checkpoint = rest[0]
-        if checkpoint is None or self.args.ignore_data_skip:
+        if resume_from_checkpoint is None or self.args.ignore_data_skip:
             return epochs, steps
         assert self._batches is not None, "the dataloader is created first"
-        self._batches.batches.load(checkpoint)
+        self._batches.batches.load(resume_from_checkpoint)
         # The rows before the position are not read again, so the Trainer has none to skip.
         return self._batches.begin(), 0
 
@@ -170,7 +174,7 @@ def _column_lengths(dataset: Any) -> Sequence[int] | None:
         return None
     if not hasattr(dataset, "__len__"):
         return None
-    import pyarrow.compute
+    from pyarrow import compute
 
     table = dataset.select_columns(["input_ids"]).with_format("arrow")[:]
-    return pyarrow.compute.list_value_length(table["input_ids"]).to_numpy()
+    return compute.call_function("list_value_length", [table["input_ids"]]).to_numpy()

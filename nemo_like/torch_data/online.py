@@ -405,7 +405,8 @@ def _numbers_of(
     def numbers(sample: Any) -> tuple[int, int | None, int]:
         extra = 0 if extra_of is None else extra_of(sample)
         if length_of is None and num_trained_of is None:
-            return *default(sample), extra
+            length, num_trained = default(sample)
+            return length, num_trained, extra
         length = default(sample)[0] if length_of is None else length_of(sample)
         if num_trained_of is None:
             return length, count_trained(sample, length), extra

@@ -160,8 +160,9 @@ class SampleStream(Generic[Sample]):
         self._clear_samples()
 
     def _shard_rows(self) -> int | None:
-        is_known = isinstance(self.feed, MapFeed) and not self._infinite_loop
-        return self.feed.num_rows if is_known else None
+        if isinstance(self.feed, MapFeed) and not self._infinite_loop:
+            return self.feed.num_rows
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last step; JSON values for a map-style dataset."""

@@ -151,7 +151,8 @@ def llama_factory() -> Tensor:
 
 def trl() -> Tensor:
     from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
 
     from tests.data.tiny_tokenizer import CHATML, tiny_tokenizer
 
