@@ -2,7 +2,7 @@
 
 import sys
 
-import lightning
+import lightning.pytorch as pl
 import torch
 from datasets import load_dataset
 from torch.utils.data import DataLoader
@@ -18,7 +18,7 @@ dataset = load_dataset("json", data_files=rows, split="train").map(
 )
 
 
-class Module(lightning.LightningModule):
+class Module(pl.LightningModule):
     """A causal language model."""
 
     def configure_model(self):
@@ -35,6 +35,6 @@ class Module(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-save = lightning.pytorch.callbacks.ModelCheckpoint(output, save_last=True, every_n_train_steps=2)
-trainer = lightning.Trainer(max_epochs=2, accumulate_grad_batches=2, callbacks=[save])
+save = pl.callbacks.ModelCheckpoint(output, save_last=True, every_n_train_steps=2)
+trainer = pl.Trainer(max_epochs=2, accumulate_grad_batches=2, callbacks=[save])
 trainer.fit(Module(), ckpt_path="last" if "--resume" in sys.argv else None)

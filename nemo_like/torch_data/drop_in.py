@@ -305,8 +305,9 @@ def online_batches(
         spec = replace(spec, plan=replace(spec.plan, microbatch_multiple=multiple))
     if coordinator is None:
         coordinator = default_coordinator()
+    dataset: Any = dataloader.dataset
     loader: OnlineBatchLoader[Any, Any] = OnlineBatchLoader(
-        dataloader.dataset,
+        dataset,
         spec,
         collate_fn=collate_fn,
         coordinator=coordinator,
