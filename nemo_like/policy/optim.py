@@ -215,11 +215,6 @@ class WeightEma:
         for name, weight in masters:
             self.shards[name].lerp_(weight.detach(), 1.0 - self._decay)
 
-    def reset(self, masters: Masters) -> None:
-        """Start again with the values of `masters`, [...] each."""
-        for name, weight in masters:
-            self.shards[name].copy_(weight.detach())
-
     @torch.no_grad()
     def swap(self, masters: Masters) -> None:
         """Exchange the averages and the weights `masters`, [...] each, bit by bit."""

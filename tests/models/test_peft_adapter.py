@@ -17,7 +17,7 @@ from nemo_like.models.adapters import check_adapter
 from nemo_like.policy.lora import open_initial, stored_head
 
 NAMES = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj")
-LAYERS = dict.fromkeys(NAMES, (6, 8))
+LAYERS: dict[str, tuple[int, ...]] = dict.fromkeys(NAMES, (6, 8))
 """(outputs, inputs) by name."""
 SETTINGS: dict[str, Any] = {
     "peft_type": "LORA",
