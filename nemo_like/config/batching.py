@@ -123,12 +123,6 @@ def batching_problems(
             f" and with data.batching.kind {batching.kind} the number of steps is not known in"
             " advance: set policy.scheduler.decay_steps or sft.max_num_steps",
         )
-    if batching.strategy != "prefer_closest" and batching.kind != "pool":
-        yield Problem(
-            ("data.batching.strategy",),
-            f"data.batching.strategy is {batching.strategy}, which data.batching.kind pool uses,"
-            f" not {batching.kind}; remove it",
-        )
     if batching.count_mode == "effective" and batching.kind != "dyn_bsz":
         yield Problem(
             ("data.batching.count_mode",),

@@ -121,15 +121,10 @@ def _weight_sync(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-_KIND_OF_KEY = {"wsd_decay_steps": "wsd", "wsd_decay_shape": "wsd", "num_cycles": "cosine_restarts"}
-"""Keys of `policy.scheduler` that one kind of schedule uses."""
-
-
 def optimization_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield the problems of `policy.optimizer`, `policy.scheduler` and `policy.freeze`."""
     scheduler = config.policy.scheduler
     yield from _lengths(scheduler)
-    yield from _unused(scheduler)
     yield from _optimizer(config.policy)
     if config.policy.freeze and config.policy.lora.enabled:
         yield Problem(
@@ -149,12 +144,6 @@ def optimization_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _optimizer(policy: PolicyConfig) -> Iterator[Problem]:
     optimizer = policy.optimizer
-    if optimizer.name != "muon" and optimizer.muon_lr is not None:
-        yield Problem(
-            ("policy.optimizer.muon_lr", "policy.optimizer.name"),
-            f"policy.optimizer.muon_lr is {optimizer.muon_lr}, which policy.optimizer.name muon"
-            f" uses, not {optimizer.name}: remove it, or set policy.optimizer.name to muon",
-        )
     if optimizer.name != "adamw" and policy.engine == "megatron":
         yield Problem(
             ("policy.optimizer.name", "policy.engine"),
@@ -190,19 +179,6 @@ def _lengths(scheduler: SchedulerConfig) -> Iterator[Problem]:
             f" {end - warmup} steps are between policy.scheduler.warmup_steps {warmup} and"
             f" policy.scheduler.decay_steps {end}: set it to {end - warmup} or less",
         )
-
-
-def _unused(scheduler: SchedulerConfig) -> Iterator[Problem]:
-    """Yield the keys that are set and that the kind of the schedule does not use."""
-    default = SchedulerConfig()
-    for name, kind in _KIND_OF_KEY.items():
-        value = getattr(scheduler, name)
-        if scheduler.kind != kind and value != getattr(default, name):
-            yield Problem(
-                (f"policy.scheduler.{name}", "policy.scheduler.kind"),
-                f"policy.scheduler.{name} is {value}, which policy.scheduler.kind {kind} uses, not"
-                f" {scheduler.kind}: remove it, or set policy.scheduler.kind to {kind}",
-            )
 
 
 MAX_SHARED_MODELS = 2

@@ -133,12 +133,6 @@ def environment_problems(config: EnvironmentConfig, *, generates: bool) -> Itera
             f"environment.path is {config.path}, which has no effect: this run samples no"
             " completions. Set it to null",
         )
-    if config.path is None and config.options:
-        yield Problem(
-            ("environment.options", "environment.path"),
-            "environment.options is set, but environment.path is null, so no environment reads it:"
-            " set environment.path, or remove the options",
-        )
 
 
 OnError = Literal["stop", "zero", "drop"]

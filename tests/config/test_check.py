@@ -160,10 +160,6 @@ def test_the_defaults_are_fine() -> None:
             },
             "policy.scheduler.wsd_decay_steps is 7, but only 6 steps are between",
         ),
-        (
-            {"policy.scheduler.num_cycles": 2, "policy.scheduler.kind": "cosine"},
-            "policy.scheduler.num_cycles is 2, which policy.scheduler.kind cosine_restarts uses",
-        ),
         ({"grpo.val_period": 5}, "grpo.val_period is 5, but data.validation_path is not set"),
         (
             {"policy.generation.temperature": 0.0},
