@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_like.algorithms.grpo.advantages import (
+    EPS,
     group_advantages,
     kl_to_go,
     overlong_penalty,
@@ -126,7 +127,7 @@ def test_separate_components_are_normalized_before_they_are_added(groups, weight
                 values = [other[index] for other in group]
                 if len(set(values)) > 1:
                     centred = pair[index] - statistics.fmean(values)
-                    total += factor * centred / (statistics.stdev(values) + config.eps)
+                    total += factor * centred / (statistics.stdev(values) + EPS)
             expected.append(total)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
