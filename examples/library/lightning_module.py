@@ -36,5 +36,5 @@ class Module(pl.LightningModule):
 
 
 save = pl.callbacks.ModelCheckpoint(output, save_last=True, every_n_train_steps=2)
-trainer = pl.Trainer(max_epochs=2, accumulate_grad_batches=2, callbacks=[save])
+trainer = pl.Trainer(max_epochs=2, accumulate_grad_batches=2, callbacks=[save], logger=False)
 trainer.fit(Module(), ckpt_path="last" if "--resume" in sys.argv else None)
