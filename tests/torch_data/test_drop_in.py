@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.torch_data.drop_in import OnlineBatches, online_batches, stream_spec
 from nemo_like.torch_data.online import OnlineBatchLoader
 from nemo_like.torch_data.packed_collate import PackingCollator
+from nemo_like.torch_data.torchtitan import TitanBatches
 from tests.torch_data.online_ranks import run_ranks
 
 VOCAB = 17
@@ -273,6 +275,38 @@ def test_an_iterable_dataset_has_no_length() -> None:
     assert sum(len(batch.rows) for batch in batches) == len(LENGTHS)
     with pytest.raises(TypeError, match="lengths"):
         len(online_batches(DataLoader(rows()), 64))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_interface_of_torchtitan_gives_shifted_labels_and_resumes(packed: bool) -> None:
+    samples = rows()
+    collate = PackingCollator() if packed else pad
+
+    def make() -> TitanBatches:
+        loader = DataLoader(samples, shuffle=True, collate_fn=collate)  # pyright: ignore[reportArgumentType]
+        return TitanBatches(online_batches(loader, stream_spec(64, packed=packed)))
+
+    first = make()
+    # More than one epoch.
+    expected = list(islice(first, 60))
+    for inputs, labels in expected:
+        following = inputs["input"][:, 1:]
+        has_label = labels[:, :-1] != -100
+        assert torch.equal(labels[:, :-1][has_label], following[has_label])
+        assert (labels[:, -1] == -100).all()
+    assert ("positions" in expected[0][0]) == packed
+    interrupted = make()
+    iterator = iter(interrupted)
+    for _ in range(17):
+        next(iterator)
+    resumed = make()
+    resumed.load_state_dict({})
+    resumed.load_state_dict(interrupted.state_dict())
+    for (inputs, labels), (inputs2, labels2) in zip(expected[17:], resumed, strict=False):
+        assert torch.equal(inputs["input"], inputs2["input"])
+        assert torch.equal(labels, labels2)
+    with pytest.raises(ValueError, match="as many ranks"):
+        resumed.load_state_dict({"dp_rank_0": "{}", "world_size": 2})
 
 
 # Counts of samples
