@@ -239,13 +239,18 @@ class ParallelLayout:
         return tuple(tuple(ranks) for ranks in groups.values())
 
     def padding_multiples(
-        self, row_layout: RowLayout, *, sequence_length_round: int = 1
+        self,
+        row_layout: RowLayout,
+        *,
+        sequence_length_round: int = 1,
+        microbatch_length_round: int = 1,
     ) -> PaddingMultiples:
         """Return the multiples that context and sequence parallelism require of token counts.
 
         Context parallelism divides each row into 2 x cp chunks (zig-zag); sequence parallelism
         divides the tokens of each context-parallel rank over the tensor-parallel group. Rows are
-        also padded to `sequence_length_round`.
+        also padded to `sequence_length_round`, and packed microbatches to
+        `microbatch_length_round`.
         """
         num_chunks = 2 * self.cp if self.cp > 1 else 1
         num_shards = self.cp * self.tp if self.sequence_parallel else 1
@@ -255,6 +260,8 @@ class ParallelLayout:
         # longest, so each of them must also satisfy the multiple of the total.
         if row_layout == "padded":
             row = math.lcm(row, total)
+        else:
+            total = math.lcm(total, microbatch_length_round)
         return PaddingMultiples(row, total)
 
     def keeps_unsharded(self, engine: EngineName, num_params: int) -> bool:

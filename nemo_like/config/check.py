@@ -89,9 +89,14 @@ def batching_section(config: RunConfig) -> tuple[str, Budgets] | None:
 
 def padding_multiples(config: RunConfig, section: Budgets) -> PaddingMultiples:
     """Return the multiples to which a run with this token budget pads rows and microbatches."""
-    return policy_layout(config).padding_multiples(
-        "packed" if isinstance(section, SequencePackingConfig) else "padded",
-        sequence_length_round=section.sequence_length_round,
+    layout = policy_layout(config)
+    rounding = section.sequence_length_round
+    if not isinstance(section, SequencePackingConfig):
+        return layout.padding_multiples("padded", sequence_length_round=rounding)
+    return layout.padding_multiples(
+        "packed",
+        sequence_length_round=rounding,
+        microbatch_length_round=section.microbatch_length_round,
     )
 
 
@@ -351,11 +356,11 @@ def _budgets(config: RunConfig) -> Iterator[Problem]:
 def _padding_text(name: str, rounding: int, multiples: PaddingMultiples) -> str:
     """Return the multiples to which rows are padded, in words.
 
-    Example: `policy.sequence_packing.sequence_length_round 6 and the 4 that parallel needs`.
+    Example: `policy.sequence_packing.sequence_length_round 6 and microbatches of multiples of 4`.
     """
     text = f"{name}.sequence_length_round {rounding}"
     if multiples.total > 1:
-        text += f" and the {multiples.total} that parallel needs"
+        text += f" and microbatches of multiples of {multiples.total}"
     return text
 
 

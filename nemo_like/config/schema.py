@@ -214,6 +214,9 @@ class SequencePackingConfig:
     sequence_length_round: Annotated[int, Ge(1)] = 1
     """Pad each row to a multiple of this many tokens, combined (least common multiple) with the
     multiple that context and sequence parallelism require."""
+    microbatch_length_round: Annotated[int, Ge(1)] = 1
+    """Pad each microbatch to a multiple of this many tokens; with the value of `train_mb_tokens`
+    all microbatches have that length. For kernels and compilers that need few shapes."""
     balance: Literal["flops", "tokens", "none"] = "flops"
     """Work measure that is balanced over data-parallel ranks: FLOPs (attention included) or tokens;
     `none` assigns bins round-robin and needs an algorithm other than `balanced`."""

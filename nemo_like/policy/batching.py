@@ -56,6 +56,7 @@ def plan_spec(
             algorithm=packing.algorithm,
             balance=packing.balance,
             sequence_length_round=packing.sequence_length_round,
+            microbatch_length_round=packing.microbatch_length_round,
             **common,
         )
     if dynamic.enabled:

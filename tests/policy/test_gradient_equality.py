@@ -79,6 +79,7 @@ LAYOUTS = {
     "packed, 2 microbatches": packed(48),
     "packed, 4 microbatches": packed(24),
     "packed, rows rounded to 8": packed(64, sequence_length_round=8),
+    "packed, microbatches of one length": packed(64, microbatch_length_round=64),
     "packed, first fit shuffle": packed(40, algorithm="first_fit_shuffle"),
     "dynamic, 2 microbatches": dynamic(72),
     "dynamic, 4 microbatches, rounded": dynamic(40, sequence_length_round=4),
@@ -98,6 +99,7 @@ LAYOUTS = {
 SOME_LAYOUTS = (
     "packed, 2 microbatches",
     "packed, rows rounded to 8",
+    "packed, microbatches of one length",
     "dynamic, 4 microbatches, rounded",
     "padded, 2 rows",
     "packed, selective checkpointing",
@@ -227,7 +229,9 @@ def test_two_ranks_give_the_gradient_of_one(architecture, model_dir, rank_pool, 
             assert_same_metrics(rank_metrics, expected_metrics)
 
 
-@pytest.mark.parametrize("layout", ["packed, 2 microbatches", "padded, 2 rows"])
+@pytest.mark.parametrize(
+    "layout", ["packed, 2 microbatches", "packed, microbatches of one length", "padded, 2 rows"]
+)
 def test_a_rank_without_rows_runs_dummies_and_changes_nothing(
     layout, model_dir, rank_pool, meeting, tmp_path
 ):

@@ -113,7 +113,7 @@ def test_a_dummy_goes_through_a_model_and_counts_nothing(layout: str) -> None:
     dummy = Microbatch((), (), (), 4)
     inputs = build_inputs(shard, dummy, spec_of(layout), pad_token_id=9)
     assert inputs.input_ids.tolist() == [[9, 9, 9, 9]]
-    assert inputs.position_ids.tolist() == [[0, 1, 2, 3]]
+    assert inputs.position_ids.tolist() == [[0, 0, 0, 0]]
     assert not inputs.label_mask.any()
     assert inputs.row_columns["advantages"].tolist() == [0.0]
     assert inputs.row_columns["advantages"][inputs.row_ids].shape == (4,)
@@ -317,6 +317,14 @@ def check_unpacking(
             0,
             *np.cumsum(segment_lengths(microbatch.padded_lengths, microbatch.num_tokens)).tolist(),
         ]
+
+
+def test_padding_of_a_microbatch_is_divided_into_segments_no_longer_than_its_rows() -> None:
+    microbatch = Microbatch((0, 1), (5, 2), (5, 2), 20)
+    inputs = build_inputs(make_shard([5, 2]), microbatch, spec_of("packed"))
+    assert inputs.cu_seqlens is not None and inputs.cu_seqlens.tolist() == [0, 5, 7, 12, 17, 20]
+    assert inputs.max_seqlen == 5 and int(inputs.position_ids.max()) == 4
+    assert inputs.label_positions.tolist() == [0, 1, 2, 3, 5]
 
 
 def test_unpack_refuses_one_share() -> None:

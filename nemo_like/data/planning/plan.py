@@ -74,7 +74,7 @@ class BatchPlan:
        a group share a microbatch.
     6. Padded lengths are multiples of `spec.row_multiple` (2 * cp and the configured rounding),
        positions of a microbatch of `spec.total_multiple` (2 * cp, cp * tp with sequence
-       parallelism).
+       parallelism, the configured rounding).
 
     Example: lengths [5, 3, 4, 4] packed under 8 tokens on 2 ranks: each rank runs one microbatch of
     8 tokens, one of rows 0 and 1, the other of rows 2 and 3, and `step_offsets` is (0, 1).

@@ -185,6 +185,10 @@ class PlanSpec:
     """
     sequence_length_round: int = 1
     """Rows are padded to a multiple of this, in addition to what cp and tp require."""
+    microbatch_length_round: int = 1
+    """Packed layout: microbatches are padded to a multiple of this, in addition to what cp and tp
+    require. With `max_tokens` all microbatches, dummies included, have this one shape.
+    """
     cp_size: int = 1
     tp_size: int = 1
     sequence_parallel: bool = False
@@ -228,12 +232,17 @@ class PlanSpec:
             raise ValueError(
                 "max_rows applies to the padded layout; the packed layout is limited by max_tokens"
             )
+        if self.microbatch_length_round > 1 and self.layout == "padded":
+            raise ValueError(
+                "microbatch_length_round applies to the packed layout; set sequence_length_round"
+            )
         if self.max_tokens is not None and self.max_row_tokens < self.row_multiple:
             raise ValueError(
                 f"{self.budget_key} is {self.max_tokens}, less than the shortest row: rows are"
                 f" padded to multiples of "
                 f"{self.row_multiple} and microbatches to multiples of {self.total_multiple} "
-                f"(sequence_length_round={self.sequence_length_round}, cp_size={self.cp_size},"
+                f"(sequence_length_round={self.sequence_length_round},"
+                f" microbatch_length_round={self.microbatch_length_round}, cp_size={self.cp_size},"
                 f" tp_size={self.tp_size}, "
                 f"sequence_parallel={self.sequence_parallel}); it must be at least"
                 f" {self.dummy_tokens}"
@@ -256,8 +265,8 @@ class PlanSpec:
 
     @property
     def total_multiple(self) -> int:
-        """Number that divides the positions of a microbatch: the lcm of 2 * cp and, with sequence
-        parallelism, cp * tp.
+        """Number that divides the positions of a microbatch: the lcm of 2 * cp, with sequence
+        parallelism cp * tp, and in the packed layout `microbatch_length_round`.
         """
         return self.padding_multiples.total
 
@@ -271,7 +280,9 @@ class PlanSpec:
             sequence_parallel=self.sequence_parallel and self.tp_size > 1,
         )
         return parallel_layout.padding_multiples(
-            self.layout, sequence_length_round=self.sequence_length_round
+            self.layout,
+            sequence_length_round=self.sequence_length_round,
+            microbatch_length_round=self.microbatch_length_round,
         )
 
     @property
@@ -336,6 +347,7 @@ _COUNTS = (
     "num_ranks",
     "global_batch_size",
     "sequence_length_round",
+    "microbatch_length_round",
     "cp_size",
     "tp_size",
     "microbatch_multiple",

@@ -167,8 +167,10 @@ class StreamSpec:
         positions = self._max_positions(tokens)
         return MicrobatchLimits(
             layout=self.plan.layout,
-            # A microbatch is padded to a multiple, which must not exceed the limit.
-            max_tokens=positions - positions % self.plan.total_multiple,
+            # A microbatch is padded to a multiple, which must not exceed the limit, but is the
+            # smallest one during a warm-up too.
+            max_tokens=self.plan.padding_multiples.capacity(positions)
+            or self.plan.padding_multiples.total,
             max_rows=self.max_rows,
             max_trained=tokens if self.count_mode == "effective" else None,
             max_extra=self.max_extra,

@@ -9,8 +9,8 @@ Nothing is decided here: the rows, their padded lengths and their order come fro
 Everything is aligned on the predicting position: position i of a row has the label (token i+1) and,
 of each token column, the value of token i+1. A row's last real token and all padding predict
 nothing. Segments are the rows in the microbatch's order, each with its own padding after its real
-tokens (causal attention does not see it), and then one segment of trailing padding where the total
-is rounded up. Position ids start at 0 in every segment.
+tokens (causal attention does not see it), and then segments of trailing padding where the total is
+rounded up. Position ids start at 0 in every segment; those of a dummy are 0.
 
 Context parallelism (`cp_size` c > 1): each segment is split into 2c chunks, rank r has chunks r and
 2c-1-r in this order (zig-zag), and these shares are packed, in the padded layout too, where a
@@ -98,11 +98,15 @@ def cp_gather_positions(padded_lengths: Sequence[int] | np.ndarray, cp_size: int
 
 
 def segment_lengths(padded_lengths: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """Return the padded length of every segment: the rows, then trailing padding if any."""
+    """Return the padded length of every segment: the rows, then trailing padding if any.
+
+    Padding is divided into segments of at most the longest row: its attention then costs less than
+    that of rows, and its position ids are not above theirs. A dummy is one segment.
+    """
     trailing = num_tokens - sum(padded_lengths)
-    if trailing == 0:
-        return tuple(padded_lengths)
-    return (*padded_lengths, trailing)
+    longest = max(padded_lengths, default=num_tokens)
+    num_full, rest = divmod(trailing, longest)
+    return (*padded_lengths, *[longest] * num_full, *[rest] * (rest > 0))
 
 
 NUM_TRAINED = "num_trained_tokens"
@@ -164,7 +168,7 @@ class ModelInputs:
     position_ids: Tensor
     """int64, the shape of `input_ids`."""
     cu_seqlens: Tensor | None
-    """int32 [R+1] (or [R+2] with trailing padding): segment bounds over all cp ranks. None where
+    """int32 [R+1], longer with trailing padding: segment bounds over all cp ranks. None where
     `input_ids` is [R, T / R]: rows are right-padded then and causal attention needs no mask.
     """
     max_seqlen: int
@@ -296,7 +300,8 @@ def _position_arrays(grid: _Grid, token_ids: Jagged, pad_token_id: int) -> dict[
     # Token ids are stored as int32; embedding and gather need int64.
     arrays = {
         "input_ids": input_ids.astype(np.int64, copy=False).reshape(grid.shape),
-        "position_ids": grid.position.reshape(grid.shape),
+        # A dummy may be longer than any row, and a model may have no embedding of such positions.
+        "position_ids": (grid.position * (grid.num_rows > 0)).reshape(grid.shape),
         "labels": labels.astype(np.int64, copy=False),
         "last_positions": np.flatnonzero(grid.position == grid.length - 1),
         "row_ids": grid.row_ids,
@@ -410,7 +415,7 @@ class _Grid:
         share_lengths = np.array(segments) // spec.cp_size
         segment, _ = segment_positions(share_lengths)
         num_rows = len(microbatch.rows)
-        # The segment of trailing padding has no real tokens.
+        # Segments of trailing padding have no real tokens.
         lengths = np.zeros(len(segments), dtype=np.int64)
         lengths[:num_rows] = microbatch.lengths
         is_packed = spec.layout == "packed" or spec.cp_size > 1

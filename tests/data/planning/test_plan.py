@@ -51,6 +51,7 @@ def cases(draw: st.DrawFn) -> tuple[list[int], PlanSpec, list[int] | None]:
         sync=draw(st.sampled_from(["microbatch", "step"])),
         microbatch_order=draw(st.sampled_from(["packer", "largest_first"])),
         sequence_length_round=draw(st.sampled_from([1, 3, 4])),
+        microbatch_length_round=draw(st.sampled_from([1, 5, 24])) if layout == "packed" else 1,
         cp_size=draw(st.sampled_from([1, 2])),
         tp_size=draw(st.sampled_from([1, 2])),
         sequence_parallel=draw(st.booleans()),
@@ -194,6 +195,7 @@ def test_padded_lengths_and_totals_are_multiples_of_what_cp_and_tp_need(
     _, spec, _ = case
     chunks = 2 * spec.cp_size if spec.cp_size > 1 else 1
     total = lcm(chunks, spec.cp_size * spec.tp_size if spec.sequence_parallel else 1)
+    total = lcm(total, spec.microbatch_length_round)
     for microbatch in microbatches(planned(case)):
         assert microbatch.num_tokens % total == 0
         padded = sum(microbatch.padded_lengths)
@@ -210,6 +212,23 @@ def test_padded_lengths_and_totals_are_multiples_of_what_cp_and_tp_need(
                 row % lcm(spec.sequence_length_round, total) == 0
                 for row in microbatch.padded_lengths
             )
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 96), min_size=1, max_size=40), st.integers(1, 4))
+def test_rounding_to_the_budget_gives_all_microbatches_one_shape(
+    lengths: list[int], num_ranks: int
+) -> None:
+    plain = PlanSpec(max_tokens=96, num_ranks=num_ranks)
+    plan = plan_batch(lengths, replace(plain, microbatch_length_round=96))
+    assert {microbatch.num_tokens for microbatch in microbatches(plan)} == {96}
+    # The padding is counted, and the rows of microbatches are the same.
+    num_positions = 96 * plan.num_microbatches * num_ranks
+    share = 1 - sum(lengths) / num_positions
+    assert plan.metrics()["packing/padding_share"] == pytest.approx(share)
+    assert plan.offsets.tolist() == plan_batch(lengths, plain).offsets.tolist()
+    with pytest.raises(ValueError, match="microbatch_length_round applies to the packed layout"):
+        PlanSpec(layout="padded", max_tokens=96, microbatch_length_round=96)
 
 
 @settings(max_examples=100, deadline=None)

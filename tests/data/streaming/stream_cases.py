@@ -42,6 +42,7 @@ def stream_specs(
         sync=draw(st.sampled_from(["microbatch", "step"])),
         microbatch_order=draw(st.sampled_from(["packer", "largest_first"])),
         sequence_length_round=draw(st.sampled_from([1, 1, 3, 4])),
+        microbatch_length_round=draw(st.sampled_from([1, 1, 24])) if layout == "packed" else 1,
         cp_size=draw(st.sampled_from([1, 1, 2])),
         # With sequence parallelism the total multiple is above that of a row.
         tp_size=draw(st.sampled_from([1, 2, 4, 8])),
@@ -92,7 +93,9 @@ def multiples(spec: StreamSpec) -> tuple[int, int]:
     if plan.sequence_parallel and plan.tp_size > 1:
         total = math.lcm(total, plan.cp_size * plan.tp_size)
     # Every padded row has the size of the microbatch, so both multiples apply to it.
-    return (math.lcm(row, total) if plan.layout == "padded" else row), total
+    if plan.layout == "padded":
+        return math.lcm(row, total), total
+    return row, math.lcm(total, plan.microbatch_length_round)
 
 
 def token_limit(spec: StreamSpec, step: int) -> int:
@@ -118,7 +121,7 @@ def is_window_ready(spec: StreamSpec, step: int, lengths: list[int]) -> bool:
     min_tokens = spec.window_tokens
     if min_tokens is None:
         positions = max_positions(spec, token_limit(spec, step))
-        min_tokens = (4 if plan.layout == "packed" else 16) * (positions // total * total)
+        min_tokens = (4 if plan.layout == "packed" else 16) * max(positions // total, 1) * total
     size = sum(-(-length // row) * row for length in lengths)
     return min_tokens > 0 and size >= plan.num_ranks * min_tokens
 
@@ -179,7 +182,8 @@ def check_microbatch(spec: StreamSpec, step: int, microbatch: Microbatch, rows: 
         assert spec.plan.oversize == "singleton" or microbatch.lengths[0] <= limit
         return
     tokens = token_limit(spec, step)
-    assert microbatch.num_tokens <= max_positions(spec, tokens)
+    # The smallest microbatch has one multiple, also where a warm-up begins below it.
+    assert microbatch.num_tokens <= max(max_positions(spec, tokens), total_multiple)
     assert spec.max_rows is None or len(rows) <= spec.max_rows
     assert spec.max_extra is None or sum(row.extra for row in rows) <= spec.max_extra
     if spec.count_mode == "effective":

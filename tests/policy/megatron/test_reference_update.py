@@ -35,7 +35,12 @@ CONFIG = PolicyConfig(
     model_name="",
     train_global_batch_size=4,
     sequence_packing=SequencePackingConfig(
-        enabled=True, train_mb_tokens=48, logprob_mb_tokens=48, sequence_length_round=4
+        enabled=True,
+        train_mb_tokens=48,
+        logprob_mb_tokens=48,
+        sequence_length_round=4,
+        # All microbatches have one length here; the other engine test has different ones.
+        microbatch_length_round=48,
     ),
     optimizer=OptimizerConfig(lr=1e-2),
 )
