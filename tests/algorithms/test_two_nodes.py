@@ -81,7 +81,7 @@ def test_a_head_that_does_not_share_the_workers_disk_refuses_and_loses_nothing(
     for part in (
         "output_dir: policy worker 0 on node ",
         f"do not share {separate}/sft",
-        "does not see the file",
+        "mount at the same path",
     ):
         assert part in error
     assert "Traceback" not in errors

@@ -47,8 +47,8 @@ def test_a_wrong_step_is_found(
     """
 
     class DecaysMore(torch.optim.AdamW):
-        def __init__(self, groups: Any, **options: Any) -> None:
-            super().__init__(groups, **options)
+        def __init__(self, *groups: Any, **options: Any) -> None:
+            super().__init__(*groups, **options)
             for group in self.param_groups:
                 group["weight_decay"] = 2.0
 
