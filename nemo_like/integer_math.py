@@ -41,7 +41,8 @@ def ceil_div(value: Integers, divisor: int) -> Integers:
 
 def round_up(value: Integers, multiple: int) -> Integers:
     """Round integers, of any array shape, up to multiples of `multiple`. Example: 7, 4 -> 8."""
-    return ceil_div(value, multiple) * multiple
+    # Not `ceil_div`, as this runs for every row of a stream.
+    return -(-value // multiple) * multiple
 
 
 def block_index(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, Literal, TypeVar, get_args
 
+import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from nemo_like.data.planning.spec import PlanSpec
@@ -102,7 +103,7 @@ class ShardedIterableDataset(_ResumableDataset, Generic[Sample]):
 
     def __init__(
         self,
-        dataset: MapStyle[Sample],
+        base_dataset: MapStyle[Sample],
         dp_rank: int = 0,
         dp_world_size: int = 1,
         *,
@@ -112,15 +113,15 @@ class ShardedIterableDataset(_ResumableDataset, Generic[Sample]):
         allow_empty: bool = False,
         seed_rows: bool = True,
     ) -> None:
-        """Shard `dataset`.
+        """Shard `base_dataset`.
 
         `drop_last` leaves out rows so that all ranks have equally many. `allow_empty` permits ranks
         and workers without rows. `seed_rows` seeds the random augmentation of each row, see
-        `feeds.seeded_row`. Raises ValueError for a rank out of range and fewer rows than ranks.
+        `feeds.RowGenerators`. Raises ValueError for a rank out of range and fewer rows than ranks.
         """
         super().__init__()
         check_rank(dp_rank, dp_world_size)
-        self.dataset = dataset
+        self.dataset = base_dataset
         self.dp_rank = dp_rank
         self.dp_world_size = dp_world_size
         self.seed = seed
@@ -147,7 +148,7 @@ class ShardedIterableDataset(_ResumableDataset, Generic[Sample]):
             self.epoch = feed.epoch
         self._shard = worker
         self._position_of = lambda: feed.state_dict({})
-        return (entry.sample for entry in feed.samples())
+        return _fetched_samples(feed)
 
     def feed(self, worker: int, num_workers: int, *, is_endless: bool = False) -> MapFeed[Sample]:
         """Return the rows of a DataLoader worker from the begin of the epoch; see `MapFeed`.
@@ -199,40 +200,51 @@ class LoadBalancedDataset(_ResumableDataset, Generic[Sample]):
 
     def __init__(
         self,
-        dataset: ShardedIterableDataset[Sample] | IterableDataset[Sample],
+        base_dataset: IterableDataset[Sample] | MapStyle[Sample],
         *,
         pool_size: int = 32,
         max_tokens_for_batch: int = 32768,
         batching_strategy: BatchingStrategy = "prefer_closest",
         seq_packing_enabled: bool = False,
         batches_per_optimizer_step: int = 1,
+        accumulate_steps: int | None = None,
         max_num_steps: int | None = None,
         infinite_loop: bool = True,
         length_key: str | Callable[[Sample], int] = "input_ids",
+        max_tokens_len: int | None = None,
         oversized: Oversize = "singleton",
         coordinator: Coordinator | None = None,
+        seed: int = 0,
+        dp_rank: int | None = None,
+        dp_world_size: int | None = None,
     ) -> None:
-        """Form batches from `dataset`: a ShardedIterableDataset, or another IterableDataset, which
-        shards itself over ranks and workers.
+        """Form batches from `base_dataset`: a ShardedIterableDataset, another IterableDataset,
+        which shards itself over ranks and workers, or a map-style dataset, which is sharded with
+        `seed`, `dp_rank` and `dp_world_size` (the only rank without torch.distributed).
 
         A batch has at most `max_tokens_for_batch` tokens: rows times the longest row, or with
         `seq_packing_enabled` the sum of lengths (see `packed_collate.check_packing_support`). A
         longer row is alone in its batch, dropped or an error (`oversized`); rows are not truncated.
-        Each group has `batches_per_optimizer_step` batches (`load_balanced_accumulate_steps` of
-        Cosmos-RL), the last one of a finite stream may have fewer. `max_num_steps` limits the
-        groups of all workers, skipped ones included.
+        A row of `max_tokens_len` tokens or more is also alone. Each group has
+        `batches_per_optimizer_step` batches (`accumulate_steps` is another name for it), the last
+        one of a finite stream may have fewer. `max_num_steps` limits the groups of all workers,
+        skipped ones included.
 
         With `infinite_loop` epochs follow each other without end. Without it each row is in exactly
         one batch, and ranks have different numbers of groups unless a `coordinator` of all ranks
         aligns them; batches without rows are empty lists then. Raises ValueError for wrong values.
         """
         super().__init__()
-        if not isinstance(dataset, IterableDataset):
-            raise ValueError(
-                f"dataset is a {type(dataset).__name__}; wrap a map-style dataset in"
-                " ShardedIterableDataset(dataset, dp_rank, dp_world_size), so that ranks have"
-                " different rows"
-            )
+        dataset = _sharded(base_dataset, seed, dp_rank, dp_world_size)
+        if accumulate_steps is not None:
+            if batches_per_optimizer_step not in (1, accumulate_steps):
+                raise ValueError(
+                    f"accumulate_steps is {accumulate_steps} and batches_per_optimizer_step"
+                    f" {batches_per_optimizer_step}; they are the same setting, give one of them"
+                )
+            batches_per_optimizer_step = check_integer("accumulate_steps", accumulate_steps, 1)
+        if max_tokens_len is not None:
+            check_integer("max_tokens_len", max_tokens_len, 1)
         _check_choice("oversized", oversized, _NO_TRUNCATION)
         _check_choice("batching_strategy", batching_strategy, get_args(BatchingStrategy))
         check_integer("pool_size", pool_size, 1)
@@ -261,7 +273,9 @@ class LoadBalancedDataset(_ResumableDataset, Generic[Sample]):
             microbatches_per_step=batches_per_optimizer_step,
             window_rows=pool_size,
             window_tokens=0,
+            max_extra=None if max_tokens_len is None else pool_size,
         )
+        self.max_tokens_len = max_tokens_len
         self.length_of = ColumnLength(length_key) if isinstance(length_key, str) else length_key
         self._num_skipped = 0
 
@@ -316,12 +330,16 @@ class LoadBalancedDataset(_ResumableDataset, Generic[Sample]):
         else:
             feed = IterableFeed(self.dataset, epoch=self.epoch)
         return SampleStream(
-            feed,
-            self.spec,
-            lambda sample: (self.length_of(sample), None, 0),
-            self.coordinator,
-            infinite_loop=self.infinite_loop,
+            feed, self.spec, self._numbers_of, self.coordinator, infinite_loop=self.infinite_loop
         )
+
+    def _numbers_of(self, sample: Sample) -> tuple[int, int | None, int]:
+        length = self.length_of(sample)
+        if self.max_tokens_len is None:
+            return length, None, 0
+        # The second resource suffices for all rows of the pool, or for one long row alone.
+        is_long = length >= self.max_tokens_len
+        return length, None, self.spec.window_rows if is_long else 1
 
     def _stream_after_skip(self, worker: int, num_workers: int) -> tuple[SampleStream[Sample], int]:
         """Return the stream of `worker` after the skipped groups, and the number of its shard.
@@ -356,6 +374,32 @@ class LoadBalancedDataset(_ResumableDataset, Generic[Sample]):
         return streams[shard], shard
 
 
+def _sharded(
+    dataset: Any, seed: int, dp_rank: int | None, dp_world_size: int | None
+) -> IterableDataset[Any]:
+    """Return an iterable dataset, or the shard of a map-style one. Raises ValueError if it is not
+    known which shard.
+    """
+    is_given = dp_rank is not None or dp_world_size is not None or seed != 0
+    if isinstance(dataset, IterableDataset):
+        if is_given:
+            raise ValueError(
+                f"seed, dp_rank and dp_world_size shard a map-style dataset; this"
+                f" {type(dataset).__name__} shards itself, so give them to it"
+            )
+        return dataset
+    if (dp_rank is None) != (dp_world_size is None) or (dp_rank is None and _num_ranks() > 1):
+        raise ValueError(
+            f"dp_rank is {dp_rank} and dp_world_size {dp_world_size}; give both for a map-style"
+            " dataset, so that ranks have different rows"
+        )
+    return ShardedIterableDataset(dataset, dp_rank or 0, dp_world_size or 1, seed=seed)
+
+
+def _num_ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def worker_number() -> tuple[int, int]:
     """Return (number of this DataLoader worker, number of workers), (0, 1) without workers."""
     info = get_worker_info()
@@ -368,6 +412,16 @@ def share_of_worker(num_groups: int, worker: int, num_workers: int) -> int:
     A DataLoader takes the groups of its workers in turns.
     """
     return ceil_div(max(num_groups - worker, 0), num_workers)
+
+
+def _fetched_samples(feed: MapFeed[Sample]) -> Iterator[Sample]:
+    entries = feed.samples()
+    while True:
+        with feed.fetching():
+            entry = next(entries, None)
+        if entry is None:
+            return
+        yield entry.sample
 
 
 def _next_group(stream: SampleStream[Sample]) -> list[list[Sample]] | None:

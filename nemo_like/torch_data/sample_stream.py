@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -35,12 +35,14 @@ class ColumnLength:
 
     def __call__(self, sample: Any) -> int:
         """Return the number of values of the column. Raises ValueError if it is missing."""
-        if not isinstance(sample, Mapping) or self.column not in sample:
+        try:
+            column = sample[self.column]
+        except (KeyError, IndexError, TypeError) as error:
             raise ValueError(
                 f"a sample of type {type(sample).__name__} has no column {self.column!r}; pass its"
                 " name, or a function of a sample that returns its length"
-            )
-        return _row_length(sample[self.column], self.column)
+            ) from error
+        return _row_length(column, self.column)
 
 
 def sample_numbers(sample: Any) -> tuple[int, int | None]:
@@ -72,6 +74,8 @@ def _row_length(column: Any, name: str) -> int:
     """Return L of a column of shape [L] or [1, L]."""
     if isinstance(column, list | tuple):
         # The first value tells the shape; to convert all of them takes longer.
+        if column and isinstance(column[0], int):
+            return len(column)
         inner = np.shape(column[0]) if column else ()
         shape = (len(column), *inner)
     else:
@@ -129,7 +133,8 @@ class SampleStream(Generic[Sample]):
         """
         started = time.perf_counter()
         try:
-            self._fill()
+            with self.feed.fetching():
+                self._fill()
             check()
         except Exception:
             self.planner.fail()
@@ -140,8 +145,10 @@ class SampleStream(Generic[Sample]):
     def take(self, step: AlignedStep) -> list[tuple[list[int], list[Sample]]]:
         """Return (numbers, samples) of each microbatch of `step`; empty lists for a dummy."""
         taken = []
-        for microbatch in step.own.plan.ranks[0]:
-            numbers = [step.own.rows[row] for row in microbatch.rows]
+        # Most steps have few rows, for which the arrays of the plan suffice.
+        order = step.own.plan.rows.tolist()
+        for start, stop in pairwise(step.own.plan.offsets.tolist()):
+            numbers = [step.own.rows[row] for row in order[start:stop]]
             taken.append((numbers, [self.samples.pop(number) for number in numbers]))
         return taken
 
@@ -245,7 +252,7 @@ class SampleStream(Generic[Sample]):
         """Return True if the next sample may not join the window, as it waits there since the last
         epoch.
         """
-        return self._infinite_loop and self.feed.is_blocked(self.planner.in_window)
+        return self._infinite_loop and self.feed.is_blocked(self.planner.window)
 
     def _start_next_epoch(self) -> None:
         # The first epoch may have begun in the middle.

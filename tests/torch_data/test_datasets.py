@@ -106,7 +106,8 @@ def test_shards_divide_one_permutation(
         # The workers' rows in turns are those of the rank.
         for worker in range(num_workers):
             feed = dataset.feed(worker, num_workers)
-            rows = [entry.sample["number"] for entry in feed.samples()]
+            with feed.fetching():
+                rows = [entry.sample["number"] for entry in feed.samples()]
             assert rows == own[worker::num_workers]
         seen += own
     assert len(seen) == len(set(seen))
@@ -207,6 +208,121 @@ def test_examples_of_cosmos_rl(
     assert all(len(group) == 1 for group in groups)
 
 
+def pool_rule(
+    lengths: list[int], pool_size: int, budget: int, strategy: str, *, is_packed: bool
+) -> list[list[int]]:
+    """Rows of each batch by the rule of Cosmos-RL, each choice a comparison of all rows."""
+    left = list(range(len(lengths)))
+    pool: list[int] = []
+    batches: list[list[int]] = []
+    while left or pool:
+        while left and len(pool) < pool_size:
+            pool.append(left.pop(0))
+        batch = [pool.pop(0)]
+        while True:
+            longest = max(lengths[row] for row in batch)
+            costs = {}
+            for row in pool:
+                if is_packed:
+                    cost = sum(lengths[other] for other in (*batch, row))
+                    key: tuple[int, ...] = (row,)
+                else:
+                    cost = max(longest, lengths[row]) * (len(batch) + 1)
+                    key = (cost, abs(lengths[row] - longest), row)
+                    if strategy == "prefer_first":
+                        key = (cost, row)
+                if cost <= budget:
+                    costs[row] = key
+            if not costs:
+                break
+            batch.append(min(costs, key=costs.__getitem__))
+            pool.remove(batch[-1])
+        batches.append(batch)
+    return batches
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=60),
+    pool_size=st.integers(1, 20),
+    budget=st.integers(1, 90),
+    strategy=st.sampled_from(["prefer_closest", "prefer_first"]),
+    is_packed=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_batches_are_those_of_the_pool_of_cosmos_rl(
+    lengths: list[int], pool_size: int, budget: int, strategy: str, is_packed: bool
+) -> None:
+    groups = in_order(
+        lengths,
+        pool_size=pool_size,
+        max_tokens_for_batch=budget,
+        batching_strategy=strategy,
+        seq_packing_enabled=is_packed,
+    )
+    expected = pool_rule(lengths, pool_size, budget, strategy, is_packed=is_packed)
+    assert numbers_of(groups) == [[batch] for batch in expected]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    pool_size=st.integers(1, 12),
+    max_tokens_len=st.integers(1, 30),
+    is_packed=st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_long_rows_are_alone(
+    lengths: list[int], pool_size: int, max_tokens_len: int, is_packed: bool
+) -> None:
+    options = {"max_tokens_for_batch": 60, "seq_packing_enabled": is_packed}
+    groups = in_order(lengths, pool_size=pool_size, max_tokens_len=max_tokens_len, **options)
+    batches = [batch for group in numbers_of(groups) for batch in group]
+    assert sorted(itertools.chain(*batches)) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) == 1 or max(lengths[row] for row in batch) < max_tokens_len
+    # Without a long row nothing changes.
+    whole = in_order(lengths, pool_size=pool_size, **options)
+    unused = in_order(lengths, pool_size=pool_size, max_tokens_len=31, **options)
+    assert numbers_of(unused) == numbers_of(whole)
+
+
+def test_calls_with_the_names_of_cosmos_rl() -> None:
+    seen = []
+    for rank in range(2):
+        named = LoadBalancedDataset(
+            base_dataset=Rows(LENGTHS * 4),
+            pool_size=4,
+            max_tokens_for_batch=20,
+            length_key="input_ids",
+            batching_strategy="prefer_first",
+            max_tokens_len=9,
+            seq_packing_enabled=False,
+            seed=3,
+            dp_rank=rank,
+            dp_world_size=2,
+            accumulate_steps=2,
+            infinite_loop=False,
+        )
+        shard = ShardedIterableDataset(
+            base_dataset=Rows(LENGTHS * 4), dp_rank=rank, dp_world_size=2, seed=3
+        )
+        own = LoadBalancedDataset(
+            shard,
+            pool_size=4,
+            max_tokens_for_batch=20,
+            batching_strategy="prefer_first",
+            max_tokens_len=9,
+            batches_per_optimizer_step=2,
+            infinite_loop=False,
+        )
+        groups = numbers_of(named)
+        assert groups == numbers_of(own)
+        assert all(len(group) == 2 for group in groups[:-1])
+        seen += [row for group in groups for batch in group for row in batch]
+    assert sorted(seen) == list(range(28))
+    alone = LoadBalancedDataset(Rows([3] * 5), max_tokens_for_batch=6, infinite_loop=False)
+    assert sum(len(batch) for group in alone for batch in group) == 5
+
+
 def test_groups_of_batches() -> None:
     # Six batches of one row.
     groups = in_order([5] * 6, max_tokens_for_batch=5, batches_per_optimizer_step=3)
@@ -220,6 +336,9 @@ def test_groups_of_batches() -> None:
     [
         ({"batches_per_optimizer_step": 0}, "batches_per_optimizer_step is 0"),
         ({"batches_per_optimizer_step": -1}, "batches_per_optimizer_step is -1"),
+        ({"accumulate_steps": 0}, "accumulate_steps is 0"),
+        ({"accumulate_steps": 2, "batches_per_optimizer_step": 3}, "give one of them"),
+        ({"max_tokens_len": 0}, "max_tokens_len is 0"),
         ({"pool_size": 0}, "pool_size is 0"),
         ({"max_tokens_for_batch": 0}, "max_tokens_for_batch is 0"),
         ({"max_num_steps": 0}, "max_num_steps is 0"),
@@ -233,8 +352,10 @@ def test_wrong_values_are_refused(options: dict[str, Any], message: str) -> None
 
 
 def test_sources_that_would_give_all_ranks_the_same_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="wrap a map-style dataset"):
-        LoadBalancedDataset(Rows([1]))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dp_rank is 1 and dp_world_size None; give both"):
+        LoadBalancedDataset(Rows([1] * 4), dp_rank=1)
+    with pytest.raises(ValueError, match="shards itself"):
+        LoadBalancedDataset(ShardedIterableDataset(Rows([1] * 4)), dp_rank=1, dp_world_size=2)
     empty = ShardedIterableDataset(Rows([1]), 0, 2, allow_empty=True)
     with pytest.raises(ValueError, match="allow_empty=True"):
         LoadBalancedDataset(empty)

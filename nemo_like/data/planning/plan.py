@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -387,7 +387,6 @@ def join_steps(
 ) -> BatchPlan:
     """Join the plans of all steps into one, rank after rank."""
     num_microbatches = [step.num_bins // spec.num_ranks for step in steps]
-    step_offsets = prefix_sums(np.asarray(num_microbatches, dtype=np.int64))
     bins = _rank_major_bins(steps, spec.num_ranks)
     padded = fitted.padded_lengths[bins.perm]
     # Padded rows occupy the length of the longest row of their microbatch.
@@ -397,7 +396,7 @@ def join_steps(
     return BatchPlan(
         spec=spec,
         num_rows=len(fitted.lengths),
-        step_offsets=tuple(step_offsets.tolist()),
+        step_offsets=tuple(accumulate(num_microbatches, initial=0)),
         rows=bins.perm,
         lengths=fitted.lengths[bins.perm],
         padded_lengths=padded,

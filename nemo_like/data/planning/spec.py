@@ -256,7 +256,7 @@ class PlanSpec:
                 " to flops or tokens, or algorithm to a bin packer such as best_fit_decreasing"
             )
 
-    @property
+    @cached_property
     def row_multiple(self) -> int:
         """Number that divides every padded length: the lcm of `sequence_length_round` and 2 * cp,
         in the padded layout also of `total_multiple`.
@@ -297,7 +297,7 @@ class PlanSpec:
             return None
         return self.padding_multiples.capacity(self.max_tokens)
 
-    @property
+    @cached_property
     def max_row_tokens(self) -> int:
         """Maximum padded length of a row within the capacity. Raises ValueError without a limit."""
         if self.max_tokens is None:

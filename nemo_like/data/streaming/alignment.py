@@ -249,31 +249,31 @@ class AlignedPlanner(MicrobatchFormer):
         self._failure = _failure_of(ranks)
         if self._failure is not None:
             raise AlignmentError(self._failure)
-        num_bins = ranks[:, 0]
+        # Lists: for few ranks the operations of arrays take longer.
+        num_bins, num_rows, num_trained, num_positions, steps_left = ranks[:, :5].T.tolist()
         if self._is_end(num_bins):
             self.drop_rest()
             self.is_finished = True
             # Without `join` the shard may have more rows; they must not be pushed and lost.
             self.close()
             return None
-        self._follow_slowest(ranks)
-        num_microbatches = round_up(int(num_bins.max()), self.spec.plan.microbatch_multiple)
+        self._follow_slowest(steps_left)
+        num_microbatches = round_up(max(num_bins), self.spec.plan.microbatch_multiple)
         bins = split_bins(self.take_step(), num_microbatches, self.spec.plan.layout)
         own = planned_step(
             bins,
             self.spec.step_spec,
             self,
             num_microbatches=num_microbatches,
-            num_trained=int(ranks[:, 2].sum()),
+            num_trained=sum(num_trained),
         )
-        # A rank with fewer rows than microbatches has one row in each, and dummies.
-        num_dummies = np.maximum(num_microbatches - ranks[:, 1], 0)
         # A step has a row on some rank, so the mean is positive.
-        position_imbalance = float(ranks[:, 3].max() / ranks[:, 3].mean())
+        position_imbalance = max(num_positions) * len(num_positions) / sum(num_positions)
         return AlignedStep(
             own=own,
-            num_rows=int(ranks[:, 1].sum()),
-            num_dummies=int(num_dummies.sum()),
+            num_rows=sum(num_rows),
+            # A rank with fewer rows than microbatches has one row in each, and dummies.
+            num_dummies=sum(max(num_microbatches - rows, 0) for rows in num_rows),
             position_imbalance=position_imbalance,
         )
 
@@ -403,15 +403,14 @@ class AlignedPlanner(MicrobatchFormer):
         self.bins = kept
         self.window = Window([*deferred, *self.window])
 
-    def _follow_slowest(self, ranks: np.ndarray) -> None:
-        """Set how many steps the rows of this rank must last; `ranks` int64 [R, _NUM_VALUES]."""
+    def _follow_slowest(self, steps_left: list[int]) -> None:
+        """Set how many steps the rows of this rank must last, from the estimates of all ranks."""
         self._num_formed_tokens += self._step_tokens
         self._num_formed_steps += 1
-        steps_left = ranks[:, 4]
-        own = int(steps_left[self._coordinator.rank])
+        own = steps_left[self._coordinator.rank]
         self._max_steps_left = None
-        if steps_left.min() >= 0 and own < _MIN_LEAD * steps_left.max():
-            self._max_steps_left = float(steps_left.max()) / 1000
+        if min(steps_left) >= 0 and own < _MIN_LEAD * max(steps_left):
+            self._max_steps_left = max(steps_left) / 1000
 
     def _settings_checksum(self) -> int:
         """Return a checksum of the settings from which ranks compute the size of a step."""
@@ -427,11 +426,11 @@ class AlignedPlanner(MicrobatchFormer):
         """True if the stream ends in the first step that some rank cannot fill."""
         return not self.join or self.spec.tail == "drop"
 
-    def _is_end(self, num_bins: np.ndarray) -> bool:
-        """Return True if there is no further step; `num_bins` int64 [R] of all ranks."""
+    def _is_end(self, num_bins: list[int]) -> bool:
+        """Return True if there is no further step; `num_bins` are the microbatches of all ranks."""
         if self._ends_incomplete:
-            return bool((num_bins < self.spec.microbatches_per_step).any())
-        return not num_bins.any()
+            return min(num_bins) < self.spec.microbatches_per_step
+        return not any(num_bins)
 
 
 def waiting_rows(state: Mapping[str, Any]) -> list[int]:
@@ -441,17 +440,16 @@ def waiting_rows(state: Mapping[str, Any]) -> list[int]:
 
 def _failure_of(ranks: np.ndarray) -> str | None:
     """Return why the ranks have no common step, or None; `ranks` int64 [R, _NUM_VALUES]."""
-    failed = np.flatnonzero(ranks[:, -1])
-    if len(failed):
-        names = ", ".join(map(str, failed.tolist()))
+    failed = [rank for rank, value in enumerate(ranks[:, -1].tolist()) if value]
+    if failed:
+        names = ", ".join(map(str, failed))
         return f"rank {names} could not form its step; its own error message has the cause"
-    steps = ranks[:, 5]
-    if (steps != steps[0]).any():
+    steps = ranks[:, 5].tolist()
+    if len(set(steps)) > 1:
         return (
-            f"the ranks are at different steps {steps.tolist()}; resume all of them from the same"
-            " checkpoint"
+            f"the ranks are at different steps {steps}; resume all of them from the same checkpoint"
         )
-    if (ranks[:, 6] != ranks[0, 6]).any():
+    if len(set(ranks[:, 6].tolist())) > 1:
         return (
             "the ranks have different settings; microbatches_per_step, microbatch_multiple, join"
             " and tail must be the same on all ranks"

@@ -61,7 +61,7 @@ class MicrobatchFormer:
         self.window = Window()
         self.bins: list[Bin] = []
         """Microbatches of the current step."""
-        self._limits = spec.limits(0)
+        self._set_limits()
 
     def copy(self) -> Self:
         """Return a former in the same state, which changes independently."""
@@ -152,11 +152,16 @@ class MicrobatchFormer:
         """True if the next microbatch can be formed from the window."""
         if self.is_closed:
             return len(self.window) > 0
-        num_ranks = self.spec.plan.num_ranks
-        if len(self.window) >= num_ranks * self.spec.window_rows:
+        if len(self.window) >= self._max_window_rows:
             return True
-        min_tokens = self.spec.min_window_tokens(self._limits)
+        min_tokens = self._min_window_tokens
         return min_tokens is not None and self.window.num_tokens >= min_tokens
+
+    def _set_limits(self) -> None:
+        """Set the limits of the present step."""
+        self._limits = self.spec.limits(self.num_steps)
+        self._max_window_rows = self.spec.plan.num_ranks * self.spec.window_rows
+        self._min_window_tokens = self.spec.min_window_tokens(self._limits)
 
     def drop_row(self) -> None:
         """Count a row that the caller leaves out."""
@@ -188,7 +193,7 @@ class MicrobatchFormer:
         self.step_counts = self.counts.since(self._counts_at_step)
         self._counts_at_step = replace(self.counts)
         self.num_steps += 1
-        self._limits = self.spec.limits(self.num_steps)
+        self._set_limits()
         return bins
 
     def drop_rest(self) -> None:
@@ -207,7 +212,7 @@ class MicrobatchFormer:
         self.counts = StreamCounts()
         self._counts_at_step = StreamCounts()
         self.num_steps = num_steps
-        self._limits = self.spec.limits(num_steps)
+        self._set_limits()
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values: the waiting rows, the incomplete step and the counters."""
@@ -238,7 +243,7 @@ class MicrobatchFormer:
         self.is_closed = bool(state["is_closed"])
         self.counts = StreamCounts(**state["counts"])
         self._counts_at_step = StreamCounts(**state["counts_at_step"])
-        self._limits = self.spec.limits(self.num_steps)
+        self._set_limits()
         bins = [self._refit(rows) for rows in state["bins"]]
         waiting = self._refit(state["window"])
         is_kept = state["num_bins"] == self.num_bins and all(map(self._is_within, bins))
@@ -335,8 +340,11 @@ def _check_numbers(
     row: int, length: int, num_trained: int | None, extra: int
 ) -> tuple[int, int | None, int]:
     """Return the numbers of a row as ints. Raises ValueError for numbers that no row has."""
-    length = check_integer(f"length of row {row}", length, 1)
-    extra = check_integer(f"extra of row {row}", extra, 0)
+    # For most rows no message is necessary, and to write it takes longer than the check.
+    if type(length) is not int or length < 1:
+        length = check_integer(f"length of row {row}", length, 1)
+    if type(extra) is not int or extra < 0:
+        extra = check_integer(f"extra of row {row}", extra, 0)
     if num_trained is None:
         return length, None, extra
     num_trained = check_integer(f"num_trained of row {row}", num_trained, 0)

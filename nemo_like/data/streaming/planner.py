@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.loader import BatchLoader, FetchableRows, Out
-from nemo_like.data.packing.packers import Packing, prefix_sums
+from nemo_like.data.packing.packers import Packing
 from nemo_like.data.planning.oversize import FittedRows
 from nemo_like.data.planning.plan import BatchPlan, join_steps, plan_bins
 from nemo_like.data.planning.spec import PlanSpec
@@ -103,11 +103,11 @@ def planned_step(
     ranks; None if `bins` has the rows of all ranks.
     """
     rows = list(chain.from_iterable(bins))
-    sizes = np.array([len(members) for members in bins], dtype=np.int64)
+    offsets = np.array([0, *accumulate(map(len, bins))], dtype=np.int64)
     lengths = np.array([row.length for row in rows], dtype=np.int64)
     trained = np.array([row.num_trained for row in rows], dtype=np.int64)
     plan = plan_bins(
-        Packing(np.arange(len(rows)), prefix_sums(sizes)),
+        Packing(np.arange(len(rows)), offsets),
         lengths,
         spec,
         num_microbatches=num_microbatches,

@@ -21,7 +21,7 @@ import copy
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice, takewhile
+from itertools import accumulate, chain, islice
 from typing import Literal, NamedTuple
 
 from nemo_like.parallel_layout import RowLayout
@@ -210,30 +210,34 @@ def _fewest_positions(window: Window, fill: Fill, *, is_closest: bool) -> list[i
     """Add the row that adds the fewest positions, as long as one fits.
 
     All rows up to the longest row so far add the same positions; of these it is the longest
-    (`is_closest`) or the oldest. Otherwise the shortest longer row adds the fewest.
+    (`is_closest`) or the oldest. Otherwise the shortest longer row adds the fewest. A row that does
+    not fit does not fit later either, so one pass finds them: the rows up to the oldest row, and
+    then the longer ones by size.
     """
-    taken = set(fill.numbers)
-    while not fill.is_full:
-        longer = bisect_left(window.by_size, (fill.max_size + 1, -1))
-        candidates: list[Iterable[int]] = []
-        if fill.positions_with(fill.max_size) <= fill.limits.max_tokens:
-            not_longer = _downward(window.by_size, longer)
-            if not is_closest:
-                rows = window.rows.items()
-                not_longer = (number for number, row in rows if row.size <= fill.max_size)
-            candidates.append(not_longer)
-        fitting = takewhile(
-            lambda entry: fill.positions_with(entry[0]) <= fill.limits.max_tokens,
-            islice(window.by_size, longer, None),
-        )
-        candidates.append(number for _, number in fitting)
-        for number in chain.from_iterable(candidates):
-            if number not in taken and fill.fits_others(window.rows[number]):
-                break
-        else:
+    limits = fill.limits
+    has_other_limits = limits.has_other_limits
+    oldest = fill.numbers[0]
+    longer = bisect_left(window.by_size, (fill.max_size + 1, -1))
+    if is_closest:
+        not_longer = _downward(window.by_size, longer)
+    else:
+        rows = window.rows.items()
+        oldest_size = fill.max_size
+        not_longer = (number for number, row in rows if row.size <= oldest_size)
+    by_size = (number for _, number in islice(window.by_size, longer, None))
+    for number in chain(not_longer, by_size):
+        if number == oldest:
+            continue
+        row = window.rows[number]
+        # The rows that follow are not shorter, or add as many positions.
+        if fill.positions_with(row.size) > limits.max_tokens:
             break
-        fill.add(number, window.rows[number])
-        taken.add(number)
+        if has_other_limits:
+            if fill.is_full:
+                break
+            if not fill.fits_others(row):
+                continue
+        fill.add(number, row)
     return fill.numbers
 
 
