@@ -217,7 +217,10 @@ def test_ranks_share_the_indices_of_a_sampler_and_a_distributed_sampler_repeats_
         return [row for batch in batches for row in batch.rows]
 
     for make in (
-        lambda rank: WeightedRandomSampler([1.0] * 41, 41, replacement=False),
+        # The ranks are threads, which would share the global generator.
+        lambda rank: WeightedRandomSampler(
+            [1.0] * 41, 41, replacement=False, generator=torch.Generator()
+        ),
         lambda rank: DistributedSampler(rows(), 2, rank, shuffle=True),  # pyright: ignore[reportArgumentType]
     ):
         ranks = run_ranks(2, lambda coordinator: run(coordinator, make(coordinator.rank)))  # noqa: B023
