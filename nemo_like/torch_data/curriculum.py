@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from nemo_like.data.row_order import check_rank, epoch_permutation
 from nemo_like.integer_math import ceil_div, check_integer
+from nemo_like.run.files import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,9 @@ class DifficultySchedule:
     * `linear`: start + (end - start) × p
     * `root`: start + (end - start) × p^(1 / degree); degree 2 is the square root
     * `discrete`: `levels[i]`, where i is the number of `boundaries` that are at most the step
+
+    `linear` and `root` are rounded down to multiples of `difficulty_step` before `num_steps`, but
+    not below the easier of start and end: few lengths, for kernels that need multiples.
     """
 
     kind: Literal["constant", "linear", "root", "discrete"]
@@ -91,6 +96,7 @@ class DifficultySchedule:
     degree: float = 2.0
     levels: tuple[float, ...] = ()
     boundaries: tuple[int, ...] = ()
+    difficulty_step: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ("constant", "linear", "root", "discrete"):
@@ -98,6 +104,8 @@ class DifficultySchedule:
         check_integer("num_steps", self.num_steps, 1)
         if not self.degree > 0:
             raise ValueError(f"degree is {self.degree}: give a number above 0")
+        if self.difficulty_step is not None and not self.difficulty_step > 0:
+            raise ValueError(f"difficulty_step is {self.difficulty_step}: give a number above 0")
         for name in ("start", "end", "levels"):
             if not np.isfinite(getattr(self, name)).all():
                 raise ValueError(f"{name} is {getattr(self, name)}: give finite numbers")
@@ -120,7 +128,11 @@ class DifficultySchedule:
         progress = min(step / self.num_steps, 1.0)
         if self.kind == "root":
             progress = progress ** (1 / self.degree)
-        return self.start + (self.end - self.start) * progress
+        difficulty = self.start + (self.end - self.start) * progress
+        if self.difficulty_step is None or progress == 1.0:
+            return difficulty
+        rounded = difficulty // self.difficulty_step * self.difficulty_step
+        return max(rounded, min(self.start, self.end))
 
 
 class CurriculumSampler:
@@ -271,16 +283,20 @@ def _checked_difficulty(difficulty: np.ndarray) -> np.ndarray:
 
 
 def sample_sort(
-    rows: torch.Tensor, group: dist.ProcessGroup | None = None, num_samples: int = 100
+    tensor: torch.Tensor,
+    comm_group: dist.ProcessGroup | None = None,
+    num_workers: int | None = None,
+    n_samples: int = 100,
 ) -> torch.Tensor:
     """Sort the rows of all ranks by the first column, then the second, and so on.
 
-    Collective over `group`; None is the default group, or this process alone without one. The
-    result of rank 0, followed by the results of ranks 1, 2, ..., is the sorted sequence. With N
-    rows on all ranks and n_r on rank r, a rank receives at most `N / ranks + c + sum(c_r - 1) + 1`
-    rows, where `c_r = ceil(n_r / s)`, c is the largest of them and s is the larger of `num_samples`
-    and twice the number of ranks. With n_r <= s on every rank the counts differ by at most 1. Equal
-    rows may be split between ranks. The sorted sequence depends on nothing but the rows.
+    The arguments are those of DeepSpeed. Collective over `comm_group`; None is the default group,
+    or this process alone without one. The result of rank 0, followed by the results of ranks 1, 2,
+    ..., is the sorted sequence. With N rows on all ranks and n_r on rank r, a rank receives at most
+    `N / ranks + c + sum(c_r - 1) + 1` rows, where `c_r = ceil(n_r / s)`, c is the largest of them
+    and s is the larger of `n_samples` and twice the number of ranks. With n_r <= s on every rank
+    the counts differ by at most 1. Equal rows may be split between ranks. The sorted sequence
+    depends on nothing but the rows.
 
     Sample sort (Frazer and McKellar 1970) with regular samples (Shi and Schaeffer 1992): every rank
     sorts its rows and contributes samples, pivots are chosen among all samples, and each rank
@@ -288,29 +304,32 @@ def sample_sort(
     position after the local sort, so that equal rows can be split between ranks.
 
     Args:
-        rows: the rows of this rank, int64 or float64 [n, columns]; n may be 0 and may differ
+        tensor: the rows of this rank, int64 or float64 [n, columns]; n may be 0 and may differ
             between ranks, dtype and columns are the same. On a device that the backend supports.
-        group: the process group.
-        num_samples: rows of each rank among which the pivots are chosen.
+        comm_group: the process group.
+        num_workers: its number of ranks, which is only checked.
+        n_samples: rows of each rank among which the pivots are chosen.
 
     Returns:
         The rows of this rank, [m, columns], same dtype and device.
 
     Raises:
         ValueError: on every rank, if a rank gave NaN, another dtype or other dimensions, or if
-            dtype or columns differ between ranks.
+            dtype or columns differ between ranks, or for another `num_workers`.
     """
-    check_integer("num_samples", num_samples, 1)
-    if group is None and not dist.is_initialized():
-        _raise_problem(0, _problem_of(rows))
-        return _sort_rows(rows)
-    ranks = group or dist.group.WORLD
-    assert ranks is not None
-    counts = _exchange_counts(rows, ranks)
+    check_integer("n_samples", n_samples, 1)
+    ranks = _ranks_of(comm_group)
+    num_ranks = ranks.size() if ranks else 1
+    if num_workers not in (None, num_ranks):
+        raise ValueError(f"num_workers is {num_workers}: the group has {num_ranks} ranks")
+    if ranks is None:
+        _raise_problem(0, _problem_of(tensor))
+        return _sort_rows(tensor)
+    counts = _exchange_counts(tensor, ranks)
     if int(counts.sum()) == 0:
-        return rows
-    rows = _sort_rows(rows)
-    pivots = _choose_pivots(rows, counts, ranks, max(num_samples, 2 * ranks.size()))
+        return tensor
+    rows = _sort_rows(tensor)
+    pivots = _choose_pivots(rows, counts, ranks, max(n_samples, 2 * ranks.size()))
     bounds = [0, *(_rows_up_to(rows, *pivot, ranks.rank()) for pivot in pivots), len(rows)]
     num_sent = [stop - start for start, stop in pairwise(bounds)]
     return _sort_rows(_exchange_rows(rows, num_sent, ranks))
@@ -328,16 +347,72 @@ def deal_interleaved(rows: torch.Tensor, group: dist.ProcessGroup | None = None)
 
     Example: ranks with [a, b, c] and [d] have [a, c] and [b, d] afterwards.
     """
-    if group is None and not dist.is_initialized():
+    ranks = _ranks_of(group)
+    if ranks is None:
         return rows
-    ranks = group or dist.group.WORLD
-    assert ranks is not None
     counts = _all_gather(torch.tensor([len(rows)], device=rows.device), ranks)[:, 0].tolist()
     first = sum(counts[: ranks.rank()])
     # Row j here is row `first + j` of the sequence, so rank r gets j = r - first modulo the ranks.
     size = ranks.size()
     parts = [rows[(rank - first) % size :: size] for rank in range(size)]
     return _exchange_rows(torch.cat(parts), [len(part) for part in parts], ranks)
+
+
+def file_write_ordered(
+    tensor: torch.Tensor, fname: str | Path, comm_group: dist.ProcessGroup | None = None
+) -> None:
+    """Write the rows of all ranks, in the order of the ranks, to one .npy file [N, ...].
+
+    Collective over `comm_group`, as `sample_sort`, whose result it writes as one sorted file for
+    `numpy.load(fname, mmap_mode="r")`. Rank 0 receives one rank after the other and writes all: it
+    holds the rows of two ranks at most, and the others need not see its file system. The file
+    appears, or is replaced, when it is complete, before any rank returns.
+
+    `tensor` is [n, ...] of any dtype that NumPy has; n may be 0, the rest is equal on all ranks.
+    Raises WriteError on rank 0.
+    """
+    ranks = _ranks_of(comm_group)
+    if ranks is None:
+        with replacing(Path(fname)) as path:
+            _write_npy(path, [tensor], len(tensor))
+        return
+    counts = _all_gather(torch.tensor([len(tensor)], device=tensor.device), ranks)[:, 0].tolist()
+    parts = _parts_on_rank_0(tensor, ranks)
+    if ranks.rank() == 0:
+        with replacing(Path(fname)) as path:
+            _write_npy(path, parts, sum(counts))
+    else:
+        for _ in parts:
+            pass
+    # The file is complete when all ranks are here.
+    _all_gather(tensor.new_zeros(1), ranks)
+
+
+def _parts_on_rank_0(tensor: torch.Tensor, ranks: dist.ProcessGroup) -> Iterator[torch.Tensor]:
+    """Yield the rows of each rank in turn, on rank 0; other ranks get empty tensors."""
+    for rank in range(ranks.size()):
+        own = tensor if rank == ranks.rank() else tensor[:0]
+        yield _exchange_rows(own, [len(own)] + [0] * (ranks.size() - 1), ranks)
+
+
+def _write_npy(path: Path, parts: Iterable[torch.Tensor], num_rows: int) -> None:
+    """Write `parts`, [n, ...] each, one after the other as an array of `num_rows` rows."""
+    with path.open("wb") as file:
+        for number, part in enumerate(parts):
+            rows = np.ascontiguousarray(part.cpu().numpy())
+            if number == 0:
+                descr = np.lib.format.dtype_to_descr(rows.dtype)
+                shape = (num_rows, *rows.shape[1:])
+                header = {"descr": descr, "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(file, header)
+            rows.tofile(file)
+
+
+def _ranks_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return `group`, by default the default group; None without one: this process is alone."""
+    if group is None and dist.is_initialized():
+        return dist.group.WORLD
+    return group
 
 
 def _all_gather(values: torch.Tensor, ranks: dist.ProcessGroup) -> torch.Tensor:
@@ -465,6 +540,6 @@ def _exchange_rows(
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=ranks)
     num_received = received.tolist()
-    result = rows.new_empty((sum(num_received), rows.shape[1]))
+    result = rows.new_empty((sum(num_received), *rows.shape[1:]))
     dist.all_to_all_single(result, rows.contiguous(), num_received, num_sent, group=ranks)
     return result

@@ -8,6 +8,7 @@ and square root (Krizhevsky 2014, arXiv:1404.5997).
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -16,6 +17,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from nemo_like.integer_math import check_integer
+
+logger = logging.getLogger(__name__)
 
 Method = Literal["linear", "sqrt", "none"]
 Unit = Literal["rows", "tokens"]
@@ -45,7 +48,7 @@ class VariableBatchSizeLR(LRScheduler):
     Step t, counted from 0 at construction, has `batch_sizes[t % len(batch_sizes)]`. Without
     `batch_sizes`, for streams, `set_next_batch_size` is called before every optimizer step:
 
-        scheduler = VariableBatchSizeLR(base_scheduler, base_batch_size=32)
+        scheduler = VariableBatchSizeLR(lr_scheduler, base_batch_size=32)
         for batch in stream:
             scheduler.set_next_batch_size(len(batch))
             ...
@@ -63,31 +66,44 @@ class VariableBatchSizeLR(LRScheduler):
 
     def __init__(
         self,
-        base_scheduler: LRScheduler,
-        *,
+        lr_scheduler: LRScheduler,
         base_batch_size: float,
         batch_sizes: Sequence[int] | None = None,
-        method: Method = "linear",
+        dataloader: object = None,
+        lr_scaling_method: Method = "linear",
+        last_epoch: int = -1,
+        verbose: bool = False,
+        *,
         unit: Unit = "rows",
     ) -> None:
+        """Wrap a scheduler; the arguments are those of DeepSpeed, in its order.
+
+        `dataloader` is not used: the batch sizes are `batch_sizes`. `last_epoch` must be -1, as
+        `load_state_dict` restores a position. `verbose` logs the learning rates of each step.
+        Raises ValueError.
+        """
+        del dataloader
+        if last_epoch != -1:
+            raise ValueError(
+                f"last_epoch is {last_epoch}: leave it out, load_state_dict restores a position"
+            )
         # Not `super().__init__`: it replaces the current learning rates, which are those that the
         # base scheduler set for its present step.
-        if isinstance(base_scheduler, VariableBatchSizeLR):
+        if isinstance(lr_scheduler, VariableBatchSizeLR):
+            raise ValueError("lr_scheduler is a VariableBatchSizeLR: give the scheduler inside it")
+        if not isinstance(lr_scheduler, LRScheduler):
             raise ValueError(
-                "base_scheduler is a VariableBatchSizeLR: give the scheduler inside it"
-            )
-        if not isinstance(base_scheduler, LRScheduler):
-            raise ValueError(
-                f"base_scheduler is a {type(base_scheduler).__name__}: give a scheduler of"
+                f"lr_scheduler is a {type(lr_scheduler).__name__}: give a scheduler of"
                 " torch.optim.lr_scheduler, such as LambdaLR"
             )
         if unit not in get_args(Unit):
             raise ValueError(f"unit is {unit!r}: give rows or tokens")
-        batch_size_scale(1, base_batch_size, method)
-        self.optimizer = base_scheduler.optimizer
-        self.base_scheduler = base_scheduler
+        batch_size_scale(1, base_batch_size, lr_scaling_method)
+        self.optimizer = lr_scheduler.optimizer
+        self.base_scheduler = lr_scheduler
         self.base_batch_size = base_batch_size
-        self.method: Method = method
+        self.method: Method = lr_scaling_method
+        self.verbose = verbose
         self.unit: Unit = unit
         self.last_epoch = 0
         self._batch_sizes = _checked_batch_sizes(batch_sizes)
@@ -222,6 +238,8 @@ class VariableBatchSizeLR(LRScheduler):
             position = (self.last_epoch - self._first_step) % len(self._batch_sizes)
             self.batch_size = self._batch_sizes[position]
         self._set_lrs(self.get_lr())
+        if self.verbose:
+            logger.info("step %d: learning rates %s", self.last_epoch, self._current_lrs())
 
     def _current_lrs(self) -> list[float]:
         """Read the learning rates of the parameter groups; a tensor is converted without loss."""

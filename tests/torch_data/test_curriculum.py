@@ -196,3 +196,19 @@ def test_errors() -> None:
 def test_a_schedule_without_finite_difficulties_is_an_error() -> None:
     with pytest.raises(ValueError, match="end is nan: give finite numbers"):
         DifficultySchedule("linear", end=math.nan)
+
+
+def test_a_difficulty_step_rounds_down_and_reaches_the_end() -> None:
+    """DeepSpeed's fixed_linear from 8 to 100 in 10 steps, in multiples of 8, but with the end."""
+    schedule = DifficultySchedule("linear", start=8, end=100, num_steps=10, difficulty_step=8)
+    values = [schedule.at(step) for step in range(12)]
+    exact = [8 + 92 * step / 10 for step in range(10)]
+    assert values == [8 * math.floor(value / 8) for value in exact] + [100, 100]
+    # Another example: 2 + step, rounded down to even numbers.
+    schedule = DifficultySchedule("linear", start=2, end=10, num_steps=8, difficulty_step=2)
+    assert [schedule.at(step) for step in range(1, 10)] == [2, 4, 4, 6, 6, 8, 8, 10, 10]
+    # Not below the start.
+    schedule = DifficultySchedule("root", start=5, end=30, num_steps=4, difficulty_step=8)
+    assert [schedule.at(step) for step in range(5)] == [5, 16, 16, 24, 30]
+    with pytest.raises(ValueError, match="difficulty_step is 0: give a number above 0"):
+        DifficultySchedule("linear", end=1, difficulty_step=0)

@@ -85,7 +85,9 @@ def base_lrs(name: str, num_steps: int) -> list[list[float]]:
 
 def wrapped(name: str, batch_sizes: list[int] | None, method: Method = "linear") -> Any:
     base = SCHEDULERS[name](new_optimizer())
-    return VariableBatchSizeLR(base, base_batch_size=4, batch_sizes=batch_sizes, method=method)
+    return VariableBatchSizeLR(
+        base, base_batch_size=4, batch_sizes=batch_sizes, lr_scaling_method=method
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,10 @@ def test_examples_of_the_reference(base: Any, method: Method, expected: list[flo
     }
     optimizer = new_optimizer((1e-3,))
     scheduler = VariableBatchSizeLR(
-        base(optimizer, **arguments[base]), base_batch_size=2, batch_sizes=[10, 4], method=method
+        base(optimizer, **arguments[base]),
+        base_batch_size=2,
+        batch_sizes=[10, 4],
+        lr_scaling_method=method,
     )
     lrs = []
     for step in range(len(expected)):
@@ -154,7 +159,11 @@ def test_it_equals_the_closed_form(
     factors = [1 / (1 + step) for step in range(12)]
     schedule = lr_scheduler.LambdaLR(optimizer, lambda step: factors[step])
     scheduler = VariableBatchSizeLR(
-        schedule, base_batch_size=base, batch_sizes=batch_sizes, method=method, unit="tokens"
+        schedule,
+        base_batch_size=base,
+        batch_sizes=batch_sizes,
+        lr_scaling_method=method,
+        unit="tokens",
     )
     for step in range(10):
         ratio = batch_sizes[step % len(batch_sizes)] / base
@@ -243,7 +252,7 @@ def test_errors() -> None:
         wrapped("plateau", [3]).step()
     with pytest.raises(ValueError, match="batch_sizes is empty"):
         wrapped("linear", [])
-    with pytest.raises(ValueError, match="base_scheduler is a VariableBatchSizeLR"):
+    with pytest.raises(ValueError, match="lr_scheduler is a VariableBatchSizeLR"):
         VariableBatchSizeLR(listed, base_batch_size=1)
     with pytest.raises(ValueError, match="unit is 'samples': give rows or tokens"):
         VariableBatchSizeLR(
@@ -266,7 +275,7 @@ def test_a_batch_size_is_an_integer_and_the_base_a_scheduler() -> None:
     with pytest.raises(ValueError, match="next batch size is nan; give an integer"):
         wrapped("exponential", None).set_next_batch_size(math.nan)  # pyright: ignore[reportArgumentType]
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
-    with pytest.raises(ValueError, match="base_scheduler is a SGD: give a scheduler"):
+    with pytest.raises(ValueError, match="lr_scheduler is a SGD: give a scheduler"):
         VariableBatchSizeLR(optimizer, base_batch_size=2)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="the state has no unit"):
         wrapped("exponential", None).load_state_dict({})

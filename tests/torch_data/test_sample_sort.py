@@ -55,7 +55,7 @@ def sort_and_deal(
     ranks: list[Rows], dtype: torch.dtype, num_samples: int, group: dist.ProcessGroup
 ) -> tuple[Rows, Rows]:
     rows = tensor_of(ranks[group.rank()], num_columns_of(ranks), dtype)
-    result = sample_sort(rows, group, num_samples)
+    result = sample_sort(rows, group, len(ranks), num_samples)
     assert result.dtype == dtype
     dealt = deal_interleaved(result, group)
     as_tuples = [tuple(row) for row in result.tolist()]
@@ -110,7 +110,7 @@ def run_process_rank(
             dtype = torch.float64 if is_float else torch.int64
             rows = tensor_of(ranks[rank], num_columns_of(ranks), dtype)
             group = dist.group.WORLD if number % 2 else None
-            result = sample_sort(rows, group, num_samples)
+            result = sample_sort(rows, group, len(ranks), num_samples)
             dealt = deal_interleaved(result, group)
             results.append(
                 ([tuple(row) for row in result.tolist()], [tuple(row) for row in dealt.tolist()])
@@ -166,7 +166,7 @@ def test_a_curriculum_is_the_same_for_any_number_of_ranks(num_ranks: int) -> Non
     def run(group: dist.ProcessGroup) -> list[int]:
         row_ids = np.flatnonzero(owners == group.rank())
         keys = curriculum_keys(difficulty[row_ids], row_ids, 101, seed=7, epoch=2)
-        rows = deal_interleaved(sample_sort(torch.from_numpy(keys), group, 5), group)
+        rows = deal_interleaved(sample_sort(torch.from_numpy(keys), group, n_samples=5), group)
         return rows[:, 2].to(torch.int64).tolist()
 
     for rank, rows in enumerate(run_thread_ranks(num_ranks, run)):
@@ -179,8 +179,10 @@ def test_without_a_process_group() -> None:
     assert deal_interleaved(rows).tolist() == rows.tolist()
     with pytest.raises(ValueError, match="rank 0 gave rows with NaN"):
         sample_sort(torch.tensor([[float("nan")]], dtype=torch.float64))
-    with pytest.raises(ValueError, match="num_samples is 0"):
-        sample_sort(rows, num_samples=0)
+    with pytest.raises(ValueError, match="n_samples is 0"):
+        sample_sort(rows, n_samples=0)
+    with pytest.raises(ValueError, match="num_workers is 2: the group has 1 ranks"):
+        sample_sort(rows, num_workers=2)
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,16 @@ class TokenBatches:
         candidates = range(first + rank, first + per_rank * num_ranks, num_ranks)
         return [candidate if candidate < stop else -1 for candidate in candidates]
 
+    def microbatch_ids(self) -> list[tuple[int, list[int]]]:
+        """Return (step, rows) of each microbatch; a row of -1 is a dummy row."""
+        step_of = np.repeat(np.arange(self.num_steps), np.diff(self.step_offsets)).tolist()
+        return [(step, self.padded_microbatch(m).tolist()) for m, step in enumerate(step_of)]
+
+    def max_lengths(self) -> list[int]:
+        """Return the padded length of the longest microbatch of each step."""
+        bounds = pairwise(self.step_offsets.tolist())
+        return [int(self.padded_lengths[start:stop].max()) for start, stop in bounds]
+
     def steps(self) -> list[list[list[int]]]:
         """Return the rows of each microbatch of each step as lists."""
         rows = self.rows.tolist()
