@@ -96,6 +96,23 @@ def pad_packed_input(
     return padded
 
 
+def tail_padding_length(
+    batch: Mapping[str, Any],
+    *,
+    pad_token_id: int = 0,
+    ignore_index: int = IGNORE_INDEX,
+    pad_values: PadValues | None = None,
+) -> int:
+    """Return how many tokens at the end of `batch` are the padding of `pad_packed_input`.
+
+    `batch` has the columns [1, T] of the full sequence, and the padding values are those that it
+    was padded with. Raises ValueError for a slice of a sequence.
+    """
+    cu_seq_lens = cu_seq_lens_from_position_ids(batch["position_ids"])
+    values = _padding_values(pad_token_id, ignore_index, pad_values)
+    return batch["input_ids"].shape[1] - _padding_begin(batch, int(cu_seq_lens[-2]), values)
+
+
 def shift_packed_labels(
     batch: Mapping[str, Any], ignore_index: int = IGNORE_INDEX
 ) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from nemo_like.torch_data.packed_batch import (
     pad_packed_input,
     shift_packed_labels,
     slice_for_sequence_parallel,
+    tail_padding_length,
 )
 from nemo_like.torch_data.packed_collate import PackingCollator, pack_length
 
@@ -385,3 +386,23 @@ def test_invalid_batches_are_refused() -> None:
         cu_seq_lens_from_position_ids(torch.zeros(2, 3))
     with pytest.raises(ValueError, match="max_seq_len is 0"):
         pack_length(2, 0)
+
+
+@given(lengths_of_rows, st.integers(0, 20))
+def test_the_padding_at_the_end_is_counted(lengths: list[int], padding: int) -> None:
+    batch = PackingCollator(pad_to_length=sum(lengths) + padding)(rows_of(lengths))
+    assert tail_padding_length(batch) == padding
+    shifted = PackingCollator(sum(lengths) + padding, shift_labels=True)(rows_of(lengths))
+    assert tail_padding_length(shifted) == padding
+
+
+def test_a_class_label_of_a_row_is_at_its_last_token() -> None:
+    """Labels of sequence classification: one class per row, which stays at its position."""
+    rows = [
+        {"input_ids": [7] * length, "labels": [-100] * (length - 1) + [label]}
+        for length, label in ((3, 1), (2, 0), (5, 4))
+    ]
+    batch = PackingCollator(pad_to_length=12)(rows)
+    positions = [row for row, label in enumerate(values(batch, "labels")) if label != -100]
+    assert positions == [end - 1 for end in batch["cu_seq_lens_q"].tolist()[1:4]]
+    assert [values(batch, "labels")[position] for position in positions] == [1, 0, 4]
