@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_like.data.planning.token_batches import TokenBatches, batch_by_tokens
+from nemo_like.torch_data.curriculum import sample_sort
+from nemo_like.torch_data.learning_rate import VariableBatchSizeLR
 from nemo_like.torch_data.variable_batch import dataloader_for_variable_batch_size
 
 Sample = tuple[int, int]
@@ -91,3 +93,43 @@ def test_errors() -> None:
         dataloader_for_variable_batch_size(*arguments, required_microbatches_of_same_seqlen=True)
     with pytest.raises(ValueError, match="rank 1 of 1"):
         dataloader_for_variable_batch_size(*arguments, dataloader_rank=1)
+
+
+def test_a_loop_with_the_calls_of_the_description() -> None:
+    """30 tokens per batch, a reference batch size of 2 and rate of 1e-3: 10 and 4 rows."""
+    batches = batch_by_tokens(np.array([3] * 10 + [7] * 4), 30)
+    dataset = [(row, int(length)) for row, length in enumerate(batches.lengths)]
+    dataloader = dataloader_for_variable_batch_size(
+        dataset=dataset,
+        microbatch_ids=batches.microbatch_ids(),
+        batch_max_seqlens=batches.max_lengths(),
+        dataloader_rank=0,
+        dataloader_batch_size=1,
+        dataloader_num_replicas=1,
+        dataloader_collate_fn=None,
+        dataloader_num_workers=2,
+        dataloader_pin_memory=False,
+        required_microbatches_of_same_seqlen=True,
+        sample_padding_fn=pad_sample,
+    )
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
+    lr_scheduler = VariableBatchSizeLR(
+        torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
+        2,
+        batches.step_num_rows.tolist(),
+        dataloader,
+        lr_scaling_method="linear",
+        last_epoch=-1,
+        verbose=False,
+    )
+    applied = []
+    for batch in dataloader:
+        applied.append((len(batch), round(float(lr_scheduler.get_last_lr()[0]), 9)))
+        optimizer.step()
+        lr_scheduler.step()
+    assert applied == [(10, 5e-3), (4, 2e-3)]
+    tensor = torch.tensor([[length, row] for row, length in dataset])
+    ordered = sample_sort(tensor.flip(0), None, 1, n_samples=100)
+    assert ordered.tolist() == tensor.tolist()
+    with pytest.raises(ValueError, match="last_epoch is 3: leave it out"):
+        VariableBatchSizeLR(lr_scheduler.base_scheduler, 2, [1], last_epoch=3)
