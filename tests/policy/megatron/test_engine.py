@@ -323,3 +323,41 @@ def test_gradients_add_up_over_calls_and_recompute_runs_layers_twice(model_dir, 
         assert each["forwards"] == 2 * plain["forwards"]
         error = relative_error(as_tensors(each["one call"]), as_tensors(plain["one call"]))
         assert error < TOLERANCE
+
+
+def lengths_per_stage(
+    context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig
+) -> tuple[list[int], list[int]]:
+    """Tokens of each planned microbatch, and of each one that the attention of a stage received."""
+    received: list[int] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], *_: Any) -> None:
+        if isinstance(module, SegmentAttention):
+            received.append(len(args[0]))
+
+    def loss(inputs: Any, outputs: TokenLogprobs) -> tuple[Tensor, None]:
+        return -(outputs.logprobs * inputs.label_mask).sum(), None
+
+    with joined(context, parallel) as rank, register_module_forward_hook(note):
+        worker = rank.worker(config)
+        shard = rank.shard(config, worker, random_batch(LENGTHS[:4]))
+        rows = worker.rows(shard, shard.plan.spec)
+        received.clear()
+        worker.engine.run(map(rows.inputs, shard.plan.microbatches), loss, backward=True)
+        return [each.num_tokens for each in shard.plan.microbatches], received
+
+
+def test_pipeline_stages_receive_packs_of_the_same_length(model_dir, on_ranks):
+    config = dataclasses.replace(
+        of_model(LAYOUTS["packed, 4 microbatches"], model_dir("qwen3")), train_global_batch_size=4
+    )
+    config = dataclasses.replace(
+        config, sequence_packing=dataclasses.replace(config.sequence_packing, train_mb_tokens=32)
+    )
+    stages = on_ranks(lengths_per_stage, "pp2", config)
+    planned = stages[0][0]
+    assert len(set(planned)) > 1, "packs of different lengths need no padding"
+    for _, received in stages:
+        # Each layer of a stage receives each microbatch once.
+        num_layers = len(received) // len(planned)
+        assert received == [length for length in planned for _ in range(num_layers)]
