@@ -280,9 +280,9 @@ def test_long_rows_are_alone(
     for batch in batches:
         assert len(batch) == 1 or max(lengths[row] for row in batch) < max_tokens_len
     # Without a long row nothing changes.
-    whole = in_order(lengths, pool_size=pool_size, **options)
+    expected = in_order(lengths, pool_size=pool_size, **options)
     unused = in_order(lengths, pool_size=pool_size, max_tokens_len=31, **options)
-    assert numbers_of(unused) == numbers_of(whole)
+    assert numbers_of(unused) == numbers_of(expected)
 
 
 def test_calls_with_the_names_of_cosmos_rl() -> None:
