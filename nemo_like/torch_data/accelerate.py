@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.torch_data.drop_in import OnlineBatches, online_batches, stream_spec
+
+_NUM_PREPARED: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
 
 
 def prepare(
@@ -34,8 +38,14 @@ def prepare(
     batches = online_batches(
         dataloader, spec, **{"device": accelerator.device, "accumulates_mean": True, **options}
     )
+    number = _NUM_PREPARED.get(accelerator, 0)
+    _NUM_PREPARED[accelerator] = number + 1
+    # The batches of several DataLoaders have positions of their own.
+    place = f"online_batches_of_dataloader_{number}"
     accelerator.register_save_state_pre_hook(
-        lambda models, weights, directory: batches.save(directory)
+        lambda models, weights, directory: batches.save(Path(directory) / place)
     )
-    accelerator.register_load_state_pre_hook(lambda models, directory: batches.load(directory))
+    accelerator.register_load_state_pre_hook(
+        lambda models, directory: batches.load(Path(directory) / place)
+    )
     return batches

@@ -7,7 +7,7 @@ the changed lines of each trainer.
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,7 +88,7 @@ class Microbatch(dict[str, Any]):
     """Number of the microbatch in the step."""
     num_items: float
     """Divisor of the sum of token losses, `num_items_in_batch` of transformers: tokens with loss of
-    the step over all ranks / ranks.
+    the step over all ranks / ranks. Infinite for a dummy.
     """
     loss_scale: float
     """Factor of the sum of token losses: 1 / `num_items`, and 0 for a dummy."""
@@ -105,10 +105,13 @@ class Microbatch(dict[str, Any]):
         made = cls(batch)
         made.step = step
         made.index = index
-        made.loss_scale = 0.0 if step.is_dummy[index] else step.loss_scale
+        made.loss_scale = step.loss_scale
         # The loss of a step without labels is 0 / 1, not 0 / 0.
         made.num_items = 1 / step.loss_scale if step.loss_scale else 1.0
         if step.is_dummy[index]:
+            made.loss_scale = 0.0
+            # Labels of another name, or that are not classes, are those of a row.
+            made.num_items = math.inf
             for name in ("labels", "shift_labels"):
                 if isinstance(made.get(name), Tensor):
                     made[name] = torch.full_like(made[name], IGNORE_INDEX)
@@ -179,11 +182,17 @@ class OnlineBatches:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the begin of `epoch`; without effect if it is the epoch of a loaded state."""
+        if epoch != self.epoch:
+            self._is_mid_step = False
         self.loader.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Microbatch]:
         """Iterate over the microbatches of the epoch, or over the rest after a loaded state."""
-        for step in self.loader:
+        self._is_mid_step = False
+        return self._microbatches(iter(self.loader))
+
+    def _microbatches(self, steps: Iterator[OnlineStep[Any]]) -> Iterator[Microbatch]:
+        for step in steps:
             self._is_mid_step = True
             for index in range(len(step.microbatches)):
                 batch = self._placed(Microbatch.of(step, index))
@@ -235,10 +244,16 @@ class OnlineBatches:
             self.loader.load_global_state(states)
 
     def save(self, directory: str | Path) -> None:
-        """Write the position of this rank to `directory`; every rank calls it."""
+        """Write the position of this rank to `directory`; every rank calls it.
+
+        The samples of an iterable dataset that wait are part of it: containers of tensors, numbers
+        and texts.
+        """
         path = self._path(directory, self.loader.coordinator.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.state_dict()))
+        torch.save(self.state_dict(), path)
+        # A sample of another type is an error now, not at the resume.
+        torch.load(path, weights_only=True)
 
     def load(self, directory: str | Path) -> None:
         """Continue after the positions in `directory`, on any number of ranks.
@@ -250,12 +265,12 @@ class OnlineBatches:
             path = self._path(directory, len(states))
             if not path.is_file():
                 raise ValueError(f"{path} is missing; save() of every rank writes one such file")
-            states.append(json.loads(path.read_text()))
+            states.append(torch.load(path, weights_only=True))
         self.load_states(states)
 
     @staticmethod
     def _path(directory: str | Path, rank: int) -> Path:
-        return Path(directory) / f"online_batches_{rank}.json"
+        return Path(directory) / f"online_batches_{rank}.pt"
 
     def _placed(self, batch: Microbatch) -> Microbatch:
         if self.accumulates_mean:

@@ -77,11 +77,13 @@ class WorkerOptions:
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> WorkerOptions:
         """Return the options of a DataLoader; its batch size is the number of rows per fetch."""
+        # DataLoaders of accelerate have it only in their batch sampler.
+        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         return cls(
             num_workers=loader.num_workers,
             multiprocessing_context=loader.multiprocessing_context,
             prefetch_factor=loader.prefetch_factor if loader.num_workers else None,
-            rows_per_fetch=getattr(loader, "batch_size", None) or 1,
+            rows_per_fetch=size or 1,
             persistent_workers=loader.persistent_workers,
             worker_init_fn=loader.worker_init_fn,
             timeout=loader.timeout,
@@ -133,8 +135,8 @@ class SamplerOrder(EpochOrder):
         generator = getattr(self.sampler, "generator", None)
         if generator is not None:
             generator.manual_seed(seed)
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
+        # Ranks and resumed runs draw the same indices, also with random numbers of NumPy or Python.
+        with seeded_row(self.seed, self.epoch, 0):
             drawn = list(self.sampler)
         is_batched = bool(drawn) and isinstance(drawn[0], list | tuple)
         indices = list(chain.from_iterable(drawn)) if is_batched else drawn

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
 
 from nemo_like.torch_data.drop_in import (
     Kind,
@@ -59,18 +61,26 @@ class OnlineBatchesMixin(_Base):
         self._lengths = lengths
         self._stream_settings = stream_settings or {}
         self._batches: _TrainerBatches | None = None
+        self._is_divisor_checked = False
         super().__init__(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
         """Return the microbatches of this rank.
 
-        Raises ValueError for a model whose loss cannot be divided by the tokens of the step.
+        Raises ValueError for a model whose loss cannot be divided by the tokens of the step, and
+        for arguments with which it would not be, or with which rows would be lost.
         """
         if not (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
+            self._raise_without_divisor()
+        if self.args.world_size > 1 and not self.args.average_tokens_across_devices:
             raise ValueError(
-                f"{type(self.model).__name__} does not take num_items_in_batch, so the Trainer"
-                " would average the means of microbatches of different sizes; pass a"
-                " compute_loss_func that divides the sum of the losses by num_items_in_batch"
+                "average_tokens_across_devices is False, so each rank would divide by its own"
+                " tokens, and a rank with dummies by 0; set it to True"
+            )
+        if self.args.train_sampling_strategy == "batch_rebalance":
+            raise ValueError(
+                "train_sampling_strategy is batch_rebalance, which divides the rows over ranks"
+                " itself; use random, sequential or group_by_length"
             )
         loader = super().get_train_dataloader()
         if type(loader).__name__ == "DataLoaderDispatcher":
@@ -79,22 +89,29 @@ class OnlineBatchesMixin(_Base):
                 ' others; set accelerator_config={"dispatch_batches": False} in the arguments, so'
                 " that each rank reads its rows"
             )
+        is_packed = isinstance(self.data_collator, PackingCollator)
+        if self.label_smoother and getattr(self.data_collator, "shift_labels", False):
+            raise ValueError(
+                "label_smoothing_factor shifts the labels, which shift_labels of the data collator"
+                " does too; set shift_labels=False"
+            )
         lengths = self._lengths
         if lengths is None:
-            lengths = _column_lengths(loader.dataset)
+            lengths = _column_lengths(loader.dataset, is_packed)
         spec = stream_spec(
             self._max_tokens,
             kind=self._kind,
-            packed=isinstance(self.data_collator, PackingCollator),
+            packed=is_packed,
             microbatches_per_step=self.args.gradient_accumulation_steps,
             **self._stream_settings,
         )
         batches = online_batches(
             loader,
             spec,
-            collate_fn=self.data_collator,
+            # The Trainer's own one removes columns that the model does not take.
+            collate_fn=self.data_collator if is_packed else None,
             lengths=lengths,
-            seed=self.args.data_seed or self.args.seed,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             # The Trainer counts the labels of a step over all ranks itself.
             loss_scaling="none",
         )
@@ -116,8 +133,45 @@ class OnlineBatchesMixin(_Base):
             return epochs, steps
         assert self._batches is not None, "the dataloader is created first"
         self._batches.batches.load(resume_from_checkpoint)
+        # After the last step of an epoch, which only all ranks together know, the next one follows.
+        self._batches.batches.loader.peek()
         # The rows before the position are not read again, so the Trainer has none to skip.
-        return self._batches.begin(), 0
+        return self._batches.batches.epoch, 0
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the gradient of a microbatch; see the Trainer.
+
+        Raises ValueError in the first one if the loss of the model ignores `num_items_in_batch`.
+        """
+        if not self._is_divisor_checked:
+            self._is_divisor_checked = True
+            self._check_divisor(model, inputs)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def _check_divisor(self, model: Any, inputs: Any) -> None:
+        """Raise ValueError if the loss of `model` is the same for any `num_items_in_batch`.
+
+        Many models take it as one of any keywords, and compute a mean. The causal loss of
+        transformers divides, and a loss of the user is not computed twice.
+        """
+        from transformers import Trainer
+
+        is_own = type(self).compute_loss is not Trainer.compute_loss
+        if is_own or self.compute_loss_func or self.label_smoother or self._loss_shifts_labels:
+            return
+        model.eval()
+        with torch.no_grad():
+            prepared = self._prepare_inputs(inputs)
+            one, two = (model(**prepared, num_items_in_batch=n)["loss"] for n in (1, 2))
+        if one == two != 0:
+            self._raise_without_divisor()
+
+    def _raise_without_divisor(self) -> None:
+        raise ValueError(
+            f"the loss of {type(self.model).__name__} does not use num_items_in_batch, so the"
+            " Trainer would add the means of microbatches of different sizes; pass a"
+            " compute_loss_func that divides the sum of the losses by num_items_in_batch"
+        )
 
     def _save_rng_state(self, output_dir: str) -> None:
         # Every rank calls it, once the directory of the checkpoint exists.
@@ -138,22 +192,9 @@ class _TrainerBatches:
         self.dataset = batches.dataset
         self._args = args
         self._num_batches: int | None = None
-        self._begun: Iterator[Microbatch] | None = None
-
-    def begin(self) -> int:
-        """Return the epoch of the next microbatch, which is formed for it.
-
-        After the last step of an epoch that is the next epoch, which only all ranks together know.
-        """
-        iterator = iter(self.batches)
-        first = next(iterator, None)
-        self._begun = None if first is None else chain([first], iterator)
-        return self.batches.epoch
 
     def __iter__(self) -> Iterator[Microbatch]:
-        iterator = self._begun or iter(self.batches)
-        self._begun = None
-        return iterator
+        return iter(self.batches)
 
     def __len__(self) -> int:
         if self._args.max_steps > 0:
@@ -168,13 +209,25 @@ class _TrainerBatches:
         self.batches.set_epoch(epoch)
 
 
-def _column_lengths(dataset: Any) -> Sequence[int] | None:
-    """Return the lengths of `input_ids` of a dataset of the library `datasets`; else None."""
-    if "input_ids" not in (getattr(dataset, "column_names", None) or ()):
-        return None
-    if not hasattr(dataset, "__len__"):
+def _column_lengths(dataset: Any, is_packed: bool) -> Sequence[int] | None:
+    """Return the lengths of `input_ids` of a dataset of the library `datasets`; else None.
+
+    If rows `is_packed`, those of what the attention mask keeps.
+    """
+    columns = getattr(dataset, "column_names", None) or ()
+    if "input_ids" not in columns or not hasattr(dataset, "__len__"):
         return None
     from pyarrow import compute
 
-    table = dataset.select_columns(["input_ids"]).with_format("arrow")[:]
-    return compute.call_function("list_value_length", [table["input_ids"]]).to_numpy()
+    is_masked = is_packed and "attention_mask" in columns
+    name = "attention_mask" if is_masked else "input_ids"
+    lengths = [np.zeros(0, dtype=np.int64)]
+    for rows in dataset.select_columns([name]).with_format("arrow")[:][name].chunks:
+        values = rows.flatten().to_numpy(zero_copy_only=False)
+        if values.dtype == object:
+            # Rows of shape [1, L]; only the collator knows what they are.
+            return None
+        counted = values != 0 if is_masked else np.ones(len(values), dtype=bool)
+        ends = np.cumsum(compute.call_function("list_value_length", [rows]).to_numpy())
+        lengths.append(np.diff(np.append(0, np.cumsum(counted))[np.append(0, ends)]))
+    return np.concatenate(lengths)  # pyright: ignore[reportReturnType]

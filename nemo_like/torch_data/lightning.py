@@ -16,16 +16,25 @@ from nemo_like.torch_data.drop_in import Microbatch, OnlineBatches, online_batch
 class LightningBatches:
     """Microbatches whose state is part of a checkpoint of Lightning, which one rank writes."""
 
-    def __init__(self, batches: OnlineBatches) -> None:
+    def __init__(self, batches: OnlineBatches, trainer: Trainer) -> None:
         self.batches = batches
+        # Its attributes have incomplete types.
+        self._trainer: Any = trainer
         self._state: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[Microbatch]:
         """Iterate over the microbatches of the epoch, or over the rest after a loaded state."""
-        # Lightning fetches a microbatch in advance to know the last one. When it writes a
-        # checkpoint, the step of that microbatch is not trained yet.
+        # Lightning may have left the last epoch early (limit_train_batches), have created this
+        # object anew, or not have loaded its state, as from the end of an epoch. A state after the
+        # last step of an epoch is ahead.
+        if not self._trainer.overfit_batches:
+            epoch = self._trainer.fit_loop.epoch_progress.current.processed
+            self.batches.set_epoch(max(epoch, self.batches.epoch))
+        batches = iter(self.batches)
+        # Lightning fetches a microbatch in advance to know the last one, unless there is a limit.
+        # When it writes a checkpoint, the step of that microbatch is not trained yet.
         self._state = self.batches.state_dict()
-        for batch in self.batches:
+        for batch in batches:
             yield batch
             if batch.is_last:
                 self._state = self.batches.state_dict()
@@ -33,7 +42,9 @@ class LightningBatches:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the positions of all ranks after the last trained step; every rank calls it."""
-        own = self.batches.state_dict() if self._state is None else self._state
+        own = self._state
+        if own is None or isinstance(self._trainer.limit_train_batches, int):
+            own = self.batches.state_dict()
         states = [own]
         if self.batches.loader.coordinator.num_ranks > 1:
             states *= self.batches.loader.coordinator.num_ranks
@@ -65,4 +76,12 @@ def train_batches(
             f"the spec has microbatches_per_step={spec.microbatches_per_step} and the Trainer has"
             f" accumulate_grad_batches={per_step}; make them equal"
         )
-    return LightningBatches(online_batches(dataloader, spec, accumulates_mean=True, **options))
+    for name in ("limit_train_batches", "val_check_interval"):
+        number = getattr(trainer, name)
+        if isinstance(number, int) and number % per_step:
+            raise ValueError(
+                f"{name}={number} is within a step, where its gradient and a checkpoint are"
+                f" incomplete; make it a multiple of accumulate_grad_batches={per_step}"
+            )
+    batches = online_batches(dataloader, spec, accumulates_mean=True, **options)
+    return LightningBatches(batches, trainer)

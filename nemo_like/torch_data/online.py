@@ -7,6 +7,7 @@ docs/batching_online.md has the protocol and its proof.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -166,6 +167,7 @@ class OnlineBatchLoader(Generic[Sample, Batch]):
         """Dummy microbatches of all ranks in this epoch, and all microbatches."""
         self._num_iterations = 0
         self._is_loaded = False
+        self._peeked: AlignedStep | None = None
 
     @property
     def epoch(self) -> int:
@@ -177,6 +179,16 @@ class OnlineBatchLoader(Generic[Sample, Batch]):
         if epoch != self.epoch:
             self._stream.start_epoch(epoch)
             self._is_loaded = False
+            self._peeked = None
+
+    def peek(self) -> None:
+        """Go to the next epoch if the loaded state has no step left, which all ranks together know.
+
+        Every rank calls it before the iteration. The next step is aligned, but not collated.
+        """
+        self._peeked = self._stream.next_step(self._check_dummy)
+        if self._peeked is None:
+            self._stream.start_epoch()
 
     def __iter__(self) -> Iterator[OnlineStep[Batch]]:
         """Iterate over the steps of the epoch from its begin, or over the rest after a state was
@@ -187,6 +199,7 @@ class OnlineBatchLoader(Generic[Sample, Batch]):
         """
         if not self._is_loaded:
             self._stream.start_epoch(self.epoch)
+            self._peeked = None
         self._is_loaded = False
         self._num_iterations += 1
         return self._steps(self._num_iterations)
@@ -197,7 +210,8 @@ class OnlineBatchLoader(Generic[Sample, Batch]):
                 raise RuntimeError(
                     "a new iteration or a state replaced this one; iterate over the new one"
                 )
-            aligned = self._stream.next_step(self._check_dummy)
+            aligned = self._peeked or self._stream.next_step(self._check_dummy)
+            self._peeked = None
             if aligned is None:
                 break
             yield self._collated(aligned)
@@ -215,25 +229,22 @@ class OnlineBatchLoader(Generic[Sample, Batch]):
             raise TypeError("the number of steps over an iterable dataset is not known")
         if spec.count_mode == "effective" or spec.max_extra is not None:
             raise TypeError("the number of steps depends on more than lengths with this spec")
-        planners = []
-        shards = []
-        for rank in range(self.coordinator.num_ranks):
-            coordinator = _SimulatedRank(rank, self.coordinator.num_ranks)
-            planner = AlignedPlanner(spec, coordinator, join=self.join)
-            order = self._order_of(rank, coordinator.num_ranks)
-            order.start_epoch(epoch)
-            rows = order.order if isinstance(order, ShardedOrder) else order.indices
-            planner.shard_rows = len(rows)
-            planners.append(planner)
-            shards.append(enumerate([int(lengths[row]) for row in rows]))
-        with warnings.catch_warnings(category=OversizeWarning, action="ignore"):
-            while True:
-                for planner, shard in zip(planners, shards, strict=True):
-                    _fill(planner, shard)
-                ranks = np.array([planner.proposal() for planner in planners])
-                steps = [planner.resolve(ranks) for planner in planners]
-                if steps[0] is None:
-                    return planners[0].num_steps
+        num_ranks = self.coordinator.num_ranks
+        orders = [self._order_of(rank, num_ranks) for rank in range(num_ranks)]
+        planners = [
+            AlignedPlanner(spec, _SimulatedRank(rank, num_ranks), join=self.join)
+            for rank in range(num_ranks)
+        ]
+        if num_ranks > 1 and any(map(_has_own_ranks, orders)):
+            raise TypeError(
+                "the sampler divides its rows over ranks; those of others are not known"
+            )
+        num_before = 0
+        # The token limit of a warmup depends on the steps of the epochs before.
+        for planned_epoch in range(0 if spec.warmup_steps else epoch, epoch + 1):
+            num_before = planners[0].num_steps
+            _plan_epoch(planners, orders, lengths, planned_epoch)
+        return planners[0].num_steps - num_before
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last step: epoch, rows taken, rows that wait.
@@ -241,6 +252,8 @@ class OnlineBatchLoader(Generic[Sample, Batch]):
         JSON values for a map-style dataset. For an iterable dataset the waiting samples are
         included; raises ValueError if its position cannot be saved.
         """
+        if self._peeked is not None:
+            raise ValueError("the next step is formed already; save the position after it")
         return {"version": _VERSION, **self._stream.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -269,6 +282,7 @@ class OnlineBatchLoader(Generic[Sample, Batch]):
         self._after_load()
 
     def _after_load(self) -> None:
+        self._peeked = None
         self._num_iterations += 1
         self._is_loaded = True
 
@@ -294,15 +308,15 @@ class OnlineBatchLoader(Generic[Sample, Batch]):
         failure: Exception | None = None
         for index, (numbers, samples) in enumerate(stream.take(aligned)):
             rows.append(tuple(map(stream.feed.row_of, numbers)))
+            if samples:
+                # The shortest one costs the least if it is repeated. A collator may modify it.
+                shortest = int(np.argmin(lengths[index]))
+                stream.keep_spare(numbers[shortest], copy.copy(samples[shortest]))
             try:
                 microbatches.append(self._collate_fn(samples) if samples else None)
             except Exception as error:  # noqa: BLE001 - raised after the exchange
                 failure = error
                 break
-            if samples:
-                # The shortest one costs the least if it is repeated.
-                shortest = int(np.argmin(lengths[index]))
-                stream.keep_spare(numbers[shortest], samples[shortest])
         num_trained = self._count_trained(aligned, microbatches, failure)
         filled = [self._dummy_batch() if batch is None else batch for batch in microbatches]
         self._num_dummies += aligned.num_dummies, len(filled) * self.coordinator.num_ranks
@@ -365,7 +379,7 @@ class OnlineBatchLoader(Generic[Sample, Batch]):
         if self._dummy is not None:
             return self._dummy()
         if self._stream.spare is not None:
-            return self._collate_fn([self._stream.samples[self._stream.spare]])
+            return self._collate_fn([copy.copy(self._stream.samples[self._stream.spare])])
         # A rank without rows. An iterable dataset was refused before the exchange.
         dataset: Any = self.dataset
         return self._collate_fn([dataset[0]])
@@ -446,6 +460,34 @@ def _check_spec(spec: StreamSpec) -> None:
             "tail is wrap, but an iteration is one epoch; set tail to emit or drop, or use"
             " LoadBalancedDataset with infinite_loop"
         )
+
+
+def _has_own_ranks(order: ShardedOrder | SamplerOrder) -> bool:
+    return isinstance(order, SamplerOrder) and hasattr(order.sampler, "num_replicas")
+
+
+def _plan_epoch(
+    planners: Sequence[AlignedPlanner],
+    orders: Sequence[ShardedOrder | SamplerOrder],
+    lengths: Sequence[int],
+    epoch: int,
+) -> None:
+    """Plan the steps of `epoch` on all ranks."""
+    shards = []
+    for planner, order in zip(planners, orders, strict=True):
+        order.start_epoch(epoch)
+        planner.clear()
+        rows = order.order if isinstance(order, ShardedOrder) else order.indices
+        planner.shard_rows = len(rows)
+        shards.append(enumerate([int(lengths[row]) for row in rows]))
+    with warnings.catch_warnings(category=OversizeWarning, action="ignore"):
+        while True:
+            for planner, shard in zip(planners, shards, strict=True):
+                _fill(planner, shard)
+            ranks = np.array([planner.proposal() for planner in planners])
+            steps = [planner.resolve(ranks) for planner in planners]
+            if steps[0] is None:
+                return
 
 
 def _fill(planner: AlignedPlanner, shard: Iterator[tuple[int, int]]) -> None:

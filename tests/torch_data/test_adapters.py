@@ -20,9 +20,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    default_data_collator,
+)
 
-from nemo_like.torch_data import stream_spec
+from nemo_like.torch_data import PackingCollator, stream_spec
 from nemo_like.torch_data.accelerate import prepare
 from tests.data.tiny_tokenizer import CHATML, tiny_tokenizer
 from tests.torch_data.adapter_ranks import (
@@ -31,6 +37,7 @@ from tests.torch_data.adapter_ranks import (
     collate,
     expected,
     lightning_run,
+    model,
     rows,
     run_rank,
 )
@@ -166,19 +173,216 @@ def test_a_trainer_continues_exactly_from_each_checkpoint(
 def test_lightning_continues_exactly_from_each_checkpoint(inputs: Path, tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    every_step = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1)
-    full = lightning_run(2, max_epochs=2, callbacks=[every_step])
-    checkpoints = sorted(tmp_path.glob("*.ckpt"))
-    assert len(checkpoints) > 6
-    for checkpoint in checkpoints:
-        assert torch.equal(lightning_run(2, checkpoint, max_epochs=2), full), checkpoint
+    every_step: dict[str, Any] = {"every_n_train_steps": 1}
+    limited: dict[str, Any] = {"limit_train_batches": 4}
+    unlimited: dict[str, Any] = {}
+    for number, (save, options) in enumerate(
+        [
+            (every_step, unlimited),
+            (every_step, limited),
+            ({"every_n_epochs": 1}, unlimited),
+            ({"every_n_epochs": 1}, limited),
+        ]
+    ):
+        path = tmp_path / str(number)
+        callback = ModelCheckpoint(path, save_top_k=-1, **save)
+        full = lightning_run(2, max_epochs=3, callbacks=[callback], **options)
+        checkpoints = sorted(path.glob("*.ckpt"))
+        assert len(checkpoints) >= 3
+        for checkpoint in checkpoints:
+            resumed = lightning_run(2, checkpoint, max_epochs=3, **options)
+            assert torch.equal(resumed, full), checkpoint
     output = tmp_path / "example"
     run_example("lightning_module", inputs, output)
     run_example("lightning_module", inputs, output, "--resume")
     assert (output / "last.ckpt").is_file()
 
 
+# Trainers: arguments, columns and lengths
+
+
+class RecordingTrainer(TokenBudgetTrainer):
+    """Records the rows of each microbatch."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__.setdefault("seen", []).append(inputs.rows)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def trainer(
+    path: Path, dataset: Any, collator: Any = collate, net: Any = None, **options: Any
+) -> Any:
+    from transformers import TrainingArguments
+
+    values = {"gradient_accumulation_steps": 2, "max_steps": 3, "save_strategy": "no", **options}
+    return RecordingTrainer(
+        model() if net is None else net,
+        TrainingArguments(str(path), report_to=[], use_cpu=True, disable_tqdm=True, **values),
+        train_dataset=dataset,
+        data_collator=collator,
+        max_tokens=48,
+    )
+
+
+@pytest.mark.parametrize("collator", [PackingCollator(with_attention_mask=False), collate])
+def test_the_number_of_steps_is_that_of_rows_without_their_padding(
+    collator: Any, tmp_path: Path
+) -> None:
+    from datasets import Dataset
+
+    names = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    padded = [
+        {name: row[name] + [value] * (40 - len(row[name])) for name, value in names.items()}
+        for row in ({**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows())
+    ]
+    # With indices, as of a split, and in several chunks.
+    dataset = Dataset.from_list([*padded[:9], *padded, *padded[9:]]).select(range(9, 32))
+    if collator is collate:
+        collator = default_data_collator
+    run = trainer(tmp_path, dataset, collator, max_steps=-1, num_train_epochs=2)
+    run.train()
+    # The Trainer takes the longest epoch for all of them.
+    assert 0 <= run.state.max_steps - run.state.global_step <= 1
+    assert sorted(row for rows in run.seen for row in rows) == sorted([*range(23)] * 2)
+
+
+def test_columns_that_the_model_does_not_take_do_not_reach_the_collator(tmp_path: Path) -> None:
+    def strict(samples: list[dict[str, Any]]) -> Any:
+        assert all(sample.keys() == {"input_ids", "labels"} for sample in samples)
+        return collate(samples)
+
+    run = trainer(tmp_path, [{**row, "id": str(n)} for n, row in enumerate(rows())], strict)
+    run.train()
+    assert run.state.global_step == 3
+
+
+def test_the_seed_of_the_data_may_be_zero(tmp_path: Path) -> None:
+    orders = []
+    for seed in (0, 0, 42):
+        run = trainer(tmp_path, rows(), data_seed=seed)
+        run.train()
+        orders.append(run.seen)
+    assert orders[0] == orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("per_step", [1, 2])
+def test_a_resume_continues_the_random_numbers_of_the_collator(
+    per_step: int, tmp_path: Path
+) -> None:
+    def masked(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = collate(samples)
+        is_masked = torch.rand(batch["labels"].shape) < 0.5
+        return {**batch, "labels": batch["labels"].masked_fill(is_masked, -100)}
+
+    def run(path: Path, checkpoint: Path | None = None) -> dict[str, torch.Tensor]:
+        options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 8}
+        net = model()
+        net.config.attention_dropout = 0.3
+        made = trainer(path, rows(), masked, net, gradient_accumulation_steps=per_step, **options)
+        torch.manual_seed(1 if checkpoint is None else 2)
+        made.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        return made.model.state_dict()
+
+    full = run(tmp_path / "full")
+    for step in range(1, 8):
+        found = run(tmp_path / "resumed", tmp_path / "full" / f"checkpoint-{step}")
+        for name, value in full.items():
+            assert torch.equal(value, found[name]), (step, name)
+
+
+def test_a_limit_of_lightning_takes_other_rows_in_each_epoch() -> None:
+    from lightning import LightningModule, Trainer
+    from torch.utils.data import DataLoader
+
+    from nemo_like.torch_data.lightning import train_batches
+
+    def epochs(**options: Any) -> list[list[int]]:
+        seen: dict[int, list[int]] = {}
+
+        class Module(LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = model().train()
+
+            def train_dataloader(self) -> Any:
+                loader = DataLoader(rows(), shuffle=True, collate_fn=collate)  # pyright: ignore[reportArgumentType]
+                return train_batches(self.trainer, loader, 48)
+
+            def training_step(self, batch: Any, index: int) -> Any:
+                seen.setdefault(self.current_epoch, []).extend(batch.rows)
+                return self.model(**batch, num_items_in_batch=batch.num_items).loss
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters())
+
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+        Trainer(accelerator="cpu", max_epochs=3, **quiet, **options).fit(Module())
+        return list(seen.values())
+
+    first, second, third = epochs(accumulate_grad_batches=2, limit_train_batches=2)
+    assert first != second != third != first
+    with pytest.raises(ValueError, match="multiple of accumulate_grad_batches=2"):
+        epochs(accumulate_grad_batches=2, limit_train_batches=3)
+    # Lightning creates a new dataloader for each epoch.
+    made = epochs(accumulate_grad_batches=2, reload_dataloaders_every_n_epochs=1)
+    assert all(sorted(epoch) == list(range(23)) for epoch in made)
+    assert made[0] != made[1] != made[2]
+    overfitted = epochs(accumulate_grad_batches=2, overfit_batches=2)
+    assert overfitted[0] == overfitted[1] == overfitted[2]
+
+
+def test_several_dataloaders_of_accelerate_have_positions_of_their_own(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    def make() -> tuple[Accelerator, list[Any]]:
+        accelerator = Accelerator(cpu=True)
+        loaders = [DataLoader(rows(), shuffle=True, collate_fn=collate) for _ in range(2)]  # pyright: ignore[reportArgumentType]
+        return accelerator, [prepare(accelerator, loader, 48) for loader in loaders]
+
+    accelerator, batches = make()
+    iterators = [iter(each) for each in batches]
+    for iterator, num_done in zip(iterators, (1, 3), strict=True):
+        for _ in range(num_done):
+            next(iterator)
+    accelerator.save_state(str(tmp_path))
+    expected = [[batch.rows for batch in iterator] for iterator in iterators]
+    accelerator, batches = make()
+    accelerator.load_state(str(tmp_path))
+    assert [[batch.rows for batch in each] for each in batches] == expected
+
+
 # Messages
+
+
+def test_a_model_whose_loss_is_a_mean_is_refused(tmp_path: Path) -> None:
+    config = BertConfig(
+        vocab_size=17,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    with pytest.raises(ValueError, match="does not use num_items_in_batch"):
+        trainer(tmp_path, rows(), net=BertForMaskedLM(config)).train()
+
+    def compute_loss(outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
+        logits = outputs.logits.flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / (
+            num_items_in_batch
+        )
+
+    run = trainer(tmp_path, rows(), net=BertForMaskedLM(config))
+    run.compute_loss_func = compute_loss
+    assert run.train().global_step == 3
+
+
+def test_arguments_with_which_rows_or_labels_would_be_wrong_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="batch_rebalance"):
+        trainer(tmp_path, rows(), train_sampling_strategy="batch_rebalance").train()
+    shifting = PackingCollator(shift_labels=True)
+    with pytest.raises(ValueError, match="shift_labels=False"):
+        trainer(tmp_path, rows(), shifting, label_smoothing_factor=0.1).train()
 
 
 def test_a_model_without_a_divisor_of_its_loss_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
+    Sampler,
     WeightedRandomSampler,
 )
 
@@ -310,6 +313,145 @@ def test_the_interface_of_torchtitan_gives_shifted_labels_and_resumes(packed: bo
         assert torch.equal(labels, labels2)
     with pytest.raises(ValueError, match="as many ranks"):
         resumed.load_state_dict({"dp_rank_0": "{}", "world_size": 2})
+
+
+class Stream(IterableDataset[Any]):
+    """Rows of tensors, with a position."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Any:
+        for row in rows()[self.position :]:
+            self.position += 1
+            yield row
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize("make", [rows, Stream])
+def test_a_position_in_a_file_continues_exactly(make: Any, tmp_path: Path) -> None:
+    def batches() -> OnlineBatches:
+        return online_batches(DataLoader(make(), collate_fn=pad), 48)
+
+    expected = [(batch.rows, batch["input_ids"].tolist()) for batch in batches()]
+    for num_done in range(1, len(expected)):
+        interrupted = batches()
+        iterator = iter(interrupted)
+        for _ in range(num_done):
+            next(iterator)
+        interrupted.save(tmp_path)
+        resumed = batches()
+        resumed.load(tmp_path)
+        rest = [(batch.rows, batch["input_ids"].tolist()) for batch in resumed]
+        assert rest == expected[num_done:]
+
+
+def test_the_length_of_each_epoch_of_a_warmup_is_known() -> None:
+    spec = stream_spec(64, warmup_steps=20, warmup_init_tokens=30)
+    loader = DataLoader(rows(), shuffle=True, collate_fn=pad)  # pyright: ignore[reportArgumentType]
+    batches = online_batches(loader, spec, lengths=LENGTHS)
+    known = []
+    for _ in range(3):
+        known.append(len(batches))
+        assert known[-1] == len(list(batches))
+    assert known[0] > known[2]
+
+
+def test_the_indices_of_a_sampler_do_not_depend_on_the_state_of_numpy() -> None:
+    class Shuffled(Sampler[int]):
+        def __iter__(self) -> Any:
+            return iter(np.random.permutation(41).tolist())
+
+    def epochs(seed: int) -> list[list[tuple[int, ...]]]:
+        # A process of each rank has other random numbers.
+        np.random.seed(seed)
+        batches = online_batches(DataLoader(rows(), sampler=Shuffled(), collate_fn=pad), 64)  # pyright: ignore[reportArgumentType]
+        return [[batch.rows for batch in batches] for _ in range(2)]
+
+    assert epochs(1) == epochs(2)
+    assert epochs(1)[0] != epochs(1)[1]
+
+
+def test_an_iteration_that_was_left_within_a_step_has_no_effect_on_the_next_one() -> None:
+    def make() -> OnlineBatches:
+        loader = DataLoader(rows(), shuffle=True, collate_fn=pad)  # pyright: ignore[reportArgumentType]
+        return online_batches(loader, stream_spec(48, microbatches_per_step=2))
+
+    batches = make()
+    next(iter(batches))
+    again = iter(batches)
+    begin = batches.state_dict()
+    assert [batch.rows for batch in again] == [batch.rows for batch in make()]
+    resumed = make()
+    resumed.load_state_dict(begin)
+    assert [batch.rows for batch in resumed] == [batch.rows for batch in make()]
+
+
+@pytest.mark.parametrize("name", ["labels", "targets"])
+def test_a_dummy_has_no_gradient_whatever_its_labels_and_its_collator(name: str) -> None:
+    def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        # The collator modifies its samples.
+        return {
+            "input_ids": torch.stack([sample.pop("input_ids")[0] for sample in samples]),
+            name: torch.stack([sample.pop("value") for sample in samples]),
+        }
+
+    def sample(number: int) -> dict[str, Tensor]:
+        return {"input_ids": torch.full((9,), number), "value": torch.tensor(float(number))}
+
+    class Values(Dataset[Any]):
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            return sample(index)
+
+    weight = torch.ones((), requires_grad=True)
+    batches = online_batches(
+        DataLoader(Values(), collate_fn=collate),
+        stream_spec(9, microbatches_per_step=4),
+        num_trained_of=lambda sample: 1,
+        loss_scaling="approx",
+    )
+    gradients = []
+    for batch in batches:
+        loss = ((weight * batch["input_ids"] - 2 * batch[name]) ** 2).sum()
+        (loss / batch.num_items).backward()
+        if batch.is_last:
+            assert weight.grad is not None
+            gradients.append((batch.step.num_rows, float(weight.grad)))
+            weight.grad = None
+    assert [num_rows for num_rows, _ in gradients] == [4, 1]
+    # The derivative of (w i - 2 i)^2 at w = 1 is -2 i^2.
+    sums = [num_rows * gradient for num_rows, gradient in gradients]
+    assert sum(sums) == pytest.approx(-2 * (1 + 4 + 9 + 16))
+
+
+def test_a_dataloader_of_accelerate_fetches_as_many_rows_at_a_time() -> None:
+    from accelerate.data_loader import prepare_data_loader
+
+    fetched: list[int] = []
+
+    class Rows(Dataset[Any]):
+        def __len__(self) -> int:
+            return len(LENGTHS)
+
+        def __getitem__(self, index: int) -> Any:
+            return rows()[index]
+
+        def __getitems__(self, indices: list[int]) -> Any:
+            fetched.append(len(indices))
+            return [rows()[index] for index in indices]
+
+    loader = prepare_data_loader(DataLoader(Rows(), batch_size=8, collate_fn=pad))
+    list(online_batches(loader, 64, seed_rows=False))
+    assert fetched == [8] * 5 + [1]
 
 
 # Counts of samples
