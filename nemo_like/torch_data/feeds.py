@@ -136,8 +136,12 @@ class SamplerOrder(EpochOrder):
         if generator is not None:
             generator.manual_seed(seed)
         # Ranks and resumed runs draw the same indices, also with random numbers of NumPy or Python.
-        with seeded_row(self.seed, self.epoch, 0):
+        generators = RowGenerators()
+        generators.seed(self.seed, self.epoch, -1)
+        try:
             drawn = list(self.sampler)
+        finally:
+            generators.restore()
         is_batched = bool(drawn) and isinstance(drawn[0], list | tuple)
         indices = list(chain.from_iterable(drawn)) if is_batched else drawn
         self.indices = [

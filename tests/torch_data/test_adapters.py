@@ -174,14 +174,15 @@ def test_lightning_continues_exactly_from_each_checkpoint(inputs: Path, tmp_path
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     every_step: dict[str, Any] = {"every_n_train_steps": 1}
+    every_epoch: dict[str, Any] = {"every_n_epochs": 1}
     limited: dict[str, Any] = {"limit_train_batches": 4}
     unlimited: dict[str, Any] = {}
     for number, (save, options) in enumerate(
         [
             (every_step, unlimited),
             (every_step, limited),
-            ({"every_n_epochs": 1}, unlimited),
-            ({"every_n_epochs": 1}, limited),
+            (every_epoch, unlimited),
+            (every_epoch, limited),
         ]
     ):
         path = tmp_path / str(number)
