@@ -7,12 +7,14 @@ the changed lines of each trainer.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -246,14 +248,12 @@ class OnlineBatches:
     def save(self, directory: str | Path) -> None:
         """Write the position of this rank to `directory`; every rank calls it.
 
-        The samples of an iterable dataset that wait are part of it: containers of tensors, numbers
-        and texts.
+        The samples of an iterable dataset that wait are part of it: containers of tensors, arrays,
+        numbers and texts. Raises TypeError for others.
         """
         path = self._path(directory, self.loader.coordinator.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(self.state_dict(), path)
-        # A sample of another type is an error now, not at the resume.
-        torch.load(path, weights_only=True)
+        path.write_text(json.dumps(_to_json(self.state_dict())))
 
     def load(self, directory: str | Path) -> None:
         """Continue after the positions in `directory`, on any number of ranks.
@@ -265,12 +265,12 @@ class OnlineBatches:
             path = self._path(directory, len(states))
             if not path.is_file():
                 raise ValueError(f"{path} is missing; save() of every rank writes one such file")
-            states.append(torch.load(path, weights_only=True))
+            states.append(json.loads(path.read_text(), object_hook=_from_json))
         self.load_states(states)
 
     @staticmethod
     def _path(directory: str | Path, rank: int) -> Path:
-        return Path(directory) / f"online_batches_{rank}.pt"
+        return Path(directory) / f"online_batches_{rank}.json"
 
     def _placed(self, batch: Microbatch) -> Microbatch:
         if self.accumulates_mean:
@@ -375,3 +375,27 @@ def _order_options(dataloader: DataLoader[Any]) -> dict[str, Any]:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
+
+
+def _to_json(value: Any) -> Any:
+    """Return `value` as JSON values: a mapping, with keys of any type, as its items."""
+    if isinstance(value, Mapping):
+        return {"items": [[name, _to_json(inner)] for name, inner in value.items()]}
+    if isinstance(value, list | tuple):
+        return list(map(_to_json, value))
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"tensor": value.tolist(), "shape": list(value.shape), "dtype": dtype}
+    if isinstance(value, np.ndarray | np.generic):
+        return {"array": value.tolist(), "shape": list(value.shape), "dtype": str(value.dtype)}
+    return value
+
+
+def _from_json(value: dict[str, Any]) -> Any:
+    """Return what `_to_json` made a JSON object of."""
+    if "items" in value:
+        return dict(value["items"])
+    if "tensor" in value:
+        dtype = getattr(torch, value["dtype"])
+        return torch.tensor(value["tensor"], dtype=dtype).reshape(value["shape"])
+    return np.array(value["array"], dtype=value["dtype"]).reshape(value["shape"])

@@ -322,9 +322,11 @@ class Stream(IterableDataset[Any]):
         self.position = 0
 
     def __iter__(self) -> Any:
-        for row in rows()[self.position :]:
+        for number, row in enumerate(rows()[self.position :], self.position):
             self.position += 1
-            yield row
+            # Tensors, arrays, lists, and a number of NumPy.
+            values = row if number % 2 else {name: np.asarray(row[name]) for name in row}
+            yield {**values, "metadata": {number: [np.float32(0.1 * number), "text"]}}
         self.position = 0
 
     def state_dict(self) -> dict[str, int]:
@@ -337,9 +339,16 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.parametrize("make", [rows, Stream])
 def test_a_position_in_a_file_continues_exactly(make: Any, tmp_path: Path) -> None:
     def batches() -> OnlineBatches:
-        return online_batches(DataLoader(make(), collate_fn=pad), 48)
+        return online_batches(DataLoader(make(), collate_fn=collate), 48)
 
-    expected = [(batch.rows, batch["input_ids"].tolist()) for batch in batches()]
+    def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+        tensors = [{k: torch.as_tensor(s[k]) for k in ("input_ids", "labels")} for s in samples]
+        return {**pad(tensors), "metadata": [sample.get("metadata") for sample in samples]}
+
+    def content(batch: Any) -> Any:
+        return batch.rows, batch["input_ids"].tolist(), batch["metadata"]
+
+    expected = [content(batch) for batch in batches()]
     for num_done in range(1, len(expected)):
         interrupted = batches()
         iterator = iter(interrupted)
@@ -348,7 +357,7 @@ def test_a_position_in_a_file_continues_exactly(make: Any, tmp_path: Path) -> No
         interrupted.save(tmp_path)
         resumed = batches()
         resumed.load(tmp_path)
-        rest = [(batch.rows, batch["input_ids"].tolist()) for batch in resumed]
+        rest = [content(batch) for batch in resumed]
         assert rest == expected[num_done:]
 
 
