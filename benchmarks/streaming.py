@@ -13,6 +13,8 @@ oracles know all lengths in advance and use as few microbatches as possible. `pl
 of the planner in the time of a step.
 
 Part `planning`: rows per second of the planner alone, for a stream of many rows.
+Part `pool`: CPU time of `LoadBalancedDataset` over that of a plain loop with the same rule, which
+compares all rows of the pool for each choice.
 Part `exchange`: time of one all-gather of the alignment, with gloo processes.
 """
 
@@ -24,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,6 +50,7 @@ from nemo_like.integer_math import ceil_div
 from nemo_like.losses import NllLoss
 from nemo_like.parallel_layout import RowLayout
 from nemo_like.policy.policy import Policy
+from nemo_like.torch_data.datasets import LoadBalancedDataset, ShardedIterableDataset
 
 _VOCABULARY = 8192
 KINDS: dict[str, Selection] = {
@@ -92,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     if "planning" in parts:
         print_planning(arguments)
+    if "pool" in parts:
+        print_pool(lognormal_lengths(np.random.default_rng(0), 20_000, 600, 8192).tolist())
     if "exchange" in parts:
         print_exchange(arguments.ranks)
     if "training" in parts:
@@ -267,6 +273,68 @@ def print_planning(arguments: argparse.Namespace) -> None:
                 f"  {kind:<14}{layout:<8}{num_rows / seconds:>10,.0f} rows/s,"
                 f" {1e3 * seconds / num_steps:.2f} ms per step"
             )
+
+
+def print_pool(lengths: list[int], budget: int = 8192) -> None:
+    """Print the time of the batches of one epoch of rows of these lengths, the best of three."""
+    samples = [{"input_ids": [0] * length} for length in lengths]
+    for pool_size in (32, 256):
+        for layout in ("padded", "packed"):
+            times: dict[str, float] = {}
+            num_batches = 0
+            for name in ("plain", "unseeded", "seeded") * 3:
+                began = time.process_time()
+                if name == "plain":
+                    num_batches = sum(1 for _ in _plain_pool(samples, pool_size, budget, layout))
+                else:
+                    batches = LoadBalancedDataset(
+                        ShardedIterableDataset(samples, shuffle=False, seed_rows=name == "seeded"),
+                        pool_size=pool_size,
+                        max_tokens_for_batch=budget,
+                        seq_packing_enabled=layout == "packed",
+                        infinite_loop=False,
+                    )
+                    assert sum(1 for _ in batches) == num_batches
+                seconds = time.process_time() - began
+                times[name] = min(times.get(name, seconds), seconds)
+            print(
+                f"pool of {pool_size}, {layout}: plain loop {times['plain']:.2f} s for"
+                f" {len(samples):,} rows, unseeded {times['unseeded'] / times['plain']:.2f}x,"
+                f" seeded {times['seeded'] / times['plain']:.2f}x"
+            )
+
+
+def _plain_pool(
+    samples: list[dict[str, list[int]]], pool_size: int, budget: int, layout: RowLayout
+) -> Iterator[list[dict[str, list[int]]]]:
+    incoming = iter(samples)
+    pool: list[dict[str, list[int]]] = []
+    while True:
+        pool += islice(incoming, pool_size - len(pool))
+        if not pool:
+            return
+        batch = [pool.pop(0)]
+        longest = total = len(batch[0]["input_ids"])
+        while True:
+            best = None
+            for index, sample in enumerate(pool):
+                length = len(sample["input_ids"])
+                if layout == "packed":
+                    if total + length <= budget:
+                        best = (0, 0, index)
+                        break
+                    continue
+                cost = max(longest, length) * (len(batch) + 1)
+                key = (cost, abs(length - longest), index)
+                if cost <= budget and (best is None or key < best):
+                    best = key
+            if best is None:
+                break
+            batch.append(pool.pop(best[2]))
+            length = len(batch[-1]["input_ids"])
+            longest = max(longest, length)
+            total += length
+        yield batch
 
 
 def print_exchange(num_ranks: int) -> None:

@@ -455,8 +455,9 @@ class _Rows(Dataset[Any]):
         self._generators = generators
 
     def __getitems__(self, keys: list[_Key]) -> list[Any]:
-        if self._seed is None and hasattr(self._dataset, "__getitems__"):
-            return self._dataset.__getitems__([key.row for key in keys])
+        read_all = getattr(self._dataset, "__getitems__", None) if self._seed is None else None
+        if read_all is not None:
+            return read_all([key.row for key in keys])
         return list(map(self.__getitem__, keys))
 
     def __getitem__(self, key: _Key) -> Any:
