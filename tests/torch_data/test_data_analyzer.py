@@ -54,7 +54,7 @@ def test_files_are_the_same_for_any_number_of_ranks_and_workers(
 ) -> None:
     out = tmp_path / "new" / "metrics"
 
-    def run(group: dist.ProcessGroup) -> None:
+    def run(group: dist.ProcessGroup | None) -> None:
         DataAnalyzer(
             ROWS,
             metric_names=["length", "first"],
@@ -65,7 +65,11 @@ def test_files_are_the_same_for_any_number_of_ranks_and_workers(
             comm_group=group,
         ).run_map_reduce()
 
-    run_thread_ranks(num_ranks, run)
+    if num_ranks == 1:
+        # A process that forks DataLoader workers must do so from its main thread.
+        run(None)
+    else:
+        run_thread_ranks(num_ranks, run)
     lengths = [len(row) for row in ROWS]
     assert np.load(out / "length_sample_to_metric.npy").tolist() == lengths
     pairs = sorted((length, index) for index, length in enumerate(lengths))
