@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from nemo_like.data.streaming.spec import StreamSpec
-from nemo_like.torch_data.drop_in import OnlineBatches, online_batches, stream_spec
+from nemo_like.torch_data.drop_in import OnlineBatches, online_batches, spec_of_trainer
 
 _NUM_PREPARED: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
 
@@ -28,13 +28,7 @@ def prepare(
     `online_batches`. Raises ValueError for another number of microbatches.
     """
     per_step = accelerator.gradient_accumulation_steps
-    if not isinstance(spec, StreamSpec):
-        spec = stream_spec(spec, microbatches_per_step=per_step)
-    if spec.microbatches_per_step != per_step:
-        raise ValueError(
-            f"the spec has microbatches_per_step={spec.microbatches_per_step} and the Accelerator"
-            f" has gradient_accumulation_steps={per_step}; make them equal"
-        )
+    spec = spec_of_trainer(spec, "Accelerator", "gradient_accumulation_steps", per_step)
     batches = online_batches(
         dataloader, spec, **{"device": accelerator.device, "accumulates_mean": True, **options}
     )

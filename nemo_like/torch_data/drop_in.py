@@ -81,6 +81,20 @@ def stream_spec(
     return StreamSpec(plan=plan, microbatches_per_step=microbatches_per_step, **values)
 
 
+def spec_of_trainer(spec: StreamSpec | int, owner: str, setting: str, per_step: int) -> StreamSpec:
+    """Return `spec`, or the spec of that many tokens, for a trainer that accumulates `per_step`
+    microbatches by `setting` of its object `owner`. Raises ValueError for another number.
+    """
+    if not isinstance(spec, StreamSpec):
+        spec = stream_spec(spec, microbatches_per_step=per_step)
+    if spec.microbatches_per_step != per_step:
+        raise ValueError(
+            f"the spec has microbatches_per_step={spec.microbatches_per_step} and the {owner} has"
+            f" {setting}={per_step}; make them equal"
+        )
+    return spec
+
+
 class Microbatch(dict[str, Any]):
     """A microbatch, with its place in the optimizer step as attributes."""
 
@@ -112,7 +126,7 @@ class Microbatch(dict[str, Any]):
         made.num_items = 1 / step.loss_scale if step.loss_scale else 1.0
         if step.is_dummy[index]:
             made.loss_scale = 0.0
-            # Labels of another name, or that are not classes, are those of a row.
+            # A label column of another name keeps the labels of the row, which must not train.
             made.num_items = math.inf
             for name in ("labels", "shift_labels"):
                 if isinstance(made.get(name), Tensor):

@@ -10,7 +10,7 @@ from lightning import Trainer
 from torch.utils.data import DataLoader
 
 from nemo_like.data.streaming.spec import StreamSpec
-from nemo_like.torch_data.drop_in import Microbatch, OnlineBatches, online_batches, stream_spec
+from nemo_like.torch_data.drop_in import Microbatch, OnlineBatches, online_batches, spec_of_trainer
 
 
 class LightningBatches:
@@ -69,13 +69,7 @@ def train_batches(
     microbatches.
     """
     per_step = trainer.accumulate_grad_batches
-    if not isinstance(spec, StreamSpec):
-        spec = stream_spec(spec, microbatches_per_step=per_step)
-    if spec.microbatches_per_step != per_step:
-        raise ValueError(
-            f"the spec has microbatches_per_step={spec.microbatches_per_step} and the Trainer has"
-            f" accumulate_grad_batches={per_step}; make them equal"
-        )
+    spec = spec_of_trainer(spec, "Trainer", "accumulate_grad_batches", per_step)
     for name in ("limit_train_batches", "val_check_interval"):
         number = getattr(trainer, name)
         if isinstance(number, int) and number % per_step:
