@@ -115,7 +115,7 @@ class BatchPlan:
     def ranks(self) -> tuple[tuple[Microbatch, ...], ...]:
         """Microbatches of each rank, with row ids of the batch."""
         ranks = range(self.spec.num_ranks)
-        return tuple(self._microbatches(dp_rank, self.rows) for dp_rank in ranks)
+        return tuple(self._microbatches(rank, self.rows_of_rank(rank)) for rank in ranks)
 
     @cached_property
     def num_tokens(self) -> np.ndarray:
@@ -137,14 +137,13 @@ class BatchPlan:
         `rows_of_rank`, for which the indices of a microbatch are a range. Pass `rows_of_rank` of
         another plan if both plans use one shard.
         """
-        start, stop = self._rank_bounds(dp_rank)
-        # Rows of other ranks keep index 0; no microbatch of this rank refers to them.
-        if shard_rows is None:
-            shard_rows = self.rows[start:stop]
-        index_in_shard = np.zeros(self.num_rows, dtype=np.int64)
-        index_in_shard[shard_rows] = np.arange(stop - start)
-        microbatches = self._microbatches(dp_rank, index_in_shard[self.rows])
-        return RankPlan(microbatches, self.step_offsets, self.spec)
+        rows = self.rows_of_rank(dp_rank)
+        indices = np.arange(len(rows))
+        if shard_rows is not None:
+            # Nothing here may depend on the size of the batch: there is one call for each rank.
+            order = np.argsort(shard_rows)
+            indices = order[np.searchsorted(shard_rows, rows, sorter=order)]
+        return RankPlan(self._microbatches(dp_rank, indices), self.step_offsets, self.spec)
 
     def with_budget(
         self, max_tokens: int | None = None, *, max_rows: int | None = None
@@ -332,15 +331,15 @@ class BatchPlan:
         return int(self.offsets[first]), int(self.offsets[first + self.num_microbatches])
 
     def _microbatches(self, dp_rank: int, row_ids: np.ndarray) -> tuple[Microbatch, ...]:
-        """Build the microbatches of a rank; `row_ids` int64 [n] are the indices to write for each
-        of `self.rows`.
+        """Build the microbatches of a rank; `row_ids` int64 [n_r] are the indices to write for each
+        of `rows_of_rank`.
         """
         start, stop = self._rank_bounds(dp_rank)
         first = dp_rank * self.num_microbatches
         rank_offsets = self.offsets[first : first + self.num_microbatches + 1]
         offsets = (rank_offsets - start).tolist()
         # Slices of tuples of plain integers are much faster than slices of arrays.
-        rows = tuple(row_ids[start:stop].tolist())
+        rows = tuple(row_ids.tolist())
         lengths = tuple(self.lengths[start:stop].tolist())
         padded_lengths = tuple(self.padded_lengths[start:stop].tolist())
         tokens = self.num_tokens[dp_rank].tolist()
