@@ -191,7 +191,7 @@ class _TeacherHead:
 
     def __call__(self, embedding: OutputEmbedding, inputs: ModelInputs) -> TokenLogprobs:
         """Return tensors [N, ...] at the trained positions as columns, and no log-probs."""
-        hidden = embedding.hidden.index_select(0, inputs.label_positions)
+        hidden = embedding.hidden.index_select(0, inputs.hidden_positions)
         nothing = hidden.new_empty(0)
         if self._settings.top_k is None:
             if self.embedding is None:
@@ -261,15 +261,20 @@ def _inputs(
 def _only_rows(microbatch: Microbatch, is_kept: np.ndarray, spec: PlanSpec) -> Microbatch:
     """Return the microbatch with the rows that `is_kept` bool [R] marks, padded as before.
 
-    Each row keeps its positions, so that a context-parallel rank has the same share of it.
+    Each row keeps its positions, so that a context-parallel rank has the same share of it. Raises
+    ValueError if rows of two teachers share a prefix.
     """
     kept = np.flatnonzero(is_kept).tolist()
+    shared = np.array(microbatch.shared, dtype=np.int64)
+    if len(shared) and np.any(shared[1:][is_kept[1:] != is_kept[:-1]]):
+        raise ValueError("rows of two teachers share a prefix; plan each teacher's rows as a group")
     padded_lengths = tuple(microbatch.padded_lengths[index] for index in kept)
     return Microbatch(
         tuple(microbatch.rows[index] for index in kept),
         tuple(microbatch.lengths[index] for index in kept),
         padded_lengths,
         round_up(sum(padded_lengths), spec.total_multiple),
+        tuple(shared[kept].tolist()) if len(shared) else (),
     )
 
 

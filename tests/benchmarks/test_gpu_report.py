@@ -24,7 +24,7 @@ from benchmarks.gpu.profile import summarize
 from benchmarks.gpu.rows import file_lengths, full_lengths, lognormal_lengths
 from benchmarks.gpu.transformers_loops import packed, padded
 from nemo_like.models.spec import PRESETS, load_spec
-from nemo_like.policy.inputs.model_inputs import cp_shard_positions
+from nemo_like.policy.inputs.grid import cp_shard_positions
 
 HIDDEN = ("ray", "megatron", "pydantic", "omegaconf", "vllm", "math_verify", "flash_attn")
 """Modules that a machine with a bare PyTorch image lacks."""

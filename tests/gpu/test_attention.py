@@ -84,10 +84,10 @@ def test_query_chunks_of_a_shared_row_see_what_is_before_them(
 
     def spans(device: torch.device) -> Spans:
         return Spans(
-            exchange.cu_seqlens_q.to(device),
-            exchange.cu_seqlens_k.to(device),
-            exchange.max_seqlen_q,
-            exchange.max_seqlen_k,
+            exchange.spans.cu_seqlens_q.to(device),
+            exchange.spans.cu_seqlens_k.to(device),
+            exchange.spans.max_seqlen_q,
+            exchange.spans.max_seqlen_k,
         )
 
     def on_cuda(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from nemo_like.policy.inputs.attention import (
     plan_exchange,
     varlen_attention,
 )
-from nemo_like.policy.inputs.model_inputs import cp_gather_positions, cp_shard_positions
+from nemo_like.policy.inputs.grid import cp_gather_positions, cp_shard_positions
 from tests.policy.thread_ranks import run_thread_ranks
 
 
@@ -185,11 +185,11 @@ def test_the_exchange_of_a_forward_is_planned_once_and_without_waiting_for_the_d
         assert plan_exchange(cu_seqlens, 8, group, 4) is exchange
         if group.rank() == 0:
             assert exchange.kv_index.tolist() == [0, 1, 0, 1, 4, 5, 6, 7, 2, 3]
-            assert (exchange.cu_seqlens_q.tolist(), exchange.cu_seqlens_k.tolist()) == (
+            assert (exchange.spans.cu_seqlens_q.tolist(), exchange.spans.cu_seqlens_k.tolist()) == (
                 [0, 2, 4],
                 [0, 2, 10],
             )
-            assert (exchange.max_seqlen_q, exchange.max_seqlen_k) == (2, 8)
+            assert (exchange.spans.max_seqlen_q, exchange.spans.max_seqlen_k) == (2, 8)
         # A tensor on the meta device has no values: asking for one would fail.
         assert plan_exchange(cu_seqlens.to("meta"), 8, group, 4).kv_index.shape == (10,)
 

@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
+from nemo_like.policy.inputs.grid import cp_gather_positions, cp_shard_positions, segment_lengths
 from nemo_like.policy.inputs.model_inputs import (
     NUM_TRAINED,
     ModelInputs,
     build_inputs,
-    cp_gather_positions,
-    cp_shard_positions,
     num_predicted_tokens,
-    segment_lengths,
     unpack_tokens,
 )
 

@@ -144,6 +144,10 @@ class Microbatch:
     """Positions of the microbatch: the sum of `padded_lengths`, in the packed layout rounded up to
     `PlanSpec.total_multiple`.
     """
+    shared: tuple[int, ...] = ()
+    """Leading tokens that each row has in common with the row before it, which are computed there:
+    the positions of a row are those of its other tokens. Empty: all rows are complete.
+    """
 
     @property
     def is_dummy(self) -> bool:

@@ -292,6 +292,8 @@ class LogprobModel(nn.Module):
         if inputs.cu_seqlens is not None:
             options["cu_seqlens"] = inputs.cu_seqlens
             options["max_seqlen"] = inputs.max_seqlen
+        if inputs.exchange is not None:
+            options["exchange"] = inputs.exchange
         if self.groups.cp is not None:
             options["cp_group"] = self.groups.cp
         output = backbone(self.causal_lm)(

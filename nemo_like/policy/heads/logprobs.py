@@ -359,7 +359,7 @@ def label_logprobs(
     # Only positions with a label meet the vocabulary: in RL most of a row is prompt.
     positions = inputs.label_positions
     outputs = token_logprobs(
-        hidden.index_select(0, positions),
+        hidden.index_select(0, inputs.hidden_positions),
         weight,
         inputs.labels.index_select(0, positions),
         temperature=temperature,
@@ -370,4 +370,4 @@ def label_logprobs(
         token_filter=token_filter,
         compile=compile,
     )
-    return scatter_logprobs(outputs, positions, len(hidden))
+    return scatter_logprobs(outputs, positions, len(inputs.labels))

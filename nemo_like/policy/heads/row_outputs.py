@@ -17,12 +17,11 @@ from nemo_like.distributed import activity
 from nemo_like.distributed.batched_data_dict import SlicedDataDict
 from nemo_like.policy.collectives import sum_over
 from nemo_like.policy.engine import Engine, ResultT, StepFunction
+from nemo_like.policy.inputs.grid import cp_gather_positions, segment_lengths
 from nemo_like.policy.inputs.model_inputs import (
     ModelInputs,
     TokenLogprobs,
     build_inputs,
-    cp_gather_positions,
-    segment_lengths,
     unpack_tokens,
 )
 from nemo_like.sampling_filter import SamplingFilter
@@ -74,21 +73,24 @@ def unpack_outputs(parts: Sequence[Outputs]) -> list[Jagged]:
         return []
     # After the last microbatch, so that the device is waited for once.
     values = torch.cat([part.values for part in parts]).to("cpu", torch.float32)
-    shares = values.split([part.inputs.num_tokens for part in parts])
+    shares = values.split([part.inputs.num_outputs for part in parts])
     return [unpack_tokens(share, part.inputs) for share, part in zip(shares, parts, strict=True)]
 
 
 class Outputs(NamedTuple):
-    """Log-probs [num_tokens] of one microbatch, in the order of the pack."""
+    """Log-probs [num_outputs] of one microbatch, in the order of the pack."""
 
     inputs: ModelInputs
     values: Tensor
 
 
 def _gather_in_order(engine: Engine, inputs: ModelInputs, values: Tensor) -> Tensor:
-    """Gather [num_tokens], in the order of the pack, from this rank's share [T]."""
+    """Gather [num_outputs], in the order of the pack, from this rank's share [T]."""
     if inputs.cp_size == 1:
         return values
+    if inputs.exchange is not None:
+        # Every rank has all tokens of the rows, with 0 for those of other ranks.
+        return engine.sum_over_cp(values)
     # Context parallelism splits each segment, trailing padding included, in zig-zag order.
     segments = segment_lengths(inputs.padded_lengths, inputs.num_tokens)
     positions = cp_gather_positions(segments, inputs.cp_size)
@@ -137,7 +139,7 @@ def row_scores(
     `hidden` and `weight` have this rank's positions, else they are complete on every rank.
     """
     positions = inputs.last_positions
-    rows = inputs.row_ids.index_select(0, positions)
+    rows = inputs.last_rows
     is_local = None
     if share is not None:
         positions = positions - share.rank * len(hidden)

@@ -25,12 +25,7 @@ from nemo_like.losses.likelihood import (
     Divergence,
 )
 from nemo_like.policy.collectives import gather_objects
-from nemo_like.policy.heads.divergence import (
-    DivergenceOutputs,
-    TopKTarget,
-    VocabularyTarget,
-    token_divergence,
-)
+from nemo_like.policy.heads.divergence import TopKTarget, VocabularyTarget, token_divergence
 from nemo_like.policy.heads.logit_chunks import VocabShard
 from nemo_like.policy.heads.logprobs import token_logprobs
 from nemo_like.policy.inputs.model_inputs import ModelInputs, OutputEmbedding, TokenLogprobs
@@ -128,17 +123,28 @@ class DistillationHead:
 
         Raises ValueError for a microbatch that the teachers' pass did not have.
         """
-        size = len(embedding.hidden)
+        size = len(inputs.labels)
         device = embedding.hidden.device
         columns = [torch.zeros(size, dtype=torch.float32, device=device) for _ in range(5)]
         num_found = 0
         for teacher, stored in self._stored.items():
-            positions = self._positions(inputs, teacher)
+            positions, hidden_positions = self._positions(inputs, teacher)
             _check_length(stored, len(positions))
             num_found += len(positions)
             if len(positions) == 0:
                 continue
-            outputs = self._outputs(embedding, inputs, positions, teacher, stored)
+            target = self._target(embedding, teacher, stored)
+            outputs = token_divergence(
+                embedding.hidden.index_select(0, hidden_positions),
+                embedding.weight,
+                inputs.labels.index_select(0, positions),
+                target,
+                self._settings.divergence,
+                # Several matrices of logits exist at a time, where log-probs need one or two.
+                chunk_size=max(embedding.chunk_size // 4, 1),
+                bias=embedding.bias,
+                vocab=embedding.vocab,
+            )
             for index, values in enumerate(outputs):
                 columns[index] = columns[index].index_copy(0, positions, values)
         if num_found != len(inputs.label_positions):
@@ -168,37 +174,16 @@ class DistillationHead:
             },
         )
 
-    def _positions(self, inputs: ModelInputs, teacher: int) -> Tensor:
-        """Return the trained positions of the rows of a teacher, int64 [N]."""
+    def _positions(self, inputs: ModelInputs, teacher: int) -> tuple[Tensor, Tensor]:
+        """Return `label_positions` and `hidden_positions` of a teacher's rows, int64 [N] each."""
         positions = inputs.label_positions
         if not self._has_several:
-            return positions
+            return positions, inputs.hidden_positions
         # On the host: the number of positions is a shape, and reading it would wait for the device.
         teachers = inputs.host_row_columns[TEACHER][inputs.host_label_rows]
-        index = torch.from_numpy(np.flatnonzero(teachers == teacher))
-        return positions.index_select(0, tensor_to_device(index, positions.device))
-
-    def _outputs(
-        self,
-        embedding: OutputEmbedding,
-        inputs: ModelInputs,
-        positions: Tensor,
-        teacher: int,
-        stored: Stored,
-    ) -> DivergenceOutputs:
-        """Return the outputs [N] at `positions` int64 [N]."""
-        target = self._target(embedding, teacher, stored)
-        return token_divergence(
-            embedding.hidden.index_select(0, positions),
-            embedding.weight,
-            inputs.labels.index_select(0, positions),
-            target,
-            self._settings.divergence,
-            # Several matrices of logits exist at a time, where log-probs need one or two.
-            chunk_size=max(embedding.chunk_size // 4, 1),
-            bias=embedding.bias,
-            vocab=embedding.vocab,
-        )
+        selected = torch.from_numpy(np.flatnonzero(teachers == teacher))
+        index = tensor_to_device(selected, positions.device)
+        return positions.index_select(0, index), inputs.hidden_positions.index_select(0, index)
 
     def _target(
         self, embedding: OutputEmbedding, teacher: int, stored: Stored

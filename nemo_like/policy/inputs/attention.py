@@ -36,6 +36,7 @@ from transformers import AttentionInterface
 from nemo_like.config.errors import ConfigError
 from nemo_like.policy.collectives import gather_rows, keyword_names
 from nemo_like.policy.inputs.segment_attention import (
+    Exchange,
     Spans,
     sdpa,
     segment_attention,
@@ -43,34 +44,19 @@ from nemo_like.policy.inputs.segment_attention import (
 )
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """Positions in the gathered keys that each of a rank's query segments attends to.
-
-    Example: one segment of 8 positions on 2 ranks is split into chunks of 2. Rank 0 has chunks 0
-    and 3, rank 1 chunks 1 and 2, so gathered keys are in chunk order 0 3 1 2. For rank 0 `kv_index`
-    takes chunk 0 and then 0 1 2 3: [0, 1, 0, 1, 4, 5, 6, 7, 2, 3]; `cu_seqlens_q` is [0, 2, 4] and
-    `cu_seqlens_k` [0, 2, 10].
-    """
-
-    kv_index: Tensor
-    """int64 [T_k]: rows of the gathered keys and values."""
-    cu_seqlens_q: Tensor
-    """int32 [2R + 1]"""
-    cu_seqlens_k: Tensor
-    """int32 [2R + 1]"""
-    max_seqlen_q: int
-    max_seqlen_k: int
-
-
-def gather_keys_values(
-    k: Tensor, v: Tensor, exchange: Exchange, group: dist.ProcessGroup
+def select_keys_values(
+    k: Tensor, v: Tensor, kv_index: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Gather `k` and `v` [T_k, H_kv, D] of the exchange from this rank's [T/c, H_kv, D]."""
+    """Select `k` and `v` [T_k, H_kv, D] of an exchange from this rank's [T/c, H_kv, D].
+
+    With a `group` they are gathered from its c ranks first.
+    """
+    if group is None:
+        return k.index_select(0, kv_index), v.index_select(0, kv_index)
     # Stacked, so that there is one collective in the forward and one in the backward.
     local = torch.stack((k, v), dim=1)
     gathered = gather_rows(group, local)
-    selected = gathered.index_select(0, exchange.kv_index)
+    selected = gathered.index_select(0, kv_index)
     k, v = selected.unbind(1)
     return k, v
 
@@ -133,13 +119,13 @@ def make_exchange(
     offset_of_chunk = torch.where(is_first, 0, chunk_length)
     within_share = share_start + position % chunk_length + offset_of_chunk
     max_chunk_length = max_seqlen // num_chunks
-    return Exchange(
-        kv_index=owner * num_positions + within_share,
+    spans = Spans(
         cu_seqlens_q=_bounds(lengths_q).int(),
         cu_seqlens_k=bounds_k.int(),
         max_seqlen_q=max_chunk_length,
         max_seqlen_k=max_chunk_length * (num_chunks - rank),
     )
+    return Exchange(owner * num_positions + within_share, spans)
 
 
 def _bounds(lengths: Tensor) -> Tensor:
@@ -289,6 +275,7 @@ def varlen_attention(
     window: int | None = None,
     causal: bool = True,
     cp_group: ProcessGroup | None = None,
+    exchange: Exchange | None = None,
 ) -> Tensor:
     """Return [T, H, D] from `q` [T, H, D] and `k`, `v` [T, H_kv, D].
 
@@ -300,20 +287,21 @@ def varlen_attention(
     With a `cp_group` of c > 1 ranks, `q`, `k`, `v` and the result are this rank's share of T/c
     positions (`segments.cp_shard_positions`), while `cu_seqlens` and `max_seqlen` describe all
     ranks' positions. `cu_seqlens` must not be modified after a call: results derived from it are
-    cached for the lifetime of the tensor.
+    cached for the lifetime of the tensor. With shared prefixes `exchange` has the keys of each
+    segment of this rank (`ModelInputs.exchange`) and `cu_seqlens` is not read.
     """
     spans = Spans(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    if cp_group is not None and cp_group.size() > 1:
-        if not causal:
-            raise ValueError("context parallelism supports causal attention only")
+    if cp_group is not None and cp_group.size() == 1:
+        cp_group = None
+    if cp_group is not None and exchange is None:
         exchange = plan_exchange(cu_seqlens, max_seqlen, cp_group, q.shape[0])
-        k, v = gather_keys_values(k, v, exchange, cp_group)
-        spans = Spans(
-            exchange.cu_seqlens_q,
-            exchange.cu_seqlens_k,
-            exchange.max_seqlen_q,
-            exchange.max_seqlen_k,
-        )
+    if exchange is not None:
+        if not causal:
+            raise ValueError(
+                "context parallelism and shared prefixes support causal attention only"
+            )
+        k, v = select_keys_values(k, v, exchange.kv_index, cp_group)
+        spans = exchange.spans
     if _has_varlen_kernel(q):
         return varlen_kernel()(q, k, v, spans, scale=scale, window=window, causal=causal)
     return segment_attention(q, k, v, spans, scale, window, causal)
@@ -352,12 +340,14 @@ def attention_forward(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int = 0,
     cp_group: ProcessGroup | None = None,
+    exchange: Exchange | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention function of a Hugging Face layer: `query` [B, H, S, D] -> ([B, S, H, D], None).
 
-    The policy passes `cu_seqlens` (with B = 1) and `cp_group` to the model's forward. Raises
-    ConfigError for a layer that needs another kind of attention, which would silently train wrong.
+    The policy passes `cu_seqlens` (with B = 1), `cp_group` and `exchange` to the model's forward.
+    Raises ConfigError for a layer that needs another kind of attention, which would silently train
+    wrong.
     """
     _check_supported(module, attention_mask, dropout, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -371,7 +361,15 @@ def attention_forward(
     k = key.squeeze(0).transpose(0, 1)
     v = value.squeeze(0).transpose(0, 1)
     out = varlen_attention(
-        q, k, v, cu_seqlens, max_seqlen, scale=scale, window=sliding_window, cp_group=cp_group
+        q,
+        k,
+        v,
+        cu_seqlens,
+        max_seqlen,
+        scale=scale,
+        window=sliding_window,
+        cp_group=cp_group,
+        exchange=exchange,
     )
     return out.unsqueeze(0), None
 

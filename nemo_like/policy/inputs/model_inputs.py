@@ -16,12 +16,18 @@ Context parallelism (`cp_size` c > 1): each segment is split into 2c chunks, ran
 2c-1-r in this order (zig-zag), and these shares are packed, in the padded layout too, where a
 segment is a row with its padding. Labels and columns are aligned before the split; `cu_seqlens`
 stays global.
+
+Shared prefixes (`Microbatch.shared`): the model computes the T positions of the segments, and each
+of the T_r tokens of the complete rows has its label, its columns and its outputs in a sequence of
+its own, the rows one after the other without padding. Two rows that share a position thus have
+their own labels there, which are read from one hidden state (`hidden_positions`). On a
+context-parallel rank this sequence has all rows, with labels where the rank has the hidden state.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -33,88 +39,24 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
 from nemo_like.device_transfer import tensor_to_device, to_device
 from nemo_like.policy.heads.logit_chunks import VocabShard
-
-
-def segment_starts(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return the bounds of consecutive segments, int64 [n+1]."""
-    starts = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=starts[1:])
-    return starts
-
-
-def segment_positions(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return segment of each position and position within it, for consecutive segments.
-
-    Both are int64 [sum(lengths)]. Example: lengths [2, 3] give segments [0, 0, 1, 1, 1] and
-    positions [0, 1, 0, 1, 2].
-    """
-    segments = np.arange(len(lengths), dtype=np.int64)
-    segment = np.repeat(segments, lengths)
-    starts = segment_starts(lengths)
-    position = np.arange(len(segment), dtype=np.int64)
-    return segment, position - starts[segment]
-
-
-def cp_shard_positions(
-    padded_lengths: Sequence[int] | np.ndarray, cp_size: int, cp_rank: int
-) -> np.ndarray:
-    """Return the positions of the pack on `cp_rank`, int64 [sum(padded_lengths) / cp_size].
-
-    Example: one row of 8 positions on 2 ranks has chunks 01|23|45|67; rank 0 gets [0, 1, 6, 7],
-    rank 1 [2, 3, 4, 5]. Raises ValueError for a padded length that is not a multiple of 2 x cp_size
-    or a rank outside the axis.
-    """
-    padded = np.asarray(padded_lengths, dtype=np.int64)
-    if not 0 <= cp_rank < cp_size:
-        raise ValueError(f"cp_rank {cp_rank} is not in 0..{cp_size - 1}")
-    if cp_size == 1:
-        return np.arange(padded.sum(), dtype=np.int64)
-    num_chunks = 2 * cp_size
-    if (padded % num_chunks).any():
-        raise ValueError(
-            f"padded lengths {padded.tolist()} are not all multiples of 2 x cp_size = {num_chunks}"
-        )
-    chunk_lengths = padded // num_chunks
-    row, position = segment_positions(2 * chunk_lengths)
-    chunk_length = chunk_lengths[row]
-    is_second = position >= chunk_length
-    # A rank's first chunk is number r. Its second is number 2c-1-r, at the start of which
-    # `position` has already advanced by one chunk.
-    num_skipped_chunks = np.where(is_second, num_chunks - 2 - cp_rank, cp_rank)
-    row_start = segment_starts(padded)[row]
-    return row_start + position + num_skipped_chunks * chunk_length
-
-
-def cp_gather_positions(padded_lengths: Sequence[int] | np.ndarray, cp_size: int) -> np.ndarray:
-    """Return the inverse of `cp_shard_positions`, int64 [sum(padded_lengths)].
-
-    `concat(shares of rank 0, 1, ...)[result]` is the pack in order.
-    """
-    shares = [cp_shard_positions(padded_lengths, cp_size, rank) for rank in range(cp_size)]
-    gathered = np.concatenate(shares)
-    inverse = np.empty_like(gathered)
-    inverse[gathered] = np.arange(len(gathered), dtype=np.int64)
-    return inverse
-
-
-def segment_lengths(padded_lengths: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """Return the padded length of every segment: the rows, then trailing padding if any.
-
-    Padding is divided into segments of at most the longest row: its attention then costs less than
-    that of rows, and its position ids are not above theirs. A dummy is one segment.
-    """
-    trailing = num_tokens - sum(padded_lengths)
-    longest = max(padded_lengths, default=num_tokens)
-    num_full, rest = divmod(trailing, longest)
-    return (*padded_lengths, *[longest] * num_full, *[rest] * (rest > 0))
-
+from nemo_like.policy.inputs.grid import (
+    Grid,
+    KeyIndex,
+    SharedGrid,
+    segment_positions,
+    segment_starts,
+)
+from nemo_like.policy.inputs.segment_attention import Exchange, Spans
 
 NUM_TRAINED = "num_trained_tokens"
 """Row column of training inputs: float32 [R], trained tokens of each row."""
 
 
 class TokenLogprobs(NamedTuple):
-    """Outputs at the T predicting positions of a microbatch; 0 where `label_mask` is False."""
+    """Outputs at the T predicting positions of a microbatch; 0 where `label_mask` is False.
+
+    With shared prefixes T is the T_r of `ModelInputs`.
+    """
 
     logprobs: Tensor
     """float32 [T]: log-prob of `inputs.labels`, under the filtered distribution where sampling is
@@ -157,6 +99,9 @@ class OutputEmbedding:
 class ModelInputs:
     """One microbatch as tensors: T positions on this rank, `num_tokens` = T x cp_size in total.
 
+    With shared prefixes `labels`, `label_mask`, `row_ids` and `columns` are [T_r], of all tokens of
+    the rows, instead of [T].
+
     Example: rows [5, 6, 7] and [8, 9] packed with `padded_lengths` (4, 2) and `num_tokens` 6:
     `input_ids` [[5, 6, 7, 0, 8, 9]], `position_ids` [[0, 1, 2, 3, 0, 1]], `cu_seqlens` [0, 4, 6],
     `labels` [6, 7, 0, 0, 9, 0], `label_mask` [1, 1, 0, 0, 1, 0], `label_positions` [0, 1, 4],
@@ -183,10 +128,18 @@ class ModelInputs:
     """int64 [N]: the indices where `label_mask` is True, in order. Found on the host, because a
     search on the device waits for it.
     """
+    hidden_positions: Tensor
+    """int64 [N]: the position of the model that computes each of `label_positions`, the same unless
+    prefixes are shared.
+    """
     host_label_rows: np.ndarray
     """int64 [N]: the row of each of `label_positions`, in host memory."""
     last_positions: Tensor
-    """int64 [N]: the indices of the last tokens of rows, those on this context-parallel rank."""
+    """int64 [M]: the positions of the model that compute the last tokens of rows, those on this
+    context-parallel rank.
+    """
+    last_rows: Tensor
+    """int64 [M]: the row of each of `last_positions`."""
     row_ids: Tensor
     """int64 [T]: index of the row in the microbatch; 0 on padding."""
     columns: dict[str, Tensor]
@@ -200,6 +153,8 @@ class ModelInputs:
     num_tokens: int
     layout: Literal["packed", "padded"]
     cp_size: int = 1
+    exchange: Exchange | None = None
+    """Of shared prefixes: the keys of each segment of this rank. None: all rows are complete."""
     head: Callable[[OutputEmbedding, ModelInputs], TokenLogprobs] | None = None
     """Computes the outputs of this microbatch in the place of the log-probs of `labels`."""
 
@@ -207,6 +162,17 @@ class ModelInputs:
     def num_rows(self) -> int:
         """R; 1 for a dummy."""
         return max(len(self.lengths), 1)
+
+    @property
+    def output_bounds(self) -> np.ndarray:
+        """Bounds of the rows in outputs gathered from all context-parallel ranks, int64 [R + 1]."""
+        lengths = self.padded_lengths if self.exchange is None else self.lengths
+        return segment_starts(lengths)
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs of all context-parallel ranks: `num_tokens`, with shared prefixes T_r."""
+        return self.num_tokens if self.exchange is None else int(self.output_bounds[-1])
 
     def flattened(self) -> ModelInputs:
         """Return the same positions as one [1, T] sequence of segments with `cu_seqlens`."""
@@ -246,21 +212,27 @@ def build_inputs(
 
     The host does not wait for the device.
     """
-    grid = _Grid.of(microbatch, spec, cp_rank)
-    # Shift 1: the label of a position is the next token of its row.
-    has_label = grid.position < grid.length - 1
-    columns, row_columns, row_tensors = _split_columns(shard, grid, has_label, device)
+    grid = Grid.of(microbatch, spec, cp_rank)
+    shared = SharedGrid.of(microbatch, spec, cp_rank) if any(microbatch.shared) else None
+    labels = _LabelArrays.of(grid, shared)
+    columns, row_columns, row_tensors = _split_columns(
+        shard, labels.grid, labels.has_next & labels.is_local, device
+    )
+    has_label = labels.has_next & labels.is_local
     if num_trained is not None:
         row_columns[NUM_TRAINED] = num_trained.astype(np.float32)
         is_trained_row = num_trained > 0
         # Logits are computed only where there is a label, so a narrow mask saves memory.
-        has_label = has_label & columns["token_mask"] & is_trained_row[grid.row_ids]
+        has_label &= columns["token_mask"] & is_trained_row[labels.grid.row_ids]
     label_positions = np.flatnonzero(has_label)
+    keys = None if shared is None else shared.keys
     tensors = to_device(
         {
-            **_position_arrays(grid, shard["input_ids"], pad_token_id),
+            **_position_arrays(grid, shard["input_ids"], pad_token_id, keys),
+            **labels.arrays(shard["input_ids"]),
             "label_mask": has_label,
             "label_positions": label_positions,
+            **({} if shared is None else {"hidden_positions": shared.source[label_positions]}),
             **{f"column/{name}": values for name, values in columns.items()},
             **{f"row/{name}": values for name, values in row_columns.items()},
         },
@@ -274,8 +246,10 @@ def build_inputs(
         labels=tensors["labels"],
         label_mask=tensors["label_mask"],
         label_positions=tensors["label_positions"],
-        host_label_rows=grid.row_ids[label_positions],
+        hidden_positions=tensors.get("hidden_positions", tensors["label_positions"]),
+        host_label_rows=labels.grid.row_ids[label_positions],
         last_positions=tensors["last_positions"],
+        last_rows=tensors["last_rows"],
         row_ids=tensors["row_ids"],
         columns={name: tensors[f"column/{name}"] for name in columns},
         row_columns={name: tensors[f"row/{name}"] for name in row_columns} | row_tensors,
@@ -285,35 +259,82 @@ def build_inputs(
         num_tokens=microbatch.num_tokens,
         layout=spec.layout,
         cp_size=spec.cp_size,
+        exchange=None if keys is None else _exchange(tensors, keys),
     )
 
 
-def _position_arrays(grid: _Grid, token_ids: Jagged, pad_token_id: int) -> dict[str, np.ndarray]:
-    """Return ids, positions and labels of the T positions, and `cu_seqlens` of a packed layout.
+@dataclass(frozen=True)
+class _LabelArrays:
+    """The positions that have labels, columns and outputs: of the model, or of complete rows."""
+
+    grid: Grid
+    source: np.ndarray
+    """int64 [T]: the position of the model that computes each of them, any if it is not local."""
+    is_local: np.ndarray
+    """bool [T]: True where this context-parallel rank computes it."""
+
+    @classmethod
+    def of(cls, grid: Grid, shared: SharedGrid | None) -> _LabelArrays:
+        if shared is not None:
+            return cls(shared.rows, shared.source, shared.source >= 0)
+        num_positions = len(grid.position)
+        return cls(grid, np.arange(num_positions), np.ones(num_positions, dtype=bool))
+
+    @property
+    def has_next(self) -> np.ndarray:
+        """Bool [T]: True where the next token of the row is real, which is the label."""
+        return self.grid.position < self.grid.length - 1
+
+    def arrays(self, token_ids: Jagged) -> dict[str, np.ndarray]:
+        """Return labels, rows and the last positions; shapes and dtypes are as in `ModelInputs`."""
+        labels = self.grid.gather("input_ids", token_ids, 1, self.has_next, 0)
+        is_last = (self.grid.position == self.grid.length - 1) & self.is_local
+        return {
+            "labels": labels.astype(np.int64, copy=False),
+            "row_ids": self.grid.row_ids,
+            "last_positions": self.source[is_last],
+            "last_rows": self.grid.row_ids[is_last],
+        }
+
+
+def _exchange(tensors: Mapping[str, Tensor], keys: KeyIndex) -> Exchange:
+    """Build the exchange of shared prefixes from the tensors of `_position_arrays`."""
+    spans = Spans(
+        tensors["cu_seqlens_q"],
+        tensors["cu_seqlens_k"],
+        int(keys.lengths_q.max()),
+        int(keys.lengths_k.max()),
+    )
+    return Exchange(tensors["kv_index"], spans)
+
+
+def _position_arrays(
+    grid: Grid, token_ids: Jagged, pad_token_id: int, keys: KeyIndex | None
+) -> dict[str, np.ndarray]:
+    """Return ids and positions of the T positions, and the bounds of a packed layout.
 
     The shapes and dtypes are as in `ModelInputs`.
     """
     is_real = grid.position < grid.length
-    has_next = grid.position < grid.length - 1
     input_ids = grid.gather("input_ids", token_ids, 0, is_real, pad_token_id)
-    labels = grid.gather("input_ids", token_ids, 1, has_next, 0)
     # Token ids are stored as int32; embedding and gather need int64.
     arrays = {
         "input_ids": input_ids.astype(np.int64, copy=False).reshape(grid.shape),
         # A dummy may be longer than any row, and a model may have no embedding of such positions.
         "position_ids": (grid.position * (grid.num_rows > 0)).reshape(grid.shape),
-        "labels": labels.astype(np.int64, copy=False),
-        "last_positions": np.flatnonzero(grid.position == grid.length - 1),
-        "row_ids": grid.row_ids,
     }
+    # Bounds are int32, as the attention kernels require.
     if grid.is_packed:
-        # int32, as the attention kernels require.
         arrays["cu_seqlens"] = grid.bounds.astype(np.int32)
+    if keys is not None:
+        arrays["kv_index"] = keys.kv_index
+        arrays["cu_seqlens_q"] = segment_starts(keys.lengths_q).astype(np.int32)
+        arrays["cu_seqlens_k"] = segment_starts(keys.lengths_k).astype(np.int32)
     return arrays
 
 
 def _split_columns(
-    shard: Mapping[str, Any], grid: _Grid, has_label: np.ndarray, device: str | torch.device
+    shard: Mapping[str, Any], grid: Grid, has_label: np.ndarray, device: str | torch.device
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, Tensor]]:
     """Return (token columns [T, ...], row columns [R, ...], row columns that are tensors [R, ...]).
 
@@ -337,7 +358,7 @@ def _split_columns(
 
 
 def unpack_tokens(values: Tensor, inputs: ModelInputs) -> Jagged:
-    """Convert per-position `values` [num_tokens] to rows, a float32 Jagged in microbatch order.
+    """Convert per-position `values` [num_outputs] to rows, a float32 Jagged in microbatch order.
 
     The shift is undone: the value at the position that predicts token i becomes the value of token
     i; token 0, which no position predicts, gets 0. With context parallelism `values` are gathered
@@ -345,15 +366,15 @@ def unpack_tokens(values: Tensor, inputs: ModelInputs) -> Jagged:
     another number of values.
     """
     values = values.reshape(-1)
-    if len(values) != inputs.num_tokens:
+    if len(values) != inputs.num_outputs:
         raise ValueError(
-            f"{len(values)} values for a microbatch of {inputs.num_tokens} positions; gather the cp"
+            f"{len(values)} values for a microbatch of {inputs.num_outputs} outputs; gather the cp"
             f" ranks' shares first"
         )
     flat = values.detach().to("cpu", torch.float32).numpy()
     lengths = np.array(inputs.lengths, dtype=np.int64)
     # Rows start at padded offsets here, and at unpadded ones in the result.
-    starts = segment_starts(inputs.padded_lengths)[:-1]
+    starts = inputs.output_bounds[:-1]
     row, token = segment_positions(lengths)
     result = np.zeros(len(token), dtype=np.float32)
     is_predicted = token > 0
@@ -379,85 +400,6 @@ def num_predicted_tokens(token_mask: Jagged, microbatch: Microbatch) -> np.ndarr
     is_counted = is_kept & (token > 0)
     counts = np.bincount(row, weights=is_counted, minlength=len(rows))
     return counts.astype(np.int64)
-
-
-@dataclass(frozen=True)
-class _Grid:
-    """Index arrays of the T positions on this rank, built once per microbatch."""
-
-    rows: np.ndarray
-    """int64 [R]: rows of the shard."""
-    num_rows: int
-    is_packed: bool
-    """True for one sequence of segments, False for a rectangle of rows."""
-    shape: tuple[int, int]
-    """Shape of `input_ids`."""
-    bounds: np.ndarray
-    """int64 [segments + 1]: segment bounds over all cp ranks."""
-    segment: np.ndarray
-    """int64 [T]: segment of each position."""
-    position: np.ndarray
-    """int64 [T]: position within the segment."""
-    length: np.ndarray
-    """int64 [T]: real tokens of the position's segment."""
-
-    @property
-    def row_ids(self) -> np.ndarray:
-        """int64 [T]: row of each position, 0 on padding."""
-        return np.where(self.position < self.length, self.segment, 0)
-
-    @classmethod
-    def of(cls, microbatch: Microbatch, spec: PlanSpec, cp_rank: int) -> _Grid:
-        segments = segment_lengths(microbatch.padded_lengths, microbatch.num_tokens)
-        bounds = segment_starts(segments)
-        positions = cp_shard_positions(segments, spec.cp_size, cp_rank)
-        # Every context-parallel rank has an equal share of every segment.
-        share_lengths = np.array(segments) // spec.cp_size
-        segment, _ = segment_positions(share_lengths)
-        num_rows = len(microbatch.rows)
-        # Segments of trailing padding have no real tokens.
-        lengths = np.zeros(len(segments), dtype=np.int64)
-        lengths[:num_rows] = microbatch.lengths
-        is_packed = spec.layout == "packed" or spec.cp_size > 1
-        width = len(positions)
-        if not is_packed:
-            width //= max(num_rows, 1)
-        return cls(
-            rows=np.array(microbatch.rows, dtype=np.int64),
-            num_rows=num_rows,
-            is_packed=is_packed,
-            shape=(len(positions) // width, width),
-            bounds=bounds,
-            segment=segment,
-            position=positions - bounds[segment],
-            length=lengths[segment],
-        )
-
-    def gather(
-        self, name: str, column: Jagged, shift: int, where: np.ndarray, fill: int
-    ) -> np.ndarray:
-        """Return [T, ...]: token `position + shift` of each row where `where`, else `fill`."""
-        shape = (len(where), *column.values.shape[1:])
-        gathered = np.full(shape, fill, dtype=column.dtype)
-        if self.num_rows == 0:
-            return gathered
-        segment = self.segment[where]
-        starts = column.offsets[self.rows]
-        ends = column.offsets[self.rows + 1]
-        source = starts[segment] + self.position[where] + shift
-        is_beyond = source >= ends[segment]
-        # A column that is too short would otherwise give tokens of the next row.
-        if is_beyond.any():
-            first = segment[np.argmax(is_beyond)]
-            row = self.rows[first]
-            num_tokens = column.lengths[row]
-            num_read = self.length[self.segment == first][0]
-            raise ValueError(
-                f"column {name!r} has {num_tokens} tokens in row {row}, but the plan reads"
-                f" {num_read}; every token column needs a value for each token of its row"
-            )
-        gathered[where] = column.values[source]
-        return gathered
 
 
 def _row_array(column: np.ndarray, rows: np.ndarray) -> np.ndarray:

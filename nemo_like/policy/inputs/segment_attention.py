@@ -30,6 +30,26 @@ class Spans(NamedTuple):
     max_seqlen_k: int
 
 
+class Exchange(NamedTuple):
+    """Keys that each query segment attends to, where they are not its own positions.
+
+    With context parallelism they are on other ranks too, with shared prefixes partly in earlier
+    segments. Query segment i attends to the keys `kv_index[spans.cu_seqlens_k[i] :
+    spans.cu_seqlens_k[i + 1]]` of this rank's keys, or of those gathered from all ranks of the
+    context-parallel group.
+
+    Example: one segment of 8 positions on 2 ranks is split into chunks of 2. Rank 0 has chunks 0
+    and 3, rank 1 chunks 1 and 2, so gathered keys are in chunk order 0 3 1 2. For rank 0 `kv_index`
+    takes chunk 0 and then 0 1 2 3: [0, 1, 0, 1, 4, 5, 6, 7, 2, 3]; `cu_seqlens_q` is [0, 2, 4] and
+    `cu_seqlens_k` [0, 2, 10].
+    """
+
+    kv_index: Tensor
+    """int64 [T_k]: rows of the keys and values."""
+    spans: Spans
+    """Two query segments per segment with context parallelism, else one."""
+
+
 @torch.compiler.disable(reason="the bounds of the rows are read on the host")
 def segment_attention(
     q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int | None, causal: bool

@@ -212,6 +212,8 @@ class Segments(PackedSeqParams):
     bounds: Any = None
     """int32 [segments + 1]: segment bounds over all context-parallel ranks."""
     max_length: int = 0
+    exchange: Any = None
+    """`ModelInputs.exchange`."""
     cos: Any = None
     """[T, 1, head_dim], for the position of each token in its row."""
     sin: Any = None
@@ -278,6 +280,7 @@ class SegmentAttention(MegatronModule):
             scale=self.scale,
             window=self.window,
             cp_group=self.cp_group,
+            exchange=segments.exchange,
         )
         return out.reshape(len(out), 1, -1)
 

@@ -191,6 +191,7 @@ class PackedModel(GPTModel):
             qkv_format="thd",
             bounds=inputs.cu_seqlens,
             max_length=inputs.max_seqlen,
+            exchange=inputs.exchange,
             cos=cos.squeeze(0)[:, None],
             sin=sin.squeeze(0)[:, None],
         )
