@@ -71,7 +71,7 @@ class LocalGroup:
         return self.get(self.submit_all(method, *args, **kwargs))
 
     def run_all_workers_sharded_data(
-        self, method: str, /, *sharded: Sequence[Any], **common: Any
+        self, method: str, /, *sharded: Sequence[Any], num_results: int | None = None, **common: Any
     ) -> list[Any]:
         for position, items in enumerate(sharded):
             if len(items) != 1:
@@ -83,6 +83,9 @@ class LocalGroup:
 
     def put(self, value: Any) -> Handle:
         return Handle(value)
+
+    def put_shards(self, shards: Sequence[Any]) -> tuple[Handle, ...]:
+        return tuple(map(self.put, shards))
 
     def submit_all(self, method: str, /, *args: Any, **kwargs: Any) -> list[Handle]:
         if self.worker is None:

@@ -55,6 +55,8 @@ class Handle:
     """Ray's reference to the exception of the call, if any; None for a value that was `put`."""
     rank: int = -1
     method: str = "put"
+    index: int | None = None
+    """The value is this item of a stored sequence; only of `put_shards`."""
 
 
 class WorkerGroup(Protocol):
@@ -74,18 +76,22 @@ class WorkerGroup(Protocol):
         ...
 
     def run_all_workers_sharded_data(
-        self, method: str, /, *sharded: Sequence[Any], **common: Any
+        self, method: str, /, *sharded: Sequence[Any], num_results: int | None = None, **common: Any
     ) -> list[Any]:
         """Call a method with data that is sharded over the data-parallel ranks.
 
         Every positional argument has one item, or handle, per dp rank; all replicas of a dp rank
-        get the same item. Returns one result per dp rank, from its output rank; the results of
-        the other ranks are not fetched.
+        get the same item. Returns one result per dp rank, from its output rank, or those of the
+        first `num_results` dp ranks; the results of the other ranks are not sent.
         """
         ...
 
     def put(self, value: Any) -> Handle:
         """Store a value once, to be passed to many calls."""
+        ...
+
+    def put_shards(self, shards: Sequence[Any]) -> tuple[Handle, ...]:
+        """Store one value per dp rank, to be passed as positional arguments to many calls."""
         ...
 
     def submit_all(self, method: str, /, *args: Any, **kwargs: Any) -> list[Handle]:
@@ -156,6 +162,14 @@ def call_sharded(
     See `WorkerGroup.run_all_workers_sharded_data`.
     """
     return group.run_all_workers_sharded_data(method.__name__, *sharded, **common)
+
+
+def call_sharded_once(
+    group: WorkerGroup, method: Callable[..., ResultT], /, *sharded: Sequence[Any], **common: Any
+) -> ResultT:
+    """As `call_sharded`, for a method whose result is equal on all dp ranks; sent once."""
+    results = group.run_all_workers_sharded_data(method.__name__, *sharded, num_results=1, **common)
+    return results[0]
 
 
 def submit_all(

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+ResultT = TypeVar("ResultT")
 
 
 def first_available(module: Any, *names: str) -> Any:
@@ -78,6 +80,23 @@ def gather_objects(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
     gathered: list[Any] = [None] * group.size()
     dist.all_gather_object(gathered, value, group=group)
     return gathered
+
+
+def reduce_objects(
+    group: dist.ProcessGroup | None, value: Any, reduce: Callable[[list[Any]], ResultT]
+) -> ResultT:
+    """Return `reduce` of the ranks' values, small Python objects in rank order, on every rank.
+
+    It is computed on the first rank: n values go to one rank and not to n.
+    """
+    if group is None:
+        return reduce([value])
+    first = dist.get_global_rank(group, 0)
+    gathered = [None] * group.size() if group.rank() == 0 else None
+    dist.gather_object(value, gathered, dst=first, group=group)
+    reduced = [None if gathered is None else reduce(gathered)]
+    dist.broadcast_object_list(reduced, src=first, group=group)
+    return reduced[0]  # type: ignore[return-value]
 
 
 def sum_floats(

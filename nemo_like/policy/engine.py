@@ -25,7 +25,13 @@ from nemo_like.policy.checkpoint.sharded_reader import (
     States,
     open_checkpoint,
 )
-from nemo_like.policy.collectives import gather_objects, gather_rows, sum_floats, sum_over
+from nemo_like.policy.collectives import (
+    gather_objects,
+    gather_rows,
+    reduce_objects,
+    sum_floats,
+    sum_over,
+)
 from nemo_like.policy.device import ComputeClock, HostMemory, keep_freed_memory
 from nemo_like.policy.inputs.model_inputs import ModelInputs, TokenLogprobs
 from nemo_like.policy.lora import ADAPTER_DIRECTORY, AdapterState, write_adapter
@@ -365,6 +371,10 @@ class Engine(ABC, Generic[OptimizerT]):
         These ranks have different tokens.
         """
         return gather_objects(self._axes.dp_cp, value)
+
+    def reduce_over_dp_cp(self, value: Any, reduce: Callable[[list[Any]], ResultT]) -> ResultT:
+        """Return `reduce` of what `gather_over_dp_cp` gathers, computed on one rank."""
+        return reduce_objects(self._axes.dp_cp, value, reduce)
 
     def gather_over_world(self, value: Any) -> list[Any]:
         """Gather small Python objects of all ranks, in rank order."""

@@ -21,7 +21,14 @@ from nemo_like.data.columns import take_rows
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import BatchPlan, plan_batch
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, unshard
-from nemo_like.distributed.worker_group import Handle, WorkerGroup, call_all, call_sharded, onloaded
+from nemo_like.distributed.worker_group import (
+    Handle,
+    WorkerGroup,
+    call_all,
+    call_sharded,
+    call_sharded_once,
+    onloaded,
+)
 from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics
 from nemo_like.models.spec import ModelSpec
@@ -110,8 +117,7 @@ class Policy:
         The result serves any number of calls of compute_logprobs, train and evaluate.
         """
         shards = batch.shard(plan, self._logprob_plan(plan))
-        handles = tuple(self.group.put(shard) for shard in shards)
-        return ShardedBatch(plan, handles, frozenset(batch))
+        return ShardedBatch(plan, self.group.put_shards(shards), frozenset(batch))
 
     def compute_logprobs(
         self,
@@ -126,15 +132,14 @@ class Policy:
         the previous call are released, so one call must name all that `train` needs. Without
         `as_sampled` they are at temperature 1 and unfiltered.
         """
-        handles = call_sharded(
+        handle = call_sharded_once(
             self.group,
             PolicyWorker.compute_logprobs,
             sharded.shards,
             names=names,
             as_sampled=as_sampled,
         )
-        assert len(set(handles)) == 1, "every rank takes part in every pass"
-        return Logprobs(sharded, handles[0])
+        return Logprobs(sharded, handle)
 
     def compute_targets(self, sharded: ShardedBatch, settings: TargetSettings) -> Logprobs:
         """Run the teachers on a sharded batch; their results stay on the workers.
@@ -142,11 +147,10 @@ class Policy:
         See `PolicyWorker.compute_targets`. `train` and `evaluate` get the result as
         `logprobs`.
         """
-        handles = call_sharded(
+        handle = call_sharded_once(
             self.group, PolicyWorker.compute_targets, sharded.shards, settings=settings
         )
-        assert len(set(handles)) == 1, "every rank takes part in every pass"
-        return Logprobs(sharded, handles[0])
+        return Logprobs(sharded, handle)
 
     def fetch_logprobs(self, logprobs: Logprobs) -> dict[str, Jagged]:
         """Fetch log-probs from the workers: float32 [T] over the tokens, in batch order."""
@@ -191,8 +195,7 @@ class Policy:
         training pass. Raises ValueError for `logprobs` of another batch, or if the batch or
         `columns` have a column of their name.
         """
-        # The metrics are equal on all dp ranks.
-        return call_sharded(
+        return call_sharded_once(
             self.group,
             PolicyWorker.train,
             sharded.shards,
@@ -200,7 +203,7 @@ class Policy:
             loss=loss,
             logprobs=_checked_handle(logprobs, sharded, columns or ()),
             keep_logprobs=keep_logprobs,
-        )[0]
+        )
 
     def fetch_trained_logprobs(self, sharded: ShardedBatch) -> Jagged:
         """Fetch the log-probs of the last `train`: float32 [T] over the tokens, in batch order.
@@ -230,19 +233,21 @@ class Policy:
         The arguments, `columns` [B, ...] or Jagged [T, ...], and the errors are as in `train`.
         The weights do not change.
         """
-        return call_sharded(
+        return call_sharded_once(
             self.group,
             PolicyWorker.measure_gradient,
             sharded.shards,
             self._shares(sharded, columns),
             loss=loss,
             logprobs=_checked_handle(logprobs, sharded, columns or ()),
-        )[0]
+        )
 
     def _shares(
         self, sharded: ShardedBatch, columns: Mapping[str, np.ndarray | Jagged] | None
-    ) -> list[dict[str, Any]]:
+    ) -> Sequence[dict[str, Any] | None]:
         """Return the rows of each dp rank of the columns, [B, ...] or [T, ...], that it lacks."""
+        if not set(columns or ()) - sharded.names:
+            return [None] * self.group.parallel_layout.dp
         shares = []
         for dp_rank in range(self.group.parallel_layout.dp):
             rows = sharded.plan.rows_of_rank(dp_rank)
@@ -274,14 +279,13 @@ class Policy:
 
         `logprobs` is as in `train`.
         """
-        metrics = call_sharded(
+        return call_sharded_once(
             self.group,
             PolicyWorker.evaluate,
             sharded.shards,
             loss=loss,
             logprobs=_checked_handle(logprobs, sharded, ()),
         )
-        return metrics[0]
 
     def onloaded(self) -> AbstractContextManager[None]:
         """Keep the model on its device inside the block, and in host memory after it."""

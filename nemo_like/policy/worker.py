@@ -235,7 +235,7 @@ class PolicyWorker:
         )
         grad_norm = self.engine.gradient_norm(is_loss_finite=step_fn.is_finite())
         local_metrics = merge_metrics(fetch_metrics([metrics for metrics, _ in results]))
-        metrics = merge_metrics(self.engine.gather_over_dp_cp(local_metrics))
+        metrics = self.engine.reduce_over_dp_cp(local_metrics, merge_metrics)
         return metrics | gradient_metrics(grad_norm, counts)
 
     def skipped_steps(self) -> list[SkippedStep]:
@@ -263,7 +263,7 @@ class PolicyWorker:
             **self._logprob_options(loss),
         )
         local_metrics = merge_metrics(fetch_metrics([metrics for metrics, _ in results]))
-        return merge_metrics(self.engine.gather_over_dp_cp(local_metrics))
+        return self.engine.reduce_over_dp_cp(local_metrics, merge_metrics)
 
     def probe_isolation(self) -> IsolationReport:
         """Check that rows of a microbatch do not see each other; raises IsolationError."""
@@ -473,13 +473,10 @@ class PolicyWorker:
         local_metrics = merge_metrics(fetch_metrics([metrics for metrics, _ in results]))
         if self._compilations is not None:
             local_metrics["policy/recompilations"] = Max(self._compilations.pop())
-        gathered = engine.gather_over_dp_cp((local_metrics, seconds))
-        metrics = merge_metrics(rank_metrics for rank_metrics, _ in gathered)
+        metrics = engine.reduce_over_dp_cp((local_metrics, seconds), _merge_ranks)
         metrics |= gradient_metrics(grad_norm, counts)
         metrics["policy/skipped_steps"] = Sum(float(is_skipped))
         metrics["policy/lr"] = Mean(lr)
-        imbalance = max_over_mean([rank_seconds for _, rank_seconds in gathered])
-        metrics["policy/rank_time_worst_over_mean"] = Mean(imbalance)
         return metrics | memory_metrics(engine)
 
     def _loss_step(
@@ -525,6 +522,14 @@ class PolicyWorker:
             f" completion is sampled from them. Lower policy.optimizer.lr (now"
             f" {self.config.optimizer.lr:g}), then run again"
         )
+
+
+def _merge_ranks(ranks: Sequence[tuple[Metrics, float]]) -> Metrics:
+    """Merge the (metrics, compute seconds) of all ranks of a step, with the imbalance of ranks."""
+    metrics = merge_metrics(rank_metrics for rank_metrics, _ in ranks)
+    imbalance = max_over_mean([seconds for _, seconds in ranks])
+    metrics["policy/rank_time_worst_over_mean"] = Mean(imbalance)
+    return metrics
 
 
 def _logprob_plan(shard: SlicedDataDict) -> RankPlan:

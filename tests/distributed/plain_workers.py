@@ -80,6 +80,10 @@ class PlainWorker:
         """Its argument is called what the group calls the name of a call."""
         return self.context.rank * method
 
+    def give_back(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """All its arguments."""
+        return (*args, *kwargs.values())
+
     def look(self, shard: Counted, **common: Any) -> Arrived:
         return Arrived(
             self.context.rank, float(shard.array.sum()), shard.array.flags.writeable, common

@@ -89,11 +89,21 @@ class WorkerActor:
         return None, None
 
     @ray.method(num_returns=2)
-    def call(self, method: str, /, *args: Any, **kwargs: Any) -> tuple[Raised | None, Any]:
-        """Call a method of the worker; return (exception or None, result)."""
+    def call(
+        self, method: str, returns: bool, indices: Mapping[int, int], /, *args: Any, **kwargs: Any
+    ) -> tuple[Raised | None, Any]:
+        """Call a method of the worker; return (exception or None, result).
+
+        The result is None unless it `returns`. `indices` selects an item of the sequence at a
+        position of `args`.
+        """
         activity.note(method)
+        selected = list(args)
+        for position, index in indices.items():
+            selected[position] = args[position][index]
         try:
-            return None, getattr(self._worker, method)(*args, **kwargs)
+            result = getattr(self._worker, method)(*selected, **kwargs)
+            return None, result if returns else None
         except Exception as error:  # noqa: BLE001 (the driver raises it)
             return Raised.from_exception(error), None
 

@@ -60,6 +60,9 @@ _MAX_PERIOD_S = 30.0
 _MIN_PERIOD_S = 0.5
 _MAX_MISSED = 3
 """Number of missing heartbeats after which a process counts as not responding."""
+_CHECK_S = 0.01
+"""Seconds between two checks of a group for each of its workers, whose reading takes about 0.2 ms.
+"""
 _MAX_POLL_S = 5.0
 """Maximum delay between the loss of the head, or a missed deadline, and its detection."""
 _LOG_LINES = 50
@@ -220,7 +223,7 @@ class ProgressMonitor:
         # A check reads one record per rank from the head, so it is not made at every poll.
         if self.timeout_s <= 0 or time.monotonic() < self._next_check_s:
             return None
-        self._next_check_s = time.monotonic() + self.poll_s
+        self._next_check_s = time.monotonic() + max(self.poll_s, _CHECK_S * len(self._reports))
         return self.longest_silence(ranks, min_silent_s=self.timeout_s)
 
     def longest_silence(self, ranks: Iterable[int], *, min_silent_s: float) -> Silence | None:

@@ -7,10 +7,13 @@ before writing to it.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn
 
+import numpy as np
 import ray
 from ray import ObjectRef
 from ray.exceptions import RayError
@@ -44,6 +47,16 @@ GRACE_S = 20.0
 
 Ray takes up to about 15 s to detect the loss of a node.
 """
+
+_MAX_SINGLE_WAITS = 32
+"""Number of pending calls up to which the driver looks at every call that ends. Above it, it waits
+for all of them and looks for failures in between: a pass costs time for every pending call.
+"""
+_FAILURE_POLL_S = 0.5
+
+_MAX_SENT_BYTES = 4096
+"""Size up to which a value is sent with every call instead of being stored once."""
+_MAX_PARTS = 100
 
 _Pending = dict[ObjectRef[Raised | None], Handle]
 """Running calls, by the references to their outcomes."""
@@ -125,7 +138,7 @@ class RayWorkerGroup:
         return self.get(self.submit_all(method, *args, **kwargs))
 
     def run_all_workers_sharded_data(
-        self, method: str, /, *sharded: Sequence[Any], **common: Any
+        self, method: str, /, *sharded: Sequence[Any], num_results: int | None = None, **common: Any
     ) -> list[Any]:
         for position, items in enumerate(sharded):
             if len(items) != self.parallel_layout.dp:
@@ -138,24 +151,37 @@ class RayWorkerGroup:
         # Stored once per dp rank: its replicas get the same reference.
         args_of_dp_rank = []
         for dp_rank in range(self.parallel_layout.dp):
-            args = [self._share(items[dp_rank]) for items in sharded]
-            args_of_dp_rank.append(tuple(args))
+            args_of_dp_rank.append(self._share_args([items[dp_rank] for items in sharded]))
+        num_outputs = self.parallel_layout.dp if num_results is None else num_results
+        output_ranks = [self.parallel_layout.output_rank(dp_rank) for dp_rank in range(num_outputs)]
+        returning = set(output_ranks)
         handles = []
         for rank in range(self.world_size):
             args = args_of_dp_rank[self.parallel_layout.dp_rank(rank)]
-            handles.append(self._call(rank, method, args, shared))
+            handles.append(self._call(rank, method, args, shared, returns=rank in returning))
         self.wait(handles)
-        output_ranks = [
-            self.parallel_layout.output_rank(dp_rank) for dp_rank in range(self.parallel_layout.dp)
-        ]
         return self.get([handles[rank] for rank in output_ranks])
 
     def put(self, value: Any) -> Handle:
         return Handle(ray.put(value))
 
+    def put_shards(self, shards: Sequence[Any]) -> tuple[Handle, ...]:
+        # One object per node: its workers need all of it, and an object costs the driver more CPU
+        # time than the rows of a rank.
+        nodes: dict[str, list[int]] = {}
+        for dp_rank in range(len(shards)):
+            location = self._locations[self.parallel_layout.output_rank(dp_rank)]
+            nodes.setdefault(location.node_id, []).append(dp_rank)
+        handles = {}
+        for dp_ranks in nodes.values():
+            stored = ray.put([shards[dp_rank] for dp_rank in dp_ranks])
+            for index, dp_rank in enumerate(dp_ranks):
+                handles[dp_rank] = Handle(stored, index=index)
+        return tuple(handles[dp_rank] for dp_rank in range(len(shards)))
+
     def submit_all(self, method: str, /, *args: Any, **kwargs: Any) -> list[Handle]:
         self._raise_if_stopped()
-        shared_args = tuple(map(self._share, args))
+        shared_args = self._share_args(args)
         shared_kwargs = {name: self._share(value) for name, value in kwargs.items()}
         return [
             self._call(rank, method, shared_args, shared_kwargs) for rank in range(self.world_size)
@@ -163,7 +189,7 @@ class RayWorkerGroup:
 
     def submit_one(self, rank: int, method: str, /, *args: Any, **kwargs: Any) -> Handle:
         self._raise_if_stopped()
-        shared_args = tuple(map(self._share, args))
+        shared_args = self._share_args(args)
         shared_kwargs = {name: self._share(value) for name, value in kwargs.items()}
         return self._call(rank, method, shared_args, shared_kwargs)
 
@@ -198,7 +224,7 @@ class RayWorkerGroup:
     def get(self, handles: Sequence[Handle]) -> list[Any]:
         self.wait(handles)
         try:
-            return ray.get([handle.value for handle in handles])
+            values = ray.get([handle.value for handle in handles])
         except RayError:
             # A value that cannot be pickled, or that was lost with its node.
             for handle in handles:
@@ -206,6 +232,10 @@ class RayWorkerGroup:
                 if failure is not None:
                     self._stop(failure)
             raise
+        return [
+            value if handle.index is None else value[handle.index]
+            for handle, value in zip(handles, values, strict=True)
+        ]
 
     def shutdown(self) -> None:
         # Without Ray the actors are gone already, and any call would start a new Ray.
@@ -221,9 +251,16 @@ class RayWorkerGroup:
         return self._locations
 
     def _call(
-        self, rank: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        rank: int,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        returns: bool = True,
     ) -> Handle:
-        return self._submit(rank, method, self._actors[rank].call, (method, *args), kwargs)
+        call = self._actors[rank].call
+        return self._submit(rank, method, call, (method, returns, *args), kwargs)
 
     def _submit(
         self,
@@ -236,14 +273,22 @@ class RayWorkerGroup:
         outcome, value = actor_method.remote(*args, **kwargs)
         return Handle(value, outcome, rank, method)
 
+    def _share_args(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the last arguments of `WorkerActor.call`: `indices`, then `args`."""
+        indices = {
+            position: arg.index
+            for position, arg in enumerate(args)
+            if isinstance(arg, Handle) and arg.index is not None
+        }
+        return indices, *map(self._share, args)
+
     def _share(self, value: Any) -> Any:
-        """Return a reference that can be passed to several workers; scalars are returned as is."""
+        """Return a reference that can be passed to several workers; small values as they are."""
         if isinstance(value, Handle):
             return value.value
-        # Ray sends small values with the call; an object in its store would cost more.
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        return ray.put(value)
+        # Ray sends small values with the call. An object in its store costs the driver 0.4 ms, and
+        # a reference to it 0.05 ms per call.
+        return value if _num_bytes(value) <= _MAX_SENT_BYTES else ray.put(value)
 
     def _raise_if_stopped(self) -> None:
         if self._failure is not None:
@@ -262,17 +307,19 @@ class RayWorkerGroup:
         if pending:
             self._check_progress(pending)
 
-    def _next_failure(self, pending: _Pending, timeout_s: float | None) -> Failure | None:
+    def _next_failure(self, pending: _Pending, timeout_s: float) -> Failure | None:
         """Wait for a call to end and remove all ended calls from `pending`.
 
         Returns one of their failures, primary failures first, or None.
         """
         if not pending:
             return None
-        ended, _ = ray.wait(list(pending), num_returns=1, timeout=timeout_s)
+        calls = list(pending)
+        if len(calls) <= _MAX_SINGLE_WAITS:
+            ray.wait(calls, num_returns=1, timeout=timeout_s)
+            timeout_s = 0.0
         # The failures of several workers often arrive together; the first is not always the cause.
-        also_ended, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
-        ended += [outcome for outcome in also_ended if outcome not in ended]
+        ended, _ = ray.wait(calls, num_returns=len(calls), timeout=min(timeout_s, _FAILURE_POLL_S))
         failures = []
         for outcome in ended:
             call = pending.pop(outcome)
@@ -321,6 +368,25 @@ class RayWorkerGroup:
         kill_process(location)
         self.shutdown()
         raise hung
+
+
+def _num_bytes(value: Any) -> float:
+    """Return about the size of a value of known types; infinite for all others."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, np.ndarray):
+        return math.inf if value.dtype.hasobject else value.nbytes
+    parts: Sequence[Any] = ()
+    if isinstance(value, tuple):
+        parts = value
+    elif isinstance(value, dict):
+        parts = (*value.keys(), *value.values())
+    elif is_dataclass(value):
+        parts = [getattr(value, field.name) for field in fields(value)]
+    elif value is not None and not isinstance(value, (bool, int, float)):
+        return math.inf
+    # Counting the parts of a long sequence would cost more than it saves.
+    return 8.0 + sum(map(_num_bytes, parts)) if len(parts) <= _MAX_PARTS else math.inf
 
 
 def _pending(handles: Sequence[Handle]) -> _Pending:

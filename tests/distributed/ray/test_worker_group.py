@@ -12,9 +12,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from ray._private import worker as ray_worker
 from ray.cluster_utils import Cluster
 from ray.exceptions import ActorDiedError
@@ -116,6 +119,40 @@ def test_a_put_value_is_passed_to_many_calls_without_another_copy(group: RayWork
             20.0,
         ]
     assert [shard.num_pickled for shard in shards] == [1, 1]
+
+
+def test_stored_shards_reach_their_ranks_in_any_position(group: RayWorkerGroup) -> None:
+    shards = [Counted(np.full(10, dp, dtype=np.float32)) for dp in (1, 2)]
+    handles = group.put_shards(shards)
+    for num_results in (None, 2, 1):
+        arrived = group.run_all_workers_sharded_data("look", handles, num_results=num_results)
+        expected = [(0, 10.0), (2, 20.0)][:num_results]
+        assert [(one.rank, one.total) for one in arrived] == expected
+    assert [shard.num_pickled for shard in shards] == [1, 1]
+    names = group.put_shards(["first", "second"])
+    assert group.get(names) == ["first", "second"]
+    assert group.run_all_workers_sharded_data("give_back", ["a", "b"], names) == [
+        ("a", "first"),
+        ("b", "second"),
+    ]
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(max_size=3000),
+        lambda parts: (
+            st.dictionaries(st.text(max_size=3), parts, max_size=3)
+            | st.tuples(parts, parts)
+            | st.integers(1, 2000).map(lambda size: (0.5,) * size)
+        ),
+        max_leaves=4,
+    )
+)
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_values_of_any_size_arrive(group: RayWorkerGroup, value: Any) -> None:
+    assert group.run_all_workers("give_back", value, other=value)[::3] == [(value, value)] * 2
 
 
 def test_only_output_ranks_are_fetched(group: RayWorkerGroup) -> None:
