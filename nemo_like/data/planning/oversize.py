@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from nemo_like.data.packing.packers import Packing
+from nemo_like.data.planning.prefixes import SharedPrefixes
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.integer_math import round_up
 
@@ -38,6 +39,29 @@ class FittedRows:
     """Rows above the token limit, under any policy."""
     num_trained: np.ndarray | None = None
     """int64 [B]: tokens with loss that remain; None if they are not known."""
+    prefixes: SharedPrefixes | None = None
+    """Leading tokens that the remaining rows have in common; None: each row is complete."""
+
+    def truncated(self, lengths: np.ndarray, spec: PlanSpec) -> FittedRows:
+        """Return the rows truncated to `lengths` int64 [B], each at most its own."""
+        return replace(
+            self,
+            lengths=lengths,
+            padded_lengths=round_up(lengths, spec.row_multiple),
+            num_truncated=int((lengths < self.lengths).sum()),
+            num_trained=trained_after_truncation(self.num_trained, self.lengths, lengths),
+            prefixes=None if self.prefixes is None else self.prefixes.limited(lengths),
+        )
+
+    def place(self, bins: Packing, spec: PlanSpec) -> tuple[Packing, np.ndarray, np.ndarray | None]:
+        """Bring the rows of each bin (row ids) into the order in which a packed microbatch has
+        them: (bins, positions int64 [n], leading tokens computed by earlier rows int64 [n] or None)
+        of the n rows.
+        """
+        if self.prefixes is None:
+            return bins, self.padded_lengths[bins.perm], None
+        bins, shared = self.prefixes.arrange(bins)
+        return bins, round_up(self.lengths[bins.perm] - shared, spec.row_multiple), shared
 
 
 def checked_groups(
@@ -111,24 +135,27 @@ def fit_rows(
     groups: np.ndarray | None,
     spec: PlanSpec,
     num_trained: np.ndarray | None = None,
+    prefixes: SharedPrefixes | None = None,
 ) -> FittedRows:
     """Apply `spec.oversize` to rows and groups above the token limit.
 
     `lengths` is int64 [B], `groups` int64 [B] from `checked_groups`, `num_trained` int64 [B] from
-    `checked_trained`. Raises ValueError if the policy is "error", otherwise warns.
+    `checked_trained`; a group with common `prefixes` counts their tokens once. Raises ValueError if
+    the policy is "error", otherwise warns.
     """
     padded = round_up(lengths, spec.row_multiple)
     no_rows = np.zeros(len(lengths), dtype=bool)
+    unchanged = FittedRows(lengths, padded, no_rows, 0, 0, num_trained, prefixes)
     if spec.capacity is None or len(lengths) == 0:
-        return FittedRows(lengths, padded, no_rows, 0, 0, num_trained)
+        return unchanged
     # The padded length counts: padding occupies memory like real tokens.
     is_oversize = padded > spec.capacity
     if groups is not None:
         # All rows of a group count as oversize, because they cannot be separated.
-        group_tokens = _group_tokens(padded, groups, spec)
+        group_tokens = _group_tokens(unchanged, groups, spec)
         is_oversize |= group_tokens[groups] > spec.capacity
     if not is_oversize.any():
-        return FittedRows(lengths, padded, no_rows, 0, 0, num_trained)
+        return unchanged
     message = _oversize_message(lengths, padded, groups, is_oversize, spec)
     if spec.oversize == "error":
         raise ValueError(message)
@@ -136,13 +163,10 @@ def fit_rows(
     warnings.warn(message, OversizeWarning, stacklevel=3)
     num_oversize = int(is_oversize.sum())
     if spec.oversize == "truncate":
-        truncated = _truncated_lengths(lengths, groups, is_oversize, spec)
-        padded = round_up(truncated, spec.row_multiple)
-        num_truncated = int((truncated < lengths).sum())
-        num_trained = trained_after_truncation(num_trained, lengths, truncated)
-        return FittedRows(truncated, padded, no_rows, num_truncated, num_oversize, num_trained)
+        truncated = _truncated_lengths(unchanged, groups, is_oversize, spec)
+        return replace(unchanged.truncated(truncated, spec), num_oversize=num_oversize)
     is_dropped = is_oversize if spec.oversize == "drop" else no_rows
-    return FittedRows(lengths, padded, is_dropped, 0, num_oversize, num_trained)
+    return replace(unchanged, is_dropped=is_dropped, num_oversize=num_oversize)
 
 
 def trained_after_truncation(
@@ -171,32 +195,37 @@ def group_rows(rows: np.ndarray, groups: np.ndarray | None) -> Packing | None:
     return Packing(order, np.append(starts, len(rows)))
 
 
-def _group_tokens(padded: np.ndarray, groups: np.ndarray, spec: PlanSpec) -> np.ndarray:
+def _group_tokens(fitted: FittedRows, groups: np.ndarray, spec: PlanSpec) -> np.ndarray:
     """Positions of each group in a microbatch of its own, int64 [number of groups]."""
     counts = np.bincount(groups)
     if spec.layout == "padded":
         longest = np.zeros(len(counts), dtype=np.int64)
-        np.maximum.at(longest, groups, padded)
+        np.maximum.at(longest, groups, fitted.padded_lengths)
         return counts * longest
     tokens = np.zeros(len(counts), dtype=np.int64)
-    np.add.at(tokens, groups, padded)
+    bins = group_rows(np.arange(len(groups)), groups)
+    assert bins is not None
+    bins, positions, _ = fitted.place(bins, spec)
+    np.add.at(tokens, groups[bins.perm], positions)
     return tokens
 
 
 def _truncated_lengths(
-    lengths: np.ndarray, groups: np.ndarray | None, is_oversize: np.ndarray, spec: PlanSpec
+    fitted: FittedRows, groups: np.ndarray | None, is_oversize: np.ndarray, spec: PlanSpec
 ) -> np.ndarray:
     """Truncate oversize rows; returns the remaining tokens, int64 [B].
 
     The longest rows of an oversize group are truncated to one common length, the largest multiple
     of the row multiple under which the group fits.
     """
+    lengths = fitted.lengths
     limited = np.minimum(lengths, spec.max_row_tokens)
     truncated = np.where(is_oversize, limited, lengths)
     if groups is None:
         return truncated
     for group in np.unique(groups[is_oversize]):
         rows = np.flatnonzero(groups == group)
+        whole_bin = np.array([0, len(rows)])
         # Bisection over the common length in units of the row multiple.
         low = 0
         high = spec.max_row_tokens // spec.row_multiple
@@ -207,6 +236,11 @@ def _truncated_lengths(
             tokens = int(padded.sum())
             if spec.layout == "padded":
                 tokens = len(rows) * int(padded.max())
+            elif fitted.prefixes is not None:
+                remaining = truncated.copy()
+                remaining[rows] = limited
+                candidate = fitted.truncated(remaining, spec)
+                tokens = int(candidate.place(Packing(rows, whole_bin), spec)[1].sum())
             if tokens <= (spec.capacity or 0):
                 low = middle
             else:

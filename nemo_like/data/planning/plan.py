@@ -29,6 +29,8 @@ from nemo_like.data.planning.plan_step import (
     plan_step,
     work_of_bins,
 )
+from nemo_like.data.planning.prefixes import SharedPrefixes
+from nemo_like.data.planning.shared_step import plan_shared_rank, plan_shared_step
 from nemo_like.data.planning.spec import Microbatch, PlanSpec
 from nemo_like.integer_math import ceil_div, round_up
 
@@ -89,7 +91,7 @@ class BatchPlan:
     lengths: np.ndarray
     """int64 [n]: real tokens of each of `rows`, after truncation."""
     padded_lengths: np.ndarray
-    """int64 [n]: positions of each of `rows`."""
+    """int64 [n]: positions of each of `rows`, without its `shared` tokens."""
     offsets: np.ndarray
     """int64 [R*M+1]: microbatch m of rank r is `rows[offsets[r*M + m] : offsets[r*M + m + 1]]`."""
     deferred: tuple[int, ...] = ()
@@ -100,6 +102,12 @@ class BatchPlan:
     num_oversize: int = 0
     num_trained: np.ndarray | None = None
     """int64 [n]: tokens with loss of each of `rows`; None: unknown, all positions count as such."""
+    shared: np.ndarray | None = None
+    """int64 [n]: leading tokens of each of `rows` that the row before it in its microbatch has in
+    common with it, so that an earlier row computes them; None: every row is complete.
+    """
+    prefixes: SharedPrefixes | None = None
+    """The common leading tokens of all rows, after truncation."""
 
     @property
     def num_steps(self) -> int:
@@ -116,6 +124,18 @@ class BatchPlan:
         """Microbatches of each rank, with row ids of the batch."""
         ranks = range(self.spec.num_ranks)
         return tuple(self._microbatches(rank, self.rows_of_rank(rank)) for rank in ranks)
+
+    @cached_property
+    def computed_lengths(self) -> np.ndarray:
+        """Real tokens that are computed for each of `rows`, int64 [n]: those not shared."""
+        return self.lengths if self.shared is None else self.lengths - self.shared
+
+    @cached_property
+    def work(self) -> np.ndarray:
+        """Forward work of each of `rows` by `spec.cost`, float64 [n], without its shared tokens."""
+        if self.shared is None:
+            return self.spec.cost.of(self.padded_lengths, self.num_trained)
+        return self.spec.cost.of(self.padded_lengths + self.shared, self.num_trained, self.shared)
 
     @cached_property
     def num_tokens(self) -> np.ndarray:
@@ -175,13 +195,6 @@ class BatchPlan:
         # Row offsets of each step on each rank, int64 [R, num_steps + 1].
         first_microbatch = np.arange(spec.num_ranks) * self.num_microbatches
         bounds = self.offsets[np.add.outer(first_microbatch, self.step_offsets)]
-        steps = []
-        for step in range(self.num_steps):
-            rank_bins = []
-            for rank in range(spec.num_ranks):
-                start, stop = bounds[rank, step : step + 2]
-                rank_bins.append(plan_rank(self.rows[start:stop], padded, spec))
-            steps.append(join_ranks(rank_bins, spec.microbatch_multiple))
         fitted = FittedRows(
             lengths=lengths,
             padded_lengths=padded,
@@ -189,13 +202,23 @@ class BatchPlan:
             num_truncated=self.num_truncated,
             num_oversize=self.num_oversize,
             num_trained=None if self.num_trained is None else self._by_row(self.num_trained),
+            prefixes=self.prefixes,
         )
+        pack = plan_rank if self.prefixes is None else plan_shared_rank
+        steps = []
+        for step in range(self.num_steps):
+            rank_bins = []
+            for rank in range(spec.num_ranks):
+                start, stop = bounds[rank, step : step + 2]
+                rank_bins.append(pack(self.rows[start:stop], fitted, spec))
+            steps.append(join_ranks(rank_bins, spec.microbatch_multiple))
         return join_steps(spec, fitted, steps, self.dropped)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the plan by the names they are logged under.
 
-        Bin loads are real tokens, so alignment padding counts as waste; dummies are not bins.
+        Bin loads are computed real tokens, so alignment padding counts as waste; dummies are not
+        bins. The shares of what common leading tokens save exist only for plans with `prefixes`.
         Without `max_tokens` the largest microbatch is the capacity. An imbalance is the max-loaded
         rank over the mean rank, weighted over steps by work.
         """
@@ -204,7 +227,7 @@ class BatchPlan:
         is_filled = num_rows > 0
         largest = int(tokens.ravel()[is_filled].max(initial=1))
         capacity = self.spec.max_tokens or largest
-        loads = self._bins.loads(self._by_row(self.lengths))
+        loads = self._bins.loads(self._by_row(self.computed_lengths))
         # Rows of different steps cannot share a bin, so the minimum is per step.
         step_tokens = loads[:0]
         if self.num_steps:
@@ -213,9 +236,16 @@ class BatchPlan:
         min_bins_of_step = ceil_div(step_tokens, capacity)
         stats = bin_stats(loads[is_filled], capacity, int(min_bins_of_step.sum()))
         num_positions = float(tokens.sum())
-        num_padding = float(tokens.sum() - self.lengths.sum())
+        num_computed = self.computed_lengths.sum()
+        num_padding = float(tokens.sum() - num_computed)
         positions = self.padded_lengths.astype(np.float64)
-        work = self.spec.cost.of(self.padded_lengths, self.num_trained)
+        saved = {}
+        if self.shared is not None:
+            complete = round_up(self.lengths, self.spec.row_multiple)
+            separate_work = self.spec.cost.of(complete, self.num_trained).sum()
+            num_row_tokens = max(self.lengths.sum(), 1)
+            saved["packing/shared_token_share"] = float(1 - num_computed / num_row_tokens)
+            saved["packing/shared_work_share"] = float(1 - self.work.sum() / (separate_work or 1.0))
         return {
             "packing/utilization": stats["average_utilization"],
             "packing/waste_ratio": stats["waste_ratio"],
@@ -223,35 +253,40 @@ class BatchPlan:
             "packing/efficiency": stats["bin_efficiency"],
             "packing/padding_share": num_padding / max(num_positions, 1.0),
             "packing/rank_imbalance_tokens": self._imbalance(positions),
-            "packing/rank_imbalance_flops": self._imbalance(work),
+            "packing/rank_imbalance_flops": self._imbalance(self.work),
             "packing/num_microbatches": self.num_microbatches / max(self.num_steps, 1),
             "packing/num_dummies": float(np.count_nonzero(num_rows == 0)),
             "packing/num_truncated": float(self.num_truncated),
             "packing/num_dropped": float(len(self.dropped)),
             "packing/num_oversize": float(self.num_oversize),
+            **saved,
         }
 
     def to_json(self) -> str:
         """Return one JSON object of plain numbers; `from_json` restores an equal plan."""
         values = {}
         for name, value in self._values():
-            if name == "num_trained" and value is None:
+            if value is None:
                 continue
             # JSON has no arrays of NumPy.
             values[name] = value.tolist() if isinstance(value, np.ndarray) else value
         values["spec"] = self.spec.to_dict()
+        if self.prefixes is not None:
+            values["prefixes"] = self.prefixes.to_dict()
         return json.dumps(values)
 
     @classmethod
     def from_json(cls, text: str) -> BatchPlan:
         """Return the plan that `to_json` wrote."""
         values = json.loads(text)
-        for name in ("rows", "lengths", "padded_lengths", "offsets", "num_trained"):
+        for name in ("rows", "lengths", "padded_lengths", "offsets", "num_trained", "shared"):
             if name in values:
                 values[name] = np.asarray(values[name], dtype=np.int64)
         for name in ("step_offsets", "deferred", "dropped"):
             values[name] = tuple(values[name])
         values["spec"] = PlanSpec.from_dict(values["spec"])
+        if "prefixes" in values:
+            values["prefixes"] = SharedPrefixes.from_dict(values["prefixes"])
         return cls(**values)
 
     def __eq__(self, other: object) -> bool:
@@ -287,6 +322,8 @@ class BatchPlan:
             microbatches += " per rank"
             imbalance = metrics["packing/rank_imbalance_flops"]
             balance = f", max-loaded rank {imbalance:.2f} times the mean work"
+        if self.shared is not None:
+            balance += f", {metrics['packing/shared_token_share']:.1%} of the row tokens shared"
         if self.dropped:
             balance += f", {counted(len(self.dropped), 'row')} dropped"
         return (
@@ -342,10 +379,14 @@ class BatchPlan:
         rows = tuple(row_ids.tolist())
         lengths = tuple(self.lengths[start:stop].tolist())
         padded_lengths = tuple(self.padded_lengths[start:stop].tolist())
+        shared = () if self.shared is None else tuple(self.shared[start:stop].tolist())
         tokens = self.num_tokens[dp_rank].tolist()
         microbatches = []
         for m, (a, b) in enumerate(pairwise(offsets)):
-            microbatch = Microbatch(rows[a:b], lengths[a:b], padded_lengths[a:b], tokens[m])
+            shared_of = shared[a:b] if any(shared[a:b]) else ()
+            microbatch = Microbatch(
+                rows[a:b], lengths[a:b], padded_lengths[a:b], tokens[m], shared_of
+            )
             microbatches.append(microbatch)
         return tuple(microbatches)
 
@@ -359,24 +400,35 @@ def plan_batch(
     spec: PlanSpec,
     groups: Sequence[int] | np.ndarray | None = None,
     num_trained: Sequence[int] | np.ndarray | None = None,
+    prefixes: SharedPrefixes | None = None,
 ) -> BatchPlan:
     """Plan a batch of rows of the given `lengths` int [B].
 
     Rows with equal id in `groups` int [B] stay in one microbatch. `num_trained` int [B] are the
-    tokens of each row with loss, for which alone the output projection is computed; None: all.
-    Raises ValueError for a row above the token limit under `oversize="error"` and for a group that
-    cannot stay together.
+    tokens of each row with loss, for which alone the output projection is computed; None: all. With
+    `prefixes` a microbatch computes common leading tokens of its rows once, and its limit and its
+    work count them once; packed layout only. Raises ValueError for a row above the token limit
+    under `oversize="error"`, for a group that cannot stay together, and for prefixes of other rows.
     """
     row_lengths = checked_lengths(lengths)
     num_rows = len(row_lengths)
     row_groups = checked_groups(groups, num_rows, spec)
-    fitted = fit_rows(row_lengths, row_groups, spec, checked_trained(num_trained, row_lengths))
+    if prefixes is not None:
+        prefixes.check(row_lengths)
+        if spec.layout == "padded":
+            raise ValueError(
+                "common leading tokens are computed once in the packed layout only; plan without"
+                " prefixes, or set policy.sequence_packing.enabled=true"
+            )
+    trained = checked_trained(num_trained, row_lengths)
+    fitted = fit_rows(row_lengths, row_groups, spec, trained, prefixes)
+    plan_one = plan_step if prefixes is None else plan_shared_step
     rows_per_step = spec.global_batch_size or max(num_rows, 1)
     steps = []
     for start in range(0, num_rows, rows_per_step):
         rows = np.arange(start, min(start + rows_per_step, num_rows))
         rows = rows[~fitted.is_dropped[rows]]
-        steps.append(plan_step(rows, fitted, row_groups, spec))
+        steps.append(plan_one(rows, fitted, row_groups, spec))
     dropped = tuple(np.flatnonzero(fitted.is_dropped).tolist())
     return join_steps(spec, fitted, steps, dropped)
 
@@ -387,7 +439,7 @@ def join_steps(
     """Join the plans of all steps into one, rank after rank."""
     num_microbatches = [step.num_bins // spec.num_ranks for step in steps]
     bins = _rank_major_bins(steps, spec.num_ranks)
-    padded = fitted.padded_lengths[bins.perm]
+    bins, padded, shared = fitted.place(bins, spec)
     # Padded rows occupy the length of the longest row of their microbatch.
     if spec.layout == "padded":
         longest = longest_of(bins, fitted.padded_lengths)
@@ -404,6 +456,8 @@ def join_steps(
         num_truncated=fitted.num_truncated,
         num_oversize=fitted.num_oversize,
         num_trained=None if fitted.num_trained is None else fitted.num_trained[bins.perm],
+        shared=shared,
+        prefixes=fitted.prefixes,
     )
 
 
@@ -448,13 +502,6 @@ def plan_bins(
     # One microbatch is the most frequent step of an aligned rank; it needs no assignment.
     if bins.num_bins > 1 or spec.bins_multiple > 1:
         step = assign_to_ranks(bins, work_of_bins(bins, padded, num_trained, spec), spec)
-    step = in_execution_order(step, padded, spec)
-    num_assigned = step.num_bins // spec.num_ranks
-    if num_assigned < num_microbatches:
-        # -1 is an empty bin.
-        ids = np.full((spec.num_ranks, num_microbatches), -1)
-        ids[:, :num_assigned] = np.arange(step.num_bins).reshape(spec.num_ranks, num_assigned)
-        step = step.take(ids.ravel())
     fitted = FittedRows(
         lengths=lengths,
         padded_lengths=padded,
@@ -463,4 +510,11 @@ def plan_bins(
         num_oversize=num_oversize,
         num_trained=num_trained,
     )
+    step = in_execution_order(step, fitted, spec)
+    num_assigned = step.num_bins // spec.num_ranks
+    if num_assigned < num_microbatches:
+        # -1 is an empty bin.
+        ids = np.full((spec.num_ranks, num_microbatches), -1)
+        ids[:, :num_assigned] = np.arange(step.num_bins).reshape(spec.num_ranks, num_assigned)
+        step = step.take(ids.ravel())
     return join_steps(spec, fitted, [step], ())

@@ -21,7 +21,7 @@ from nemo_like.integer_math import ceil_div, round_up
 
 
 @dataclass(frozen=True, eq=False)
-class _Items:
+class Items:
     """Units that are planned together, each a row or a group of rows: I items."""
 
     rows: Packing | None
@@ -54,62 +54,59 @@ def plan_step(
         spec,
     )
     if len(items.lengths) == 0:
-        step = _empty_bins(spec.bins_multiple)
+        step = empty_bins(spec.bins_multiple)
     elif spec.max_tokens is None:
         step = _plan_in_order(items, spec)
     elif spec.layout == "padded":
         step = _plan_padded(items, spec)
     else:
-        step = _plan_packed(items, spec)
+        step = plan_packed(items, spec)
     # Items to positions in `rows`, then to row ids.
     bins = step.expand(items.rows)
     bins = Packing(rows[bins.perm], bins.offsets)
-    return in_execution_order(bins, fitted.padded_lengths, spec)
+    return in_execution_order(bins, fitted, spec)
 
 
-def in_execution_order(bins: Packing, padded_lengths: np.ndarray, spec: PlanSpec) -> Packing:
+def in_execution_order(bins: Packing, fitted: FittedRows, spec: PlanSpec) -> Packing:
     """Sort the microbatches of each rank as `spec.microbatch_order` selects."""
     if spec.microbatch_order == "packer":
         return bins
-    return largest_first(bins, padded_lengths, spec.num_ranks, is_padded=spec.layout == "padded")
+    return largest_first(bins, fitted, spec.num_ranks, spec)
 
 
-def plan_rank(rows: np.ndarray, padded_lengths: np.ndarray, spec: PlanSpec) -> Packing:
+def plan_rank(rows: np.ndarray, fitted: FittedRows, spec: PlanSpec) -> Packing:
     """Pack the rows of one rank into as few microbatches as possible, largest first.
 
-    Used by `BatchPlan.with_budget`. `rows` int64 [n] are row ids, `padded_lengths` int64 [B] those
-    of the batch; the result has bins of row ids.
+    Used by `BatchPlan.with_budget`. `rows` int64 [n] are row ids; the result has bins of row ids.
     """
-    lengths = padded_lengths[rows]
+    lengths = fitted.padded_lengths[rows]
     if len(rows) == 0:
-        return _empty_bins(0)
+        return empty_bins(0)
     if spec.max_tokens is None:
         # Limited by rows: with one token per row the capacity is a number of rows.
         bins = concatenative(np.ones_like(lengths), spec.max_rows or 1, len(lengths))
         return Packing(rows[bins.perm], bins.offsets)
-    is_padded = spec.layout == "padded"
-    if is_padded:
+    if spec.layout == "padded":
         bins = form_padded(
             lengths, np.ones_like(lengths), None, spec.capacity or 0, max_rows=spec.max_rows
         )
     else:
         # A row above the capacity counts as a full bin, so it stays alone.
-        bins = _bin_packer(spec).pack_csr(np.minimum(lengths, spec.capacity or 0))
+        bins = bin_packer(spec).pack_csr(np.minimum(lengths, spec.capacity or 0))
     bins = Packing(rows[bins.perm], bins.offsets)
-    return largest_first(bins, padded_lengths, 1, is_padded)
+    return largest_first(bins, fitted, 1, spec)
 
 
-def largest_first(
-    bins: Packing, padded_lengths: np.ndarray, num_ranks: int, is_padded: bool
-) -> Packing:
+def largest_first(bins: Packing, fitted: FittedRows, num_ranks: int, spec: PlanSpec) -> Packing:
     """Sort the bins of each rank by decreasing number of positions, equal ones in their order.
 
-    `padded_lengths` int64 [B] is indexed by the row ids in `bins`.
+    `bins` has row ids.
     """
-    positions = bins.loads(padded_lengths)
-    if is_padded:
+    bins, row_positions, _ = fitted.place(bins, spec)
+    positions = np.diff(prefix_sums(row_positions)[bins.offsets])
+    if spec.layout == "padded":
         num_rows = np.diff(bins.offsets)
-        positions = longest_of(bins, padded_lengths) * num_rows
+        positions = longest_of(bins, fitted.padded_lengths) * num_rows
     by_rank = positions.reshape(num_ranks, -1)
     order = np.argsort(-by_rank, axis=1, kind="stable")
     # Indices within a rank to indices of bins, rank-major.
@@ -153,7 +150,7 @@ def join_ranks(rank_bins: list[Packing], microbatch_multiple: int) -> Packing:
 
 def _items(
     padded: np.ndarray, num_trained: np.ndarray | None, groups: Packing | None, spec: PlanSpec
-) -> _Items:
+) -> Items:
     """Build items from rows: padded lengths and tokens with loss int64 [n], and their groups."""
     if groups is None:
         # A group of its own for every row.
@@ -165,9 +162,9 @@ def _items(
         total = groups.loads(padded)
     if spec.layout == "padded":
         work, loss_work = padded_work(longest, _sums(groups, num_trained), spec)
-        return _Items(groups, num_rows, longest, work, loss_work)
+        return Items(groups, num_rows, longest, work, loss_work)
     work = _sums(groups, row_work(padded, spec, num_trained))
-    return _Items(groups, num_rows, total, work, np.zeros(len(total)))
+    return Items(groups, num_rows, total, work, np.zeros(len(total)))
 
 
 def _sums(groups: Packing | None, values: np.ndarray | None) -> np.ndarray | None:
@@ -176,14 +173,19 @@ def _sums(groups: Packing | None, values: np.ndarray | None) -> np.ndarray | Non
 
 
 def row_work(
-    lengths: np.ndarray, spec: PlanSpec, num_trained: np.ndarray | None = None
+    lengths: np.ndarray,
+    spec: PlanSpec,
+    num_trained: np.ndarray | None = None,
+    shared: np.ndarray | None = None,
 ) -> np.ndarray | None:
     """Work of rows by which ranks are balanced, float64 [n]; None for `balance="none"`.
 
-    `lengths` and `num_trained`, the tokens with loss, are int64 [n].
+    `lengths` and `num_trained`, the tokens with loss, are int64 [n]; so are `shared`, the tokens
+    before them that another row computes.
     """
     if spec.balance == "flops":
-        return spec.cost.of(lengths, num_trained)
+        complete = lengths if shared is None else lengths + shared
+        return spec.cost.of(complete, num_trained, shared)
     if spec.balance == "tokens":
         return lengths.astype(np.float64)
     return None
@@ -203,7 +205,7 @@ def padded_work(
     return row_work(longest, spec, np.zeros_like(longest)), head * num_trained
 
 
-def _plan_packed(items: _Items, spec: PlanSpec) -> Packing:
+def plan_packed(items: Items, spec: PlanSpec) -> Packing:
     """Pack items and assign the bins to ranks, jointly with the `balanced` algorithm."""
     capacity = spec.capacity or 0
     # An item above the capacity counts as a full bin, so no other row shares its bin.
@@ -218,7 +220,7 @@ def _plan_packed(items: _Items, spec: PlanSpec) -> Packing:
             sync=spec.sync,
             microbatch_multiple=spec.microbatch_multiple,
         )
-    packer = _bin_packer(spec)
+    packer = bin_packer(spec)
     bins = packer.pack_csr(lengths)
     # Fill up with split bins instead of dummies, as far as there are rows.
     num_bins = round_up(bins.num_bins, spec.bins_multiple)
@@ -227,7 +229,7 @@ def _plan_packed(items: _Items, spec: PlanSpec) -> Packing:
     return assign_to_ranks(bins, bin_work, spec)
 
 
-def _plan_padded(items: _Items, spec: PlanSpec) -> Packing:
+def _plan_padded(items: Items, spec: PlanSpec) -> Packing:
     """Form padded microbatches under the token budget and assign them to ranks."""
     bins = form_padded(
         items.lengths,
@@ -246,7 +248,7 @@ def _plan_padded(items: _Items, spec: PlanSpec) -> Packing:
     return assign_to_ranks(bins, bin_work, spec)
 
 
-def _plan_in_order(items: _Items, spec: PlanSpec) -> Packing:
+def _plan_in_order(items: Items, spec: PlanSpec) -> Packing:
     """Give each rank a consecutive share of the rows, in microbatches of `max_rows` rows."""
     # Shares have equal numbers of rows, rounded to items: a group is never divided.
     rows_before = prefix_sums(items.num_rows)
@@ -279,7 +281,7 @@ def assign_to_ranks(bins: Packing, bin_work: np.ndarray | None, spec: PlanSpec) 
     return bins.take(np.ravel(rank_major))
 
 
-def _bin_packer(spec: PlanSpec) -> SequencePacker:
+def bin_packer(spec: PlanSpec) -> SequencePacker:
     """Return the bin packer of `spec`, best fit decreasing for `balanced`.
 
     The bins of a single rank need no balance, only to be few, for which best fit is the fastest.
@@ -290,7 +292,7 @@ def _bin_packer(spec: PlanSpec) -> SequencePacker:
     return SequencePacker(algorithm=algorithm, bin_capacity=spec.capacity or 0, seed=spec.seed)
 
 
-def _empty_bins(num_bins: int) -> Packing:
+def empty_bins(num_bins: int) -> Packing:
     """Return `num_bins` bins without rows."""
     no_rows = np.empty(0, dtype=np.int64)
     offsets = np.zeros(num_bins + 1, dtype=np.int64)

@@ -65,12 +65,18 @@ class CostModel:
         self,
         lengths: Sequence[int] | np.ndarray,
         num_trained: Sequence[int] | np.ndarray | None = None,
+        shared: np.ndarray | None = None,
     ) -> np.ndarray:
         """Work of each row, float64 of the shape of `lengths`.
 
-        `num_trained` are the tokens of each row with loss; None: all positions.
+        `num_trained` are the tokens of each row with loss; None: all positions. Of a row with
+        `shared` leading tokens that another row computes, only the others are work; they attend to
+        all.
         """
-        return self.products(lengths, num_trained) + self._attention(lengths)
+        if shared is None:
+            return self.products(lengths, num_trained) + self._attention(lengths)
+        products = self.products(lengths - shared, num_trained)
+        return products + self._attention(lengths) - self._attention(shared)
 
     def products(
         self,
@@ -137,8 +143,8 @@ class Microbatch:
     lengths: tuple[int, ...]
     """Real tokens of each row, without those removed by `oversize="truncate"`."""
     padded_lengths: tuple[int, ...]
-    """Positions of each row: its length rounded up in the packed layout, the longest row of the
-    microbatch in the padded layout.
+    """Positions of each row: its tokens that are not `shared` rounded up in the packed layout, the
+    longest row of the microbatch in the padded layout.
     """
     num_tokens: int
     """Positions of the microbatch: the sum of `padded_lengths`, in the packed layout rounded up to
