@@ -53,6 +53,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
     """Return every problem of `config` that does not depend on data, or an empty list."""
     problems = [
         *_batching_modes(config),
+        *_shared_prefix(config),
         *_compilation(config),
         *adapter_problems(config),
         *_timeouts(config),
@@ -177,6 +178,22 @@ def _batching_modes(config: RunConfig) -> Iterator[Problem]:
             ("policy.oversize_rows",),
             "policy.oversize_rows is singleton, which needs a token budget: enable"
             " policy.sequence_packing or policy.dynamic_batching, or write error, truncate or drop",
+        )
+
+
+def _shared_prefix(config: RunConfig) -> Iterator[Problem]:
+    if config.policy.shared_prefix is not True:
+        return
+    key = "policy.shared_prefix"
+    if not config.policy.sequence_packing.enabled:
+        yield Problem(
+            (key, "policy.sequence_packing.enabled"),
+            f"{key} is true, which needs packed rows: set policy.sequence_packing.enabled to true,"
+            f" or {key} to auto",
+        )
+    if config.kind == "sft":
+        yield Problem(
+            (key,), f"{key} is true, but rows of sft are in no groups: set it to auto or false"
         )
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from nemo_like.config.batching import BatchingConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import PolicyConfig
+from nemo_like.data.columns import num_trained_tokens
+from nemo_like.data.planning.plan import BatchPlan, plan_batch
+from nemo_like.data.planning.prefixes import SharedPrefixes
 from nemo_like.data.planning.spec import CostModel, PlanSpec
 from nemo_like.data.streaming.selection import Selection
 from nemo_like.data.streaming.spec import StreamSpec
@@ -64,6 +68,30 @@ def plan_spec(
             layout="padded", sequence_length_round=dynamic.sequence_length_round, **common
         )
     return PlanSpec(layout="padded", **common)
+
+
+MIN_SHARED_WORK = 0.03
+"""Share of work that shared prefixes must save for `policy.shared_prefix=auto` to use them."""
+
+
+def plan_columns(
+    columns: Mapping[str, Any], spec: PlanSpec, shared_prefix: bool | Literal["auto"]
+) -> BatchPlan:
+    """Plan rows by their columns; see `plan_batch`.
+
+    Read are `length` int [B], `token_mask` (for the tokens with loss), and if they exist `pair`
+    int [B], rows of which share a microbatch, and `group` int [B], whose rows may begin with the
+    same tokens. Without `group` these are the pairs. `shared_prefix` is as in the configuration.
+    """
+    num_trained = num_trained_tokens(columns)
+    pairs = columns.get("pair")
+    groups = columns.get("group", pairs)
+    if shared_prefix is not False and groups is not None and spec.layout == "packed":
+        prefixes = SharedPrefixes.of_tokens(groups, columns["input_ids"])
+        plan = plan_batch(columns["length"], spec, pairs, num_trained, prefixes)
+        if shared_prefix is True or plan.shared_work_share >= MIN_SHARED_WORK:
+            return plan
+    return plan_batch(columns["length"], spec, pairs, num_trained)
 
 
 def stream_spec(batching: BatchingConfig, plan: PlanSpec) -> StreamSpec:

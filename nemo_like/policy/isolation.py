@@ -51,7 +51,12 @@ class IsolationReport:
 
 
 def probe_isolation(
-    engine: Engine, *, layout: Literal["packed", "padded"], vocab_size: int, precision: str
+    engine: Engine,
+    *,
+    layout: Literal["packed", "padded"],
+    vocab_size: int,
+    precision: str,
+    with_shared_prefixes: bool = False,
 ) -> IsolationReport:
     """Check three properties; raises IsolationError for the first that fails. Every rank calls.
 
@@ -61,6 +66,9 @@ def probe_isolation(
     2. Changing the token id of the padding leaves all log-probs bit-equal.
     3. A row has the same log-probs, up to rounding, in the microbatch and alone.
 
+    `with_shared_prefixes`, in the packed layout, the same holds for rows of which two and two have
+    a common prefix, and changing a token of a prefix changes the log-probs of its own rows alone.
+
     For MoE models properties 1 and 2 also hold up to rounding only: changing a token can change the
     batch size of two experts' GEMMs and thus the reduction order. The same can happen on a CPU
     whose cores have other work, where a library may use fewer threads for one of the GEMMs. A
@@ -69,6 +77,10 @@ def probe_isolation(
     findings: list[str] = []
     for _ in range(_NUM_ATTEMPTS):
         finding, difference = _measure(engine, layout, vocab_size, precision)
+        if with_shared_prefixes:
+            # On every rank: pipeline stages but the last have no finding, and compute as many.
+            finding_shared = _measure_shared(engine, vocab_size, precision)
+            finding = finding or finding_shared
         # Ranks may have different findings, and all of them have to compute again.
         findings = [each for each in engine.gather_over_world(finding) if each]
         if not findings:
@@ -85,10 +97,9 @@ def _measure(
     engine: Engine, layout: Literal["packed", "padded"], vocab_size: int, precision: str
 ) -> tuple[str, float]:
     """Return the property that fails, or "", and `IsolationReport.mean_difference`."""
-    is_moe = engine.spec.moe is not None
-    limit = _MAX_MEAN_DIFFERENCE[precision] if is_moe else 0.0
+    limit = _limit(engine, precision)
     rows = random_rows(vocab_size)
-    changes = [_with_other_token(rows, row, vocab_size) for row in (0, 1)]
+    changes = [_with_other_token(rows, [row], 2, vocab_size) for row in (0, 1)]
     together = _compute_logprobs(engine, rows, layout)
     changed = [_compute_logprobs(engine, other, layout) for other in changes]
     repadded = _compute_logprobs(engine, rows, layout, pad_token_id=1)
@@ -117,6 +128,43 @@ def _measure(
     return "", difference
 
 
+def _limit(engine: Engine, precision: str) -> float:
+    """Largest mean difference of rows that must not change."""
+    return 0.0 if engine.spec.moe is None else _MAX_MEAN_DIFFERENCE[precision]
+
+
+_SHARED = (0, 9, 0, 2)
+"""Leading tokens that each row of `_measure_shared` has in common with the row before it."""
+_CHANGES = ((2, (0, 1), "a prefix"), (12, (1,), "a row after its prefix"), (1, (2, 3), "a prefix"))
+"""(Position of the changed token, rows that have it, what it is a part of)."""
+
+
+def _measure_shared(engine: Engine, vocab_size: int, precision: str) -> str:
+    """Return the property that fails for rows that share prefixes, or ""."""
+    limit = _limit(engine, precision)
+    rows = sorted(random_rows(vocab_size), key=len, reverse=True)
+    for row in (1, 3):
+        rows[row][: _SHARED[row]] = rows[row - 1][: _SHARED[row]]
+    together = _compute_logprobs(engine, rows, "packed", shared=_SHARED)
+    changed = []
+    for position, changed_rows, _ in _CHANGES:
+        changes = _with_other_token(rows, changed_rows, position, vocab_size)
+        changed.append(_compute_logprobs(engine, changes, "packed", shared=_SHARED))
+    alone = []
+    for row in rows:
+        alone += _compute_logprobs(engine, [row], "padded")
+    for (_, changed_rows, place), outputs in zip(_CHANGES, changed, strict=True):
+        for row, expected in enumerate(together):
+            difference = _mean_difference([outputs[row]], [expected])
+            if row in changed_rows and difference == 0.0:
+                return f"a token of {place} did not change the log-probs of row {row}, which has it"
+            if row not in changed_rows and not difference <= limit:
+                return f"a token of {place} changed the log-probs of row {row} without it"
+    if together and not _mean_difference(alone, together) <= _MAX_MEAN_DIFFERENCE[precision]:
+        return "log-probs of rows that share prefixes differ from those of each row alone"
+    return ""
+
+
 def _mean_difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
     """Return the mean |difference| over all tokens of some rows; 0 only for bit-equal rows.
 
@@ -137,11 +185,13 @@ def random_rows(vocab_size: int) -> list[np.ndarray]:
     return rows
 
 
-def _with_other_token(rows: Sequence[np.ndarray], row: int, vocab_size: int) -> list[np.ndarray]:
-    """Return a copy of `rows`, int32 [length] each, with another token 2 in row `row`."""
+def _with_other_token(
+    rows: Sequence[np.ndarray], changed_rows: Sequence[int], position: int, vocab_size: int
+) -> list[np.ndarray]:
+    """Return a copy of `rows`, int32 [length] each, with another token at `position` of some."""
     changed = [tokens.copy() for tokens in rows]
-    token = changed[row][2]
-    changed[row][2] = (token + 1) % vocab_size
+    for row in changed_rows:
+        changed[row][position] = (changed[row][position] + 1) % vocab_size
     return changed
 
 
@@ -150,6 +200,7 @@ def _compute_logprobs(
     rows: Sequence[np.ndarray],
     layout: Literal["packed", "padded"],
     pad_token_id: int = 0,
+    shared: tuple[int, ...] = (),
 ) -> list[np.ndarray]:
     """Compute the log-probs of `rows` as one microbatch, float32 [length] for each row.
 
@@ -160,13 +211,17 @@ def _compute_logprobs(
     multiples = parallel_layout.padding_multiples(layout, sequence_length_round=_ROUND)
     lengths = tuple(len(row) for row in rows)
     if layout == "packed":
-        padded = tuple(round_up(length, multiples.row) for length in lengths)
+        num_shared = shared or (0,) * len(rows)
+        padded = tuple(
+            round_up(length - common, multiples.row)
+            for length, common in zip(lengths, num_shared, strict=True)
+        )
         # Room for a segment of trailing padding.
         num_tokens = multiples.tokens_of_row(sum(padded) + 1)
     else:
         padded = (round_up(max(lengths), multiples.row),) * len(rows)
         num_tokens = sum(padded)
-    microbatch = Microbatch(tuple(range(len(rows))), lengths, padded, num_tokens)
+    microbatch = Microbatch(tuple(range(len(rows))), lengths, padded, num_tokens, shared)
     spec = PlanSpec(layout=layout, max_tokens=num_tokens, cp_size=parallel_layout.cp)
     shard = {"input_ids": Jagged.from_rows(rows, np.int32)}
     cp_rank = parallel_layout.coordinates(engine.rank).cp
@@ -185,8 +240,9 @@ def _compute_logprobs(
 def _leak(layout: str, finding: str) -> IsolationError:
     if layout == "packed":
         remedy = (
-            "switch to policy.dynamic_batching (and policy.sequence_packing.enabled=false), or use"
-            " another model"
+            "set policy.shared_prefix=false if the rows share prefixes, switch to"
+            " policy.dynamic_batching (and policy.sequence_packing.enabled=false), or use another"
+            " model"
         )
     else:
         remedy = "train with policy.train_micro_batch_size=1, or use another model"

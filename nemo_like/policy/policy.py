@@ -19,7 +19,7 @@ from nemo_like.config.loss import LogprobName
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.columns import take_rows
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.planning.plan import BatchPlan, plan_batch
+from nemo_like.data.planning.plan import BatchPlan, PlanSpec, plan_batch
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, unshard
 from nemo_like.distributed.worker_group import (
     Handle,
@@ -32,7 +32,7 @@ from nemo_like.distributed.worker_group import (
 from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics
 from nemo_like.models.spec import ModelSpec
-from nemo_like.policy.batching import Purpose, microbatch_budget, plan_spec
+from nemo_like.policy.batching import Purpose, microbatch_budget, plan_columns, plan_spec
 from nemo_like.policy.device import DeviceInfo
 from nemo_like.policy.heads.targets import TargetSettings
 from nemo_like.policy.isolation import IsolationReport
@@ -102,14 +102,24 @@ class Policy:
         `num_trained_tokens`; None: all tokens. Raises ValueError for a row above the token limit
         where `policy.oversize_rows` is `error`.
         """
-        spec = plan_spec(
+        spec = self._plan_spec(purpose)
+        return plan_batch(np.asarray(lengths, dtype=np.int64), spec, groups, num_trained)
+
+    def plan_rows(self, batch: Mapping[str, Any], purpose: Purpose = "train") -> BatchPlan:
+        """Plan the rows of a batch by its columns as `plan` does, with shared prefixes.
+
+        See `batching.plan_columns` for the columns and `policy.shared_prefix`.
+        """
+        return plan_columns(batch, self._plan_spec(purpose), self.config.shared_prefix)
+
+    def _plan_spec(self, purpose: Purpose) -> PlanSpec:
+        return plan_spec(
             self.config,
             purpose=purpose,
             parallel_layout=self.group.parallel_layout,
             model=self.model,
             seed=self._seed,
         )
-        return plan_batch(np.asarray(lengths, dtype=np.int64), spec, groups, num_trained)
 
     def shard(self, batch: BatchedDataDict, plan: BatchPlan) -> ShardedBatch:
         """Store each dp rank's rows of `batch`, unpadded.

@@ -267,9 +267,11 @@ class PolicyWorker:
 
     def probe_isolation(self) -> IsolationReport:
         """Check that rows of a microbatch do not see each other; raises IsolationError."""
+        is_packed = self.config.sequence_packing.enabled
         return probe_isolation(
             self.engine,
-            layout="packed" if self.config.sequence_packing.enabled else "padded",
+            layout="packed" if is_packed else "padded",
+            with_shared_prefixes=is_packed and self.config.shared_prefix is not False,
             vocab_size=self.engine.spec.vocab_size,
             precision=self.config.precision,
         )

@@ -27,7 +27,6 @@ from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.data.planning.spec import CostModel
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.metrics import Metrics, Timers, metric_values
-from nemo_like.policy.batching import Purpose
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
 from nemo_like.policy.optim import resolve_decay_steps
 from nemo_like.policy.policy import Policy, ShardedBatch
@@ -254,7 +253,7 @@ class TrainingRun:
         """
         if plan is None:
             with self.timers("plan"):
-                plan = plan_rows(self.policy, batch)
+                plan = self.policy.plan_rows(batch)
         # In GRPO the rollout is complete here, so a checkpoint is not kept waiting for the step.
         self.saver.publish_if_written()
         if step == 0:
@@ -471,14 +470,6 @@ def open_training_run(
             except Exception as error:
                 run.saver.finish_after_error(error)
                 raise
-
-
-def plan_rows(policy: Policy, batch: BatchedDataDict, purpose: Purpose = "train") -> BatchPlan:
-    """Plan the rows of a batch by their lengths and trained tokens; see `Policy.plan`.
-
-    Rows with an equal id in the column `pair`, if there is one, share a microbatch.
-    """
-    return policy.plan(batch["length"], purpose, batch.get("pair"), num_trained_tokens(batch))
 
 
 def check_workers(

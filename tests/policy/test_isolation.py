@@ -29,7 +29,11 @@ def engine(model: str) -> DTensorEngine:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_supported_architectures_pass(architecture, layout, model_dir):
     report = probe_isolation(
-        engine(model_dir(architecture)), layout=layout, vocab_size=VOCABULARY, precision="float32"
+        engine(model_dir(architecture)),
+        layout=layout,
+        vocab_size=VOCABULARY,
+        precision="float32",
+        with_shared_prefixes=layout == "packed",
     )
     assert report.layout == layout
     assert report.mean_difference < 1e-5
@@ -82,6 +86,32 @@ def test_a_model_that_mixes_rows_is_stopped(broken, layout, message, model_dir):
     mixing.model_config._attn_implementation = broken.__name__
     with pytest.raises(IsolationError, match=message):
         probe_isolation(mixing, layout=layout, vocab_size=VOCABULARY, precision="float32")
+
+
+def sees_other_prefixes(module, query, key, value, attention_mask, *, exchange=None, **kwargs):
+    """Right for complete rows; where rows share prefixes a segment sees the one before its own."""
+    if exchange is not None:
+        exchange = exchange._replace(kv_index=(exchange.kv_index - 1).clamp(min=0))
+    return attention.attention_forward(
+        module, query, key, value, attention_mask, exchange=exchange, **kwargs
+    )
+
+
+def sees_no_prefix(module, query, key, value, attention_mask, *, exchange=None, **kwargs):
+    """Right for complete rows; the tokens behind a shared prefix do not see it."""
+    return attention.attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize("broken", [sees_other_prefixes, sees_no_prefix])
+def test_a_model_that_mixes_rows_with_shared_prefixes_is_stopped(broken, model_dir):
+    AttentionInterface.register(broken.__name__, broken)
+    AttentionMaskInterface.register(broken.__name__, lambda *args, **kwargs: None)
+    mixing = engine(model_dir("llama"))
+    mixing.model_config._attn_implementation = broken.__name__
+    options: Any = {"layout": "packed", "vocab_size": VOCABULARY, "precision": "float32"}
+    probe_isolation(mixing, **options)
+    with pytest.raises(IsolationError, match=r"policy\.shared_prefix=false"):
+        probe_isolation(mixing, **options, with_shared_prefixes=True)
 
 
 def test_positions_that_do_not_restart_are_noticed(model_dir):

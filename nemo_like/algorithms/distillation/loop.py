@@ -30,7 +30,7 @@ from nemo_like.rollout.conversations import Prompt
 from nemo_like.rollout.rows import rollout_metrics, row_seeds
 from nemo_like.run.progress import Sample
 from nemo_like.training.reporting import StepWork, plan_metrics
-from nemo_like.training.run import RunResult, TrainingRun, plan_rows
+from nemo_like.training.run import RunResult, TrainingRun
 from nemo_like.training.run_data import ExampleSource, encode_conversation, named_metrics
 from nemo_like.training.steps import TrainedBatch, run_epochs, show_rollout, train
 
@@ -222,7 +222,7 @@ def validate(
 def _evaluate(run: TrainingRun, rows: Sequence[TaughtRow], settings: TargetSettings) -> Metrics:
     """Return the metrics of one batch of validation rows."""
     batch = _batch(rows)
-    sharded = run.policy.shard(batch, plan_rows(run.policy, batch, "evaluate"))
+    sharded = run.policy.shard(batch, run.policy.plan_rows(batch, "evaluate"))
     targets = run.policy.compute_targets(sharded, settings)
     values = run.policy.evaluate(sharded, DistillationLoss(), targets)
     return {name: values[metric] for metric, name in _VALIDATION_NAMES.items()}

@@ -35,7 +35,7 @@ from nemo_like.rollout.records import (
 from nemo_like.rollout.rows import Rollout
 from nemo_like.run.files import write_json_lines
 from nemo_like.training.reporting import StepWork, plan_metrics
-from nemo_like.training.run import RunResult, TrainingRun, open_training_run, plan_rows
+from nemo_like.training.run import RunResult, TrainingRun, open_training_run
 from nemo_like.training.run_data import ExampleSource, prompt_sets
 from nemo_like.training.steps import (
     AnswerSampling,
@@ -263,7 +263,7 @@ def _shuffled(
 def _train_again(run: TrainingRun, trained: TrainedBatch, loss: RolloutLoss) -> list[Metrics]:
     """Plan and shard the rows in their new order; return the metrics of each optimizer step."""
     with run.timers("plan"):
-        plan = plan_rows(run.policy, trained.batch)
+        plan = run.policy.plan_rows(trained.batch)
     with run.timers("shard"):
         sharded = run.policy.shard(trained.batch, plan)
     with run.timers("train"):

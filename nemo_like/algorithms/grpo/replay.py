@@ -22,18 +22,16 @@ from nemo_like.config.loss import LogprobName
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.paths import resolve_paths
 from nemo_like.config.schema import CheckpointingConfig
-from nemo_like.data.columns import num_trained_tokens, take_rows
-from nemo_like.data.planning.plan import plan_batch
+from nemo_like.data.columns import take_rows
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import rollout_loss
 from nemo_like.metrics import metric_values
-from nemo_like.policy.batching import plan_spec
+from nemo_like.policy.batching import plan_columns, plan_spec
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
 from nemo_like.rollout.records import RolloutRecord, recorded_steps
 from nemo_like.run.checkpoint import Checkpointer, incomplete_reason
 from nemo_like.run.directory import RunDirectory
 from nemo_like.training.model_files import open_model_spec
-from nemo_like.training.run import plan_rows
 from nemo_like.training.saving import policy_directory
 from nemo_like.training.workers import local_policy
 
@@ -233,7 +231,7 @@ def _measure(
     with local_policy(config, needs_reference="reference_logprobs" in missing) as policy:
         if weights is not None:
             policy.load(weights)
-        plan = plan_rows(policy, batch)
+        plan = policy.plan_rows(batch)
         sharded = policy.shard(batch, plan)
         logprobs = policy.compute_logprobs(sharded, missing) if missing else None
         metrics = metric_values(policy.measure_gradient(sharded, None, loss, logprobs))
@@ -242,8 +240,6 @@ def _measure(
 
 def _packing_metrics(config: GrpoRunConfig, record: RolloutRecord) -> dict[str, float]:
     """Return `packing/*` of the rollout in the config's own parallel layout."""
-    lengths = record.columns["length"]
-    assert isinstance(lengths, np.ndarray)
     spec = plan_spec(
         config.policy_in_rows,
         purpose="train",
@@ -251,4 +247,4 @@ def _packing_metrics(config: GrpoRunConfig, record: RolloutRecord) -> dict[str, 
         model=open_model_spec(config),
         seed=config.seed,
     )
-    return plan_batch(lengths, spec, num_trained=num_trained_tokens(record.columns)).metrics()
+    return plan_columns(record.columns, spec, config.policy.shared_prefix).metrics()

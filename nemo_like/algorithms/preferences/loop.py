@@ -22,7 +22,7 @@ from nemo_like.metrics import Metrics, merge_metrics
 from nemo_like.policy.checkpoint.hf_export import padding_token_id
 from nemo_like.policy.policy import Logprobs, ShardedBatch
 from nemo_like.training.reporting import StepWork, plan_metrics
-from nemo_like.training.run import RunResult, TrainingRun, plan_rows
+from nemo_like.training.run import RunResult, TrainingRun
 from nemo_like.training.run_data import ExampleSource, named_metrics
 from nemo_like.training.steps import TrainedBatch, run_epochs, train
 
@@ -104,7 +104,7 @@ class _Task:
         merged: Metrics = {}
         for pairs in batches:
             batch = collate_pairs(pairs)
-            sharded = run.policy.shard(batch, plan_rows(run.policy, batch, "evaluate"))
+            sharded = run.policy.shard(batch, run.policy.plan_rows(batch, "evaluate"))
             logprobs = _reference_logprobs(run, sharded) if self._needs_reference else None
             values = run.policy.evaluate(sharded, self._loss, logprobs)
             # Sums and counts are merged, so batches of different size weigh by their pairs.

@@ -15,7 +15,7 @@ from nemo_like.metrics import ExpMean, Mean, Metric, Metrics, merge_metrics
 from nemo_like.policy.policy import Policy
 from nemo_like.training.model_files import open_model_spec
 from nemo_like.training.reporting import StepWork, plan_metrics
-from nemo_like.training.run import RunResult, TrainingRun, plan_rows
+from nemo_like.training.run import RunResult, TrainingRun
 from nemo_like.training.run_data import ExampleSource, PromptSet, named_metrics, prompt_sets
 from nemo_like.training.steps import TrainedBatch, run_epochs, score_answers, train
 
@@ -88,7 +88,7 @@ def evaluate_batches(policy: Policy, batches: Iterable[Sequence[EncodedRow]]) ->
     metrics: Metrics = {}
     for rows in batches:
         batch = BatchedDataDict(collate(rows))
-        sharded = policy.shard(batch, plan_rows(policy, batch, "evaluate"))
+        sharded = policy.shard(batch, policy.plan_rows(batch, "evaluate"))
         values = policy.evaluate(sharded, NllLoss())
         # Sums and counts are merged, so batches of different size weigh by their tokens.
         found = {name: values[f"policy/{name}"] for name in ("loss", "token_accuracy")}
