@@ -182,7 +182,7 @@ def _batching_modes(config: RunConfig) -> Iterator[Problem]:
 
 
 def _shared_prefix(config: RunConfig) -> Iterator[Problem]:
-    if config.policy.shared_prefix is not True:
+    if config.policy.shared_prefix != "true":
         return
     key = "policy.shared_prefix"
     if not config.policy.sequence_packing.enabled:

@@ -291,7 +291,7 @@ class PolicyConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
-    shared_prefix: bool | Literal["auto"] = "auto"
+    shared_prefix: Literal["auto", "true", "false"] = "auto"
     """Compute the leading tokens that rows of a group have in common once per microbatch: the
     prompt of the completions of a prompt, or of a preference pair. Needs sequence packing. `auto`
     does so in steps where the plan has at least 3 % less work, `true` in every step."""

@@ -19,6 +19,7 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 
 Purpose = Literal["train", "evaluate"]
+SharedPrefixMode = Literal["auto", "true", "false"]
 
 
 def plan_spec(
@@ -75,7 +76,7 @@ MIN_SHARED_WORK = 0.03
 
 
 def plan_columns(
-    columns: Mapping[str, Any], spec: PlanSpec, shared_prefix: bool | Literal["auto"]
+    columns: Mapping[str, Any], spec: PlanSpec, shared_prefix: SharedPrefixMode
 ) -> BatchPlan:
     """Plan rows by their columns; see `plan_batch`.
 
@@ -86,10 +87,11 @@ def plan_columns(
     num_trained = num_trained_tokens(columns)
     pairs = columns.get("pair")
     groups = columns.get("group", pairs)
-    if shared_prefix is not False and groups is not None and spec.layout == "packed":
+    if shared_prefix != "false" and groups is not None and spec.layout == "packed":
         prefixes = SharedPrefixes.of_tokens(groups, columns["input_ids"])
         plan = plan_batch(columns["length"], spec, pairs, num_trained, prefixes)
-        if shared_prefix is True or plan.shared_work_share >= MIN_SHARED_WORK:
+        saved = plan.metrics()["packing/shared_work_share"]
+        if shared_prefix == "true" or saved >= MIN_SHARED_WORK:
             return plan
     return plan_batch(columns["length"], spec, pairs, num_trained)
 

@@ -271,7 +271,7 @@ class PolicyWorker:
         return probe_isolation(
             self.engine,
             layout="packed" if is_packed else "padded",
-            with_shared_prefixes=is_packed and self.config.shared_prefix is not False,
+            with_shared_prefixes=is_packed and self.config.shared_prefix != "false",
             vocab_size=self.engine.spec.vocab_size,
             precision=self.config.precision,
         )

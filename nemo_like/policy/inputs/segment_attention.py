@@ -136,9 +136,14 @@ class _Segment(NamedTuple):
     length_k: int
 
     @property
-    def chunk(self) -> int:
-        """Index of the queries' chunk in its row, in chunks of `length_q` positions."""
-        return self.length_k // self.length_q - 1
+    def kind(self) -> tuple[int, int]:
+        """Segments of one kind have key lengths as similar as their query lengths.
+
+        With context parallelism it is the index of the queries' chunk in its row, in chunks of
+        `length_q` positions; behind a shared prefix it is the length of the prefix.
+        """
+        chunk, rest = divmod(self.length_k, self.length_q)
+        return (chunk - 1, 0) if rest == 0 else (-1, self.length_k - self.length_q)
 
 
 class _Slots(NamedTuple):
@@ -188,8 +193,8 @@ def _plan_calls(bounds_q: tuple[int, ...], bounds_k: tuple[int, ...], causal: bo
         length_k = end_k - start_k
         if length_q > 0:
             segments.append(_Segment(start_q, length_q, start_k, length_k))
-    # Sorted, so that segments of one group are neighbours. They have one `chunk`, the ratio of key
-    # to query length, so that similar query lengths imply similar key lengths.
+    # Sorted, so that segments of one group are neighbours. They have one `kind`, so that similar
+    # query lengths imply similar key lengths.
     segments.sort(key=_group_order)
     groups: list[_Group] = []
     order: list[Tensor] = []
@@ -213,12 +218,12 @@ def _plan_calls(bounds_q: tuple[int, ...], bounds_k: tuple[int, ...], causal: bo
     return _CallPlan(tuple(groups), inverse)
 
 
-def _group_order(segment: _Segment) -> tuple[int, int, int]:
-    return segment.chunk, segment.length_q, segment.start_q
+def _group_order(segment: _Segment) -> tuple[tuple[int, int], int, int]:
+    return segment.kind, segment.length_q, segment.start_q
 
 
 def _fits_group(segment: _Segment, longest: _Segment, min_length: int) -> bool:
-    if segment.chunk != longest.chunk:
+    if segment.kind != longest.kind:
         return False
     return segment.length_q >= min_length
 
