@@ -46,6 +46,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from nemo_like.policy.inputs import attention
 from nemo_like.torch_data import PackingCollator
 from nemo_like.torch_data.hf_trainer import OnlineBatchesMixin
 
@@ -194,7 +195,8 @@ def run(variant: str, task: Task, initial: nn.Module, tokenizer: PreTrainedToken
         clock = _Clock()
         collator: Any = DataCollatorForSeq2Seq(tokenizer)
         if variant == "online packed":
-            collator = PackingCollator(with_attention_mask=False)
+            collator = PackingCollator()
+            model.set_attn_implementation(attention.IMPLEMENTATION)
         trainer = (TokenBudgetTrainer if has_budget else Trainer)(
             model,
             arguments,
@@ -283,6 +285,7 @@ def print_table(records: Sequence[Mapping[str, Any]]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
+    attention.register()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     overrides = {"num_hidden_layers": arguments.layers} if arguments.layers else {}
     initial = AutoModelForCausalLM.from_pretrained(

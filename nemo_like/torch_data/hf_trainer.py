@@ -20,6 +20,7 @@ from nemo_like.torch_data.drop_in import (
     online_batches,
     stream_spec,
 )
+from nemo_like.torch_data.packed_batch import FLASH_ARGUMENTS, forward_arguments
 from nemo_like.torch_data.packed_collate import PackingCollator
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class OnlineBatchesMixin(_Base):
         self._stream_settings = stream_settings or {}
         self._batches: _TrainerBatches | None = None
         self._is_divisor_checked = False
+        self._resumed: tuple[int, float, int] | None = None
+        """The resumed epoch, the fraction of an epoch at step 0, and the steps of an epoch."""
         super().__init__(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
@@ -70,18 +73,7 @@ class OnlineBatchesMixin(_Base):
         Raises ValueError for a model whose loss cannot be divided by the tokens of the step, and
         for arguments with which it would not be, or with which rows would be lost.
         """
-        if not (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
-            self._raise_without_divisor()
-        if self.args.world_size > 1 and not self.args.average_tokens_across_devices:
-            raise ValueError(
-                "average_tokens_across_devices is False, so each rank would divide by its own"
-                " tokens, and a rank with dummies by 0; set it to True"
-            )
-        if self.args.train_sampling_strategy == "batch_rebalance":
-            raise ValueError(
-                "train_sampling_strategy is batch_rebalance, which divides the rows over ranks"
-                " itself; use random, sequential or group_by_length"
-            )
+        self._check_arguments()
         loader = super().get_train_dataloader()
         if type(loader).__name__ == "DataLoaderDispatcher":
             raise ValueError(
@@ -90,11 +82,6 @@ class OnlineBatchesMixin(_Base):
                 " that each rank reads its rows"
             )
         is_packed = isinstance(self.data_collator, PackingCollator)
-        if self.label_smoother and getattr(self.data_collator, "shift_labels", False):
-            raise ValueError(
-                "label_smoothing_factor shifts the labels, which shift_labels of the data collator"
-                " does too; set shift_labels=False"
-            )
         lengths = self._lengths
         if lengths is None:
             lengths = _column_lengths(loader.dataset, is_packed)
@@ -118,6 +105,31 @@ class OnlineBatchesMixin(_Base):
         self._batches = _TrainerBatches(batches, self.args)
         return self._batches
 
+    def _check_arguments(self) -> None:
+        """Raise ValueError for arguments that do not suit microbatches by tokens."""
+        if not (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
+            self._raise_without_divisor()
+        if self.args.world_size > 1 and not self.args.average_tokens_across_devices:
+            raise ValueError(
+                "average_tokens_across_devices is False, so each rank would divide by its own"
+                " tokens, and a rank with dummies by 0; set it to True"
+            )
+        if self.args.train_sampling_strategy == "batch_rebalance":
+            raise ValueError(
+                "train_sampling_strategy is batch_rebalance, which divides the rows over ranks"
+                " itself; use random, sequential or group_by_length"
+            )
+        if self.args.auto_find_batch_size:
+            raise ValueError(
+                "auto_find_batch_size reduces the number of rows, which is no limit of a microbatch"
+                " here; set it to False and reduce max_tokens if the memory does not suffice"
+            )
+        if self.label_smoother and getattr(self.data_collator, "shift_labels", False):
+            raise ValueError(
+                "label_smoothing_factor shifts the labels, which shift_labels of the data collator"
+                " does too; set shift_labels=False"
+            )
+
     def _init_training_state(
         self,
         max_steps: int,
@@ -126,6 +138,7 @@ class OnlineBatchesMixin(_Base):
         resume_from_checkpoint: str | None,
         trial: Any,
     ) -> tuple[int, int]:
+        self._resumed = None
         epochs, steps = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
@@ -135,8 +148,21 @@ class OnlineBatchesMixin(_Base):
         self._batches.batches.load(resume_from_checkpoint)
         # After the last step of an epoch, which only all ranks together know, the next one follows.
         self._batches.batches.loader.peek()
+        epoch = self._batches.batches.epoch
+        saved = self.state.epoch
+        if saved is not None and int(saved) == epoch:
+            origin = saved - self.state.global_step / num_update_steps_per_epoch
+            self._resumed = epoch, origin, num_update_steps_per_epoch
         # The rows before the position are not read again, so the Trainer has none to skip.
-        return self._batches.batches.epoch, 0
+        return epoch, 0
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        # The Trainer computes the fraction of the epoch from the microbatches since the resume.
+        if self._resumed is not None:
+            epoch, origin, steps_per_epoch = self._resumed
+            if self.state.epoch is not None and self.state.epoch <= epoch + 1:
+                self.state.epoch = origin + self.state.global_step / steps_per_epoch
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the gradient of a microbatch; see the Trainer.
@@ -147,6 +173,18 @@ class OnlineBatchesMixin(_Base):
             self._is_divisor_checked = True
             self._check_divisor(model, inputs)
         return super().training_step(model, inputs, *args, **kwargs)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Return the arguments of the model for `inputs`, also of an evaluation. Those of packed
+        rows keep them apart, see `forward_arguments`. Raises ValueError for an implementation of
+        attention that packing does not know.
+        """
+        config = getattr(self.model, "config", None)
+        if isinstance(self.data_collator, PackingCollator) and config is not None:
+            others = inputs.keys() - {"attention_mask", *FLASH_ARGUMENTS}
+            arguments = forward_arguments(inputs, config._attn_implementation)
+            inputs = {name: inputs[name] for name in others} | arguments
+        return super()._prepare_inputs(inputs)
 
     def _check_divisor(self, model: Any, inputs: Any) -> None:
         """Raise ValueError if the loss of `model` is the same for any `num_items_in_batch`.

@@ -6,28 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.drop_in_trainer import VARIANTS, Run, main, summarize
-from tests.data.tiny_tokenizer import CHATML, tiny_tokenizer
+from tests.torch_data.adapter_ranks import save_model
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_all_variants_train_the_same_rows_within_the_limit(tmp_path: Path) -> None:
-    tokenizer = tiny_tokenizer(CHATML)
-    tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.save_pretrained(tmp_path / "model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    save_model(tmp_path / "model", num_layers=2)
     rows = [{"question": "the quick " * (1 + i % 5), "answer": "brown fox"} for i in range(60)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "lengths.csv").write_text("time,context,answer\na,200,9\n")

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Seq2SeqTrainer, Trainer, TrainingArguments
 
+from nemo_like.policy.inputs import attention
 from nemo_like.torch_data import PackingCollator, stream_spec
 from nemo_like.torch_data.hf_trainer import OnlineBatchesMixin
+from tests.data.tiny_tokenizer import CHATML, tiny_tokenizer
 
 VOCAB = 17
 PER_STEP = 30
@@ -84,6 +86,23 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+def save_model(path: Path, num_layers: int = 1) -> None:
+    """Write a model with a tokenizer to a directory."""
+    tokenizer = tiny_tokenizer(CHATML)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(path)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+
+
 def weights(net: nn.Module) -> Tensor:
     return nn.utils.parameters_to_vector(net.parameters()).detach().clone()
 
@@ -128,12 +147,14 @@ def hf_trainer() -> Tensor:
     )
 
 
-def hf_trainer_packed() -> Tensor:
-    """Rows of a microbatch share one sequence; SDPA separates them by their positions."""
-    collator = PackingCollator(with_attention_mask=False)
+def hf_trainer_packed(implementation: str = "sdpa") -> Tensor:
+    """Rows of a microbatch share one sequence; attention separates them."""
+    attention.register()
+    net = model()
+    net.set_attn_implementation(implementation)
     return _trained(
         TokenBudgetTrainer(
-            model(), _arguments(), train_dataset=rows(), data_collator=collator, max_tokens=48
+            net, _arguments(), train_dataset=rows(), data_collator=PackingCollator(), max_tokens=48
         )
     )
 
@@ -153,8 +174,6 @@ def trl() -> Tensor:
     from datasets import Dataset
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
-
-    from tests.data.tiny_tokenizer import CHATML, tiny_tokenizer
 
     class TokenBudgetSFTTrainer(OnlineBatchesMixin, SFTTrainer):
         """The SFT trainer of TRL."""
@@ -197,8 +216,13 @@ def lightning() -> Tensor:
     return lightning_run(PER_STEP, max_epochs=1, enable_checkpointing=False)
 
 
-def lightning_run(per_step: int, checkpoint: Path | None = None, **options: Any) -> Tensor:
-    """Train with SGD; return the weights at the end."""
+def lightning_run(
+    per_step: int,
+    checkpoint: Path | None = None,
+    seen: dict[int, list[int]] | None = None,
+    **options: Any,
+) -> Tensor:
+    """Train with SGD; return the weights at the end. Adds the rows of each epoch to `seen`."""
     from lightning import LightningModule, Trainer
 
     from nemo_like.torch_data.lightning import train_batches
@@ -213,6 +237,8 @@ def lightning_run(per_step: int, checkpoint: Path | None = None, **options: Any)
             return train_batches(self.trainer, loader, 48)
 
         def training_step(self, batch: Any, index: int) -> Tensor:
+            if seen is not None:
+                seen.setdefault(self.current_epoch, []).extend(batch.rows)
             return self.model(**batch, num_items_in_batch=batch.num_items).loss
 
         def configure_optimizers(self) -> Any:
@@ -238,6 +264,7 @@ def lightning_run(per_step: int, checkpoint: Path | None = None, **options: Any)
 LIBRARIES: dict[str, Callable[[], Tensor]] = {
     "transformers": hf_trainer,
     "transformers, packed": hf_trainer_packed,
+    "transformers, varlen_attention": lambda: hf_trainer_packed(attention.IMPLEMENTATION),
     "LLaMA-Factory": llama_factory,
     "TRL": trl,
     "accelerate": accelerate,

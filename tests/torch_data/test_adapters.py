@@ -20,17 +20,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    default_data_collator,
-)
+from transformers import BertConfig, BertForMaskedLM, default_data_collator
 
 from nemo_like.torch_data import PackingCollator, stream_spec
 from nemo_like.torch_data.accelerate import prepare
-from tests.data.tiny_tokenizer import CHATML, tiny_tokenizer
 from tests.torch_data.adapter_ranks import (
     LIBRARIES,
     TokenBudgetTrainer,
@@ -40,6 +33,8 @@ from tests.torch_data.adapter_ranks import (
     model,
     rows,
     run_rank,
+    save_model,
+    weights,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -69,8 +64,8 @@ def test_two_ranks_compute_the_gradient_of_all_rows() -> None:
         ranks = [future.result(timeout=600) for future in futures]
     for found in ranks:
         assert found.keys() == LIBRARIES.keys()
-        for name, weights in found.items():
-            torch.testing.assert_close(weights, expected(), rtol=1e-5, atol=1e-6, msg=name)
+        for name, trained in found.items():
+            torch.testing.assert_close(trained, expected(), rtol=1e-5, atol=1e-6, msg=name)
 
 
 # Example programs
@@ -80,19 +75,7 @@ def test_two_ranks_compute_the_gradient_of_all_rows() -> None:
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a model and rows of text."""
     path = tmp_path_factory.mktemp("inputs")
-    tokenizer = tiny_tokenizer(CHATML)
-    tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.save_pretrained(path / "model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(path / "model")
+    save_model(path / "model")
     generator = random.Random(0)
     texts = ["the quick brown fox " * generator.randint(1, 6) for _ in range(24)]
     (path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -220,12 +203,13 @@ def trainer(
         model() if net is None else net,
         TrainingArguments(str(path), report_to=[], use_cpu=True, disable_tqdm=True, **values),
         train_dataset=dataset,
+        eval_dataset=dataset,
         data_collator=collator,
         max_tokens=48,
     )
 
 
-@pytest.mark.parametrize("collator", [PackingCollator(with_attention_mask=False), collate])
+@pytest.mark.parametrize("collator", [PackingCollator(), collate])
 def test_the_number_of_steps_is_that_of_rows_without_their_padding(
     collator: Any, tmp_path: Path
 ) -> None:
@@ -291,44 +275,85 @@ def test_a_resume_continues_the_random_numbers_of_the_collator(
             assert torch.equal(value, found[name]), (step, name)
 
 
+@pytest.mark.parametrize("limit", [{"num_train_epochs": 2, "max_steps": -1}, {"max_steps": 10}])
+def test_a_resume_continues_the_count_of_epochs(limit: dict[str, Any], tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    def epochs(path: Path, checkpoint: Path | None = None) -> list[float]:
+        options = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 1, **limit}
+        made = trainer(path, Dataset.from_list(rows()), **options)
+        made.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        return [entry["epoch"] for entry in made.state.log_history if "loss" in entry]
+
+    full = epochs(tmp_path / "full")
+    assert len(full) > 6
+    for step in (2, len(full) - 2):
+        resumed = epochs(tmp_path / "resumed", tmp_path / "full" / f"checkpoint-{step}")
+        assert resumed == pytest.approx(full)
+
+
+@pytest.mark.parametrize("collator", [PackingCollator(), collate])
+def test_lora_adapters_are_trained_and_the_best_ones_are_kept(
+    collator: Any, tmp_path: Path
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def lora() -> Any:
+        torch.manual_seed(0)
+        config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        return get_peft_model(model(), config)
+
+    def loss_of(net: Any) -> torch.Tensor:
+        batch = collate(rows())
+        num_items = int((batch["labels"][:, 1:] != -100).sum())
+        return net(**batch, num_items_in_batch=num_items).loss
+
+    def run(steps: int, per_step: int, **options: Any) -> Any:
+        made = trainer(
+            tmp_path,
+            rows(),
+            collator,
+            lora(),
+            max_steps=steps,
+            gradient_accumulation_steps=per_step,
+            max_grad_norm=0.0,
+            lr_scheduler_type="constant",
+            optim="sgd",
+            **options,
+        )
+        made.train()
+        return made
+
+    expected = lora()
+    loss_of(expected).backward()
+    torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=1.0).step()
+    found = run(1, 30, learning_rate=1.0).model
+    torch.testing.assert_close(weights(found), weights(expected), rtol=1e-5, atol=1e-6)
+
+    every_step = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps"}
+    best = {"eval_steps": 1, "load_best_model_at_end": True, "per_device_eval_batch_size": 23}
+    made = run(4, 2, learning_rate=20.0, **every_step, **best)
+    losses = [entry["eval_loss"] for entry in made.state.log_history if "eval_loss" in entry]
+    assert len(losses) == 4
+    with torch.no_grad():
+        assert loss_of(made.model.eval()).item() == pytest.approx(min(losses), rel=1e-5)
+
+
 def test_a_limit_of_lightning_takes_other_rows_in_each_epoch() -> None:
-    from lightning import LightningModule, Trainer
-    from torch.utils.data import DataLoader
-
-    from nemo_like.torch_data.lightning import train_batches
-
     def epochs(**options: Any) -> list[list[int]]:
         seen: dict[int, list[int]] = {}
-
-        class Module(LightningModule):
-            def __init__(self) -> None:
-                super().__init__()
-                self.model = model().train()
-
-            def train_dataloader(self) -> Any:
-                loader = DataLoader(rows(), shuffle=True, collate_fn=collate)  # pyright: ignore[reportArgumentType]
-                return train_batches(self.trainer, loader, 48)
-
-            def training_step(self, batch: Any, index: int) -> Any:
-                seen.setdefault(self.current_epoch, []).extend(batch.rows)
-                return self.model(**batch, num_items_in_batch=batch.num_items).loss
-
-            def configure_optimizers(self) -> Any:
-                return torch.optim.SGD(self.parameters())
-
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-        Trainer(accelerator="cpu", max_epochs=3, **quiet, **options).fit(Module())
+        lightning_run(2, seen=seen, max_epochs=3, enable_checkpointing=False, **options)
         return list(seen.values())
 
-    first, second, third = epochs(accumulate_grad_batches=2, limit_train_batches=2)
+    first, second, third = epochs(limit_train_batches=2)
     assert first != second != third != first
     with pytest.raises(ValueError, match="multiple of accumulate_grad_batches=2"):
-        epochs(accumulate_grad_batches=2, limit_train_batches=3)
+        epochs(limit_train_batches=3)
     # Lightning creates a new dataloader for each epoch.
-    made = epochs(accumulate_grad_batches=2, reload_dataloaders_every_n_epochs=1)
+    made = epochs(reload_dataloaders_every_n_epochs=1)
     assert all(sorted(epoch) == list(range(23)) for epoch in made)
     assert made[0] != made[1] != made[2]
-    overfitted = epochs(accumulate_grad_batches=2, overfit_batches=2)
+    overfitted = epochs(overfit_batches=2)
     assert overfitted[0] == overfitted[1] == overfitted[2]
 
 
@@ -379,6 +404,8 @@ def test_a_model_whose_loss_is_a_mean_is_refused(tmp_path: Path) -> None:
 
 
 def test_arguments_with_which_rows_or_labels_would_be_wrong_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="reduce max_tokens"):
+        trainer(tmp_path, rows(), auto_find_batch_size=True).train()
     with pytest.raises(ValueError, match="batch_rebalance"):
         trainer(tmp_path, rows(), train_sampling_strategy="batch_rebalance").train()
     shifting = PackingCollator(shift_labels=True)

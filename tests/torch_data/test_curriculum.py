@@ -82,6 +82,17 @@ def test_schedules() -> None:
     assert values(discrete) == [1, 1, 5, 5, 9, 9]
 
 
+def test_schedules_of_deepspeed() -> None:
+    # It counts steps from 1, and gives the last step of each level.
+    discrete = DifficultySchedule("discrete", levels=(1, 2, 3, 4, 5), boundaries=(3, 5, 7, 9))
+    assert [discrete.at(step) for step in range(1, 11)] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    for kind in ("linear", "root"):
+        schedule = DifficultySchedule(
+            kind, start=2, end=10, num_steps=8, degree=1, difficulty_step=2
+        )
+        assert [schedule.at(step) for step in range(1, 11)] == [2, 4, 4, 6, 6, 8, 8, 10, 10, 10]
+
+
 @pytest.mark.parametrize(
     ("settings_of_schedule", "message"),
     [

@@ -76,6 +76,25 @@ def test_rows_without_supervised_tokens_do_not_exceed_the_physical_limit() -> No
     assert max(sizes) <= 8
 
 
+@pytest.mark.parametrize(
+    ("count_mode", "ratio", "lengths", "batches"),
+    [
+        ("total", 1.5, [4, 4], [[0], [1]]),
+        ("effective", 2.0, [4, 4], [[0, 1]]),
+        ("effective", 1.5, [3, 3, 3], [[0, 1], [2]]),
+        # The second row fits the budget, but not the physical limit of 8.
+        ("effective", 2.0, [6, 6, 2], [[0, 2], [1]]),
+    ],
+)
+def test_the_budget_counts_all_tokens_or_those_with_loss_up_to_the_physical_limit(
+    count_mode: str, ratio: float, lengths: list[int], batches: list[list[int]]
+) -> None:
+    ratios: dict[str, Any] = {"physical_overflow_ratio": ratio} if count_mode == "effective" else {}
+    spec = dyn_bsz(4, count_mode=count_mode, window_rows=8, window_tokens=0, **ratios)
+    steps = steps_of(StreamingPlanner(spec), lengths, [2] * len(lengths))
+    assert [list(step.rows) for step in steps] == batches
+
+
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(0, 30), st.integers(0, 40))
 def test_the_warmup_of_the_planner_is_that_of_the_budget(
     max_tokens: int, init_tokens: int, num_steps: int, step: int
