@@ -87,13 +87,13 @@ def _chosen_kernel(kernel: str, device: str) -> Iterator[tuple[str, VarlenKernel
     if kernel == "engine":
         yield own.name, None
         return
-    if not own.is_fa3:
+    if own.implementation is None:
         raise SkipCell(f"the kernel of the engine is {own.name}, which is measured")
     attention.restore_flash_attention_impl()
     try:
-        yield kernel, VarlenKernel.of_torch(varlen_attn, is_fa3=False)
+        yield kernel, VarlenKernel.of_torch(varlen_attn)
     finally:
-        attention.activate_flash_attention_impl("FA3")
+        attention.activate_flash_attention_impl(own.implementation)
 
 
 def time_head(

@@ -99,9 +99,9 @@ def flash_attn_2(
 
 
 KERNELS: dict[str, Callable[[], VarlenKernel]] = {
-    "torch 2.11": lambda: VarlenKernel.of_torch(torch_2_11, is_fa3=False),
-    "torch 2.13": lambda: VarlenKernel.of_torch(torch_2_13, is_fa3=False),
-    "torch 2.13, FA3": lambda: VarlenKernel.of_torch(torch_2_13, is_fa3=True),
+    "torch 2.11": lambda: VarlenKernel.of_torch(torch_2_11),
+    "torch 2.13": lambda: VarlenKernel.of_torch(torch_2_13),
+    "torch 2.13, FA3": lambda: VarlenKernel.of_torch(torch_2_13, "FA3"),
     "flash-attn 2": lambda: VarlenKernel.of_flash_attn(flash_attn_2),
 }
 
@@ -110,7 +110,7 @@ KERNELS: dict[str, Callable[[], VarlenKernel]] = {
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> VarlenKernel:
     """A kernel that runs on the CPU, in the place of that of CUDA."""
     kernel = KERNELS[request.param]()
-    torch_2_13.is_fa3 = kernel.is_fa3  # type: ignore[attr-defined]
+    torch_2_13.is_fa3 = kernel.implementation is not None  # type: ignore[attr-defined]
     monkeypatch.setattr(attention, "_has_varlen_kernel", lambda q: True)
     monkeypatch.setattr(attention, "varlen_kernel", lambda: kernel)
     return kernel
@@ -126,6 +126,33 @@ def test_every_release_is_called_with_what_it_has(
     out = varlen_attention(q, k, v, cu_seqlens, max(LENGTHS), scale=0.3, window=window)
     spans = Spans(cu_seqlens, cu_seqlens, max(LENGTHS), max(LENGTHS))
     assert torch.equal(out, segment_attention(q, k, v, spans, 0.3, window, True))
+
+
+@pytest.mark.parametrize(
+    ("capability", "requested"), [((8, 0), None), ((9, 0), "FA3"), ((10, 0), "FA4")]
+)
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_the_fastest_implementation_of_a_device_is_activated(
+    capability: tuple[int, int],
+    requested: str | None,
+    is_installed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    activated = []
+
+    def activate(name: str) -> None:
+        activated.append(name)
+        if not is_installed:
+            raise ModuleNotFoundError("no such package")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
+    kernel = attention.choose_kernel()
+    assert activated == ([] if requested is None else [requested])
+    assert kernel.implementation == (requested if is_installed else None)
+    assert ("slower kernel" in caplog.text) == (requested is not None and not is_installed)
 
 
 def test_deterministic_algorithms_reach_flash_attn() -> None:

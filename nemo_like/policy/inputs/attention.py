@@ -7,7 +7,8 @@ Every segment is split into 2c chunks for c ranks, and rank r has chunks r and 2
 gathered once, so attention needs no exchange of partial results. Each of a rank's two query chunks
 becomes a segment of its own; it attends to the prefix that ends at its own last position.
 
-The variable-length attention kernel of a CUDA device: FlashAttention 3, flash-attn 2 or torch's.
+The variable-length attention kernel of a CUDA device: FlashAttention 3 or 4, flash-attn 2 or
+torch's own.
 
 Each is called in one way, with the keywords that its installed release has.
 
@@ -18,7 +19,6 @@ causal attention a real token never sees the padding after it.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -148,8 +148,8 @@ def _check(bounds: list[int], size: int, num_positions: int) -> None:
 
 logger = logging.getLogger(__name__)
 
-_HOPPER = (9, 0)
-"""Compute capability; FlashAttention 3 has kernels for no other."""
+_IMPLEMENTATIONS = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute")}
+"""Major compute capability -> (implementation in torch, its package): Hopper and Blackwell."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,8 @@ class VarlenKernel:
     """True for flash-attn's own function, whose keywords have other names than torch's."""
     keywords: frozenset[str]
     """Keywords that `function` accepts."""
-    is_fa3: bool = False
+    implementation: str | None = None
+    """`FA3` or `FA4` if torch uses it in place of its own FlashAttention 2."""
 
     def __call__(
         self,
@@ -193,10 +194,10 @@ class VarlenKernel:
             # Releases without the keyword accept fewer key-value heads without it.
             if "enable_gqa" in self.keywords:
                 options["enable_gqa"] = shares_kv_heads(q.shape[1], k.shape[1])
-            # FlashAttention 3 splits the keys by the longest row of the batch, so that a row would
-            # depend on the others. FlashAttention 2 splits them only for single queries, and some
-            # releases refuse the keyword with it.
-            if self.is_fa3 and "num_splits" in self.keywords:
+            # FlashAttention 3 and 4 may split the keys by the longest row of the batch, so that a
+            # row would depend on the others. FlashAttention 2 splits them only for single queries,
+            # and some releases refuse the keyword with it.
+            if self.implementation is not None and "num_splits" in self.keywords:
                 options["num_splits"] = 1
         out = self.function(q, k, v, *spans, **options)
         # torch returns a tuple only with auxiliary outputs.
@@ -204,10 +205,12 @@ class VarlenKernel:
         return out
 
     @classmethod
-    def of_torch(cls, function: Callable[..., Any], *, is_fa3: bool) -> VarlenKernel:
+    def of_torch(
+        cls, function: Callable[..., Any], implementation: str | None = None
+    ) -> VarlenKernel:
         """Return the kernel behind a function with the parameters of torch's `varlen_attn`."""
-        name = "FlashAttention 3" if is_fa3 else "torch.nn.attention.varlen (FlashAttention 2)"
-        return cls(name, function, False, keyword_names(function), is_fa3)
+        name = f"torch.nn.attention.varlen ({implementation or 'FlashAttention 2'})"
+        return cls(name, function, False, keyword_names(function), implementation)
 
     @classmethod
     def of_flash_attn(cls, function: Callable[..., Any]) -> VarlenKernel:
@@ -225,39 +228,48 @@ def varlen_kernel() -> VarlenKernel:
     """
     global _chosen
     if _chosen is None:
-        _chosen = _choose()
+        _chosen = choose_kernel()
         logger.info("attention of packed rows on CUDA: %s", _chosen.name)
     return _chosen
 
 
-def _choose() -> VarlenKernel:
-    if _activate_fa3():
-        return VarlenKernel.of_torch(varlen_attn, is_fa3=True)
+def choose_kernel() -> VarlenKernel:
+    """Return the fastest kernel of the device and the installed packages."""
+    implementation = _activated_implementation()
+    if implementation is not None:
+        return VarlenKernel.of_torch(varlen_attn, implementation)
     try:
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
     except ImportError:
-        return VarlenKernel.of_torch(varlen_attn, is_fa3=False)
+        return VarlenKernel.of_torch(varlen_attn)
     return VarlenKernel.of_flash_attn(flash_attn_varlen_func)
 
 
-def _activate_fa3() -> bool:
-    """Have torch use FlashAttention 3, and return True, where device and package allow it."""
-    if importlib.util.find_spec("flash_attn_interface") is None:
-        return False
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != _HOPPER:
-        return False
+def _activated_implementation() -> str | None:
+    """Have torch use FlashAttention 3 or 4 if the device has one; return its name in torch.
+
+    Warns if the package is missing or cannot be used: the other kernels compute the same, slower.
+    """
+    if not torch.cuda.is_available():
+        return None
+    major, _ = torch.cuda.get_device_capability()
+    if major not in _IMPLEMENTATIONS:
+        return None
+    name, package = _IMPLEMENTATIONS[major]
     try:
-        torch_attention.activate_flash_attention_impl("FA3")
-    # A build of another torch fails in many ways; the other kernels compute the same.
+        torch_attention.activate_flash_attention_impl(name)
+    # A missing package or a build of another torch fails in many ways.
     except Exception as error:  # noqa: BLE001
         logger.warning(
-            "flash_attn_interface is installed, but torch cannot use its FlashAttention 3 (%s:"
-            " %s); another kernel is used",
+            "torch cannot use the fastest attention of this device, %s of the package %s (%s: %s);"
+            " a slower kernel is used",
+            name,
+            package,
             type(error).__name__,
             error,
         )
-        return False
-    return True
+        return None
+    return name
 
 
 IMPLEMENTATION = "nemo_like"
