@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -159,12 +160,16 @@ def _batch(rows: Sequence[TaughtRow]) -> BatchedDataDict:
     for row in rows:
         assert isinstance(row.example, EncodedRow), "prompts are completed or encoded before"
         encoded.append(row.example)
-    return BatchedDataDict({**collate(encoded), TEACHER: _teachers(rows)})
+    return _with_teachers(collate(encoded), rows)
 
 
-def _teachers(rows: Sequence[TaughtRow]) -> np.ndarray:
-    """Return the teacher of each row, int64 [B]."""
-    return np.array([row.teacher for row in rows], dtype=np.int64)
+def _with_teachers(columns: Mapping[str, Any], rows: Sequence[TaughtRow]) -> BatchedDataDict:
+    """Return the batch of `columns` with the teacher of each of its B rows, int64 [B].
+
+    Rows of one teacher may share prefixes: data may have several answers of a prompt.
+    """
+    teachers = np.array([row.teacher for row in rows], dtype=np.int64)
+    return BatchedDataDict({**columns, TEACHER: teachers, "group": teachers})
 
 
 def _sampled_batch(
@@ -197,7 +202,7 @@ def _sampled_batch(
     run.add_metrics(metrics)
     run.add_generator_metrics()
     columns = {name: rollout.batch[name] for name in _TRAINED_COLUMNS}
-    return BatchedDataDict({**columns, TEACHER: _teachers(rows)})
+    return _with_teachers(columns, rows)
 
 
 def validate(
