@@ -159,7 +159,7 @@ class _GrpoStep:
         facts = {
             "num_rows": len(rollout.batch["length"]),
             "num_tokens": int(rollout.batch["length"].sum()),
-            "num_generated_tokens": int(rollout.completions.token_ids.lengths.sum()),
+            "num_generated_tokens": int(rollout.completion_lengths.sum()),
             "num_microbatches": plan.metrics()["packing/num_microbatches"],
             "loss": float(metrics["policy/loss"].value),
             "weight_bytes": float(update["weight_sync/bytes"].value),

@@ -217,12 +217,11 @@ def _add_model_scores(
                 )
             )
     job = RolloutJob(prompts, 1, SamplingParams.from_config(config.policy.generation))
-    job.samples = dict(enumerate(samples))
     with ExitStack() as closing, progress.phase("scoring with reward models"):
         start = group_starter(local, closing, progress, logs=None)
         models = start_reward_models(local, files, start, progress)
         assert models is not None, "called with reward models"
-        models.score(job)
+        models.score(job, samples)
     first = 0
     for _, _, record in missing:
         rows = range(first, first + len(record["completions"]))

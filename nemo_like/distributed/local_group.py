@@ -106,8 +106,9 @@ class LocalGroup:
     def is_done(self, handles: Sequence[Handle]) -> bool:
         return True
 
-    def wait_any(self, handles: Sequence[Handle], timeout_s: float) -> None:
-        """Do nothing, as in `wait`."""
+    def wait_any(self, handles: Sequence[Handle], timeout_s: float) -> list[Handle]:
+        """Return all handles; see `wait`."""
+        return list(handles)
 
     def get(self, handles: Sequence[Handle]) -> list[Any]:
         return [handle.value for handle in handles]

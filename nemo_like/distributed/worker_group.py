@@ -113,10 +113,11 @@ class WorkerGroup(Protocol):
         """Return True if every call is done. Raises WorkerFailure if one failed or hangs."""
         ...
 
-    def wait_any(self, handles: Sequence[Handle], timeout_s: float) -> None:
-        """Wait until one call is done, at most `timeout_s`; a failed call counts as done.
+    def wait_any(self, handles: Sequence[Handle], timeout_s: float) -> list[Handle]:
+        """Wait until a call is done, at most `timeout_s`; return those that are known to be done.
 
-        The calls may belong to several groups of the same class.
+        A failed call counts as done. With many calls it waits for a share of them. The calls may
+        belong to several groups of the same class.
         """
         ...
 

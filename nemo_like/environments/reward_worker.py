@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import isawaitable, iscoroutinefunction, signature
 from itertools import pairwise
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
 from nemo_like.config.errors import ConfigError, shown_value
 from nemo_like.config.import_path import import_function, user_error_text
 from nemo_like.config.rollout import OnError, RewardConfig, RewardFunctionConfig
+from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
-from nemo_like.distributed.worker_group import Handle, WorkerContext, WorkerGroup, submit_one
+from nemo_like.distributed.worker_group import (
+    Handle,
+    WorkerContext,
+    WorkerGroup,
+    submit_all,
+    submit_one,
+)
 from nemo_like.environments.reward import (
     BadRewardKind,
     RewardError,
@@ -30,6 +37,9 @@ from nemo_like.environments.reward import (
     finite_number,
 )
 from nemo_like.environments.user_process import Handler, ProcessEnded, ProcessHung, UserProcess
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MAX_CONCURRENT = 32
 """Maximum number of concurrent calls of an async function."""
@@ -77,18 +87,27 @@ class RewardWorker:
         timeout_s: float | None = None,
         on_error: OnError = "stop",
     ) -> None:
+        self._tokenizer: PreTrainedTokenizerBase | None = None
         self._functions = load_reward_functions(functions)
         self._configs = functions
         self._on_error: OnError = on_error
         self._timeout_s = timeout_s
         self._process = UserProcess(_prepare_scoring, dict(functions), timeout_s)
 
-    def score(self, samples: Sequence[RewardSample], keys: Sequence[int] = ()) -> ScoredSamples:
+    def score(
+        self,
+        samples: Sequence[RewardSample],
+        keys: Sequence[int] = (),
+        completion_ids: Jagged | None = None,
+    ) -> ScoredSamples:
         """Return the values of every function for n samples, and their weighted sum.
 
+        The completions are those of the samples, or the texts of `completion_ids` (int32, n rows).
         Raises RewardError with the sample if one fails and `on_error` is `stop`. Otherwise a failed
         function has the value 0, and the first problem of each sample is returned as well.
         """
+        if completion_ids is not None:
+            samples = self._decoded(samples, completion_ids)
         components = {}
         problems: list[RewardProblem | None] = [None] * len(samples)
         # Summed in float64; the components stay unweighted for the metrics.
@@ -98,9 +117,24 @@ class RewardWorker:
             rewards = rewards + config.weight * components[name]
         return ScoredSamples(keys, rewards.astype(np.float32), components, problems)
 
+    def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Decode the completions that arrive as token ids with `tokenizer`."""
+        self._tokenizer = tokenizer
+
     def close(self) -> None:
         """End the child process, if there is one."""
         self._process.close()
+
+    def _decoded(
+        self, samples: Sequence[RewardSample], completion_ids: Jagged
+    ) -> list[RewardSample]:
+        """Return the samples with the texts of their completions, int32 rows."""
+        assert self._tokenizer is not None
+        decoded = []
+        for sample, token_ids in zip(samples, completion_ids, strict=True):
+            text = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+            decoded.append(replace(sample, completion=text))
+        return decoded
 
     def _values(
         self,
@@ -193,13 +227,28 @@ class RewardEnvironment:
             )
         self.group = group
         self.config = config
-        self._waiting: list[tuple[int, RewardSample]] = []
+        self._waiting: list[tuple[int, RewardSample, np.ndarray | None]] = []
+        """Key, sample and token ids of its completion, int32 [L]."""
         self._running: dict[int, Handle] = {}
         """Running calls by rank of the worker."""
+        self._starting: list[Handle] = []
+        """Calls of `set_tokenizer`."""
 
-    def submit(self, keys: Sequence[int], samples: Sequence[RewardSample]) -> None:
-        """Add samples; `collect` returns their rewards under these keys, in any order."""
-        self._waiting += zip(keys, samples, strict=True)
+    def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Send the tokenizer that decodes completions to the workers. Returns at once."""
+        self._starting = submit_all(self.group, RewardWorker.set_tokenizer, tokenizer)
+
+    def submit(
+        self,
+        keys: Sequence[int],
+        samples: Sequence[RewardSample],
+        completion_ids: Sequence[np.ndarray] = (),
+    ) -> None:
+        """Add samples; `collect` returns their rewards under these keys, in any order.
+
+        With `completion_ids`, int32 [L] of each sample, the workers decode the completions.
+        """
+        self._waiting += zip(keys, samples, completion_ids or [None] * len(keys), strict=True)
         self._start()
 
     def collect(self, timeout_s: float) -> list[ScoredSamples]:
@@ -226,6 +275,9 @@ class RewardEnvironment:
 
     def _start(self) -> None:
         """Divide the waiting samples over the workers that have none."""
+        if self._starting:
+            self.group.get(self._starting)
+            self._starting = []
         idle = [rank for rank in range(self.group.world_size) if rank not in self._running]
         if not idle or not self._waiting:
             return
@@ -233,10 +285,12 @@ class RewardEnvironment:
         for rank, (start, stop) in zip(idle, pairwise(bounds), strict=True):
             chunk = self._waiting[start:stop]
             if chunk:
-                keys = [key for key, _ in chunk]
-                samples = [sample for _, sample in chunk]
+                keys = [key for key, _, _ in chunk]
+                samples = [sample for _, sample, _ in chunk]
+                rows = [token_ids for _, _, token_ids in chunk if token_ids is not None]
+                completion_ids = Jagged.from_rows(rows, np.int32) if rows else None
                 self._running[rank] = submit_one(
-                    self.group, rank, RewardWorker.score, samples, keys
+                    self.group, rank, RewardWorker.score, samples, keys, completion_ids
                 )
         self._waiting = []
 

@@ -16,7 +16,13 @@ import numpy as np
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.errors import WorkerFailure
 from nemo_like.distributed.worker_group import Handle
-from nemo_like.generation.replicas import Replica, ReplicaSet, StartReplica, assign_units
+from nemo_like.generation.replicas import (
+    Replica,
+    ReplicaSet,
+    StartReplica,
+    assign_units,
+    poll_seconds,
+)
 from nemo_like.generation.requests import (
     Completions,
     GenerationProgress,
@@ -124,17 +130,17 @@ class Generator:
         """
         self._set.finish_restarts()
         self._assign()
-        polls: list[Handle] = []
-        for replica in self.live_replicas:
-            with self._set.replacing(replica):
-                replica.start_polls()
-            if replica.polls:
-                polls += replica.polls[0]
-        if polls:
-            self.replicas[0].group.wait_any(polls, timeout_s)
-        else:
-            time.sleep(min(timeout_s, _IDLE_S))
-        return self._read_polls()
+        results = self._early
+        self._early = []
+        self._read_polls(results, timeout_s)
+        finished: list[int] = []
+        parts = [Completions.from_rows([], [], [], [])]
+        for progress in results:
+            finished += progress.request_ids.tolist()
+            parts.append(progress.completions)
+        for request_id in finished:
+            del self._requests[request_id]
+        return finished, Completions.concat(parts)
 
     def generate(
         self,
@@ -183,7 +189,7 @@ class Generator:
         """Discard what was sampled for unfinished requests; they start again from their prompt."""
         for replica in self.live_replicas:
             with self._set.replacing(replica):
-                replica.read_polls(self._early, wait=True)
+                replica.wait(self._early)
                 request_ids, num_tokens = replica.abort()
                 self._num_discarded_tokens += num_tokens
                 self._waiting += request_ids
@@ -256,21 +262,30 @@ class Generator:
         """Stop the replicas."""
         self._set.shutdown()
 
-    def _read_polls(self) -> tuple[list[int], Completions]:
-        """Return the finished requests of all polls that are done."""
-        results = self._early
-        self._early = []
+    def _read_polls(self, results: list[GenerationProgress], timeout_s: float) -> None:
+        """Append the results of the polls that end within `timeout_s`; returns after the first."""
+        replica_of_poll: dict[Handle, Replica] = {}
+        max_seconds = poll_seconds(len(self.replicas))
         for replica in self.live_replicas:
             with self._set.replacing(replica):
-                replica.read_polls(results)
-        finished: list[int] = []
-        parts = [Completions.from_rows([], [], [], [])]
-        for progress in results:
-            finished += progress.request_ids.tolist()
-            parts.append(progress.completions)
-        for request_id in finished:
-            del self._requests[request_id]
-        return finished, Completions.concat(parts)
+                replica.start_polls(max_seconds)
+                if replica.polls:
+                    # Rank 0 replies for all ranks.
+                    replica_of_poll[replica.polls[0][0]] = replica
+        ended: list[Handle] = []
+        if replica_of_poll:
+            # One call for all replicas: the cost of looking at each would limit their number.
+            ended = self.replicas[0].group.wait_any(list(replica_of_poll), timeout_s)
+        else:
+            time.sleep(min(timeout_s, _IDLE_S))
+        for poll in ended:
+            replica = replica_of_poll[poll]
+            with self._set.replacing(replica):
+                replica.read_poll(results)
+        for replica in self.live_replicas:
+            if replica.is_due:
+                with self._set.replacing(replica):
+                    replica.check()
 
     def _assign(self) -> None:
         """Send waiting requests to the replicas with weights; rows of a prompt stay together."""
@@ -288,12 +303,11 @@ class Generator:
             costs.append(sum(self._cost(request_id) for request_id in unit))
         outstanding = np.array([replica.cost for replica in ready], dtype=np.int64)
         replica_of_unit = assign_units(np.array(costs, dtype=np.int64), outstanding)
-        for position, replica in enumerate(ready):
-            ids: list[int] = []
-            for unit, owner in zip(units, replica_of_unit.tolist(), strict=True):
-                if owner == position:
-                    ids += unit
-            self._send(replica, ids)
+        ids: list[list[int]] = [[] for _ in ready]
+        for unit, owner in zip(units, replica_of_unit.tolist(), strict=True):
+            ids[owner] += unit
+        for replica, request_ids in zip(ready, ids, strict=True):
+            self._send(replica, request_ids)
 
     def _units(self, request_ids: Sequence[int]) -> list[list[int]]:
         """Split requests into runs of equal prompts."""

@@ -10,6 +10,7 @@ a new process would raise it again.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -35,6 +36,13 @@ from nemo_like.generation.requests import (
 
 POLL_S = 0.1
 """Seconds that a replica decodes per poll; the completions that end in it arrive at its end."""
+_REPLICAS_PER_POLL_S = 50
+"""With more replicas a poll is longer in proportion, so that the driver reads at most 500 polls per
+second; up to `_MAX_POLL_FACTOR`, since a weight update waits for the polls that were started.
+"""
+_MAX_POLL_FACTOR = 10.0
+_CHECK_S = 1.0
+"""Time without the result of a poll after which a replica is checked for failures."""
 _POLLS_AHEAD = 2
 """Polls that are queued at a replica, so that it need not wait for the driver between two."""
 
@@ -43,8 +51,8 @@ _POLLS_AHEAD = 2
 class Replica:
     """A worker group that decodes requests. Rank 0 is its leader, whose results count.
 
-    A replica runs its calls in the order in which they were started. Only `abort`, and `read_polls`
-    with `wait`, wait for it: a replica that hangs must not hold up the driver.
+    A replica runs its calls in the order in which they were started. Only `abort` and `wait` wait
+    for it: a replica that hangs must not hold up the driver.
     """
 
     index: int
@@ -63,6 +71,8 @@ class Replica:
     """Polls that were started and whose result has not been read, oldest first."""
     started: deque[list[Handle]] = field(default_factory=deque)
     """Calls without a result that were started and are not known to have ended, oldest first."""
+    checked_s: float = field(default_factory=time.monotonic)
+    """When its calls were last looked at."""
 
     @property
     def cost(self) -> int:
@@ -70,7 +80,7 @@ class Replica:
         return sum(self.costs.values())
 
     def start(self, method: Callable[..., None], *args: Any) -> None:
-        """Start a call without a result; `read_polls` raises its failure."""
+        """Start a call without a result; `read_poll` and `check` raise its failure."""
         self.started.append(submit_all(self.group, method, *args))
 
     def submit(self, requests: GenerationRequests) -> None:
@@ -79,32 +89,53 @@ class Replica:
         costs = (requests.prompt_ids.lengths + requests.max_new_tokens()).tolist()
         self.costs |= dict(zip(requests.request_ids.tolist(), costs, strict=True))
 
-    def start_polls(self) -> None:
+    def start_polls(self, max_seconds: float) -> None:
         """Queue polls while requests are unfinished."""
         while self.costs and len(self.polls) < _POLLS_AHEAD:
-            self.polls.append(submit_all(self.group, GenerationWorkerProtocol.poll, POLL_S))
+            handles = submit_all(self.group, GenerationWorkerProtocol.poll, max_seconds)
+            self.polls.append(handles)
 
-    def read_polls(self, results: list[GenerationProgress], *, wait: bool = False) -> None:
-        """Append the results of the polls that are done, or of all polls with `wait`.
+    @property
+    def is_due(self) -> bool:
+        """True if nothing arrived from it for so long that `check` should be called."""
+        return time.monotonic() - self.checked_s >= _CHECK_S
 
-        Raises WorkerFailure for a call that failed; `results` has the polls before it.
-        """
-        while self.started and (wait or self.group.is_done(self.started[0])):
+    def check(self) -> None:
+        """Raise WorkerFailure if a call without a result failed, or the replica hangs."""
+        self.checked_s = time.monotonic()
+        while self.started and self.group.is_done(self.started[0]):
             self.group.get(self.started.popleft())
-        while self.polls and (wait or self.group.is_done(self.polls[0])):
-            progress = self.group.get(self.polls.popleft())[0]
-            self.busy_s += progress.busy_s
-            self.num_tokens += progress.num_tokens
-            num_finished = len(progress.completions.token_ids.values)
-            self.num_unfinished_tokens += progress.num_tokens - num_finished
-            for request_id in progress.request_ids.tolist():
-                del self.costs[request_id]
-            results.append(progress)
+        if self.polls:
+            self.group.is_done(self.polls[0])
+
+    def read_poll(self, results: list[GenerationProgress]) -> None:
+        """Append the result of the oldest poll; waits until it is done.
+
+        Raises WorkerFailure if it failed, or a call without a result before it.
+        """
+        self.checked_s = time.monotonic()
+        while self.started and self.group.is_done(self.started[0]):
+            self.group.get(self.started.popleft())
+        progress: GenerationProgress = self.group.get(self.polls.popleft())[0]
+        self.busy_s += progress.busy_s
+        self.num_tokens += progress.num_tokens
+        num_finished = len(progress.completions.token_ids.values)
+        self.num_unfinished_tokens += progress.num_tokens - num_finished
+        for request_id in progress.request_ids.tolist():
+            del self.costs[request_id]
+        results.append(progress)
+
+    def wait(self, results: list[GenerationProgress]) -> None:
+        """Wait for all calls and append the results of the polls. Raises WorkerFailure."""
+        while self.polls:
+            self.read_poll(results)
+        while self.started:
+            self.group.get(self.started.popleft())
 
     def abort(self) -> tuple[list[int], int]:
         """Discard unfinished requests; return their ids and the number of tokens discarded.
 
-        Call after `read_polls(wait=True)`.
+        Call after `wait`.
         """
         num_tokens = call_all(self.group, GenerationWorkerProtocol.abort)[0]
         return self.forget(), num_tokens
@@ -117,6 +148,11 @@ class Replica:
         self.polls.clear()
         self.started.clear()
         return request_ids
+
+
+def poll_seconds(num_replicas: int) -> float:
+    """Return how long the polls of so many replicas decode."""
+    return POLL_S * min(max(num_replicas / _REPLICAS_PER_POLL_S, 1.0), _MAX_POLL_FACTOR)
 
 
 def assign_units(unit_costs: np.ndarray, outstanding: np.ndarray) -> np.ndarray:

@@ -94,7 +94,7 @@ def _answer(job: RolloutJob, row: int) -> Answer:
     conversation = job.rows[row]
     problem = job.reward_problems.get(row)
     return Answer(
-        text=job.samples[row].completion,
+        text=conversation.text,
         token_ids=conversation.model_token_ids,
         logprob=float(np.concatenate(conversation.logprobs).sum(dtype=np.float64)),
         finish_reason=conversation.finish_reason,
@@ -185,12 +185,11 @@ def answer_metrics(
     def by_prompt(values: np.ndarray) -> np.ndarray:
         return values[rows].reshape(-1, num_samples)
 
-    reasons = np.array(rollout.completions.finish_reasons)
     answers = ScoredAnswers(
         rewards=by_prompt(rollout.batch["reward"]),
         is_scored=by_prompt(np.asarray(rollout.batch["row_mask"], dtype=bool)),
-        lengths=by_prompt(rollout.completions.token_ids.lengths),
-        is_truncated=by_prompt(reasons != "stop"),
+        lengths=by_prompt(rollout.completion_lengths),
+        is_truncated=by_prompt(rollout.finish_reasons != "stop"),
         components={name: by_prompt(values) for name, values in rollout.components.items()},
     )
     metrics: Metrics = {}

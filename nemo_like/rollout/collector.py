@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_like.config.rollout import RewardConfig
 from nemo_like.data.jagged import Jagged
-from nemo_like.environments.reward import RewardError, RewardProblem, RewardSample
+from nemo_like.environments.reward import RewardError, RewardProblem
 from nemo_like.environments.reward_worker import RewardEnvironment
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.requests import Completions, SamplingParams
@@ -46,8 +46,8 @@ class RolloutJob:
     """Max tokens of prompt and completion, or of a conversation."""
     rows: list[ConversationRow] = field(default_factory=list)
     """B rows."""
-    samples: dict[int, RewardSample] = field(default_factory=dict)
-    """By row, of the rows whose completion or conversation has ended."""
+    num_ended: int = 0
+    """Rows whose completion or conversation has ended."""
     rewards: np.ndarray = field(init=False)
     """float32 [B]; valid for the rows that are scored."""
     components: dict[str, np.ndarray] = field(default_factory=dict)
@@ -69,10 +69,10 @@ class RolloutJob:
     def __post_init__(self) -> None:
         self.rewards = np.zeros(len(self.prompts), dtype=np.float32)
 
-    def add_sample(self, row: int, sample: RewardSample) -> None:
-        """Add the input of the reward functions of a row, whose last turn has ended."""
-        self.samples[row] = sample
-        if len(self.samples) == len(self.prompts):
+    def add_ended(self) -> None:
+        """Count a row whose last turn has ended."""
+        self.num_ended += 1
+        if self.num_ended == len(self.prompts):
             self.generation_s = time.monotonic() - self.started_s
 
     def add_component(self, name: str, row: int, value: float) -> None:
@@ -107,14 +107,12 @@ class RolloutJob:
 
     def result(self) -> Rollout:
         """Return the rollout, in the order of the prompts."""
-        rows = range(len(self.prompts))
         return build_rollout(
             self.rows,
             self.group_size,
-            [self.samples[row] for row in rows],
             self.rewards,
             self.components,
-            [self.reward_problems.get(row) for row in rows],
+            [self.reward_problems.get(row) for row in range(len(self.prompts))],
             drops_problems=self.drops_problems,
         )
 
@@ -141,6 +139,9 @@ class RolloutCollector:
         self._rewards = rewards
         self._tokenizer = tokenizer
         self._conversations = conversations
+        if rewards is not None and conversations is None:
+            # The workers get token ids.
+            rewards.set_tokenizer(tokenizer)
         self._jobs: dict[int, tuple[RolloutJob, int]] = {}
         """By request id: the job and the row of requests without a reward."""
         self._next_turns: list[int] = []
@@ -176,7 +177,8 @@ class RolloutCollector:
             check_prompt_lengths(prompts, max_total_length)
         for prompt, seed in zip(repeated, seeds, strict=True):
             messages = [] if self._conversations is None else prompt_messages(prompt)
-            job.rows.append(ConversationRow.start(prompt, int(seed), messages))
+            row = ConversationRow.start(prompt, int(seed), messages, self._tokenizer)
+            job.rows.append(row)
         if self.generator.num_unfinished == 0:
             self.generator.start_rollout()
         self._request(job, range(len(repeated)))
@@ -251,12 +253,10 @@ class RolloutCollector:
 
     def _add_completions(self, request_ids: Sequence[int], completions: Completions) -> None:
         """Add finished completions to their rows; submit them for steps or for rewards."""
-        token_ids = [ids.tolist() for ids in completions.token_ids]
-        texts = self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
         turns: dict[int, ConversationRow] = {}
-        for position, (request_id, text) in enumerate(zip(request_ids, texts, strict=True)):
+        for position, request_id in enumerate(request_ids):
             job, row = self._jobs[request_id]
-            job.rows[row].add_turn(completions, position, text)
+            job.rows[row].add_turn(completions, position)
             turns[request_id] = job.rows[row]
         if self._conversations is not None:
             self._conversations.submit(turns)
@@ -305,20 +305,26 @@ class RolloutCollector:
 
     def _end_rows(self, request_ids: Sequence[int]) -> None:
         """Submit rows that ended for rewards of functions, if there are any."""
-        samples = []
+        ended: list[ConversationRow] = []
         for request_id in request_ids:
             job, row = self._jobs[request_id]
             conversation = job.rows[row]
-            samples.append(conversation.sample())
-            job.add_sample(row, samples[-1])
+            ended.append(conversation)
+            job.add_ended()
             job.rewards[row] = sum(conversation.rewards.values())
             for name, value in conversation.rewards.items():
                 job.add_component(name, row, value)
             if self._rewards is None:
                 del self._jobs[request_id]
                 job.add_scored(row)
-        if self._rewards is not None and samples:
-            self._rewards.submit(request_ids, samples)
+        if self._rewards is None or not ended:
+            return
+        if self._conversations is None:
+            # The workers decode.
+            samples = [row.sample(has_text=False) for row in ended]
+            self._rewards.submit(request_ids, samples, [row.last_turn for row in ended])
+        else:
+            self._rewards.submit(request_ids, [row.sample() for row in ended])
 
     def _collect_rewards(self, timeout_s: float) -> None:
         if self._rewards is None:

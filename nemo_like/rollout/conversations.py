@@ -25,6 +25,8 @@ from nemo_like.environments.environment_workers import EnvironmentWorkers
 from nemo_like.environments.reward import RewardSample
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from nemo_like.generation.requests import Completions, FinishReason
 
 EndReason = Literal["done", "turns", "tokens", "timeout"]
@@ -55,8 +57,8 @@ class ConversationRow:
     """int32 [L] each: prompt, turn of the model, observation, turn of the model, ..."""
     messages: list[Message] = field(default_factory=list)
     """Texts of all turns so far, the prompt first; empty without an environment."""
-    text: str = ""
-    """Text of the last turn of the model, without special tokens."""
+    tokenizer: PreTrainedTokenizerBase | None = None
+    """Of the texts; None for a row whose text nothing reads."""
     logprobs: list[np.ndarray] = field(default_factory=list)
     """float32 [L] for each turn of the model."""
     weight_versions: list[np.ndarray] = field(default_factory=list)
@@ -75,9 +77,32 @@ class ConversationRow:
     """None while the conversation goes on, and without an environment."""
 
     @classmethod
-    def start(cls, prompt: Prompt, seed: int, messages: Sequence[Message] = ()) -> ConversationRow:
+    def start(
+        cls,
+        prompt: Prompt,
+        seed: int,
+        messages: Sequence[Message] = (),
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> ConversationRow:
         """Return a row that consists of its prompt; `messages` are those of the environment."""
-        return cls(prompt, seed, [prompt.token_ids], list(messages))
+        return cls(prompt, seed, [prompt.token_ids], list(messages), tokenizer)
+
+    @property
+    def text(self) -> str:
+        """Text of the last turn of the model, without special tokens.
+
+        It is decoded at every access: a driver that decoded all completions would spend most of
+        its time with it.
+        """
+        if self.tokenizer is None:
+            return ""
+        token_ids = self.last_turn.tolist()
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    @property
+    def last_turn(self) -> np.ndarray:
+        """Token ids of the last turn of the model, int32 [L]."""
+        return self.segments[2 * self.num_turns - 1]
 
     @property
     def num_turns(self) -> int:
@@ -94,15 +119,24 @@ class ConversationRow:
         """Token ids of all turns of the model, int32 [L]."""
         return np.concatenate(self.segments[1::2])
 
-    def add_turn(self, completions: Completions, position: int, text: str) -> None:
-        """Append the turn of the model in row `position` of `completions`; `text` is its text."""
+    @property
+    def num_model_tokens(self) -> int:
+        """Tokens of all turns of the model."""
+        return sum(len(segment) for segment in self.segments[1::2])
+
+    def add_turn(self, completions: Completions, position: int) -> None:
+        """Append the turn of the model in row `position` of `completions`."""
         self.segments.append(completions.token_ids[position])
         self.logprobs.append(completions.logprobs[position])
-        self.weight_versions.append(completions.weight_versions[position])
+        versions = completions.weight_versions[position]
+        if (versions == versions[:1]).all():
+            # One number in memory, in the shape of the turn.
+            versions = np.broadcast_to(versions[:1].copy(), versions.shape)
+        self.weight_versions.append(versions)
         self.finish_reason = completions.finish_reasons[position]
-        self.text = text
         if self.messages:
-            self.messages.append({"role": "assistant", "content": text})
+            # The environment answers the text.
+            self.messages.append({"role": "assistant", "content": self.text})
 
     def task(self, key: int, timeout_s: float | None) -> StepTask:
         """Return the step of the environment that answers the last turn.
@@ -149,11 +183,11 @@ class ConversationRow:
         self.segments.append(token_ids)
         self.messages += messages
 
-    def sample(self) -> RewardSample:
-        """Return the input of reward functions."""
+    def sample(self, *, has_text: bool = True) -> RewardSample:
+        """Return the input of reward functions; without `has_text` the completion is empty."""
         return RewardSample(
             prompt=self.prompt.text,
-            completion=self.text,
+            completion=self.text if has_text else "",
             answer=self.prompt.answer,
             row=self.prompt.row,
             messages=tuple(self.messages),

@@ -22,7 +22,7 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.errors import Restarts, WorkerDied, WorkerHung
-from nemo_like.environments.reward import BadRewardKind, RewardError, RewardProblem
+from nemo_like.environments.reward import BadRewardKind, RewardError, RewardProblem, RewardSample
 from nemo_like.metrics import Mean, Metrics, Sum
 from nemo_like.policy.policy import Policy
 from nemo_like.rollout.collector import RolloutJob
@@ -175,18 +175,17 @@ class ModelRewards:
         self._config = config
         self._data = data
 
-    def score(self, job: RolloutJob) -> None:
-        """Score all completions of a job; the weighted scores are added to its rewards.
+    def score(self, job: RolloutJob, samples: Sequence[RewardSample]) -> None:
+        """Score the completions of a job, one of `samples` each; adds the weighted scores to it.
 
         Raises RewardError if a completion cannot be scored and `reward.on_error` is `stop`, or if
         more failed than `reward.max_error_share` allows.
         """
-        samples = [job.samples[row] for row in range(len(job.prompts))]
         conversations = [scored_conversation(sample, self._data) for sample in samples]
         job.drops_problems = self._config.on_error == "drop"
         for model in self._models:
             values, problems = model.score(conversations)
-            self._add_problems(job, model, problems)
+            self._add_problems(job, samples, model, problems)
             job.components[model.name] = values
             job.rewards += model.config.weight * values
 
@@ -198,13 +197,17 @@ class ModelRewards:
         return metrics
 
     def _add_problems(
-        self, job: RolloutJob, model: RewardModel, problems: Sequence[RewardProblem | None]
+        self,
+        job: RolloutJob,
+        samples: Sequence[RewardSample],
+        model: RewardModel,
+        problems: Sequence[RewardProblem | None],
     ) -> None:
         """Add the first problem of each row to the job, or raise it."""
         for row, problem in enumerate(problems):
             if problem is None:
                 continue
             if self._config.on_error == "stop":
-                raise RewardError.from_problem(problem, job.samples[row])
+                raise RewardError.from_problem(problem, samples[row])
             if row not in job.reward_problems:
                 job.add_problem(row, problem, self._config)

@@ -13,8 +13,7 @@ import numpy as np
 
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.environments.reward import BadRewardKind, RewardProblem, RewardSample
-from nemo_like.generation.requests import Completions
+from nemo_like.environments.reward import BadRewardKind, RewardProblem
 from nemo_like.metrics import Max, Mean, Metrics, Min, Sum
 from nemo_like.rollout.conversations import ConversationRow
 
@@ -33,22 +32,38 @@ class Rollout:
     """
 
     batch: BatchedDataDict
-    samples: list[RewardSample]
     components: dict[str, np.ndarray]
     """The named parts of the reward, float [B] each."""
-    completions: Completions
-    """The tokens of the model only: in a conversation all its turns, concatenated."""
-    conversations: Sequence[ConversationRow] = ()
-    """The B rows as they were sampled."""
-    reward_problems: Sequence[RewardProblem | None] = ()
+    conversations: Sequence[ConversationRow]
+    """The B rows as they were sampled; their texts are decoded when they are read."""
+    reward_problems: Sequence[RewardProblem | None]
     """Of each row why a reward function failed, None if none did."""
+
+    @property
+    def completion_lengths(self) -> np.ndarray:
+        """Tokens of the model in each row, in a conversation of all its turns: int64 [B]."""
+        lengths = [row.num_model_tokens for row in self.conversations]
+        return np.array(lengths, dtype=np.int64)
+
+    @property
+    def finish_reasons(self) -> np.ndarray:
+        """`FinishReason` of the last turn of the model in each row, str [B]."""
+        return np.array([row.finish_reason for row in self.conversations], dtype=str)
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        """The lowest and the highest weight version of all tokens; (0, 0) without tokens."""
+        turns = [turn for row in self.conversations for turn in row.weight_versions if len(turn)]
+        if not turns:
+            return 0, 0
+        return min(int(turn.min()) for turn in turns), max(int(turn.max()) for turn in turns)
 
     def check_versions(self, oldest: int, newest: int) -> None:
         """Raise RuntimeError if a token was sampled with weights outside of these versions.
 
         Training on such tokens would be off-policy by more than the run allows, without an error.
         """
-        low, high = self.completions.versions
+        low, high = self.versions
         if low < oldest or high > newest:
             allowed = f"{newest}" if oldest == newest else f"{oldest} to {newest}"
             raise RuntimeError(
@@ -64,7 +79,9 @@ class Rollout:
         """
         gaps = np.zeros(len(self.batch["input_ids"].values), dtype=np.float32)
         is_completion = self.batch["token_mask"].values.astype(bool)
-        gaps[is_completion] = version - self.completions.weight_versions.values
+        turns = [turn for row in self.conversations for turn in row.weight_versions]
+        if turns:
+            gaps[is_completion] = version - np.concatenate(turns)
         if gaps.min(initial=0.0) < 0:
             raise ValueError(
                 f"version_gap has the value {gaps.min():g}; it must be at least 0: a token cannot"
@@ -72,13 +89,32 @@ class Rollout:
             )
         return Jagged(gaps, self.batch["input_ids"].offsets)
 
-    def records(self, advantages: np.ndarray | None = None) -> list[dict[str, Any]]:
-        """Return one JSON object per row, for `rollouts/step_<N>.jsonl`. `advantages` is [B]."""
-        lengths = self.completions.token_ids.lengths
+    def recorded_rows(self, budget: int | bool) -> np.ndarray:
+        """Return the rows that `logger.save_rollouts` selects, int64 [n]: all with True.
+
+        Above the budget they are groups that are spread evenly over the rollout.
+        """
+        num_rows = len(self.conversations)
+        if budget is True or num_rows <= budget:
+            return np.arange(num_rows)
+        groups, sizes = np.unique(self.batch["group"], return_counts=True)
+        num_groups = max(1, int(budget) // int(sizes.max()))
+        chosen = groups[np.linspace(0, len(groups) - 1, num_groups).astype(np.int64)]
+        return np.flatnonzero(np.isin(self.batch["group"], chosen))[:budget]
+
+    def records(
+        self, advantages: np.ndarray | None = None, rows: Sequence[int] | np.ndarray | None = None
+    ) -> list[dict[str, Any]]:
+        """Return one JSON object per row, for `rollouts/step_<N>.jsonl`.
+
+        `advantages` is [B]; `rows` int [n] are those to return, None: all.
+        """
         groups = self.batch["group"]
         rewards = self.batch["reward"]
         records = []
-        for i, sample in enumerate(self.samples):
+        for i in range(len(self.conversations)) if rows is None else rows:
+            conversation = self.conversations[i]
+            sample = conversation.sample()
             # NumPy scalars are not JSON.
             record: dict[str, Any] = {
                 "group": int(groups[i]),
@@ -95,11 +131,10 @@ class Rollout:
                 record["dropped"] = not self.batch["reward_mask"][i]
             if advantages is not None:
                 record["advantage"] = float(advantages[i])
-            record["completion_tokens"] = int(lengths[i])
-            record["finish_reason"] = self.completions.finish_reasons[i]
-            versions = self.completions.weight_versions[i]
+            record["completion_tokens"] = conversation.num_model_tokens
+            record["finish_reason"] = conversation.finish_reason
+            versions = np.concatenate(conversation.weight_versions)
             record["weight_versions"] = np.unique(versions).tolist()
-            conversation = self.conversations[i]
             if conversation.messages:
                 record |= {
                     "messages": conversation.messages,
@@ -125,7 +160,6 @@ def row_seeds(seed: int, step: int, num_rows: int, refill: int = 0) -> np.ndarra
 def build_rollout(
     conversations: Sequence[ConversationRow],
     group_size: int,
-    samples: list[RewardSample],
     rewards: np.ndarray,
     components: dict[str, np.ndarray],
     problems: Sequence[RewardProblem | None] = (),
@@ -134,24 +168,19 @@ def build_rollout(
 ) -> Rollout:
     """Build the training rows of B scored rows, prompt-major.
 
+    The arrays of the rows become views of the columns, so that each token is in memory once.
     `rewards` and each of the `components` are float32 [B]. `problems` has B entries, or none. With
     `drops_problems` rows with one are not trained.
     """
     num_rows = len(conversations)
-    completions = Completions.from_rows(
-        [conversation.model_token_ids for conversation in conversations],
-        [np.concatenate(conversation.logprobs) for conversation in conversations],
-        [np.concatenate(conversation.weight_versions) for conversation in conversations],
-        [conversation.finish_reason for conversation in conversations],
-    )
-    batch = _training_rows([each.segments for each in conversations], completions)
+    batch = _training_rows(conversations)
     batch["reward"] = rewards
     batch["group"] = np.repeat(np.arange(num_rows // group_size, dtype=np.int64), group_size)
     problems = problems or [None] * num_rows
     is_rewarded = [problem is None or not drops_problems for problem in problems]
     batch["reward_mask"] = np.array(is_rewarded, dtype=bool)
     batch["row_mask"] = batch["reward_mask"].copy()
-    return Rollout(batch, samples, components, completions, conversations, problems)
+    return Rollout(batch, components, conversations, problems)
 
 
 def select_rows(rollout: Rollout, rows: np.ndarray) -> Rollout:
@@ -161,9 +190,7 @@ def select_rows(rollout: Rollout, rows: np.ndarray) -> Rollout:
         conversations=[rollout.conversations[row] for row in rows.tolist()],
         reward_problems=[rollout.reward_problems[row] for row in rows.tolist()],
         batch=rollout.batch.select_indices(rows),
-        samples=[rollout.samples[row] for row in rows.tolist()],
         components={name: values[rows] for name, values in rollout.components.items()},
-        completions=rollout.completions.take(rows),
     )
 
 
@@ -180,11 +207,9 @@ def concat_rollouts(parts: Sequence[Rollout]) -> Rollout:
         groups = part.batch["group"]
         batches.append({**part.batch, "group": groups + num_groups})
         num_groups += int(groups.max(initial=-1)) + 1
-    samples = []
     conversations = []
     problems = []
     for part in parts:
-        samples += part.samples
         conversations += part.conversations
         problems += part.reward_problems
     return replace(
@@ -192,9 +217,7 @@ def concat_rollouts(parts: Sequence[Rollout]) -> Rollout:
         conversations=conversations,
         reward_problems=problems,
         batch=BatchedDataDict.from_batches(batches),
-        samples=samples,
         components=_concat_components(parts),
-        completions=Completions.concat([part.completions for part in parts]),
     )
 
 
@@ -211,29 +234,38 @@ def _concat_components(parts: Sequence[Rollout]) -> dict[str, np.ndarray]:
     return components
 
 
-def _training_rows(
-    segments: Sequence[Sequence[np.ndarray]], completions: Completions
-) -> BatchedDataDict:
-    """Concatenate the segments of each of B rows, int32 [L] each.
+def _training_rows(conversations: Sequence[ConversationRow]) -> BatchedDataDict:
+    """Concatenate the segments of each of B rows, int32 [L] each; they become views of the columns.
 
-    They alternate between given tokens (the prompt, observations) and turns of the model, which are
-    the rows of `completions`. Only the model's tokens are trained and have the log-probs of the
-    sampler. Token columns are [T] over the tokens of all rows, row columns [B].
+    They alternate between given tokens (the prompt, observations) and turns of the model. Only the
+    model's tokens are trained and have the log-probs of the sampler. Token columns are [T] over the
+    tokens of all rows, row columns [B].
     """
-    rows = []
-    masks = []
-    for parts in segments:
-        rows.append(np.concatenate(parts))
-        is_model = (np.arange(len(parts)) % 2).astype(np.uint8)
-        masks.append(np.repeat(is_model, [len(segment) for segment in parts]))
-    input_ids = Jagged.from_rows(rows, np.int32)
-    token_mask = Jagged.from_rows(masks, np.uint8)
-    logprobs = np.zeros(len(input_ids.values), dtype=np.float32)
-    # Both sides are in row order, so the completions' log-probs fit the selected positions.
-    logprobs[token_mask.values.astype(bool)] = completions.logprobs.values
+    segments = [segment for row in conversations for segment in row.segments]
+    input_ids = Jagged.from_lengths(
+        Jagged.from_rows(segments, np.int32).values,
+        np.array([row.num_tokens for row in conversations], dtype=np.int64),
+    )
+    is_model = []
+    for row in conversations:
+        is_model.append(np.arange(len(row.segments)) % 2)
+    sizes = np.array([len(segment) for segment in segments], dtype=np.int64)
+    # Frees what the rows still refer to, segment by segment.
+    del segments
+    mask = np.repeat(np.concatenate([[], *is_model]).astype(np.uint8), sizes)
+    logprobs = np.zeros(len(mask), dtype=np.float32)
+    stop = 0
+    for row in conversations:
+        for index, segment in enumerate(row.segments):
+            start = stop
+            stop = start + len(segment)
+            row.segments[index] = input_ids.values[start:stop]
+            if index % 2:
+                logprobs[start:stop] = row.logprobs[index // 2]
+                row.logprobs[index // 2] = logprobs[start:stop]
     return BatchedDataDict(
         input_ids=input_ids,
-        token_mask=token_mask,
+        token_mask=Jagged(mask, input_ids.offsets),
         generation_logprobs=Jagged(logprobs, input_ids.offsets),
         length=input_ids.lengths,
     )
@@ -241,8 +273,8 @@ def _training_rows(
 
 def rollout_metrics(rollout: Rollout) -> Metrics:
     """Return metrics of rewards, lengths, and completions that reached the length limit."""
-    lengths = rollout.completions.token_ids.lengths
-    is_stopped = np.array(rollout.completions.finish_reasons) == "stop"
+    lengths = rollout.completion_lengths
+    is_stopped = rollout.finish_reasons == "stop"
     prompt_lengths = np.array([len(each.segments[0]) for each in rollout.conversations])
     mask = rollout.batch["reward_mask"]
     metrics = problem_metrics(rollout.reward_problems, mask)

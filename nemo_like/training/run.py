@@ -240,7 +240,7 @@ class TrainingRun:
         reward_models = self.workers.rollout.reward_models
         if reward_models is not None:
             with self.timers("reward_model"), self.workers.reward_models_alone():
-                reward_models.score(job)
+                reward_models.score(job, [row.sample() for row in job.rows])
             self.add_metrics(reward_models.pop_metrics())
         return job.result()
 

@@ -284,7 +284,8 @@ def _set_metrics(
 
 def show_rollout(run: TrainingRun, rollout: Rollout, title: str) -> None:
     """Print the first `logger.num_samples_shown` rows of a rollout with their rewards."""
-    records = rollout.records()[: run.config.logger.num_samples_shown]
+    num_shown = min(run.config.logger.num_samples_shown, rollout.batch.size)
+    records = rollout.records(rows=range(num_shown))
     run.progress.show_samples([record_sample(record) for record in records], title)
 
 

@@ -69,7 +69,7 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def recorded(run: TrainingRun, job: Any) -> Rollout:
         rollout = finish_rollout(run, job)
-        low, high = rollout.completions.versions
+        low, high = rollout.versions
         assert low == high
         found.append(low)
         return rollout

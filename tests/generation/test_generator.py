@@ -158,12 +158,9 @@ class _DyingGroup:
     def __init__(self, progress: GenerationProgress) -> None:
         self.progress = progress
 
-    def is_done(self, handles: Sequence[Handle]) -> bool:
+    def get(self, handles: Sequence[Handle]) -> list[GenerationProgress]:
         if handles[0].method == "second":
             raise WorkerDied("it died", group="generation-0", rank=0, method="poll")
-        return True
-
-    def get(self, handles: Sequence[Handle]) -> list[GenerationProgress]:
         return [self.progress]
 
 
@@ -176,6 +173,6 @@ def test_the_rows_of_a_poll_are_kept_if_the_next_poll_fails() -> None:
     replica.polls.extend([[Handle(None, None, 0, "first")], [Handle(None, None, 0, "second")]])
     results: list[GenerationProgress] = []
     with pytest.raises(WorkerDied):
-        replica.read_polls(results)
+        replica.wait(results)
     assert [result.request_ids.tolist() for result in results] == [[7]]
     assert list(replica.costs) == [8], "only the unfinished request is sampled again"

@@ -58,7 +58,7 @@ def conversation_batch() -> BatchedDataDict:
             conversation.weight_versions.append(np.zeros(size, np.int32))
         conversations.append(conversation)
     rewards = np.zeros(len(TURNS), np.float32)
-    batch = build_rollout(conversations, 1, [], rewards, {}).batch
+    batch = build_rollout(conversations, 1, rewards, {}).batch
     for name in ("prev_logprobs", "reference_logprobs"):
         values = rng.normal(-4.0, 0.3, len(batch["input_ids"].values)).astype(np.float32)
         batch[name] = Jagged(values, batch["input_ids"].offsets)

@@ -162,7 +162,8 @@ def test_rewards_of_turns_and_of_functions_add_up(generator: Generator) -> None:
         + 10 * components["digits"]
     )
     np.testing.assert_allclose(rollout.batch["reward"], expected, rtol=1e-6)
-    for sample, conversation in zip(rollout.samples, rollout.conversations, strict=True):
+    for conversation in rollout.conversations:
+        sample = conversation.sample()
         assert sample.completion == conversation.messages[-1]["content"]
         assert list(sample.messages) == conversation.messages
     values = metric_values(rollout_metrics(rollout))
@@ -334,7 +335,7 @@ def test_a_row_is_its_segments_with_every_second_one_trained(
             conversation.logprobs.append(-np.array(part, np.float32))
             conversation.weight_versions.append(np.array(part, np.int32))
         conversations.append(conversation)
-    rollout = build_rollout(conversations, 1, [], np.zeros(len(rows), np.float32), {})
+    rollout = build_rollout(conversations, 1, np.zeros(len(rows), np.float32), {})
     for row, parts in enumerate(rows):
         ids = [token for part in parts for token in part]
         trained = [index % 2 for index, part in enumerate(parts) for _ in part]

@@ -5,28 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nemo_like.data.jagged import Jagged
-from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.generation.requests import Completions, FinishReason
+from nemo_like.generation.requests import Completions
 from nemo_like.metrics import metric_values
 from nemo_like.rollout.answers import answer_metrics
-from nemo_like.rollout.rows import Rollout
+from nemo_like.rollout.conversations import ConversationRow, Prompt
+from nemo_like.rollout.rows import Rollout, build_rollout
 
 
 def rollout_of(versions: list[list[int]]) -> Rollout:
     """Rows of two prompt tokens and a completion token for each version."""
-    reasons: list[FinishReason] = ["stop"] * len(versions)
-    completions = Completions.from_rows(
-        [[5] * len(row) for row in versions],
-        [[-1.0] * len(row) for row in versions],
-        versions,
-        reasons,
-    )
-    masks = [[0, 0] + [1] * len(row) for row in versions]
-    token_mask = Jagged.from_rows(masks, np.uint8)
-    input_ids = Jagged(np.full(len(token_mask.values), 5, dtype=np.int32), token_mask.offsets)
-    batch = BatchedDataDict(input_ids=input_ids, token_mask=token_mask)
-    return Rollout(batch, [], {}, completions)
+    prompt = Prompt(token_ids=np.array([5, 5], dtype=np.int32), text="", answer=None)
+    rows = []
+    for row_versions in versions:
+        row = ConversationRow.start(prompt, 0)
+        size = len(row_versions)
+        completion = Completions.from_rows([[5] * size], [[-1.0] * size], [row_versions], ["stop"])
+        row.add_turn(completion, 0)
+        rows.append(row)
+    return build_rollout(rows, 1, np.zeros(len(rows), np.float32), {})
 
 
 def test_a_gap_is_the_number_of_updates_since_the_token_was_sampled() -> None:

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_like.environments.reward import RewardSample
 from nemo_like.rollout.conversations import ConversationRow, Prompt
 from nemo_like.rollout.rows import Rollout, build_rollout, concat_rollouts, select_rows
 
@@ -24,20 +23,19 @@ def rollout_of(first: int, lengths: list[int]) -> Rollout:
         row.logprobs.append(np.full(length, -1.0, dtype=np.float32))
         row.weight_versions.append(np.zeros(length, dtype=np.int32))
         rows.append(row)
-    samples = [RewardSample(prompt=str(number), completion="") for number in numbers]
     rewards = np.array(numbers, dtype=np.float32)
-    return build_rollout(rows, 2, samples, rewards, {"value": rewards * 2})
+    return build_rollout(rows, 2, rewards, {"value": rewards * 2})
 
 
 def check_rows(rollout: Rollout, numbers: list[int]) -> None:
     """Every column of each row belongs to its number."""
-    assert rollout.batch.size == len(numbers) == len(rollout.completions)
+    assert rollout.batch.size == len(numbers)
     assert rollout.batch["reward"].tolist() == numbers
     assert rollout.components["value"].tolist() == [2 * number for number in numbers]
-    assert [sample.prompt for sample in rollout.samples] == list(map(str, numbers))
+    assert [record["prompt"] for record in rollout.records()] == list(map(str, numbers))
     for row, number in enumerate(numbers):
         assert set(rollout.batch["input_ids"][row].tolist()) == {number}
-        assert set(rollout.completions.token_ids[row].tolist()) <= {number}
+        assert set(rollout.conversations[row].model_token_ids.tolist()) <= {number}
 
 
 SIZES = st.lists(st.integers(1, 3), min_size=2, max_size=6).map(

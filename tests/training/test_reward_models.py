@@ -89,20 +89,14 @@ def reward_model(
     )
 
 
-def job_of(answers: list[str]) -> RolloutJob:
-    """A complete job of one answer to each prompt, with rewards of 1 by a function."""
+def score(model: RewardModel, answers: list[str], **keys: Any) -> RolloutJob:
+    """Score one answer to each prompt; a function gave each a reward of 1."""
     prompt = Prompt(token_ids=np.array([1], dtype=np.int32), text="2+2=?", answer=None)
     job = RolloutJob([prompt] * len(answers), 1, SamplingParams(max_new_tokens=8))
-    for row, answer in enumerate(answers):
-        job.samples[row] = RewardSample(prompt="2+2=?", completion=answer)
     job.rewards += 1.0
-    return job
-
-
-def score(model: RewardModel, answers: list[str], **keys: Any) -> RolloutJob:
-    job = job_of(answers)
     config = RewardConfig(models={"quality": model.config}, **keys)
-    ModelRewards([model], config, DATA).score(job)
+    samples = [RewardSample(prompt="2+2=?", completion=answer) for answer in answers]
+    ModelRewards([model], config, DATA).score(job, samples)
     return job
 
 

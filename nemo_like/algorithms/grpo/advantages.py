@@ -242,7 +242,7 @@ def overlong_penalty(
 
 def is_truncated(rollout: Rollout) -> np.ndarray:
     """Return True for completions and conversations that reached a token limit, bool [B]."""
-    return np.array(rollout.completions.finish_reasons) == "length"
+    return rollout.finish_reasons == "length"
 
 
 def without_truncated(rollout: Rollout) -> Rollout:
@@ -325,7 +325,7 @@ def trained_tokens(batch: BatchedDataDict) -> np.ndarray:
 def _row_advantages(config: GrpoRunConfig, rollout: Rollout, metrics: Metrics) -> np.ndarray:
     """Return the advantage of each row before whitening, float32 [B]; adds to `metrics`."""
     overlong = config.grpo.overlong
-    completion_lengths = rollout.completions.token_ids.lengths
+    completion_lengths = rollout.completion_lengths
     penalty = overlong_penalty(
         completion_lengths,
         config.policy.generation.max_new_tokens,

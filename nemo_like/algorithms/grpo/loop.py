@@ -193,7 +193,7 @@ def train_on_rollout(
         columns={"advantages": advantages.column},
     )
     # No pass computes them where the training pass has the same values.
-    keep_logprobs = config.logger.save_rollouts and "prev_logprobs" not in names
+    keep_logprobs = bool(config.logger.save_rollouts) and "prev_logprobs" not in names
     with run.timers("train"):
         steps = train_steps(run, sharded, trained, loss, logprobs, keep_logprobs=keep_logprobs)
     recorded = fetch_logprobs(run, sharded, logprobs, fetched)
@@ -319,15 +319,18 @@ def save_rollout(run: TrainingRun, trained: TrainedRollout, step: int) -> None:
     if not config.save_rollouts:
         return
     with run.timers("rollout_record"):
-        columns: dict[str, Column] = {**trained.rollout.batch, **trained.columns}
-        records = trained.rollout.records(trained.advantages)
-        added = row_values(columns, trained.locations)
+        columns = BatchedDataDict({**trained.rollout.batch, **trained.columns})
+        rows = trained.rollout.recorded_rows(config.save_rollouts)
+        records = trained.rollout.records(trained.advantages, rows)
+        is_complete = len(rows) == columns.size
+        locations = [trained.locations[row] for row in rows]
+        added = row_values(columns if is_complete else columns.select_indices(rows), locations)
         for row, values in zip(records, added, strict=True):
             row.update(values)
         path = run.directory.rollouts(step)
         write_json_lines(path, records, f"the rollouts of step {step}")
-        # A step that trained nothing has nothing to replay.
-        if config.keep_rollout_tokens == 0 or not trained.optimizer_steps:
+        # A step that trained nothing has nothing to replay, and a replay needs every row.
+        if config.keep_rollout_tokens == 0 or not trained.optimizer_steps or not is_complete:
             return
         optimizer_steps = []
         for metrics in trained.optimizer_steps:

@@ -58,6 +58,11 @@ _MAX_SENT_BYTES = 4096
 """Size up to which a value is sent with every call instead of being stored once."""
 _MAX_PARTS = 100
 
+_AWAITED_SHARE = 8
+"""`wait_any` waits for one of this many calls: with hundreds of pending ones it returns several
+together, since every pass costs time for each pending call.
+"""
+
 _Pending = dict[ObjectRef[Raised | None], Handle]
 """Running calls, by the references to their outcomes."""
 
@@ -211,15 +216,16 @@ class RayWorkerGroup:
             if running:
                 self._monitor.start_waiting({pending[outcome].rank for outcome in running})
             self._watched |= set(running)
-        checked = set(pending)
         self._check(pending, timeout_s=0.0)
-        self._watched -= checked - pending.keys()
         return not pending
 
-    def wait_any(self, handles: Sequence[Handle], timeout_s: float) -> None:
+    def wait_any(self, handles: Sequence[Handle], timeout_s: float) -> list[Handle]:
         pending = _pending(handles)
-        if pending:
-            ray.wait(list(pending), num_returns=1, timeout=timeout_s)
+        if not pending:
+            return []
+        num_awaited = -(-len(pending) // _AWAITED_SHARE)
+        ended, _ = ray.wait(list(pending), num_returns=num_awaited, timeout=timeout_s)
+        return [pending[outcome] for outcome in ended]
 
     def get(self, handles: Sequence[Handle]) -> list[Any]:
         self.wait(handles)
@@ -323,6 +329,7 @@ class RayWorkerGroup:
         failures = []
         for outcome in ended:
             call = pending.pop(outcome)
+            self._watched.discard(outcome)
             failure = failure_of(outcome, call.rank, call.method)
             if failure is not None:
                 failures.append(failure)
