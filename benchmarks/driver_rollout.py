@@ -9,9 +9,8 @@ process per second, `busy` the share of the time in which the replicas had a pol
 
 `tokens` takes `--prompts` x `--group-size` completions of `--mean-tokens` on average (lognormal, at
 most four times the mean) through the driver: collection, rewards, the rows of the batch, metrics,
-plan, shards of 8 ranks and records. The tokens are those of a text, repeated. `peak` is the memory
-of the process at its highest, above that before the rollout, in GB: the shared memory of Ray's
-object store that it has mapped is counted, and `own` leaves it out.
+plan, shards of 8 ranks and records. The tokens are those of a text, repeated. `peak` is the highest
+memory of the process, with the shared memory of Ray's object store that it has mapped.
 
 The replicas, and the ranks that get shards, are coroutines of one actor; reward workers are
 processes of their own. Only the driver is measured.
@@ -21,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -178,27 +176,11 @@ def measure_replicas(num_replicas: int, seconds: float) -> None:
     ray.kill(host)
 
 
-class _Memory(threading.Thread):
-    """The highest memory of this process so far, in bytes above that at the start."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self._first = _memory()
-        self.peak = np.zeros(2)
-        self.is_running = True
-
-    def run(self) -> None:
-        while self.is_running:
-            self.peak = np.maximum(self.peak, _memory() - self._first)
-            time.sleep(0.005)
-
-
-def _memory() -> np.ndarray:
-    """Return the resident bytes of this process with and without shared memory."""
+def _memory(name: str) -> float:
+    """Return `VmRSS` (now) or `VmHWM` (the peak) of this process in GB, shared memory included."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    sizes = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith("Rss")}
-    own = int(sizes["RssAnon"]) * 1024
-    return np.array([own + int(sizes["RssShmem"]) * 1024, own], np.float64)
+    sizes = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith("Vm")}
+    return int(sizes[name]) * 1024 / 1e9
 
 
 class _Phases:
@@ -243,8 +225,9 @@ def measure_tokens(arguments: argparse.Namespace, closing: ExitStack) -> None:
     # Compiled before, as in the second step of a run.
     policy.plan(np.full(num_rows, 100))
     phases = _Phases()
-    memory = _Memory()
-    memory.start()
+    first = _memory("VmRSS")
+    # The peak is counted from here.
+    Path("/proc/self/clear_refs").write_text("5")
     wall = time.monotonic()
     with phases("collect"):
         job = collector.start(
@@ -273,14 +256,12 @@ def measure_tokens(arguments: argparse.Namespace, closing: ExitStack) -> None:
         records = rollout.records(advantages, rows)
         write_json_lines(Path(directory) / "step_1.jsonl", records, "the rollouts")
     wall = time.monotonic() - wall
-    memory.is_running = False
-    memory.join()
     num_tokens = int(lengths.sum())
     total = sum(phases.cpu_s.values())
     print(f"{num_rows} completions, {num_tokens / 1e6:.1f} M tokens, {wall:.0f} s of wall time")
     for name, seconds in {**phases.cpu_s, "total": total}.items():
         print(f"{name:>9} {seconds:7.2f} CPU s {seconds / num_tokens * 1e9:7.1f} ns per token")
-    print(f"     peak {memory.peak[0] / 1e9:.2f} GB, own {memory.peak[1] / 1e9:.2f} GB")
+    print(f"     peak {_memory('VmHWM') - first:7.2f} GB above the {first:.2f} GB before")
 
 
 def _start_rewards(closing: ExitStack) -> RewardEnvironment:

@@ -7,6 +7,7 @@ Reward functions are code of the user, which may be async; their failures become
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 _MAX_CONCURRENT = 32
 """Maximum number of concurrent calls of an async function."""
+_CHECK_S = 1.0
+"""Time between two checks of the workers: each costs a call per worker."""
 _MARGIN_S = 2.0
 """An async call is cancelled in the process first, and the process killed so much later."""
 
@@ -233,6 +236,7 @@ class RewardEnvironment:
         """Running calls by rank of the worker."""
         self._starting: list[Handle] = []
         """Calls of `set_tokenizer`."""
+        self._checked_s = 0.0
 
     def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Send the tokenizer that decodes completions to the workers. Returns at once."""
@@ -260,12 +264,16 @@ class RewardEnvironment:
         handles = list(self._running.values())
         if not handles:
             return []
-        self.group.wait_any(handles, timeout_s)
-        scored: list[ScoredSamples] = []
+        ended = self.group.wait_any(handles, timeout_s)
+        scored: list[ScoredSamples] = self.group.get(ended)
         for rank, handle in list(self._running.items()):
-            if self.group.is_done([handle]):
-                scored += self.group.get([handle])
+            if handle in ended:
                 del self._running[rank]
+        now = time.monotonic()
+        if now - self._checked_s >= _CHECK_S:
+            self._checked_s = now
+            # Raises the failure of a worker that hangs.
+            self.group.is_done(list(self._running.values()))
         self._start()
         return scored
 

@@ -195,8 +195,8 @@ class _InProcessGroup:
     def submit_one(self, rank: int, method: str, *args: Any) -> Handle:
         return Handle(getattr(self.workers[rank], method)(*args), None, rank, method)
 
-    def wait_any(self, handles: Sequence[Handle], timeout_s: float) -> None:
-        pass
+    def wait_any(self, handles: Sequence[Handle], timeout_s: float) -> list[Handle]:
+        return list(handles)
 
     def is_done(self, handles: Sequence[Handle]) -> bool:
         return True
