@@ -136,10 +136,17 @@ class _HostedGroup(RayWorkerGroup):
         self._index = index
 
     def _call(
-        self, rank: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        rank: int,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        returns: bool = True,
     ) -> Handle:
-        call = self._actors[rank].call
-        return self._submit(rank, method, call, (self._index, method, *args), kwargs)
+        # The first of the arguments selects parts of values, which no call here has.
+        sent = (self._index, method, *args[1:])
+        return self._submit(rank, method, self._actors[rank].call, sent, kwargs)
 
 
 def _start_host(num_replicas: int, text_ids: np.ndarray, interval_s: float) -> Any:
@@ -252,7 +259,7 @@ def measure_tokens(arguments: argparse.Namespace, closing: ExitStack) -> None:
         del sharded
     with phases("records"), TemporaryDirectory() as directory:
         advantages = np.zeros(num_rows, np.float32)
-        rows = rollout.recorded_rows(LoggerConfig().save_rollouts)
+        rows = rollout.recorded_rows(LoggerConfig().max_rollout_rows)
         records = rollout.records(advantages, rows)
         write_json_lines(Path(directory) / "step_1.jsonl", records, "the rollouts")
     wall = time.monotonic() - wall

@@ -541,14 +541,16 @@ class LoggerConfig:
     """MLflow experiment; null turns it off. Needs the extra `mlflow`."""
     num_samples_shown: Annotated[int, Ge(0)] = 3
     """Decoded samples printed at step 0 and in each validation."""
-    save_rollouts: bool | Annotated[int, Ge(0)] = 1024
-    """Rows of every GRPO rollout that are written to `rollouts/step_<N>.jsonl`: of a larger one
-    this many, in groups that are spread evenly over it. true writes all rows, false none."""
+    save_rollouts: bool = True
+    """Write every GRPO rollout to `rollouts/step_<N>.jsonl`."""
+    max_rollout_rows: Annotated[int | None, Ge(1)] = 1024
+    """Max rows per step that `save_rollouts` writes. Of a larger rollout these are groups that are
+    spread evenly over it, and it has no token ids to replay. null writes all rows."""
     keep_rollout_tokens: Annotated[int | None, Ge(0)] = 10
-    """The token ids, log-probs and advantages of each step of which `save_rollouts` writes all rows
-    are in `rollouts/step_<N>.safetensors`, for `nemo-like replay`, about 20 bytes per token. So
-    many of the newest of these files are kept, and those of steps that start with the weights of a
-    kept checkpoint or of the initial model; null keeps all, 0 writes none."""
+    """With `save_rollouts` the token ids, log-probs and advantages of every step are written to
+    `rollouts/step_<N>.safetensors`, for `nemo-like replay`, about 20 bytes per token. So many of
+    the newest of these files are kept, and those of steps that start with the weights of a kept
+    checkpoint or of the initial model; null keeps all, 0 writes none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,18 +89,18 @@ class Rollout:
             )
         return Jagged(gaps, self.batch["input_ids"].offsets)
 
-    def recorded_rows(self, budget: int | bool) -> np.ndarray:
-        """Return the rows that `logger.save_rollouts` selects, int64 [n]: all with True.
+    def recorded_rows(self, max_rows: int | None) -> np.ndarray:
+        """Return the rows of a record of at most `max_rows`, int64 [n]; None: all.
 
-        Above the budget they are groups that are spread evenly over the rollout.
+        Above the limit they are groups that are spread evenly over the rollout.
         """
         num_rows = len(self.conversations)
-        if budget is True or num_rows <= budget:
+        if max_rows is None or num_rows <= max_rows:
             return np.arange(num_rows)
         groups, sizes = np.unique(self.batch["group"], return_counts=True)
-        num_groups = max(1, int(budget) // int(sizes.max()))
+        num_groups = max(1, max_rows // int(sizes.max()))
         chosen = groups[np.linspace(0, len(groups) - 1, num_groups).astype(np.int64)]
-        return np.flatnonzero(np.isin(self.batch["group"], chosen))[:budget]
+        return np.flatnonzero(np.isin(self.batch["group"], chosen))[:max_rows]
 
     def records(
         self, advantages: np.ndarray | None = None, rows: Sequence[int] | np.ndarray | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,20 @@ def test_a_replay_refuses_another_kl_in_the_reward(recipe: Recipe) -> None:
         with pytest.raises(ConfigError, match=r"the KL penalty of the reward from 0.01 to"):
             replay_step(run.path, 1, [override])
     assert replay_step(run.path, 1, ["loss_fn.ratio_clip_max=0.3"]).overridden is not None
+
+
+def test_a_rollout_above_the_limit_has_some_of_its_groups_and_no_token_ids(recipe: Recipe) -> None:
+    overrides = (*OPTIONS, "grpo.max_num_steps=1", "logger.max_rollout_rows=9")
+    run = run_grpo(recipe.grpo(*overrides)).directory
+    records = [json.loads(line) for line in run.rollouts(1).read_text().splitlines()]
+    sizes = Counter(record["group"] for record in records)
+    assert set(sizes.values()) == {4} and len(sizes) == 2
+    for record in records:
+        assert record["num_trained_tokens"] == record["completion_tokens"]
+        assert record["logprob_difference_max"] < 1e-3
+    assert not run.rollout_tokens(1).exists()
+    with pytest.raises(ConfigError, match=r"of at most logger\.max_rollout_rows rows"):
+        replay_step(run.path, 1)
 
 
 def check_show(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.rollout import RewardConfig, RewardFunctionConfig
+from nemo_like.demo.task import build_tokenizer
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.worker_group import Handle
 from nemo_like.environments.reward import RewardError, RewardSample
@@ -80,14 +81,21 @@ def _score(
     middle = len(samples) // 2
     environment.submit(range(middle), samples[:middle])
     environment.submit(range(middle, len(samples)), samples[middle:])
-    rewards = np.full(len(samples), np.nan, dtype=np.float32)
+    return _collected(environment, len(samples))
+
+
+def _collected(
+    environment: RewardEnvironment, num_samples: int
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Rewards and values of the functions of samples with the keys 0, 1, ..."""
+    rewards = np.full(num_samples, np.nan, dtype=np.float32)
     components: dict[str, np.ndarray] = {}
     num_scored = 0
-    while num_scored < len(samples):
+    while num_scored < num_samples:
         for scored in environment.collect(timeout_s=1.0):
             rewards[scored.keys] = scored.rewards
             for name, values in scored.components.items():
-                components.setdefault(name, np.zeros(len(samples)))[scored.keys] = values
+                components.setdefault(name, np.zeros(num_samples))[scored.keys] = values
             num_scored += len(scored.keys)
     assert environment.collect(timeout_s=0.0) == []
     return rewards, components
@@ -109,6 +117,28 @@ def test_every_function_scores_every_sample() -> None:
         "answered": [1, 0],
         "row": [0.5, -2],
     }
+
+
+def test_the_workers_decode_completions_that_are_token_ids() -> None:
+    functions = _functions(length="user_rewards.length", answered="user_rewards.answered")
+    environment = RewardEnvironment(
+        LocalGroup(RewardWorker, {"functions": functions}, _CONTEXT),
+        RewardConfig(functions=functions),
+    )
+    tokenizer = build_tokenizer()
+    environment.set_tokenizer(tokenizer)
+    texts = ["#### 4", "12+7", ""]
+    token_ids = []
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        token_ids.append(np.array([*ids, tokenizer.eos_token_id], np.int32))
+    environment.submit([0, 1, 2], [_sample("", "4") for _ in texts], token_ids)
+    found, components = _collected(environment, 3)
+    expected, expected_components = _score(environment, [_sample(text, "4") for text in texts])
+    assert found.tolist() == expected.tolist()
+    for name, values in expected_components.items():
+        assert components[name].tolist() == values.tolist()
+    assert components["length"].tolist() == [len(text) for text in texts]
 
 
 def test_no_samples_give_no_scores() -> None:

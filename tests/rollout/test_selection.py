@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_like.demo.task import build_tokenizer
+from nemo_like.generation.requests import Completions
 from nemo_like.rollout.conversations import ConversationRow, Prompt
 from nemo_like.rollout.rows import Rollout, build_rollout, concat_rollouts, select_rows
 
@@ -65,3 +67,42 @@ def test_rows_keep_their_columns_and_groups_stay_apart(parts, data) -> None:
 def test_no_rollouts_are_an_error() -> None:
     with pytest.raises(ValueError, match="at least one"):
         concat_rollouts([])
+
+
+@given(num_groups=st.integers(1, 12), max_rows=st.one_of(st.none(), st.integers(1, 30)))
+def test_a_record_has_complete_groups_spread_over_the_rollout(
+    num_groups: int, max_rows: int | None
+) -> None:
+    num_rows = 2 * num_groups
+    rows = rollout_of(0, [1] * num_rows).recorded_rows(max_rows).tolist()
+    if max_rows is None or max_rows >= num_rows:
+        assert rows == list(range(num_rows))
+        return
+    assert rows == sorted(set(rows)) and len(rows) == max(max_rows - max_rows % 2, 1)
+    if max_rows >= 2:
+        firsts = rows[::2]
+        assert [row + 1 for row in firsts] == rows[1::2]
+        assert all(row % 2 == 0 for row in firsts)
+    if max_rows >= 4:
+        assert rows[0] == 0 and rows[-1] == num_rows - 1
+
+
+def test_only_the_text_of_selected_rows_is_decoded() -> None:
+    tokenizer = build_tokenizer()
+    token_ids = np.array(tokenizer("12+7", add_special_tokens=False)["input_ids"], np.int32)
+    ended = np.append(token_ids, np.int32(tokenizer.eos_token_id))
+    prompt = Prompt(token_ids=token_ids[:1], text="1", answer=None)
+    rows = []
+    for row_tokenizer in (None, tokenizer):
+        row = ConversationRow.start(prompt, 0, tokenizer=row_tokenizer)
+        size = len(ended)
+        row.add_turn(Completions.from_rows([ended], [[-1.0] * size], [[3] * size], ["stop"]), 0)
+        rows.append(row)
+    rollout = build_rollout(rows, 1, np.zeros(2, np.float32), {})
+    (record,) = rollout.records(rows=[1])
+    assert record["completion"] == "12+7"
+    assert (record["completion_tokens"], record["weight_versions"]) == (size, [3])
+    # The tokens of a row are not stored beside the columns.
+    for row in rollout.conversations:
+        assert np.shares_memory(row.last_turn, rollout.batch["input_ids"].values)
+        assert np.shares_memory(row.logprobs[0], rollout.batch["generation_logprobs"].values)

@@ -193,7 +193,7 @@ def train_on_rollout(
         columns={"advantages": advantages.column},
     )
     # No pass computes them where the training pass has the same values.
-    keep_logprobs = bool(config.logger.save_rollouts) and "prev_logprobs" not in names
+    keep_logprobs = config.logger.save_rollouts and "prev_logprobs" not in names
     with run.timers("train"):
         steps = train_steps(run, sharded, trained, loss, logprobs, keep_logprobs=keep_logprobs)
     recorded = fetch_logprobs(run, sharded, logprobs, fetched)
@@ -320,7 +320,7 @@ def save_rollout(run: TrainingRun, trained: TrainedRollout, step: int) -> None:
         return
     with run.timers("rollout_record"):
         columns = BatchedDataDict({**trained.rollout.batch, **trained.columns})
-        rows = trained.rollout.recorded_rows(config.save_rollouts)
+        rows = trained.rollout.recorded_rows(config.max_rollout_rows)
         records = trained.rollout.records(trained.advantages, rows)
         is_complete = len(rows) == columns.size
         locations = [trained.locations[row] for row in rows]

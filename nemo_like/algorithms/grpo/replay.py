@@ -168,7 +168,7 @@ def _available(directory: RunDirectory) -> str:
     if not recorded:
         return (
             "it has none of any step: logger.save_rollouts with logger.keep_rollout_tokens above 0"
-            " writes them"
+            " writes them for steps of at most logger.max_rollout_rows rows"
         )
     saved = Checkpointer(directory.path, CheckpointingConfig()).saved_steps()
     replayable = [step for step in recorded if step == 1 or step - 1 in saved]
