@@ -35,7 +35,7 @@ from nemo_like.config.rollout import RewardConfig, RewardFunctionConfig
 from nemo_like.config.schema import ClusterConfig, LoggerConfig, PolicyConfig, SequencePackingConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.demo.task import build_model, build_tokenizer
-from nemo_like.distributed.ray.failures import ProgressMonitor
+from nemo_like.distributed.ray.failures import Location, ProgressMonitor
 from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
 from nemo_like.distributed.ray.worker_group import RayWorkerGroup
 from nemo_like.distributed.worker_group import Handle
@@ -133,6 +133,8 @@ class _HostedGroup(RayWorkerGroup):
         self._watched = set()
         self._monitor = ProgressMonitor(self.name, 0.0)
         self._actors = [host]
+        location = Location(pid=0, node_id="", ip="", log_path="", num_oom_kills=0, machine="")
+        self._locations = (location,) * self.parallel_layout.world_size
         self._index = index
 
     def _call(

@@ -543,7 +543,7 @@ class LoggerConfig:
     """Decoded samples printed at step 0 and in each validation."""
     save_rollouts: bool = True
     """Write every GRPO rollout to `rollouts/step_<N>.jsonl`."""
-    max_rollout_rows: Annotated[int | None, Ge(1)] = 1024
+    max_rollout_rows: Annotated[int | None, Ge(1)] = 512
     """Max rows per step that `save_rollouts` writes. Of a larger rollout these are groups that are
     spread evenly over it, and it has no token ids to replay. null writes all rows."""
     keep_rollout_tokens: Annotated[int | None, Ge(0)] = 10

@@ -639,4 +639,4 @@ def test_turns_of_a_conversation_are_sampled_after_all_ids_before_them(engine: E
         expected = logprobs_of(engine.model, batch["input_ids"][row], sampling)
         expected = np.concatenate([[0.0], expected]) * is_sampled
         np.testing.assert_allclose(batch["generation_logprobs"][row], expected, atol=TOLERANCE)
-    assert rollout.completions.versions == (engine.version, engine.version)
+    assert rollout.versions == (engine.version, engine.version)
