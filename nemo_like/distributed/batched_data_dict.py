@@ -35,6 +35,7 @@ from nemo_like.data.columns import (
 )
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import BatchPlan, Microbatch, PlanSpec, RankPlan, plan_batch
+from nemo_like.data.planning.prefixes import SharedPrefixes
 from nemo_like.integer_math import ceil_div
 
 __all__ = ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict"]
@@ -73,6 +74,10 @@ class SequencePackingArgs(_RequiredPackingArgs, total=False):
 
     microbatch_order: Literal["packer", "largest_first"]
     """Default: `packer`."""
+    group_key: str
+    """The column of groups, [B], whose rows have leading tokens in common, as completions of one
+    prompt. A microbatch counts such tokens once in its limit. Default: every row is complete.
+    """
 
 
 class BatchedDataDict(UserDict[str, Any]):
@@ -273,8 +278,11 @@ class BatchedDataDict(UserDict[str, Any]):
         or empty). With packing or dynamic batching: returns `(shards, sorted_indices)`; each shard
         carries its plan and has equally many microbatches (dummies of zero rows where rows run
         out), and `from_batches(shards)`, then `reorder_data(sorted_indices)`, is the input, for any
-        number of global batches. Raises ValueError for sizes that do not divide, both modes at
-        once, or a row above the budget.
+        number of global batches. With `group_key` of `sequence_packing_args` tokens that rows of a
+        group have in common are counted once (`plan.microbatches[i].shared`), as
+        `policy.inputs.model_inputs` computes them; the iterators still give complete rows, so code
+        that computes each of them needs more tokens than the limit and leaves it out. Raises
+        ValueError for sizes that do not divide, both modes at once, or a row above the budget.
         """
         if dynamic_batching_args is not None and sequence_packing_args is not None:
             raise ValueError(
@@ -315,9 +323,23 @@ class BatchedDataDict(UserDict[str, Any]):
                 f" {args['input_key']} has"
             )
         # The lengths refer to the unpadded rows, also if `input_key` is a padded tensor.
-        plan = plan_batch(lengths, spec)
+        plan = plan_batch(lengths, spec, prefixes=self._prefixes(lengths, args))
         rows_of_rank = [plan.rows_of_rank(dp_rank) for dp_rank in range(spec.num_ranks)]
         return self.shard(plan), np.concatenate(rows_of_rank).tolist()
+
+    def _prefixes(
+        self, lengths: np.ndarray, args: DynamicBatchingArgs | SequencePackingArgs
+    ) -> SharedPrefixes | None:
+        """Common leading tokens of rows of `lengths` int64 [B]; None without `group_key`."""
+        key = args.get("group_key")
+        if key is None:
+            return None
+        if key not in self.data:
+            raise KeyError(f"group_key {key!r} is not a column; there are {sorted(self.data)}")
+        ids = self.data[args["input_key"]]
+        rows = [np.asarray(row)[:length] for row, length in zip(ids, lengths, strict=True)]
+        dtype = rows[0].dtype if rows else np.int64
+        return SharedPrefixes.of_tokens(_as_int64(self.data[key]), Jagged.from_rows(rows, dtype))
 
     def _split_evenly(
         self, shards: int, batch_size: int, allow_uneven_shards: bool

@@ -525,3 +525,30 @@ def test_dropped_rows_come_back_empty() -> None:
     assert unshard([shard["reward"] + 1], plan).tolist() == [1, 0, 3]  # type: ignore[union-attr]
     assert unshard([shard["input_lengths"]], plan).tolist() == [4, 0, 8]  # type: ignore[union-attr]
     assert unshard([shard["message_log"]], plan) == [[{"row": 0}], None, [{"row": 2}]]
+
+
+def test_rows_of_a_group_count_common_tokens_once_and_stay_complete() -> None:
+    """Two groups of two rows with three common tokens: five tokens each instead of eight."""
+    rows = [[1, 2, 3, 4], [5, 6, 7, 1], [1, 2, 3, 9], [5, 6, 7, 2]]
+    batch = BatchedDataDict(
+        input_ids=torch.tensor(rows), lengths=torch.full((4,), 4), group=np.array([7, 8, 7, 8])
+    )
+    args: SequencePackingArgs = {
+        "max_tokens_per_microbatch": 5,
+        "input_key": "input_ids",
+        "input_lengths_key": "lengths",
+        "algorithm": "balanced",
+        "sequence_length_pad_multiple": 1,
+    }
+    complete, _ = batch.shard_by_batch_size(2, sequence_packing_args=args)
+    assert [len(shard.plan.microbatches) for shard in complete if shard.plan] == [2, 2]
+    shards, _ = batch.shard_by_batch_size(2, sequence_packing_args={**args, "group_key": "group"})
+    for shard in shards:
+        assert shard.plan is not None
+        [microbatch] = shard.plan.microbatches
+        assert (microbatch.shared, microbatch.num_tokens) == ((0, 3), 5)
+        [data] = shard.make_microbatch_iterator_for_packable_sequences()
+        first, second = data["input_ids"].tolist()
+        assert first[:3] == second[:3] and first in rows and second in rows
+    with pytest.raises(KeyError, match="group_key 'prompt' is not a column"):
+        batch.shard_by_batch_size(2, sequence_packing_args={**args, "group_key": "prompt"})

@@ -226,3 +226,37 @@ def _grows_faster_than_length(lengths: np.ndarray, work: np.ndarray, density: fl
     adds_enough = more_work >= density * more_tokens - tolerance
     is_convex = np.diff(work / lengths) <= 1e-9 * density
     return bool(is_dense.all() and adds_enough.all() and is_convex.all())
+
+
+def shared_bound(
+    union_work: np.ndarray, prefix_work: np.ndarray, row_work: np.ndarray, num_ranks: int
+) -> float:
+    """Lower bound on the work of the slowest rank if rows share leading tokens, for either `sync`.
+
+    Tree t of float64 [T] trees has `union_work` if it is computed once; `prefix_work` is that of
+    the tokens that all of its rows have in common, which every piece of it computes again;
+    `row_work` is that of its most expensive row with all tokens. k pieces have at least the work
+    union + (k - 1) * prefix. If no rank has more than W, then k >= (union - prefix) / (W - prefix),
+    and all pieces together have at most `num_ranks * W`. The bound is the smallest W, at least the
+    most expensive row, for which this can hold, found by bisection to 1e-9.
+    """
+    if len(union_work) == 0:
+        return 0.0
+
+    def total(limit: float) -> float:
+        # Rows without tokens of their own leave no room beside the prefix.
+        room = np.maximum(limit - prefix_work, 1e-9 * limit)
+        pieces = np.ceil((union_work - prefix_work) / room * (1 - 1e-12))
+        return float((union_work + np.maximum(pieces - 1, 0) * prefix_work).sum())
+
+    low = max(float(row_work.max()), float(union_work.sum()) / num_ranks)
+    if total(low) <= num_ranks * low:
+        return low
+    high = total(low) / num_ranks
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        if total(middle) > num_ranks * middle:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -15,6 +15,7 @@ from nemo_like.data.packing.algorithms import PackingAlgorithm
 from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.data.planning.plan import BatchPlan, Microbatch, PlanSpec, plan_batch
 from nemo_like.data.planning.prefixes import SharedPrefixes
+from nemo_like.data.planning.shared_step import shared_work_bound
 from nemo_like.data.planning.spec import Balance, CostModel
 
 
@@ -238,3 +239,34 @@ def test_rows_that_share_nothing_get_the_plan_of_complete_rows() -> None:
     assert plan.metrics()["packing/shared_token_share"] == 0.0
     assert not any(microbatch.shared for microbatch in microbatches(plan))
     assert plan.ranks != () and replace(alone, prefixes=prefixes) != alone
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 8), st.booleans())
+def test_no_plan_is_below_the_bound_of_shared_work(
+    seed: int, num_ranks: int, size: int, is_step: bool
+) -> None:
+    rows = forest_rows(seed, 24)
+    prefixes = SharedPrefixes.of_tokens(np.arange(24) // size, Jagged.from_rows(rows, np.int32))
+    lengths = np.array([len(row) for row in rows])
+    longest = int(lengths.max())
+    sync = "step" if is_step else "microbatch"
+    spec = PlanSpec(max_tokens=longest + 20, num_ranks=num_ranks, sync=sync)
+    bound = shared_work_bound(lengths, None, prefixes, spec)
+    plan = plan_batch(lengths, spec, prefixes=prefixes)
+    before = np.concatenate([[0.0], np.cumsum(plan.work)])
+    makespan = np.diff(before[plan.offsets]).reshape(num_ranks, -1).sum(1).max()
+    assert bound <= makespan * (1 + 1e-9)
+    # A rank alone computes every common token once if all fits into one microbatch.
+    if num_ranks == 1:
+        in_one = plan_batch(lengths, replace(spec, max_tokens=10_000), prefixes=prefixes)
+        assert bound == pytest.approx(in_one.work.sum())
+
+
+def test_a_prompt_is_computed_again_where_a_group_is_divided() -> None:
+    """Two ranks, one prompt of 50 tokens and four completions of 25: 100 tokens on each rank."""
+    prefixes = SharedPrefixes.of_groups([0] * 4, [50] * 4)
+    spec = PlanSpec(max_tokens=200, num_ranks=2, balance="tokens")
+    plan = plan_batch([75] * 4, spec, prefixes=prefixes)
+    assert plan.num_tokens.tolist() == [[100], [100]]
+    assert shared_work_bound(np.full(4, 75), None, prefixes, spec) == pytest.approx(100.0)
