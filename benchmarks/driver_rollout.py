@@ -99,7 +99,7 @@ class _Replica:
             tokens,
             [np.full(len(each), -1.0, np.float32) for each in tokens],
             [np.zeros(len(each), np.int32) for each in tokens],
-            ["stop"] * len(tokens),
+            ["stop" for _ in tokens],
         )
         return GenerationProgress(
             np.array([request_id for request_id, _ in ended], np.int64),
@@ -152,8 +152,8 @@ class _HostedGroup(RayWorkerGroup):
 
 
 def _start_host(num_replicas: int, text_ids: np.ndarray, interval_s: float) -> Any:
-    options = {"num_cpus": 0, "max_concurrency": 4 * num_replicas}
-    return ray.remote(**options)(_Host).remote(num_replicas, text_ids, interval_s)
+    host = ray.remote(_Host).options(num_cpus=0, max_concurrency=4 * num_replicas)
+    return host.remote(num_replicas, text_ids, interval_s)
 
 
 def measure_replicas(num_replicas: int, seconds: float) -> None:

@@ -97,7 +97,9 @@ class ConversationRow:
         if self.tokenizer is None:
             return ""
         token_ids = self.last_turn.tolist()
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        assert isinstance(text, str), "of one row"
+        return text
 
     @property
     def last_turn(self) -> np.ndarray:

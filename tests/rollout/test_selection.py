@@ -90,7 +90,7 @@ def test_a_record_has_complete_groups_spread_over_the_rollout(
 def test_only_the_text_of_selected_rows_is_decoded() -> None:
     tokenizer = build_tokenizer()
     token_ids = np.array(tokenizer("12+7", add_special_tokens=False)["input_ids"], np.int32)
-    ended = np.append(token_ids, np.int32(tokenizer.eos_token_id))
+    ended = np.append(token_ids, np.array([tokenizer.eos_token_id], np.int32))
     prompt = Prompt(token_ids=token_ids[:1], text="1", answer=None)
     rows = []
     for row_tokenizer in (None, tokenizer):

@@ -323,7 +323,7 @@ def save_rollout(run: TrainingRun, trained: TrainedRollout, step: int) -> None:
         rows = trained.rollout.recorded_rows(config.max_rollout_rows)
         records = trained.rollout.records(trained.advantages, rows)
         is_complete = len(rows) == columns.size
-        locations = [trained.locations[row] for row in rows]
+        locations = [trained.locations[int(row)] for row in rows]
         added = row_values(columns if is_complete else columns.select_indices(rows), locations)
         for row, values in zip(records, added, strict=True):
             row.update(values)
