@@ -42,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{'tokens: separate':>18}{'within':>8}{'shared':>8}"
         f"{'slowest: separate':>19}{'within':>8}{'shared':>8}{'plan ms':>9}"
     )
-    # Compilation is not measured.
     for name, prompts, answers in _recorded(Path(os.environ["NEMO_LIKE_DATA"])):
         for group_size in (4, 8, 16):
             for num_ranks in arguments.ranks:

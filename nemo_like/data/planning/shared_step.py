@@ -29,7 +29,7 @@ from nemo_like.data.planning.prefixes import SharedPrefixes
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.integer_math import round_up
 
-_PIECE_SHARES = (1.0, 0.5, None)
+_PIECE_SHARES = (1.0, 0.75, None)
 """Largest pieces to try, as shares of the mean work of a bin; None: bins filled in order."""
 _GOOD_ENOUGH = 1.01
 """Work of the slowest rank over its lower bound from which no tree is divided for balance."""
