@@ -31,6 +31,7 @@ from nemo_like.generation.requests import (
 from nemo_like.models.pretrained import load_tokenizer
 from nemo_like.weight_sync.channel import (
     BucketMessage,
+    Buckets,
     ChannelSpec,
     Endpoint,
     LoadedBucket,
@@ -38,7 +39,7 @@ from nemo_like.weight_sync.channel import (
     aligned,
     plan_buckets,
 )
-from nemo_like.weight_sync.transfer import NamedTensors, WeightReceiver
+from nemo_like.weight_sync.transfer import NamedTensors, WeightReceiver, load_all
 
 _BLOCK_BYTES = 2**30
 
@@ -196,8 +197,12 @@ class HFGenerationWorker:
         """See `WeightTarget.open_weight_channel`."""
         return self._receiver.open(spec, first_index[self._rank])
 
+    def load_weights(self, version: int, buckets: Buckets | None) -> list[LoadedBucket]:
+        """See `WeightTarget.load_weights`; the model may be offloaded or onloaded."""
+        return load_all(self, self._receiver.spec, version, buckets)
+
     def begin_update(self, names: Sequence[str]) -> None:
-        """See `WeightTarget.begin_update`."""
+        """See `BucketLoader.begin_update`."""
         self._host_weights.note_change()
         adapters = self._adapter_shapes
         if any(name in adapters for name in names):
@@ -219,13 +224,13 @@ class HFGenerationWorker:
         self.coverage = UpdateCoverage(shapes, names, tied=tied)
 
     def load_bucket(self, message: BucketMessage) -> LoadedBucket:
-        """See `WeightTarget.load_bucket`; the model may be offloaded or onloaded."""
+        """See `BucketLoader.load_bucket`."""
         if self.coverage is None:
             raise RuntimeError("load_bucket was called outside begin_update ... finish_update")
         return self._receiver.load(message, self._load_weights)
 
     def finish_update(self, version: int) -> None:
-        """See `WeightTarget.finish_update`."""
+        """See `BucketLoader.finish_update`."""
         if self.coverage is None:
             raise RuntimeError("finish_update was called without begin_update")
         self.coverage.check_complete()
@@ -235,9 +240,9 @@ class HFGenerationWorker:
         if self.batch is not None and not self._host_weights.is_offloaded:
             self.batch.recompute()
 
-    def close_weight_channel(self) -> int:
+    def close_weight_channel(self) -> None:
         """See `WeightTarget.close_weight_channel`."""
-        return self._receiver.close()
+        self._receiver.close()
 
     def _load_weights(self, named: NamedTensors) -> None:
         """Copy the tensors, [*shape] each, over the model's weights of the same names."""

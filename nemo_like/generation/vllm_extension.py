@@ -90,7 +90,7 @@ class WorkerAdapter:
         return any(name in self._shapes for name in names)
 
     def begin(self, names: Sequence[str]) -> None:
-        """Start an update with matrices of these names; see `WeightTarget.begin_update`."""
+        """Start an update with matrices of these names; see `BucketLoader.begin_update`."""
         self._coverage = UpdateCoverage(self._shapes, names)
         self._tensors = {}
 
@@ -213,17 +213,19 @@ class VLLMWorkerExtension:
 
     def open_weight_channel(self, spec: ChannelSpec, first_index: int) -> str:
         """Join a channel; the index of this receiver is `first_index` plus the tp rank."""
+        # The class has no constructor of its own: vLLM adds its methods to a worker.
+        self.close_weight_channel()
         self._weight_receiver = WeightReceiver(self.device)
         return self._weight_receiver.open(spec, first_index + self.rank)
 
-    def close_weight_channel(self) -> int:
+    def close_weight_channel(self) -> None:
         """See `WeightTarget.close_weight_channel`."""
-        # The class has no constructor of its own: vLLM adds its methods to a worker.
         receiver = getattr(self, "_weight_receiver", None)
-        return 0 if receiver is None else receiver.close()
+        if receiver is not None:
+            receiver.close()
 
     def begin_update(self, names: Sequence[str]) -> None:
-        """See `WeightTarget.begin_update`. Names of weights are not checked."""
+        """See `BucketLoader.begin_update`. Names of weights are not checked."""
         self._updated_adapter = None
         if self._adapter is not None and self._adapter.has(names):
             self._updated_adapter = self._adapter
@@ -242,7 +244,7 @@ class VLLMWorkerExtension:
                 finalize_layerwise_reload(embedding, self.model_config)
 
     def load_bucket(self, message: BucketMessage) -> LoadedBucket:
-        """See `WeightTarget.load_bucket`."""
+        """See `BucketLoader.load_bucket`."""
         if self._updated_adapter is not None:
             return self._weight_receiver.load(message, self._updated_adapter.load)
         with set_current_vllm_config(self.vllm_config):

@@ -34,7 +34,14 @@ from nemo_like.generation.vllm_engine import (
     vllm_prompt,
 )
 from nemo_like.models.pretrained import load_model_config, load_tokenizer
-from nemo_like.weight_sync.channel import BucketMessage, ChannelSpec, Endpoint, LoadedBucket
+from nemo_like.weight_sync.channel import (
+    BucketMessage,
+    Buckets,
+    ChannelSpec,
+    Endpoint,
+    LoadedBucket,
+)
+from nemo_like.weight_sync.transfer import load_all
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -110,6 +117,8 @@ class VLLMGenerationWorker:
             self._call_ranks("start_adapter", adapters)
             self._request_options = request_options()
         self._rank = context.rank
+        self._weight_spec: ChannelSpec | None = None
+        """Of the open channel."""
         self._is_updating = False
         self._is_cache_old = False
         """True after a weight update, until a score has verified that the prefix cache is empty."""
@@ -223,16 +232,23 @@ class VLLMGenerationWorker:
 
     def open_weight_channel(self, spec: ChannelSpec, first_index: tuple[int, ...]) -> str:
         """See `WeightTarget.open_weight_channel`."""
+        self._weight_spec = spec
         args = (spec, first_index[self._rank])
         answers = self._call_ranks("open_weight_channel", *args)
         return next((answer for answer in answers if answer), "")
 
-    def close_weight_channel(self) -> int:
+    def close_weight_channel(self) -> None:
         """See `WeightTarget.close_weight_channel`."""
-        return sum(self._call_ranks("close_weight_channel"))
+        self._weight_spec = None
+        self._call_ranks("close_weight_channel")
+
+    def load_weights(self, version: int, buckets: Buckets | None) -> list[LoadedBucket]:
+        """See `WeightTarget.load_weights`."""
+        # Bucket by bucket also for children, whose progress is that of this process.
+        return load_all(self, self._weight_spec, version, buckets)
 
     def begin_update(self, names: Sequence[str]) -> None:
-        """See `WeightTarget.begin_update`."""
+        """See `BucketLoader.begin_update`."""
         self._is_updating = True
         if "weights" in self._sleeping:
             # The KV cache stays released while policy and generator are both on the device.
@@ -242,13 +258,13 @@ class VLLMGenerationWorker:
         self._call_ranks("begin_update", tuple(names))
 
     def load_bucket(self, message: BucketMessage) -> LoadedBucket:
-        """See `WeightTarget.load_bucket`."""
+        """See `BucketLoader.load_bucket`."""
         if not self._is_updating:
             raise RuntimeError("load_bucket was called outside begin_update ... finish_update")
         return LoadedBucket.merge(self._call_ranks("load_bucket", message))
 
     def finish_update(self, version: int) -> None:
-        """See `WeightTarget.finish_update`."""
+        """See `BucketLoader.finish_update`."""
         if not self._is_updating:
             raise RuntimeError("finish_update was called without begin_update")
         self._call_ranks("finish_update")

@@ -47,7 +47,7 @@ from nemo_like.policy.shard_rows import LogprobHandle, LogprobStore, ShardRows
 from nemo_like.run import directory as run_directory
 from nemo_like.run.files import FileRecord
 from nemo_like.sampling_filter import SamplingFilter
-from nemo_like.weight_sync.channel import ChannelRequest, ChannelSpec, SentBucket, WeightPlan
+from nemo_like.weight_sync.channel import ChannelRequest, ChannelSpec, Endpoint, SentWeights
 from nemo_like.weight_sync.transfer import WeightSender
 
 Columns = Mapping[str, np.ndarray | Jagged]
@@ -276,25 +276,21 @@ class PolicyWorker:
             precision=self.config.precision,
         )
 
-    def plan_weights(self, dtype: str, max_bytes: int) -> WeightPlan:
-        """See `WeightSource.plan_weights`."""
-        return self._weights.plan(dtype, max_bytes)
+    def weight_endpoint(self) -> Endpoint:
+        """See `WeightSource.weight_endpoint`."""
+        return self._weights.endpoint()
 
     def open_weight_channel(self, request: ChannelRequest) -> ChannelSpec | None:
         """See `WeightSource.open_weight_channel`."""
         return self._weights.open(request)
 
-    def connect_weight_channel(self) -> str:
-        """See `WeightSource.connect_weight_channel`."""
-        return self._weights.connect()
+    def send_weights(self) -> SentWeights:
+        """See `WeightSource.send_weights`."""
+        return self._weights.send()
 
-    def send_weight_bucket(self, index: int) -> SentBucket:
-        """See `WeightSource.send_weight_bucket`."""
-        return self._weights.send(index)
-
-    def close_weight_channel(self) -> int:
+    def close_weight_channel(self) -> None:
         """See `WeightSource.close_weight_channel`."""
-        return self._weights.close()
+        self._weights.close()
 
     def save(self, directory: str | Path) -> dict[str, FileRecord]:
         """Write this rank's shard of weights and optimizer; returns its files' records.

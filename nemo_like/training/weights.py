@@ -19,11 +19,16 @@ from nemo_like.weight_sync.check import LogprobCheck, probe_rows
 from nemo_like.weight_sync.sync import WeightSync
 
 
+NUM_CHECKED = 10
+"""The first updates of a run, all of which are checked; of the later ones every tenth is."""
+
+
 class GeneratorWeights:
     """Keeps the generator's weights equal to the policy's.
 
-    After each update both compute the log-probs of a few fixed tokens. A difference stops the run
-    before it samples from the generator (`policy.generation.check_weights`).
+    After an update both compute the log-probs of a few fixed tokens. A difference stops the run
+    before it samples from the generator (`policy.generation.check_weights`). Checked are the first
+    updates, every tenth later one, and the first of a replica that was started again.
     """
 
     def __init__(
@@ -41,7 +46,10 @@ class GeneratorWeights:
         self.timers = timers
         self._report = report
         self._sync = WeightSync(
-            policy.group, dtype=config.precision, timeout_s=cluster.collective_timeout_s
+            policy.group,
+            dtype=config.precision,
+            # Half: ranks of the policy may wait in a collective for the one that sends.
+            timeout_s=cluster.collective_timeout_s / 2,
         )
         self._check = LogprobCheck(config.precision)
         self._is_enabled = config.generation.check_weights
@@ -50,6 +58,8 @@ class GeneratorWeights:
         """The policy's log-probs of the probe rows, until the generator was compared."""
         self._unverified: list[Replica] = []
         """The replicas to compare with them."""
+        self._num_updates = 0
+        """Of all replicas."""
         self._metrics: list[Metrics] = []
         """Of updates that no call has returned yet."""
         self._max_length = config.max_total_sequence_length - 1
@@ -81,7 +91,11 @@ class GeneratorWeights:
             else:
                 self._generator.replace(replica, failure)
         self._generator.set_version(updated, version)
-        self._metrics.append(report.metrics() | self.start_check(updated))
+        self._metrics.append(report.metrics())
+        self._num_updates += is_complete
+        is_due = self._num_updates <= NUM_CHECKED or self._num_updates % NUM_CHECKED == 0
+        if is_due or not is_complete:
+            self._metrics[-1] |= self.start_check(updated)
         if not is_complete:
             return {}
         metrics = merge_metrics(self._metrics)

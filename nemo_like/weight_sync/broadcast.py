@@ -1,8 +1,9 @@
 """Broadcast of weight buckets over gloo (host memory) or NCCL (GPU memory).
 
-Each update has a process group of its own, with policy rank 0 as rank 0 and the receivers after it;
-the default process group is not used. A receiver that ends breaks the group for all members: the
-sender and the other receivers get ChannelBrokenError and the driver starts again without it.
+A channel has a process group of its own, with policy rank 0 as rank 0 and the receivers after it;
+the default process group is not used. It is formed in the first update and used by all later ones.
+A receiver that ends breaks the group for all members: the sender and the other receivers get
+ChannelBrokenError, and the driver opens a channel without it.
 
 The gloo variant is tested on CPU. The NCCL variant was not run: no GPU was available.
 """
@@ -107,15 +108,19 @@ class BroadcastSender(ChannelSender):
             request.host, 0, world_size, _STORE_TIMEOUT, wait_for_workers=False
         )
         self.address = BroadcastAddress(request.host, self._store.port, world_size)
-        self._buffer = torch.empty(slot_bytes, dtype=torch.uint8, device=device)
+        self._device = device
+        self._slot_bytes = slot_bytes
+        self._buffer = _no_buffer(device)
         self._group: Any = None
 
     def connect(self) -> None:
         """Form the group. Raises ChannelBrokenError if a receiver does not join in time."""
-        self._group = _join(self._store, self.address, 0, self._timeout_s, self._buffer.device)
+        self._group = _join(self._store, self.address, 0, self._timeout_s, self._device)
 
     def buffer(self, index: int) -> Tensor:
-        """Return the buffer of bucket `index`, uint8 [slot_bytes]."""
+        """Return the buffer of all buckets, uint8 [slot_bytes]."""
+        if index == 0:
+            self._buffer = self._buffer.new_empty(self._slot_bytes)
         return self._buffer
 
     def publish(self, index: int, num_bytes: int) -> None:
@@ -131,12 +136,16 @@ class BroadcastSender(ChannelSender):
             self._group = None
             raise
 
-    def close(self) -> int:
-        """Leave the group; returns the bytes of the buffer."""
+    def finish(self) -> int:
+        """Release the buffer; returns its bytes."""
         num_bytes = self._buffer.numel()
         self._buffer = self._buffer.new_empty(0)
-        self._group = None
         return num_bytes
+
+    def close(self) -> None:
+        """Leave the group and release the buffer."""
+        self.finish()
+        self._group = None
 
 
 class BroadcastReceiver(ChannelReceiver):
@@ -148,9 +157,8 @@ class BroadcastReceiver(ChannelReceiver):
         Raises ChannelBrokenError if a member does not join in time.
         """
         address: BroadcastAddress = spec.address
-        self._timeout_s = spec.timeout_s
-        self._layouts = spec.layouts
-        self._buffer = torch.empty(spec.slot_bytes, dtype=torch.uint8, device=device)
+        self._spec = spec
+        self._buffer = _no_buffer(device)
         try:
             store = TCPStore(
                 address.host, address.port, address.world_size, False, timeout=_STORE_TIMEOUT
@@ -162,16 +170,27 @@ class BroadcastReceiver(ChannelReceiver):
     def receive(self, index: int) -> Tensor:
         """Return the buffer with bucket `index`, uint8 [slot_bytes]."""
         name = f"receiving weight bucket {index + 1}"
-        bucket = self._buffer[: self._layouts[index].num_bytes]
-        _broadcast(self._group, bucket, self._timeout_s, name)
+        if index == 0:
+            self._buffer = self._buffer.new_empty(self._spec.slot_bytes)
+        bucket = self._buffer[: self._spec.layouts[index].num_bytes]
+        _broadcast(self._group, bucket, self._spec.timeout_s, name)
         return self._buffer
 
-    def close(self) -> int:
-        """Leave the group; returns the bytes of the buffer."""
+    def finish(self) -> int:
+        """Release the buffer; returns its bytes."""
         num_bytes = self._buffer.numel()
         self._buffer = self._buffer.new_empty(0)
-        self._group = None
         return num_bytes
+
+    def close(self) -> None:
+        """Leave the group and release the buffer."""
+        self.finish()
+        self._group = None
+
+
+def _no_buffer(device: torch.device) -> Tensor:
+    """Return the empty buffer between two updates, uint8 [0]."""
+    return torch.empty(0, dtype=torch.uint8, device=device)
 
 
 def _join(

@@ -4,16 +4,18 @@ Sender and receiver compute nothing themselves: the layouts are planned once per
 sent to the receivers, and both sides make the same views of a buffer. The bytes are equal to the
 tensors in memory, so every dtype, bfloat16 too, is transferred bit by bit.
 
-All of it is small and picklable; only `BucketMessage.tensors` refers to weights, and exists only
-where both sides are one process.
+All of it is small and picklable; only `BucketMessage.tensors` and `SentWeights.buckets` refer to
+weights, and exist only where both sides are one process.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -24,9 +26,11 @@ from nemo_like.distributed.activity import machine_id
 ALIGNMENT = 64
 """Bytes: every tensor starts at a multiple of it, a cache line and more than any element size."""
 
-MAX_BUCKET_BYTES = 256 * 2**20
+MAX_BUCKET_BYTES = 2**30
 """Default limit of a bucket. At most two buckets exist at a time on each side."""
 
+_FREE_SHARE = 0.02
+"""Share of the free memory of a process that one bucket may take."""
 _MIN_BUCKETS = 8
 _MIN_BUCKET_BYTES = 8 * 2**20
 
@@ -150,6 +154,8 @@ class Endpoint:
     """`machine_id` of the process: equal where process ids and shared memory are common."""
     gpu: str = ""
     """UUID of the process's GPU; empty on the CPU."""
+    free_bytes: int = field(default=2**62, compare=False)
+    """Memory of the device, or of the machine, that is free."""
 
     @classmethod
     def of_process(cls, device: torch.device) -> Endpoint:
@@ -157,12 +163,23 @@ class Endpoint:
         gpu = ""
         if device.type == "cuda":
             gpu = gpu_uuid(device)
-        return cls(pid=os.getpid(), machine=machine_id(), gpu=gpu)
+            free_bytes = torch.cuda.mem_get_info(device)[0]
+        else:
+            memory = Path("/proc/meminfo").read_text(encoding="ascii")
+            available = re.search(r"MemAvailable: +(\d+) kB", memory)
+            free_bytes = int(available[1]) * 1024 if available else _MIN_BUCKET_BYTES
+        return cls(pid=os.getpid(), machine=machine_id(), gpu=gpu, free_bytes=free_bytes)
 
 
 def gpu_uuid(device: torch.device) -> str:
     """Return the UUID of a GPU, which is the same in every process that sees it."""
     return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def bucket_limit(endpoints: Sequence[Endpoint], max_bytes: int) -> int:
+    """Return the limit of a bucket: 2 % of the least free memory, from 8 MiB up to `max_bytes`."""
+    free_bytes = min(each.free_bytes for each in endpoints)
+    return min(max_bytes, max(_MIN_BUCKET_BYTES, int(_FREE_SHARE * free_bytes)))
 
 
 @dataclass(frozen=True)
@@ -200,7 +217,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelSpec:
-    """All that a receiver needs to receive the buckets of one weight update."""
+    """All that a receiver needs to receive the buckets of the updates over one channel."""
 
     transport: str
     """A name in `nemo_like.weight_sync.transfer.TRANSPORTS`."""
@@ -211,29 +228,57 @@ class ChannelSpec:
     address: Any = None
     """`ChannelSender.address`."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Hugging Face names of the weights that are sent."""
+        return tuple(name for layout in self.layouts for name in layout.names)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, without alignment."""
+        total = 0
+        for layout in self.layouts:
+            dtype: torch.dtype = getattr(torch, layout.dtype)
+            total += sum(num_bytes_of(shape, dtype) for shape in layout.shapes)
+        return total
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelRequest:
-    """The channel that the policy opens for an update."""
+    """The channel that the policy opens. Updates use it until a member fails or changes."""
 
     transport: str
+    dtype: str
+    """dtype in which weights are sent, a name in `torch`."""
+    max_bytes: int
+    """Limit of a bucket."""
     num_receivers: int
     host: str
     """Address of policy rank 0's node, for a rendezvous."""
     timeout_s: float
+    """Max wait of a member for the others, per bucket."""
 
 
 class ChannelSender:
-    """The sending side of an open channel, in the process of a policy rank."""
+    """The sending side of an open channel, in the process of a policy rank.
+
+    An update calls `buffer` and `publish` for each bucket, and `finish`.
+    """
 
     address: Any = None
     """What the receivers need to join; it can be pickled."""
 
     def connect(self) -> None:
-        """Wait for the receivers. Raises ChannelBrokenError if one does not join in time."""
+        """Join the receivers, before the first update.
+
+        Raises ChannelBrokenError if one does not come in time.
+        """
 
     def buffer(self, index: int) -> Tensor:
-        """Return the memory of bucket `index`, uint8 [slot_bytes], into which it is gathered."""
+        """Return the memory of bucket `index`, uint8 [slot_bytes], into which it is gathered.
+
+        Waits until no receiver reads what it had before.
+        """
         raise NotImplementedError
 
     def publish(self, index: int, num_bytes: int) -> None:
@@ -242,13 +287,19 @@ class ChannelSender:
         Raises ChannelBrokenError if one of them is gone.
         """
 
-    def close(self) -> int:
-        """Release the buffers; returns the bytes that they occupied."""
+    def finish(self) -> int:
+        """Release the buffers at the end of an update; returns the bytes that they occupied."""
         return 0
+
+    def close(self) -> None:
+        """Leave the channel and release what is left of an update."""
 
 
 class ChannelReceiver:
-    """The receiving side of an open channel, in a process that loads weights."""
+    """The receiving side of an open channel, in a process that loads weights.
+
+    An update calls `receive` and `loaded` for each bucket, and `finish`.
+    """
 
     def receive(self, index: int) -> Tensor:
         """Return memory uint8 [slot_bytes] that has bucket `index`.
@@ -258,11 +309,20 @@ class ChannelReceiver:
         raise NotImplementedError
 
     def loaded(self) -> None:
-        """Wait until the copies out of the received bucket are done."""
+        """Note that nothing will read the received bucket again.
 
-    def close(self) -> int:
-        """Leave the channel; returns the bytes of the buffers of its own that it needed."""
+        Raises ChannelBrokenError if the sender is gone.
+        """
+
+    def finish(self) -> int:
+        """Release the buffers at the end of an update; returns the bytes of its own buffers.
+
+        Raises ChannelBrokenError if the sender is gone.
+        """
         return 0
+
+    def close(self) -> None:
+        """Leave the channel and release what is left of an update."""
 
 
 class Transport:
@@ -278,8 +338,8 @@ class Transport:
     passes_tensors = False
     """Receivers get the policy's tensors themselves, without a buffer."""
     is_collective = False
-    """Sender and receivers transfer a bucket together, so both must run at the same time. Otherwise
-    receivers read what was sent before."""
+    """All members join and transfer a bucket together; one that is lost breaks the channel for
+    all. Otherwise the others continue."""
     every_rank_sends = False
     """Every policy rank has a sender, and not only rank 0."""
 
@@ -298,17 +358,8 @@ class Transport:
         return ChannelReceiver()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightPlan:
-    """The buckets of one weight update."""
-
-    names: tuple[str, ...]
-    """Hugging Face names of the weights that are sent."""
-    num_buckets: int
-    num_bytes: int
-    """Bytes of all tensors, without alignment."""
-    endpoint: Endpoint
-    """This policy rank."""
+Buckets = Callable[[int], Iterable[tuple[str, Tensor]]]
+"""Index of a bucket -> its weights, [*shape] each, where both sides are one process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,21 +367,23 @@ class BucketMessage:
     """The notice that bucket `index` can be received."""
 
     index: int
-    tensors: tuple[tuple[str, Tensor], ...] | None = None
+    tensors: Iterable[tuple[str, Tensor]] | None = None
     """The weights themselves, [*shape] each, where sender and receiver are one process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SentBucket:
-    """The result of sending one bucket, on one policy rank."""
+class SentWeights:
+    """The result of sending all buckets, on one policy rank."""
 
-    message: BucketMessage
     gather_s: float = 0.0
-    """Casting the weights and gathering them from the policy's ranks into the slot."""
-    transfer_s: float = 0.0
-    """The broadcast; 0 where receivers read the slot itself."""
+    """Casting the weights and gathering them from the policy's ranks into the buffers."""
+    transfer_s: tuple[float, ...] = ()
+    """Of each bucket the broadcast; about 0 where receivers read the slot itself."""
+    buffer_bytes: int = 0
+    """Memory of the sender's buffers."""
     broken: str = ""
-    """Why a receiver could not be reached; empty if all were."""
+    """Why the receivers could not be reached; empty if they were."""
+    buckets: Buckets | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,6 +394,8 @@ class LoadedBucket:
     """Receiving, the wait for the sender included."""
     load_s: float = 0.0
     """Copying into the model."""
+    buffer_bytes: int = 0
+    """Memory of the receiver's own buffers; with the last bucket, else 0."""
     broken: str = ""
     """Why the bucket could not be received; empty if it was loaded."""
 
@@ -350,6 +405,7 @@ class LoadedBucket:
         return LoadedBucket(
             transfer_s=min(part.transfer_s for part in parts),
             load_s=max(part.load_s for part in parts),
+            buffer_bytes=sum(part.buffer_bytes for part in parts),
             broken=next((part.broken for part in parts if part.broken), ""),
         )
 
@@ -357,40 +413,34 @@ class LoadedBucket:
 class WeightSource(Protocol):
     """The methods of a policy worker that `WeightSync` calls, always on all ranks."""
 
-    def plan_weights(self, dtype: str, max_bytes: int) -> WeightPlan:
-        """Plan buckets of the weights in `dtype` of at most `max_bytes`."""
+    def weight_endpoint(self) -> Endpoint:
+        """Return this process."""
         ...
 
     def open_weight_channel(self, request: ChannelRequest) -> ChannelSpec | None:
-        """Open a channel for the planned buckets; rank 0 returns what receivers need to join it.
+        """Plan the buckets and open a channel; rank 0 returns what receivers need to join it.
 
         Closes a channel that is still open.
         """
         ...
 
-    def connect_weight_channel(self) -> str:
-        """Wait until all receivers have joined; returns why they did not, or an empty string."""
-        ...
-
-    def send_weight_bucket(self, index: int) -> SentBucket:
-        """Gather bucket `index` of the current weights and send it from rank 0.
+    def send_weights(self) -> SentWeights:
+        """Gather the current weights bucket by bucket and send them.
 
         A channel whose receivers cannot be reached is reported and not raised, because the
         policy's workers are intact.
         """
         ...
 
-    def close_weight_channel(self) -> int:
-        """Release the buffers of the channel; returns the bytes that they occupied."""
-        ...
+    def close_weight_channel(self) -> None:
+        """Leave the channel and release its buffers."""
 
 
 class WeightTarget(Protocol):
     """The methods of a generation worker that `WeightSync` calls, always on all ranks.
 
-    The order is open_weight_channel, begin_update, load_bucket for each bucket, finish_update,
-    close_weight_channel. `WeightReceiver` implements the receiving side. An update that was begun
-    and not finished may be begun again, after another receiver failed.
+    `WeightReceiver` implements the receiving side, `load_all` the order of an update. An update
+    that broke off may be begun again, after another receiver failed.
     """
 
     def weight_endpoints(self) -> tuple[Endpoint, ...]:
@@ -401,34 +451,22 @@ class WeightTarget(Protocol):
         """Join a channel; returns why that failed, or an empty string.
 
         `first_index[r]` is the index, among all receivers, of the first process of rank r; the
-        others follow in the order of `weight_endpoints`.
+        others follow in the order of `weight_endpoints`. Leaves a channel that is still open.
         """
         ...
 
-    def begin_update(self, names: Sequence[str]) -> None:
-        """Start an update with weights of these names; the worker generates nothing until its end.
+    def load_weights(self, version: int, buckets: Buckets | None) -> list[LoadedBucket]:
+        """Receive all buckets and copy their tensors over the model's weights of the same names.
 
-        Raises ValueError for unknown, duplicate or missing names, before a weight changes.
+        Completions have weight version `version` from then on. A broken channel is the `broken` of
+        the last bucket; the worker generates nothing until a later update is complete. `buckets` is
+        `SentWeights.buckets`. Raises ValueError, before a weight changes, for unknown, duplicate or
+        missing names, and for a tensor with another shape than the model's weight.
         """
         ...
 
-    def load_bucket(self, message: BucketMessage) -> LoadedBucket:
-        """Receive a bucket and copy its tensors over the model's weights of the same names.
-
-        Raises ValueError for a tensor with another shape than the model's weight.
-        """
-        ...
-
-    def finish_update(self, version: int) -> None:
-        """End the update; completions have weight version `version` from now on.
-
-        Raises ValueError if a weight was not loaded.
-        """
-        ...
-
-    def close_weight_channel(self) -> int:
-        """Leave the channel; returns the bytes of the buffers of its own that it needed."""
-        ...
+    def close_weight_channel(self) -> None:
+        """Leave the channel and release its buffers."""
 
 
 _MAX_SHOWN = 5

@@ -2,17 +2,18 @@
 
 A CUDA IPC handle can be opened only on the GPU of its memory. So every policy rank has the two
 slots on its own GPU: rank 0 gathers a bucket, the policy's default process group broadcasts it to
-the other ranks, and each receiver opens the slots of the policy rank that shares its GPU. Handles
-are exchanged once per update.
+the other ranks, and each receiver opens the slots of the policy rank that shares its GPU. The slots
+exist during an update only; their handles are sent through the sockets of `slots`.
 
-Not run: no GPU was available. Only the choice of the handle and the slots are tested, on CPU.
+Not run: no GPU was available. Only the choice of the rank and the turns of both sides are tested,
+on CPU.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,7 @@ from nemo_like.weight_sync.channel import (
     WeightSyncError,
     gpu_uuid,
 )
-
-NUM_SLOTS = 2
+from nemo_like.weight_sync.slots import NUM_SLOTS, SlotReceiver, SlotSender
 
 _DEVICE_ARGUMENT = 6
 """Position of the device index in the arguments of `rebuild_cuda_tensor`."""
@@ -37,10 +37,19 @@ _DEVICE_ARGUMENT = 6
 
 @dataclass(frozen=True, slots=True)
 class CudaIpcAddress:
-    """Slots in GPU memory of the policy's processes."""
+    """The policy ranks that have slots."""
 
-    handles: Mapping[str, tuple[tuple[Any, ...], ...]]
-    """GPU UUID -> for each slot the arguments of torch's `rebuild_cuda_tensor`."""
+    names: Mapping[str, str]
+    """GPU UUID -> `SlotSender.name` of the policy rank on this GPU."""
+
+    def on_gpu(self, gpu: str) -> str:
+        """Return the name of the policy rank on the GPU with this UUID; raises WeightSyncError."""
+        if gpu not in self.names:
+            raise WeightSyncError(
+                f"no policy rank uses GPU {gpu} of this generator, but {', '.join(self.names)};"
+                " with the transport cuda_ipc each generator shares its GPU with a policy rank"
+            )
+        return self.names[gpu]
 
 
 class CudaIpcTransport(Transport):
@@ -56,96 +65,81 @@ class CudaIpcTransport(Transport):
     def sender(
         self, request: ChannelRequest, slot_bytes: int, device: torch.device
     ) -> ChannelSender:
-        return CudaIpcSender(slot_bytes, device)
+        return CudaIpcSender(slot_bytes, request.timeout_s, device)
 
     def receiver(self, spec: ChannelSpec, index: int, device: torch.device) -> ChannelReceiver:
         return CudaIpcReceiver(spec, device)
 
 
-class CudaIpcSender(ChannelSender):
+class CudaIpcSender(SlotSender):
     """The slots of one policy rank; every rank constructs one at the same time."""
 
-    def __init__(self, slot_bytes: int, device: torch.device) -> None:
-        """Allocate the slots and exchange their handles with the other policy ranks."""
-        from torch.multiprocessing.reductions import reduce_tensor
-
+    def __init__(self, slot_bytes: int, timeout_s: float, device: torch.device) -> None:
+        """Listen for receivers, and exchange the names with the other policy ranks."""
+        super().__init__(timeout_s)
+        self._slot_bytes = slot_bytes
         self._device = device
-        self._slots = [
-            torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)
-        ]
-        handles = tuple(reduce_tensor(slot)[1] for slot in self._slots)
-        self.address = CudaIpcAddress(_gather_handles(gpu_uuid(device), handles))
-
-    def buffer(self, index: int) -> Tensor:
-        """Return the slot of bucket `index`, uint8 [slot_bytes]."""
-        return self._slots[index % NUM_SLOTS]
+        own = (gpu_uuid(device), self.name)
+        gathered: list[tuple[str, str]] = [own]
+        if _has_other_ranks():
+            gathered = [own] * dist.get_world_size()
+            dist.all_gather_object(gathered, own)
+        self.address = CudaIpcAddress(dict(gathered))
 
     def publish(self, index: int, num_bytes: int) -> None:
         """Copy `num_bytes` of rank 0's slot to the slots of all policy ranks; every rank calls."""
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.broadcast(self.buffer(index)[:num_bytes], src=0)
+        if _has_other_ranks():
+            dist.broadcast(self._slots[index % NUM_SLOTS][:num_bytes], src=0)
         # Other processes do not wait for this process's streams.
         torch.cuda.synchronize(self._device)
+        super().publish(index, num_bytes)
 
-    def close(self) -> int:
-        """Release the slots; returns their bytes on this GPU."""
-        num_bytes = sum(slot.numel() for slot in self._slots)
-        self._slots = []
+    def _create_slots(self) -> tuple[list[Tensor], bytes, list[int]]:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        slots = [
+            torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device)
+            for _ in range(NUM_SLOTS)
+        ]
+        handles = [reduce_tensor(slot)[1] for slot in slots]
+        return slots, pickle.dumps(handles), []
+
+    def _release_slots(self) -> int:
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
-        return num_bytes
+        return NUM_SLOTS * self._slot_bytes
 
 
-class CudaIpcReceiver(ChannelReceiver):
+class CudaIpcReceiver(SlotReceiver):
     """The opened slots of the policy rank on this GPU."""
 
     def __init__(self, spec: ChannelSpec, device: torch.device) -> None:
-        """Open the slots. Raises WeightSyncError if no policy rank is on this GPU."""
-        from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
+        """Call the policy rank. Raises WeightSyncError if none is on this GPU."""
         address: CudaIpcAddress = spec.address
+        super().__init__(address.on_gpu(gpu_uuid(device)), spec.timeout_s)
         self._device = device
-        self._slots = []
-        for arguments in handles_of_gpu(address, gpu_uuid(device)):
-            # The index of one GPU differs between processes that see different sets of GPUs.
-            own = list(arguments)
-            own[_DEVICE_ARGUMENT] = torch.cuda.current_device()
-            if device.index is not None:
-                own[_DEVICE_ARGUMENT] = device.index
-            self._slots.append(rebuild_cuda_tensor(*own))
-
-    def receive(self, index: int) -> Tensor:
-        """Return the slot with bucket `index`, uint8 [slot_bytes]."""
-        return self._slots[index % NUM_SLOTS]
 
     def loaded(self) -> None:
         """Wait until the copies out of the slot are done; the sender may then reuse it."""
         torch.cuda.synchronize(self._device)
+        super().loaded()
 
-    def close(self) -> int:
-        """Release the mapping; returns 0, because the memory is the policy's."""
-        self._slots = []
+    def _open_slots(self, message: bytes, descriptors: list[int]) -> list[Tensor]:
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        slots = []
+        for arguments in pickle.loads(message):
+            # The index of one GPU differs between processes that see different sets of GPUs.
+            own = list(arguments)
+            own[_DEVICE_ARGUMENT] = torch.cuda.current_device()
+            if self._device.index is not None:
+                own[_DEVICE_ARGUMENT] = self._device.index
+            slots.append(rebuild_cuda_tensor(*own))
+        return slots
+
+    def _close_slots(self) -> None:
         torch.cuda.ipc_collect()
-        return 0
 
 
-def handles_of_gpu(address: CudaIpcAddress, gpu: str) -> tuple[tuple[Any, ...], ...]:
-    """Return the handles of the policy rank on the GPU with UUID `gpu`; raises WeightSyncError."""
-    handles = address.handles.get(gpu)
-    if handles is None:
-        raise WeightSyncError(
-            f"no policy rank uses GPU {gpu} of this generator, but {', '.join(address.handles)};"
-            " with the transport cuda_ipc each generator shares its GPU with a policy rank"
-        )
-    return handles
-
-
-def _gather_handles(
-    gpu: str, handles: tuple[tuple[Any, ...], ...]
-) -> dict[str, tuple[tuple[Any, ...], ...]]:
-    """Return the handles of all policy ranks by GPU UUID; every rank calls."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return {gpu: handles}
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (gpu, handles))
-    return dict(gathered)
+def _has_other_ranks() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1

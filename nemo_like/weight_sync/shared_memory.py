@@ -1,22 +1,19 @@
 """Weight buckets in memory that the processes of one machine share.
 
-The slots are anonymous memory files (memfd_create(2)), which receivers open through
-`/proc/<pid>/fd`. They have no name in any directory: the kernel frees them with the last process
-that maps them, whatever ends it, and the size of `/dev/shm`, 64 MB by default in containers, does
-not limit them.
+The slots are anonymous memory files (memfd_create(2)), whose descriptors the receivers get through
+their sockets. They have no name in any directory: the kernel frees them with the last process that
+maps them, whatever ends it, and the size of `/dev/shm`, 64 MB by default in containers, does not
+limit them.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nemo_like.weight_sync.channel import (
-    ChannelBrokenError,
     ChannelReceiver,
     ChannelRequest,
     ChannelSender,
@@ -24,23 +21,7 @@ from nemo_like.weight_sync.channel import (
     Placement,
     Transport,
 )
-
-NAME = "nemo_like_weights"
-"""Beginning of the slots' names in `/proc/<pid>/maps`."""
-
-NUM_SLOTS = 2
-"""One bucket is loaded while the next is gathered."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedMemoryAddress:
-    """The slots of a sender on the same machine."""
-
-    pid: int
-    descriptors: tuple[int, ...]
-    """File descriptors of the slots in process `pid`."""
-    token: str
-    """Part of the name of both slots, so that descriptors of another process are recognized."""
+from nemo_like.weight_sync.slots import NAME, NUM_SLOTS, SlotReceiver, SlotSender
 
 
 class SharedMemoryTransport(Transport):
@@ -54,88 +35,57 @@ class SharedMemoryTransport(Transport):
     def sender(
         self, request: ChannelRequest, slot_bytes: int, device: torch.device
     ) -> ChannelSender:
-        return SharedMemorySender(slot_bytes)
+        return SharedMemorySender(slot_bytes, request.timeout_s)
 
     def receiver(self, spec: ChannelSpec, index: int, device: torch.device) -> ChannelReceiver:
         return SharedMemoryReceiver(spec)
 
 
-class SharedMemorySender(ChannelSender):
-    """Two slots of policy rank 0; bucket i is in slot i mod 2.
+class SharedMemorySender(SlotSender):
+    """Two slots of policy rank 0."""
 
-    The driver calls `send` of bucket i after all receivers have loaded bucket i - 2.
-    """
+    def __init__(self, slot_bytes: int, timeout_s: float) -> None:
+        """Listen for receivers; see `SlotSender`."""
+        super().__init__(timeout_s)
+        self.address = self.name
+        self._slot_bytes = slot_bytes
+        self._descriptors: list[int] = []
 
-    def __init__(self, slot_bytes: int) -> None:
-        """Create slots of `slot_bytes`; memory is used only for the bytes that are written."""
-        token = f"{NAME}_{secrets.token_hex(8)}"
-        self._descriptors = []
+    def _create_slots(self) -> tuple[list[Tensor], bytes, list[int]]:
+        """Create the slots; memory is used only for the bytes that are written."""
         for _ in range(NUM_SLOTS):
-            descriptor = os.memfd_create(token, os.MFD_CLOEXEC)
+            descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
             self._descriptors.append(descriptor)
-            os.ftruncate(descriptor, slot_bytes)
-        self.address = SharedMemoryAddress(os.getpid(), tuple(self._descriptors), token)
-        self._slots = [
-            _map_file(f"/proc/self/fd/{descriptor}", slot_bytes) for descriptor in self._descriptors
-        ]
+            os.ftruncate(descriptor, self._slot_bytes)
+        slots = [_map_file(each, self._slot_bytes) for each in self._descriptors]
+        return slots, NAME.encode(), self._descriptors
 
-    def buffer(self, index: int) -> Tensor:
-        """Return the slot of bucket `index`, uint8 [slot_bytes]."""
-        return self._slots[index % NUM_SLOTS]
-
-    def close(self) -> int:
-        """Release the slots; returns the bytes of memory that they occupied."""
+    def _release_slots(self) -> int:
         # st_blocks has a unit of 512 bytes. Pages that were never written are not counted.
         num_bytes = sum(os.fstat(descriptor).st_blocks * 512 for descriptor in self._descriptors)
-        self._slots = []
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors = []
         return num_bytes
 
 
-class SharedMemoryReceiver(ChannelReceiver):
+class SharedMemoryReceiver(SlotReceiver):
     """The mapped slots of a sender on this machine."""
 
     def __init__(self, spec: ChannelSpec) -> None:
-        """Map the slots. Raises ChannelBrokenError if the sender's process has ended."""
-        address: SharedMemoryAddress = spec.address
-        self._slots = [
-            _map_slot(address, descriptor, spec.slot_bytes) for descriptor in address.descriptors
-        ]
+        """Call the sender. Raises ChannelBrokenError if its process has ended."""
+        super().__init__(spec.address, spec.timeout_s)
+        self._slot_bytes = spec.slot_bytes
 
-    def receive(self, index: int) -> Tensor:
-        """Return the slot with bucket `index`, uint8 [slot_bytes]."""
-        return self._slots[index % NUM_SLOTS]
-
-    def close(self) -> int:
-        """Release the mapping; returns 0, because the memory is the sender's."""
-        self._slots = []
-        return 0
+    def _open_slots(self, message: bytes, descriptors: list[int]) -> list[Tensor]:
+        slots = []
+        for descriptor in descriptors:
+            slots.append(_map_file(descriptor, self._slot_bytes))
+            os.close(descriptor)
+        return slots
 
 
-def _map_slot(address: SharedMemoryAddress, descriptor: int, num_bytes: int) -> Tensor:
-    """Return the sender's slot as uint8 [num_bytes]."""
-    path = f"/proc/{address.pid}/fd/{descriptor}"
-    try:
-        # Another process may have the number of a sender that ended.
-        is_slot = address.token in os.readlink(path)
-    except FileNotFoundError:
-        is_slot = False
-    except PermissionError as error:
-        raise WeightPermissionError(
-            f"{path} cannot be opened: policy and generator run on one machine as different users,"
-            " or the kernel hides processes from each other; start both as the same user"
-        ) from error
-    if not is_slot:
-        raise ChannelBrokenError(f"the policy's process {address.pid} has ended or its slots have")
-    return _map_file(path, num_bytes)
-
-
-class WeightPermissionError(PermissionError):
-    """This process may not map the memory of the policy's process."""
-
-
-def _map_file(path: str, num_bytes: int) -> Tensor:
+def _map_file(descriptor: int, num_bytes: int) -> Tensor:
     """Map a file as a tensor uint8 [num_bytes]; the mapping ends with the tensor and its views."""
+    path = f"/proc/self/fd/{descriptor}"
     return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)

@@ -1,6 +1,8 @@
 """The driver's side of weight updates: from the policy to all replicas of the generator.
 
-The driver passes handles and small messages and never receives weights.
+An update is one call of every policy rank and one of every replica: senders and receivers know all
+buckets and wait for each other without the driver. The channel between them stays open for the next
+update. The driver passes handles and small messages and never receives weights.
 """
 
 from __future__ import annotations
@@ -17,16 +19,15 @@ from nemo_like.distributed.worker_group import Handle, WorkerGroup, call_all, su
 from nemo_like.metrics import Mean, Metrics, Sum
 from nemo_like.weight_sync.channel import (
     MAX_BUCKET_BYTES,
-    BucketMessage,
     ChannelRequest,
     ChannelSpec,
     Endpoint,
     LoadedBucket,
-    SentBucket,
-    WeightPlan,
+    SentWeights,
     WeightSource,
     WeightSyncError,
     WeightTarget,
+    bucket_limit,
 )
 from nemo_like.weight_sync.transfer import TRANSPORTS, select_transport
 
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.5
 """Wait for the policy between two checks of the replicas that it may wait for."""
+_CHECK_SHARE = 50
+"""The wait is at least this many times as long as a check takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +50,7 @@ class SyncReport:
     num_buckets: int
     gather_s: float
     """Casting the weights and gathering them on policy rank 0, in memory that receivers read or
-    that is broadcast.
+    that is broadcast; 0 in one process, where loading casts.
     """
     transfer_s: float
     """Broadcasting, without waits; about 0 in one process and with shared memory."""
@@ -94,16 +97,25 @@ class WeightSync:
     ) -> None:
         """Prepare updates in the generator's `dtype` ("float32" or "bfloat16").
 
-        `transport` None selects it from the processes of both sides. A broadcast of one bucket
-        fails after `timeout_s`.
+        `transport` None selects it from the processes of both sides. A bucket is limited by
+        `max_bucket_bytes` and by the free memory of all processes. A member of an update fails when
+        it waits longer than `timeout_s` for the others with one bucket.
         """
         self._policy = policy_group
         self._dtype = dtype
         self._max_bucket_bytes = max_bucket_bytes
         self._requested: str | None = transport
         self._timeout_s = timeout_s
-        self.transport: str | None = None
+        self._policy_endpoints: list[Endpoint] = []
+        self._members: list[WorkerGroup] = []
+        """The replicas that the open channel reaches; empty without one."""
+        self._spec: ChannelSpec | None = None
+        """Of the last channel."""
+
+    @property
+    def transport(self) -> str | None:
         """The transport of the last update; None before the first."""
+        return None if self._spec is None else self._spec.transport
 
     def push(self, replicas: Sequence[WorkerGroup], version: int) -> SyncReport:
         """Load the policy's weights into every replica as `version`.
@@ -115,32 +127,31 @@ class WeightSync:
         """
         start = time.perf_counter()
         live = Replicas(replicas)
-        plan = call_all(
-            self._policy, WeightSource.plan_weights, self._dtype, self._max_bucket_bytes
-        )
         while True:
             num_failed = len(live.failed)
-            update = _Update(plan[0])
+            was_open = self._is_open(live)
+            update = _Update()
             try:
-                self._run_update(update, live, [each.endpoint for each in plan], version)
+                self._run_update(update, live, version)
             except BaseException:
                 self._abandon(live)
                 raise
             if not update.broken:
                 break
-            if len(live.failed) == num_failed:
-                self._abandon(live)
+            self._abandon(live)
+            if len(live.failed) == num_failed and not was_open:
                 raise WeightSyncError(
                     f"the weights of version {version} did not reach the generator over"
                     f" {self.transport}: {update.broken}"
                 )
-            # A member of a broadcast that ends breaks it for all: once more without that replica.
+            # A lost member breaks a broadcast for all: once more over a new channel without it. A
+            # channel of an earlier update may also have broken since.
             logger.info("weight update %d starts again: %s", version, update.broken)
         return SyncReport(
             version=version,
             transport=self.transport,
-            num_bytes=plan[0].num_bytes,
-            num_buckets=plan[0].num_buckets,
+            num_bytes=0 if self._spec is None else self._spec.num_bytes,
+            num_buckets=0 if self._spec is None else len(self._spec.layouts),
             gather_s=update.gather_s,
             transfer_s=update.transfer_s,
             load_s=update.load_s,
@@ -149,39 +160,38 @@ class WeightSync:
             failed=dict(live.failed),
         )
 
-    def _run_update(
-        self, update: _Update, live: Replicas, policy_endpoints: Sequence[Endpoint], version: int
-    ) -> None:
+    def _is_open(self, live: Replicas) -> bool:
+        """Return whether the channel of an earlier update reaches these replicas and no other."""
+        return self._members == [group for _, group in live.live()]
+
+    def _run_update(self, update: _Update, live: Replicas, version: int) -> None:
         """Send all buckets to the live replicas; sets `update.broken` if the channel breaks."""
-        endpoints = live.call(WeightTarget.weight_endpoints)
-        if not endpoints:
+        opening: _Calls = {}
+        if not self._is_open(live):
+            opening = self._open(live)
+        if not live.has_live:
             return
-        self._open(update, live, policy_endpoints, endpoints)
-        if not update.broken:
-            live.call(WeightTarget.begin_update, update.plan.names)
-            if _is_collective(self.transport):
-                self._broadcast_buckets(update, live)
-            else:
-                self._pass_buckets(update, live)
-        if not update.broken:
-            live.call(WeightTarget.finish_update, version)
-        # Receivers first: CUDA keeps the memory of a slot while another process has it open.
-        received = live.call(WeightTarget.close_weight_channel)
-        update.buffer_bytes = max(call_all(self._policy, WeightSource.close_weight_channel))
-        for sizes in received.values():
-            update.buffer_bytes += sum(sizes)
+        sending = submit_all(self._policy, WeightSource.send_weights)
+        buckets = None
+        if TRANSPORTS[self.transport or ""].passes_tensors:
+            buckets = self._policy.get(sending)[0].buckets
+        loading = live.submit(WeightTarget.load_weights, version, buckets)
+        # The policy first: a receiver that ends breaks its broadcast at once, and a failed gather
+        # must not wait for receivers.
+        results = self.policy_results(sending, live, [opening, loading])
+        for answers in live.collect(opening).values():
+            update.note_broken(answers)
+        update.add(results, live.collect(loading))
 
-    def _open(
-        self,
-        update: _Update,
-        live: Replicas,
-        policy_endpoints: Sequence[Endpoint],
-        endpoints: Mapping[int, Sequence[Sequence[Endpoint]]],
-    ) -> None:
-        """Open the channel on both sides.
-
-        `endpoints` has for each replica and each of its ranks the processes that load.
-        """
+    def _open(self, live: Replicas) -> _Calls:
+        """Open a channel to the live replicas; returns the running calls that join it."""
+        self._members = []
+        if not self._policy_endpoints:
+            self._policy_endpoints = call_all(self._policy, WeightSource.weight_endpoint)
+        # For each replica and each of its ranks the processes that load.
+        endpoints: dict[int, list[Sequence[Endpoint]]] = live.call(WeightTarget.weight_endpoints)
+        if not endpoints:
+            return {}
         first_index: dict[int, tuple[int, ...]] = {}
         receivers: list[Endpoint] = []
         for position, ranks in endpoints.items():
@@ -192,73 +202,36 @@ class WeightSync:
             first_index[position] = tuple(starts)
         transport = self._requested
         if transport is None:
-            transport = select_transport(policy_endpoints, receivers)
-        if transport != self.transport:
-            logger.info(
-                "weights are sent in %s over %s to %d receivers in %d buckets",
-                self._dtype,
-                transport,
-                len(receivers),
-                update.plan.num_buckets,
-            )
-        self.transport = transport
+            transport = select_transport(self._policy_endpoints, receivers)
         request = ChannelRequest(
             transport=transport,
+            dtype=self._dtype,
+            max_bytes=bucket_limit([*self._policy_endpoints, *receivers], self._max_bucket_bytes),
             num_receivers=len(receivers),
             host=_address(self._policy),
             timeout_s=self._timeout_s,
         )
         spec = call_all(self._policy, WeightSource.open_weight_channel, request)[0]
         assert isinstance(spec, ChannelSpec), "policy rank 0 returns the channel"
-        # Started before the receivers open their side: a broadcast group forms when all have come.
-        connecting = submit_all(self._policy, WeightSource.connect_weight_channel)
+        if transport != self.transport:
+            logger.info(
+                "weights are sent in %s over %s to %d receivers in %d buckets",
+                self._dtype,
+                transport,
+                len(receivers),
+                len(spec.layouts),
+            )
+        self._spec = spec
+        shared = self._policy.put(spec)
         opening = live.submit_each(
             WeightTarget.open_weight_channel,
-            {position: (spec, starts) for position, starts in first_index.items()},
+            {position: (shared, starts) for position, starts in first_index.items()},
         )
-        update.note_broken(self.policy_results(connecting, live, [opening]))
-        for answers in live.collect(opening).values():
-            update.note_broken(answers)
-
-    def _pass_buckets(self, update: _Update, live: Replicas) -> None:
-        """Send each bucket, then have it loaded; bucket i + 1 is gathered while i is loaded."""
-        num_buckets = update.plan.num_buckets
-        sending = submit_all(self._policy, WeightSource.send_weight_bucket, 0)
-        loading: _Calls = {}
-        for index in range(num_buckets):
-            sent: SentBucket = self._policy.get(sending)[0]
-            started = live.submit(WeightTarget.load_bucket, sent.message)
-            # Before the next gather, which writes into the slot of the bucket before this one.
-            loaded = live.collect(loading)
-            if index > 0:
-                update.add_loaded(loaded)
-            loading = started
-            update.gather_s += sent.gather_s
-            update.transfer_s += sent.transfer_s
-            if index + 1 < num_buckets:
-                sending = submit_all(self._policy, WeightSource.send_weight_bucket, index + 1)
-        update.add_loaded(live.collect(loading))
-
-    def _broadcast_buckets(self, update: _Update, live: Replicas) -> None:
-        """Send and load all buckets; both sides meet in the broadcast of each bucket."""
-        sending: list[list[Handle]] = []
-        loading: list[_Calls] = []
-        for index in range(update.plan.num_buckets):
-            sending.append(submit_all(self._policy, WeightSource.send_weight_bucket, index))
-            loading.append(live.submit(WeightTarget.load_bucket, BucketMessage(index)))
-        # The policy first: a receiver that ends breaks its broadcast at once, and a failed gather
-        # must not wait for receivers.
-        results: list[SentBucket] = []
-        for calls in sending:
-            results.append(self.policy_results(calls, live, loading)[0])
-        update.note_broken([sent.broken for sent in results])
-        for sent, calls in zip(results, loading, strict=True):
-            loaded = live.collect(calls)
-            update.add_loaded(loaded)
-            update.gather_s += sent.gather_s
-            # The last member to come to a broadcast does not wait in it.
-            durations = [each.transfer_s for ranks in loaded.values() for each in ranks]
-            update.transfer_s += min([sent.transfer_s, *durations])
+        if not TRANSPORTS[transport].is_collective:
+            # The sender accepts those that have come. A broadcast group forms while it sends.
+            live.collect(opening)
+        self._members = [group for _, group in live.live()]
+        return opening
 
     def policy_results(
         self, calls: Sequence[Handle], live: Replicas, running: Sequence[_Calls]
@@ -267,16 +240,18 @@ class WeightSync:
 
         A replica that hangs is killed at its own deadline, which ends its broadcast for all.
         """
+        check_s = 0.0
         # All ranks at once: a rank whose collective was aborted is not the cause of the failure.
         while not self._policy.is_done(calls):
-            # Without the calls that have ended, which would end the wait at once.
-            unfinished = [call for call in calls if not self._policy.is_done([call])]
-            self._policy.wait_any(unfinished, _WATCH_S)
+            self._policy.wait_any(calls, max(_WATCH_S, _CHECK_SHARE * check_s), len(calls))
+            start = time.perf_counter()
             live.check(running)
+            check_s = time.perf_counter() - start
         return self._policy.get(calls)
 
     def _abandon(self, live: Replicas) -> None:
-        """Have both sides release their buffers after a failure, without waiting for them."""
+        """Have both sides leave the channel after a failure, without waiting for them."""
+        self._members = []
         live.submit(WeightTarget.close_weight_channel)
         with suppress(WorkerFailure, RuntimeError):
             submit_all(self._policy, WeightSource.close_weight_channel)
@@ -286,7 +261,6 @@ class WeightSync:
 class _Update:
     """What is known of an update in progress."""
 
-    plan: WeightPlan
     gather_s: float = 0.0
     transfer_s: float = 0.0
     load_s: float = 0.0
@@ -299,13 +273,25 @@ class _Update:
         for answer in answers:
             self.broken = self.broken or answer
 
-    def add_loaded(self, loaded: Mapping[int, Sequence[LoadedBucket]]) -> None:
-        """Add the results of loading one bucket, by replica and rank."""
-        slowest = 0.0
-        for ranks in loaded.values():
-            self.note_broken([each.broken for each in ranks])
-            slowest = max([slowest, *(each.load_s for each in ranks)])
-        self.load_s += slowest
+    def add(
+        self, sent: Sequence[SentWeights], loaded: Mapping[int, Sequence[Sequence[LoadedBucket]]]
+    ) -> None:
+        """Add the results of the policy's ranks, and by replica and rank those of each bucket."""
+        self.note_broken([each.broken for each in sent])
+        self.gather_s = sent[0].gather_s
+        self.buffer_bytes = max(each.buffer_bytes for each in sent)
+        receivers = [buckets for ranks in loaded.values() for buckets in ranks]
+        for bucket in zip(*receivers, strict=False):
+            self.note_broken([each.broken for each in bucket])
+            self.load_s += max(each.load_s for each in bucket)
+            self.buffer_bytes += sum(each.buffer_bytes for each in bucket)
+        for durations in zip(sent[0].transfer_s, *map(_transfer_s, receivers), strict=False):
+            # The last member to come to a broadcast does not wait in it.
+            self.transfer_s += min(durations)
+
+
+def _transfer_s(buckets: Sequence[LoadedBucket]) -> list[float]:
+    return [each.transfer_s for each in buckets]
 
 
 _Calls = dict[int, list[Handle]]
@@ -324,6 +310,10 @@ class Replicas:
         for position, group in enumerate(self.groups):
             if position not in self.failed:
                 yield position, group
+
+    @property
+    def has_live(self) -> bool:
+        return len(self.failed) < len(self.groups)
 
     def call(self, method: Callable[..., Any], *args: Any) -> dict[int, list[Any]]:
         """Call a method on all replicas; results of each in rank order."""

@@ -14,6 +14,7 @@ from nemo_like.weight_sync.broadcast import GlooTransport, NcclTransport
 from nemo_like.weight_sync.channel import (
     BucketLayout,
     BucketMessage,
+    Buckets,
     ChannelBrokenError,
     ChannelReceiver,
     ChannelRequest,
@@ -22,10 +23,8 @@ from nemo_like.weight_sync.channel import (
     Endpoint,
     LoadedBucket,
     Placement,
-    SentBucket,
+    SentWeights,
     Transport,
-    WeightPlan,
-    num_bytes_of,
     plan_layouts,
 )
 from nemo_like.weight_sync.cuda_ipc import CudaIpcTransport
@@ -100,7 +99,6 @@ class WeightOwner(Protocol):
 
         None on all other ranks. Every rank calls.
         """
-        ...
 
 
 class WeightSender:
@@ -113,34 +111,33 @@ class WeightSender:
         self._layouts: tuple[BucketLayout, ...] = ()
         self._transport: Transport = TRANSPORTS["in_process"]
         self._channel: ChannelSender | None = None
+        self._is_connected = False
         self._broken = ""
 
-    def plan(self, dtype: str, max_bytes: int) -> WeightPlan:
-        """See `WeightSource.plan_weights`. Raises ValueError for an unknown dtype."""
-        wire_dtype = getattr(torch, dtype, None)
-        if not isinstance(wire_dtype, torch.dtype):
-            raise ValueError(f"dtype {dtype!r} is not a dtype of torch; use float32 or bfloat16")
-        shapes = self._owner.weight_shapes()
-        if self._adapters_only:
-            shapes = self._owner.adapter_shapes()
-        self._layouts = plan_layouts(shapes, wire_dtype, max_bytes)
-        return WeightPlan(
-            names=tuple(shapes),
-            num_buckets=len(self._layouts),
-            num_bytes=sum(num_bytes_of(shape, wire_dtype) for shape in shapes.values()),
-            endpoint=Endpoint.of_process(self._owner.device),
-        )
+    def endpoint(self) -> Endpoint:
+        """See `WeightSource.weight_endpoint`."""
+        return Endpoint.of_process(self._owner.device)
 
     def open(self, request: ChannelRequest) -> ChannelSpec | None:
-        """See `WeightSource.open_weight_channel`."""
+        """See `WeightSource.open_weight_channel`. Raises ValueError for an unknown dtype."""
         self.close()
+        self._is_connected = False
         self._broken = ""
+        dtype = getattr(torch, request.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(
+                f"dtype {request.dtype!r} is not a dtype of torch; use float32 or bfloat16"
+            )
         self._transport = TRANSPORTS[request.transport]
         device = self._owner.device
         if self._transport.needs_gpu and device.type != "cuda":
             raise RuntimeError(
                 f"the transport {request.transport} needs a GPU; the policy is on {device}"
             )
+        shapes = self._owner.weight_shapes()
+        if self._adapters_only:
+            shapes = self._owner.adapter_shapes()
+        self._layouts = plan_layouts(shapes, dtype, request.max_bytes)
         slot_bytes = max(layout.num_bytes for layout in self._layouts)
         is_source = self._owner.rank == 0
         if is_source or self._transport.every_rank_sends:
@@ -155,73 +152,74 @@ class WeightSender:
             address=self._channel.address,
         )
 
-    def connect(self) -> str:
-        """See `WeightSource.connect_weight_channel`."""
-        if self._channel is not None:
-            try:
-                self._channel.connect()
-            except ChannelBrokenError as error:
-                self._broken = str(error)
-        return self._broken
-
-    def send(self, index: int) -> SentBucket:
-        """See `WeightSource.send_weight_bucket`."""
+    def send(self) -> SentWeights:
+        """See `WeightSource.send_weights`."""
+        if not self._layouts:
+            return SentWeights(broken="the policy has closed the channel")
+        if self._transport.passes_tensors:
+            return SentWeights(buckets=self._bucket)
         try:
-            return self._send(index)
+            return self._send()
         except BaseException:
-            # Receivers of a broadcast would wait for this bucket otherwise.
+            # Receivers would wait for the next bucket otherwise.
             self.close()
             raise
 
-    def _send(self, index: int) -> SentBucket:
-        """Implement `send`."""
-        activity.note(f"weight bucket {index + 1} of {len(self._layouts)}")
-        layout = self._layouts[index]
-        dtype: torch.dtype = getattr(torch, layout.dtype)
-        if self._transport.passes_tensors:
-            return self._pass_tensors(index, layout, dtype)
-        targets = None
-        if self._owner.rank == 0:
-            assert self._channel is not None, "rank 0 has the channel"
-            targets = [target for _, target in layout.views(self._channel.buffer(index))]
-        start = time.perf_counter()
-        self._owner.gather_weights(layout.names, dtype, targets)
-        gathered = time.perf_counter()
-        self._publish(index, layout.num_bytes)
-        return SentBucket(
-            message=BucketMessage(index),
-            gather_s=gathered - start,
-            transfer_s=time.perf_counter() - gathered,
-            broken=self._broken,
-        )
-
-    def close(self) -> int:
+    def close(self) -> None:
         """See `WeightSource.close_weight_channel`."""
         channel = self._channel
         self._channel = None
-        return 0 if channel is None else channel.close()
+        self._layouts = ()
+        if channel is not None:
+            channel.close()
 
-    def _publish(self, index: int, num_bytes: int) -> None:
-        """Send `num_bytes` of the filled buffer, unless the channel is broken.
+    def _send(self) -> SentWeights:
+        """Implement `send`.
 
         A broken channel does not end the gathers: the other ranks of the policy take part in all of
         them.
         """
-        if self._channel is None or self._broken:
+        channel = self._channel
+        if channel is not None and not self._is_connected:
+            self._try(channel.connect)
+            self._is_connected = True
+        gather_s = 0.0
+        transfer_s = []
+        for index, layout in enumerate(self._layouts):
+            activity.note(f"weight bucket {index + 1} of {len(self._layouts)}")
+            targets = None
+            if channel is not None:
+                buffer = channel.buffer(index)
+                if self._owner.rank == 0:
+                    targets = [target for _, target in layout.views(buffer)]
+            start = time.perf_counter()
+            self._owner.gather_weights(layout.names, getattr(torch, layout.dtype), targets)
+            gathered = time.perf_counter()
+            gather_s += gathered - start
+            if channel is not None:
+                self._try(channel.publish, index, layout.num_bytes)
+            transfer_s.append(time.perf_counter() - gathered)
+        return SentWeights(
+            gather_s=gather_s,
+            transfer_s=tuple(transfer_s),
+            buffer_bytes=0 if channel is None else channel.finish(),
+            broken=self._broken,
+        )
+
+    def _try(self, step: Callable[..., None], *args: int) -> None:
+        """Run a step of the channel, unless it is broken."""
+        if self._broken:
             return
         try:
-            self._channel.publish(index, num_bytes)
+            step(*args)
         except ChannelBrokenError as error:
             self._broken = str(error)
 
-    def _pass_tensors(self, index: int, layout: BucketLayout, dtype: torch.dtype) -> SentBucket:
-        """Return the bucket's weights, [*shape] each; weights of `dtype` are not copied."""
-        start = time.perf_counter()
-        weights = self._owner.full_weights(layout.names)
-        tensors = tuple((name, weight.detach().to(dtype)) for name, weight in weights)
-        return SentBucket(
-            message=BucketMessage(index, tensors), gather_s=time.perf_counter() - start
-        )
+    def _bucket(self, index: int) -> NamedTensors:
+        """Yield the weights of a bucket, [*shape] each; weights of its dtype are not copied."""
+        layout = self._layouts[index]
+        for name, weight in self._owner.full_weights(layout.names):
+            yield name, weight.detach().to(getattr(torch, layout.dtype))
 
 
 class WeightReceiver:
@@ -235,7 +233,8 @@ class WeightReceiver:
     def __init__(self, device: torch.device) -> None:
         """`device` is the device of the process; with the GPU transports buckets arrive on it."""
         self._device = device
-        self._spec: ChannelSpec | None = None
+        self.spec: ChannelSpec | None = None
+        """Of the open channel."""
         self._channel: ChannelReceiver | None = None
 
     def endpoint(self) -> Endpoint:
@@ -248,7 +247,7 @@ class WeightReceiver:
         Leaves a channel that is still open.
         """
         self.close()
-        self._spec = spec
+        self.spec = spec
         try:
             transport = TRANSPORTS[spec.transport]
             self._channel = transport.receiver(spec, index, self._device)
@@ -263,7 +262,7 @@ class WeightReceiver:
         this bucket has returned. They must not be written to. Raises ChannelBrokenError if the
         sender is gone, and RuntimeError without an open channel.
         """
-        if self._spec is None:
+        if self.spec is None:
             raise RuntimeError("a weight bucket was received outside of an open channel")
         if message.tensors is not None:
             yield from message.tensors
@@ -271,7 +270,7 @@ class WeightReceiver:
         if self._channel is None:
             raise ChannelBrokenError("the channel was not opened")
         buffer = self._channel.receive(message.index)
-        yield from self._spec.layouts[message.index].views(buffer)
+        yield from self.spec.layouts[message.index].views(buffer)
 
     def load(
         self, message: BucketMessage, load_weights: Callable[[NamedTensors], object]
@@ -283,27 +282,83 @@ class WeightReceiver:
         activity.note(f"loading weight bucket {message.index + 1}")
         start = time.perf_counter()
         named = self.receive(message)
+        buffer_bytes = 0
         try:
             # The generator receives the bucket before it yields the first tensor.
             first = next(named, None)
-        except ChannelBrokenError as error:
+            received = time.perf_counter()
+            load_weights(_chain(first, named))
+            first = None  # a view of the buffer
+            if self._channel is not None and self.spec is not None:
+                self._channel.loaded()
+                if message.index + 1 == len(self.spec.layouts):
+                    buffer_bytes = self._channel.finish()
+        except BaseException as error:
             # No further bucket can come, and a member that leaves releases the others.
-            if self._channel is not None:
-                self._channel.close()
-                self._channel = None
+            self._leave()
+            if not isinstance(error, ChannelBrokenError):
+                raise
             return LoadedBucket(broken=str(error))
-        received = time.perf_counter()
-        load_weights(_chain(first, named))
-        if self._channel is not None:
-            self._channel.loaded()
-        return LoadedBucket(transfer_s=received - start, load_s=time.perf_counter() - received)
+        return LoadedBucket(
+            transfer_s=received - start,
+            load_s=time.perf_counter() - received,
+            buffer_bytes=buffer_bytes,
+        )
 
-    def close(self) -> int:
-        """Leave the channel; returns the bytes of the buffers of its own that it needed."""
+    def close(self) -> None:
+        """Leave the channel and release its buffers."""
+        self.spec = None
+        self._leave()
+
+    def _leave(self) -> None:
         channel = self._channel
         self._channel = None
-        self._spec = None
-        return 0 if channel is None else channel.close()
+        if channel is not None:
+            channel.close()
+
+
+class BucketLoader(Protocol):
+    """The steps of an update in a generation worker; see `load_all`."""
+
+    def begin_update(self, names: Sequence[str]) -> None:
+        """Start an update with weights of these names; the worker generates nothing until its end.
+
+        Raises ValueError for unknown, duplicate or missing names, before a weight changes.
+        """
+
+    def load_bucket(self, message: BucketMessage) -> LoadedBucket:
+        """Receive a bucket and copy its tensors over the model's weights of the same names.
+
+        Raises ValueError for a tensor with another shape than the model's weight.
+        """
+        ...
+
+    def finish_update(self, version: int) -> None:
+        """End the update. Raises ValueError if a weight was not loaded."""
+
+    def close_weight_channel(self) -> None: ...
+
+
+def load_all(
+    worker: BucketLoader, spec: ChannelSpec | None, version: int, buckets: Buckets | None
+) -> list[LoadedBucket]:
+    """Implement `WeightTarget.load_weights` with the channel `spec` that `worker` has joined."""
+    if spec is None:
+        return [LoadedBucket(broken="the channel was closed")]
+    loaded: list[LoadedBucket] = []
+    try:
+        worker.begin_update(spec.names)
+        for index in range(len(spec.layouts)):
+            tensors = None if buckets is None else buckets(index)
+            loaded.append(worker.load_bucket(BucketMessage(index, tensors)))
+            if loaded[-1].broken:
+                return loaded
+        worker.finish_update(version)
+    except BaseException:
+        # The sender would wait for this receiver.
+        worker.close_weight_channel()
+        raise
+    return loaded
 
 
 def _chain(first: tuple[str, Tensor] | None, rest: NamedTensors) -> NamedTensors:

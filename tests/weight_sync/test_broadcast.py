@@ -24,7 +24,12 @@ NUM_BYTES = 64
 
 def _sender(num_receivers: int) -> tuple[BroadcastSender, ChannelSpec]:
     request = ChannelRequest(
-        transport="gloo", num_receivers=num_receivers, host="127.0.0.1", timeout_s=60.0
+        transport="gloo",
+        dtype="uint8",
+        max_bytes=NUM_BYTES,
+        num_receivers=num_receivers,
+        host="127.0.0.1",
+        timeout_s=60.0,
     )
     sender = BroadcastSender(request, NUM_BYTES, CPU)
     spec = ChannelSpec(

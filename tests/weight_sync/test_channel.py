@@ -8,13 +8,14 @@ import torch
 
 from nemo_like.weight_sync.channel import (
     BucketLayout,
+    BucketMessage,
     ChannelSpec,
     Endpoint,
     LoadedBucket,
     WeightSyncError,
+    bucket_limit,
 )
-from nemo_like.weight_sync.cuda_ipc import CudaIpcAddress, handles_of_gpu
-from nemo_like.weight_sync.shared_memory import SharedMemoryAddress
+from nemo_like.weight_sync.cuda_ipc import CudaIpcAddress
 from nemo_like.weight_sync.transfer import WeightReceiver, select_transport
 
 
@@ -66,33 +67,42 @@ def test_endpoints_of_processes_on_one_machine_differ_by_pid() -> None:
     assert pickle.loads(pickle.dumps(own)) == own
 
 
-def test_each_receiver_opens_the_handles_of_its_gpu() -> None:
-    address = CudaIpcAddress({"g0": ((0, 1), (0, 2)), "g1": ((1, 1), (1, 2))})
-    assert handles_of_gpu(address, "g1") == ((1, 1), (1, 2))
+def test_each_receiver_calls_the_policy_rank_on_its_gpu() -> None:
+    address = CudaIpcAddress({"g0": "first", "g1": "second"})
+    assert address.on_gpu("g1") == "second"
     with pytest.raises(WeightSyncError, match=r"no policy rank uses GPU g7 .* g0, g1"):
-        handles_of_gpu(address, "g7")
+        address.on_gpu("g7")
 
 
 def test_results_of_several_processes_of_one_rank_are_merged() -> None:
     merged = LoadedBucket.merge(
         [
-            LoadedBucket(transfer_s=2.0, load_s=1.0),
-            LoadedBucket(transfer_s=1.0, load_s=3.0, broken="gone"),
+            LoadedBucket(transfer_s=2.0, load_s=1.0, buffer_bytes=5),
+            LoadedBucket(transfer_s=1.0, load_s=3.0, buffer_bytes=6, broken="gone"),
         ]
     )
-    assert merged == LoadedBucket(transfer_s=1.0, load_s=3.0, broken="gone")
+    assert merged == LoadedBucket(transfer_s=1.0, load_s=3.0, buffer_bytes=11, broken="gone")
+
+
+def test_a_bucket_has_a_share_of_the_least_free_memory() -> None:
+    ample = endpoint(1)
+    scarce = Endpoint(pid=2, machine="a", free_bytes=5 * 2**30)
+    assert bucket_limit([ample], 2**30) == 2**30
+    assert bucket_limit([ample, scarce], 2**30) == int(0.02 * 5 * 2**30)
+    assert bucket_limit([Endpoint(pid=2, machine="a", free_bytes=2**20)], 2**30) == 8 * 2**20
+    assert bucket_limit([ample, scarce], 2000) == 2000
+    assert 0 < Endpoint.of_process(torch.device("cpu")).free_bytes < 2**50
 
 
 def test_a_sender_that_ended_is_reported() -> None:
     layout = BucketLayout.of({"w": (2,)}, torch.float32)
-    # Descriptor 0 is no slot, and 9999 does not exist.
-    for pid, descriptor in ((os.getpid(), 0), (os.getpid(), 9999)):
-        spec = ChannelSpec(
-            transport="shared_memory",
-            layouts=(layout,),
-            slot_bytes=8,
-            timeout_s=1.0,
-            address=SharedMemoryAddress(pid, (descriptor,), "nemo_like_weights_0"),
-        )
-        receiver = WeightReceiver(torch.device("cpu"))
-        assert "has ended or its slots have" in receiver.open(spec, 0)
+    spec = ChannelSpec(
+        transport="shared_memory",
+        layouts=(layout,),
+        slot_bytes=8,
+        timeout_s=1.0,
+        address="nemo_like_weights_0",
+    )
+    receiver = WeightReceiver(torch.device("cpu"))
+    assert "has ended, or has left the channel" in receiver.open(spec, 0)
+    assert "was not opened" in receiver.load(BucketMessage(0), list).broken

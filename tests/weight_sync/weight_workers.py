@@ -9,22 +9,24 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from nemo_like.distributed.process_groups import init_process_group
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.weight_sync.channel import (
     BucketMessage,
+    Buckets,
     ChannelRequest,
     ChannelSpec,
     Endpoint,
     LoadedBucket,
-    SentBucket,
+    SentWeights,
     UpdateCoverage,
-    WeightPlan,
     num_bytes_of,
 )
-from nemo_like.weight_sync.shared_memory import NAME
-from nemo_like.weight_sync.transfer import NamedTensors, WeightReceiver, WeightSender
+from nemo_like.weight_sync.slots import NAME
+from nemo_like.weight_sync.transfer import NamedTensors, WeightReceiver, WeightSender, load_all
 
 
 class TiedModel(nn.Module):
@@ -57,6 +59,9 @@ class Owner:
         self.rank = rank
         self.device = torch.device("cpu")
         self.fail_at = ""
+        self.die_at = -1
+        """Number of the gather before which the process ends."""
+        self.num_gathers = 0
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(each.shape) for name, each in self.model.named_parameters()}
@@ -74,36 +79,44 @@ class Owner:
     def gather_weights(
         self, names: Sequence[str], dtype: torch.dtype, targets: Sequence[Tensor] | None
     ) -> None:
-        for index, (_, weight) in enumerate(self.full_weights(names)):
-            if targets is not None:
-                assert targets[index].dtype == dtype
-                targets[index].copy_(weight)
+        if self.num_gathers == self.die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.num_gathers += 1
+        weights = list(self.full_weights(names))
+        if dist.is_initialized():
+            # A rank that fails before the gather stops the others in it.
+            dist.barrier()
+        if targets is not None:
+            for target, (_, weight) in zip(targets, weights, strict=True):
+                assert target.dtype == dtype
+                target.copy_(weight)
 
 
 class PolicySide:
     def __init__(self, context: WorkerContext, *, dtype: str = "float32") -> None:
         self.context = context
+        if context.world_size > 1:
+            init_process_group(context)
         self.model = TiedModel(1, getattr(torch, dtype))
         self.owner = Owner(self.model, context.rank)
         self.sender = WeightSender(self.owner)
-        self.die_at = -1
+        self.num_opened = 0
 
-    def plan_weights(self, dtype: str, max_bytes: int) -> WeightPlan:
-        return self.sender.plan(dtype, max_bytes)
+    def weight_endpoint(self) -> Endpoint:
+        return self.sender.endpoint()
 
     def open_weight_channel(self, request: ChannelRequest) -> ChannelSpec | None:
+        self.num_opened += 1
         return self.sender.open(request)
 
-    def connect_weight_channel(self) -> str:
-        return self.sender.connect()
+    def send_weights(self) -> SentWeights:
+        return self.sender.send()
 
-    def send_weight_bucket(self, index: int) -> SentBucket:
-        if index == self.die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self.sender.send(index)
+    def close_weight_channel(self) -> None:
+        self.sender.close()
 
-    def close_weight_channel(self) -> int:
-        return self.sender.close()
+    def num_channels(self) -> int:
+        return self.num_opened
 
     def change_weights(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -117,7 +130,7 @@ class PolicySide:
             self.owner.fail_at = name
 
     def die_in_bucket(self, index: int) -> None:
-        self.die_at = index
+        self.owner.die_at = self.owner.num_gathers + index
 
     def largest_weight_bytes(self) -> int:
         shapes = self.owner.weight_shapes().values()
@@ -147,6 +160,9 @@ class GeneratorSide:
     def open_weight_channel(self, spec: ChannelSpec, first_index: tuple[int, ...]) -> str:
         return self.receiver.open(spec, first_index[self.context.rank])
 
+    def load_weights(self, version: int, buckets: Buckets | None) -> list[LoadedBucket]:
+        return load_all(self, self.receiver.spec, version, buckets)
+
     def begin_update(self, names: Sequence[str]) -> None:
         shapes = {name: tuple(each.shape) for name, each in self.model.named_parameters()}
         self.coverage = UpdateCoverage(shapes, names)
@@ -171,8 +187,8 @@ class GeneratorSide:
         self.coverage.check_complete()
         self.version = version
 
-    def close_weight_channel(self) -> int:
-        return self.receiver.close()
+    def close_weight_channel(self) -> None:
+        self.receiver.close()
 
     def die_in_bucket(self, index: int) -> None:
         self.die_at = index
