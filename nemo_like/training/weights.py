@@ -11,13 +11,13 @@ from nemo_like.config.errors import counted
 from nemo_like.config.schema import ClusterConfig, PolicyConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
+from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.replicas import Replica
 from nemo_like.metrics import Metrics, Timers, merge_metrics
 from nemo_like.policy.policy import Policy
 from nemo_like.weight_sync.check import LogprobCheck, probe_rows
 from nemo_like.weight_sync.sync import WeightSync
-
 
 NUM_CHECKED = 10
 """The first updates of a run, all of which are checked; of the later ones every tenth is."""
@@ -60,6 +60,8 @@ class GeneratorWeights:
         """The replicas to compare with them."""
         self._num_updates = 0
         """Of all replicas."""
+        self._checked: set[WorkerGroup] = set()
+        """The processes whose weights were checked at least once."""
         self._metrics: list[Metrics] = []
         """Of updates that no call has returned yet."""
         self._max_length = config.max_total_sequence_length - 1
@@ -93,8 +95,10 @@ class GeneratorWeights:
         self._generator.set_version(updated, version)
         self._metrics.append(report.metrics())
         self._num_updates += is_complete
+        groups = {replica.group for replica in updated}
         is_due = self._num_updates <= NUM_CHECKED or self._num_updates % NUM_CHECKED == 0
-        if is_due or not is_complete:
+        if is_due or not groups <= self._checked:
+            self._checked |= groups
             self._metrics[-1] |= self.start_check(updated)
         if not is_complete:
             return {}

@@ -186,11 +186,13 @@ class SlotReceiver(ChannelReceiver):
         """Release what `_open_slots` took beside the tensors."""
 
     def _next_message(self) -> tuple[bytes, list[int]]:
-        deadline = time.monotonic() + self._timeout_s
+        # The sender waits up to `timeout_s` for another receiver.
+        timeout_s = 2 * self._timeout_s
+        deadline = time.monotonic() + timeout_s
         while not wait([self._sender], _NOTE_S):
             activity.note("waiting for a weight bucket")
             if time.monotonic() > deadline:
-                raise ChannelBrokenError(f"a weight bucket took more than {self._timeout_s:g} s")
+                raise ChannelBrokenError(f"a weight bucket took more than {timeout_s:g} s")
         message, descriptors = _read(self._sender)
         if not message:
             raise ChannelBrokenError(_GONE)

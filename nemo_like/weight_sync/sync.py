@@ -171,11 +171,14 @@ class WeightSync:
             opening = self._open(live)
         if not live.has_live:
             return
-        sending = submit_all(self._policy, WeightSource.send_weights)
-        buckets = None
         if TRANSPORTS[self.transport or ""].passes_tensors:
+            sending = submit_all(self._policy, WeightSource.send_weights)
             buckets = self._policy.get(sending)[0].buckets
-        loading = live.submit(WeightTarget.load_weights, version, buckets)
+            loading = live.submit(WeightTarget.load_weights, version, buckets)
+        else:
+            # The receivers first: a group in this process returns when it has sent all.
+            loading = live.submit(WeightTarget.load_weights, version, None)
+            sending = submit_all(self._policy, WeightSource.send_weights)
         # The policy first: a receiver that ends breaks its broadcast at once, and a failed gather
         # must not wait for receivers.
         results = self.policy_results(sending, live, [opening, loading])

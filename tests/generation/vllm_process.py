@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
@@ -46,7 +47,7 @@ class VLLMProcess:
         return call
 
     def as_group(self) -> WorkerGroup:
-        """A group of this one worker, as far as weight updates use it; calls are waited for."""
+        """A group of this one worker, as far as weight updates use it."""
         return cast("WorkerGroup", _Group(self))
 
     def stop(self) -> None:
@@ -69,12 +70,14 @@ class _Group:
 
     def __init__(self, worker: VLLMProcess) -> None:
         self._worker = worker
+        self._thread = ThreadPoolExecutor(1)
 
     def submit_all(self, method: str, *args: Any) -> list[Handle]:
-        return [Handle(getattr(self._worker, method)(*args))]
+        values = [arg.value if isinstance(arg, Handle) else arg for arg in args]
+        return [Handle(self._thread.submit(getattr(self._worker, method), *values))]
 
     def get(self, handles: Sequence[Handle]) -> list[Any]:
-        return [handle.value for handle in handles]
+        return [handle.value.result() for handle in handles]
 
 
 def _serve(
