@@ -236,11 +236,9 @@ class ChannelSpec:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors, without alignment."""
-        total = 0
-        for layout in self.layouts:
-            dtype: torch.dtype = getattr(torch, layout.dtype)
-            total += sum(num_bytes_of(shape, dtype) for shape in layout.shapes)
-        return total
+        dtype: torch.dtype = getattr(torch, self.layouts[0].dtype)
+        shapes = [shape for layout in self.layouts for shape in layout.shapes]
+        return sum(num_bytes_of(shape, dtype) for shape in shapes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

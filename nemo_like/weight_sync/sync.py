@@ -169,7 +169,7 @@ class WeightSync:
         opening: _Calls = {}
         if not self._is_open(live):
             opening = self._open(live)
-        if not live.has_live:
+        if not self._members:
             return
         if TRANSPORTS[self.transport or ""].passes_tensors:
             sending = submit_all(self._policy, WeightSource.send_weights)
@@ -288,13 +288,9 @@ class _Update:
             self.note_broken([each.broken for each in bucket])
             self.load_s += max(each.load_s for each in bucket)
             self.buffer_bytes += sum(each.buffer_bytes for each in bucket)
-        for durations in zip(sent[0].transfer_s, *map(_transfer_s, receivers), strict=False):
+        for transfer_s, *bucket in zip(sent[0].transfer_s, *receivers, strict=False):
             # The last member to come to a broadcast does not wait in it.
-            self.transfer_s += min(durations)
-
-
-def _transfer_s(buckets: Sequence[LoadedBucket]) -> list[float]:
-    return [each.transfer_s for each in buckets]
+            self.transfer_s += min(transfer_s, *(each.transfer_s for each in bucket))
 
 
 _Calls = dict[int, list[Handle]]
@@ -313,10 +309,6 @@ class Replicas:
         for position, group in enumerate(self.groups):
             if position not in self.failed:
                 yield position, group
-
-    @property
-    def has_live(self) -> bool:
-        return len(self.failed) < len(self.groups)
 
     def call(self, method: Callable[..., Any], *args: Any) -> dict[int, list[Any]]:
         """Call a method on all replicas; results of each in rank order."""
