@@ -11,7 +11,7 @@ on CPU.
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -101,8 +101,11 @@ class CudaIpcSender(SlotSender):
             torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device)
             for _ in range(NUM_SLOTS)
         ]
-        handles = [reduce_tensor(slot)[1] for slot in slots]
-        return slots, pickle.dumps(handles), []
+        handles = []
+        for slot in slots:
+            values = reduce_tensor(slot)[1][_DEVICE_ARGUMENT + 1 :]
+            handles.append([each.hex() if isinstance(each, bytes) else each for each in values])
+        return slots, json.dumps(handles).encode(), []
 
     def _release_slots(self) -> int:
         torch.cuda.ipc_collect()
@@ -118,6 +121,7 @@ class CudaIpcReceiver(SlotReceiver):
         address: CudaIpcAddress = spec.address
         super().__init__(address.on_gpu(gpu_uuid(device)), spec.timeout_s)
         self._device = device
+        self._slot_bytes = spec.slot_bytes
 
     def loaded(self) -> None:
         """Wait until the copies out of the slot are done; the sender may then reuse it."""
@@ -127,14 +131,16 @@ class CudaIpcReceiver(SlotReceiver):
     def _open_slots(self, message: bytes, descriptors: list[int]) -> list[Tensor]:
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+        # The index of one GPU differs between processes that see different sets of GPUs.
+        device = self._device.index
+        if device is None:
+            device = torch.cuda.current_device()
+        shape = (self._slot_bytes,)
+        first = (torch.Tensor, shape, (1,), 0, torch.TypedStorage, torch.uint8, device)
         slots = []
-        for arguments in pickle.loads(message):
-            # The index of one GPU differs between processes that see different sets of GPUs.
-            own = list(arguments)
-            own[_DEVICE_ARGUMENT] = torch.cuda.current_device()
-            if self._device.index is not None:
-                own[_DEVICE_ARGUMENT] = self._device.index
-            slots.append(rebuild_cuda_tensor(*own))
+        for values in json.loads(message):
+            handle = [bytes.fromhex(each) if isinstance(each, str) else each for each in values]
+            slots.append(rebuild_cuda_tensor(*first, *handle))
         return slots
 
     def _close_slots(self) -> None:

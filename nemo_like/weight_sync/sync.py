@@ -244,9 +244,12 @@ class WeightSync:
         A replica that hangs is killed at its own deadline, which ends its broadcast for all.
         """
         check_s = 0.0
+        unfinished = set(calls)
         # All ranks at once: a rank whose collective was aborted is not the cause of the failure.
         while not self._policy.is_done(calls):
-            self._policy.wait_any(calls, max(_WATCH_S, _CHECK_SHARE * check_s), len(calls))
+            # Without the calls that have ended, which would end the wait at once.
+            ended = self._policy.wait_any(list(unfinished), max(_WATCH_S, _CHECK_SHARE * check_s))
+            unfinished -= set(ended)
             start = time.perf_counter()
             live.check(running)
             check_s = time.perf_counter() - start
