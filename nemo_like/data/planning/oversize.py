@@ -225,7 +225,7 @@ def _truncated_lengths(
         return truncated
     for group in np.unique(groups[is_oversize]):
         rows = np.flatnonzero(groups == group)
-        whole_bin = np.array([0, len(rows)])
+        bin_offsets = np.array([0, len(rows)])
         # Bisection over the common length in units of the row multiple.
         low = 0
         high = spec.max_row_tokens // spec.row_multiple
@@ -240,7 +240,7 @@ def _truncated_lengths(
                 remaining = truncated.copy()
                 remaining[rows] = limited
                 candidate = fitted.truncated(remaining, spec)
-                tokens = int(candidate.place(Packing(rows, whole_bin), spec)[1].sum())
+                tokens = int(candidate.place(Packing(rows, bin_offsets), spec)[1].sum())
             if tokens <= (spec.capacity or 0):
                 low = middle
             else:
