@@ -321,6 +321,18 @@ def test_a_hung_worker_is_found_beside_calls_that_are_done(
             time.sleep(0.1)
 
 
+def test_a_wait_for_any_call_returns_those_that_are_done(cluster: RayVirtualCluster) -> None:
+    groups = [plain_group(cluster, ParallelLayout()) for _ in range(2)]
+    (slow,) = groups[0].submit_all("sleep", 3.0)
+    (quick,) = groups[1].submit_all("multiply", 1)
+    assert groups[0].wait_any([], 1.0) == []
+    assert groups[0].wait_any([slow, quick], 60.0) == [quick]
+    assert groups[0].wait_any([slow], 0.0) == []
+    assert groups[0].wait_any([slow], 60.0) == [slow]
+    for group in groups:
+        group.shutdown()
+
+
 def test_a_hung_worker_is_distinguished_from_a_slow_one(
     cluster: RayVirtualCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
