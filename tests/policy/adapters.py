@@ -30,8 +30,8 @@ from nemo_like.models.spec import SCORE_WEIGHT
 from nemo_like.policy.worker import PolicyWorker
 from tests.policy.preferences import PAIR_LENGTHS
 from tests.policy.scores import CENTER, reward_batch
-from tests.policy.test_gradient_equality import LENGTHS, dynamic, packed
-from tests.policy.tiny import compute_and_fetch, random_batch
+from tests.policy.test_gradient_equality import LENGTHS, dynamic, packed, sharing
+from tests.policy.tiny import compute_and_fetch, grouped_batch, random_batch
 from tests.weight_sync.received import received_weights
 
 LORA = AdapterConfig(enabled=True, rank=5, alpha=8.0, use_rslora=True)
@@ -66,7 +66,8 @@ REWARD_LOSS = BradleyTerryLoss(center_coefficient=CENTER)
 
 PACKED = dataclasses.replace(packed(48), max_grad_norm=0.5)
 DYNAMIC = dataclasses.replace(dynamic(48), max_grad_norm=0.5)
-LAYOUTS = {"packed": PACKED, "dynamic": DYNAMIC}
+SHARED = dataclasses.replace(sharing(28), max_grad_norm=0.5)
+LAYOUTS = {"packed": PACKED, "dynamic": DYNAMIC, "shared": SHARED}
 RECOMPUTED = {
     "selective": dataclasses.replace(PACKED, activation_checkpointing="selective"),
     "full": dataclasses.replace(PACKED, activation_checkpointing="full"),
@@ -161,9 +162,9 @@ def outputs_of(worker: PolicyWorker, shard: SlicedDataDict) -> list[tuple[np.nda
 
 
 def look(side: Side, architecture: str, model: str, *, recomputes: bool) -> dict[str, Any]:
-    """Gradients in both layouts of rows, and recomputed; outputs and isolation."""
-    batch = random_batch(LENGTHS)
-    worker = side.worker(of_architecture(PACKED, architecture, model))
+    """Gradients in each layout of rows, and recomputed; outputs and isolation."""
+    batch = grouped_batch()
+    worker = side.worker(of_architecture(SHARED, architecture, model))
     steps = {}
     outputs = []
     for name, config in LAYOUTS.items():

@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses.likelihood import Divergence
 from nemo_like.policy.heads.targets import TargetSettings
-from tests.policy.tiny import VOCABULARY, random_batch
+from tests.policy.tiny import VOCABULARY, grouped_batch
 
-LENGTHS = [9, 14, 6, 23, 2, 17, 1, 12]
 SFT_WEIGHT = 0.25
 SETTINGS = {
     "reverse_kl": TargetSettings(divergence=Divergence(temperature=1.3)),
@@ -47,9 +46,9 @@ def save_teachers(folder: Path) -> list[str]:
 
 
 def taught_batch() -> BatchedDataDict:
-    """Random rows, some of each teacher."""
-    batch = random_batch(LENGTHS)
-    batch["teacher"] = np.array([0, 1, 1, 0, 0, 1, 0, 0], dtype=np.int64)
+    """Random rows, some of each teacher; those of one group have one teacher."""
+    batch = grouped_batch()
+    batch["teacher"] = np.array([0, 1, 1, 0, 1, 0, 0, 0], dtype=np.int64)
     return batch
 
 

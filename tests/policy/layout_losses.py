@@ -24,12 +24,13 @@ def batching_of_losses(
     batching: Iterable[str], losses: Iterable[str], layout: int
 ) -> dict[str, list[str]]:
     """The losses to be computed with each way of batching: all in layout 0; in each further layout
-    every loss with one way of batching, another one than in the layout before.
+    every loss with the last way of batching, and with another one than in the layout before.
     """
-    names = list(batching)
-    found: dict[str, list[str]] = {name: [] for name in names}
+    *names, last = batching
+    found: dict[str, list[str]] = {name: [] for name in (*names, last)}
     for index, loss in enumerate(losses):
-        for name in names if layout == 0 else [names[(layout + index) % len(names)]]:
+        others = names if layout == 0 else [names[(layout + index) % len(names)]]
+        for name in (*others, last):
             found[name].append(loss)
     return found
 

@@ -25,15 +25,15 @@ from nemo_like.config.schema import AdapterConfig
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from tests.policy.adapters import LORA_OF, adapter_values
 from tests.policy.scores import loss_of_scores, reward_batch, scores_by_definition
-from tests.policy.test_gradient_equality import LENGTHS, TOLERANCE
-from tests.policy.tiny import MIXTURES, random_batch, row_loss, saved_tensors
+from tests.policy.test_gradient_equality import TOLERANCE
+from tests.policy.tiny import MIXTURES, grouped_batch, row_loss, saved_tensors
 
 
 class Reference:
     """A model of transformers with adapters by PEFT, in float64 and on unpadded rows."""
 
     def __init__(self, architecture: str, model: str) -> None:
-        self.batch = random_batch(LENGTHS)
+        self.batch = grouped_batch()
         self.model = model
         lora = LORA_OF[architecture]
         # Grouped products of experts do not exist in float64.

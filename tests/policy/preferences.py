@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_like.algorithms.preferences.config import PreferenceLossConfig
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from tests.policy.tiny import random_batch
+from tests.policy.tiny import random_batch, share_tokens
 
 PAIR_LENGTHS = [9, 14, 6, 23, 5, 17, 11, 12]
 """Two rows per pair."""
@@ -24,9 +24,17 @@ LOSSES = {
 
 
 def pair_batch(lengths: list[int] | None = None) -> BatchedDataDict:
-    """Pairs of random rows with random reference log-probs; the last tokens are compared."""
+    """Pairs of random rows with random reference log-probs; the last tokens are compared.
+
+    Of the pairs of `PAIR_LENGTHS` the first and the last have one prompt of three tokens, and one
+    row of the second is the start of the other. Compared tokens are among those that rows share.
+    """
+    is_grouped = lengths is None
     lengths = lengths or PAIR_LENGTHS
     batch = random_batch(lengths)
+    if is_grouped:
+        share_tokens(batch, {0: (1, 6), 2: (3, 6), 4: (5, 2), 6: (0, 3), 7: (6, 10)})
+        batch["group"] = np.array([0, 0, 1, 1, 2, 2, 0, 0], dtype=np.int64)
     mask = batch["token_mask"]
     for start, end in zip(mask.offsets[:-1], mask.offsets[1:], strict=True):
         mask.values[start:end] = 0

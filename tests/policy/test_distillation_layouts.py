@@ -23,7 +23,7 @@ from tests.policy.distillation import (
     save_teachers,
     taught_batch,
 )
-from tests.policy.dtensor.test_layouts import DYNAMIC, PACKED, Rank, gradients
+from tests.policy.dtensor.test_layouts import DYNAMIC, PACKED, SHARED, Rank, gradients
 from tests.policy.layout_losses import (
     Expected,
     Found,
@@ -33,7 +33,7 @@ from tests.policy.layout_losses import (
 )
 from tests.policy.tiny import context
 
-BATCHING = {"packed": PACKED, "dynamic": DYNAMIC}
+BATCHING = {"packed": PACKED, "dynamic": DYNAMIC, "shared": SHARED}
 LAYOUTS = {
     "one rank": (1, ParallelConfig()),
     "dp 2": (2, ParallelConfig()),

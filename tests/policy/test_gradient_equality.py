@@ -22,6 +22,7 @@ from nemo_like.config.schema import (
     PolicyConfig,
     SequencePackingConfig,
 )
+from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
@@ -29,11 +30,13 @@ from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import ClippedPolicyGradientLoss, Loss, NllLoss
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
-from nemo_like.policy.batching import plan_spec
+from nemo_like.policy.batching import plan_columns, plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from tests.policy.tiny import (
     ARCHITECTURES,
+    GROUPED_LENGTHS,
     context,
+    grouped_batch,
     predictable_batch,
     random_batch,
     relative_error,
@@ -43,13 +46,14 @@ from tests.policy.tiny import (
     saved_tensors,
 )
 
-LENGTHS = [9, 14, 6, 23, 2, 17, 1, 12]
+LENGTHS = GROUPED_LENGTHS
 TOLERANCE = 1e-5
 BASE = PolicyConfig(
     model_name="",
     train_global_batch_size=len(LENGTHS),
     logprob_chunk_size=16,
     max_grad_norm=0.0,
+    shared_prefix="false",
     optimizer=OptimizerConfig(
         lr=1e-3, beta1=0.0
     ),  # with beta1 = 0 Adam's first moment is the gradient
@@ -61,6 +65,11 @@ def packed(max_tokens: int, **keys: Any) -> PolicyConfig:
         BASE,
         sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=max_tokens, **keys),
     )
+
+
+def sharing(max_tokens: int, **keys: Any) -> PolicyConfig:
+    """Packed rows of which common leading tokens are computed once."""
+    return dataclasses.replace(packed(max_tokens, **keys), shared_prefix="true")
 
 
 def dynamic(max_tokens: int, **keys: Any) -> PolicyConfig:
@@ -95,6 +104,16 @@ LAYOUTS = {
     "padded, selective checkpointing": dataclasses.replace(
         fixed(4), activation_checkpointing="selective"
     ),
+    "shared prefixes, 1 microbatch": sharing(128),
+    # The first group needs 37 tokens.
+    "shared prefixes, groups divided": sharing(28),
+    "shared prefixes, rounded": sharing(36, sequence_length_round=4, microbatch_length_round=36),
+    "shared prefixes with activation checkpointing": dataclasses.replace(
+        sharing(28), activation_checkpointing="full"
+    ),
+    "shared prefixes, selective checkpointing": dataclasses.replace(
+        sharing(28), activation_checkpointing="selective"
+    ),
 }
 SOME_LAYOUTS = (
     "packed, 2 microbatches",
@@ -103,6 +122,7 @@ SOME_LAYOUTS = (
     "dynamic, 4 microbatches, rounded",
     "padded, 2 rows",
     "packed, selective checkpointing",
+    "shared prefixes, groups divided",
 )
 IN_EVERY_LAYOUT = ("qwen2_tied", "qwen3_window")
 POLICY_GRADIENT = ClippedPolicyGradientLoss(
@@ -132,7 +152,7 @@ def train_once(
         parallel_layout=ParallelLayout(dp=worker_context.world_size),
         model=load_spec(config.model_name),
     )
-    plan = plan_batch(batch["length"], spec)
+    plan = plan_columns(batch, spec, config.shared_prefix)
     (metrics,) = worker.train(batch.shard(plan)[worker_context.rank], None, loss)
     worker.save(out)
     process_groups.destroy()
@@ -153,7 +173,7 @@ def test_every_layout_gives_the_gradient_of_transformers_on_unpadded_rows(
     model = AutoModelForCausalLM.from_pretrained(
         model_dir(architecture), attn_implementation="eager"
     )
-    batch = predictable_batch(model, LENGTHS)
+    batch = predictable_batch(model)
     loss = row_loss(model, batch)
     loss.backward()
     accuracy = row_accuracy(model, batch)
@@ -178,7 +198,7 @@ def test_every_layout_gives_the_gradient_of_transformers_on_unpadded_rows(
 def test_row_order_and_microbatches_leave_gradient_and_metrics_as_they_are(
     loss, model_dir, tmp_path
 ):
-    batch = random_batch(LENGTHS)
+    batch = grouped_batch()
     expected, expected_metrics = gradient_of(
         fixed(1), model_dir("qwen3"), batch, loss, tmp_path / "one"
     )
@@ -206,7 +226,7 @@ def train_once_in_shards(
 
 @pytest.mark.parametrize("architecture", ["llama_tied", "qwen3"])
 def test_two_ranks_give_the_gradient_of_one(architecture, model_dir, rank_pool, tmp_path):
-    batch = random_batch(LENGTHS)
+    batch = grouped_batch()
     expected, expected_metrics = gradient_of(
         fixed(8), model_dir(architecture), batch, POLICY_GRADIENT, tmp_path / "one"
     )
@@ -218,6 +238,7 @@ def test_two_ranks_give_the_gradient_of_one(architecture, model_dir, rank_pool, 
         "packed with activation checkpointing": second,
         "dynamic, 2 microbatches": second,
         "padded, 2 rows": first,
+        "shared prefixes, groups divided": second,
     }
     for name, train in runs.items():
         config = dataclasses.replace(LAYOUTS[name], model_name=model_dir(architecture))
@@ -267,6 +288,38 @@ def test_the_layouts_have_as_many_microbatches_as_their_names_say(layout, num_mi
     assert plan_batch(LENGTHS, spec).num_microbatches == num_microbatches
 
 
+def test_groups_are_divided_over_microbatches_and_ranks():
+    """Otherwise the layouts with shared prefixes would test less than they should."""
+    config = LAYOUTS["shared prefixes, groups divided"]
+    batch = grouped_batch()
+    for dp in (1, 2):
+        spec = plan_spec(config, purpose="train", parallel_layout=ParallelLayout(dp=dp), model=None)
+        plan = plan_columns(batch, spec, config.shared_prefix)
+        assert plan.computed_lengths.sum() < batch["length"].sum()
+        of_group = np.flatnonzero(batch["group"] == 0)
+        microbatches = [each for rank in plan.ranks for each in rank]
+        assert sum(bool(set(each.rows) & set(of_group)) for each in microbatches) > 1
+        assert all(set(of_group) & set(plan.rows_of_rank(rank)) for rank in range(dp))
+
+
+@pytest.mark.parametrize("max_tokens", [8, 12])
+def test_truncated_rows_share_what_is_left(max_tokens, model_dir, tmp_path):
+    """At 8 tokens three rows are the same, with different weights."""
+    config = dataclasses.replace(sharing(max_tokens), oversize_rows="truncate")
+    batch = grouped_batch()
+    found, metrics = gradient_of(config, model_dir("qwen3"), batch, NllLoss(), tmp_path)
+    for name in ("input_ids", "token_mask"):
+        column = batch[name]
+        rows = [row[:max_tokens] for row in column]
+        batch[name] = Jagged.from_rows(rows, column.dtype)
+    model = AutoModelForCausalLM.from_pretrained(model_dir("qwen3"), attn_implementation="eager")
+    loss = row_loss(model, batch)
+    loss.backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert relative_error(found, expected) < TOLERANCE
+    assert metrics["policy/loss"] == pytest.approx(loss.item(), rel=TOLERANCE)
+
+
 def assert_same_metrics(found: dict[str, float], expected: dict[str, float]) -> None:
     measured = {"policy/rank_time_worst_over_mean"}
     assert found.keys() == expected.keys()
@@ -274,20 +327,22 @@ def assert_same_metrics(found: dict[str, float], expected: dict[str, float]) -> 
         assert found[name] == pytest.approx(expected[name], rel=2e-5, abs=1e-6), name
 
 
-def test_a_batch_of_several_global_batches_takes_one_optimizer_step_for_each(model_dir, tmp_path):
-    config = dataclasses.replace(
-        packed(48), model_name=model_dir("llama"), train_global_batch_size=4
-    )
-    batch = random_batch(LENGTHS)
+@pytest.mark.parametrize("keys", [packed(48), sharing(28)], ids=["packed", "shared prefixes"])
+def test_a_batch_of_several_global_batches_takes_one_optimizer_step_for_each(
+    keys, model_dir, tmp_path
+):
+    config = dataclasses.replace(keys, model_name=model_dir("llama"), train_global_batch_size=4)
+    batch = grouped_batch()
     worker = DTensorPolicyWorker(context(), config=config)
-    plan = plan_batch(
-        batch["length"],
+    plan = plan_columns(
+        batch,
         plan_spec(
             config,
             purpose="train",
             parallel_layout=ParallelLayout(dp=1),
             model=load_spec(config.model_name),
         ),
+        config.shared_prefix,
     )
     full = worker.train(batch.shard(plan)[0], None, NllLoss())
     worker.save(tmp_path / "full")
@@ -301,7 +356,7 @@ def test_a_batch_of_several_global_batches_takes_one_optimizer_step_for_each(mod
             parallel_layout=ParallelLayout(),
             model=load_spec(config.model_name),
         )
-        half_plan = plan_batch(half["length"], half_spec)
+        half_plan = plan_columns(half, half_spec, config.shared_prefix)
         metrics += halves.train(half.shard(half_plan)[0], None, NllLoss())
     halves.save(tmp_path / "halves")
     assert len(full) == 2

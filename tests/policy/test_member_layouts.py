@@ -11,7 +11,7 @@ from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
 from tests.exhaustive import usually
-from tests.policy.dtensor.test_layouts import BASE, DYNAMIC, PACKED, Rank, gradients
+from tests.policy.dtensor.test_layouts import BASE, DYNAMIC, PACKED, SHARED, Rank, gradients
 from tests.policy.layout_losses import (
     Expected,
     Found,
@@ -20,13 +20,13 @@ from tests.policy.layout_losses import (
     found_on_ranks,
 )
 from tests.policy.members import LOSSES, MEMBERS, gradients_by_definition
-from tests.policy.test_gradient_equality import LENGTHS
-from tests.policy.tiny import random_batch
+from tests.policy.tiny import grouped_batch
 
 BATCHING = {
     "packed": PACKED,
     "dynamic": DYNAMIC,
     "one row at a time": dataclasses.replace(BASE, train_micro_batch_size=1),
+    "shared prefixes": SHARED,
 }
 LAYOUTS = {
     "one rank": (1, ParallelConfig()),
@@ -51,7 +51,7 @@ def program(
     for batching, names in losses.items():
         config = dataclasses.replace(BATCHING[batching], model_name=model)
         worker = rank.worker(config)
-        shard = rank.shard(config, random_batch(LENGTHS))
+        shard = rank.shard(config, grouped_batch())
         for name in names:
             found[batching, name] = gradients(worker, shard, LOSSES[name])
     process_groups.destroy()
@@ -61,7 +61,7 @@ def program(
 @pytest.fixture(scope="module")
 def expected(model_dir) -> Expected:
     """Gradient and loss of each member by definition."""
-    batch = random_batch(LENGTHS)
+    batch = grouped_batch()
     return {
         name: gradients_by_definition(model_dir("qwen3"), batch, config)
         for name, config in MEMBERS.items()

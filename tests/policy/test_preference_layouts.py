@@ -11,7 +11,7 @@ from nemo_like.algorithms.preferences.loss import PreferenceLoss
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
-from tests.policy.dtensor.test_layouts import BASE, DYNAMIC, PACKED, Rank, gradients
+from tests.policy.dtensor.test_layouts import BASE, DYNAMIC, PACKED, SHARED, Rank, gradients
 from tests.policy.layout_losses import (
     Expected,
     Found,
@@ -23,7 +23,12 @@ from tests.policy.preferences import LOSSES, PAIR_LENGTHS, gradients_by_definiti
 from tests.policy.tiny import context
 
 PADDED = dataclasses.replace(BASE, train_micro_batch_size=2)
-BATCHING = {"packed": PACKED, "dynamic": DYNAMIC, "one pair at a time": PADDED}
+BATCHING = {
+    "packed": PACKED,
+    "dynamic": DYNAMIC,
+    "one pair at a time": PADDED,
+    "shared prefixes": SHARED,
+}
 LAYOUTS = {
     "one rank": (1, ParallelConfig()),
     "dp 2": (2, ParallelConfig()),

@@ -22,7 +22,7 @@ from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.models.spec import load_spec
 from nemo_like.models.weight_files import weight_sizes
 from tests.exhaustive import usually
-from tests.policy.dtensor.test_layouts import DYNAMIC, PACKED, Rank, gradients
+from tests.policy.dtensor.test_layouts import DYNAMIC, PACKED, SHARED, Rank, gradients
 from tests.policy.preferences import PAIR_LENGTHS
 from tests.policy.scores import (
     CENTER,
@@ -36,7 +36,7 @@ from tests.policy.tiny import context, relative_error, run_ranks, saved_tensors
 
 TOLERANCE = 1e-5
 LOSS = BradleyTerryLoss(center_coefficient=CENTER)
-BATCHING = {"packed": PACKED, "dynamic": DYNAMIC}
+BATCHING = {"packed": PACKED, "dynamic": DYNAMIC, "shared": SHARED}
 LAYOUTS = {
     "one rank": (1, ParallelConfig()),
     "dp 2": (2, ParallelConfig()),
@@ -76,7 +76,7 @@ def program(
             worker.probe_isolation()
             evaluated = worker.evaluate(shard, LOSS)
             assert evaluated["rm/accuracy"].value == found[model, batching][-1]["rm/accuracy"]
-            if batching == "dynamic":
+            if batching != "packed":
                 continue
             worker.save(out / f"checkpoint_{model}")
             worker.export_hf(out / model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -156,6 +156,28 @@ def random_batch(lengths: list[int], seed: int = 0) -> BatchedDataDict:
     )
 
 
+GROUPED_LENGTHS = [9, 14, 6, 23, 2, 17, 1, 12]
+
+
+def grouped_batch(seed: int = 0) -> BatchedDataDict:
+    """`random_batch` of groups of four rows, three rows and one row, in the column `group`.
+
+    In the first group rows 3 and 5 have 11 common tokens, of which row 0 is the first 9, and row 7
+    has 4 of these. In the second row 4 is the start of row 1, of which row 2 has 3 tokens.
+    """
+    batch = random_batch(GROUPED_LENGTHS, seed)
+    share_tokens(batch, {0: (3, 9), 5: (3, 11), 7: (3, 4), 2: (1, 3), 4: (1, 2)})
+    batch["group"] = np.array([0, 1, 1, 0, 1, 0, 2, 0], dtype=np.int64)
+    return batch
+
+
+def share_tokens(batch: BatchedDataDict, prefixes: Mapping[int, tuple[int, int]]) -> None:
+    """Let rows begin with tokens of others: {row: (other row, number of tokens)}."""
+    rows = list(batch["input_ids"])
+    for row, (other, num_tokens) in prefixes.items():
+        rows[row][:num_tokens] = rows[other][:num_tokens]
+
+
 def compute_and_fetch(worker: PolicyWorker, shard: SlicedDataDict) -> dict[str, Jagged]:
     """Compute every log-prob that the worker can compute, and fetch what this rank keeps."""
     return worker.fetch_logprobs(shard, worker.compute_logprobs(shard))
@@ -185,15 +207,16 @@ def row_loss(model: PreTrainedModel, batch: BatchedDataDict) -> Tensor:
 
 
 @torch.no_grad()
-def predictable_batch(model: PreTrainedModel, lengths: list[int], seed: int = 0) -> BatchedDataDict:
-    """`random_batch`, with about half of the tokens replaced by those that `model` predicts."""
-    batch = random_batch(lengths, seed)
+def predictable_batch(model: PreTrainedModel, seed: int = 0) -> BatchedDataDict:
+    """`grouped_batch`, with about half of the tokens replaced by those that `model` predicts."""
+    batch = grouped_batch(seed)
     rows = [torch.from_numpy(row.astype(np.int64)) for row in batch["input_ids"]]
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     is_predicted = np.random.default_rng(seed).random(padded.shape[1]) < 0.5
     for position in range(1, padded.shape[1]):
         if is_predicted[position]:
             padded[:, position] = model(padded[:, :position]).logits[:, -1].argmax(-1)
+    lengths = batch["length"]
     tokens = [row[:length] for row, length in zip(padded.numpy(), lengths, strict=True)]
     batch["input_ids"] = Jagged.from_rows(tokens, np.int32)
     return batch

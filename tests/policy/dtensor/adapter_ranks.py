@@ -31,8 +31,7 @@ from tests.policy.adapters import (
     use_scores,
 )
 from tests.policy.dtensor.test_layouts import Rank, full_gradients
-from tests.policy.test_gradient_equality import LENGTHS
-from tests.policy.tiny import random_batch
+from tests.policy.tiny import grouped_batch
 
 USED = "qwen2_tied"
 """Of this architecture a layout does more than compute gradients."""
@@ -96,7 +95,7 @@ def program(
             # As a model too large to stay unsharded does it.
             patch.setattr(parallel_layout_module, "MAX_UNSHARDED_BYTES", 0)
             config = of_architecture(PACKED, USED, models[USED])
-            shard = side.shard(config, random_batch(LENGTHS))
+            shard = side.shard(config, grouped_batch())
             found[USED]["steps"]["sharded"] = step_gradients(side, side.worker(config), shard)
         if straight is not None:
             found["use"] = use(side, USED, models[USED], straight, out)

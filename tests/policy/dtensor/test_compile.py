@@ -15,9 +15,9 @@ from torch._dynamo.utils import counters as torch_counters
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed import process_groups
 from nemo_like.policy import decoder_layers
-from tests.policy.dtensor.test_layouts import Rank, gradients, worst
+from tests.policy.dtensor.test_layouts import SHARED, Rank, gradients, worst
 from tests.policy.test_gradient_equality import fixed
-from tests.policy.tiny import context, random_batch
+from tests.policy.tiny import context, grouped_batch, random_batch
 
 BATCHES = [[9, 14, 6], [5, 21, 3, 8], [11, 4]]
 
@@ -75,6 +75,21 @@ def test_layers_are_compiled_under_fsdp_too(model_dir, tmp_path, eager_layers):
         process_groups.destroy()
     assert counts == [1, 0, 0]
     assert not torch_counters["graph_break"]
+
+
+def test_shared_prefixes_need_no_further_graphs(model_dir, eager_layers):
+    """The attention of packed rows on CPU divides a layer into several graphs."""
+    config = dataclasses.replace(SHARED, model_name=model_dir("qwen3"))
+    rank = Rank(context(), ParallelConfig())
+    plain = rank.worker(config)
+    compiled = rank.worker(dataclasses.replace(config, compile="layers"))
+    counts = []
+    for seed in range(3):
+        shard = rank.shard(config, grouped_batch(seed))
+        error, weight = worst(gradients(compiled, shard)[0], gradients(plain, shard)[0])
+        assert error < 5e-6, weight
+        counts.append(gradients(compiled, shard)[1]["policy/recompilations"])
+    assert counts == [0, 0, 0]
 
 
 def test_many_graphs_give_one_warning(monkeypatch, caplog):

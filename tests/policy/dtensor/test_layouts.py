@@ -29,13 +29,12 @@ from nemo_like.config.schema import (
     PolicyConfig,
     SequencePackingConfig,
 )
-from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import Loss, NllLoss
 from nemo_like.metrics import metric_values
-from nemo_like.policy.batching import plan_spec
+from nemo_like.policy.batching import plan_columns, plan_spec
 from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.dtensor.parallel import Groups
 from nemo_like.policy.dtensor.parameters import local_shard
@@ -45,8 +44,10 @@ from tests.exhaustive import usually
 from tests.policy.test_gradient_equality import POLICY_GRADIENT
 from tests.policy.tiny import (
     ARCHITECTURES,
+    GROUPED_LENGTHS,
     compute_and_fetch,
     context,
+    grouped_batch,
     predictable_batch,
     random_batch,
     row_accuracy,
@@ -56,18 +57,30 @@ from tests.policy.tiny import (
 )
 from tests.weight_sync.received import received_weights
 
-LENGTHS = [9, 14, 6, 23, 2, 17, 1, 12]
+LENGTHS = GROUPED_LENGTHS
 TOLERANCE = 1e-5
 BASE = PolicyConfig(
-    model_name="", train_global_batch_size=len(LENGTHS), logprob_chunk_size=16, max_grad_norm=0.5
+    model_name="",
+    train_global_batch_size=len(LENGTHS),
+    logprob_chunk_size=16,
+    max_grad_norm=0.5,
+    shared_prefix="false",
 )
 PACKED = dataclasses.replace(
     BASE, sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=48)
 )
+SHARED = dataclasses.replace(
+    BASE,
+    shared_prefix="true",
+    sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=28, logprob_mb_tokens=40),
+)
+"""Common leading tokens are computed once; the largest group is divided, also in the pass of
+log-probs.
+"""
 DYNAMIC = dataclasses.replace(
     BASE, dynamic_batching=DynamicBatchingConfig(enabled=True, train_mb_tokens=48)
 )
-CHECKPOINTED = dataclasses.replace(PACKED, activation_checkpointing="selective")
+CHECKPOINTED = dataclasses.replace(SHARED, activation_checkpointing="selective")
 TRAINED = dataclasses.replace(PACKED, optimizer=OptimizerConfig(lr=1e-3))
 
 LAYOUTS = {
@@ -145,8 +158,11 @@ class Rank:
 
     def shard(self, config: PolicyConfig, batch: BatchedDataDict) -> SlicedDataDict:
         spec = plan_spec(config, purpose="train", parallel_layout=self.parallel_layout, model=None)
-        plan = plan_batch(batch["length"], spec, batch.get("pair"))
-        return batch.shard(plan)[self.parallel_layout.dp_rank(self.rank)]
+        plan = plan_columns(batch, spec, config.shared_prefix)
+        logprob_plan = None
+        if config.shared_prefix == "true":
+            logprob_plan = plan.with_budget(config.sequence_packing.logprob_mb_tokens)
+        return batch.shard(plan, logprob_plan)[self.parallel_layout.dp_rank(self.rank)]
 
 
 def full_gradients(engine: DTensorEngine) -> Iterator[tuple[str, Tensor]]:
@@ -184,16 +200,16 @@ def gradients(
 
 
 def look(rank: Rank, model: str, batch: BatchedDataDict, *, recomputes: bool) -> dict[str, Any]:
-    """Gradient in both layouts of rows, and recomputed; outputs."""
+    """Gradient in each layout of rows, and recomputed; outputs."""
     worker = rank.worker(dataclasses.replace(PACKED, model_name=model))
     shards = {
         name: rank.shard(config, batch)
-        for name, config in (("packed", PACKED), ("dynamic", DYNAMIC))
+        for name, config in (("packed", PACKED), ("dynamic", DYNAMIC), ("shared", SHARED))
     }
     found: dict[str, Any] = {name: gradients(worker, shard) for name, shard in shards.items()}
     if recomputes:
         config = dataclasses.replace(CHECKPOINTED, model_name=model)
-        found["checkpointed"] = gradients(rank.worker(config), shards["packed"])
+        found["checkpointed"] = gradients(rank.worker(config), shards["shared"])
     outputs = {
         name: compute_and_fetch(worker, shard)["prev_logprobs"] for name, shard in shards.items()
     }
@@ -213,13 +229,14 @@ def evaluate(
     worker = rank.worker(dataclasses.replace(PACKED, model_name=next(iter(models.values()))))
     found: dict[str, Any] = {}
     found["kept"], found["sent"] = evaluate_both_ways(worker, rank, batch)
-    found["isolation"] = [worker.probe_isolation()]
-    worker.config = DYNAMIC
-    found["isolation"].append(worker.probe_isolation())
+    found["isolation"] = []
+    for config in (SHARED, DYNAMIC):
+        worker.config = config
+        found["isolation"].append(worker.probe_isolation())
     if "qwen2_tied" in models:
         worker = rank.worker(dataclasses.replace(PACKED, model_name=models["qwen2_tied"]))
         found["accuracy"] = []
-        for config in (PACKED, DYNAMIC):
+        for config in (PACKED, DYNAMIC, SHARED):
             metrics = worker.evaluate(rank.shard(config, predictable), NllLoss())
             found["accuracy"].append(metrics["policy/token_accuracy"].value)
     return found
@@ -229,7 +246,7 @@ def evaluate_both_ways(
     worker: PolicyWorker, rank: Rank, batch: BatchedDataDict
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Metrics with log-probs that stayed on the rank, and with the same ones as columns."""
-    shard = rank.shard(PACKED, batch)
+    shard = rank.shard(SHARED, batch)
     handle = worker.compute_logprobs(shard)
     kept = metric_values(worker.evaluate(shard, POLICY_GRADIENT, handle))
     shard.update(worker.fetch_logprobs(shard, handle))
@@ -297,7 +314,7 @@ def program(
     rank = Rank(worker_context, parallel)
     process_groups.init_process_group(worker_context)
     try:
-        batch = random_batch(LENGTHS)
+        batch = grouped_batch()
         found: dict[str, Any] = {}
         for name, model in models.items():
             found[name] = look(rank, model, batch, recomputes=not found)
@@ -329,7 +346,7 @@ def straight(models, tmp_path_factory) -> tuple[list[float], Path]:
 def predictable(models) -> tuple[BatchedDataDict, float]:
     """Rows of which `qwen2_tied` predicts a part, and the share of trained tokens it predicts."""
     model = AutoModelForCausalLM.from_pretrained(models("qwen2_tied"), attn_implementation="eager")
-    batch = predictable_batch(model, LENGTHS)
+    batch = predictable_batch(model)
     accuracy = row_accuracy(model, batch)
     assert 0.2 < accuracy < 0.8
     return batch, accuracy
@@ -397,15 +414,15 @@ def test_a_layout_changes_nothing(
     )
     for rank in ranks:
         if "qwen2_tied" in names:
-            assert rank["accuracy"] == pytest.approx([predictable[1]] * 2)
+            assert rank["accuracy"] == pytest.approx([predictable[1]] * 3)
         assert rank["kept"] == rank["sent"]
         assert [report.layout for report in rank["isolation"]] == ["packed", "padded"]
-    batch = random_batch(LENGTHS)
+    batch = grouped_batch()
     for name in names:
         gradient, loss, outputs = expected_of(paths[name], batch)
         norm = float(np.sqrt(sum(np.square(tensor).sum() for tensor in gradient.values())))
-        hows = ("packed", "dynamic", "checkpointed") if name == names[0] else ("packed", "dynamic")
-        for how in hows:
+        hows = ("packed", "dynamic", "shared")
+        for how in (*hows, "checkpointed") if name == names[0] else hows:
             error, where = worst(ranks[0][name][how][0], gradient)
             assert error < TOLERANCE, (name, how, where)
             for rank in ranks:

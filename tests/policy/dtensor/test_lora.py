@@ -40,7 +40,14 @@ from tests.policy.peft_reference import (
     assert_use,
 )
 from tests.policy.test_gradient_equality import LENGTHS, TOLERANCE, fixed
-from tests.policy.tiny import compute_and_fetch, context, random_batch, run_ranks, saved_tensors
+from tests.policy.tiny import (
+    compute_and_fetch,
+    context,
+    grouped_batch,
+    random_batch,
+    run_ranks,
+    saved_tensors,
+)
 
 LAYOUTS = {
     "dp 2": (2, ParallelConfig()),
@@ -201,7 +208,7 @@ def test_compiled_layers_have_the_gradients_of_peft(
     plain = dataclasses.replace(fixed(4), activation_checkpointing="selective", compile="layers")
     config = of_architecture(plain, architecture, model_dir(architecture))
     worker = side.worker(config)
-    shard = side.shard(config, random_batch(LENGTHS))
+    shard = side.shard(config, grouped_batch())
     found, metrics = step_gradients(side, worker, shard)
     for name, gradient in reference(architecture).gradient.items():
         error = float((torch.from_numpy(found[name]) - gradient).norm() / gradient.norm())

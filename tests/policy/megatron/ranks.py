@@ -30,13 +30,13 @@ from nemo_like.losses import Loss, NllLoss
 from nemo_like.metrics import metric_values
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
-from nemo_like.policy.batching import plan_spec
+from nemo_like.policy.batching import plan_columns, plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.megatron.engine import MegatronEngine
 from nemo_like.policy.megatron.groups import Groups
 from nemo_like.policy.worker import PolicyWorker
 from tests.policy.test_gradient_equality import LENGTHS, POLICY_GRADIENT
-from tests.policy.tiny import random_batch
+from tests.policy.tiny import grouped_batch, random_batch
 
 MAX_RANKS = 8
 NUM_STEPS = 4
@@ -146,8 +146,12 @@ class Rank:
             parallel_layout=self.parallel_layout,
             model=load_spec(config.model_name),
         )
-        plan = plan_batch(batch["length"], spec, batch.get("pair"))
-        return batch.shard(plan)[self.parallel_layout.dp_rank(self.context.rank)]
+        plan = plan_columns(batch, spec, config.shared_prefix)
+        logprob_plan = None
+        if config.shared_prefix == "true":
+            # Passes of log-probs have a limit of their own.
+            logprob_plan = plan.with_budget(40)
+        return batch.shard(plan, logprob_plan)[self.parallel_layout.dp_rank(self.context.rank)]
 
 
 @contextmanager
@@ -330,7 +334,7 @@ def look_around(
     with joined(context, parallel) as rank:
         worker = rank.worker(config)
         engine = rank.engine(config, trainable=False)
-        shard = rank.shard(config, worker, random_batch(LENGTHS))
+        shard = rank.shard(config, worker, grouped_batch())
         handle = worker.compute_logprobs(shard)
         outputs = worker.fetch_logprobs(shard, handle)
         seen["rows"] = {name: list(shard[name]) for name in ("input_ids", "token_mask", "row_mask")}
@@ -345,7 +349,7 @@ def look_around(
         seen["cp"] = engine.gather_over_cp(torch.tensor([float(place.cp), -1.0])).tolist()
         worker.probe_isolation()
         seen["kept"] = metric_values(worker.evaluate(shard, POLICY_GRADIENT, handle))
-        with_columns = rank.shard(config, worker, random_batch(LENGTHS))
+        with_columns = rank.shard(config, worker, grouped_batch())
         with_columns.update(outputs)
         seen["sent"] = metric_values(worker.evaluate(with_columns, POLICY_GRADIENT))
         (trained,) = worker.train(shard, None, POLICY_GRADIENT, handle)

@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM
 from nemo_like.config.schema import PolicyConfig
 from tests.policy.megatron.ranks import NUM_STEPS, Gradients, StepResult, as_tensors
 from tests.policy.test_gradient_equality import LENGTHS, TOLERANCE
-from tests.policy.tiny import random_batch, relative_error, row_accuracy, row_loss
+from tests.policy.tiny import grouped_batch, random_batch, relative_error, row_accuracy, row_loss
 
 
 def transformers_gradients(model_name: str) -> tuple[Gradients, float]:
-    """Return gradients and loss of `random_batch`, each row by itself and unpadded."""
+    """Return gradients and loss of `grouped_batch`, each row by itself and unpadded."""
     model = AutoModelForCausalLM.from_pretrained(model_name, attn_implementation="eager")
-    loss = row_loss(model, random_batch(LENGTHS))
+    loss = row_loss(model, grouped_batch())
     loss.backward()
     gradients = {}
     for name, parameter in model.named_parameters():
@@ -32,9 +32,9 @@ def transformers_gradients(model_name: str) -> tuple[Gradients, float]:
 
 @cache
 def transformers_accuracy(model_name: str) -> float:
-    """Return the token accuracy on `random_batch`, in float64."""
+    """Return the token accuracy on `grouped_batch`, in float64."""
     model = AutoModelForCausalLM.from_pretrained(model_name, attn_implementation="eager")
-    return row_accuracy(model, random_batch(LENGTHS))
+    return row_accuracy(model, grouped_batch())
 
 
 class TrainedReference(NamedTuple):

@@ -19,9 +19,9 @@ from tests.policy.distillation import (
 )
 from tests.policy.megatron.ranks import RecordingEngine, StepResult, joined, of_model
 from tests.policy.megatron.reference import assert_step_is
-from tests.policy.test_gradient_equality import dynamic, packed
+from tests.policy.test_gradient_equality import dynamic, packed, sharing
 
-BATCHING = {"packed": packed(48), "dynamic": dynamic(48)}
+BATCHING = {"packed": packed(48), "dynamic": dynamic(48), "shared": sharing(28)}
 CHOSEN = ("jsd", "top-k")
 LOSS = DistillationLoss(sft_weight=SFT_WEIGHT)
 

@@ -55,7 +55,7 @@ from tests.policy.test_gradient_equality import (
     TOLERANCE,
     assert_same_metrics,
 )
-from tests.policy.tiny import random_batch, relative_error, run_ranks
+from tests.policy.tiny import grouped_batch, random_batch, relative_error, run_ranks
 
 CASES = (
     ("qwen3_window", "packed, 4 microbatches"),
@@ -63,18 +63,21 @@ CASES = (
     ("qwen2_tied", "dynamic, 4 microbatches, rounded"),
     ("llama_tied", "packed, selective checkpointing"),
     ("mistral", "padded, 2 rows"),
+    ("qwen3_window", "shared prefixes, groups divided"),
+    ("llama_tied", "shared prefixes with activation checkpointing"),
+    ("qwen2_tied", "shared prefixes, selective checkpointing"),
 )
 CASES_OF = {
     "one rank": CASES,
-    "dp2": (CASES[0], CASES[2]),
-    "tp2": (CASES[0], CASES[2], CASES[4]),
-    "tp2 + sp": (CASES[1], CASES[2], CASES[3]),
-    "pp2": (CASES[1], CASES[2], CASES[3]),
-    "cp2": (CASES[0], CASES[2], CASES[3]),
-    "tp2 x cp2 + sp": (CASES[1], CASES[2]),
-    "pp2 x cp2": (CASES[3], CASES[4]),
-    "tp2 x pp2 x dp2": (CASES[0],),
-    "tp2 x pp2 x cp2 + sp": (CASES[2],),
+    "dp2": (CASES[0], CASES[2], CASES[5]),
+    "tp2": (CASES[0], CASES[2], CASES[4], CASES[7]),
+    "tp2 + sp": (CASES[1], CASES[2], CASES[3], CASES[5], CASES[6]),
+    "pp2": (CASES[1], CASES[2], CASES[3], CASES[5], CASES[7]),
+    "cp2": (CASES[0], CASES[2], CASES[3], CASES[5], CASES[6]),
+    "tp2 x cp2 + sp": (CASES[1], CASES[2], CASES[5], CASES[7]),
+    "pp2 x cp2": (CASES[3], CASES[4], CASES[6]),
+    "tp2 x pp2 x dp2": (CASES[0], CASES[5]),
+    "tp2 x pp2 x cp2 + sp": (CASES[2], CASES[7]),
 }
 """Layout -> architectures and ways of batching. Every one is computed with tensor, with pipeline
 and with context parallelism.
@@ -86,8 +89,8 @@ FILTERED = ("tp2", "cp2", "pp2")
 
 
 def step_with_entropy(model_dir) -> Step:
-    config = of_model(LAYOUTS["packed, 4 microbatches"], model_dir("qwen3"))
-    return Step(config, random_batch(LENGTHS), POLICY_GRADIENT)
+    config = of_model(LAYOUTS["shared prefixes, groups divided"], model_dir("qwen3"))
+    return Step(config, grouped_batch(), POLICY_GRADIENT)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +120,7 @@ def test_every_layout_gives_the_gradient_of_transformers_on_unpadded_rows(
     """And, in the same process group, the policy gradient of one rank, and that of the filtered
     distribution.
     """
-    batch = random_batch(LENGTHS)
+    batch = grouped_batch()
     cases = CASES_OF[parallel]
     steps = [
         Step(of_model(LAYOUTS[layout], model_dir(architecture)), batch)
@@ -127,7 +130,7 @@ def test_every_layout_gives_the_gradient_of_transformers_on_unpadded_rows(
         steps.append(step_with_entropy(model_dir))
     if parallel in FILTERED:
         steps += [
-            Step(filtered(layout, model_dir("qwen3_tied")), batch, FILTERED_LOSS)
+            Step(filtered(layout, model_dir("qwen3_tied")), random_batch(LENGTHS), FILTERED_LOSS)
             for layout in (PACKED, DYNAMIC)
         ]
     # One list per step: the results of all ranks.
@@ -179,17 +182,21 @@ def test_layers_and_heads_that_do_not_divide_evenly(on_ranks, tmp_path):
         rope_parameters=rope,
         initializer_range=0.2,
     )
-    batch = random_batch(LENGTHS)
+    batch = grouped_batch()
     config.pad_token_id = int(batch["input_ids"].values[3])
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    steps = [Step(of_model(LAYOUTS["packed, 2 microbatches"], str(tmp_path / "model")), batch)]
+    steps = [
+        Step(of_model(LAYOUTS[layout], str(tmp_path / "model")), batch)
+        for layout in ("packed, 2 microbatches", "shared prefixes, groups divided")
+    ]
     gradients, _ = transformers_gradients(str(tmp_path / "model"))
     assert not gradients["model.embed_tokens.weight"][config.pad_token_id].any(), (
         "transformers leaves this row alone"
     )
     for parallel in ("tp2 x pp2", "tp2 x pp2 + sp"):
         ranks = on_ranks(take_steps, parallel, steps)
-        assert relative_error(as_tensors(ranks[0][0].gradients), gradients) < TOLERANCE
+        for step in ranks[0]:
+            assert relative_error(as_tensors(step.gradients), gradients) < TOLERANCE
 
 
 @pytest.mark.parametrize("parallel", ["dp2", "pp2 x cp2"])
@@ -238,7 +245,7 @@ def test_a_rank_that_waits_for_gradients_is_not_busy(model_dir, on_ranks) -> Non
 
 
 def test_scores_weights_and_groups(model_dir, on_ranks):
-    config = of_model(LAYOUTS["packed, 2 microbatches"], model_dir("llama_tied"))
+    config = of_model(LAYOUTS["shared prefixes, groups divided"], model_dir("llama_tied"))
     model = AutoModelForCausalLM.from_pretrained(config.model_name, attn_implementation="eager")
     for parallel in ("one rank", "tp2 x cp2 + sp", "tp2 x pp2 + sp"):
         world_size, degrees = PARALLEL[parallel]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.exhaustive import usually
 from tests.policy.megatron.ranks import Step, of_model, take_steps
 from tests.policy.megatron.reference import assert_step_is
 from tests.policy.members import LOSSES, MEMBERS, gradients_by_definition
-from tests.policy.test_gradient_equality import LENGTHS, packed
-from tests.policy.tiny import random_batch
+from tests.policy.test_gradient_equality import packed, sharing
+from tests.policy.tiny import grouped_batch
 
 
 @pytest.mark.parametrize(
@@ -17,10 +19,11 @@ from tests.policy.tiny import random_batch
 )
 def test_a_layout_does_not_change_the_gradient_of_a_member(parallel, model_dir, on_ranks):
     model = model_dir("qwen3")
-    config = of_model(packed(48), model)
-    steps = [Step(config, random_batch(LENGTHS), loss) for loss in LOSSES.values()]
+    configs = [of_model(keys, model) for keys in (packed(48), sharing(28))]
+    cases = list(itertools.product(LOSSES, configs))
+    steps = [Step(config, grouped_batch(), LOSSES[name]) for name, config in cases]
     ranks = on_ranks(take_steps, parallel, steps)
-    for index, name in enumerate(LOSSES):
-        gradients, loss = gradients_by_definition(model, random_batch(LENGTHS), MEMBERS[name])
+    for index, (name, config) in enumerate(cases):
+        gradients, loss = gradients_by_definition(model, grouped_batch(), MEMBERS[name])
         results = [steps_of_rank[index] for steps_of_rank in ranks]
-        assert_step_is(results, gradients, loss, (parallel, name))
+        assert_step_is(results, gradients, loss, (parallel, name, config.shared_prefix))

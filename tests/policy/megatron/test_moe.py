@@ -40,7 +40,7 @@ from tests.policy.megatron.ranks import (
 from tests.policy.megatron.reference import assert_same_logprobs, assert_step_is, train_transformers
 from tests.policy.megatron.test_optimizer import CONFIG
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS, TOLERANCE
-from tests.policy.tiny import MIXTURES, random_batch, relative_error
+from tests.policy.tiny import MIXTURES, grouped_batch, random_batch, relative_error
 
 CALM = dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, lr=0.005))
 """An expert few tokens chose has gradients near 0, of which Adam makes full steps: a faster
@@ -53,15 +53,17 @@ CASES = (
     ("qwen3_moe", "dynamic, 4 microbatches, rounded"),
     ("qwen3_moe_mixed", "packed with activation checkpointing"),
     ("qwen3_moe_mixed", "packed, selective checkpointing"),
+    ("qwen3_moe_mixed", "shared prefixes, groups divided"),
+    ("qwen3_moe", "shared prefixes, selective checkpointing"),
 )
 CASES_OF = {
     "one rank": CASES,
-    "ep2": (CASES[1], CASES[3]),
-    "tp2 + sp": (CASES[0], CASES[2]),
-    "tp2 x ep2 + sp": (CASES[0], CASES[2]),
-    "pp2 x ep2": (CASES[1], CASES[2]),
-    "tp2 x dp2 x ep2 + sp": (CASES[0], CASES[3]),
-    "tp2 x cp2 x ep4 + sp": (CASES[1], CASES[2]),
+    "ep2": (CASES[1], CASES[3], CASES[4]),
+    "tp2 + sp": (CASES[0], CASES[2], CASES[5]),
+    "tp2 x ep2 + sp": (CASES[0], CASES[2], CASES[4]),
+    "pp2 x ep2": (CASES[1], CASES[2], CASES[5]),
+    "tp2 x dp2 x ep2 + sp": (CASES[0], CASES[3], CASES[4]),
+    "tp2 x cp2 x ep4 + sp": (CASES[1], CASES[2], CASES[5]),
 }
 """Layout -> architectures and ways of batching."""
 
@@ -77,7 +79,7 @@ def test_experts_have_the_gradient_of_transformers_wherever_they_live(
 ):
     cases = CASES_OF[parallel]
     steps = [
-        Step(of_model(LAYOUTS[layout], model_dir(architecture)), random_batch(LENGTHS))
+        Step(of_model(LAYOUTS[layout], model_dir(architecture)), grouped_batch())
         for architecture, layout in cases
     ]
     ranks = on_ranks(take_steps, parallel, steps)

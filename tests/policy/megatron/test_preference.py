@@ -12,10 +12,14 @@ from tests.exhaustive import usually
 from tests.policy.megatron.ranks import Step, of_model, take_steps
 from tests.policy.megatron.reference import assert_step_is
 from tests.policy.preferences import LOSSES, PAIR_LENGTHS, gradients_by_definition, pair_batch
-from tests.policy.test_gradient_equality import dynamic, packed
+from tests.policy.test_gradient_equality import dynamic, packed, sharing
 
-BATCHING = {"packed": packed(48), "dynamic": dynamic(48)}
-LAYOUTS = {"cp2": ("packed", "dynamic"), "tp2 x pp2 + sp": ("packed",), "pp2 x cp2": ("dynamic",)}
+BATCHING = {"packed": packed(48), "dynamic": dynamic(48), "shared": sharing(32)}
+LAYOUTS = {
+    "cp2": ("packed", "dynamic", "shared"),
+    "tp2 x pp2 + sp": ("packed", "shared"),
+    "pp2 x cp2": ("dynamic", "shared"),
+}
 """Layout -> its ways of batching."""
 
 

@@ -25,10 +25,11 @@ from tests.policy.scores import (
     reward_gradients,
     scores_by_definition,
 )
-from tests.policy.test_gradient_equality import TOLERANCE, dynamic, packed
+from tests.policy.test_gradient_equality import TOLERANCE, dynamic, packed, sharing
 from tests.policy.tiny import relative_error, saved_tensors
 
 LOSS = BradleyTerryLoss(center_coefficient=CENTER)
+BATCHING = {"packed": packed(48), "dynamic": dynamic(48), "shared": sharing(32)}
 LAYOUTS = ("one rank", "dp2", "tp2", "cp2", "pp2", "tp2 x cp2 + sp", "pp2 x ep2")
 
 
@@ -39,7 +40,7 @@ def program(
     found: dict[tuple[str, str], Any] = {}
     with joined(context, parallel) as rank:
         for model, directory in models.items():
-            for batching, keys in (("packed", packed(48)), ("dynamic", dynamic(48))):
+            for batching, keys in BATCHING.items():
                 config = of_model(keys, directory)
                 assert config.train_global_batch_size == len(PAIR_LENGTHS)
                 worker = rank.worker(config, head="scores")
@@ -86,7 +87,7 @@ def test_a_layout_does_not_change_scores_and_gradient(
     all_rows = [row.tolist() for row in batch["input_ids"]]
     for model, directory in models.items():
         expected, loss, scores = definition(directory)
-        for batching in ("packed", "dynamic"):
+        for batching in BATCHING:
             _, _, gradients, _ = results[0][model, batching]
             error = relative_error(as_tensors(gradients), expected)
             assert error < TOLERANCE, (layout, model, batching)
