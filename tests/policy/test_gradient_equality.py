@@ -360,7 +360,13 @@ def test_a_batch_of_several_global_batches_takes_one_optimizer_step_for_each(
         metrics += halves.train(half.shard(half_plan)[0], None, NllLoss())
     halves.save(tmp_path / "halves")
     assert len(full) == 2
-    for found, expected in zip(full, metrics, strict=True):
-        assert found["policy/loss"] == expected["policy/loss"]
-    for name, weight in saved_tensors(tmp_path / "full", "weight").items():
-        assert torch.equal(weight, saved_tensors(tmp_path / "halves", "weight")[name]), name
+    losses = [each["policy/loss"].value for each in full]
+    weights, expected = (saved_tensors(tmp_path / name, "weight") for name in ("full", "halves"))
+    if config.shared_prefix == "true":
+        # Groups are in the order of their first rows, which may be in an earlier global batch.
+        assert losses == pytest.approx([each["policy/loss"].value for each in metrics], rel=1e-6)
+        assert relative_error(weights, expected) < TOLERANCE
+        return
+    assert losses == [each["policy/loss"].value for each in metrics]
+    for name, weight in weights.items():
+        assert torch.equal(weight, expected[name]), name

@@ -77,6 +77,7 @@ def test_layers_are_compiled_under_fsdp_too(model_dir, tmp_path, eager_layers):
     assert not torch_counters["graph_break"]
 
 
+@pytest.mark.exhaustive
 def test_shared_prefixes_need_no_further_graphs(model_dir, eager_layers):
     """The attention of packed rows on CPU divides a layer into several graphs."""
     config = dataclasses.replace(SHARED, model_name=model_dir("qwen3"))

@@ -191,7 +191,7 @@ def test_the_probe_allows_experts_their_rounding_and_no_leak(on_ranks, tmp_path)
         initializer_range=0.1,
     )
     Qwen3MoeForCausalLM(mixture).save_pretrained(tmp_path / "model")
-    config = of_model(LAYOUTS["packed, 1 microbatch"], str(tmp_path / "model"))
+    config = of_model(LAYOUTS["shared prefixes, 1 microbatch"], str(tmp_path / "model"))
     (report,) = on_ranks(probe, "one rank", config, False)
     assert report.mean_difference < 1e-5
     with pytest.raises(IsolationError, match="a token of row 0 changed the log-probs of row 1"):
