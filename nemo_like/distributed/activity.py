@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+_imported_s = time.monotonic()
+
 
 class Activity(NamedTuple):
     """The last note of this process.
@@ -69,6 +71,17 @@ def process_state(pid: int) -> str:
         return ""
     # The state follows the name of the process, in parentheses, which may have spaces.
     return text.rpartition(")")[2].split()[0]
+
+
+def process_age_s() -> float:
+    """Return the seconds since this process was started; since its first import without /proc."""
+    try:
+        text = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return time.monotonic() - _imported_s
+    # Field 22 of proc(5), in clock ticks since the machine was started.
+    start_ticks = int(text.rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def count_oom_kills() -> int:

@@ -25,7 +25,6 @@ from nemo_like.data.encoded_rows import row_error_text
 from nemo_like.data.formats import MESSAGE_COLUMNS, question
 from nemo_like.data.jagged import TokenCounts
 from nemo_like.data.messages import Message
-from nemo_like.data.planning.balance import few_plans
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import MAX_LISTED, BadRows, Rows
@@ -129,10 +128,8 @@ def describe_plan(
         dynamic_batching=replace(policy.dynamic_batching, enabled=False),
     )
     try:
-        # Two plans do not pay for the import of numba.
-        with few_plans():
-            metrics = _plan_metrics(config, policy, counts, spec)
-            plain_metrics = _plan_metrics(config, plain, counts, spec)
+        metrics = _plan_metrics(config, policy, counts, spec)
+        plain_metrics = _plan_metrics(config, plain, counts, spec)
     except ValueError as error:
         diagnostics.problems.append(f"{title} cannot be planned: {error}")
         return

@@ -26,7 +26,7 @@ from nemo_like.data.loader import BatchLoader, Position
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.data.planning.spec import CostModel
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.metrics import Metrics, Timers, metric_values
+from nemo_like.metrics import Metrics, Sum, Timers, metric_values, start_timers
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
 from nemo_like.policy.optim import resolve_decay_steps
 from nemo_like.policy.policy import Policy, ShardedBatch
@@ -111,6 +111,7 @@ class TrainingRun:
     lengths: AppendedFile = field(init=False)
     counters: dict[str, float] = field(default_factory=lambda: {"num_tokens": 0.0, "num_rows": 0.0})
     last_logged_s: float = field(default_factory=time.monotonic)
+    opened_s: float = field(default_factory=time.monotonic)
     num_skipped_in_a_row: int = 0
     """Longest sequence of skipped optimizer steps that ends in the latest step; see
     `steps`."""
@@ -302,7 +303,21 @@ class TrainingRun:
         )
         self.add_metrics(throughput)
         self.add_metrics(self.timers.pop())
+        self._report_start()
         self.log_metrics(step)
+
+    def _report_start(self) -> None:
+        """Log and print the phases from the command to the end of the first step; once."""
+        phases = start_timers.pop()
+        if not phases:
+            return
+        phases["timing/start_first_step_s"] = Sum(time.monotonic() - self.opened_s)
+        self.add_metrics(phases)
+        described = []
+        for name, seconds in metric_values(phases).items():
+            phase = name.partition("start_")[2].removesuffix("_s")
+            described.append(f"{phase.replace('_', ' ')} {seconds:.1f} s")
+        self.progress.print_line(f"start: {', '.join(described)}")
 
     def log_metrics(self, step: int) -> None:
         """Log the added metrics as the one record of `step`."""

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.parallel import is_colocated, policy_layout, workers_per_replica
 from nemo_like.config.schema import ClusterConfig, ParallelConfig, RunConfig
+from nemo_like.data.planning.balance import compile_kernels, needs_kernels
 from nemo_like.distributed.activity import set_variables
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.worker_group import WorkerGroup, call_all
-from nemo_like.environments.environment_workers import load_environment
-from nemo_like.environments.reward_worker import load_reward_functions
+from nemo_like.environments.environment_workers import EnvironmentWorkers, load_environment
+from nemo_like.environments.reward_worker import RewardEnvironment, load_reward_functions
+from nemo_like.metrics import start_timers
 from nemo_like.models.pretrained import load_model_config
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import microbatch_budget
@@ -48,10 +53,8 @@ from nemo_like.training.rollout_workers import (
     start_rewards,
 )
 
-if TYPE_CHECKING:
-    pass
-
 logger = logging.getLogger(__name__)
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +129,27 @@ def start_workers(
         reward_model_files = open_reward_models(config)
         if config.environment.path is not None:
             load_environment(config.environment)
+    if needs_kernels(config.policy_in_rows.train_global_batch_size):
+        _start_in_thread(_compile_planner)
     with ExitStack() as closing:
-        with progress.phase(
-            "starting workers", 3 if config.generates else 1, unit="groups", has_eta=False
-        ) as phase:
+        with (
+            start_timers("start_workers"),
+            progress.phase(
+                "starting workers", 3 if config.generates else 1, unit="groups", has_eta=False
+            ) as phase,
+        ):
             start = group_starter(config, closing, progress, logs=logs)
-            policy = _start_policy(config, start, needs_reference=config.needs_reference)
+            begin = _starts_now if config.cluster.backend == "local" else _start_in_thread
+            policy_start = begin(
+                partial(_start_policy, config, start, needs_reference=config.needs_reference)
+            )
+            # Their processes use no GPU.
+            services = begin(partial(_start_services, config, start, closing, progress))
+            start_replicas = partial(start_generator, config, start, end_token_ids, progress)
+            generator_start = None
+            if config.generates and not (is_colocated(config) and config.cluster.gpus_per_node):
+                generator_start = begin(partial(start_replicas, can_sleep=False))
+            policy = policy_start.result()
             offload = run_offload_decision(config, policy)
             if is_colocated(config):
                 _report_offload(offload, progress)
@@ -141,18 +159,14 @@ def start_workers(
             phase.advance()
             rollout_workers = None
             if config.generates:
-                generator = start_generator(
-                    config, start, end_token_ids, progress, can_sleep=offload.offloads
-                )
+                if generator_start is None:
+                    generator_start = begin(partial(start_replicas, can_sleep=offload.offloads))
+                generator = generator_start.result()
                 closing.callback(generator.shutdown)
                 if offload.offloads:
                     generator.offload()
                 phase.advance()
-                environment = start_environment(config, start, closing, progress)
-                rewards = None
-                has_other_rewards = environment is not None or bool(config.reward.models)
-                if config.reward.functions or (config.needs_rewards and not has_other_rewards):
-                    rewards = start_rewards(config, start)
+                environment, rewards = services.result()
                 reward_models = start_reward_models(config, reward_model_files, start, progress)
                 rollout_workers = RolloutWorkers(generator, rewards, environment, reward_models)
                 phase.advance()
@@ -162,6 +176,45 @@ def start_workers(
             offloads=offload.offloads,
             shares_reward_models=any_shares_gpus(config),
         )
+
+
+def _start_in_thread(call: Callable[[], ValueT]) -> Future[ValueT]:
+    """Call in a thread, which ends with the cluster if another start fails first."""
+    future: Future[ValueT] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 (raised where the result is needed)
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="start", daemon=True).start()
+    return future
+
+
+def _starts_now(call: Callable[[], ValueT]) -> Future[ValueT]:
+    """Call in this thread."""
+    future: Future[ValueT] = Future()
+    future.set_result(call())
+    return future
+
+
+def _start_services(
+    config: RunConfig, start: StartGroup, closing: ExitStack, progress: Progress
+) -> tuple[EnvironmentWorkers | None, RewardEnvironment | None]:
+    """Start the workers of the environment and of the reward functions of a run with rollouts."""
+    if not config.generates:
+        return None, None
+    environment = start_environment(config, start, closing, progress)
+    has_other_rewards = environment is not None or bool(config.reward.models)
+    if config.reward.functions or (config.needs_rewards and not has_other_rewards):
+        return environment, start_rewards(config, start)
+    return environment, None
+
+
+def _compile_planner() -> None:
+    with start_timers("start_compile"):
+        compile_kernels()
 
 
 @contextmanager
@@ -261,16 +314,17 @@ def _ray_starter(
     from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
     from nemo_like.distributed.ray.worker_group import RayWorkerGroup
 
-    cluster = closing.enter_context(
-        RayVirtualCluster(
-            config.cluster,
-            generates=config.generates,
-            workers_per_replica=workers_per_replica(config),
-            num_extra_workers=num_own_workers(config),
-            report=progress.print_line,
-            logs=logs,
+    with start_timers("start_ray"):
+        cluster = closing.enter_context(
+            RayVirtualCluster(
+                config.cluster,
+                generates=config.generates,
+                workers_per_replica=workers_per_replica(config),
+                num_extra_workers=num_own_workers(config),
+                report=progress.print_line,
+                logs=logs,
+            )
         )
-    )
 
     def start(placement: GroupPlacement, worker_class: type, **kwargs: Any) -> WorkerGroup:
         group = RayWorkerGroup(

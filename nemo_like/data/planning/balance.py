@@ -14,9 +14,7 @@ then local search. Invariants of every schedule:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,30 +35,25 @@ _RANK_TOLERANCE = 4e-3
 """Ranks with r rows each count as balanced when the makespan is within this share divided by r of
 the lower bound: the fewer rows, the coarser the best balance.
 """
-_MIN_COMPILED_ROWS = 128
-"""Number of rows from which the compiled loops are worth the import of numba."""
 _MAX_EQUAL_ROWS = _MAX_INTERPRETED_STEPS // _STEPS_PER_ROW
 """Number of rows up to which the interpreted search has the same step limit as the compiled one and
-so returns the same schedule.
+so returns the same schedule. It takes at most about 0.03 s, and the compilation 20 s.
 """
-_avoid_numba: ContextVar[bool] = ContextVar("avoid_numba", default=False)
 
 Assignment = tuple[np.ndarray, np.ndarray]
 """(bin of each item, int64 [n]; rank of each bin, int64 [K])"""
 
 
-@contextmanager
-def few_plans() -> Iterator[None]:
-    """Plan batches of up to 200 rows without numba inside the block; the plans are the same.
+def compile_kernels() -> None:
+    """Compile the loops for plans of any size, or load them from numba's cache on disk."""
+    lengths = np.arange(20) + 1
+    for sync in ("microbatch", "step"):
+        schedule(lengths, 40, 2, work=lengths.astype(np.float64), sync=sync, compiled=True)
 
-    Importing numba takes more than a second of CPU time, which does not pay off in a process that
-    plans a few steps: without it such a plan takes at most about 0.03 s.
-    """
-    token = _avoid_numba.set(True)
-    try:
-        yield
-    finally:
-        _avoid_numba.reset(token)
+
+def needs_kernels(num_rows: int) -> bool:
+    """Return True if a step of `num_rows` rows is planned by compiled loops."""
+    return num_rows > _MAX_EQUAL_ROWS
 
 
 def schedule(
@@ -72,6 +65,7 @@ def schedule(
     sync: Sync = "microbatch",
     microbatch_multiple: int = 1,
     min_microbatches: int = 1,
+    compiled: bool | None = None,
 ) -> Packing:
     """Assign rows to bins and bins to ranks under a token limit.
 
@@ -83,6 +77,9 @@ def schedule(
     `lengths` int64 [n] are tokens, each from 1 to `max_tokens`; raises ValueError otherwise. `work`
     float64 [n] is the time of each row, at least 0.
 
+    `compiled` selects whether the loops are compiled; by default that depends on the number of
+    rows alone.
+
     Example: rows of 6, 4, 4, 4, 2 tokens with equal work per token, 10 tokens and two ranks are the
     bins [0, 3] and [1, 2, 4], one per rank.
     """
@@ -90,7 +87,7 @@ def schedule(
         return Packing(np.empty(0, np.int64), np.zeros(1, np.int64))
     order = np.argsort(-work, kind="stable")
     items = Items(lengths[order], work[order])
-    kernels = _kernels(len(items))
+    kernels = _kernels(len(items), compiled=compiled)
     num_needed = ceil_div(l2_bound(items.tokens, max_tokens), num_ranks)
     num_microbatches = round_up(max(min_microbatches, num_needed), microbatch_multiple)
     # The lower bound is usually attained. With one row per bin the construction always succeeds, so
@@ -240,10 +237,10 @@ def _rank_major_positions(bin_work: np.ndarray, rank_of: np.ndarray) -> np.ndarr
     return positions
 
 
-def _kernels(num_rows: int) -> Any | None:
+def _kernels(num_rows: int, *, compiled: bool | None = None) -> Any | None:
     """Return the compiled kernels, or None to interpret."""
-    min_rows = _MAX_EQUAL_ROWS + 1 if _avoid_numba.get() else _MIN_COMPILED_ROWS
-    return None if num_rows < min_rows else balance_kernels.compiled()
+    compiled = needs_kernels(num_rows) if compiled is None else compiled
+    return balance_kernels.compiled() if compiled else None
 
 
 _MIN_RELATIVE_IMPROVEMENT = 1e-6
@@ -540,3 +537,7 @@ class AssignmentSearch:
             step_of=None,
             step_max_work=None,
         )
+
+
+if __name__ == "__main__":
+    compile_kernels()

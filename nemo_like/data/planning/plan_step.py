@@ -7,6 +7,7 @@ is microbatch m of rank r. An empty bin is a dummy microbatch. `plan` joins the 
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -205,6 +206,24 @@ def padded_work(
     return row_work(longest, spec, np.zeros_like(longest)), head * num_trained
 
 
+_OVERHEAD_TOKENS = 512
+"""Work of a microbatch beyond its rows, in tokens: about those for which a GPU computes as long as
+it reads the weights, and the launches of kernels."""
+
+
+def _pipeline_microbatches(work: np.ndarray, spec: PlanSpec) -> int:
+    """Return the number of microbatches with the shortest pipeline, at most one per item of a rank.
+
+    A step of M microbatches on p stages takes (M + p - 1) / M times its work, of a rank with work W
+    and an overhead o per microbatch: (M + p - 1) / M * (W + M o), minimal at sqrt((p - 1) W / o).
+    `work` is float64 [I], of the items of all ranks.
+    """
+    overhead = spec.cost.linear if spec.balance == "flops" else 1.0
+    rank_work = float(work.sum()) / spec.num_ranks
+    best = math.sqrt((spec.pp_size - 1) * rank_work / max(_OVERHEAD_TOKENS * overhead, 1e-9))
+    return max(1, min(round(best), len(work) // spec.num_ranks))
+
+
 def plan_packed(items: Items, spec: PlanSpec) -> Packing:
     """Pack items and assign the bins to ranks, jointly with the `balanced` algorithm."""
     capacity = spec.capacity or 0
@@ -219,6 +238,7 @@ def plan_packed(items: Items, spec: PlanSpec) -> Packing:
             work=items.work,
             sync=spec.sync,
             microbatch_multiple=spec.microbatch_multiple,
+            min_microbatches=_pipeline_microbatches(items.work, spec),
         )
     packer = bin_packer(spec)
     bins = packer.pack_csr(lengths)

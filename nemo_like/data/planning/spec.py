@@ -206,6 +206,8 @@ class PlanSpec:
     """The number of microbatches of a step is a multiple of this, as a pipeline schedule may
     require.
     """
+    pp_size: int = 1
+    """Pipeline stages; with several, `balanced` takes more microbatches for a smaller bubble."""
     oversize: Oversize = "error"
     """Policy for a row above the token limit: raise, truncate, run it alone with a warning, or drop
     it and count it.
@@ -361,4 +363,5 @@ _COUNTS = (
     "cp_size",
     "tp_size",
     "microbatch_multiple",
+    "pp_size",
 )

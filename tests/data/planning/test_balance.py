@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from nemo_like.data.packing.algorithms import get_packer
 from nemo_like.data.packing.packers import Packing
-from nemo_like.data.planning.balance import assign_bins, few_plans, schedule
+from nemo_like.data.planning.balance import assign_bins, schedule
 from nemo_like.data.planning.bounds import l2_bound, lockstep_bound
 from nemo_like.data.planning.spec import CostModel
 
@@ -99,13 +98,11 @@ def test_every_interpreted_schedule_satisfies_the_invariants(arguments: dict[str
 @given(arguments=cases(128, 200))
 @settings(max_examples=100, deadline=None)
 def test_compiled_and_interpreted_schedules_are_equal(arguments: dict[str, Any]) -> None:
-    compiled = planned(**arguments)
+    compiled = planned(**arguments, compiled=True)
     assert_invariants(compiled, arguments)
-    for context in (nullcontext(), few_plans()):
-        with context:
-            other = planned(**arguments)
-        assert compiled.perm.tolist() == other.perm.tolist()
-        assert compiled.offsets.tolist() == other.offsets.tolist()
+    interpreted = planned(**arguments)
+    assert compiled.perm.tolist() == interpreted.perm.tolist()
+    assert compiled.offsets.tolist() == interpreted.offsets.tolist()
 
 
 def test_many_random_schedules_never_overflow() -> None:
@@ -113,7 +110,7 @@ def test_many_random_schedules_never_overflow() -> None:
     for trial in range(1000):
         max_tokens, num_rows = int(rng.integers(1, 200)), int(rng.integers(0, 120))
         if trial % 4 == 0:
-            num_rows += 128
+            num_rows += 201
         lengths = 1 + rng.integers(0, max_tokens, num_rows) // 3
         if trial % 2:
             lengths = rng.integers(1, max_tokens + 1, num_rows)

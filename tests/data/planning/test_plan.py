@@ -552,3 +552,19 @@ def test_truncation_removes_trained_tokens_first():
 def test_wrong_numbers_of_trained_tokens_are_refused(num_trained: list):
     with pytest.raises(ValueError, match="num_trained"):
         plan_batch([5, 6, 7], PlanSpec(max_tokens=8), num_trained=num_trained)
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_pipelines_run_the_number_of_microbatches_with_the_shortest_step(stages: int) -> None:
+    lengths = np.random.default_rng(stages).integers(64, 2048, 512)
+    spec = PlanSpec(max_tokens=16384, num_ranks=4, balance="tokens")
+    fewest = plan_batch(lengths, spec).num_microbatches
+    plan = plan_batch(lengths, replace(spec, pp_size=stages))
+
+    def seconds(num_microbatches: int) -> float:
+        work = lengths.sum() / 4 + 512 * num_microbatches
+        return (num_microbatches + stages - 1) / num_microbatches * work
+
+    assert fewest < plan.num_microbatches <= 128
+    assert seconds(plan.num_microbatches) <= 1.001 * min(map(seconds, range(fewest, 129)))
+    assert all(microbatch.rows for rank in plan.ranks for microbatch in rank)
