@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -58,15 +59,18 @@ class SharedPrefixes:
         """
         _, first, inverse = np.unique(np.asarray(groups), return_index=True, return_inverse=True)
         first_of = first[inverse]
-        # Bytes are compared without conversion. Their order differs from that of the ids, but rows
-        # with the same start are adjacent in either.
-        keys = [row.tobytes() for row in input_ids]
-        order = sorted(range(len(keys)), key=lambda row: (first_of[row], keys[row], row))
+        # Groups by their first row, rows of a group in the order of the batch.
+        order = np.argsort(first_of, kind="stable")
+        starts = np.flatnonzero(np.diff(first_of[order], prepend=-1))
         shared = np.zeros(len(order), dtype=np.int64)
-        for j in range(1, len(order)):
-            if first_of[order[j]] == first_of[order[j - 1]]:
+        for start, stop in pairwise([*starts.tolist(), len(order)]):
+            # Bytes are compared without conversion. Their order differs from that of the ids, but
+            # rows with the same start are adjacent in either. One group at a time, for memory.
+            keys = {row: input_ids[row].tobytes() for row in order[start:stop].tolist()}
+            order[start:stop] = sorted(keys, key=keys.__getitem__)
+            for j in range(start + 1, stop):
                 shared[j] = _num_common(input_ids[order[j - 1]], input_ids[order[j]])
-        return cls(np.asarray(order, dtype=np.int64), shared)
+        return cls(order, shared)
 
     @cached_property
     def position_of(self) -> np.ndarray:
