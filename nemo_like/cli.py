@@ -101,6 +101,10 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--metrics", type=Path, metavar="FILE", help=text)
     text = "columns of a CSV or fields of a JSONL file of --lengths; several are added up"
     parser.add_argument("--column", metavar="NAME[,NAME]", help=text)
+    text = "column of --lengths: rows with an equal value begin with the same tokens"
+    parser.add_argument("--group", metavar="NAME", help=text)
+    text = "column of --lengths: how many tokens at its start a row has in common with its group"
+    parser.add_argument("--prefix", metavar="NAME", help=text)
     text = "rows to plan; default 65,536, and 16 steps of rows of text"
     parser.add_argument("--limit", type=_positive_integer, metavar="N", help=text)
     text = "memory of one GPU (GiB): recommends a token budget"

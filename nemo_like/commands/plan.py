@@ -105,13 +105,14 @@ def plan_request(arguments: argparse.Namespace) -> PlanRequest:
         budget_name=budget_name,
         stream=_stream_spec(config, spec),
         memory_gib=arguments.memory_gb,
-        logged={} if past is None else past.compare(spec),
+        shared_prefix=config.policy.shared_prefix,
+        logged={} if past is None else past.compare(spec, config.policy.shared_prefix),
         notes=_notes(config),
     )
 
 
 def _check_sources(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError without rows to plan, and for a --column without its file."""
+    """Raise ConfigError without rows to plan, and for columns without their file."""
     has_train_path = any(text.startswith("data.train_path=") for text in arguments.overrides)
     if not (arguments.config or arguments.lengths or arguments.metrics or has_train_path):
         raise ConfigError(
@@ -120,6 +121,13 @@ def _check_sources(arguments: argparse.Namespace) -> None:
         )
     if arguments.column and not arguments.lengths:
         raise ConfigError("--column is for --lengths; leave it out")
+    # Without columns there is nothing that --group and --prefix could name.
+    has_both = bool(arguments.group and arguments.prefix and arguments.column)
+    if (arguments.group or arguments.prefix) and not has_both:
+        raise ConfigError(
+            "--group NAME, --prefix NAME and --column NAME of a --lengths file belong together: the"
+            " group of a row, the tokens that it has in common with its group, and its length"
+        )
 
 
 def _row_lengths(
@@ -133,6 +141,8 @@ def _row_lengths(
         rows = read_lengths(
             arguments.lengths,
             [name.strip() for name in columns if name.strip()],
+            group=arguments.group,
+            prefix=arguments.prefix,
             limit=arguments.limit or _MAX_ROWS,
         )
         return replace(rows, is_ordered=not config.data.shuffle)

@@ -156,22 +156,6 @@ class EncodedRow(NamedTuple):
         return int(np.count_nonzero(self.token_mask[1:]))
 
 
-class TokenCounts(NamedTuple):
-    """What a plan needs to know of rows."""
-
-    lengths: np.ndarray
-    """int64 [B]"""
-    num_trained: np.ndarray | None
-    """int64 [B]: tokens with loss; None if they are not known."""
-
-
-def count_tokens(rows: Sequence[EncodedRow]) -> TokenCounts:
-    """Count the tokens of rows, and their tokens with loss."""
-    lengths = [len(row.input_ids) for row in rows]
-    num_trained = [row.num_trained for row in rows]
-    return TokenCounts(np.array(lengths, dtype=np.int64), np.array(num_trained, dtype=np.int64))
-
-
 def collate(rows: Sequence[EncodedRow]) -> dict[str, Jagged | np.ndarray]:
     """Return the columns of a batch: `input_ids` and `token_mask` (Jagged), `length` int64 [B] and
     `row_mask` bool [B].

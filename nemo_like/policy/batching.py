@@ -10,16 +10,16 @@ from nemo_like.config.batching import BatchingConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.columns import num_trained_tokens
-from nemo_like.data.planning.plan import BatchPlan, plan_batch
+from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.data.planning.prefixes import SharedPrefixes
 from nemo_like.data.planning.spec import CostModel, PlanSpec
 from nemo_like.data.streaming.selection import Selection
 from nemo_like.data.streaming.spec import StreamSpec
+from nemo_like.data.token_counts import SharedPrefixMode, TokenCounts, plan_counts
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 
 Purpose = Literal["train", "evaluate"]
-SharedPrefixMode = Literal["auto", "true", "false"]
 
 
 def plan_spec(
@@ -72,10 +72,6 @@ def plan_spec(
     return PlanSpec(layout="padded", **common)
 
 
-MIN_SHARED_WORK = 0.03
-"""Share of work that shared prefixes must save for `policy.shared_prefix=auto` to use them."""
-
-
 def plan_columns(
     columns: Mapping[str, Any], spec: PlanSpec, shared_prefix: SharedPrefixMode
 ) -> BatchPlan:
@@ -88,13 +84,11 @@ def plan_columns(
     num_trained = num_trained_tokens(columns)
     pairs = columns.get("pair")
     groups = columns.get("group", pairs)
+    prefixes = None
     if shared_prefix != "false" and groups is not None and spec.layout == "packed":
         prefixes = SharedPrefixes.of_tokens(groups, columns["input_ids"])
-        plan = plan_batch(columns["length"], spec, pairs, num_trained, prefixes)
-        saved = plan.metrics()["packing/shared_work_share"]
-        if shared_prefix == "true" or saved >= MIN_SHARED_WORK:
-            return plan
-    return plan_batch(columns["length"], spec, pairs, num_trained)
+    counts = TokenCounts(columns["length"], num_trained, prefixes)
+    return plan_counts(counts, spec, shared_prefix, pairs)
 
 
 def stream_spec(batching: BatchingConfig, plan: PlanSpec) -> StreamSpec:

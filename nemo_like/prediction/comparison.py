@@ -25,6 +25,7 @@ from nemo_like.data.planning.plan_step import join_ranks
 from nemo_like.data.planning.spec import Balance, CostModel
 from nemo_like.data.streaming.planner import plan_stream
 from nemo_like.data.streaming.spec import StreamSpec
+from nemo_like.data.token_counts import MIN_SHARED_WORK, SharedPrefixMode, TokenCounts
 from nemo_like.integer_math import ceil_div, round_up
 from nemo_like.prediction.placement import Placement
 
@@ -55,23 +56,24 @@ class Strategy:
     """The tool that forms batches in this way; empty for this system alone."""
     stream: StreamSpec | None = None
     """Settings of a streaming planner, which forms the steps; its `plan` is replaced by `spec`."""
+    shares_prefixes: bool = False
+    """Common leading tokens of rows are computed once per microbatch."""
 
     def plans_as(self, spec: PlanSpec, stream: StreamSpec | None) -> bool:
         """Return True if a run with `spec` and `stream` has these plans."""
         # Only verl assigns rows in a way that no spec selects.
         return self.tool != "verl" and (self.spec, self.stream) == (spec, stream)
 
-    def plan(self, lengths: np.ndarray, num_trained: np.ndarray | None = None) -> BatchPlan:
-        """Plan rows of `lengths`, with their tokens with loss if they are known; int64 [B] each.
-
-        Raises ValueError for rows that cannot be planned.
-        """
+    def plan(self, counts: TokenCounts) -> BatchPlan:
+        """Plan rows. Raises ValueError for rows that cannot be planned."""
+        lengths, num_trained = counts.lengths, counts.num_trained
         if self.stream is not None:
             step_spec = replace(self.spec, global_batch_size=None)
             return plan_stream(lengths, replace(self.stream, plan=step_spec), num_trained)
         if self.tool == "verl":
             return plan_verl(lengths, self.spec, num_trained)
-        return plan_batch(lengths, self.spec, num_trained=num_trained)
+        prefixes = counts.prefixes if self.shares_prefixes else None
+        return plan_batch(lengths, self.spec, None, num_trained, prefixes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +102,8 @@ class Outcome:
     def real_work(self) -> np.ndarray:
         """Work of each microbatch without padding, float64 [R, M]."""
         plan = self.plan
-        return by_microbatch(plan, plan.spec.cost.of(plan.lengths, plan.num_trained))
+        cost = plan.spec.cost
+        return by_microbatch(plan, cost.of(plan.lengths, plan.num_trained, plan.shared))
 
     @cached_property
     def metrics(self) -> dict[str, float]:
@@ -118,10 +121,10 @@ class Outcome:
 
     @cached_property
     def utilization(self) -> float:
-        """Real tokens over the token budgets of the microbatches that are not empty."""
+        """Computed real tokens over the token budgets of the microbatches that are not empty."""
         # Dummies have no rows; no packing could fill them.
         num_filled = int(np.count_nonzero(np.diff(self.plan.offsets)))
-        num_tokens = float(self.plan.lengths.sum())
+        num_tokens = float(self.plan.computed_lengths.sum())
         return num_tokens / max(num_filled * self.max_tokens, 1)
 
     @cached_property
@@ -136,19 +139,28 @@ class Outcome:
 
     @cached_property
     def step_time(self) -> float:
-        """Step time over the time of the same real tokens without padding and idle time."""
+        """Step time over the time of the complete rows without padding and idle time."""
         times = step_times(self.work, self.plan, pp_size=self.pp_size, min_work=self.min_work)
         ideal = ideal_times(self.plan, self.plan.spec.cost)
         # A quotient of sums: a mean of ratios would weight short steps too much.
         return float(times.sum() / ideal.sum())
 
+    @property
+    def above_ideal(self) -> float:
+        """Share of the step time that its computed real tokens, spread evenly, do not need."""
+        all_tokens = ideal_times(self.plan, self.plan.spec.cost).sum()
+        computed = self.real_work.sum() / self.plan.spec.num_ranks
+        return float(self.step_time * all_tokens / computed - 1.0)
+
     @cached_property
     def over_bound(self) -> float | None:
         """Step time, idle time included, over its lower bound for as many microbatches.
 
-        None for padded rows and for verl, which exceeds the budget: there is no bound.
+        None for padded rows, for verl, which exceeds the budget, and for shared prefixes: there is
+        no bound.
         """
-        if self.plan.spec.layout == "padded" or self.strategy.tool == "verl":
+        has_shared = self.strategy.shares_prefixes
+        if self.plan.spec.layout == "padded" or self.strategy.tool == "verl" or has_shared:
             return None
         bounds = time_bounds(self.plan, self.plan.spec.cost)
         # Neither pipeline bubble nor communication, which the bounds do not model either.
@@ -159,6 +171,17 @@ class Outcome:
     def largest_microbatch(self) -> int:
         """Tokens, padding included, of the largest microbatch, which determines peak memory."""
         return int(self.plan.num_tokens.max())
+
+    @property
+    def keys_per_token(self) -> float:
+        """Keys that attention reads, over the tokens of the largest microbatch; at least 1.
+
+        Rows with a shared prefix read copies of its keys; see `MemoryModel`.
+        """
+        if self.plan.shared is None:
+            return 1.0
+        copies = by_microbatch(self.plan, self.plan.shared)
+        return float((copies + self.plan.num_tokens).max()) / self.largest_microbatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,6 +219,18 @@ class Comparison:
             if tool and (tool not in fastest or outcome.step_time < fastest[tool].step_time):
                 fastest[tool] = outcome
         return fastest
+
+    @property
+    def shared(self) -> Outcome | None:
+        """The outcome with shared prefixes; None if the rows have none."""
+        last = self.outcomes[-1]
+        return last if last.strategy.shares_prefixes else None
+
+    @property
+    def separate(self) -> Outcome:
+        """The outcome of the same settings without shared prefixes."""
+        spec = self.chosen.strategy.spec
+        return next(each for each in self.outcomes if each.strategy.plans_as(spec, None))
 
     @property
     def num_steps(self) -> int:
@@ -257,32 +292,41 @@ def strategies(
 
 
 def compare(
-    lengths: np.ndarray,
+    counts: TokenCounts,
     spec: PlanSpec,
     max_tokens: int,
     *,
-    num_trained: np.ndarray | None = None,
+    shared_prefix: SharedPrefixMode = "auto",
     stream: StreamSpec | None = None,
     pp_size: int = 1,
     min_work: float = 0.0,
 ) -> Comparison:
-    """Plan `lengths` int64 [B] in batches of `spec.global_batch_size` with every strategy.
+    """Plan rows in batches of `spec.global_batch_size` with every strategy.
 
-    `num_trained` int64 [B] are the tokens with loss of each row; None: they are not known. The
-    strategy that the report describes is `spec`, whose steps `stream` forms if it is given. Raises
-    ConfigError for rows that cannot be planned.
+    The strategy that the report describes is `spec`, whose steps `stream` forms if it is given. If
+    the rows have prefixes, it is planned without and with them, and `policy.shared_prefix` selects
+    one of both. Raises ConfigError for rows that cannot be planned.
     """
+    lengths = counts.lengths
     batch_size = spec.global_batch_size or len(lengths)
     chosen_key = ""
     outcomes = []
-    for strategy in strategies(spec, max_tokens, int(lengths.max()), stream):
+    found = strategies(spec, max_tokens, int(lengths.max()), stream)
+    may_share = counts.prefixes is not None and shared_prefix != "false"
+    if may_share and spec.layout == "packed" and stream is None:
+        found.append(Strategy("shared", "shared prefixes", spec, shares_prefixes=True))
+    for strategy in found:
         try:
-            plan = strategy.plan(lengths, num_trained)
+            plan = strategy.plan(counts)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         outcomes.append(Outcome(strategy, plan, max_tokens, pp_size, min_work))
         if not chosen_key and strategy.plans_as(spec, stream):
             chosen_key = strategy.key
+        if strategy.shares_prefixes:
+            saved = plan.metrics()["packing/shared_work_share"]
+            if shared_prefix == "true" or saved >= MIN_SHARED_WORK:
+                chosen_key = strategy.key
     batches = [lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size)]
     bounds = min_microbatches(packed_spec(spec, max_tokens), batches)
     return Comparison(batch_size, tuple(outcomes), chosen_key, float(bounds.mean()))
@@ -439,7 +483,8 @@ def min_microbatch_tokens(placement: Placement, num_params: int) -> float:
 
 def microbatch_work(plan: BatchPlan, cost: CostModel) -> np.ndarray:
     """Return the forward work of each microbatch, padding included, float64 [R, M]."""
-    work = by_microbatch(plan, cost.of(plan.padded_lengths, plan.num_trained))
+    path_lengths = plan.padded_lengths if plan.shared is None else plan.padded_lengths + plan.shared
+    work = by_microbatch(plan, cost.of(path_lengths, plan.num_trained, plan.shared))
     num_tail_tokens = plan.num_tokens - by_microbatch(plan, plan.padded_lengths)
     # The alignment tokens at the end of a microbatch are processed, but no row attends to them. A
     # microbatch without rows is one dummy row. Neither has a loss.
@@ -473,7 +518,7 @@ def step_times(
 def ideal_times(plan: BatchPlan, cost: CostModel) -> np.ndarray:
     """Return the work of the real tokens spread evenly over the ranks, float64 [S].
 
-    It is a lower bound of every plan's step time.
+    It is a lower bound of the step time of every plan that computes all rows completely.
     """
     work = by_microbatch(plan, cost.of(plan.lengths, plan.num_trained)).sum(axis=0)
     step_work = np.add.reduceat(work, plan.step_offsets[:-1])

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from nemo_like.config.errors import ConfigError, counted, shown_path
-from nemo_like.data.jagged import TokenCounts
-from nemo_like.data.planning.plan import PlanSpec, plan_batch
+from nemo_like.data.planning.prefixes import SharedPrefixes
+from nemo_like.data.planning.spec import PlanSpec
+from nemo_like.data.token_counts import SharedPrefixMode, TokenCounts, plan_counts
 
 _MAX_TOKENS = 2**40
 """A larger length is a mistake, and sums of such lengths in float64 would not be exact."""
@@ -33,19 +34,16 @@ COMPARED = (
 class RowLengths:
     """Lengths of rows, with their source for messages.
 
-    Example: `RowLengths(np.array([418, 505]), "conv.csv, ContextTokens + GeneratedTokens", ...)`.
+    Example: `RowLengths(TokenCounts(np.array([418, 505])), "conv.csv, ContextTokens")`.
     """
 
-    values: np.ndarray
-    """int64 [B]"""
+    counts: TokenCounts
     source: str
     """File and columns, for the report."""
     locations: Sequence[str] | None = None
     """File and line of each row. Example: `conv.csv:17`."""
     is_ordered: bool = False
     """Rows are in the order of a run and are not shuffled."""
-    num_trained: np.ndarray | None = None
-    """int64 [B]: tokens of each row with loss; None if they are not known."""
 
     def location(self, row: int) -> str:
         """Return file and line of a row, or its number if these are not known."""
@@ -53,12 +51,19 @@ class RowLengths:
 
 
 def read_lengths(
-    path: Path, columns: Sequence[str] = (), *, limit: int | None = None
+    path: Path,
+    columns: Sequence[str] = (),
+    *,
+    group: str | None = None,
+    prefix: str | None = None,
+    limit: int | None = None,
 ) -> RowLengths:
     """Read the first `limit` lengths of a file.
 
     Each row is the sum of its `columns` in a CSV or JSONL file, where a list counts its items;
-    without `columns` a line is one length. Raises ConfigError with the line and the value.
+    without `columns` a line is one length. Rows with an equal value in the column `group` begin
+    with the same tokens, as many as the column `prefix` has. Raises ConfigError with the line and
+    the value.
     """
     shown = shown_path(path)
     try:
@@ -71,17 +76,33 @@ def read_lengths(
         ) from error
     values = []
     locations = []
+    groups: dict[str, int] = {}
+    group_ids = []
+    prefix_lengths = []
+    shared = [] if group is None or prefix is None else [group, prefix]
     # Lines after the limit are not parsed, so a mistake in them is no error.
-    for location, counts in islice(_records(text, shown, columns), limit):
+    for location, cells in islice(_records(text, shown, [*columns, *shared]), limit):
+        counts = cells[: len(cells) - len(shared)]
         total = sum(_count(value, location, columns, text) for value in counts)
         if not 1 <= total <= _MAX_TOKENS:
             raise ConfigError(f"{location}: '{total}' is not a length; a row has at least 1 token")
+        if shared:
+            num_shared = _count(cells[-1], location, columns, text)
+            if num_shared > total:
+                raise ConfigError(
+                    f"{location}: the prefix has {num_shared} tokens ({prefix}) and the row"
+                    f" {total}; the column of --prefix counts tokens at the start of the row"
+                )
+            group_ids.append(groups.setdefault(str(cells[-2]), len(groups)))
+            prefix_lengths.append(num_shared)
         values.append(total)
         locations.append(location)
     if not values:
         raise ConfigError(f"{shown} has no rows; give a file with one length per line, or --column")
     description = " + ".join(columns) or "one length per line"
-    return RowLengths(np.asarray(values, np.int64), f"{shown}, {description}", locations)
+    prefixes = SharedPrefixes.of_groups(group_ids, prefix_lengths) if shared else None
+    token_counts = TokenCounts(np.asarray(values, np.int64), None, prefixes)
+    return RowLengths(token_counts, f"{shown}, {description}", locations)
 
 
 def _records(text: str, shown: str, columns: Sequence[str]) -> Iterator[tuple[str, Sequence[Any]]]:
@@ -153,12 +174,14 @@ class PastRun:
         max_rows = max(len(counts.lengths) for counts in self.steps.values())
         full = [counts for counts in self.steps.values() if len(counts.lengths) == max_rows]
         source = f"{counted(len(full), 'step')} of the run {shown_path(self.path)}"
-        lengths = np.concatenate([counts.lengths for counts in full])[:limit]
-        trained = [counts.num_trained for counts in full if counts.num_trained is not None]
-        num_trained = np.concatenate(trained)[:limit] if len(trained) == len(full) else None
-        return RowLengths(lengths, source, is_ordered=True, num_trained=num_trained)
+        counts = TokenCounts.concat(full)
+        return RowLengths(
+            counts.take(np.arange(len(counts.lengths))[:limit]), source, is_ordered=True
+        )
 
-    def compare(self, spec: PlanSpec) -> dict[str, tuple[float, float]]:
+    def compare(
+        self, spec: PlanSpec, shared_prefix: SharedPrefixMode
+    ) -> dict[str, tuple[float, float]]:
         """Return metric -> (logged mean, mean planned from the lengths with `spec`).
 
         The means are over the steps that have both; without such a step the result is empty.
@@ -170,8 +193,7 @@ class PastRun:
             # A run that was killed may have planned a step without logging it.
             if metrics.keys() >= set(COMPARED):
                 logged.append(metrics)
-                plan = plan_batch(counts.lengths, spec, num_trained=counts.num_trained)
-                planned.append(plan.metrics())
+                planned.append(plan_counts(counts, spec, shared_prefix).metrics())
         if not logged:
             return {}
         return {
@@ -189,12 +211,8 @@ def read_run(path: Path) -> PastRun:
     recorded = folder / "plan" / "lengths.jsonl"
     steps: dict[int, TokenCounts] = {}
     for line in _lines(recorded):
-        num_trained = line.get("num_trained")
         # A resumed run plans some steps again; the last record counts.
-        steps[int(line["step"])] = TokenCounts(
-            np.array(line["lengths"], dtype=np.int64),
-            None if num_trained is None else np.array(num_trained, dtype=np.int64),
-        )
+        steps[int(line["step"])] = TokenCounts.from_dict(line)
     if not any(len(counts.lengths) for counts in steps.values()):
         raise ConfigError(
             f"{shown_path(folder)} has no row lengths in {shown_path(recorded)}; give the"

@@ -32,6 +32,10 @@ class MemoryModel:
 
     spec: ModelSpec
     placement: Placement
+    keys_per_token: float = 1.0
+    """Keys that attention reads per token of a microbatch: a row with a shared prefix reads copies
+    of its keys.
+    """
 
     def peak(self, max_tokens: int) -> float:
         """Return the peak bytes with microbatches of up to `max_tokens`."""
@@ -80,7 +84,7 @@ class MemoryModel:
     @property
     def activations(self) -> Activations:
         """Activations per token."""
-        return Activations(self.spec, self.placement)
+        return Activations(self.spec, self.placement, self.keys_per_token)
 
     @property
     def optimizer_bytes(self) -> float:
@@ -321,6 +325,7 @@ class Activations:
 
     spec: ModelSpec
     placement: Placement
+    keys_per_token: float = 1.0
 
     @property
     def layer_bytes(self) -> float:
@@ -343,7 +348,7 @@ class Activations:
         inputs = 2 * size * spec.hidden_size * (1 + num_copies / 2)
         # Context parallelism all-gathers keys and values: the own chunks and all chunks
         # before them are saved.
-        key_shares = 1 if cp == 1 else cp + 0.5
+        key_shares = self.keys_per_token * (1 if cp == 1 else cp + 0.5)
         # Query, output, keys and values, and the log-sum-exp of each head in float32.
         attention = size * (2 * query + 2 * key * key_shares) + 4 * spec.num_heads / tp
         # Gate, up projection, activation and their product.

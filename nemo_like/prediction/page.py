@@ -24,6 +24,7 @@ from nemo_like.prediction.table import (
     memory_table,
     memory_unit,
     recommendation_lines,
+    shared_lines,
     strategies_table,
     verdict,
 )
@@ -66,7 +67,7 @@ def plan_page(report: PlanReport) -> str:
             version=__version__,
             headline=headline(report),
             notes=report.notes,
-            verdict=verdict(report),
+            verdict=". ".join([*shared_lines(report), verdict(report)]),
             recommendation=recommendation_lines(report),
             num_steps=comparison.num_steps,
             sync="in every microbatch" if waits else "once, at the end of the step",

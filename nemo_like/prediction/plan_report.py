@@ -13,10 +13,10 @@ from functools import cached_property
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.jagged import TokenCounts
 from nemo_like.data.planning.oversize import OversizeWarning, trained_after_truncation
 from nemo_like.data.planning.plan import PlanSpec
 from nemo_like.data.streaming.spec import StreamSpec
+from nemo_like.data.token_counts import SharedPrefixMode, TokenCounts
 from nemo_like.integer_math import ceil_div, round_up
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import Oversize
@@ -50,6 +50,8 @@ class PlanRequest:
     """Treatment of rows above the budget."""
     budget_name: str = "policy.sequence_packing.train_mb_tokens"
     """Key of the token budget, for messages."""
+    shared_prefix: SharedPrefixMode = "auto"
+    """`policy.shared_prefix`, for rows whose common leading tokens are known."""
     stream: StreamSpec | None = None
     """Settings of the streaming planner that forms the steps; None: fixed batches."""
     memory_gib: float | None = None
@@ -61,7 +63,7 @@ class PlanRequest:
     @property
     def batch_size(self) -> int:
         """Rows per optimizer step."""
-        return self.spec.global_batch_size or len(self.rows.values)
+        return self.spec.global_batch_size or len(self.rows.counts.lengths)
 
     @property
     def min_microbatch_tokens(self) -> float:
@@ -121,7 +123,8 @@ class PlanReport:
 
     def peak_bytes(self, outcome: Outcome) -> float:
         """Return the predicted peak memory of one GPU, reached by the largest microbatch."""
-        return self.memory.peak(outcome.largest_microbatch)
+        memory = replace(self.memory, keys_per_token=outcome.keys_per_token)
+        return memory.peak(outcome.largest_microbatch)
 
 
 def make_plan(request: PlanRequest) -> PlanReport:
@@ -135,10 +138,10 @@ def make_plan(request: PlanRequest) -> PlanReport:
         # Every strategy would warn; the notes of the report mention the rows once.
         warnings.simplefilter("ignore", OversizeWarning)
         comparison = compare(
-            counts.lengths,
+            counts,
             spec,
             request.max_tokens,
-            num_trained=counts.num_trained,
+            shared_prefix=request.shared_prefix,
             stream=request.stream,
             pp_size=request.placement.parallel_layout.pp,
             min_work=spec.cost.linear * request.min_microbatch_tokens,
@@ -147,7 +150,7 @@ def make_plan(request: PlanRequest) -> PlanReport:
         request=request,
         lengths=counts.lengths,
         comparison=comparison,
-        memory=MemoryModel(request.model, request.placement),
+        memory=MemoryModel(request.model, request.placement, comparison.chosen.keys_per_token),
         notes=(*request.notes, *notes, *more_notes),
     )
 
@@ -169,10 +172,13 @@ def _global_batches(request: PlanRequest) -> tuple[TokenCounts, list[str]]:
     """Return the rows in the order of the steps, full batches only, and notes."""
     rows = request.rows
     batch_size = request.batch_size
-    num_rows = len(rows.values)
+    num_rows = len(rows.counts.lengths)
     order = np.arange(num_rows)
     if not rows.is_ordered:
-        order = np.random.default_rng(request.spec.seed).permutation(num_rows)
+        # Rows of a group are trained in one step.
+        trees = rows.counts.in_trees()
+        rng = np.random.default_rng(request.spec.seed)
+        order = trees.take(rng.permutation(trees.num_bins)).perm
     notes = []
     # A smaller last batch would not be a typical step.
     num_left = num_rows % batch_size
@@ -184,7 +190,7 @@ def _global_batches(request: PlanRequest) -> tuple[TokenCounts, list[str]]:
     elif num_left:
         notes.append(f"{num_left:,} rows do not fill a batch and are not planned")
         order = order[: num_rows - num_left]
-    return _selected(TokenCounts(rows.values, rows.num_trained), order), notes
+    return rows.counts.take(order), notes
 
 
 def _apply_oversize(request: PlanRequest, counts: TokenCounts) -> tuple[TokenCounts, list[str]]:
@@ -193,7 +199,7 @@ def _apply_oversize(request: PlanRequest, counts: TokenCounts) -> tuple[TokenCou
     Returns the rows to plan and notes; raises ConfigError with the policy `error`.
     """
     spec = packed_spec(request.spec, request.max_tokens)
-    lengths, num_trained = counts
+    lengths = counts.lengths
     is_over = round_up(lengths, spec.row_multiple) > spec.max_row_tokens
     num_over = int(is_over.sum())
     if not num_over:
@@ -205,7 +211,7 @@ def _apply_oversize(request: PlanRequest, counts: TokenCounts) -> tuple[TokenCou
     )
     if request.oversize == "error":
         # `lengths` are shuffled; the location is the place of the row in its file.
-        row = int(np.flatnonzero(request.rows.values == longest)[0])
+        row = int(np.flatnonzero(request.rows.counts.lengths == longest)[0])
         needed = spec.padding_multiples.tokens_of_row(longest)
         raise ConfigError(
             f"{text}, the longest with {longest:,} tokens ({request.rows.location(row)}); raise it"
@@ -216,20 +222,15 @@ def _apply_oversize(request: PlanRequest, counts: TokenCounts) -> tuple[TokenCou
         return counts, [f"{text} and are microbatches of their own, above the budget"]
     if request.oversize == "truncate":
         kept = np.minimum(lengths, spec.max_row_tokens)
-        num_trained = trained_after_truncation(num_trained, lengths, kept)
-        return TokenCounts(kept, num_trained), [f"{text} and their ends are removed"]
+        num_trained = trained_after_truncation(counts.num_trained, lengths, kept)
+        prefixes = None if counts.prefixes is None else counts.prefixes.limited(kept)
+        return TokenCounts(kept, num_trained, prefixes), [f"{text} and their ends are removed"]
     kept = np.flatnonzero(~is_over)
     if not len(kept):
         raise ConfigError(f"{text}, so none is left; raise it to {longest:,}")
     # Fewer rows may fill fewer batches; a single smaller batch is kept.
     num_full = len(kept) // request.batch_size * request.batch_size
-    return _selected(counts, kept[: num_full or None]), [f"{text} and are left out"]
-
-
-def _selected(counts: TokenCounts, rows: np.ndarray) -> TokenCounts:
-    """Return the counts of `rows`, int64 [n]."""
-    lengths, num_trained = counts
-    return TokenCounts(lengths[rows], None if num_trained is None else num_trained[rows])
+    return counts.take(kept[: num_full or None]), [f"{text} and are left out"]
 
 
 def _outcome_with(outcome: Outcome, max_tokens: int) -> Outcome:
@@ -237,6 +238,7 @@ def _outcome_with(outcome: Outcome, max_tokens: int) -> Outcome:
     spec = outcome.strategy.spec.with_budget(max_tokens, None)
     strategy = replace(outcome.strategy, spec=spec)
     # The plan has lengths in execution order; planning needs them in the order of the rows.
-    counts = TokenCounts(outcome.plan.lengths, outcome.plan.num_trained)
-    plan = strategy.plan(*_selected(counts, np.argsort(outcome.plan.rows)))
+    in_order = TokenCounts(outcome.plan.lengths, outcome.plan.num_trained)
+    counts = in_order.take(np.argsort(outcome.plan.rows))
+    plan = strategy.plan(replace(counts, prefixes=outcome.plan.prefixes))
     return replace(outcome, strategy=strategy, plan=plan, max_tokens=max_tokens)

@@ -62,6 +62,8 @@ def show(report: PlanReport) -> None:
         _say(console, f"note: {note}")
     # Narrow columns, so that all fit into the width of a pipe.
     console.print(_rich(strategies_table(report), padding=0))
+    for line in shared_lines(report):
+        _say(console, line)
     _say(console, verdict(report))
     console.print(_rich(memory_table(report)))
     for line in recommendation_lines(report):
@@ -151,8 +153,29 @@ def verdict(report: PlanReport) -> str:
     bubble = ", the pipeline bubble included" if has_pipeline else ""
     return (
         f"{chosen.strategy.title}: {', '.join(speeds)} (the fastest layout of each),"
-        f" {chosen.step_time - 1:.1%} above a step without padding and idle time{bubble}"
+        f" {chosen.above_ideal:.1%} above a step without padding and idle time{bubble}"
     )
+
+
+def shared_lines(report: PlanReport) -> list[str]:
+    """Return the lines about what shared prefixes save, if rows have any."""
+    comparison = report.comparison
+    shared = comparison.shared
+    if shared is None:
+        return []
+    separate = comparison.separate
+    unit, size = memory_unit(report)
+    num_tokens = int(shared.plan.lengths.sum())
+    num_computed = int(shared.plan.computed_lengths.sum())
+    peaks = [report.peak_bytes(outcome) / size for outcome in (shared, separate)]
+    used = "" if comparison.chosen is shared else ", too little for policy.shared_prefix=auto"
+    line = (
+        f"shared prefixes: {num_computed:,} of {num_tokens:,} tokens computed"
+        f" ({num_tokens / num_computed:.2f}x fewer), step time {shared.step_time:.3f} instead of"
+        f" {separate.step_time:.3f}, peak {peaks[0]:.1f} instead of {peaks[1]:.1f} {unit};"
+        f" {shared.metrics['packing/shared_work_share']:.1%} less work{used}"
+    )
+    return [line]
 
 
 def recommendation_lines(report: PlanReport) -> list[str]:
@@ -194,14 +217,17 @@ def strategies_table(report: PlanReport) -> TextTable:
     unit, size = memory_unit(report)
     rows = []
     for outcome in comparison.outcomes:
-        over_min = outcome.num_microbatches / comparison.min_microbatches
+        over_min = f"{outcome.num_microbatches / comparison.min_microbatches:.2f}"
+        if outcome.strategy.shares_prefixes:
+            # The bound is that of complete rows.
+            over_min = "-"
         rows.append(
             (
                 outcome.strategy.title,
                 f"{outcome.padding_share:.1%}",
                 f"{outcome.num_microbatches:.2f}",
                 f"{outcome.utilization:.1%}",
-                f"{over_min:.2f}",
+                over_min,
                 f"{outcome.rank_tokens:.3f}",
                 f"{outcome.rank_flops:.3f}",
                 "-" if outcome.over_bound is None else f"{outcome.over_bound:.3f}",

@@ -141,6 +141,8 @@ class RewardModel:
             # Nothing is trained.
             token_mask=Jagged(np.zeros(num_tokens, dtype=np.uint8), input_ids.offsets),
             length=input_ids.lengths,
+            # Conversations of a prompt, and all behind one system prompt, begin with equal tokens.
+            group=np.zeros(len(rows), dtype=np.int64),
         )
         while True:
             try:
@@ -157,7 +159,7 @@ class RewardModel:
             with warnings.catch_warnings():
                 # A conversation above `mb_tokens` runs alone; the warning names keys of the policy.
                 warnings.simplefilter("ignore", OversizeWarning)
-                plan = self._policy.plan(batch["length"], purpose="evaluate")
+                plan = self._policy.plan_rows(batch, purpose="evaluate")
             return self._policy.compute_scores(self._policy.shard(batch, plan))
 
     def _problem(self, kind: BadRewardKind, text: str) -> RewardProblem:

@@ -23,11 +23,10 @@ from nemo_like.config.schema import PolicyConfig, RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.encoded_rows import row_error_text
 from nemo_like.data.formats import MESSAGE_COLUMNS, question
-from nemo_like.data.jagged import TokenCounts
 from nemo_like.data.messages import Message
-from nemo_like.data.planning.plan import plan_batch
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import MAX_LISTED, BadRows, Rows
+from nemo_like.data.token_counts import TokenCounts, plan_counts
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec
 from nemo_like.run.progress import Progress, Sample
@@ -138,6 +137,8 @@ def describe_plan(
         padding_share = plain_metrics["packing/padding_share"]
         num_rows = policy.train_micro_batch_size
         padding += f" ({padding_share:.1%} if padded {counted(num_rows, 'row')} at a time)"
+    if "packing/shared_token_share" in metrics:
+        padding += f", {metrics['packing/shared_token_share']:.1%} of the tokens shared"
     diagnostics.add_lines(
         "plan",
         f"{title}: {counted(len(lengths), 'row')}, {int(lengths.sum()):,} tokens, {padding};"
@@ -160,7 +161,7 @@ def _plan_metrics(
     # The rows of a preference pair must share a microbatch.
     if config.rows_per_example > 1:
         groups = np.arange(len(counts.lengths)) // config.rows_per_example
-    return plan_batch(counts.lengths, spec, groups, counts.num_trained).metrics()
+    return plan_counts(counts, spec, policy.shared_prefix, groups).metrics()
 
 
 NUM_SAMPLES = 3

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _LARGE_SHARE = 0.1
 """Share of the initial weights in an average above which a run warns."""
 
+_ALL = slice(None)
 FLOPS_PER_TRAINED_UNIT = 3
 """Forward and backward in units of one forward: the backward computes two gradients per product.
 
@@ -50,6 +51,8 @@ class StepWork:
     """Passes of training over the rows."""
     teacher_flops: float = 0.0
     """Forward FLOPs of the teachers on their rows."""
+    shared: np.ndarray | None = None
+    """Leading tokens of each row that another row computes, int64 [B]; None: rows are complete."""
 
     @classmethod
     def of(cls, plan: BatchPlan, *, num_logprob_passes: int = 0, num_epochs: int = 1) -> StepWork:
@@ -60,7 +63,13 @@ class StepWork:
             num_trained=plan.num_trained,
             num_logprob_passes=num_logprob_passes,
             num_epochs=num_epochs,
+            shared=plan.shared,
         )
+
+    def forward_flops(self, cost: CostModel, rows: np.ndarray | slice = _ALL) -> float:
+        """Return the forward FLOPs of the tokens that are computed, of all rows or of some."""
+        shared = None if self.shared is None else self.shared[rows]
+        return float(cost.of(self.lengths[rows], self.num_trained[rows], shared).sum())
 
 
 def throughput_metrics(
@@ -75,13 +84,15 @@ def throughput_metrics(
     """Return the rates of one step over all its rows.
 
     `cost.of` gives the forward FLOPs of a row: causal attention over its own tokens only, and the
-    output projection of tokens with loss only, in log-prob passes too. MFU = ((3 x `num_epochs` +
+    output projection of tokens with loss only, in log-prob passes too. Leading tokens that rows
+    share count once per microbatch; a log-prob pass and further epochs count as the first training
+    pass, although their microbatches may share more or less. MFU = ((3 x `num_epochs` +
     `num_logprob_passes`) x forward FLOPs + `teacher_flops`) / (seconds of all passes x workers x
     `peak_flops`). With `has_frozen_weights` (adapters) the gradients of weights are
     not computed, so the products with weights count twice instead of three times. Rates of tokens
-    count the rows of a step once.
+    count the rows of a step once, with the tokens that they share.
     """
-    forward_flops = float(cost.of(work.lengths, work.num_trained).sum())
+    forward_flops = work.forward_flops(cost)
     num_tokens = float(work.lengths.sum())
     train_s = timers.seconds("train")
     step_s = timers.seconds("step")
@@ -89,7 +100,8 @@ def throughput_metrics(
     compute_s = train_s + timers.seconds("logprobs") + timers.seconds("teacher")
     trained_flops = FLOPS_PER_TRAINED_UNIT * forward_flops
     if has_frozen_weights:
-        trained_flops -= float(cost.products(work.lengths, work.num_trained).sum())
+        computed = work.lengths if work.shared is None else work.lengths - work.shared
+        trained_flops -= float(cost.products(computed, work.num_trained).sum())
     flops = trained_flops * work.num_epochs + forward_flops * work.num_logprob_passes
     flops += work.teacher_flops
     # A timer that did not run gives 0 s, and then the rate is 0 instead of a division by zero.

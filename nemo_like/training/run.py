@@ -25,6 +25,7 @@ from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.loader import BatchLoader, Position
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.data.planning.spec import CostModel
+from nemo_like.data.token_counts import TokenCounts
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.metrics import Metrics, Sum, Timers, metric_values, start_timers
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
@@ -261,11 +262,8 @@ class TrainingRun:
             write_text(self.directory.plan(step), plan.to_json() + "\n")
             self.progress.print_line(f"first batch: {plan}")
         # For `nemo-like plan --metrics`, which plans the steps of a past run again.
-        record = {
-            "step": step + 1,
-            "lengths": batch["length"].tolist(),
-            "num_trained": num_trained_tokens(batch).tolist(),
-        }
+        counts = TokenCounts(batch["length"], num_trained_tokens(batch), plan.prefixes)
+        record = {"step": step + 1, **counts.to_dict()}
         self.lengths.append_json(record, f"the row lengths of step {step + 1}")
         with self.timers("shard"):
             sharded = self.policy.shard(batch, plan)

@@ -363,3 +363,49 @@ def test_a_wrong_teacher_is_named_by_its_key(demo: Path, tmp_path: Path, capsys)
     )
     text = message(capsys, "--config", config, "--limit", 8)
     assert "distill.teacher is 'nowhere/teacher'" in text
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> Path:
+    """40 prompts of 100 to 300 tokens, each with 4 completions of 20 to 60."""
+    path = tmp_path / "groups.csv"
+    rng = np.random.default_rng(0)
+    lines = ["prompt,prompt_tokens,tokens"]
+    for prompt, length in enumerate(rng.integers(100, 301, 40).tolist()):
+        for completion in rng.integers(20, 61, 4).tolist():
+            lines.append(f"p{prompt},{length},{length + completion}")
+    path.write_text("\n".join(lines))
+    return path
+
+
+SHARED = ("--column", "tokens", "--group", "prompt", "--prefix", "prompt_tokens")
+
+
+def test_a_file_with_groups_is_planned_with_and_without_shared_prefixes(groups: Path, capsys):
+    options = (f"{BATCH_SIZE}=80", f"{GPUS}=2", f"{BUDGET}=4096", f"{MODEL}=7b")
+    record = plan(capsys, "--lengths", groups, *SHARED, *options)
+    assert record["chosen"] == "shared"
+    shared = record["strategies"]["shared"]
+    separate = record["strategies"]["packed/balanced/flops"]
+    _, prefixes, lengths = np.loadtxt(groups, delimiter=",", skiprows=1, dtype=str).T
+    most = 1 - (lengths.astype(int).sum() - prefixes.astype(int).sum() * 3 / 4) / (
+        lengths.astype(int).sum()
+    )
+    # Groups are in one step, and few of them are divided.
+    assert 0.9 * most < shared["metrics"]["packing/shared_token_share"] <= most + 1e-9
+    assert shared["step_time"] < 0.6 * separate["step_time"]
+    assert shared["microbatches_per_step"] < separate["microbatches_per_step"]
+    refused = plan(capsys, "--lengths", groups, *SHARED, *options, "policy.shared_prefix=false")
+    assert "shared" not in refused["strategies"]
+    assert main(["plan", "--lengths", str(groups), *SHARED, *options]) == 0
+    assert "shared prefixes:" in capsys.readouterr().out
+
+
+def test_groups_need_both_columns_and_prefixes_within_the_rows(groups: Path, capsys):
+    text = message(capsys, "--lengths", groups, "--column", "tokens", "--group", "prompt")
+    assert "--group NAME, --prefix NAME and --column NAME" in text
+    wrong = ("--column", "prompt_tokens", "--group", "prompt", "--prefix", "tokens")
+    text = message(capsys, "--lengths", groups, *wrong)
+    assert "groups.csv:2: the prefix has" in text and "(tokens)" in text
+    text = message(capsys, "--lengths", groups, *SHARED[:4], "--prefix", "prompts")
+    assert "has no column 'prompts'" in text

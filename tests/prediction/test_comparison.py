@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from nemo_like.config.schema import AdapterConfig
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec
+from nemo_like.data.planning.prefixes import SharedPrefixes
 from nemo_like.data.planning.spec import CostModel
+from nemo_like.data.token_counts import TokenCounts
 from nemo_like.integer_math import round_up
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
@@ -72,7 +74,7 @@ def test_every_strategy_holds_every_row_once_and_is_told_as_it_is(
     case: tuple[np.ndarray, PlanSpec],
 ):
     lengths, spec = case
-    comparison = compare(lengths, spec, max_tokens_of(spec))
+    comparison = compare(TokenCounts(lengths), spec, max_tokens_of(spec))
     for outcome in comparison.outcomes:
         plan = outcome.plan
         rows = [row for rank in plan.ranks for microbatch in rank for row in microbatch.rows]
@@ -102,7 +104,7 @@ def test_every_strategy_holds_every_row_once_and_is_told_as_it_is(
 @given(settings_of_a_plan())
 def test_a_step_takes_as_long_as_its_slowest_ranks(case: tuple[np.ndarray, PlanSpec]):
     lengths, spec = case
-    comparison = compare(lengths, spec, max_tokens_of(spec), pp_size=3)
+    comparison = compare(TokenCounts(lengths), spec, max_tokens_of(spec), pp_size=3)
     for outcome in comparison.outcomes:
         work, offsets, total = work_by_hand(outcome.plan), outcome.plan.step_offsets, 0.0
         for start, stop in pairwise(offsets):
@@ -110,6 +112,51 @@ def test_a_step_takes_as_long_as_its_slowest_ranks(case: tuple[np.ndarray, PlanS
             waited = part.max(axis=0).sum() if spec.sync == "microbatch" else part.sum(axis=1).max()
             total += waited * (stop - start + 2) / (stop - start)
         assert outcome.step_time == pytest.approx(total * spec.num_ranks / COST.of(lengths).sum())
+
+
+@settings(max_examples=40, deadline=None)
+@given(settings_of_a_plan(), st.integers(1, 6), st.integers(0, 60), st.booleans())
+def test_shared_prefixes_are_planned_beside_complete_rows(
+    case: tuple[np.ndarray, PlanSpec], group_size: int, prefix: int, is_used: bool
+):
+    lengths, spec = case
+    prefixes = np.minimum(lengths, prefix)
+    counts = TokenCounts(
+        lengths, prefixes=SharedPrefixes.of_groups(np.arange(len(lengths)) // group_size, prefixes)
+    )
+    mode = "true" if is_used else "false"
+    comparison = compare(counts, spec, max_tokens_of(spec), shared_prefix=mode)
+    shared = comparison.shared
+    assert (comparison.chosen is shared) == is_used
+    if shared is None:
+        return
+    separate = comparison.separate
+    assert separate.plan.shared is None and separate.plan.spec == shared.plan.spec
+    # The unit of time is the work of complete rows, so that both times are comparable.
+    ideal = COST.of(lengths).sum() / spec.num_ranks
+    starts = shared.plan.step_offsets[:-1]
+    by_microbatch = shared.work.max(axis=0).sum()
+    by_rank = np.add.reduceat(shared.work, starts, axis=1).max(axis=0).sum()
+    time = by_microbatch if spec.sync == "microbatch" else by_rank
+    assert shared.step_time == pytest.approx(time / ideal)
+    largest = shared.largest_microbatch
+    keys = [
+        sum(microbatch.shared) + microbatch.num_tokens
+        for rank in shared.plan.ranks
+        for microbatch in rank
+    ]
+    assert shared.keys_per_token == pytest.approx(max(keys) / largest)
+    work = sum(
+        COST.of([padded + common]).item() - COST.of([common]).item()
+        for rank in shared.plan.ranks
+        for microbatch in rank
+        for padded, common in zip(
+            microbatch.padded_lengths, microbatch.shared or [0] * len(microbatch.rows), strict=True
+        )
+    )
+    tail = shared.plan.num_tokens.sum() - shared.plan.padded_lengths.sum()
+    if shared.metrics["packing/num_dummies"] == 0:
+        assert shared.work.sum() == pytest.approx(work + 30.0 * tail)
 
 
 def request(
@@ -131,7 +178,9 @@ def request(
 
 
 def plan(lengths: list[int], max_tokens: int, **values: Any) -> PlanReport:
-    return make_plan(request(RowLengths(np.array(lengths), "a test"), max_tokens, **values))
+    return make_plan(
+        request(RowLengths(TokenCounts(np.array(lengths)), "a test"), max_tokens, **values)
+    )
 
 
 def test_transformers_pads_as_many_rows_as_fit_at_the_longest():
@@ -180,11 +229,11 @@ def test_rows_above_the_budget_are_the_same_in_every_strategy(
 def test_with_the_max_useful_tokens_every_step_is_one_microbatch(
     lengths: list[int], num_ranks: int
 ):
-    rows = RowLengths(np.array(lengths), "a test", is_ordered=True)
+    rows = RowLengths(TokenCounts(np.array(lengths)), "a test", is_ordered=True)
     batch_size = max(num_ranks, 7)
     num_full = len(lengths) // batch_size * batch_size or len(lengths)
     spec = PlanSpec(max_tokens=1, num_ranks=num_ranks, global_batch_size=batch_size)
-    budget = max_useful_tokens(rows.values[:num_full], spec, 256)
+    budget = max_useful_tokens(rows.counts.lengths[:num_full], spec, 256)
     report = make_plan(request(rows, budget, batch_size=batch_size, dp=num_ranks))
     assert report.comparison.chosen.num_microbatches == 1
 

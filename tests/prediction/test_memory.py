@@ -263,3 +263,18 @@ def test_a_pipelines_first_stage_keeps_a_microbatch_for_each_stage():
         activations(1)
     )  # a quarter of the layers, four microbatches
     assert usable_bytes(80) < 80 * GIB
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_copies_of_keys_and_values_are_saved_for_each_layer(checkpointing: Any):
+    spec = load_spec("1.5b")
+    placement = Placement(activation_checkpointing=checkpointing)
+    separate = MemoryModel(spec, placement)
+    shared = MemoryModel(spec, placement, keys_per_token=3.0)
+    # Two more keys and two more values per token, in bfloat16; none is kept with recomputation.
+    layers = spec.num_layers if checkpointing == "none" else 0
+    expected = 1000 * layers * 2 * (2 + 2) * spec.num_kv_heads * spec.head_dim
+    found = shared.parts(1000)["activations"] - separate.parts(1000)["activations"]
+    assert found == pytest.approx(expected)
+    # The peak of a small microbatch may be at the logits, which have no keys.
+    assert shared.peak(1_000_000) > separate.peak(1_000_000)

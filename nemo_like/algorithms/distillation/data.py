@@ -16,9 +16,11 @@ from nemo_like.config.schema import MAIN_SET
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.encoded_rows import EncodedRows, Examples
 from nemo_like.data.formats import PROMPT_ROWS, SFT_ROWS, RowSchema, conversation
-from nemo_like.data.jagged import EncodedRow, TokenCounts, count_tokens
+from nemo_like.data.jagged import EncodedRow, Jagged
+from nemo_like.data.planning.prefixes import SharedPrefixes
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import Rows
+from nemo_like.data.token_counts import TokenCounts, count_tokens
 from nemo_like.models.pretrained import load_tokenizer
 from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.lengths import RowLengths
@@ -184,31 +186,33 @@ def first_lengths(
     """Return the row lengths of the first steps; lengths of completions are drawn at random."""
     source = open_source(config, data)
     rows = source.first_examples(min(num_steps, source.num_steps()), progress)
-    lengths, num_trained = _count_tokens(config, rows, longest=False)
+    counts = _count_tokens(config, rows, longest=False)
     description = training_name(config)
     if config.generates:
         description = (
             f"prompts of {training_name(config)}, completion lengths drawn uniformly from 1 to"
             f" {config.policy.generation.max_new_tokens:,} tokens"
         )
-    return RowLengths(lengths, description, is_ordered=True, num_trained=num_trained)
+    return RowLengths(counts, description, is_ordered=True)
 
 
 def _count_tokens(
     config: DistillRunConfig, rows: Sequence[TaughtRow], *, longest: bool
 ) -> TokenCounts:
     """Count the tokens of rows, with completions of the max or of random length."""
+    groups = [row.teacher for row in rows]
     if not config.generates:
-        return count_tokens([row.example for row in rows if isinstance(row.example, EncodedRow)])
-    examples = [row.example for row in rows]
-    prompts = [len(each.token_ids) for each in examples if isinstance(each, Prompt)]
-    values = np.array(prompts, dtype=np.int64)
+        examples = [row.example for row in rows if isinstance(row.example, EncodedRow)]
+        return count_tokens(examples, groups)
+    prompts = [row.example.token_ids for row in rows if isinstance(row.example, Prompt)]
+    values = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
     limit = config.policy.max_total_sequence_length - values
     completions = np.minimum(limit, config.policy.generation.max_new_tokens)
     if not longest:
         rng = np.random.default_rng(config.seed % 2**64)
         completions = rng.integers(1, completions + 1)
-    return TokenCounts(values + completions, completions)
+    prefixes = SharedPrefixes.of_tokens(groups, Jagged.from_rows(prompts, np.int32))
+    return TokenCounts(values + completions, completions, prefixes)
 
 
 def resolve_teachers(config: DistillRunConfig) -> DistillRunConfig:

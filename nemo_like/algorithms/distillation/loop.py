@@ -102,8 +102,7 @@ class _Task:
         teachers = batch[TEACHER][plan.rows]
         flops = 0.0
         for teacher, cost in enumerate(self._costs):
-            is_own = teachers == teacher
-            flops += float(cost.of(work.lengths[is_own], work.num_trained[is_own]).sum())
+            flops += work.forward_flops(cost, teachers == teacher)
         return replace(work, teacher_flops=flops)
 
     def validate(self, run: TrainingRun, step: int) -> Metrics:

@@ -11,7 +11,8 @@ from nemo_like.algorithms.grpo.config import GrpoRunConfig, asynchronous_warning
 from nemo_like.config.import_path import check_module
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.formats import PROMPT_ROWS, RowSchema
-from nemo_like.data.jagged import TokenCounts
+from nemo_like.data.planning.prefixes import SharedPrefixes
+from nemo_like.data.token_counts import TokenCounts
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.rollout.conversations import Prompt
 from nemo_like.run.progress import Progress, Sample
@@ -136,13 +137,13 @@ def first_lengths(
     """Return row lengths of the first steps, with completion lengths drawn at random."""
     prompts = open_source(config, data).first_examples(num_steps, progress)
     prompt_lengths = np.array([len(prompt.token_ids) for prompt in prompts], dtype=np.int64)
-    (lengths, num_trained), _ = rollout_lengths(config, prompt_lengths)
+    counts, _ = rollout_lengths(config, prompt_lengths)
     max_new_tokens = config.policy.generation.max_new_tokens
     description = (
         f"prompts of {training_name(config)}, completion lengths drawn uniformly from 1 to"
         f" {max_new_tokens:,} tokens"
     )
-    return RowLengths(lengths, description, is_ordered=True, num_trained=num_trained)
+    return RowLengths(counts, description, is_ordered=True)
 
 
 def rollout_lengths(
@@ -152,16 +153,19 @@ def rollout_lengths(
 
     `prompt_lengths` is int [P]. In the first guess completion lengths are drawn uniformly from 1 to
     `max_new_tokens`, or to the tokens left in the row; in the second all have that maximum.
-    With an environment the turns and observations of a conversation may take all tokens left.
+    The rows of a prompt have it in common. With an environment the turns and observations of a
+    conversation may take all tokens left.
     """
     prompts = np.repeat(prompt_lengths, config.grpo.num_generations_per_prompt)
     max_completions = config.policy.max_total_sequence_length - prompts
     if config.environment.path is None:
         max_new_tokens = config.policy.generation.max_new_tokens
         max_completions = np.minimum(max_completions, max_new_tokens)
+    groups = np.repeat(np.arange(len(prompt_lengths)), config.grpo.num_generations_per_prompt)
+    prefixes = SharedPrefixes.of_groups(groups, prompts)
     rng = np.random.default_rng(config.seed % 2**64)
     completions = rng.integers(1, max_completions + 1)
     return (
-        TokenCounts(prompts + completions, completions),
-        TokenCounts(prompts + max_completions, max_completions),
+        TokenCounts(prompts + completions, completions, prefixes),
+        TokenCounts(prompts + max_completions, max_completions, prefixes),
     )

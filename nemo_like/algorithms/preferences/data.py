@@ -13,7 +13,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.encoded_rows import EncodedRows, Examples
 from nemo_like.data.formats import RowSchema
-from nemo_like.data.jagged import EncodedRow, TokenCounts, collate, count_tokens
+from nemo_like.data.jagged import EncodedRow, collate
 from nemo_like.data.messages import Message
 from nemo_like.data.preferences import (
     MARGIN_ROWS,
@@ -27,6 +27,7 @@ from nemo_like.data.preferences import (
 )
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import Rows
+from nemo_like.data.token_counts import TokenCounts, count_tokens
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.run.progress import Progress, Sample
 from nemo_like.training.diagnostics import (
@@ -173,14 +174,14 @@ def first_lengths(
     """Return the row lengths of the first steps, those of a pair next to each other."""
     source = open_source(config, data)
     pairs = source.first_examples(min(num_steps, source.num_steps()), progress)
-    lengths, num_trained = _count_tokens(pairs)
     description = f"{training_name(config)}, two rows per pair"
-    return RowLengths(lengths, description, is_ordered=True, num_trained=num_trained)
+    return RowLengths(_count_tokens(pairs), description, is_ordered=True)
 
 
 def _count_tokens(pairs: Sequence[PreferencePair]) -> TokenCounts:
     """Count the tokens of the 2N rows of N pairs."""
-    return count_tokens([row for pair in pairs for row in pair.rows])
+    pair_ids = np.repeat(np.arange(len(pairs)), 2)
+    return count_tokens([row for pair in pairs for row in pair.rows], pair_ids)
 
 
 def _messages(row: Row) -> list[Message]:

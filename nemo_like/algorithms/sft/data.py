@@ -14,12 +14,13 @@ from nemo_like.config.errors import ConfigError, counted, plural
 from nemo_like.config.import_path import import_function, user_error_text
 from nemo_like.config.parallel import policy_layout
 from nemo_like.data.formats import SFT_ROWS, RowSchema, conversation
-from nemo_like.data.jagged import EncodedRow, count_tokens
+from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.loader import BatchLoader
 from nemo_like.data.row_files import Row
 from nemo_like.data.row_order import Curriculum
 from nemo_like.data.rows import Rows
 from nemo_like.data.streaming.planner import RowNumbers, StreamLoader
+from nemo_like.data.token_counts import count_tokens
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec, stream_spec
 from nemo_like.prediction.lengths import RowLengths
@@ -251,5 +252,4 @@ def first_lengths(
     curriculum = _curriculum(config, source, progress)
     num_batches = min(num_steps, source.num_steps())
     rows = source.first_examples(num_batches, progress, curriculum)
-    lengths, num_trained = count_tokens(rows)
-    return RowLengths(lengths, training_name(config), is_ordered=True, num_trained=num_trained)
+    return RowLengths(count_tokens(rows), training_name(config), is_ordered=True)
