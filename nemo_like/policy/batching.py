@@ -9,7 +9,6 @@ from typing import Any, Literal
 from nemo_like.config.batching import BatchingConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.data.columns import num_trained_tokens
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.data.planning.prefixes import SharedPrefixes
 from nemo_like.data.planning.spec import CostModel, PlanSpec
@@ -81,6 +80,9 @@ def plan_columns(
     int [B], rows of which share a microbatch, and `group` int [B], whose rows may begin with the
     same tokens. Without `group` these are the pairs. `shared_prefix` is as in the configuration.
     """
+    # Imported here: columns may be tensors, and a plan of lengths does not need torch.
+    from nemo_like.data.columns import num_trained_tokens
+
     num_trained = num_trained_tokens(columns)
     pairs = columns.get("pair")
     groups = columns.get("group", pairs)
