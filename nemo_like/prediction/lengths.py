@@ -45,6 +45,16 @@ class RowLengths:
     is_ordered: bool = False
     """Rows are in the order of a run and are not shuffled."""
 
+    @property
+    def values(self) -> np.ndarray:
+        """Tokens of each row, int64 [B]."""
+        return self.counts.lengths
+
+    @property
+    def num_trained(self) -> np.ndarray | None:
+        """Tokens of each row with loss, int64 [B]; None if they are not known."""
+        return self.counts.num_trained
+
     def location(self, row: int) -> str:
         """Return file and line of a row, or its number if these are not known."""
         return f"row {row}" if self.locations is None else self.locations[row]
