@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -53,7 +54,7 @@ def teachers(recipe: Recipe, tmp_path: Path) -> list[str]:
 def test_a_resumed_run_equals_a_straight_one_and_approaches_the_teacher(
     recipe: Recipe, teachers: list[str], is_sampled: bool
 ):
-    keys = [f"distill.teacher={teachers[0]}", "checkpointing.keep_latest=5"]
+    keys = [f"distill.teacher={teachers[0]}", "checkpointing.keep_latest=5", ONE_MICROBATCH]
     keys += [*ON_POLICY, "policy.optimizer.lr=1e-2"] if is_sampled else ["distill.sft_weight=0.1"]
     straight = run_distill(recipe.distill(*keys))
     expected = read_metrics(straight.directory.path)
@@ -91,15 +92,25 @@ def check_changed_teacher(recipe: Recipe, keys: list[str], teacher: str) -> None
     weights.write_bytes(content)
 
 
+ONE_MICROBATCH = "policy.sequence_packing.train_mb_tokens=4096"
+"""A step of one microbatch: its rows share all that they have in common."""
+
+
 def check_model_flops(run: RunResult, student: Path, teacher: str, *, has_lora: bool) -> None:
     """Compare the logged FLOP/s of the last step with the work of both models on its rows."""
     last_line = run.directory.lengths.read_text().splitlines()[-1]
     record = json.loads(last_line)
-    rows = (record["lengths"], record["num_trained"])
-    assert 0 < sum(record["num_trained"]) < sum(record["lengths"])
+    rows = (np.array(record["lengths"]), np.array(record["num_trained"]))
+    assert 0 < rows[1].sum() < rows[0].sum()
     forward = CostModel.from_spec(load_spec(str(student)))
-    flops = 3 * forward.of(*rows).sum() - has_lora * forward.products(*rows).sum()
-    flops += CostModel.from_spec(load_spec(teacher)).of(*rows).sum()
+    shared = np.zeros_like(rows[0])
+    if "prefixes" in record:
+        # The rows of a step are one microbatch.
+        order, in_common = (np.array(record["prefixes"][name]) for name in ("order", "shared"))
+        shared[order] = in_common
+    products = forward.products(rows[0] - shared, rows[1]).sum()
+    flops = 3 * forward.of(*rows, shared).sum() - has_lora * products
+    flops += CostModel.from_spec(load_spec(teacher)).of(*rows, shared).sum()
     seconds = run.last["timing/train_s"] + run.last["timing/teacher_s"]
     logged = run.last["performance/train_tflops_per_s_per_worker"]
     assert logged * 1e12 * seconds == pytest.approx(flops)
