@@ -293,7 +293,8 @@ class _Update:
             self.buffer_bytes += sum(each.buffer_bytes for each in bucket)
         for transfer_s, *bucket in zip(sent[0].transfer_s, *receivers, strict=False):
             # The last member to come to a broadcast does not wait in it.
-            self.transfer_s += min(transfer_s, *(each.transfer_s for each in bucket))
+            # There is no receiver if all replicas were lost.
+            self.transfer_s += min([transfer_s, *(each.transfer_s for each in bucket)])
 
 
 _Calls = dict[int, list[Handle]]

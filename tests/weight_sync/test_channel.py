@@ -84,7 +84,7 @@ def test_results_of_several_processes_of_one_rank_are_merged() -> None:
     assert merged == LoadedBucket(transfer_s=1.0, load_s=3.0, buffer_bytes=11, broken="gone")
 
 
-def test_a_bucket_has_a_share_of_the_least_free_memory() -> None:
+def test_a_bucket_has_a_share_of_the_memory_that_is_free_in_every_process() -> None:
     ample = endpoint(1)
     scarce = Endpoint(pid=2, machine="a", free_bytes=5 * 2**30)
     assert bucket_limit([ample], 2**30) == 2**30
