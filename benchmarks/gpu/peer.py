@@ -115,6 +115,12 @@ class _Server:
         self._channel.loaded()
         return answer
 
+    def finish(self) -> bool:
+        """End an update."""
+        assert self._channel is not None
+        self._channel.finish()
+        return True
+
     def close(self) -> bool:
         """Leave the channel."""
         if self._channel is not None:

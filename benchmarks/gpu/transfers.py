@@ -107,7 +107,14 @@ def time_transport(
     num_buckets = max(num_bytes // slot_bytes, 2)
     weights = torch.randint(0, 255, (slot_bytes,), dtype=torch.uint8, device=device)
     expected = checksum(weights)
-    request = ChannelRequest(transport=transport, num_receivers=1, host="127.0.0.1", timeout_s=60.0)
+    request = ChannelRequest(
+        transport=transport,
+        dtype="float32",
+        max_bytes=slot_bytes,
+        num_receivers=1,
+        host="127.0.0.1",
+        timeout_s=60.0,
+    )
     # With an index: the handle of the memory names the device.
     sender = TRANSPORTS[transport].sender(request, slot_bytes, torch.device(device))
     spec = ChannelSpec(
@@ -119,14 +126,16 @@ def time_transport(
     )
     with started_peer(device) as peer:
         _call(peer, "open", spec)
-        # The first bucket of each slot opens mappings and allocates.
-        for index in range(2):
-            _send(sender, peer, index, weights)
+        sender.connect()
         answers = []
 
         def update() -> None:
             for index in range(num_buckets):
                 answers.append(_send(sender, peer, index, weights))
+            # Each side waits for the other at the end of an update.
+            peer.send(("finish", ()))
+            sender.finish()
+            receive(peer)
 
         seconds = time_calls(update, device, 3, 1)["median_s"]
         _call(peer, "close")

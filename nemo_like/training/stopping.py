@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import FrameType
 
 from nemo_like.config.constraints import parse_duration
+from nemo_like.distributed.activity import process_age_s
 from nemo_like.distributed.ray.session_guard import remove_all_sessions
 
 EXIT_STOPPED = 75
@@ -136,18 +135,6 @@ def stop_requests(time_limit: str | None) -> Iterator[StopRequests]:
         _active = None
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def process_age_s() -> float:
-    """Return the seconds since the start of this process.
-
-    Field 22 of /proc/PID/stat is the start in clock ticks since boot, see proc(5).
-    """
-    text = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
-    # The name of the process, in parentheses, may have spaces; field 3 follows it.
-    fields = text.rpartition(")")[2].split()
-    started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
 
 
 def _write_line(text: str) -> None:

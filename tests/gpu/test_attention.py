@@ -106,7 +106,7 @@ def test_the_exchange_is_the_same_on_both_devices() -> None:
         on_host = make_exchange(boundaries(lengths), max(lengths), 4, rank, share)
         on_device = make_exchange(boundaries(lengths).cuda(), max(lengths), 4, rank, share)
         assert torch.equal(on_device.kv_index.cpu(), on_host.kv_index)
-        assert torch.equal(on_device.cu_seqlens_k.cpu(), on_host.cu_seqlens_k)
+        assert torch.equal(on_device.spans.cu_seqlens_k.cpu(), on_host.spans.cu_seqlens_k)
 
 
 @pytest.mark.usefixtures("deterministic")

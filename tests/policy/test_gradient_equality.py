@@ -315,7 +315,7 @@ def test_truncated_rows_share_what_is_left(max_tokens, model_dir, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(model_dir("qwen3"), attn_implementation="eager")
     loss = row_loss(model, batch)
     loss.backward()
-    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    expected: dict[str, Any] = {name: weight.grad for name, weight in model.named_parameters()}
     assert relative_error(found, expected) < TOLERANCE
     assert metrics["policy/loss"] == pytest.approx(loss.item(), rel=TOLERANCE)
 

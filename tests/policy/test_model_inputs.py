@@ -327,7 +327,7 @@ def test_padding_of_a_microbatch_is_divided_into_segments_no_longer_than_its_row
 
 def test_unpack_refuses_one_share() -> None:
     inputs = build_inputs(make_shard([4]), Microbatch((0,), (4,), (4,), 4), spec_of("packed", 2))
-    with pytest.raises(ValueError, match="2 values for a microbatch of 4 positions"):
+    with pytest.raises(ValueError, match="2 values for a microbatch of 4 outputs"):
         unpack_tokens(torch.zeros(2), inputs)
 
 

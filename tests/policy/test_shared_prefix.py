@@ -112,7 +112,8 @@ def float64_model(model_dir: Any, architecture: str) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         model_dir(architecture), dtype=torch.float64, attn_implementation=attention.IMPLEMENTATION
     ).eval()
-    for module in model.modules():
+    modules: list[Any] = list(model.modules())
+    for module in modules:
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = lambda x, module=module: torch.nn.functional.rms_norm(
                 x, x.shape[-1:], module.weight, module.variance_epsilon

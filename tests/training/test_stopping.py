@@ -110,7 +110,7 @@ def test_a_run_of_nohup_continues_after_its_terminal_is_closed(
 def test_the_time_limit_ends_the_run_after_the_step(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ages = itertools.chain([0.0, 0.0], itertools.repeat(10.0))
+    ages = itertools.chain([0.0, 0.0, 0.0], itertools.repeat(10.0))
     start = time.clock_gettime(time.CLOCK_BOOTTIME) - stopping.process_age_s()
     monkeypatch.setattr(time, "clock_gettime", lambda _: start + next(ages))
     config = recipe.sft("cluster.time_limit=0:00:05", "sft.val_at_start=false")
