@@ -215,10 +215,8 @@ def build_inputs(
     grid = Grid.of(microbatch, spec, cp_rank)
     shared = SharedGrid.of(microbatch, spec, cp_rank) if any(microbatch.shared) else None
     labels = _LabelArrays.of(grid, shared)
-    columns, row_columns, row_tensors = _split_columns(
-        shard, labels.grid, labels.has_next & labels.is_local, device
-    )
     has_label = labels.has_next & labels.is_local
+    columns, row_columns, row_tensors = _split_columns(shard, labels.grid, has_label, device)
     if num_trained is not None:
         row_columns[NUM_TRAINED] = num_trained.astype(np.float32)
         is_trained_row = num_trained > 0
