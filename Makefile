@@ -97,7 +97,7 @@ types: $(STAMP)
 
 # The documentation as a site in site/; a dead link is an error.
 docs: $(STAMP)
-	$(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # The real model of two examples, from the GGUF file that setup installed.
 smollm2: models/SmolLM2-135M-Instruct
