@@ -9,8 +9,8 @@ Two batches: `gsm8k` has `--prompts` questions of the file in the model's chat t
 completions of `--long-completion` tokens. Completions are random tokens, so that siblings have no
 more in common than their prompt.
 
-One worker in this process, with one thread, computes the log-probs of a batch and trains on it
-(one optimizer step at learning rate 0, so that all rounds compute the same) with
+One worker in this process, with a thread per core, computes the log-probs of a batch and trains on
+it (one optimizer step at learning rate 0, so that all rounds compute the same) with
 `policy.shared_prefix` true and false in turn, after a log-prob pass that is not counted. Ratios are
 those of the medians of CPU seconds of the process. `RSS` is the peak resident memory of the process
 in a pass, with weights and, in training, gradients and optimizer state. `--layers` keeps the first
@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from nemo_like.config.loss import PolicyGradientLossConfig
@@ -58,7 +57,6 @@ TEMPLATE = '{question}\nThink step by step and end with a line "#### " and the n
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every case and print a table; return the exit status."""
     arguments = _parser().parse_args(argv)
-    torch.set_num_threads(1)
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         if arguments.layers:

@@ -1,4 +1,6 @@
-"""The policy-gradient losses on Megatron-Core: pipeline stages, tensor and context parallelism."""
+"""The policy-gradient losses on Megatron-Core: pipeline stages, tensor, context and expert
+parallelism.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,12 @@ from tests.policy.test_gradient_equality import packed, sharing
 from tests.policy.tiny import grouped_batch
 
 
-@pytest.mark.parametrize(
-    "parallel", usually(("dp2", "cp2", "tp2 x pp2 + sp", "pp2 x cp2"), "cp2", "tp2 x pp2 + sp")
-)
+LAYOUTS = ("dp2", "tp2 + sp", "cp2", "pp2", "ep2", "tp2 x pp2 + sp", "pp2 x cp2")
+
+
+@pytest.mark.parametrize("parallel", usually(LAYOUTS, "cp2", "tp2 x pp2 + sp"))
 def test_a_layout_does_not_change_the_gradient_of_a_member(parallel, model_dir, on_ranks):
-    model = model_dir("qwen3")
+    model = model_dir("qwen3_moe" if "ep" in parallel else "qwen3")
     configs = [of_model(keys, model) for keys in (packed(48), sharing(28))]
     cases = list(itertools.product(LOSSES, configs))
     steps = [Step(config, grouped_batch(), LOSSES[name]) for name, config in cases]

@@ -1,4 +1,4 @@
-"""Preference losses on Megatron-Core: pipeline stages, tensor and context parallelism."""
+"""Preference losses on Megatron-Core: pipeline stages, tensor, context and expert parallelism."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from tests.policy.test_gradient_equality import dynamic, packed, sharing
 BATCHING = {"packed": packed(48), "dynamic": dynamic(48), "shared": sharing(32)}
 LAYOUTS = {
     "cp2": ("packed", "dynamic", "shared"),
+    "tp2 + sp": ("shared",),
+    "pp2": ("shared",),
+    "ep2": ("shared",),
     "tp2 x pp2 + sp": ("packed", "shared"),
     "pp2 x cp2": ("dynamic", "shared"),
 }
@@ -24,11 +27,14 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def definitions(model_dir) -> dict[str, Any]:
-    """Gradients and loss of each preference loss in float64."""
-    model = model_dir("llama_tied")
+def definitions(model_dir) -> dict[str, dict[str, Any]]:
+    """Gradients and loss of each preference loss in float64, by architecture."""
     return {
-        name: gradients_by_definition(model, pair_batch(), loss) for name, loss in LOSSES.items()
+        architecture: {
+            name: gradients_by_definition(model_dir(architecture), pair_batch(), loss)
+            for name, loss in LOSSES.items()
+        }
+        for architecture in ("llama_tied", "qwen3_moe")
     }
 
 
@@ -36,14 +42,15 @@ def definitions(model_dir) -> dict[str, Any]:
 def test_a_layout_does_not_change_the_gradient_of_a_preference(
     parallel, model_dir, definitions, on_ranks
 ):
+    architecture = "qwen3_moe" if "ep" in parallel else "llama_tied"
     steps = []
     cases = list(itertools.product(LAYOUTS[parallel], LOSSES))
     for batching, name in cases:
-        keys = of_model(BATCHING[batching], model_dir("llama_tied"))
+        keys = of_model(BATCHING[batching], model_dir(architecture))
         assert keys.train_global_batch_size == len(PAIR_LENGTHS)
         steps.append(Step(keys, pair_batch(), PreferenceLoss(config=LOSSES[name])))
     ranks = on_ranks(take_steps, parallel, steps)
     for index, (batching, name) in enumerate(cases):
-        gradients, loss = definitions[name]
+        gradients, loss = definitions[architecture][name]
         results = [steps_of_rank[index] for steps_of_rank in ranks]
         assert_step_is(results, gradients, loss, (parallel, batching, name))
