@@ -43,7 +43,9 @@ def gradients_by_definition(
 
     The gradient with respect to the log-probs is that of finite differences.
     """
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    policy = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float64, experts_implementation="eager"
+    )
     rows: list[DefinedRow] = []
     logprobs: list[Tensor] = []
     for index, ids in enumerate(batch["input_ids"]):

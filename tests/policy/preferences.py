@@ -75,7 +75,9 @@ def gradients_by_definition(
     model: str, batch: BatchedDataDict, config: PreferenceLossConfig
 ) -> tuple[dict[str, Tensor], float]:
     """Gradients and loss by plain transformers on unpadded rows, in float64."""
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    policy = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float64, experts_implementation="eager"
+    )
     logprobs, references = [], []
     for ids, mask, reference in zip(
         batch["input_ids"], batch["token_mask"], batch["reference_logprobs"], strict=True

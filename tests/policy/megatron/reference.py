@@ -82,7 +82,8 @@ def assert_step_is(
     """Check one step of all ranks: gradients on rank 0, loss on the last, the norm on each."""
     found = as_tensors(ranks[0].gradients)
     assert relative_error(found, gradients) < TOLERANCE, label
-    assert ranks[-1].metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE)
+    # A loss of few rows whose terms cancel is much smaller than its terms.
+    assert ranks[-1].metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE, abs=1e-7)
     norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
     for result in ranks:
         assert result.metrics["policy/grad_norm"] == pytest.approx(norm, rel=TOLERANCE)

@@ -15,7 +15,6 @@ from tests.policy.members import LOSSES, MEMBERS, gradients_by_definition
 from tests.policy.test_gradient_equality import packed, sharing
 from tests.policy.tiny import grouped_batch
 
-
 LAYOUTS = ("dp2", "tp2 + sp", "cp2", "pp2", "ep2", "tp2 x pp2 + sp", "pp2 x cp2")
 
 
