@@ -83,7 +83,7 @@ def assert_step_is(
     found = as_tensors(ranks[0].gradients)
     assert relative_error(found, gradients) < TOLERANCE, label
     # A loss of few rows whose terms cancel is much smaller than its terms.
-    assert ranks[-1].metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE, abs=1e-7)
+    assert ranks[-1].metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE, abs=1e-6)
     norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
     for result in ranks:
         assert result.metrics["policy/grad_norm"] == pytest.approx(norm, rel=TOLERANCE)
