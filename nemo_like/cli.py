@@ -218,6 +218,17 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
 
 
+def _add_migrate(parser: argparse.ArgumentParser) -> None:
+    text = (
+        "a YAML or TOML config of another tool, or a file with its shell script or command; - reads"
+        " the command from the standard input"
+    )
+    parser.add_argument("source", type=Path, metavar="OLD", help=text)
+    text = "the new YAML file; default: the standard output"
+    parser.add_argument("--out", type=Path, metavar="NEW", help=text)
+    _add_kind(parser)
+
+
 def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR")
 
@@ -280,6 +291,17 @@ _COMMANDS = {
     ),
     "init": _Command(
         "write the example configs into a directory", "config.write_examples", _add_directory
+    ),
+    "migrate": _Command(
+        "write a config from one of NeMo RL, verl, TRL, axolotl, LLaMA-Factory, OpenRLHF or"
+        " prime-rl, and list what could not be carried over",
+        "migrate.run",
+        _add_migrate,
+        """examples:
+  nemo-like migrate grpo_math_1B.yaml --out run.yaml
+  nemo-like migrate run_qwen3-8b.sh --out run.yaml
+  nemo-like migrate rl.toml > run.yaml
+""",
     ),
     "show": _Command(
         "print the rollouts of one step of a GRPO run",

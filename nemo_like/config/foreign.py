@@ -1,38 +1,43 @@
-"""Keys of other tools in a config: renamed, without a counterpart, or safe to delete.
+"""Keys of other tools in a config: renamed, without a counterpart, or without an effect here.
 
-Such keys are never accepted: a config with them is refused with the list of changes.
+Such keys are never accepted: a config with them is refused, and `config.migrate` translates it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cached_property
 from typing import Any, Literal
 
 from nemo_like.config.keys import (
     Entry,
     JobSchema,
+    Tool,
     all_entries,
-    general,
     is_open_section,
     is_section,
-    misspelled_key,
-    on_when_disabled,
-    same_keys,
-    tool_tables,
+    tools,
     type_at,
     unknown_key_text,
     without_none,
 )
 
+_MIN_SIGNS = 2
 _MIN_KNOWN_SHARE = 0.75
-"""Share of the keys that the tables must have, or the config is one of an unknown tool."""
-_REFERENCE = re.compile(r"\$\{([^:{}]+)\}")
+"""Share of the keys that a table must have if the config has too few keys of one tool alone."""
+_SECTIONS = ("policy", "cluster", "checkpointing", "logger")
+"""Sections of this package; a config with mistakes in them is none of another tool."""
 _NAMED = re.compile(r"^(reward\.(?:functions|models)\.)[^.]+\.")
+_INDEX = re.compile(r"\.\d+(?=\.|$)")
 _FORMS = {"scalar": str | int | float, "list": list, "dict": dict}
-_OFF = ("null", "false", "0")
+_OFF = ("null", "false", "0", "no")
+_NULL = "null or empty: not set"
+_OFF_SECTION = "a section that is switched off"
+_NO_EFFECT = "with this value it is off, or does what is always done here"
+_REFERENCE = "a reference to a key that is listed itself"
+_CLASS = "the class that Hydra creates"
 
 Group = Literal["renamed", "unsupported", "deletable", "unknown"]
 
@@ -49,117 +54,87 @@ class Finding:
     new: str | None = None
     """The new value; None if the value does not change."""
     text: str = ""
-    """A note, or the reason."""
-    is_recognized: bool = True
+    """A note, or the reason; empty for an unknown key."""
 
 
-@dataclass(slots=True)
-class Findings:
-    """All changes that one config needs."""
+@dataclass(frozen=True)
+class _Source:
+    """A config of another tool, with the table of that tool."""
 
     job: JobSchema
-    found: list[Finding] = field(default_factory=list)
-    tool: str = ""
-    """The tool whose config it is; empty if no tool is known."""
-    similar: str = ""
-    """The tool whose table has most of the keys; empty if no table has any."""
+    tree: Mapping[str, Any]
+    entries: Mapping[str, Entry]
+    same: Mapping[str, Entry] = field(default_factory=dict)
+    """Keys of the schema with values of another form."""
 
-    @property
-    def are_foreign(self) -> bool:
-        """True if the config is one of another tool.
+    @cached_property
+    def sections(self) -> frozenset[str]:
+        """Every section that has keys of the table below it."""
+        return _sections_of(self.entries)
 
-        At least one key is known as a key of another tool, and there are three unknown keys or a
-        known section. Otherwise the keys are reported as single mistakes.
-        """
-        unknown = [finding for finding in self.found if finding.path not in same_keys()]
-        recognized = [finding.path for finding in unknown if finding.is_recognized]
-        if not recognized:
-            return False
-        return len(unknown) >= 3 or any(self._is_in_foreign_section(path) for path in recognized)
 
-    def _is_in_foreign_section(self, path: str) -> bool:
-        """Return True if `path` is, or is in, a section that the schema does not have."""
-        parent = path.rpartition(".")[0]
-        configs = self.job.jobs.values()
-        return path in _inner_sections() or all(type_at(each, parent) is None for each in configs)
-
-    def covers(self, path: str) -> bool:
-        """Return True if the findings contain the key `path` or a part of it."""
-        return any(
-            f"{path}.".startswith(f"{finding.path}.") or finding.path.startswith(f"{path}.")
-            for finding in self.found
-        )
+def recognized_tool(tree: Mapping[str, Any]) -> Tool | None:
+    """Return the tool whose config it is, by keys that only one tool has; None if none is known."""
+    signs = {each: sum(_has_key(tree, sign) for sign in each.signs) for each in tools()}
+    likeliest = max(signs, key=lambda each: signs[each])
+    if signs[likeliest] >= _MIN_SIGNS:
+        return likeliest
+    keys = list(key_paths(tree))
+    if len(keys) <= _MIN_SIGNS or not set(_SECTIONS).isdisjoint(tree):
+        return None
+    shares = {
+        each: sum(_in_table(key) in each.entries for key in keys) / len(keys) for each in tools()
+    }
+    likeliest = max(shares, key=lambda each: shares[each])
+    return likeliest if shares[likeliest] >= _MIN_KNOWN_SHARE else None
 
 
 def guess_job(tree: Mapping[str, Any]) -> str | None:
-    """Return the job of a config of another tool, by keys that only one job has, or None."""
-    tool = _tool_without_table(tree)
-    if tool is not None:
-        return general()["tools"][tool]["job"]
-    policy = value_at(tree, "train.train_policy.type")
-    if policy in ("sft", "grpo"):
-        return policy
-    if canonical(tree.get("lora_task_type")) == "seq_cls":
-        return "rm"
-    for job, keys in general()["jobs"].items():
-        if set(keys) & set(tree):
+    """Return the job of a config of another tool, or None; empty if it is not clear."""
+    tool = recognized_tool(tree)
+    if tool is None:
+        return None
+    for key, jobs in tool.jobs.items():
+        value = value_at(tree, key)
+        job = jobs.get(canonical(value), jobs.get("*"))
+        if value is not None and job is not None:
             return job
-    return None
+    return tool.default_job
 
 
 def unknown_text(job: JobSchema, path: str) -> str:
     """Return the message for one unknown key: the counterpart of another tool's key, or a similar
     key.
     """
-    entry = None if path in _inner_sections() else _entry(path, job)
+    source = _Source(job, {}, all_entries())
+    entry = None if path in source.sections else _entry(source, path)
     if entry is None:
         return unknown_key_text(job, path)
     if entry.kind == "renamed":
         return f"unknown key {path}; did you mean {' and '.join(entry.targets)}?"
     if entry.kind == "unsupported":
         return f"unknown key {path}, which is not supported: {entry.note}"
-    return f"unknown key {path}, which has no meaning here; delete it"
+    return f"unknown key {path}, which has no effect here; delete it ({entry.note})"
 
 
-def find_foreign(job: JobSchema, tree: Mapping[str, Any]) -> Findings:
-    """Classify every unknown key of the merged content of a config, in its order."""
-    found = list(_section(job, tree, tree, ""))
-    targets = _renamed_targets(found)
-    # A key that gets a value from a renamed one must not be deleted at the same time.
-    found = [one for one in found if one.group == "renamed" or one.path not in targets]
-    # The tables have keys in common, so the tool with most of the keys is the likeliest one.
-    counts = {
-        name: sum(_is_in_table(one.path, table) for one in found)
-        for name, table in tool_tables().items()
-    }
-    similar = max(counts, key=lambda name: counts[name])
-    similar = similar if counts[similar] else ""
-    num_unknown = sum(one.group == "unknown" for one in found)
-    is_known = num_unknown <= (1 - _MIN_KNOWN_SHARE) * len(found)
-    # A config of this package with mistakes has its sections.
-    num_own = sum(type_at(job.run_config, name) is not None for name in tree)
-    tool = _tool_without_table(tree) or ""
-    if not tool and (is_known or num_own > len(tree) / 2):
-        tool = similar
-    if tool not in tool_tables():
-        found = [_of_unknown_tool(tree, one) for one in found]
-    return Findings(job, found, tool, similar)
+def find_foreign(job: JobSchema, tree: Mapping[str, Any], tool: Tool) -> list[Finding]:
+    """Classify every key of the merged content of a tool's config that differs here, in its order.
+
+    A list of sections has its indices as names.
+    """
+    return list(_section(_Source(job, tree, tool.entries, tool.same_keys), tree, ""))
 
 
-def missing_keys(job: JobSchema, tree: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
-    """Return the required keys that are neither set nor the new name of a key that is set."""
-    targets = _renamed_targets(found)
+def missing_keys(job: JobSchema, tree: Mapping[str, Any]) -> list[str]:
+    """Return the keys without a value in `tree` that a run of the job needs."""
     needed = ["run_name", "policy.model_name", "data.train_path"]
-    has_models = any(target.startswith("reward.models.") for target in targets)
-    if job.kind == "grpo" and not has_models and not value_at(tree, "reward.models"):
+    if job.kind == "grpo" and not value_at(tree, "reward.models"):
         needed.append("reward.functions")
-    # The period of validation may be set under its own or under a foreign name.
-    period_key = f"{job.kind}.val_period"
-    paths = [period_key, *(one.path for one in found if period_key in one.targets)]
-    # 0 here and -1 in verl turn validation off.
-    if any(canonical(value_at(tree, path)) not in ("null", "0", "-1") for path in paths):
+    if value_at(tree, f"{job.kind}.val_period"):
         needed.append("data.validation_path")
-    return [key for key in needed if key not in targets and value_at(tree, key) in (None, "", {})]
+    if job.kind == "distill":
+        needed.append("distill.teacher")
+    return [key for key in needed if value_at(tree, key) in (None, "", {})]
 
 
 def canonical(value: Any) -> str:
@@ -185,90 +160,64 @@ def value_at(tree: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def _tool_without_table(tree: Mapping[str, Any]) -> str | None:
-    """Return the tool without a table of which the config has at least two keys, or None."""
-    tools = general()["tools"]
-    counts = {name: len(set(tools[name]["keys"]) & set(tree)) for name in tools}
-    name = max(counts, key=lambda each: counts[each])
-    return name if counts[name] >= 2 else None
+def with_indices(value: Any) -> Any:
+    """Return the value with texts as keys, and lists of sections as sections."""
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        return {str(index): with_indices(item) for index, item in enumerate(value)}
+    if isinstance(value, Mapping):
+        return {str(name): with_indices(item) for name, item in value.items()}
+    return value
 
 
-def _of_unknown_tool(tree: Mapping[str, Any], finding: Finding) -> Finding:
-    """Return the finding for a key of a tool without a table.
-
-    That a key of the same name has no effect in a tool, or a section no counterpart, is then no
-    reason to delete it.
-    """
-    value = value_at(tree, finding.path)
-    is_section = finding.group == "unsupported" and isinstance(value, Mapping)
-    if is_section or (finding.group == "deletable" and not _is_off(value)):
-        return Finding(finding.path, "unknown", is_recognized=finding.is_recognized)
-    return finding
+def key_paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys that have values."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from key_paths(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield f"{prefix}{name}"
 
 
-def _renamed_targets(found: Sequence[Finding]) -> set[str]:
-    """Return the new names of all renamed keys."""
-    return {target for one in found if one.group == "renamed" for target in one.targets}
-
-
-def _is_in_table(path: str, table: Mapping[str, Entry]) -> bool:
-    """Return True if a table has the key `path` or a key below it."""
-    return path in table or any(key.startswith(f"{path}.") for key in table)
-
-
-def _section(
-    job: JobSchema, tree: Mapping[str, Any], section: Mapping[str, Any], prefix: str
-) -> Iterator[Finding]:
+def _section(source: _Source, section: Mapping[str, Any], prefix: str) -> Iterator[Finding]:
+    job = source.job
     for name, value in section.items():
-        path = f"{prefix}.{name}" if prefix else name
+        path = f"{prefix}.{name}" if prefix else str(name)
         annotation = type_at(job.run_config, path)
         if annotation is None:
-            # A key of another job of this package is reported as that, not as a foreign one, unless
-            # it is a section with keys that other tools have for this job.
-            is_of_other_job = any(type_at(each, path) is not None for each in job.jobs.values())
-            if not is_of_other_job:
-                yield from _unknown(job, tree, path, value)
-            elif isinstance(value, Mapping) and _are_renamed(job, path, value):
-                for inner_name, item in value.items():
-                    yield from _unknown(job, tree, f"{path}.{inner_name}", item)
+            yield from _unknown(source, path, value)
             continue
         inner, may_be_null = without_none(annotation)
-        same = same_keys().get(path)
+        same = source.same.get(path)
         if same is not None and isinstance(value, _FORMS[same.form]):
-            finding = _judged(job, tree, path, value, same)
+            finding = _judged(source, path, value, same)
             if not _is_unchanged(finding, same):
                 yield finding
         elif is_section(inner) or is_open_section(inner):
             if isinstance(value, Mapping):
-                yield from _section(job, tree, value, path)
+                yield from _section(source, value, path)
         elif value is None and not may_be_null:
-            yield Finding(path, "deletable", is_recognized=False)
+            yield Finding(path, "deletable", text=_NULL)
 
 
-def _are_renamed(job: JobSchema, path: str, section: Mapping[str, Any]) -> bool:
-    """Return True if all keys of a section are another tool's, and some are renamed in this job."""
-    entries = [_entry(f"{path}.{name}", job) for name in section]
-    is_renamed = any(entry is not None and entry.kind == "renamed" for entry in entries)
-    return is_renamed and None not in entries
-
-
-def _unknown(job: JobSchema, tree: Mapping[str, Any], path: str, value: Any) -> Iterator[Finding]:
-    has_inner = path in _inner_sections()
+def _unknown(source: _Source, path: str, value: Any) -> Iterator[Finding]:
+    has_inner = _in_table(path) in source.sections
     # Hydra's instantiation, which no tool's table lists for each of its keys.
-    entry = Entry("obsolete") if path.endswith("._target_") else _entry(path, job)
+    is_class = path.endswith("._target_")
+    entry = Entry("obsolete", note=_CLASS) if is_class else _entry(source, path)
     if entry is None and not has_inner:
-        # A key that is off has no effect, unless it is a misspelled key of the schema.
-        is_dead = _is_off(value) and misspelled_key(job, path) is None
-        yield Finding(path, "deletable" if is_dead else "unknown", is_recognized=False)
+        yield Finding(path, "unknown")
         return
-    if _is_off(value) and path not in on_when_disabled():
+    if _is_off(value) and not (entry is not None and entry.is_on_when_disabled):
         reason = entry.when_null if entry is not None and value is None else ""
-        yield Finding(path, "unsupported", text=reason) if reason else Finding(path, "deletable")
+        if reason:
+            yield Finding(path, "unsupported", text=reason)
+        else:
+            yield Finding(path, "deletable", text=_OFF_SECTION if value else _NULL)
         return
     if isinstance(value, Mapping) and has_inner:
         inner: list[Finding] = []
         for name, item in value.items():
-            inner += _unknown(job, tree, f"{path}.{name}", item)
+            inner += _unknown(source, f"{path}.{name}", item)
         yield from _collapsed(path, inner)
         return
     # A section with a plain value, or a plain key with a section, is another key than the one of
@@ -276,41 +225,38 @@ def _unknown(job: JobSchema, tree: Mapping[str, Any], path: str, value: Any) -> 
     is_plain_section = entry is not None and entry.kind == "obsolete" and has_inner
     is_nested_key = entry is not None and entry.kind == "renamed" and isinstance(value, Mapping)
     if entry is None or is_plain_section or is_nested_key:
-        yield Finding(path, "unknown", is_recognized=False)
+        yield Finding(path, "unknown")
         return
-    yield _judged(job, tree, path, value, entry)
+    yield _judged(source, path, value, entry)
 
 
 def _collapsed(path: str, inner: list[Finding]) -> list[Finding]:
-    """Return the findings in a section, or a single one if all keys are deleted for one reason."""
-    reasons = {one.text for one in inner if one.group == "unsupported"}
-    if any(one.group in ("renamed", "unknown") for one in inner) or len(reasons) > 1:
+    """Return the findings in a section, or a single one if all keys are dropped for one reason."""
+    reasons = {(one.group, one.text) for one in inner}
+    if len(reasons) != 1 or inner[0].group in ("renamed", "unknown"):
         return inner
-    if reasons:
-        return [Finding(path, "unsupported", text=reasons.pop())]
-    return [Finding(path, "deletable")]
+    return [replace(inner[0], path=path)]
 
 
-def _judged(
-    job: JobSchema, tree: Mapping[str, Any], path: str, value: Any, entry: Entry
-) -> Finding:
+def _judged(source: _Source, path: str, value: Any, entry: Entry) -> Finding:
     """Return the finding of a key with an entry in the table, for its value."""
+    tree = source.tree
     if entry.kind == "obsolete":
-        return Finding(path, "deletable")
+        return Finding(path, "deletable", text=entry.note)
     if entry.kind == "unsupported":
         if _are_all_off(value, entry.no_effect):
-            return Finding(path, "deletable")
+            return Finding(path, "deletable", text=_NO_EFFECT)
         return Finding(path, "unsupported", text=entry.note)
     targets = " and ".join(entry.targets)
     if entry.unless is not None and canonical(value_at(tree, entry.unless)) not in _OFF:
-        return Finding(path, "deletable")
+        return Finding(path, "deletable", text=f"{entry.unless} is on")
     if entry.switch is not None:
         # The tool's default of the switch may be off, but so may the config be of another tool.
         if not _has_key(tree, entry.switch):
             text = f"set {targets} if {entry.switch} is on, which the config does not set"
             return Finding(path, "unsupported", text=text)
         if canonical(value_at(tree, entry.switch)) in _OFF:
-            return Finding(path, "deletable")
+            return Finding(path, "deletable", text=f"{entry.switch} is off")
     old = canonical(value)
     notes = [entry.note] if entry.note else []
     new: str | None = "*"
@@ -321,11 +267,11 @@ def _judged(
             return Finding(path, "unsupported", text=f"{targets}: {'; '.join(notes)}")
         new = entry.values.get(old, entry.values.get("*"))
         if new is None:
-            return Finding(path, "deletable")
+            is_reference = "${" in old
+            text = _REFERENCE if is_reference else f"the default of {targets} has the same effect"
+            return Finding(path, "deletable", text=text)
     # `*` in a table stands for every other value, which stays as it is.
     if new == "*":
-        if any(_moves(job, reference) for reference in _REFERENCE.findall(str(value))):
-            notes.append("write the value out, it refers to a key that moves")
         return Finding(path, "renamed", entry.targets, text="; ".join(notes))
     return Finding(path, "renamed", entry.targets, old=old, new=new, text="; ".join(notes))
 
@@ -339,40 +285,40 @@ def _is_unchanged(finding: Finding, entry: Entry) -> bool:
     return is_same_value and finding.text == entry.note
 
 
-def _entry(path: str, job: JobSchema) -> Entry | None:
+def _entry(source: _Source, path: str) -> Entry | None:
     """Return the entry of the key, or of the nearest section above it that covers all its keys."""
-    # A level that the user names is NAME in the tables.
-    entry = all_entries().get(path) or all_entries().get(_NAMED.sub(r"\1NAME.", path))
+    entries = source.entries
+    path = _in_table(path)
+    entry = entries.get(path)
     parent = path.rpartition(".")[0]
     while entry is None and parent:
-        above = all_entries().get(parent)
+        above = entries.get(parent)
         # A renamed key has one value; what is below it is another key.
         entry = None if above is not None and above.kind == "renamed" else above
         parent = parent.rpartition(".")[0]
     if entry is None or entry.kind != "renamed":
         return entry
+    job = source.job
     wanted = (entry.sft,) if job.kind == "sft" and entry.sft is not None else entry.targets
     targets = tuple(key for key in wanted if type_at(job.run_config, key) is not None)
     if not targets:
-        note = f"only the other job has {' or '.join(wanted)}"
+        note = f"; {entry.note}" if entry.note else ""
+        note = f"`nemo-like {job.kind}` has no {' or '.join(wanted)}{note}"
         return Entry("unsupported", note=note, no_effect=())
     return replace(entry, targets=targets, sft=None)
 
 
-@cache
-def _inner_sections() -> frozenset[str]:
-    """Return every section that has keys of the tables below it."""
+def _in_table(path: str) -> str:
+    """Return a key as the tables have it: NAME for a name of the user and for an index."""
+    return _INDEX.sub(".NAME", _NAMED.sub(r"\1NAME.", path))
+
+
+def _sections_of(entries: Mapping[str, Entry]) -> frozenset[str]:
     sections: set[str] = set()
-    for path in all_entries():
+    for path in entries:
         names = path.split(".")
         sections.update(".".join(names[:end]) for end in range(1, len(names)))
     return frozenset(sections)
-
-
-def _moves(job: JobSchema, reference: str) -> bool:
-    """Return True if an interpolation does not work under the new name of its key."""
-    # A leading dot is relative to the section.
-    return reference.startswith(".") or type_at(job.run_config, reference) is None
 
 
 def _has_key(tree: Mapping[str, Any], path: str) -> bool:

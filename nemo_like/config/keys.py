@@ -5,8 +5,9 @@ description from the string below the field in the source.
 
 The tables `config/foreign/*.yaml` have the keys of other tools. `renamed` maps a dotted key to its
 key here, or to a mapping with the fields of `Entry`. `unsupported` lists groups of keys with one
-`reason`; with a value of `no_effect` (by default false) such a key can be deleted. `obsolete` lists
-keys without a meaning here. A section in `unsupported` or `obsolete` stands for all keys below it
+`reason`; a value of `no_effect` (by default false) is off. `obsolete` lists keys that have no
+influence on training, also in groups with a `reason`. The other fields are those of `Tool`. A
+section in `unsupported` or `obsolete` stands for all keys below it
 that are not listed.
 """
 
@@ -270,52 +271,80 @@ class Entry:
     """Canonical values with which an unsupported key can be deleted."""
     form: str = ""
     """Type of the values to which an entry of `same_keys` applies: `scalar`, `list` or `dict`."""
+    is_on_when_disabled: bool = False
+    """True for a section whose `enabled: false` has a meaning of its own."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tool:
+    """The table of another tool."""
+
+    name: str
+    entries: Mapping[str, Entry]
+    """Dotted key or section -> entry."""
+    same_keys: Mapping[str, Entry]
+    """The keys of the schema that the tool has too, with values of another form."""
+    signs: Sequence[str] = ()
+    """Keys that only this tool has, of which a config of it has at least two."""
+    jobs: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    """Key of the tool -> canonical value, or `*` -> job of a config that has it; '' if it is not
+    clear, or does not exist here."""
+    default_job: str = ""
+    computed: Mapping[str, str | list[str]] = dataclasses.field(default_factory=dict)
+    """Key of the schema -> formula of keys of the tool, evaluated from left to right, or several
+    of which the first one with all its keys counts."""
+    defaults: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    """Job, or `all` -> key of the tool -> default of the tool, where the one here differs, or a
+    formula."""
+    advice: Sequence[str] = ()
+    """What differs in behavior."""
 
 
 @cache
-def tool_tables() -> dict[str, dict[str, Entry]]:
-    """Return tool -> dotted key or section -> entry."""
-    tables = {}
-    for content in _tool_files():
-        table = {path: _renamed(value) for path, value in content["renamed"].items()}
-        for group in content["unsupported"]:
-            no_effect = tuple(group.get("no_effect", ["false"]))
-            entry = Entry("unsupported", note=group["reason"], no_effect=no_effect)
-            table.update(dict.fromkeys(group["keys"], entry))
-        table.update(dict.fromkeys(content["obsolete"], Entry("obsolete")))
-        tables[content["tool"]] = table
-    return tables
+def tools() -> tuple[Tool, ...]:
+    """Return the tools with a table. The nearest one comes first."""
+    # NeMo RL first: most of its sections have the same names here.
+    stems = (
+        *("nemo_rl", "verl", "trl", "axolotl", "llama_factory", "openrlhf", "prime_rl"),
+        *("cosmos_rl", "earlier"),
+    )
+    return tuple(_tool(_read(f"{stem}.yaml")) for stem in stems)
+
+
+def _tool(content: dict[str, Any]) -> Tool:
+    table = {path: _renamed(value) for path, value in content.pop("renamed").items()}
+    disabled = content.pop("on_when_disabled", ())
+    for group in content.pop("unsupported"):
+        no_effect = tuple(group.get("no_effect", ["false"]))
+        for path in group["keys"]:
+            is_on = path in disabled
+            table[path] = Entry(
+                "unsupported", note=group["reason"], no_effect=no_effect, is_on_when_disabled=is_on
+            )
+    for group in content.pop("obsolete"):
+        table.update(dict.fromkeys(group["keys"], Entry("obsolete", note=group["reason"])))
+    same = {path: _same_key(value) for path, value in content.pop("same_keys", {}).items()}
+    return Tool(content.pop("tool"), table, same, **content)
+
+
+def _same_key(value: Mapping[str, Any]) -> Entry:
+    if "to" in value:
+        return _renamed(value)
+    return Entry("unsupported", note=value["reason"], form=value["form"])
 
 
 @cache
 def all_entries() -> dict[str, Entry]:
-    """Return the entries of all tools; a key of several tools has the same meaning in each."""
-    return {path: entry for table in tool_tables().values() for path, entry in table.items()}
-
-
-@cache
-def same_keys() -> dict[str, Entry]:
-    """Return the keys of the schema that a tool has too, with values of another form."""
-    entries = {}
-    for content in _tool_files():
-        for path, value in content.get("same_keys", {}).items():
-            if "to" in value:
-                entries[path] = _renamed(value)
-            else:
-                kind = "unsupported" if "reason" in value else "obsolete"
-                entries[path] = Entry(kind, note=value.get("reason", ""), form=value["form"])
+    """Return the entries of all tools, for a single key of a config of this package."""
+    entries: dict[str, Entry] = {}
+    for tool in reversed(tools()):
+        entries.update(tool.entries)
     return entries
 
 
 @cache
-def on_when_disabled() -> frozenset[str]:
-    """Return the sections whose `enabled: false` has a meaning of its own."""
-    return frozenset(path for file in _tool_files() for path in file.get("on_when_disabled", ()))
-
-
-@cache
 def general() -> dict[str, Any]:
-    """Return what is known beside the tables: `tools`, `jobs` and `names`."""
+    """Return what is known beside the tables: `names`."""
     return _read(_GENERAL)
 
 
@@ -323,14 +352,6 @@ def _renamed(value: str | Mapping[str, Any]) -> Entry:
     fields: dict[str, Any] = {"to": value} if isinstance(value, str) else dict(value)
     to = fields.pop("to")
     return Entry("renamed", (to,) if isinstance(to, str) else tuple(to), **fields)
-
-
-@cache
-def _tool_files() -> tuple[dict[str, Any], ...]:
-    """Return the tables as they are in the files. The nearest tool of a key is the first one."""
-    # NeMo RL first: most of its sections have the same names here.
-    stems = ("nemo_rl", "verl", "trl", "cosmos_rl", "earlier")
-    return tuple(_read(f"{stem}.yaml") for stem in stems)
 
 
 def _read(name: str) -> dict[str, Any]:

@@ -30,13 +30,20 @@ from nemo_like.config.errors import (
     shown_path,
     shown_value,
 )
-from nemo_like.config.foreign import find_foreign, guess_job, unknown_text
-from nemo_like.config.foreign_report import foreign_text
+from nemo_like.config.foreign import (
+    find_foreign,
+    guess_job,
+    recognized_tool,
+    unknown_text,
+    with_indices,
+)
+from nemo_like.config.foreign_report import refusal_text, shown_key
 from nemo_like.config.keys import (
     JobSchema,
     field_types,
     is_open_section,
     is_section,
+    tools,
     type_at,
     without_none,
 )
@@ -44,6 +51,8 @@ from nemo_like.config.schema import RunConfig
 
 COMMAND_LINE = Location("the command line")
 _SELF = "_self_"
+_MIN_UNKNOWN = 5
+"""Unknown keys from which a config without sections of this package is one of another tool."""
 _MISSING = "???"
 """OmegaConf's value of a key that another file must set."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
@@ -105,10 +114,8 @@ class Composition:
         if not (key and separator):
             raise ConfigError(f"override {shown_value(text)} does not parse: write {text}=VALUE")
         content = self._override_value(key, value.strip(), text)
-        for name in reversed(key.split(".")):
-            content = {name: content}
         self.locations[key] = COMMAND_LINE
-        self.tree = merged(self.tree, content)
+        self.tree = merged(self.tree, nested(key, content))
 
     def problems(self) -> Iterator[Problem]:
         """Yield unknown keys, and names that a user must not choose."""
@@ -220,10 +227,17 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return result
 
 
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """Return the sections of a dotted key around its value. Example: `a.b`, 1 -> `{a: {b: 1}}`."""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
 def compose_files(job: JobSchema, path: Path, overrides: Sequence[str]) -> Composition:
     """Merge a file, the files that it inherits and overrides. Raises ConfigError."""
     composition = Composition(job)
-    for file, root in _files(path, ()):
+    for file, root in inherited_files(path, ()):
         try:
             composition.add_file(file, root)
         except yaml.YAMLError as error:
@@ -251,14 +265,14 @@ def missing_file_text(path: Path) -> str:
     return f"{shown_path(path)} does not exist{folder}"
 
 
-def _files(path: Path, trail: tuple[Path, ...]) -> Iterator[tuple[Path, yaml.MappingNode]]:
+def inherited_files(path: Path, trail: tuple[Path, ...]) -> Iterator[tuple[Path, yaml.MappingNode]]:
     """Yield `path` and the files that it inherits, in the order of merging."""
     # Resolved, so that a cycle through a symbolic link is found as well.
     resolved = path.resolve()
     if resolved in trail:
         circle = " -> ".join(map(shown_path, (*trail[trail.index(resolved) :], resolved)))
         raise ConfigError(f"defaults name each other in a circle: {circle}")
-    root = _read(path)
+    root = read_root(path)
     if root is None:
         return
     entries = list(_defaults(path, root))
@@ -272,7 +286,7 @@ def _files(path: Path, trail: tuple[Path, ...]) -> Iterator[tuple[Path, yaml.Map
         file = file if file.suffix in (".yaml", ".yml") else file.with_name(f"{file.name}.yaml")
         if not is_possible_path(str(file)) or not file.is_file():
             raise ConfigError(f"{place} defaults entry {name}: {missing_file_text(file)}")
-        yield from _files(file, (*trail, resolved))
+        yield from inherited_files(file, (*trail, resolved))
 
 
 def _defaults(path: Path, root: yaml.MappingNode) -> Iterator[tuple[str, str]]:
@@ -292,7 +306,7 @@ def _defaults(path: Path, root: yaml.MappingNode) -> Iterator[tuple[str, str]]:
             yield entry.value, place
 
 
-def _read(path: Path) -> yaml.MappingNode | None:
+def read_root(path: Path) -> yaml.MappingNode | None:
     """Return the root of a YAML file; None if the file is empty. Raises ConfigError."""
     name = shown_path(path)
     try:
@@ -377,7 +391,7 @@ def load_config(job: JobSchema, path: Path, overrides: Sequence[str] = ()) -> Ru
     composition = compose_files(job, path, overrides)
     unknown = list(composition.problems())
     if unknown:
-        _raise_foreign(composition, path, unknown)
+        _raise_foreign(composition.tree, job, path, len(unknown))
     raise_problems(unknown)
     values = merged(schema_defaults(job.run_config), composition.tree)
     plain = resolve_interpolations(values, composition.locate)
@@ -429,7 +443,7 @@ def detect_kind(
     if len(found) == 1:
         return found[0]
     guess = None if found else guess_job(content)
-    if guess is not None:
+    if guess:
         return guess
     sections = "; ".join(f"`{kind}` has {names}" for kind, names in _own_sections(jobs).items())
     problem = "has no section that only one job has"
@@ -464,15 +478,20 @@ def _dumped(config: RunConfig, *, allow_unicode: bool) -> str:
     )
 
 
-def _raise_foreign(composition: Composition, path: Path, unknown: Sequence[Problem]) -> None:
-    """Raise one ConfigError with all findings in groups if the unknown keys are another tool's."""
-    findings = find_foreign(composition.job, composition.tree)
-    if findings.are_foreign:
-        others = [problem for problem in unknown if not findings.covers(problem.keys[0])]
-        text = foreign_text(
-            shown_path(path), composition.tree, findings, others, composition.locations
+def _raise_foreign(tree: Mapping[str, Any], job: JobSchema, path: Path, num_unknown: int) -> None:
+    """Raise ConfigError if the config is one of another tool."""
+    tree = with_indices(tree)
+    tool = recognized_tool(tree)
+    if tool is not None:
+        raise ConfigError(refusal_text(shown_path(path), tool.name, find_foreign(job, tree, tool)))
+    num_own = sum(type_at(job.run_config, name) is not None for name in tree)
+    if num_unknown >= _MIN_UNKNOWN and num_own <= len(tree) / 2:
+        names = ", ".join(map(shown_key, list(tree)[:_MIN_UNKNOWN]))
+        known = ", ".join(each.name for each in tools() if each.signs)
+        raise ConfigError(
+            f"{shown_path(path)} is not a config of this package, and of no tool that `nemo-like"
+            f" migrate` knows ({known}); it begins with the keys {names}"
         )
-        raise ConfigError(text)
 
 
 def _config_file(path: Path) -> Path:
@@ -480,7 +499,7 @@ def _config_file(path: Path) -> Path:
     if not is_possible_path(str(path)) or not path.is_file():
         raise ConfigError(f"config file {missing_file_text(path)}")
     if path.suffix != ".yaml":
-        other = "; TOML and other formats are not read" if path.suffix != ".yml" else ""
+        other = "" if path.suffix == ".yml" else "; `nemo-like migrate` reads those of other tools"
         raise ConfigError(f"config file {shown_path(path)} must be named .yaml{other}")
     return path
 

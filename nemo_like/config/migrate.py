@@ -1,0 +1,320 @@
+"""`migrate`: a config of another tool becomes one of this package, and a list of what did not.
+
+The tables in `config/foreign/` say what becomes of each key. Nothing is left out silently: a key is
+carried over, dropped for a reason, or unknown.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_origin
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_like.config.build import build_config, register_arithmetic, resolve_interpolations
+from nemo_like.config.check import find_problems
+from nemo_like.config.errors import ConfigError, Problem, counted, shown_path
+from nemo_like.config.foreign import (
+    Finding,
+    find_foreign,
+    guess_job,
+    key_paths,
+    missing_keys,
+    recognized_tool,
+    value_at,
+)
+from nemo_like.config.foreign_report import shown_text
+from nemo_like.config.foreign_source import read_source
+from nemo_like.config.keys import JobSchema, Tool, tools, type_at, without_none
+from nemo_like.config.load import YamlLoader, merged, nested, schema_defaults
+from nemo_like.config.schema import RunConfig
+
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+_SETS = {"data.train_path": "data.train_sets", "data.validation_path": "data.validation_sets"}
+_SAMPLING_JOBS = ("grpo", "distill")
+_LAYOUT = "policy.generation.vllm."
+"""Keys that change no training; a value that is not possible here is dropped."""
+_FILE = re.compile(r"(hf://|[/.~]).*|.*\.(jsonl?|parquet|csv|arrow)(\.gz)?", re.DOTALL)
+
+
+@dataclass
+class Migration:
+    """A config of this package that was made of another tool's."""
+
+    tool: Tool
+    job: JobSchema
+    values: dict[str, Any] = field(default_factory=dict)
+    """Dotted key -> value."""
+    origins: dict[str, str] = field(default_factory=dict)
+    """Dotted key -> where its value is from."""
+    carried: dict[str, list[str]] = field(default_factory=dict)
+    """Key of the tool -> keys here."""
+    dropped: list[Finding] = field(default_factory=list)
+    unknown: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    """What is wrong in the result beside missing keys."""
+
+    def tree(self) -> dict[str, Any]:
+        """Return the values in nested sections, without those that must be set."""
+        tree: dict[str, Any] = {}
+        for key, value in self.values.items():
+            tree = merged(tree, nested(key, value))
+        return tree
+
+    def put(self, key: str, value: Any, origin: str) -> bool:
+        """Set a key; return False if it has another value already."""
+        value = _fitting(type_at(self.job.run_config, key), value)
+        if key in _SETS and isinstance(value, str) and not _FILE.fullmatch(value):
+            # The name of a data set of the hub.
+            value = f"hf://{value}?split={'train' if key == 'data.train_path' else 'test'}"
+        if self.values.get(key, value) != value:
+            if key not in _SETS:
+                return False
+            key = f"{_SETS[key]}.set{1 + sum(each.startswith(_SETS[key]) for each in self.values)}"
+        self.origins[key] = f"{self.origins[key]}, {origin}" if key in self.values else origin
+        self.values[key] = value
+        return True
+
+
+def migrate(jobs: Mapping[str, type[RunConfig]], path: Path, kind: str | None = None) -> Migration:
+    """Translate the file `path`, to a config of the job `kind`, which is detected by default.
+
+    Raises ConfigError for a file that is no config of a known tool.
+    """
+    any_job = JobSchema(next(iter(jobs)), jobs)
+    source = read_source(any_job, path)
+    tool = recognized_tool(source.tree)
+    if tool is None:
+        known = ", ".join(each.name for each in tools() if each.signs)
+        raise ConfigError(f"{shown_path(path)} has the keys of no known tool ({known})")
+    kind = kind or source.job or guess_job(source.tree)
+    if not kind:
+        raise ConfigError(f"the job of {shown_path(path)} is not clear; pass --kind JOB")
+    result = Migration(tool, JobSchema(kind, jobs), notes=[*source.notes, *tool.advice])
+    tree = copy.deepcopy(source.tree)
+    defaults = dict(_add_defaults(tool, kind, tree))
+    _translate(result, tree, defaults)
+    _complete(result, path)
+    return result
+
+
+def _add_defaults(tool: Tool, kind: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Add the defaults of the tool where it differs from this package; yield values or formulas."""
+    for key, value in {**tool.defaults.get("all", {}), **tool.defaults.get(kind, {})}.items():
+        if value_at(tree, key) is None:
+            number = _computed(value, tree) if _is_formula(value) else value
+            if number is not None:
+                tree.update(merged(tree, nested(key, number)))
+                yield key, value
+
+
+def _is_formula(value: Any) -> bool:
+    return isinstance(value, str) and " " in value
+
+
+def _computed(formula: str, tree: Mapping[str, Any]) -> float | None:
+    """Evaluate a formula from left to right; None if a key of it has no number."""
+    total: float | None = None
+    apply = operator.add
+    for word in formula.split():
+        if word in _OPERATORS:
+            apply = _OPERATORS[word]
+            continue
+        value = float(word) if word[0].isdigit() else value_at(tree, word)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return None
+        total = value if total is None else apply(total, value)
+    # Negative numbers turn a limit off.
+    return total if total is not None and total >= 0 else None
+
+
+def _translate(result: Migration, tree: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Carry the keys over that have a place here, and list the others."""
+    job = result.job
+    found = find_foreign(job, tree, result.tool)
+    without_effect = {one.path for one in found if one.group == "deletable"}
+    for target, formulas in result.tool.computed.items():
+        if type_at(job.run_config, target) is None:
+            continue
+        for formula in [formulas] if isinstance(formulas, str) else formulas:
+            value = _computed(formula, tree)
+            if value is not None and without_effect.isdisjoint(formula.split()):
+                result.put(target, value, formula)
+                for word in formula.split():
+                    if value_at(tree, word) is not None and word not in defaults:
+                        result.carried.setdefault(word, []).append(target)
+                break
+    computed = set(result.values)
+    for one in found:
+        if one.group == "renamed":
+            _carry(result, tree, one, defaults, computed)
+        elif one.path in defaults or one.path in result.carried:
+            continue
+        elif one.group == "unknown":
+            result.unknown.append(one)
+        else:
+            text = "the command decides it" if one.path in result.tool.jobs else one.text
+            result.dropped.append(Finding(one.path, one.group, text=text))
+    covered = tuple(f"{one.path}." for one in found)
+    for path in key_paths(tree):
+        if not f"{path}.".startswith(covered) and type_at(job.run_config, path) is not None:
+            is_default = path in defaults
+            origin = f"always in {result.tool.name}" if is_default else path
+            _set(result, "" if is_default else path, [path], [_resolved(tree, path)], origin)
+    is_lora = any(key.startswith("policy.lora.") for key in result.values)
+    if is_lora and "policy.lora.enabled" not in result.values:
+        result.put("policy.lora.enabled", True, "the keys of adapters")
+
+
+def _carry(
+    result: Migration,
+    tree: Mapping[str, Any],
+    one: Finding,
+    defaults: Mapping[str, Any],
+    computed: set[str],
+) -> None:
+    """Carry over one key with a new name or value."""
+    value = _resolved(tree, one.path)
+    origin = one.path if one.new is None else f"{one.path}: {shown_text(value)}"
+    if one.path in defaults:
+        default = defaults[one.path]
+        origin = f"{one.path} is not set: {default} in {result.tool.name}"
+        if _is_formula(default):
+            origin = f"{default}, as {one.path} is not set"
+    if one.new is not None:
+        value = yaml.load(one.new, Loader=YamlLoader)
+    if one.targets[0] in computed:
+        if one.path not in result.carried and one.path not in defaults:
+            text = f"{one.targets[0]} follows from {result.origins[one.targets[0]]}"
+            result.dropped.append(Finding(one.path, "unsupported", text=text))
+        return
+    if one.text:
+        origin += f" ({one.text})"
+    values = [value] * len(one.targets)
+    if len(one.targets) > 1 and isinstance(value, list) and len(value) == len(one.targets):
+        values = value
+    _set(result, "" if one.path in defaults else one.path, one.targets, values, origin)
+
+
+def _set(
+    result: Migration, path: str, targets: Sequence[str], values: Sequence[Any], origin: str
+) -> None:
+    """Set the new keys of one key, whose own path is empty for a default of the tool."""
+    for target, value in zip(targets, values, strict=True):
+        reason = ""
+        if not path and target in result.values:
+            continue
+        if isinstance(value, str) and "$" in value and "${div:" not in value:
+            reason = f"its value {shown_text(value)} is not known; set {target}"
+        elif target in _SETS and isinstance(value, list):
+            for item in value:
+                result.put(target, item, origin)
+        elif not result.put(target, value, origin) and path:
+            reason = f"{target} is {shown_text(result.values[target])} already, of"
+            reason += f" {result.origins[target]}"
+        if target == "cluster.generation_workers" and result.job.kind not in _SAMPLING_JOBS:
+            result.values.pop(target, None)
+            reason = f"`nemo-like {result.job.kind}` samples no completions"
+        if reason and path:
+            result.dropped.append(Finding(path, "unsupported", text=reason))
+            return
+    if path:
+        result.carried.setdefault(path, []).extend(targets)
+
+
+def _complete(result: Migration, path: Path) -> None:
+    """Name the run, and find what is missing or wrong; a value that does not fit is dropped."""
+    if "run_name" not in result.values:
+        name = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.stem).strip("-.") or "run"
+        result.put("run_name", name, "the name of the file")
+    _set_layout(result)
+    result.missing = missing_keys(result.job, result.tree())
+    if "reward.functions" in result.missing:
+        index = result.missing.index("reward.functions")
+        result.missing[index] = "reward.functions.answer.path"
+    examples = dict.fromkeys(result.missing, "nemo_like.environments.math.answer_reward")
+    values = {**result.values, **examples}
+    run_config = result.job.run_config
+    problems: list[Problem] = []
+    # A dropped value may show the next problem.
+    for _ in range(3):
+        tree = Migration(result.tool, result.job, values).tree()
+        try:
+            complete = merged(schema_defaults(run_config), tree)
+            plain = resolve_interpolations(complete, lambda path: None)
+        except ConfigError as error:
+            result.problems = [Problem((), str(error))]
+            return
+        config, problems = build_config(run_config, plain)
+        for problem in problems:
+            _drop_value(result, values, problem)
+        if config is not None:
+            problems = find_problems(config)
+            layout = [one for one in problems if one.keys[0].startswith(_LAYOUT)]
+            for problem in layout:
+                _drop_value(result, values, problem)
+            result.problems = [one for one in problems if one not in layout]
+            if not layout:
+                return
+    result.problems = problems
+
+
+def _set_layout(result: Migration) -> None:
+    """Set the token budgets and the engine that the carried keys need."""
+    values = result.values
+    if max(values.get("parallel.pipeline", 1), values.get("parallel.expert", 1)) > 1:
+        values.setdefault("policy.engine", "megatron")
+        result.origins.setdefault("policy.engine", "parallel.pipeline and parallel.expert need it")
+    length = values.get("policy.max_total_sequence_length")
+    for section in ("policy.sequence_packing", "policy.dynamic_batching"):
+        budgets = (
+            ("train_mb_tokens", "policy.train_micro_batch_size"),
+            ("logprob_mb_tokens", "policy.logprob_batch_size"),
+        )
+        for name, batch in budgets:
+            key = f"{section}.{name}"
+            if values.get(f"{section}.enabled") and length and key not in values:
+                num_rows = values.get(batch, 1) * result.job.run_config.rows_per_example
+                result.put(key, num_rows * length, f"{counted(num_rows, 'row')} of {length} tokens")
+
+
+def _drop_value(result: Migration, values: dict[str, Any], problem: Problem) -> None:
+    """Drop a value that is not legal here."""
+    key = problem.keys[0].partition("[")[0]
+    values.pop(key, None)
+    result.values.pop(key, None)
+    for path in [old for old, targets in result.carried.items() if key in targets]:
+        del result.carried[path]
+        result.dropped.append(Finding(path, "unsupported", text=problem.text))
+
+
+def _fitting(annotation: Any, value: Any) -> Any:
+    """Return a value in the form of the key's type, where it has the same meaning."""
+    inner, _ = without_none(annotation)
+    if inner is int and isinstance(value, float) and value == value // 1:
+        return int(value)
+    if get_origin(inner) is tuple and isinstance(value, str):
+        return [part.strip() for part in value.split(",")]
+    return value
+
+
+def _resolved(tree: Mapping[str, Any], path: str) -> Any:
+    """Return the value of a key with its references to other keys replaced, as far as possible."""
+    value = value_at(tree, path)
+    if "${" not in str(value):
+        return value
+    register_arithmetic()
+    try:
+        resolved = OmegaConf.select(OmegaConf.create(dict(tree)), path)
+        return OmegaConf.to_container(resolved) if OmegaConf.is_config(resolved) else resolved
+    except (OmegaConfBaseException, ValueError, TypeError):
+        return value
