@@ -1,22 +1,15 @@
-"""What a message lists as safe to delete changes no training, whatever the tool."""
+"""What is dropped without an effect changes no training, whatever the tool."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
-import pytest
-import yaml
-
-from nemo_like.algorithms.registry import RUN_CONFIGS, detect_kind, job_schema, load_config
+from nemo_like.algorithms.registry import RUN_CONFIGS, job_schema
 from nemo_like.config.build import build_config
-from nemo_like.config.errors import ConfigError
 from nemo_like.config.foreign import canonical, find_foreign
-from nemo_like.config.keys import all_entries, same_keys, type_at
-from tests.config.test_foreign import listed, put
-
-CONFIGS = Path(__file__).parent / "foreign"
+from nemo_like.config.keys import tools, type_at
+from tests.config.test_foreign import put
 
 _NAMES = """
 _target_ _v2 hybrid_engine do_eval do_train
@@ -47,6 +40,28 @@ vllm_server_timeout vllm_group_port launch_reward_fn_async input_tokenizer infer
 ignore_bias_buffers max_num_batched_tokens
 env.reward_model.enabled env.reward_model.reward_model_cfg.enabled reward_model.enable
 policy.reward_model_cfg.enabled train.train_policy.type
+api_server_count attn backend_port cache_dir chunked_cross_entropy ckpt.output_dir ckpt_path clean
+colocate_actor_ref compute_accuracy concurrency data_parallel_size dataloader_pin_memory
+dataloader_prefetch_factor dataset_keep_in_memory dataset_prepared_path dataset_processes
+deepcompile deployment.type disable_ds disable_fast_tokenizer dist_timeout_seconds dry_run
+eager_attention enable_liger_kernel enable_prefix_caching enable_sleep entity eval_batch_size
+eval_max_new_tokens eval_sample_packing eval_sequence_len eval_strategy eval_table_size
+flash_attention flash_attn flex_attention gc gc_steps gradient_checkpointing_reentrant group
+heartbeat hf_use_auth_token hub_strategy include_num_input_tokens_seen include_tkps
+include_tokens_per_second inference.log is_llama_derived_model is_mistral_derived_model local_rank
+log low_cpu_mem_usage max_cpu_loras max_loras max_mem media_dir memory_profiler_path
+mlflow_tracking_uri model.compile model.impl model_type moe_use_grouped_mm monitors
+no_remove_unused_columns offline orchestrator.log org overlap_comm overwrite_cache
+pad_to_sequence_len path placement_strategy plot_loss preprocessing_batch_size
+preprocessing_num_workers print_param_status processor_type profiler_steps push_dataset_to_hub
+qlora_sharded_model_loading ray_num_workers ray_run_name ray_storage_path reshard_after_forward
+resources_per_worker ring_attn_head_stride rollout_transport router run save_first_step save_hf_ckpt
+save_only_model save_safetensors save_strategy sdp_attention server slurm stage sync_backend
+sync_with_ray tags tasks_per_minute tensorboard_dir tokenized_path tokenizer_type tokenizer_use_fast
+torch_compile torch_compile_backend trace_path train.compile trainer.log trainer.model.compile
+trainer.model.impl use_fast_tokenizer use_ms use_ray use_reentrant_gc use_universal_ckpt use_unsloth
+use_unsloth_gc vllm_sync_backend wandb_entity wandb_log_model wandb_mode wandb_name wandb_run_id
+wandb_watch weight_broadcast world_size xformers_attention zero_stage zpg
 """
 HARMLESS = set(_NAMES.split())
 """Last parts of keys about logs, validation, checkpoints, loading, kernels and processes."""
@@ -54,6 +69,16 @@ WITHOUT_EFFECT = {
     "use_kl_loss": "the coefficient of the KL, which is listed too, turns the term on",
     "force_on_policy_ratio": "one optimizer step per rollout has the ratio 1",
     "dropout_position": "a dropout above 0 is refused",
+    "max_lora_rank": "adapters are sent to vLLM as they are trained",
+    "enable_lora": "adapters are sent to vLLM as they are trained",
+    "lora_name": "the name of the adapter in the server",
+    "lora_mlp_kernel": "a kernel of the same products",
+    "lora_qkv_kernel": "a kernel of the same products",
+    "lora_o_kernel": "a kernel of the same products",
+    "vllm_lora_sync": "how weights reach vLLM",
+    "matmul_precision": "the setting of torch for float32 products, as tf32",
+    "reward_model": "a switch of axolotl; the job decides it",
+    "orchestrator.model.lora.name": "the name of the adapter in the server",
     "bnb_4bit_compute_dtype": "products are computed in policy.precision, which is listed too",
     "bnb_4bit_quant_storage": "the type in which bytes are stored",
     "lora_task_type": "the job decides it",
@@ -63,6 +88,29 @@ WITHOUT_EFFECT = {
     "kl_ctrl": "of a KL penalty that is not constant, which is refused",
 }
 """Keys that sound as if they changed training -> the reason why they do not."""
+GENERAL = {"enabled", "enable", "type", "name", "log", "output_dir", "impl", "stage", "compile"}
+_TRAINING_NAMES = """
+lr learning_rate actor_learning_rate weight_decay betas adam_beta1 adam_beta2 adam_epsilon eps
+optim optimizer optimizer_name lr_scheduler lr_scheduler_type warmup_steps warmup_ratio min_lr_ratio
+max_grad_norm max_norm clip_grad grad_clip max_steps max_num_steps num_epochs num_train_epochs
+max_epochs total_epochs batch_size train_batch_size train_global_batch_size micro_batch_size
+per_device_train_batch_size gradient_accumulation_steps ppo_mini_batch_size
+adapter finetuning_type use_peft lora_r lora_rank lora_alpha lora_dropout lora_target
+lora_target_modules lora_target_linear lora_target_parameters lora_modules_to_save lora_bias
+modules_to_save peft_config rank alpha dim r target_modules exclude_modules use_dora use_rslora
+init_lora_weights lora_model_dir adapter_name_or_path load_in_4bit load_in_8bit quantization_bit
+bf16 fp16 dtype torch_dtype precision param_dtype sequence_len seq_len cutoff_len max_length max_len
+max_seq_length max_total_sequence_length max_prompt_length max_completion_length max_new_tokens
+truncation packing sample_packing train_on_inputs train_on_prompt completion_only_loss
+assistant_only_loss roles_to_train seed data_seed shuffle temperature top_p top_k min_p
+repetition_penalty num_generations n_samples_per_prompt n group_size num_iterations ppo_epochs beta
+init_kl_coef kl_loss_coef kl_coef kl_loss_type epsilon epsilon_high delta eps_clip clip_ratio
+loss_type loss_agg_mode adv_estimator advantage_estimator entropy_coeff entropy_coef scale_rewards
+normalize_rewards normalize_reward reward_funcs reward_weights label_smoothing
+neftune_noise_alpha embedding_lr freeze unfrozen_parameters model_name model_name_or_path base_model
+pretrain datasets dataset dataset_name train_files chat_template template special_tokens
+val_set_size
+"""
 _TRAINING = re.compile(
     r"(^|_)(lora|peft|adapter|lr|learning|loss|kl|clip|beta|betas|epsilon|eps|decay|warmup|dropout"
     r"|rank|alpha|dtype|precision|quant|seed|shuffle|temperature|advantage|gamma|lam|epochs|init"
@@ -70,33 +118,62 @@ _TRAINING = re.compile(
 )
 
 
+def obsolete_keys() -> dict[str, str]:
+    """Every key that is dropped whatever its value -> the reason."""
+    return {
+        path: entry.note
+        for tool in tools()
+        for path, entry in tool.entries.items()
+        if entry.kind == "obsolete"
+    }
+
+
 def test_every_key_without_a_meaning_is_known_to_change_no_training() -> None:
-    entries = {**all_entries(), **same_keys()}
-    obsolete = {path for path, entry in entries.items() if entry.kind == "obsolete"}
     names = set()
-    for path in obsolete:
+    for path, reason in obsolete_keys().items():
+        assert reason, path
         name = path.rpartition(".")[2]
         # The last part alone would stand for keys of any section.
-        names.add(path if name in ("enabled", "enable", "type") else name)
-    assert names <= HARMLESS | set(WITHOUT_EFFECT)
-    allowed = {"real_quant_export_cpu_offload", "skip_tokenizer_init", "validation_shuffle"}
+        names.add(path if name in GENERAL else name)
+    assert names <= HARMLESS | set(WITHOUT_EFFECT), names - HARMLESS - set(WITHOUT_EFFECT)
+    allowed = {
+        "real_quant_export_cpu_offload",
+        "skip_tokenizer_init",
+        "validation_shuffle",
+        "plot_loss",
+        "local_rank",
+    }
     assert not [name for name in HARMLESS - allowed if _TRAINING.search(name)]
+
+
+def test_no_training_key_is_dropped_whatever_its_value() -> None:
+    """The keys that decide the result of a run, by their usual names in all tools."""
+    dropped = {path.rpartition(".")[2] for path in obsolete_keys()}
+    assert not dropped & set(_TRAINING_NAMES.split())
 
 
 def test_a_key_with_a_value_is_only_deletable_if_it_has_no_meaning() -> None:
     """A key alone in a config: no other key turns it off, and its value is none that is off."""
     for kind in RUN_CONFIGS:
-        for path, entry in all_entries().items():
-            tree: dict[str, Any] = {}
-            put(tree, path, 0.123)
-            groups = [one.group for one in find_foreign(job_schema(kind), tree).found]
-            if entry.kind != "obsolete":
-                assert "deletable" not in groups, (kind, path)
+        for tool in tools():
+            for path, entry in tool.entries.items():
+                tree: dict[str, Any] = {}
+                put(tree, path.replace("NAME", "0"), 0.123)
+                groups = [one.group for one in find_foreign(job_schema(kind), tree, tool)]
+                if entry.kind != "obsolete":
+                    assert "deletable" not in groups, (kind, path)
+
+
+def test_a_key_in_no_table_is_unknown_whatever_its_value() -> None:
+    for tool in tools():
+        for value in (None, False, 0, "", [], {}, {"enabled": False}, 1):
+            (finding,) = find_foreign(job_schema("sft"), {"some_new_key": value}, tool)
+            assert finding.group == "unknown"
 
 
 def test_a_value_is_left_out_only_where_the_default_means_the_same() -> None:
     defaults = {kind: default_config(kind) for kind in RUN_CONFIGS}
-    for path, entry in all_entries().items():
+    for path, entry in [item for tool in tools() for item in tool.entries.items()]:
         values = entry.values
         # A reference to a key that is listed itself has the meaning of that key.
         left_out = [old for old, new in (values or {}).items() if new is None and "${" not in old]
@@ -123,37 +200,3 @@ def value_at(config: Any, path: str) -> Any:
     for name in path.split("."):
         config = config.get(name) if isinstance(config, dict) else getattr(config, name)
     return config
-
-
-@pytest.mark.parametrize(
-    ("name", "tool", "kind"),
-    [
-        ("axolotl", "axolotl", "sft"),
-        ("llama_factory", "LLaMA-Factory", "sft"),
-        ("openrlhf", "OpenRLHF", "grpo"),
-        ("prime_rl", "prime-rl", "grpo"),
-    ],
-)
-def test_a_config_of_a_tool_without_a_table_is_called_that(name: str, tool: str, kind: str) -> None:
-    path = CONFIGS / f"{name}.yaml"
-    values = yaml.safe_load(path.read_text())
-    assert detect_kind(path) == kind
-    with pytest.raises(ConfigError) as error:
-        load_config(kind, path)
-    text = str(error.value)
-    assert f"of {tool}, whose keys are not known" in text
-    _, _, safe = text.partition("safe to delete")
-    for key in listed(f"\n{safe}"):
-        assert values[key] in (None, "", [], {}), key
-    unknown = text.partition("not known:\n")[2]
-    for key in ("adapter", "finetuning_type", "lora_rank", "actor_learning_rate", "orchestrator"):
-        assert key not in values or f"\n  {key}  [line" in f"\n{unknown}"
-
-
-def test_few_keys_of_a_known_tool_do_not_make_it_a_config_of_that_tool(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("bf16: true\nuse_liger_kernel: true\nfirst: 1\nsecond: 2\nthird: 3\n")
-    with pytest.raises(ConfigError, match="of a tool whose keys are not known") as error:
-        load_config("sft", path)
-    assert "use_liger_kernel" in str(error.value).partition("not known:\n")[2]
-    assert "safe to delete" not in str(error.value)

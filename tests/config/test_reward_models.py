@@ -9,7 +9,8 @@ import pytest
 
 from nemo_like.algorithms.registry import job_schema
 from nemo_like.config.check_sections import MAX_SHARED_MODELS
-from nemo_like.config.foreign import find_foreign, missing_keys
+from nemo_like.config.foreign import find_foreign
+from nemo_like.config.keys import tools
 from nemo_like.config.paths import resolve_paths
 from nemo_like.config.rollout import RewardConfig, RewardModelConfig
 from nemo_like.distributed.ray.virtual_cluster import COLOCATED_GROUPS
@@ -61,9 +62,10 @@ def test_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("tree", "targets"),
+    ("tool", "tree", "targets"),
     [
         (
+            "NeMo RL",
             {
                 "env": {
                     "reward_model": {
@@ -78,6 +80,7 @@ def test_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             {"model_name", "precision", "max_length"},
         ),
         (
+            "verl",
             {
                 "reward_model": {
                     "enable": True,
@@ -88,13 +91,14 @@ def test_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             },
             {"model_name", "max_length", "mb_tokens"},
         ),
-        ({"reward_model_name_or_path": "org/reward"}, {"model_name"}),
+        ("TRL", {"reward_model_name_or_path": "org/reward"}, {"model_name"}),
     ],
 )
-def test_reward_models_of_other_tools_are_translated(tree: dict, targets: set[str]) -> None:
-    job = job_schema("grpo")
-    found = find_foreign(job, tree).found
+def test_reward_models_of_other_tools_are_translated(
+    tool: str, tree: dict, targets: set[str]
+) -> None:
+    (table,) = [each for each in tools() if each.name == tool]
+    found = find_foreign(job_schema("grpo"), tree, table)
     renamed = {target for finding in found for target in finding.targets}
     assert renamed == {f"reward.models.model.{name}" for name in targets}
     assert not any(finding.group == "unknown" for finding in found)
-    assert "reward.functions" not in missing_keys(job, tree, found)

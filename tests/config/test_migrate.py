@@ -1,0 +1,267 @@
+"""`nemo-like migrate`: each tool end to end, and nothing is left out silently."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nemo_like.algorithms.registry import RUN_CONFIGS, detect_kind, load_config
+from nemo_like.cli import main
+from nemo_like.config.foreign import key_paths
+from nemo_like.config.foreign_source import read_source
+from nemo_like.config.keys import JobSchema
+from nemo_like.config.migrate import Migration, migrate
+from nemo_like.config.schema import RunConfig
+from tests.config.test_foreign import CONFIGS, YAML_TOOLS
+
+JOB = JobSchema("sft", RUN_CONFIGS)
+SCRIPTS = {
+    "verl_grpo.sh": ("verl", "grpo"),
+    "trl_sft.sh": ("TRL", "sft"),
+    "openrlhf_grpo.sh": ("OpenRLHF", "grpo"),
+    "openrlhf_sft.sh": ("OpenRLHF", "sft"),
+    "prime_rl.toml": ("prime-rl", "grpo"),
+    "prime_rl_sft.toml": ("prime-rl", "sft"),
+}
+CASES = {**{f"{name}.yaml": case for name, case in YAML_TOOLS.items()}, **SCRIPTS}
+NEEDED = {
+    "data.train_path": "t.jsonl",
+    "data.validation_path": "v.jsonl",
+    "policy.model_name": "m",
+    "reward.functions.answer.path": "nemo_like.environments.math.answer_reward",
+}
+TO_CHANGE = {
+    # One completion per prompt, as of PPO with a value model.
+    "openrlhf.yaml": ["grpo.num_generations_per_prompt=2"]
+}
+
+
+def migrated(name: str) -> Migration:
+    return migrate(RUN_CONFIGS, CONFIGS / name)
+
+
+def written(text: str, name: str, folder: Path) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def loaded(path: Path, kind: str, *overrides: str) -> RunConfig:
+    """The config of a migrated file, with what its user must set."""
+    result = yaml.safe_load(path.read_text())
+    needed = [
+        f"{key}={value}"
+        for key, value in NEEDED.items()
+        if f"{key.rpartition('.')[2]}: ???" in path.read_text() or key not in set(key_paths(result))
+    ]
+    if kind != "grpo" or "models" in result.get("reward", {}):
+        needed = [each for each in needed if not each.startswith("reward.")]
+    return load_config(kind, path, [*needed, *overrides])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_migrated_config_loads_and_every_key_has_its_place(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool, kind = CASES[name]
+    new = tmp_path / "new.yaml"
+    assert main(["migrate", str(CONFIGS / name), "--out", str(new)]) == 0
+    report = capsys.readouterr().out
+    assert f"is a config of {tool} for `{kind}`" in report
+    assert f"nemo-like validate --config {new}" in report
+    result = migrated(name)
+    assert (result.tool.name, result.job.kind) == (tool, kind)
+    lists = [list(result.carried), [one.path for one in result.dropped + result.unknown]]
+    for leaf in key_paths(read_source(JOB, CONFIGS / name).tree):
+        covering = [path for each in lists for path in each if f"{leaf}.".startswith(f"{path}.")]
+        assert len(covering) == 1, (leaf, covering)
+    for one in result.dropped:
+        assert one.text, one.path
+    text = new.read_text()
+    for path in lists[0] + lists[1]:
+        assert path in text, path
+    assert detect_kind(new) == kind
+    assert bool(result.problems) == (name in TO_CHANGE)
+    config = loaded(new, kind, *TO_CHANGE.get(name, []))
+    for key, value in result.values.items():
+        at: Any = config
+        for part in key.split("."):
+            at = at[part] if isinstance(at, dict) else getattr(at, part)
+        if not (isinstance(value, str) and "${" in value) and name not in TO_CHANGE:
+            assert at == (tuple(value) if isinstance(value, list) else value), key
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("axolotl.yaml", {"rank": 32, "alpha": 16, "quantization": "nf4"}),
+        ("axolotl_dpo.yaml", {"rank": 32, "alpha": 16, "target_modules": ["all-linear"]}),
+        ("llama_factory.yaml", {"rank": 8, "alpha": 16, "target_modules": ["all-linear"]}),
+        ("llama_factory_dpo.yaml", {"rank": 8, "target_modules": ["q_proj", "v_proj"]}),
+        ("trl_sft.yaml", {"rank": 8, "alpha": 64, "use_rslora": True, "quantization": "nf4"}),
+        ("trl_sft.sh", {"rank": 32, "alpha": 16, "target_modules": ["q_proj", "v_proj"]}),
+        ("verl_grpo.sh", {"rank": 64, "alpha": 32}),
+        ("openrlhf_grpo.sh", {"rank": 16, "alpha": 32}),
+        ("prime_rl.toml", {"rank": 8, "alpha": 16}),
+        ("nemo_rl_grpo.yaml", {"enabled": True}),
+    ],
+)
+def test_adapters_are_carried_over(name: str, expected: dict[str, Any]) -> None:
+    values = migrated(name).values
+    for key, value in {"enabled": True, **expected}.items():
+        assert values[f"policy.lora.{key}"] == value
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "verl_grpo.sh",
+            {
+                # verl counts prompts, and the value in rows is needed here.
+                "policy.train_global_batch_size": 1280,
+                "policy.max_total_sequence_length": 1536,
+                "policy.precision": "bfloat16",
+                "data.train_path": "data/sums/a.parquet",
+                "data.train_sets.set1": "data/sums/b.parquet",
+                "data.validation_path": "data/val.parquet",
+                "grpo.num_generations_per_prompt": 5,
+                "cluster.gpus_per_node": 8,
+            },
+        ),
+        (
+            "trl_sft.sh",
+            {
+                "data.train_path": "hf://room/chats?split=train",
+                "policy.train_global_batch_size": 8,
+                "policy.optimizer.lr": 2e-5,
+                "sft.max_num_epochs": 3,
+                "sft.val_period": 100,
+                "output_dir": "small-sft",
+            },
+        ),
+        (
+            "openrlhf_grpo.sh",
+            {
+                "loss_fn.ratio_clip_min": 0.2,
+                "loss_fn.ratio_clip_max": 0.27,
+                "loss_fn.reference_policy_kl_in": "reward",
+                "policy.generation.max_new_tokens": 1024,
+                "policy.sequence_packing.train_mb_tokens": 2048,
+            },
+        ),
+        (
+            "prime_rl.toml",
+            {
+                "grpo.num_prompts_per_step": 8,
+                "cluster.gpus_per_node": 2,
+                "cluster.generation_workers": 6,
+            },
+        ),
+        (
+            "axolotl_dpo.yaml",
+            {
+                "policy.train_global_batch_size": 8,
+                "data.train_path": "hf://room/pairs?split=train",
+                "data.train_sets.set1": "data/more.jsonl",
+                "data.columns.prompt": "conversation",
+                "loss_fn.beta": 0.2,
+            },
+        ),
+        ("llama_factory_dpo.yaml", {"loss_fn.kind": "simpo", "dpo.max_num_epochs": 3}),
+        ("nemo_rl_grpo.yaml", {"grpo.advantage.normalize": "group_std", "parallel.tensor": 1}),
+        ("trl_grpo.yaml", {"grpo.num_prompts_per_step": 4, "policy.train_global_batch_size": 32}),
+    ],
+)
+def test_values_have_the_same_meaning(name: str, expected: dict[str, Any]) -> None:
+    values = migrated(name).values
+    assert {key: values.get(key) for key in expected} == expected
+
+
+def test_what_a_script_does_not_say_is_not_carried_over() -> None:
+    result = migrated("verl_grpo.sh")
+    dropped = {one.path: one.text for one in result.dropped}
+    assert dropped["trainer.nnodes"] == ("its value $NUM_NODES is not known; set cluster.num_nodes")
+    # Two GPUs for one replica need workers that only generate.
+    assert (
+        "cluster.generation_workers"
+        in dropped["actor_rollout_ref.rollout.tensor_model_parallel_size"]
+    )
+    assert dropped["trainer.new_key"] == "this setting of the trainer has no counterpart"
+    assert "not those of verl" in " ".join(result.notes)
+    assert "cluster.generation_workers" not in migrated("openrlhf_grpo.sh").values
+
+
+def test_workers_for_generation_are_left_out_of_jobs_without_generation() -> None:
+    assert migrated("prime_rl.toml").values["policy.generation.backend"] == "vllm"
+    assert "cluster.generation_workers" not in migrated("prime_rl_sft.toml").values
+
+
+def test_default_files_of_hydra_are_named_as_unknown(tmp_path: Path) -> None:
+    path = written(
+        "defaults:\n- actor@actor_rollout_ref.actor: dp_actor\n"
+        "actor_rollout_ref: {rollout: {n: 4}}\nalgorithm: {adv_estimator: grpo}\n",
+        "a.yaml",
+        tmp_path,
+    )
+    result = migrate(RUN_CONFIGS, path)
+    assert result.notes[0].startswith("only the keys of this file are known")
+    assert result.values["grpo.num_generations_per_prompt"] == 4
+
+
+def test_inherited_files_and_references_are_resolved(tmp_path: Path) -> None:
+    written("grpo: {seed: 7, normalize_rewards: true}\n", "base.yaml", tmp_path)
+    path = written(
+        "defaults: base.yaml\npolicy:\n  max_total_sequence_length: 512\n  dtensor_cfg:"
+        " {enabled: true}\n  sequence_packing: {train_mb_tokens: '${mul:${..max_total_sequence_"
+        "length},4}'}\n",
+        "a.yaml",
+        tmp_path,
+    )
+    values = migrate(RUN_CONFIGS, path).values
+    assert (values["seed"], values["policy.sequence_packing.train_mb_tokens"]) == (7, 2048)
+
+
+def test_a_value_that_is_not_legal_here_is_dropped_with_the_reason(tmp_path: Path) -> None:
+    path = written(
+        "base_model: m\nsequence_len: 1024\nnum_epochs: 0.5\nlr_scheduler: rex\n",
+        "a.yaml",
+        tmp_path,
+    )
+    dropped = {one.path: one.text for one in migrate(RUN_CONFIGS, path).dropped}
+    assert "sft.max_num_epochs is 0.5" in dropped["num_epochs"]
+    assert dropped["lr_scheduler"].startswith("policy.scheduler.kind: of its values")
+
+
+def test_the_job_is_asked_for_where_it_is_not_clear(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written("stage: kto\nfinetuning_type: lora\ncutoff_len: 9\n", "a.yaml", tmp_path)
+    assert main(["migrate", str(path)]) == 2
+    assert "pass --kind JOB" in capsys.readouterr().err
+    assert main(["migrate", str(path), "--kind", "dpo"]) == 0
+    assert "\ndpo:\n" in capsys.readouterr().out
+
+
+def test_a_command_is_read_from_the_standard_input_and_the_yaml_is_the_only_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = "trl grpo --model_name_or_path m --dataset_name a/b --num_generations=4 --use_peft"
+    monkeypatch.setattr("sys.stdin", io.StringIO(command))
+    assert main(["migrate", "-"]) == 0
+    output = capsys.readouterr()
+    content = yaml.safe_load(output.out)
+    assert content["grpo"]["num_generations_per_prompt"] == 4
+    assert content["policy"]["lora"]["enabled"] is True
+    assert "4 keys carried over" in output.err
+
+
+def test_an_existing_file_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new = written("mine\n", "new.yaml", tmp_path)
+    assert main(["migrate", str(CONFIGS / "axolotl.yaml"), "--out", str(new)]) == 2
+    assert "exists already" in capsys.readouterr().err and new.read_text() == "mine\n"
+    assert main(["migrate", str(tmp_path / "missing.toml")]) == 2
