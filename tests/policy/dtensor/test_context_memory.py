@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,7 +34,8 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         result = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
+        results = result if isinstance(result, tuple | list) else [result]
+        for tensor in results:
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 self._storages[StorageWeakRef(storage)] = storage.nbytes()
