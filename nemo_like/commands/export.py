@@ -81,10 +81,7 @@ def export_checkpoint(
     # <run>/checkpoints/step_<N>; resolved, because the step folder may be given as `.`.
     run = source.resolve().parent.parent if is_step else source
     if not (run / _CONFIG).is_file():
-        raise ConfigError(
-            f"{shown_path(source)} is neither a run directory with a {_CONFIG} nor a step folder"
-            f" (<run>/checkpoints/step_<N>) of one{similar_path_text(source.absolute())}"
-        )
+        raise ConfigError(_no_run_text(source))
     if is_step and step is not None:
         raise ConfigError(f"--step {step}: {shown_path(source)} is a step folder already")
     config = load_any_config(run / _CONFIG, overrides)
@@ -132,6 +129,19 @@ def export_checkpoint(
         cause = str(error) if number is None else os.strerror(number)
         raise ConfigError(f"--out {target} cannot be written: {cause}") from error
     return step_folder
+
+
+def _no_run_text(source: Path) -> str:
+    """Return the message about a `source` that is neither a run nor a step folder of one."""
+    wanted = f"a run directory (with a {_CONFIG}) or a step folder (<run>/checkpoints/step_<N>)"
+    if not source.exists():
+        similar = similar_path_text(source.absolute())
+        return f"{shown_path(source)} does not exist{similar}; give {wanted}"
+    runs = [shown_path(config.parent) for config in sorted(source.glob(f"*/{_CONFIG}"))]
+    inside = f", such as {', '.join(runs[:5])}" if runs else ""
+    return (
+        f"{shown_path(source)} is neither a run directory nor a step folder; give {wanted}{inside}"
+    )
 
 
 def _saved_models(step_folder: Path) -> Mapping[str, str]:

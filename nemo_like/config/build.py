@@ -94,8 +94,10 @@ def _text(section: type, path: str, details: ErrorDetails) -> str:
         expected = _choices(get_args(annotation), details["input"])
     else:
         # All bounds are named, so that the next value is right at once.
-        words = _EXPECTED.get(kind.partition("_")[0])
-        expected = words or joined_text(constraints_at(section, path))
+        words = _EXPECTED.get(kind.partition("_")[0], "")
+        expected = words
+        if not words or (words.endswith(("integer", "number")) and not path.endswith("]")):
+            expected = f"{words} {joined_text(constraints_at(section, path))}".strip()
     or_null = " or null" if may_be_null else ""
     return f"{path} is {value}; it must be {expected}{or_null}"
 
@@ -158,7 +160,8 @@ def resolve_interpolations(
         problem = _PREFIX.sub("", str(error).strip().partition("\n")[0]).strip('"')
         hint = ""
         if problem.startswith("Environment variable"):
-            hint = "; set it, or write ${oc.env:NAME,default}"
+            name = problem.split("'")[1]
+            hint = f"; `export {name}=...` sets it, or write ${{oc.env:{name},DEFAULT}}"
         elif not _ARITHMETIC.match(problem):
             hint = "; for a literal ${ write \\${"
         place = locate(key)

@@ -90,6 +90,8 @@ def similar_path_text(path: Path) -> str:
 
     Empty if no path is similar.
     """
+    if path.exists():
+        return ""
     try:
         while not path.exists():
             known = next(parent for parent in path.parents if parent.is_dir())

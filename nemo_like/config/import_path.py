@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_like.config.errors import ConfigError, error_text
+from nemo_like.config.errors import ConfigError, error_text, shortened, shown_path
 
 _INSTALLED = (
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -19,7 +20,8 @@ _INSTALLED = (
     "<frozen ",
 )
 """Beginnings of the paths of code that is not the user's."""
-_PATH_HINT = "If it is your own file, put its directory on PYTHONPATH (on every node)"
+_MAX_FRAMES = 3
+"""Lines of the user's code that the text of an exception names."""
 
 
 def import_function(key: str, path: str, example: str, argument: str) -> Callable[..., Any]:
@@ -88,28 +90,44 @@ def check_module(key: str, path: str) -> None:
         ) from error
     if spec is None:
         raise ConfigError(
-            f"{key} is {path!r}, but there is no module {module_name!r}. {_PATH_HINT}"
+            f"{key} is {path!r}, but there is no module {module_name!r}. {_path_hint(module_name)}"
         )
 
 
 def user_error_text(error: BaseException) -> str:
-    """Return type, text and line of an exception that code of the user raised.
+    """Return type, text and lines of an exception that code of the user raised.
 
-    The line is the last one outside of installed packages and this one, which the user can correct;
-    the last one of all where there is no other. Example: `KeyError: 'a' (my_rewards.py:12)`.
+    The lines are the last ones outside of installed packages and this one, which the user can
+    correct; the last one of all where there is no other. Example: `KeyError: 'a'
+    (my_rewards.py:12: answers["a"], called in my_rewards.py:30)`.
     """
     if isinstance(error, SyntaxError) and os.path.isfile(error.filename or ""):
-        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+        code = (error.text or "").strip()
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno}: {code})"
     frames = traceback.extract_tb(error.__traceback__)
     own_frames = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
-    text = error_text(error)
-    for frame in (own_frames or frames)[-1:]:
-        text += f" ({frame.filename}:{frame.lineno})"
-    return text
+    places = [f"{frame.filename}:{frame.lineno}" for frame in own_frames or frames[-1:]]
+    if not places:
+        return error_text(error)
+    code = (own_frames or frames)[-1].line
+    callers = places[-2 : -_MAX_FRAMES - 1 : -1]
+    text = f"{places[-1]}: {shortened(code)}" if code else places[-1]
+    return f"{error_text(error)} ({', called in '.join([text, *callers])})"
 
 
 def _import_error_text(error: BaseException, module_name: str) -> str:
     """Return the text of an exception of an import, with a hint if `module_name` was not found."""
     if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
-        return f"{error_text(error)}. {_PATH_HINT}"
+        return f"{error_text(error)}. {_path_hint(module_name)}"
     return user_error_text(error)
+
+
+def _path_hint(module_name: str) -> str:
+    """Return how a file of the user is found, with its directory if that is nearby."""
+    package = module_name.partition(".")[0]
+    for pattern in (f"{package}.py", package, f"*/{package}.py", f"*/*/{package}.py"):
+        files = sorted(Path.cwd().glob(pattern))
+        if files and str(files[0].parent) not in sys.path:
+            folder = files[0].parent
+            return f"{shown_path(files[0])} exists: export PYTHONPATH={folder} (on every node)"
+    return "If it is your own file, put its directory on PYTHONPATH (on every node)"

@@ -359,6 +359,8 @@ def _yaml_error_text(error: yaml.YAMLError, path: Path) -> str:
         problem += f" ({error.context})"
     # YAML forbids tabs for indentation, and its own message does not mention spaces.
     hint = "; indent with spaces" if "'\\t'" in problem else ""
+    if problem.startswith("mapping values"):
+        hint = "; write `key: value` with a space after the colon, and a text with ': ' in quotes"
     location = f"{shown_path(path)}:{mark.line + 1}"
     return f"{location} is not valid YAML: {problem} in column {mark.column + 1}{hint}"
 

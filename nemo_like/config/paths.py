@@ -23,6 +23,7 @@ from nemo_like.config.errors import (
     is_possible_path,
     printable,
     shortened,
+    shown_path,
     shown_value,
     similar_path_text,
 )
@@ -170,10 +171,18 @@ def _download(
         # They depend on the network library below huggingface_hub.
         if commit is None and not isinstance(error, GatedRepoError):
             # The name may as well be a mistyped path.
-            subject += f", which is no directory{similar_path_text(Path(repository).absolute())}"
+            subject += f", which is no directory{_nearby_text(Path(repository).absolute())}"
         text = hub_error_text(unreachable or error, repository)
         raise ConfigError(f"{subject}; {text}") from error
     return path
+
+
+def _nearby_text(path: Path) -> str:
+    """Return the suggestion of a directory with the name of `path`, or of a similar path."""
+    models = sorted(Path.cwd().glob(f"*/{path.name}/config.json"))
+    if models:
+        return f" (did you mean {shown_path(models[0].parent)!r}?)"
+    return similar_path_text(path)
 
 
 def _has_missing_weights(repository: str, path: str, cache: str | None, subject: str) -> bool:

@@ -52,7 +52,7 @@ def test_a_run_and_a_step_of_it_export_to_the_bit(
     assert main(["export", str(run.path), "--out", str(tmp_path / "latest")]) == 2
     assert "exists already; choose another --out" in capsys.readouterr().err
     assert main(["export", str(run.path / "hf"), "--out", str(tmp_path / "other")]) == 2
-    assert "neither a run directory with a config.yaml nor a step folder" in capsys.readouterr().err
+    assert "is neither a run directory nor a step folder; give" in capsys.readouterr().err
     next((run.path / "checkpoints/step_1/policy").glob("rank_*")).unlink()
     assert (
         main(["export", str(run.path / "checkpoints/step_1"), "--out", str(tmp_path / "other")])

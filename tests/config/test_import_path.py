@@ -32,7 +32,7 @@ def test_a_module_that_cannot_be_imported(
         import_function("reward.functions.a.path", f"{name}.score", "m.f", "RewardSample")
     text = str(caught.value)
     assert message in text
-    assert f"({tmp_path}/{place.replace('mine', name)})" in text
+    assert f"({tmp_path}/{place.replace('mine', name)}: " in text
     assert "PYTHONPATH" not in text
 
 
@@ -48,4 +48,6 @@ def test_an_error_inside_a_library_names_the_line_that_called_it() -> None:
     with pytest.raises(json.JSONDecodeError) as caught:
         parse()
     line = parse.__code__.co_firstlineno + 1
-    assert user_error_text(caught.value).endswith(f" ({__file__}:{line})")
+    text = user_error_text(caught.value)
+    caller = f"called in {__file__}:{line + 3}"
+    assert text.endswith(f' ({__file__}:{line}: json.loads("{{"), {caller})')
