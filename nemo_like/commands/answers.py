@@ -29,7 +29,7 @@ from nemo_like.config.errors import ConfigError, counted, shown_path
 from nemo_like.config.paths import resolve_paths
 from nemo_like.config.rollout import RewardConfig
 from nemo_like.config.schema import ParallelConfig, PolicyConfig, RunConfig
-from nemo_like.data.formats import PROMPT_ROWS, RowSchema, check_columns
+from nemo_like.data.formats import PROMPT_ROWS, RowSchema
 from nemo_like.data.rows import Rows
 from nemo_like.environments.environment_workers import load_environment
 from nemo_like.environments.reward_worker import load_reward_functions
@@ -45,7 +45,13 @@ from nemo_like.training.rollout_workers import (
     start_generator,
     start_rewards,
 )
-from nemo_like.training.run_data import PromptSet, load_validation, prompt_sets, validation_key
+from nemo_like.training.run_data import (
+    PromptSet,
+    check_all_columns,
+    load_validation,
+    prompt_sets,
+    validation_key,
+)
 from nemo_like.training.steps import AnswerSampling, answer_seeds
 from nemo_like.training.workers import group_starter
 
@@ -338,7 +344,7 @@ def load_prompts(config: AnswerRunConfig, schema: RowSchema) -> dict[str, Rows]:
     """Read the validation files by name. Raises ConfigError if there are none."""
     if not config.data.validation_files:
         raise ConfigError("there are no prompts; set data.validation_path to their file")
-    check_columns(config.data.columns)
+    check_all_columns(config.data)
     return load_validation(config, schema)
 
 

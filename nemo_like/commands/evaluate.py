@@ -43,7 +43,12 @@ from nemo_like.run.files import reporting_write_errors, write_text
 from nemo_like.run.progress import Progress
 from nemo_like.training.model_files import RewardModelFiles, open_encoder, open_model_spec
 from nemo_like.training.rollout_workers import open_reward_models, start_reward_models
-from nemo_like.training.run_data import PromptSet, encode_conversation
+from nemo_like.training.run_data import (
+    PromptSet,
+    encode_conversation,
+    report_skipped,
+    validation_key,
+)
 from nemo_like.training.workers import group_starter, local_policy
 
 RESULTS = "results.json"
@@ -89,6 +94,7 @@ def _measure_perplexity(config: AnswerRunConfig) -> dict[str, Any]:
     for name, rows in load_prompts(config, SFT_ROWS).items():
         found = EncodedRows(rows, partial(encode_conversation, encoder, config))
         encoded[name] = [row for row in found.fetch(range(len(rows))) if row is not None]
+        report_skipped(found.skipped, validation_key(name))
         num_rows = len(encoded[name])
         if num_rows == 0:
             raise no_short_row(config, name)

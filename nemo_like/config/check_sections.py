@@ -7,7 +7,14 @@ import re
 from collections.abc import Iterable, Iterator
 
 from nemo_like.config.errors import Problem
-from nemo_like.config.schema import MAIN_SET, DataConfig, PolicyConfig, RunConfig, SchedulerConfig
+from nemo_like.config.schema import (
+    MAIN_SET,
+    VALIDATION_SET,
+    DataConfig,
+    PolicyConfig,
+    RunConfig,
+    SchedulerConfig,
+)
 
 
 def data_problems(config: RunConfig) -> Iterator[Problem]:
@@ -19,6 +26,13 @@ def data_problems(config: RunConfig) -> Iterator[Problem]:
                 ("data.train_sets",),
                 f"data.train_sets has the name {name!r}; use lower-case letters, digits and '_',"
                 f" and not {MAIN_SET!r}, which is data.train_path",
+            )
+    names = [MAIN_SET, *data.train_sets, VALIDATION_SET, *data.validation_sets]
+    for name in data.set_columns:
+        if name not in names:
+            yield Problem(
+                (f"data.set_columns.{name}",),
+                f"data.set_columns has the name {name!r}; the sets are {_listed(names)}",
             )
     yield from _weights(data)
     yield from _filters(config)

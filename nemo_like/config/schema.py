@@ -339,6 +339,8 @@ class PolicyConfig:
 
 MAIN_SET = "train"
 """Name of `data.train_path` among `data.train_sets`."""
+VALIDATION_SET = "validation"
+"""Name of `data.validation_path` in `data.set_columns`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,6 +358,13 @@ class DataConfig:
     `{train: 0.7, code: 0.3}`. Without weights they are the numbers of rows."""
     columns: dict[str, str] = field(default_factory=dict)
     """Columns of the files by what they mean here, e.g. `{prompt: problem, answer: solution}`."""
+    set_columns: dict[str, dict[str, str]] = field(default_factory=dict)
+    """`columns` of single sets in its place: `train`, `validation`, and the names of `train_sets`
+    and `validation_sets`. Example: `{validation: {}}` if only the training file has other names."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """Treatment of rows that cannot be read, have another format, or that the chat template
+    refuses: `error` stops before the first step, `skip` leaves them out and counts them. Rows that
+    are too long are subject to `policy.oversize_rows`."""
     validation_path: str | None = None
     """Validation rows in the same formats; null turns validation off."""
     validation_sets: dict[str, str] = field(default_factory=dict)
@@ -396,6 +405,10 @@ class DataConfig:
         """Paths of the validation sets by name; the name of `validation_path` is ''."""
         files = {} if self.validation_path is None else {"": self.validation_path}
         return files | self.validation_sets
+
+    def columns_of(self, name: str) -> dict[str, str]:
+        """Return the columns of a training or validation set; of `validation_path` with ''."""
+        return self.set_columns.get(name or VALIDATION_SET, self.columns)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -53,8 +53,20 @@ _PR_SET_PDEATHSIG = 1
 # Values of `_lengths` for rows that have no tokens.
 _TODO = -1
 _DROPPED = -2
+_SKIPPED = -3
 
-Result = EncodedRow | str | None
+
+class OversizeError(ConfigError):
+    """A row is too long and `policy.oversize_rows` is error."""
+
+
+class Skipped(NamedTuple):
+    """A bad row under `data.on_bad_row=skip`."""
+
+    problem: str
+
+
+Result = EncodedRow | Skipped | str | None
 """An encoded row, the problem of a bad row, or None for a dropped one."""
 EncodeChunk = Callable[[Sequence[int] | np.ndarray], list[tuple[int, Result]]]
 """Encodes rows; returns (row, result) of each."""
@@ -81,6 +93,8 @@ class EncodedRows:
         uses no cache.
         """
         self.digests = rows.digests
+        self.skipped = BadRows()
+        """The bad rows that were left out here, without those of an earlier run's encoding."""
         self._rows = rows
         self._encode = encode
         self._num_processes = num_processes
@@ -100,8 +114,8 @@ class EncodedRows:
 
     @property
     def is_kept(self) -> np.ndarray:
-        """Mask of rows that are not known to be dropped, bool [N]."""
-        return self._lengths != _DROPPED
+        """Mask of rows that are not known to be dropped or skipped, bool [N]."""
+        return self._lengths >= _TODO
 
     @property
     def lengths(self) -> np.ndarray:
@@ -112,6 +126,16 @@ class EncodedRows:
     def num_kept(self) -> int:
         """Number of rows that are not known to be dropped."""
         return int(np.count_nonzero(self.is_kept))
+
+    @property
+    def dropped(self) -> np.ndarray:
+        """Indices of the rows that are known to be dropped, int64 [n]."""
+        return np.flatnonzero(self._lengths == _DROPPED)
+
+    @property
+    def num_skipped(self) -> int:
+        """Number of bad rows that `data.on_bad_row=skip` left out, of the file and so far here."""
+        return self._rows.bad.num_rows + int(np.count_nonzero(self._lengths == _SKIPPED))
 
     @property
     def num_encoded(self) -> int:
@@ -170,7 +194,9 @@ class EncodedRows:
                 results.append((row, self._encode(self._rows[row])))
             # A tokenizer may raise any exception, also the base class.
             except Exception as error:  # noqa: BLE001
-                results.append((row, row_error_text(error)))
+                text = row_error_text(error)
+                is_skipped = self._rows.skips_bad and not isinstance(error, OversizeError)
+                results.append((row, Skipped(text) if is_skipped else text))
         return results
 
     def _store_all(
@@ -191,6 +217,9 @@ class EncodedRows:
                     if not bad.num_rows:
                         deadline = min(deadline, time.monotonic() + _COLLECTING_S)
                     bad.add(self.location(row), result)
+                elif isinstance(result, Skipped):
+                    self.skipped.add(self.location(row), result.problem)
+                    self._lengths[row] = _SKIPPED
                 else:
                     self._store(row, result)
             advance(len(chunk))
@@ -220,7 +249,7 @@ class EncodedRows:
     def _read(self, row: int) -> EncodedRow | None:
         """Return a row that was stored, or None for a dropped one."""
         length = int(self._lengths[row])
-        if length == _DROPPED:
+        if length < _TODO:
             return None
         # Not mapped: mapped pages of a shuffled order would count as memory of the process.
         data = os.pread(self._file, _BYTES_PER_TOKEN * length, int(self._starts[row]))
@@ -282,6 +311,11 @@ class Examples(Generic[Out]):
 
     def __len__(self) -> int:
         return len(self._encoded)
+
+    @property
+    def num_skipped(self) -> int:
+        """See `EncodedRows.num_skipped`."""
+        return self._encoded.num_skipped
 
     def fetch(self, rows: Sequence[int]) -> list[Out | None]:
         """Return the examples of `rows`, None for a dropped row; see `EncodedRows.fetch`."""

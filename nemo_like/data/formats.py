@@ -15,14 +15,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from nemo_like.config.errors import ConfigError, printable, shortened
-from nemo_like.data.messages import MEANT, Message, Tool, clean_message, row_tools, unknown_roles
+from nemo_like.config.errors import ConfigError
+from nemo_like.data.column_names import column_guesses, renamed_columns, shown_columns, shown_names
+from nemo_like.data.messages import (
+    MEANT,
+    ROLES_FIX,
+    SPEAKERS,
+    Message,
+    Tool,
+    clean_message,
+    row_tools,
+    unknown_roles,
+)
 from nemo_like.data.row_files import Row, shown_json
 
 UNDERSTOOD = (
@@ -43,6 +54,7 @@ _PROMPT_FORMATS = (
 _SFT_FORMATS = (*_PROMPT_FORMATS, ("input_ids",), ("text",))
 """Raw text comes last: data sets have it beside the columns from which it was made."""
 _SFT_UNDERSTOOD = f"{UNDERSTOOD}; input_ids [+ labels or token_mask]; text"
+_NAMES_FIX = "Columns of other names are given by data.columns={prompt: NAME}"
 NO_LABEL = -100
 """Label of a token without loss, as in the Hugging Face libraries."""
 _MAX_TOKEN_ID = 2**31 - 1
@@ -79,13 +91,37 @@ class RowSchema:
 
     def recognize(self, row: Row) -> tuple[str, ...]:
         """Return the columns of the row's format. Raises ConfigError for no known format."""
+        columns = self._recognized(row)
+        if columns:
+            return columns
+        fix = _other_job(row, self.formats)
+        guess = self.guess(row)
+        if guess is not None:
+            fix = f"Set data.columns={shown_columns(guess)} if that is what they mean"
+        raise ConfigError(
+            f"columns {shown_names(row)} match no known format."
+            f" {fix or _NAMES_FIX}. Understood: {self.understood}"
+        )
+
+    def guess(self, row: Row) -> dict[str, str] | None:
+        """Return the value of `data.columns` with which the job can use a row; None without."""
+        # With its own columns first. Rollouts need the answer, and SFT trains on it as well.
+        formats = sorted(self.formats, key=lambda columns: "completion" in columns)
+        for columns in ({}, *column_guesses(row, [*formats, ("conversations",)])):
+            with suppress(ConfigError):
+                renamed = known_row(row, columns)
+                recognized = self._recognized(renamed)
+                if recognized:
+                    self.check(renamed, recognized)
+                    return columns
+        return None
+
+    def _recognized(self, row: Row) -> tuple[str, ...]:
+        """Return the columns of the row's format; none for no known format."""
         for columns in self.formats:
             if all(row.get(column) is not None for column in columns):
                 return columns
-        raise ConfigError(
-            f"columns {_names(row)} match no known format. Understood: {self.understood}. Columns"
-            f" of other names are given by data.columns (prompt: NAME){_preference_hint(row)}"
-        )
+        return ()
 
     def check(self, row: Row, columns: tuple[str, ...]) -> None:
         """Raise ConfigError unless the row has the format of `columns` and can be used."""
@@ -94,12 +130,12 @@ class RowSchema:
                 found = "null" if column in row else "missing"
                 raise ConfigError(
                     f"column {column!r} is {found}; the rows before have {' + '.join(columns)},"
-                    f" this one has {_names(row)}"
+                    f" this one has {shown_names(row)}"
                 )
-        if self.recognize(row) != columns:
+        if self._recognized(row) != columns:
             raise ConfigError(
-                f"columns {_names(row)} are another format than {' + '.join(columns)}, which the"
-                f" rows before have"
+                f"columns {shown_names(row)} are another format than {' + '.join(columns)}, which"
+                " the rows before have"
             )
         for column in columns:
             if column == "input_ids":
@@ -177,17 +213,27 @@ def _check_sft(row: Row, columns: tuple[str, ...]) -> None:
     roles = [turn["role"] for turn in flagged_conversation(row)]
     if "assistant" in roles:
         return
-    raise ConfigError(
-        f"there is no assistant turn to learn from in {' + '.join(columns)}; "
-        + (unknown_roles(roles) or f"SFT needs {UNDERSTOOD}{_preference_hint(row)}")
-    )
+    text = f"there is no assistant turn to learn from in {' + '.join(columns)}"
+    unknown = unknown_roles(roles)
+    if unknown:
+        raise ConfigError(f"{text}; {unknown}; {ROLES_FIX}")
+    # A prompt whose completion has another name.
+    for guess in column_guesses(row, [("completion",)]):
+        raise ConfigError(f"{text}. Set data.columns={shown_columns(guess)} to train on it")
+    other = _other_job(row, SFT_ROWS.formats)
+    raise ConfigError(f"{text}. {other or f'SFT needs {UNDERSTOOD}'}")
 
 
-def _preference_hint(row: Row) -> str:
-    """Return the commands for a preference pair, which other jobs cannot use; else nothing."""
-    if row.get("chosen") is None or row.get("rejected") is None:
-        return ""
-    return ". The columns chosen and rejected are for `nemo-like dpo` and `nemo-like rm`"
+def _other_job(row: Row, formats: Sequence[tuple[str, ...]]) -> str:
+    """Return the command for a row of another job than that of `formats`; empty for no row of one."""
+    if row.get("chosen") is not None and row.get("rejected") is not None:
+        return (
+            "The columns chosen and rejected are for `nemo-like dpo` and `nemo-like rm`;"
+            " data.columns={completion: chosen} trains on the chosen completion alone"
+        )
+    if formats[0][-1] == "rejected" and SFT_ROWS.guess(row) == {}:
+        return "Rows of this form are for `nemo-like sft`"
+    return ""
 
 
 def _check_prompt(row: Row, columns: tuple[str, ...]) -> None:
@@ -227,11 +273,6 @@ def _check_text(value: Any, column: str) -> None:
             turns({column: value}, column)
             return
     raise ConfigError(f"column {column!r} is {shown_json(value)}, not {wanted}")
-
-
-def _names(row: Row) -> str:
-    """Return the columns of a row for an error message."""
-    return shortened(printable(str(sorted(map(str, row)))), 300)
 
 
 def is_unicode(value: Any) -> bool:
@@ -309,52 +350,19 @@ def trained_tokens(row: Row) -> np.ndarray:
     return np.ones(len(row["input_ids"]), dtype=np.uint8)
 
 
-KNOWN_COLUMNS = (
-    "messages",
-    "conversations",
-    "prompt",
-    "completion",
-    "answer",
-    "question",
-    "instruction",
-    "input",
-    "output",
-    "system",
-    "history",
-    "text",
-    "input_ids",
-    "labels",
-    "token_mask",
-    "tools",
-    "chosen",
-    "rejected",
-    "margin",
-    "pass_rate",
-)
-"""Columns that have a meaning, so the possible keys of `data.columns`."""
-_MISSING = object()
 _LIST_COLUMNS = ("messages", "conversations", "input_ids", "labels", "token_mask", "history")
 """Columns that are always lists, which a CSV file has as JSON text."""
-
-
-def check_columns(columns: Mapping[str, str], key: str = "data.columns") -> None:
-    """Raise ConfigError that names `key` if a renamed column has no meaning."""
-    for column in columns:
-        if column not in KNOWN_COLUMNS:
-            raise ConfigError(
-                f"{key}: {column!r} is not a known meaning; give `meaning: column of the"
-                f" file`, where the meaning is one of {', '.join(KNOWN_COLUMNS)}"
-            )
 
 
 def known_row(row: Row, columns: Mapping[str, str]) -> Row:
     """Return `row` with the columns of this project.
 
     `columns` maps a known column to the name that the file has for it. Raises ConfigError without
-    a location for a column that is missing, or for a conversation that is not ShareGPT's.
+    a location for a conversation that is not ShareGPT's, and MissingColumnError for a column that
+    the row does not have.
     """
     if columns:
-        row = _renamed(row, columns)
+        row = renamed_columns(row, columns)
     for column in {*_LIST_COLUMNS, *MESSAGE_COLUMNS}:
         value = row.get(column)
         if isinstance(value, str) and value.lstrip().startswith("["):
@@ -378,35 +386,6 @@ def check_missing_values(row: Row, names: tuple[str, ...]) -> None:
                 f"column {name!r} is {value!r}, as tables write a missing value; remove the row, or"
                 " write the text otherwise"
             )
-
-
-def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
-    """Return the row with renamed columns; a column of the new name is replaced."""
-    values = {}
-    for column, own_name in columns.items():
-        value = _named_value(row, own_name)
-        if value is _MISSING:
-            names = shortened(printable(str(sorted(map(str, row)))), 300)
-            raise ConfigError(
-                f"data.columns gives {own_name!r} as the column of {column!r}, but the row has"
-                f" {names}; correct the name, or rename the column: data.columns is for all files"
-            )
-        values[column] = value
-    own_names = set(columns.values())
-    others = {name: value for name, value in row.items() if name not in own_names}
-    return others | values
-
-
-def _named_value(row: Row, name: str) -> Any:
-    """Return the column `name`, or the entry of nested objects if it has dots; else `_MISSING`."""
-    if name in row:
-        return row[name]
-    value: Any = row
-    for part in name.split("."):
-        if not isinstance(value, dict) or part not in value:
-            return _MISSING
-        value = value[part]
-    return value
 
 
 def _parsed_list(text: str, column: str) -> Any:
@@ -454,6 +433,8 @@ def _sharegpt_messages(value: Any, column: str) -> list[Message]:
     for index, turn in enumerate(value):
         if isinstance(turn, dict) and "from" in turn:
             messages.append(_sharegpt_message(turn, f"{column}[{index}]"))
+        elif isinstance(turn, dict) and turn.get("role") in SPEAKERS:
+            messages.append({**turn, "role": MEANT[turn["role"]]})
         else:
             # With role and content; anything else is reported as a bad message.
             messages.append(turn)

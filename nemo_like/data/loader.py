@@ -32,6 +32,11 @@ class FetchableRows(Protocol[Out]):
         """Hash of the content of all rows, of each source."""
         ...
 
+    @property
+    def num_skipped(self) -> int:
+        """Number of bad rows that `data.on_bad_row=skip` left out."""
+        ...
+
     def fetch(self, rows: Sequence[int]) -> list[Out | None]:
         """Return the encoded rows, None for a dropped row. Raises ConfigError for a bad row."""
         ...
@@ -286,9 +291,10 @@ def no_batch_text(num_rows: int, batch_size: int) -> str:
     """Explain why an epoch of `num_rows` usable rows has no batch."""
     if num_rows == 0:
         return (
-            "data.train_path: every row is dropped by policy.oversize_rows=drop or"
-            " data.max_prompt_tokens; raise policy.max_total_sequence_length or"
-            " data.max_prompt_tokens"
+            "data.train_path: every row is dropped by policy.oversize_rows=drop,"
+            " data.max_prompt_tokens or data.on_bad_row=skip; raise"
+            " policy.max_total_sequence_length or data.max_prompt_tokens, or set"
+            " data.on_bad_row=error, which lists the bad rows"
         )
     return (
         f"data.train_path has {num_rows} usable {plural(num_rows, 'row')}, fewer than the"

@@ -48,6 +48,12 @@ MEANT = {
     "ipython": "tool",
 }
 """Roles of other formats -> the role here. ShareGPT's `from` has them."""
+SPEAKERS = ("human", "gpt", "chatgpt", "bot", "chatbot", "ai", "model")
+"""Roles of ShareGPT that stand for user and assistant and that few chat templates know."""
+ROLES_FIX = (
+    "rename them in the file, or set data.columns={conversations: messages}, which reads `messages`"
+    " with the roles of ShareGPT"
+)
 _QUOTED = re.compile(r"""(['"])([\w-]+)\1""")
 
 
@@ -65,9 +71,10 @@ def check_roles(messages: Sequence[Mapping[str, Any]], known: Collection[str]) -
     """Raise ConfigError for roles not in `known`, with the roles to write instead."""
     unknown = [message["role"] for message in messages if message["role"] not in known]
     if unknown:
+        fix = f"; {ROLES_FIX}" if any(role in SPEAKERS for role in unknown) else ""
         raise ConfigError(
             f"{unknown_roles(unknown)}; the role of a message is {', '.join(ROLES)} or one that the"
-            " chat template names"
+            f" chat template names{fix}"
         )
 
 

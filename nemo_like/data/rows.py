@@ -27,6 +27,8 @@ from nemo_like.config.errors import (
     shown_path,
     similar_path_text,
 )
+from nemo_like.config.schema import MAIN_SET, VALIDATION_SET
+from nemo_like.data.column_names import MissingColumnError, shown_columns
 from nemo_like.data.formats import RowSchema, check_missing_values, known_row
 from nemo_like.data.row_files import (
     SUPPORTED_FILES,
@@ -54,6 +56,42 @@ _PLACE = np.dtype(
 """Where the text of a row is: bytes [start, start + size) of a file; and its location."""
 
 
+class BadRows:
+    """Bad rows in the order in which they were found. The memory does not grow with their number.
+
+    Example: `3 bad rows:` with the lines `train.jsonl:2, train.jsonl:9: column 'answer' is missing`
+    and `train.jsonl:4: not valid JSON at column 7`.
+    """
+
+    def __init__(self, num_rows: int = 0) -> None:
+        self.num_rows = num_rows
+        self._locations: dict[str, list[str]] = {}
+        """Problem -> the rows that have it."""
+
+    def add(self, location: object, problem: str) -> None:
+        """Add a row; only the first `MAX_LISTED` are kept."""
+        if self.num_rows < MAX_LISTED:
+            self._locations.setdefault(problem, []).append(str(location))
+        self.num_rows += 1
+
+    def text(self, scope: str = "") -> str:
+        """Return the message; `scope` tells among which rows they were counted."""
+        if self.num_rows == 1:
+            ((problem, (location,)),) = self._locations.items()
+            return f"{location}: {problem}"
+        title = f"{self.num_rows:,} bad rows{scope} (data.on_bad_row=skip leaves them out):"
+        return "\n".join([title, *self.lines()])
+
+    def lines(self) -> list[str]:
+        """Return a line for each problem of the rows that are kept."""
+        lines = []
+        for problem, locations in self._locations.items():
+            lines.append(f"  {', '.join(locations)}: {shortened(problem, _MAX_CHARACTERS)}")
+        if self.num_rows > MAX_LISTED:
+            lines.append(f"  and {self.num_rows - MAX_LISTED:,} more")
+        return lines
+
+
 @dataclass(frozen=True, eq=False)
 class Rows(Sequence[Row]):
     """The rows of one file or directory, which have the same format, or of several sources.
@@ -73,6 +111,10 @@ class Rows(Sequence[Row]):
     """Columns by which the format was recognized."""
     num_left_out: int = 0
     """Rows of the file that a selection left out."""
+    bad: BadRows = field(default_factory=BadRows)
+    """The bad rows of the file, which `data.on_bad_row=skip` left out."""
+    skips_bad: bool = False
+    """Rows that cannot be encoded are to be left out as well."""
     mixture: Mixture | None = None
     """The sources of the rows, if they are visited by weight."""
 
@@ -133,6 +175,7 @@ class Rows(Sequence[Row]):
             prefixes=tuple(prefixes),
             digests=tuple(digest for part in parts for digest in part.digests),
             num_left_out=sum(part.num_left_out for part in parts),
+            bad=BadRows(sum(part.bad.num_rows for part in parts)),
             mixture=mixture,
         )
 
@@ -190,18 +233,22 @@ def load_rows(
     max_rows: int | None = None,
     key: str = "data.train_path",
     columns: Mapping[str, str] | None = None,
+    set_name: str = MAIN_SET,
+    skips_bad: bool = False,
     selection: PassRateFilter | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> Rows:
     """Load the first `max_rows` rows (default all) and check each against `schema`.
 
-    `columns` is the value of `data.columns`; `selection` leaves out some of the `max_rows`.
-    `advance` is called with the number of rows read since its last call. Raises
+    `columns` are those of the set `set_name` (`data.columns`); `selection` leaves out some of the
+    `max_rows`. `advance` is called with the number of rows read since its last call. Raises
     ConfigError that names `key` and the path, or the file, the line and the problem of the first
-    bad rows.
+    bad rows; with `skips_bad` only if no other row is left.
     """
     file = _local_path(path, key)
-    check = _RowCheck(schema, columns or {}, selection, ".csv" in format_suffix(file))
+    check = _RowCheck(
+        schema, columns or {}, selection, ".csv" in format_suffix(file), set_name or VALIDATION_SET
+    )
     located = check.usable_rows(islice(read_rows(file, key), max_rows), advance)
     try:
         rows = _store_rows(located)
@@ -210,45 +257,20 @@ def load_rows(
         if not check.bad.num_rows:
             raise
         raise ConfigError(f"{check.bad.text()}\n{error}") from error
-    if check.bad.num_rows:
+    if check.bad.num_rows and not (skips_bad and len(rows)):
         raise ConfigError(check.bad.text())
     if not len(rows):
         limit = "" if max_rows is None else f" (the first {max_rows} were requested)"
         if check.num_left_out:
             limit = f" with a pass rate in data.pass_rate_range, of {check.num_left_out:,} rows"
         raise ConfigError(f"{key}: {shown_path(file)} has no rows{limit}")
-    return dataclasses.replace(rows, format=check.format, num_left_out=check.num_left_out)
-
-
-class BadRows:
-    """Bad rows in the order in which they were found. The memory does not grow with their number.
-
-    Example: `3 bad rows:` with the lines `train.jsonl:2, train.jsonl:9: column 'answer' is missing`
-    and `train.jsonl:4: not valid JSON at column 7`.
-    """
-
-    def __init__(self) -> None:
-        self.num_rows = 0
-        self._locations: dict[str, list[str]] = {}
-        """Problem -> the rows that have it."""
-
-    def add(self, location: object, problem: str) -> None:
-        """Add a row; only the first `MAX_LISTED` are kept."""
-        if self.num_rows < MAX_LISTED:
-            self._locations.setdefault(problem, []).append(str(location))
-        self.num_rows += 1
-
-    def text(self, scope: str = "") -> str:
-        """Return the message; `scope` tells among which rows they were counted."""
-        if self.num_rows == 1:
-            ((problem, (location,)),) = self._locations.items()
-            return f"{location}: {problem}"
-        lines = [f"{self.num_rows:,} bad rows{scope}:"]
-        for problem, locations in self._locations.items():
-            lines.append(f"  {', '.join(locations)}: {shortened(problem, _MAX_CHARACTERS)}")
-        if self.num_rows > MAX_LISTED:
-            lines.append(f"  and {self.num_rows - MAX_LISTED:,} more")
-        return "\n".join(lines)
+    return dataclasses.replace(
+        rows,
+        format=check.format,
+        num_left_out=check.num_left_out,
+        bad=check.bad,
+        skips_bad=skips_bad,
+    )
 
 
 @dataclass
@@ -259,6 +281,7 @@ class _RowCheck:
     columns: Mapping[str, str]
     selection: PassRateFilter | None
     is_csv: bool
+    set_name: str
     bad: BadRows = field(default_factory=BadRows)
     num_left_out: int = 0
     format: tuple[str, ...] = ()
@@ -289,11 +312,20 @@ class _RowCheck:
         """Return a row with the columns of this project. Raises ConfigError for a bad row."""
         if isinstance(own_row, ConfigError):
             raise own_row
-        row = known_row(own_row, self.columns)
-        self.format = self.format or self.schema.recognize(row)
-        self.schema.check(row, self.format)
+        try:
+            row = known_row(own_row, self.columns)
+        except MissingColumnError as error:
+            guess = self.schema.guess(own_row)
+            own = "{...}" if guess is None else shown_columns(guess)
+            raise ConfigError(
+                f"{error}, or give this file other columns: data.set_columns.{self.set_name}={own}"
+            ) from error
+        columns = self.format or self.schema.recognize(row)
+        self.schema.check(row, columns)
         if self.is_csv:
-            check_missing_values(row, self.format)
+            check_missing_values(row, columns)
+        # Of the first row that can be used.
+        self.format = columns
         return row
 
 
@@ -303,9 +335,10 @@ def _local_path(path: str | Path, key: str) -> Path:
         path = fetch_hub_data(str(path), key)
     file = Path(path).expanduser()
     if not is_possible_path(str(file)) or not file.exists():
+        place = "" if file.is_absolute() else f" in the working directory {Path.cwd()}"
         raise ConfigError(
-            f"{key}: there is no {shortened(repr(str(file)), 300)}{similar_path_text(file)}; give"
-            f" {SUPPORTED_FILES}"
+            f"{key}: there is no {shortened(repr(str(file)), 300)}{place}{similar_path_text(file)};"
+            f" give {SUPPORTED_FILES}"
         )
     return file
 

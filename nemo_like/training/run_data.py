@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -13,11 +14,11 @@ import numpy as np
 from nemo_like.config.errors import ConfigError, counted, plural
 from nemo_like.config.schema import MAIN_SET, DataConfig, RunConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.encoded_rows import EncodedRows, Examples
+from nemo_like.data.column_names import check_columns
+from nemo_like.data.encoded_rows import EncodedRows, Examples, OversizeError
 from nemo_like.data.formats import (
     SFT_ROWS,
     RowSchema,
-    check_columns,
     conversation,
     flagged_conversation,
     question,
@@ -28,7 +29,7 @@ from nemo_like.data.loader import BatchLoader, RowLoader, no_batch_text, num_bat
 from nemo_like.data.messages import TrainOn, mask_turns, row_tools, trained_turns
 from nemo_like.data.row_files import Row
 from nemo_like.data.row_order import Curriculum, Mixture
-from nemo_like.data.rows import PassRateFilter, Rows, load_rows
+from nemo_like.data.rows import BadRows, PassRateFilter, Rows, load_rows
 from nemo_like.metrics import Mean, Metrics, Sum
 from nemo_like.rollout.conversations import Prompt
 from nemo_like.run.checkpoint import Checkpoint, CheckpointError
@@ -73,9 +74,19 @@ def load_validation(config: RunConfig, schema: RowSchema) -> dict[str, Rows]:
             schema,
             max_rows=config.data.max_validation_rows,
             key=validation_key(name),
-            columns=config.data.columns,
+            columns=config.data.columns_of(name),
+            set_name=name,
+            skips_bad=config.data.on_bad_row == "skip",
         )
+        report_skipped(rows[name].bad, validation_key(name))
     return rows
+
+
+def report_skipped(bad: BadRows, name: str, progress: Progress | None = None) -> None:
+    """Print the rows of a set that `data.on_bad_row=skip` left out, the first if they are many."""
+    if bad.num_rows:
+        text = f"{name}: data.on_bad_row=skip leaves out {counted(bad.num_rows, 'row')}"
+        (progress or Progress(sys.stderr)).print_line("\n".join([f"{text}:", *bad.lines()]))
 
 
 def prompt_sets(
@@ -94,15 +105,23 @@ def prompt_sets(
             if prompt is not None:
                 prompts.append(prompt)
                 numbers.append(number)
+        report_skipped(encoded.skipped, validation_key(name))
         sets.append(PromptSet(name=name, rows=rows, prompts=prompts, row_numbers=numbers))
     return sets
 
 
 def load_training(config: RunConfig, schema: RowSchema, progress: Progress) -> Rows:
     """Read the training rows. Raises ConfigError for a missing or empty file, or a bad line."""
-    check_columns(config.data.columns)
+    check_all_columns(config.data)
     sets = {name: load_set(config, schema, name, progress) for name in training_files(config)}
     return mixed_rows(sets, config.data.train_weights)
+
+
+def check_all_columns(data: DataConfig) -> None:
+    """Raise ConfigError if a renamed column of a set has no meaning."""
+    check_columns(data.columns)
+    for name, columns in data.set_columns.items():
+        check_columns(columns, f"data.set_columns.{name}")
 
 
 def training_files(config: RunConfig) -> dict[str, str]:
@@ -126,10 +145,13 @@ def load_set(config: RunConfig, schema: RowSchema, name: str, progress: Progress
             schema,
             max_rows=data.max_train_rows,
             key=key,
-            columns=data.columns,
+            columns=data.columns_of(name),
+            set_name=name,
+            skips_bad=data.on_bad_row == "skip",
             selection=_selection(config),
             advance=phase.advance,
         )
+    report_skipped(rows.bad, key, progress)
     if rows.num_left_out:
         progress.print_line(
             f"{key}: data.pass_rate_range leaves out {rows.num_left_out:,} rows, {len(rows):,} are"
@@ -255,17 +277,21 @@ class ExampleSource(Generic[ExampleT]):
         """
         progress = Progress()
         rows = self.rows
-        if self.config.policy.oversize_rows == "drop" or self.config.data.max_prompt_tokens:
+        data = self.config.data
+        is_skipping = data.on_bad_row == "skip"
+        is_dropping = self.config.policy.oversize_rows == "drop" or data.max_prompt_tokens
+        if is_skipping or is_dropping:
             is_missing = np.ones(len(rows), dtype=bool)
             is_missing[order] = False
             order = np.concatenate([order, np.flatnonzero(is_missing)])
         with progress.phase("encoding rows", len(order)) as phase:
             rows.encode_ahead(order, phase.advance)
-        dropped = np.flatnonzero(~rows.is_kept)
+        report_skipped(rows.skipped, "the training rows", progress)
+        dropped = rows.dropped
         if len(dropped):
             key = "policy.oversize_rows=drop"
-            if self.config.data.max_prompt_tokens is not None:
-                key = f"data.max_prompt_tokens {self.config.data.max_prompt_tokens}"
+            if data.max_prompt_tokens is not None:
+                key = f"data.max_prompt_tokens {data.max_prompt_tokens}"
             progress.print_line(
                 f"{key} leaves out {len(dropped):,} of {len(rows):,} rows, which are too long; the"
                 f" first is {rows.location(int(dropped[0]))}"
@@ -279,6 +305,7 @@ class ExampleSource(Generic[ExampleT]):
             encoded = EncodedRows(rows, partial(self._encode, self.data.encoder, self.config))
             examples = self._to_examples(rows, encoded)
             batches[name] = list(examples.batches(batch_size))
+            report_skipped(encoded.skipped, validation_key(name))
         return batches
 
     def first_examples(
@@ -388,6 +415,8 @@ def loader_metrics(loader: BatchLoader) -> Metrics:
         "data/epoch": Mean(loader.epoch),
         "data/num_dropped": Sum(loader.num_dropped),
     }
+    if loader.rows.num_skipped:
+        metrics["data/num_skipped_rows"] = Mean(loader.rows.num_skipped)
     sources = loader.batch_sources()
     if sources is not None and loader.mixture is not None:
         for index, name in enumerate(loader.mixture.names):
@@ -464,7 +493,7 @@ def fit_row(encoded: EncodedRow, config: RunConfig) -> EncodedRow | None:
         return EncodedRow(encoded.input_ids[:limit], encoded.token_mask[:limit])
     if config.policy.oversize_rows == "drop":
         return None
-    raise ConfigError(
+    raise OversizeError(
         f"the row has {length} tokens, policy.max_total_sequence_length is {limit}; raise it, or"
         " set policy.oversize_rows to truncate (remove the end), drop (skip the row) or singleton"
         " (a separate microbatch)"
@@ -490,7 +519,7 @@ def encode_question(encoder: ChatEncoder, config: RunConfig, row: Row) -> Encode
         if policy.oversize_rows == "drop":
             return None
         if policy.oversize_rows != "truncate":
-            raise ConfigError(
+            raise OversizeError(
                 f"the prompt has {length} tokens, policy.max_total_sequence_length is {limit}, so"
                 " there is no room for a completion; raise it, or set policy.oversize_rows to"
                 " truncate (remove the beginning) or drop (skip the row)"

@@ -5,6 +5,7 @@ left out as configured.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +122,35 @@ def test_dropped_conversations_are_counted_and_the_run_has_fewer_steps(
     assert "data_wait_s" in " ".join(result.last)
     shown = capsys.readouterr().out
     assert "leaves out 2 of 18 rows" in shown and "conversations.jsonl:4" in shown
+
+
+def test_bad_rows_are_skipped_and_counted_in_the_metrics(
+    recipe: Recipe, capsys: pytest.CaptureFixture[str]
+):
+    rows: list[object] = [{"prompt": "1+1", "completion": "2"}] * 16
+    asked = {"role": "human", "content": "1+1"}
+    answer = {"role": "assistant", "content": "2"}
+    rows += [{"prompt": [asked], "completion": [answer]}, {"prompt": "1+1"}, [1]]
+    path = recipe.folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = (
+        f"data.train_path={path}",
+        f"data.validation_path={path}",
+        "sft.max_num_steps=null",
+        "checkpointing.enabled=false",
+        "checkpointing.export_hf=false",
+    )
+    with pytest.raises(ConfigError, match="2 bad rows"):
+        run_sft(recipe.sft(*keys))
+    result = run_sft(recipe.sft(*keys, "data.on_bad_row=skip"))
+    assert result.step == 1, "16 of 19 rows are one step"
+    assert result.last["policy/num_rows"] == 16
+    assert result.last["data/num_skipped_rows"] == 3
+    shown = capsys.readouterr()
+    for line, reason in ((17, "unknown role 'human'"), (18, "missing"), (19, "not an object")):
+        assert re.search(rf"rows.jsonl:{line}: .*{reason}", shown.out)
+        # Of the validation file, which is the same one.
+        assert re.search(rf"rows.jsonl:{line}: .*{reason}", shown.err)
 
 
 def test_a_run_whose_rows_are_all_dropped_is_an_error(recipe: Recipe):

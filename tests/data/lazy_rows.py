@@ -18,6 +18,8 @@ class LazyRows(Generic[In, Out]):
     fetched.
     """
 
+    num_skipped = 0
+
     def __init__(self, rows: Sequence[In], encode: Callable[[In], Out | None]) -> None:
         self._rows = rows
         self._encode = encode

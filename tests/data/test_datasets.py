@@ -71,7 +71,7 @@ def test_a_prompt_alone_is_enough_for_rollouts(tmp_path: Path) -> None:
     assert question(load_rows(path, PROMPT_ROWS)[0]).answer is None
     with pytest.raises(
         ConfigError,
-        match=r"train.jsonl:1: there is no assistant turn to learn from in prompt; SFT needs",
+        match=r"train.jsonl:1: there is no assistant turn to learn from in prompt. SFT needs",
     ):
         load_rows(path, SFT_ROWS)
 
@@ -146,8 +146,7 @@ GOOD = {"prompt": "a", "answer": "1"}
             [{"body": "x", "label": 1}],
             (
                 r"jsonl:1: columns \['body', 'label'\] match no known format."
-                r" Understood:"
-                r" messages"
+                r" Set data.columns=\{text: body\} if that is what they mean. Understood: messages"
             ),
         ),
         (

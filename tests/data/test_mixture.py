@@ -21,6 +21,8 @@ WEIGHTS = st.lists(st.sampled_from([1, 2, 3, 5, 0.5, 0.3, 0.2, 0.01, 0.17, 40]),
 class NumberedRows:
     """Rows that are their own index; those with a remainder of 0 by `drop_every` are dropped."""
 
+    num_skipped = 0
+
     def __init__(self, num_rows: int, num_sources: int = 1, drop_every: int = 0) -> None:
         self.digests = ("x",) * num_sources
         self._num_rows = num_rows

@@ -19,12 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_like.config.errors import ConfigError
+from nemo_like.data.column_names import KNOWN_COLUMNS, check_columns
 from nemo_like.data.formats import (
-    KNOWN_COLUMNS,
     PROMPT_ROWS,
     SFT_ROWS,
     RowSchema,
-    check_columns,
     conversation,
     known_row,
     question,

@@ -22,6 +22,8 @@ CAPACITY = 40
 class LengthRows:
     """Rows that are their own length; None where a row is dropped."""
 
+    num_skipped = 0
+
     def __init__(self, lengths: Sequence[int | None]) -> None:
         self.lengths = list(lengths)
         self.digests = (str(self.lengths),)
