@@ -22,7 +22,7 @@ from nemo_like.config.check import derivation
 from nemo_like.config.errors import ConfigError, counted
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.formats import RowSchema, check_columns, conversation, question
+from nemo_like.data.formats import RowSchema, conversation, question
 from nemo_like.data.observations import ObservationEncoder
 from nemo_like.data.rows import Rows
 from nemo_like.environments.environment import (
@@ -36,6 +36,7 @@ from nemo_like.environments.reward import RewardError, RewardProblem, RewardSamp
 from nemo_like.environments.reward_worker import BadReward, load_reward_functions, score_each
 from nemo_like.models.pretrained import import_transformers_without_torch
 from nemo_like.models.spec import ModelSpec
+from nemo_like.prediction.memory import GIB
 from nemo_like.run.progress import Progress
 from nemo_like.run.tracking import check_logger
 from nemo_like.training.diagnostics import Diagnostics, Report
@@ -46,10 +47,12 @@ from nemo_like.training.model_files import (
     open_encoder,
     open_model_config,
     open_reward_model,
+    policy_memory,
 )
-from nemo_like.training.reporting import config_warnings, rows_warnings
+from nemo_like.training.reporting import config_warnings, device_line, rows_warnings
 from nemo_like.training.run_data import (
     RunData,
+    check_all_columns,
     describe_mixture,
     load_set,
     load_validation,
@@ -124,7 +127,7 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
 def _load_training(config: RunConfig, schema: RowSchema, diagnostics: Diagnostics) -> Rows | None:
     """Read and describe every training set; return their rows, None if one has a problem."""
     num_problems = len(diagnostics.problems)
-    diagnostics.check(partial(check_columns, config.data.columns))
+    diagnostics.check(partial(check_all_columns, config.data))
     if len(diagnostics.problems) > num_problems:
         return None
     sets = {}
@@ -165,18 +168,32 @@ def _describe_generator(config: RunConfig, diagnostics: Diagnostics) -> None:
 def _describe_rows(path: str, rows: Rows, diagnostics: Diagnostics) -> None:
     columns = " + ".join(rows.format)
     diagnostics.add_lines("data", f"{path}: {counted(len(rows), 'row')} of {columns}")
+    if rows.bad.num_rows:
+        skipped = f"{counted(rows.bad.num_rows, 'bad row')} left out by data.on_bad_row=skip"
+        diagnostics.add_lines("data", f"{path}: {skipped}")
 
 
 def _describe_model(config: RunConfig, model: PretrainedConfig, diagnostics: Diagnostics) -> None:
     text = model.get_text_config()
     max_positions = getattr(text, "max_position_embeddings", None)
-    sizes = f"vocabulary of {text.vocab_size:,}"
+    spec = ModelSpec.from_config(model, config.policy.model_name)
+    sizes = f"{spec.num_params:,} parameters, vocabulary of {text.vocab_size:,}"
     if max_positions:
         sizes += f", positions up to {max_positions:,}"
     diagnostics.add_lines("model", f"{config.policy.model_name}: {model.model_type}, {sizes}")
-    line = adapter_line(config.policy, ModelSpec.from_config(model, config.policy.model_name))
+    line = adapter_line(config.policy, spec)
     if line is not None:
         diagnostics.add_lines("model", line)
+    diagnostics.add_lines("model", device_line(config))
+    # Files of teachers are checked elsewhere.
+    with suppress(ConfigError, OSError, ValueError):
+        max_tokens, parts = policy_memory(config, spec.with_output_head(config.output_head))
+        shown = ", ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items())
+        diagnostics.add_lines(
+            "model",
+            f"memory of a policy worker: a peak of {sum(parts.values()) / GIB:.2f} GiB is predicted"
+            f" with {max_tokens:,} tokens per microbatch ({shown})",
+        )
     limit = config.policy.max_total_sequence_length
     if max_positions and limit > max_positions:
         diagnostics.warnings.append(

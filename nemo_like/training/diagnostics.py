@@ -1,13 +1,10 @@
 """What `validate` finds: its report, the preview of the plan, and the checks of rows.
 
-Not every row is encoded, so that the checks take seconds: the longest rows of each source by text,
-where the longest row by tokens is, the first rows of each set of roles, and a random sample of the
-others.
+Not every row is encoded, so that the checks take seconds; see `row_sample`.
 """
 
 from __future__ import annotations
 
-import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,16 +19,18 @@ from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import PolicyConfig, RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.encoded_rows import row_error_text
-from nemo_like.data.formats import MESSAGE_COLUMNS, question
+from nemo_like.data.formats import question
+from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.messages import Message
 from nemo_like.data.row_files import Row
-from nemo_like.data.rows import MAX_LISTED, BadRows, Rows
+from nemo_like.data.rows import BadRows, Rows
 from nemo_like.data.token_counts import TokenCounts, plan_counts
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec
 from nemo_like.run.progress import Progress, Sample
 from nemo_like.training.reporting import step_warnings
-from nemo_like.training.run_data import ExampleSource, describe_run
+from nemo_like.training.row_sample import NUM_SAMPLES, length_lines, sampled_rows
+from nemo_like.training.run_data import ExampleSource, RunData, describe_run, encode_sft_row
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -164,14 +163,6 @@ def _plan_metrics(
     return plan_counts(counts, spec, policy.shared_prefix, groups).metrics()
 
 
-NUM_SAMPLES = 3
-"""Rows that are shown decoded."""
-_NUM_LONGEST = 512
-_NUM_RANDOM = 256
-_MIN_PER_SOURCE = 64
-_MAX_ROLE_SETS = 64
-
-
 def check_num_steps(source: ExampleSource[Any], diagnostics: Diagnostics) -> None:
     """Describe the length of a run over epochs, and check that it has a step."""
     config = source.config
@@ -189,9 +180,7 @@ def encode_sample(
 
     All rows that cannot be encoded become one problem, which lists the first.
     """
-    chosen: list[int] = []
-    for indices in rows.sources.values():
-        chosen += _chosen_rows(rows, indices, len(rows.sources))
+    chosen = sampled_rows(rows)
     encoded: dict[int, Value] = {}
     bad = BadRows()
     with Progress(sys.stderr).phase("encoding rows", len(chosen)) as phase:
@@ -203,37 +192,13 @@ def encode_sample(
                 bad.add(rows.location(index), row_error_text(error))
             phase.advance()
     if bad.num_rows:
-        diagnostics.problems.append(bad.text(f" of the {len(chosen)} rows sampled"))
+        scope = f" of the {len(chosen)} rows sampled"
+        if rows.skips_bad and encoded:
+            title = f"data.on_bad_row=skip leaves out {bad.num_rows:,}{scope}:"
+            diagnostics.warnings.append("\n".join([title, *bad.lines()]))
+        else:
+            diagnostics.problems.append(bad.text(scope))
     return encoded
-
-
-def _chosen_rows(rows: Rows, indices: range, num_sources: int) -> list[int]:
-    """Return the indices of the rows of one source to encode, ascending."""
-    sizes = []
-    # An unknown role may be in a single row.
-    by_roles: dict[frozenset[str], list[int]] = {}
-    for index in indices:
-        row = rows[index]
-        # The number of characters is cheap, and close to proportional to the number of tokens.
-        sizes.append(len(str(row)))
-        roles = _roles(row)
-        same = by_roles.get(roles, [])
-        if len(same) < MAX_LISTED and (same or len(by_roles) < _MAX_ROLE_SETS):
-            by_roles[roles] = [*same, index]
-    first_of_roles = [index for same in by_roles.values() for index in same]
-    num_longest = max(_NUM_LONGEST // num_sources, _MIN_PER_SOURCE)
-    by_size = sorted(indices, key=lambda index: -sizes[index - indices.start])
-    # A fixed seed: the same rows are checked in every call.
-    num_random = max(_NUM_RANDOM // num_sources, _MIN_PER_SOURCE)
-    others = random.Random(0).sample(indices, min(len(indices), num_random))
-    return sorted({*by_size[:num_longest], *others, *first_of_roles, *indices[:NUM_SAMPLES]})
-
-
-def _roles(row: Row) -> frozenset[str]:
-    """Return the roles of all messages of a row."""
-    columns = (row.get(name) for name in MESSAGE_COLUMNS)
-    lists = (column for column in columns if isinstance(column, list))
-    return frozenset(message["role"] for messages in lists for message in messages)
 
 
 def encode_prompt_of(encoder: ChatEncoder, row: Row) -> np.ndarray:
@@ -269,6 +234,27 @@ def check_lengths(
     is_limited = config.policy.oversize_rows in ("truncate", "drop")
     max_length = lengths[longest]
     _check_budget(config, min(max_length, limit) if is_limited else max_length, diagnostics)
+
+
+def check_conversations(
+    config: RunConfig, data: RunData, rows: Rows, diagnostics: Diagnostics
+) -> dict[int, EncodedRow]:
+    """Encode a sample of rows of conversations and check the lengths; show the first of training.
+
+    Returns row index -> encoded row.
+    """
+    train_on = config.data.train_on
+    encoded = encode_sample(
+        rows, lambda row: encode_sft_row(data.encoder, train_on, row), diagnostics
+    )
+    lengths = {index: len(row.input_ids) for index, row in encoded.items()}
+    check_lengths(config, rows, lengths, diagnostics)
+    if rows is data.train:
+        trained = {index: row.num_trained for index, row in encoded.items()}
+        diagnostics.add_lines("lengths", *length_lines(rows, lengths, config.policy, trained))
+        for index in sorted(encoded)[:NUM_SAMPLES]:
+            diagnostics.samples.append(Sample(data.encoder.segments(encoded[index])))
+    return encoded
 
 
 def check_prompts(

@@ -24,9 +24,11 @@ from nemo_like.models.layout_check import frozen_weights, model_problems
 from nemo_like.models.pretrained import load_model_config, load_tokenizer, with_output_head
 from nemo_like.models.spec import ModelSpec
 from nemo_like.models.weight_files import read_header, weight_sizes, weights_digest
+from nemo_like.policy.batching import microbatch_budget
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.param_map import ModelSharding
-from nemo_like.prediction.placement import num_adapter_params
+from nemo_like.prediction.memory import MemoryModel
+from nemo_like.prediction.placement import num_adapter_params, policy_placement
 from nemo_like.training.generation_backends import generation_backend
 
 if TYPE_CHECKING:
@@ -377,3 +379,25 @@ def adapter_line(policy: PolicyConfig, spec: ModelSpec) -> str | None:
     if adapter.adapter_path is not None:
         line += f", from the adapter {adapter.adapter_path}"
     return line
+
+
+def policy_memory(config: RunConfig, spec: ModelSpec) -> tuple[int, dict[str, float]]:
+    """Return the tokens of the largest training microbatch, and part -> bytes of a policy worker at
+    its predicted peak with it.
+    """
+    teachers = [
+        ModelSpec.from_config(load_model_config(name), name) for name in config.teacher_names
+    ]
+    placement = policy_placement(
+        config.policy,
+        policy_layout(config),
+        needs_reference=config.needs_reference,
+        device_type="cuda" if config.cluster.gpus_per_node else "cpu",
+        teachers=tuple(teachers),
+        keeps_teacher_embeddings=config.keeps_teacher_embeddings,
+    )
+    max_tokens, max_rows = microbatch_budget(config.policy, "train")
+    if max_tokens is None:
+        assert max_rows is not None, "a budget limits tokens or rows"
+        max_tokens = max_rows * config.policy.max_total_sequence_length
+    return max_tokens, MemoryModel(spec, placement).parts(max_tokens)

@@ -163,6 +163,15 @@ def header_lines(
     adapters = adapter_line(config.policy, model)
     if adapters is not None:
         yield adapters
+    yield device_line(config)
+    length = "" if num_steps is None else f", {counted(num_steps, 'step')}"
+    if config.has_fixed_batches:
+        length += f"; {config.batch_lines()[0]}"
+    yield f"data: {counted(num_rows, config.example)}{length}"
+
+
+def device_line(config: RunConfig) -> str:
+    """Describe the devices of the policy. Example: `device: CPU, 2 workers, float32`."""
     cluster = config.cluster
     num_workers = num_policy_workers(cluster)
     device = f"CPU, {counted(num_workers, 'worker')}"
@@ -170,11 +179,7 @@ def header_lines(
         device = counted(num_workers, "GPU")
     if cluster.num_nodes > 1:
         device += f" on {cluster.num_nodes} nodes"
-    yield f"device: {device}, {config.policy.precision}"
-    length = "" if num_steps is None else f", {counted(num_steps, 'step')}"
-    if config.has_fixed_batches:
-        length += f"; {config.batch_lines()[0]}"
-    yield f"data: {counted(num_rows, config.example)}{length}"
+    return f"device: {device}, {config.policy.precision}"
 
 
 def step_line(kind: str, step: int, num_steps: int | None, metrics: Mapping[str, float]) -> str:

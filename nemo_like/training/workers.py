@@ -28,16 +28,12 @@ from nemo_like.distributed.worker_group import WorkerGroup, call_all
 from nemo_like.environments.environment_workers import EnvironmentWorkers, load_environment
 from nemo_like.environments.reward_worker import RewardEnvironment, load_reward_functions
 from nemo_like.metrics import start_timers
-from nemo_like.models.pretrained import load_model_config
-from nemo_like.models.spec import ModelSpec
-from nemo_like.policy.batching import microbatch_budget
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
-from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, SAFETY_SHARE, MemoryModel
-from nemo_like.prediction.placement import policy_placement
+from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, SAFETY_SHARE
 from nemo_like.run.progress import Progress
 from nemo_like.training.generation_backends import generation_backend
-from nemo_like.training.model_files import open_model_spec
+from nemo_like.training.model_files import open_model_spec, policy_memory
 from nemo_like.training.rollout_workers import (
     GroupPlacement,
     RewardModelFiles,
@@ -453,7 +449,7 @@ def run_offload_decision(config: RunConfig, policy: Policy) -> OffloadDecision:
         return OffloadDecision(True, "a reward model shares their GPUs")
     return decide_offload(
         config.cluster.offload,
-        policy_bytes=policy_peak_bytes(config, policy.model),
+        policy_bytes=sum(policy_memory(config, policy.model)[1].values()),
         generator_bytes=generation_backend(config.policy).peak_bytes(
             config.policy, policy.model, device_bytes
         ),
@@ -485,22 +481,3 @@ def decide_offload(
         f" {device_bytes / GIB:.1f} GiB are usable"
     )
     return OffloadDecision(needed > usable, text)
-
-
-def policy_peak_bytes(config: RunConfig, spec: ModelSpec) -> float:
-    """Return the predicted peak of a policy worker with its largest training microbatch."""
-    teachers = [
-        ModelSpec.from_config(load_model_config(name), name) for name in config.teacher_names
-    ]
-    placement = policy_placement(
-        config.policy,
-        policy_layout(config),
-        needs_reference=config.needs_reference,
-        teachers=tuple(teachers),
-        keeps_teacher_embeddings=config.keeps_teacher_embeddings,
-    )
-    max_tokens, max_rows = microbatch_budget(config.policy, "train")
-    if max_tokens is None:
-        assert max_rows is not None, "a budget limits tokens or rows"
-        max_tokens = max_rows * config.policy.max_total_sequence_length
-    return MemoryModel(spec, placement).peak(max_tokens)

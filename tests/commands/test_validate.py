@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import ray
+from transformers import AutoConfig
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.sft.config import SftRunConfig
@@ -32,11 +33,16 @@ from nemo_like.config.rollout import (
     VLLMGenerationConfig,
 )
 from nemo_like.config.schema import AdapterConfig, ClusterConfig, PolicyConfig
+from nemo_like.data.formats import SFT_ROWS
+from nemo_like.data.rows import load_rows
 from nemo_like.demo.task import build_model, build_tokenizer
 from nemo_like.environments.reward import RewardSample
+from nemo_like.models.spec import ModelSpec
 from nemo_like.run.progress import Progress
 from nemo_like.training.diagnostics import Report
+from nemo_like.training.row_sample import length_lines, sampled_rows
 from tests.hub_server import Hub, Repository
+from tests.recipe import Recipe
 from tests.reward_models import save_reward_model
 
 REWARD = RewardConfig(
@@ -172,7 +178,12 @@ def test_a_sound_sft_config(model: Path, write: Write) -> None:
     report = validate(sft(model, train, sequence_packing=packing))
     assert (report.problems, report.warnings) == ((), ())
     assert list(report.sections) == ["batches", "model", "data", "lengths", "plan"]
-    assert report.sections["model"] == (f"{model}: llama, vocabulary of 21, positions up to 256",)
+    described, device, memory = report.sections["model"]
+    num_params = ModelSpec.from_config(AutoConfig.from_pretrained(model)).num_params
+    sizes = f"{num_params:,} parameters, vocabulary of 21, positions up to 256"
+    assert described == f"{model}: llama, {sizes}"
+    assert device == "device: CPU, 1 worker, float32"
+    assert "with 128 tokens per microbatch" in memory
     assert report.sections["data"] == (
         f"{train}: 40 rows of prompt + completion",
         "5 steps; an epoch is 5 steps of 8 rows",
@@ -468,6 +479,44 @@ def test_all_bad_rows_of_a_file_are_listed_and_counted(model: Path, write: Write
     # Rows with the same problem are listed with it once.
     assert problem.count("column 'completion' is missing") == 1
     assert shown(report).endswith("1 problem to solve")
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo", "dpo", "rm", "distill"])
+def test_skipped_rows_are_listed_for_every_job(recipe: Recipe, kind: str) -> None:
+    config = getattr(recipe, kind)("data.on_bad_row=skip", "~data.max_validation_rows")
+    paths = {}
+    for name in ("train_path", "validation_path"):
+        source = Path(getattr(config.data, name))
+        paths[name] = str(recipe.folder / source.name)
+        Path(paths[name]).write_text(source.read_text() + '{"prompt"\n')
+    if kind == "distill":
+        teacher = str(recipe.demo / "model")
+        config = replace(config, distill=replace(config.distill, teacher=teacher))
+    report = validate(replace(config, data=replace(config.data, **paths)))
+    assert report.problems == ()
+    for path in paths.values():
+        assert f"{path}: 1 bad row left out by data.on_bad_row=skip" in report.sections["data"]
+    (histogram,) = [line for line in report.sections["lengths"] if line.startswith("mean ")]
+    assert ("of the tokens are trained" in histogram) == (kind != "grpo")
+
+
+def test_the_histogram_estimates_all_rows_from_a_sample(write: Write) -> None:
+    """The sample has the longest rows, which must not count more than they are in the file."""
+    rows = load_rows(write([{"text": "a" * (1 + n % 100)} for n in range(5000)]), SFT_ROWS)
+    lengths = {row: len(rows[row]["text"]) for row in sampled_rows(rows)}
+    trained = {row: length // 2 for row, length in lengths.items()}
+    policy = PolicyConfig(model_name="", max_total_sequence_length=90, oversize_rows="drop")
+    summary, above, *bins = length_lines(rows, lengths, policy, trained)
+    mean, median, share = (
+        float(re.search(rf"{before}(\d+(\.\d+)?)", summary)[1])  # type: ignore[index]
+        for before in ("mean ", "median ", "; ")
+    )
+    assert abs(mean - 50) < 6 and abs(median - 50) < 10 and abs(share - 49.5) < 0.5
+    assert "(estimated from 256 rows drawn at random)" in summary
+    shown = [float(line.split("%")[0].split()[-1]) for line in (above.split(": ")[1], *bins)]
+    assert abs(shown[0] - 10) < 5
+    assert len(bins) == 8 and abs(sum(shown[1:]) - 100) < 0.5
+    assert all(abs(share - 12.5) < 6 for share in shown[1:])
 
 
 def test_a_row_above_the_cap_under_each_policy(model: Path, write: Write) -> None:

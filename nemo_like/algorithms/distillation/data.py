@@ -25,11 +25,10 @@ from nemo_like.models.pretrained import load_tokenizer
 from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.rollout.conversations import Prompt
-from nemo_like.run.progress import Progress, Sample
+from nemo_like.run.progress import Progress
 from nemo_like.training.diagnostics import (
-    NUM_SAMPLES,
     Diagnostics,
-    check_lengths,
+    check_conversations,
     check_num_steps,
     check_prompts,
     check_prompts_agree,
@@ -40,15 +39,17 @@ from nemo_like.training.diagnostics import (
     prompt_messages,
 )
 from nemo_like.training.model_files import open_model_config, open_model_spec
+from nemo_like.training.row_sample import length_lines
 from nemo_like.training.run_data import (
     ExampleSource,
     RunData,
     encode_conversation,
     encode_question,
-    encode_sft_row,
     open_data,
     prompt_of,
+    report_skipped,
     training_name,
+    validation_key,
 )
 
 if TYPE_CHECKING:
@@ -126,7 +127,9 @@ def validation_batches(config: DistillRunConfig, data: RunData, name: str) -> li
     rows = data.validation[name]
     encoded = EncodedRows(rows, partial(encode_conversation, data.encoder, config))
     taught = taught_examples(config, rows, encoded, name)
-    return list(taught.batches(config.policy.train_global_batch_size))
+    batches = list(taught.batches(config.policy.train_global_batch_size))
+    report_skipped(encoded.skipped, validation_key(name))
+    return batches
 
 
 def check_rows(
@@ -167,17 +170,11 @@ def _check_lengths(config: DistillRunConfig, data: RunData, diagnostics: Diagnos
         prompts = encode_sample(data.train, lambda row: encode_prompt_of(encoder, row), diagnostics)
         lengths = {index: len(token_ids) for index, token_ids in prompts.items()}
         check_prompts(config, data.train, lengths, diagnostics)
+        diagnostics.add_lines("lengths", *length_lines(data.train, lengths, config.policy))
     for rows in (data.train, *data.validation.values()):
         if config.generates and rows is data.train:
             continue
-        encoded = encode_sample(
-            rows, lambda row: encode_sft_row(encoder, config.data.train_on, row), diagnostics
-        )
-        lengths = {index: len(row.input_ids) for index, row in encoded.items()}
-        check_lengths(config, rows, lengths, diagnostics)
-        if rows is data.train:
-            for index in sorted(encoded)[:NUM_SAMPLES]:
-                diagnostics.samples.append(Sample(encoder.segments(encoded[index])))
+        check_conversations(config, data, rows, diagnostics)
 
 
 def first_lengths(

@@ -17,7 +17,6 @@ from nemo_like.prediction.lengths import RowLengths
 from nemo_like.rollout.conversations import Prompt
 from nemo_like.run.progress import Progress, Sample
 from nemo_like.training.diagnostics import (
-    NUM_SAMPLES,
     Diagnostics,
     check_prompts,
     check_prompts_agree,
@@ -28,6 +27,7 @@ from nemo_like.training.diagnostics import (
     prompt_messages,
 )
 from nemo_like.training.reporting import step_warnings
+from nemo_like.training.row_sample import NUM_SAMPLES, length_lines
 from nemo_like.training.run_data import (
     ExampleSource,
     RunData,
@@ -111,6 +111,8 @@ def check_rows(
         encoded = encode_sample(rows, lambda row: encode_prompt_of(encoder, row), diagnostics)
         lengths = {index: len(token_ids) for index, token_ids in encoded.items()}
         check_prompts(config, rows, lengths, diagnostics)
+        if rows is data.train:
+            diagnostics.add_lines("lengths", *length_lines(rows, lengths, config.policy))
     if len(diagnostics.problems) > num_problems_before:
         return
     source = open_source(config, data)

@@ -31,7 +31,6 @@ from nemo_like.data.token_counts import TokenCounts, count_tokens
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.run.progress import Progress, Sample
 from nemo_like.training.diagnostics import (
-    NUM_SAMPLES,
     Diagnostics,
     check_lengths,
     check_num_steps,
@@ -39,6 +38,7 @@ from nemo_like.training.diagnostics import (
     describe_plan,
     encode_sample,
 )
+from nemo_like.training.row_sample import NUM_SAMPLES, length_lines
 from nemo_like.training.run_data import ExampleSource, RunData, fit_row, open_data, training_name
 
 if TYPE_CHECKING:
@@ -147,11 +147,16 @@ def check_rows(
     for rows in (data.train, *data.validation.values()):
         pairs = encode_sample(rows, lambda row: encode_preference(encoder, row), diagnostics)
         # The limit of a row holds for each of the two.
-        lengths = {
-            index: max(len(row.input_ids) for row in pair.rows) for index, pair in pairs.items()
+        longer = {
+            index: max(pair.rows, key=lambda row: len(row.input_ids))
+            for index, pair in pairs.items()
         }
+        lengths = {index: len(row.input_ids) for index, row in longer.items()}
         check_lengths(config, rows, lengths, diagnostics)
         if rows is data.train:
+            trained = {index: row.num_trained for index, row in longer.items()}
+            lines = length_lines(rows, lengths, config.policy, trained)
+            diagnostics.add_lines("lengths", *lines)
             for index in sorted(pairs)[:NUM_SAMPLES]:
                 diagnostics.samples += pair_samples(encoder, pairs[index])
     if len(diagnostics.problems) == num_problems_before:

@@ -24,22 +24,19 @@ from nemo_like.data.token_counts import count_tokens
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec, stream_spec
 from nemo_like.prediction.lengths import RowLengths
-from nemo_like.run.progress import Progress, Sample
+from nemo_like.run.progress import Progress
 from nemo_like.training.diagnostics import (
-    NUM_SAMPLES,
     Diagnostics,
-    check_lengths,
+    check_conversations,
     check_num_steps,
     check_prompts_agree,
     check_texts,
     describe_plan,
-    encode_sample,
 )
 from nemo_like.training.run_data import (
     ExampleSource,
     RunData,
     encode_conversation,
-    encode_sft_row,
     encoded_examples,
     open_data,
     training_name,
@@ -160,15 +157,9 @@ def check_rows(
     else:
         check_num_steps(source, diagnostics)
     for rows in (data.train, *data.validation.values()):
-        encoded = encode_sample(
-            rows, lambda row: encode_sft_row(encoder, config.data.train_on, row), diagnostics
-        )
-        lengths = {index: len(row.input_ids) for index, row in encoded.items()}
-        check_lengths(config, rows, lengths, diagnostics)
+        encoded = check_conversations(config, data, rows, diagnostics)
         if rows is data.train:
             _check_trained(config, rows, encoded, diagnostics)
-            for index in sorted(encoded)[:NUM_SAMPLES]:
-                diagnostics.samples.append(Sample(encoder.segments(encoded[index])))
     if len(diagnostics.problems) > num_problems_before:
         return
     if is_streaming:
