@@ -427,7 +427,10 @@ def test_a_tokenizer_of_another_model(model: Path, write: Write, tmp_path: Path)
         ([{"prompt": "1+1"}], "train.jsonl:1: there is no assistant turn to learn from"),
         ([{"prompt": "1+1", "chosen": "2", "rejected": "3"}], "`nemo-like dpo` and `nemo-like rm`"),
         ([{"chosen": "1+1=2", "rejected": "1+1=3"}], "`nemo-like dpo` and `nemo-like rm`"),
-        ([{"problem": "1+1", "solution": "2"}], "given by data.columns"),
+        (
+            [{"problem": "1+1", "solution": "2"}],
+            "Set data.columns={prompt: problem, answer: solution}",
+        ),
     ],
 )
 def test_data_that_cannot_be_used(
@@ -473,7 +476,7 @@ def test_all_bad_rows_of_a_file_are_listed_and_counted(model: Path, write: Write
     rows += [{**ROWS[0], "tools": "["}, {**ROWS[0], "completion": 7}]
     report = validate(sft(model, write(rows)))
     (problem,) = report.problems
-    assert problem.startswith("21 bad rows:") and problem.endswith("and 1 more")
+    assert problem.startswith("21 bad rows ") and problem.endswith("and 1 more")
     listed = [int(line) for line in re.findall(r"train\.jsonl:(\d+)", problem)]
     assert listed == [2, 5, *range(7, 41, 2), 41]
     # Rows with the same problem are listed with it once.
@@ -483,15 +486,15 @@ def test_all_bad_rows_of_a_file_are_listed_and_counted(model: Path, write: Write
 
 @pytest.mark.parametrize("kind", ["sft", "grpo", "dpo", "rm", "distill"])
 def test_skipped_rows_are_listed_for_every_job(recipe: Recipe, kind: str) -> None:
-    config = getattr(recipe, kind)("data.on_bad_row=skip", "~data.max_validation_rows")
+    keys = ["data.on_bad_row=skip", "~data.max_validation_rows"]
+    if kind == "distill":
+        keys.append(f"distill.teacher={recipe.demo}/model")
+    config = getattr(recipe, kind)(*keys)
     paths = {}
     for name in ("train_path", "validation_path"):
         source = Path(getattr(config.data, name))
         paths[name] = str(recipe.folder / source.name)
         Path(paths[name]).write_text(source.read_text() + '{"prompt"\n')
-    if kind == "distill":
-        teacher = str(recipe.demo / "model")
-        config = replace(config, distill=replace(config.distill, teacher=teacher))
     report = validate(replace(config, data=replace(config.data, **paths)))
     assert report.problems == ()
     for path in paths.values():
@@ -574,7 +577,8 @@ def test_reward_functions_are_tried_on_the_data(model: Path, write: Write) -> No
     ).problems
     assert problems[0].startswith(
         f"reward.functions.mine ({path}) raised KeyError: 'ground_truth' ({__file__}:"
-        f"{broken_reward.__code__.co_firstlineno + 2}), on this sample:\n  prompt: '0+1'"
+        f'{broken_reward.__code__.co_firstlineno + 2}: raise KeyError("ground_truth")),'
+        " on this sample:\n  prompt: '0+1'"
     )
     assert "reward.on_error=zero" in problems[0]
     missing = RewardConfig(functions={"mine": RewardFunctionConfig(path="no_such_module.reward")})
