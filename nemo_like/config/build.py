@@ -97,7 +97,9 @@ def _text(section: type, path: str, details: ErrorDetails) -> str:
         words = _EXPECTED.get(kind.partition("_")[0], "")
         expected = words
         if not words or (words.endswith(("integer", "number")) and not path.endswith("]")):
-            expected = f"{words} {joined_text(constraints_at(section, path))}".strip()
+            bounds = joined_text(constraints_at(section, path))
+            link = " of " if words and bounds.startswith("at ") else " "
+            expected = f"{words}{link}{bounds}".strip()
     or_null = " or null" if may_be_null else ""
     return f"{path} is {value}; it must be {expected}{or_null}"
 

@@ -90,9 +90,9 @@ def similar_path_text(path: Path) -> str:
 
     Empty if no path is similar.
     """
-    if path.exists():
-        return ""
     try:
+        if path.exists():
+            return ""
         while not path.exists():
             known = next(parent for parent in path.parents if parent.is_dir())
             name, *rest = path.relative_to(known).parts

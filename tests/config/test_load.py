@@ -228,8 +228,8 @@ def test_the_job_is_told_from_its_sections(write: Write) -> None:
             ),
         ),
         ("logger: [1]\n", "logger is [1]; it is a section with keys (tensorboard, "),
-        ("seed: fast\n", "seed is 'fast'; it must be an integer (run.yaml:7)"),
-        ("seed: 1.5\n", "seed is 1.5; it must be an integer (run.yaml:7)"),
+        ("seed: fast\n", "seed is 'fast'; it must be an integer of at least 0 (run.yaml:7)"),
+        ("seed: 1.5\n", "seed is 1.5; it must be an integer of at least 0 (run.yaml:7)"),
         ("seed: true\n", "seed is true; it must be a number (run.yaml:7)"),
         (
             "cluster: {cpus_per_worker: true}\n",
@@ -239,11 +239,11 @@ def test_the_job_is_told_from_its_sections(write: Write) -> None:
         ("output_dir: [a]\n", "output_dir is ['a']; it must be a text (run.yaml:7)"),
         (
             "sft: {max_num_steps: x}\n",
-            "sft.max_num_steps is 'x'; it must be an integer or null (run.yaml:7)",
+            "sft.max_num_steps is 'x'; it must be an integer of at least 1 or null (run.yaml:7)",
         ),
         (
             "cluster:\n  placement_timeout_s: .inf\n",
-            "cluster.placement_timeout_s is inf; it must be a finite number (run.yaml:8)",
+            "cluster.placement_timeout_s is inf; it must be a finite number above 0 (run.yaml:8)",
         ),
         (
             "cluster:\n  backend: slurm\n",
@@ -274,7 +274,7 @@ def test_the_job_is_told_from_its_sections(write: Write) -> None:
         ),
         (
             "output_dir: ${oc.env:NOT_THERE_}\n",
-            "Environment variable 'NOT_THERE_' not found; set it, or write ${oc.env:NAME,default}",
+            "Environment variable 'NOT_THERE_' not found; `export NOT_THERE_=...` sets it",
         ),
         ("output_dir: ${run_name\n", "no viable alternative at input '${run_name'"),
         ("seed: 1\nseed: 2\n", "run.yaml:8 has the key seed again; it is in line 7 already"),
@@ -317,7 +317,7 @@ def test_each_mistake_in_a_file_has_its_message(write: Write, addition: str, exp
         ("hydra.run.dir=x", "unknown key hydra.run.dir"),
         (
             "policy.optimizer.lr=fast",
-            "policy.optimizer.lr is 'fast'; it must be a number (the command line)",
+            "policy.optimizer.lr is 'fast'; it must be a number above 0 (the command line)",
         ),
         ("policy.optimizer=3", "policy.optimizer is 3; it is a section with keys (name, "),
         (
@@ -367,7 +367,8 @@ def test_a_mistake_in_a_base_is_located_in_the_base(write: Write) -> None:
     path = write("defaults: [bases/shared, _self_]\n" + MINIMAL)
     assert (
         message(path)
-        == "policy.train_global_batch_size is 'many'; it must be an integer (bases/shared.yaml:3)"
+        == "policy.train_global_batch_size is 'many'; it must be an integer of at least 1"
+        " (bases/shared.yaml:3)"
     )
     assert (
         load_config(
