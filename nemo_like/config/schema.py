@@ -26,6 +26,7 @@ from nemo_like.config.constraints import (
     Lt,
 )
 from nemo_like.config.errors import Problem, counted
+from nemo_like.config.health import HealthConfig
 from nemo_like.config.rollout import (
     MAX_VLLM_RANK,
     EnvironmentConfig,
@@ -586,6 +587,7 @@ class RunConfig:
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
 
@@ -666,9 +668,9 @@ class RunConfig:
         return self.policy_in_rows.train_global_batch_size
 
     @property
-    def equal_rewards_advice(self) -> str | None:
-        """What to do if the rewards of most groups are equal; None if groups are not compared."""
-        return None
+    def equal_rewards_keys(self) -> tuple[str, ...]:
+        """Keys to change if the rewards of most groups are equal; none without a comparison."""
+        return ()
 
     def batch_lines(self) -> list[str]:
         """Return the arithmetic from the examples of a step to optimizer steps, one line each."""

@@ -44,9 +44,9 @@ from nemo_like.run.directory import (
 from nemo_like.run.files import AppendedFile, write_text
 from nemo_like.run.progress import Progress, Sample
 from nemo_like.run.tracking import RunLog, Tracker, check_logger, run_log
+from nemo_like.training.health import Health
 from nemo_like.training.model_files import check_frozen_models, frozen_models, open_model_spec
 from nemo_like.training.reporting import (
-    RolloutWarnings,
     StepWork,
     config_warnings,
     header_lines,
@@ -107,7 +107,8 @@ class TrainingRun:
     last: dict[str, float] = field(default_factory=dict)
     saver: CheckpointSaver = field(init=False)
     selection: Selection = field(init=False)
-    rollout_warnings: RolloutWarnings = field(init=False)
+    health: Health = field(init=False)
+    findings: AppendedFile = field(init=False)
     tracker: Tracker = field(init=False)
     lengths: AppendedFile = field(init=False)
     counters: dict[str, float] = field(default_factory=lambda: {"num_tokens": 0.0, "num_rows": 0.0})
@@ -120,7 +121,7 @@ class TrainingRun:
     def __post_init__(self) -> None:
         self.saver = CheckpointSaver(self.checkpointer, self.workers, self.timers)
         self.selection = Selection(self.config.checkpointing, self.config.early_stopping)
-        self.rollout_warnings = RolloutWarnings(self.config)
+        self.health = Health(self.config)
 
     @property
     def policy(self) -> Policy:
@@ -162,17 +163,22 @@ class TrainingRun:
                     self.generator_weights.start_check()
         self.lengths = AppendedFile(self.directory.lengths)
         self.closing.callback(self.lengths.close)
+        self.findings = AppendedFile(self.directory.health)
+        self.closing.callback(self.findings.close)
         # From here on a signal waits for the end of a step, so that the step can be saved.
         self.stop.finish_steps(enabled=True)
         return resumed_step or 0
 
     def _show_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the line of a step, and warn of completions that teach the policy little."""
+        """Print the line of a step, and what the health rules find in it."""
         line = step_line(self.config.kind, step, self.num_steps, metrics)
         is_validated = any(name.startswith("validation/") for name in metrics)
         self.progress.show_step(line, always=is_validated)
-        for warning in self.rollout_warnings.observe(step, metrics):
-            logger.warning(warning)
+        for finding in self.health.observe(step, metrics):
+            logger.warning("step %d: %s: %s", step, finding.rule, finding.message)
+            self.findings.append_json(finding.to_json(), "the findings of the health rules")
+            if finding.level == "stop":
+                self.stop.unhealthy = finding.rule
 
     def _load(self, checkpoint: Checkpoint, loader: BatchLoader) -> int:
         """Restore policy, loader and counters; return the step of the checkpoint."""
@@ -358,6 +364,7 @@ class TrainingRun:
         # so they are on disk first.
         self.tracker.sync()
         self.lengths.sync()
+        self.findings.sync()
         # While steps are skipped the weights may already be useless: older checkpoints are kept.
         prunes = self.num_skipped_in_a_row == 0
         state = TrainingState(
@@ -371,6 +378,11 @@ class TrainingRun:
             state, prunes=prunes, in_background=in_background, is_best=self.selection.is_best(step)
         )
 
+    def _print_advice(self) -> None:
+        """Print which health rules fired in this process, with the keys to change."""
+        for line in self.health.advice():
+            self.progress.print_line(line)
+
     @property
     def stops_early(self) -> bool:
         """True if `early_stopping` ends the run after the step that was logged last."""
@@ -383,6 +395,7 @@ class TrainingRun:
             return
         if step > 0:
             self.save_if_due(step, position, is_last=True)
+        self._print_advice()
         hint = "there is no checkpoint"
         if self.checkpointer.latest_path.exists():
             hint = "resume=true continues the run"
@@ -395,6 +408,7 @@ class TrainingRun:
         than the time that a scheduler grants after a signal.
         """
         exports = self.config.checkpointing.export_hf
+        self._print_advice()
         if self.stop.reason is not None and exports:
             raise RunStopped(
                 f"stopped by {self.stop.reason} after the last step, {step}: resume=true writes"

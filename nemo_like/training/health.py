@@ -1,0 +1,328 @@
+"""Rules on the metrics of a run that find failing training, with the cause and the key to change.
+
+A rule is a pure function of the latest values of the metrics, as `metrics.jsonl` has them, and of
+the config. No rule changes the run; `TrainingRun` ends it for a finding of level `stop`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial, reduce
+from statistics import fmean, median
+from typing import Any
+
+from nemo_like.config.schema import RunConfig
+
+_MIN_VALUES = 3
+"""Values of a metric that the rules of a level need; fewer may be chance."""
+_MIN_RISE = 0.02
+"""Rise of the mean reward, as a share of the distance of lowest and highest, that is progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A rule whose condition holds, as one line of `health.jsonl`."""
+
+    step: int
+    rule: str
+    message: str
+    key: str
+    """The config key to change first."""
+    level: str
+    """`warn` or `stop`."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The latest values of each metric, oldest first, and the config of the run."""
+
+    metrics: Mapping[str, Sequence[float]]
+    """At most `health.window` finite values by name."""
+    logged: frozenset[str]
+    """Names of the metrics of the step that was logged last."""
+    config: RunConfig
+
+    def values(self, name: str) -> Sequence[float]:
+        """Return the values of a metric; none if the last step did not log it."""
+        return self.metrics.get(name, ()) if name in self.logged else ()
+
+    def mean(self, name: str, min_values: int = _MIN_VALUES) -> float | None:
+        """Return the mean of a metric; None with fewer than `min_values` values."""
+        values = self.values(name)
+        return fmean(values) if len(values) >= min_values else None
+
+    def complete(self, name: str) -> Sequence[float]:
+        """Return the values of a metric if the window has all of them, otherwise none."""
+        values = self.values(name)
+        return values if len(values) == self.config.health.window else ()
+
+    @property
+    def reward_rises(self) -> bool:
+        """True if the mean reward of the later half is above that of the earlier half."""
+        rewards = self.values("reward/mean")
+        if len(rewards) < 2:
+            return False
+        half = len(rewards) // 2
+        distance = max(self.metrics["reward/max"]) - min(self.metrics["reward/min"])
+        return fmean(rewards[half:]) - fmean(rewards[:half]) > _MIN_RISE * distance
+
+
+def _reward_flat(window: Window) -> str | None:
+    share = window.mean("reward/frac_groups_zero_std")
+    is_above = share is not None and share >= window.config.health.max_equal_rewards
+    if not is_above or window.reward_rises or not window.config.equal_rewards_keys:
+        return None
+    zero_share = window.mean("reward/frac_groups_all_zero") or 0.0
+    return (
+        f"{share:.0%} of the groups have equal rewards ({zero_share:.0%} only rewards of 0), which"
+        " do not train the policy, and the reward does not rise"
+    )
+
+
+def _entropy_collapse(window: Window) -> str | None:
+    entropy = window.mean("policy/entropy_estimate")
+    if entropy is None or entropy >= window.config.health.min_entropy or window.reward_rises:
+        return None
+    return f"the entropy is {entropy:.2g} nats per token, and the reward does not rise"
+
+
+def _kl(window: Window) -> str | None:
+    for kind in ("k1", "k2", "k3"):
+        kl = window.mean(f"policy/reference_kl_{kind}")
+        if kl is not None and kl > window.config.health.max_kl:
+            return f"the KL to the reference is {kl:.2g} nats per token"
+    return None
+
+
+def _mismatch(window: Window) -> str | None:
+    kl = window.mean("mismatch/gen_kl_k3")
+    if kl is None or kl <= window.config.health.max_mismatch:
+        return None
+    return f"log-probs of generator and policy differ by a KL of {kl:.2g} nats per token"
+
+
+def _length_explosion(window: Window) -> str | None:
+    lengths = window.complete("generation/completion_length_mean")
+    if not lengths or window.reward_rises:
+        return None
+    third = len(lengths) // 3
+    before = fmean(lengths[:third])
+    after = fmean(lengths[-third:])
+    if after <= before * window.config.health.max_length_growth:
+        return None
+    return (
+        f"completions grew from {before:.0f} to {after:.0f} tokens in {len(lengths)} steps, and"
+        " the reward does not rise"
+    )
+
+
+def _truncated(window: Window) -> str | None:
+    limit = window.config.health.max_truncated
+    share = window.mean("generation/truncated_share")
+    if share is None:
+        # A mean over a validation set is no chance of one step.
+        share = window.mean("validation/generation_truncated_share", 1)
+    if share is not None and share >= limit:
+        return f"{share:.0%} of the completions were cut off at the length limit"
+    num_truncated = window.mean("packing/num_truncated")
+    num_rows = window.mean("policy/num_rows")
+    if num_truncated and num_rows and num_truncated >= limit * num_rows:
+        return f"{num_truncated / num_rows:.0%} of the training rows were truncated"
+    return None
+
+
+def _clipped(window: Window) -> str | None:
+    share = window.mean("policy/clip_fraction")
+    if share is None or share <= window.config.health.max_clipped:
+        return None
+    return f"the loss clips {share:.0%} of the tokens, which then do not train the policy"
+
+
+def _grad_norm(window: Window) -> str | None:
+    *before, last = window.complete("policy/grad_norm") or (0.0,)
+    usual = median(before) if before else 0.0
+    if usual == 0 or last <= usual * window.config.health.max_grad_norm_growth:
+        return None
+    return f"the gradient norm is {last:.3g}, and was {usual:.3g} in the steps before (median)"
+
+
+def _data_wait(window: Window) -> str | None:
+    wait_s = window.mean("timing/data_wait_s")
+    step_s = window.mean("timing/step_s")
+    if not wait_s or not step_s or wait_s <= window.config.health.max_data_wait * step_s:
+        return None
+    return f"a step waits {wait_s:.2g} of {step_s:.2g} s for its rows"
+
+
+def _generator_idle(window: Window) -> str | None:
+    idle_s = window.mean("timing/generator_idle_s")
+    busy_s = window.mean("timing/generator_busy_s")
+    # A colocated generator shares its devices with training, which uses them meanwhile.
+    if window.config.cluster.generation_workers == 0 or idle_s is None or busy_s is None:
+        return None
+    share = idle_s / max(idle_s + busy_s, 1e-9)
+    if share <= window.config.health.max_generator_idle:
+        return None
+    return f"the generation workers are idle {share:.0%} of the time"
+
+
+def _truncating_keys(window: Window) -> tuple[str, ...]:
+    """Return the keys of the limits that completions, or training rows, reach."""
+    policy = window.config.policy
+    new, total = "policy.generation.max_new_tokens", "policy.max_total_sequence_length"
+    is_generated = {"generation/truncated_share", "validation/generation_truncated_share"}
+    if not is_generated & window.logged:
+        return (total, "policy.oversize_rows")
+    if window.config.environment.path is not None:
+        return (new, total)
+    longest = window.values("generation/completion_length_max")
+    is_below = bool(longest) and longest[-1] < policy.generation.max_new_tokens
+    return (total,) if is_below else (new,)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition on the metrics of the latest steps, its probable cause, and the keys to change.
+
+    Keys that the config of another algorithm lacks are left out.
+    """
+
+    observe: Callable[[Window], str | None]
+    """Return what was observed; None where the condition does not hold."""
+    cause: str
+    keys: Callable[[Window], Sequence[str]]
+
+
+def _keys(*keys: str) -> Callable[[Window], Sequence[str]]:
+    return lambda window: keys
+
+
+RULES = {
+    "reward_flat": Rule(
+        _reward_flat,
+        "the prompts are too hard or too easy for the model, or the reward function nearly always"
+        " returns the same value; use prompts of other difficulty (data.pass_rate_range)",
+        lambda window: window.config.equal_rewards_keys,
+    ),
+    "entropy_collapse": Rule(
+        _entropy_collapse,
+        "the policy gives nearly the same completion every time, so groups have nothing to compare;"
+        " the learning rate is too high or exploration too low",
+        _keys("loss_fn.entropy_coefficient", "policy.optimizer.lr"),
+    ),
+    "kl": Rule(
+        _kl,
+        "the policy moves away from the reference faster than the penalty holds it; the learning"
+        " rate is too high or the penalty too small",
+        _keys("loss_fn.reference_policy_kl_penalty", "policy.optimizer.lr"),
+    ),
+    "mismatch": Rule(
+        _mismatch,
+        "generator and training engine compute other log-probs (kernels, precision, another chat"
+        " template), or the rows were sampled with old weights",
+        _keys("loss_fn.importance_correction.kind", "grpo.max_staleness", "policy.precision"),
+    ),
+    "length_explosion": Rule(
+        _length_explosion,
+        "long completions are not worse for the reward; often repeated text",
+        _keys("grpo.overlong.penalty_buffer", "policy.generation.max_new_tokens"),
+    ),
+    "truncated": Rule(
+        _truncated,
+        "the limit is too low for the task, or the model does not end its answers with an end token"
+        " of its chat template",
+        _truncating_keys,
+    ),
+    "clipped": Rule(
+        _clipped,
+        "the policy changes too much between the rollout and the optimizer step",
+        _keys("policy.optimizer.lr", "grpo.num_epochs_per_rollout", "grpo.max_staleness"),
+    ),
+    "grad_norm": Rule(
+        _grad_norm,
+        "a batch with unusual rows, or a learning rate that is too high",
+        _keys("policy.optimizer.lr", "policy.max_grad_norm"),
+    ),
+    "data_wait": Rule(
+        _data_wait,
+        "rows are read and tokenized more slowly than they are trained on",
+        _keys("data.num_encoding_workers"),
+    ),
+    "generator_idle": Rule(
+        _generator_idle,
+        "the generator waits for training; let it work ahead, or give it fewer workers",
+        _keys("grpo.max_staleness", "cluster.generation_workers"),
+    ),
+}
+
+
+class Health:
+    """Applies the rules to each logged step of a run.
+
+    A rule that fired is silent until its condition has not held for `health.window` steps.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._metrics: dict[str, deque[float]] = defaultdict(
+            partial(deque, maxlen=config.health.window)
+        )
+        self._num_quiet: dict[str, int] = {}
+        """By the rules that fired: steps since their condition last held."""
+        self.findings: list[Finding] = []
+        """All findings of this process."""
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
+        """Take the record of a step; return the rules that fire."""
+        for name, value in metrics.items():
+            if math.isfinite(value):
+                self._metrics[name].append(value)
+        window = Window(self._metrics, frozenset(metrics), self._config)
+        found = list(self._fired(step, window))
+        self.findings += found
+        return found
+
+    def _fired(self, step: int, window: Window) -> Iterator[Finding]:
+        for name, rule in RULES.items():
+            action = self._config.health.action_of(name)
+            observed = None if action == "off" else rule.observe(window)
+            if observed is None:
+                self._count_quiet(name)
+                continue
+            if name not in self._num_quiet:
+                keys = [each for each in map(self._described, rule.keys(window)) if each]
+                text = f"{observed}. Probable cause: {rule.cause}. Change {' or '.join(keys)}"
+                key = keys[0].partition(" ")[0]
+                yield Finding(step=step, rule=name, message=text, key=key, level=action)
+            self._num_quiet[name] = 0
+
+    def _count_quiet(self, rule: str) -> None:
+        if rule in self._num_quiet:
+            self._num_quiet[rule] += 1
+            if self._num_quiet[rule] >= self._config.health.window:
+                del self._num_quiet[rule]
+
+    def _described(self, key: str) -> str:
+        """Return `key (now VALUE)`; empty for a key that this config lacks."""
+        try:
+            value = reduce(getattr, key.split("."), self._config)
+        except AttributeError:
+            return ""
+        return f"{key} (now {value})"
+
+    def advice(self) -> list[str]:
+        """Return the lines for the end of the run: each rule that fired, its steps and its key."""
+        steps: dict[str, list[Finding]] = {}
+        for finding in self.findings:
+            steps.setdefault(finding.rule, []).append(finding)
+        return [
+            f"health: {rule} at step {', '.join(str(each.step) for each in found)}; change"
+            f" {found[-1].key}"
+            for rule, found in steps.items()
+        ]
