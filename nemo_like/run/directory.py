@@ -55,6 +55,11 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def media(self) -> Path:
+        """Samples and distributions, one JSON object per line."""
+        return self.path / "media.jsonl"
+
+    @property
     def health(self) -> Path:
         """What the health rules found, one JSON object per line."""
         return self.path / "health.jsonl"

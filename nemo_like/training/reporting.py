@@ -208,6 +208,17 @@ def step_line(kind: str, step: int, num_steps: int | None, metrics: Mapping[str,
     return "\n".join(lines)
 
 
+def step_note(metrics: Mapping[str, float]) -> str:
+    """Return the reward or the loss of a step, and its speed, for the progress bar.
+
+    Example: `reward 0.530, 1,200 tokens/s`.
+    """
+    names = ["reward/mean" if "reward/mean" in metrics else "policy/loss"]
+    names.append("performance/tokens_per_s")
+    forms = dict(_STEP_COLUMNS)
+    return ", ".join(forms[name].format(metrics[name]) for name in names if name in metrics)
+
+
 def _rewards_shown(metrics: Mapping[str, float]) -> str:
     """Return the mean of each reward if there are several: ` (answer 0.500, format 1.000)`."""
     means = []

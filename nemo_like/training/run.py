@@ -43,6 +43,7 @@ from nemo_like.run.directory import (
 )
 from nemo_like.run.files import AppendedFile, write_text
 from nemo_like.run.progress import Progress, Sample
+from nemo_like.run.sinks import Media
 from nemo_like.run.tracking import RunLog, Tracker, check_logger, run_log
 from nemo_like.training.health import Health
 from nemo_like.training.model_files import check_frozen_models, frozen_models, open_model_spec
@@ -51,6 +52,7 @@ from nemo_like.training.reporting import (
     config_warnings,
     header_lines,
     step_line,
+    step_note,
     throughput_metrics,
 )
 from nemo_like.training.rollout_workers import open_collector
@@ -103,6 +105,8 @@ class TrainingRun:
     timers: Timers = field(default_factory=Timers)
     pending_metrics: Metrics = field(default_factory=dict)
     """Metrics of the step that is logged next."""
+    media: Media = field(default_factory=Media)
+    """Samples and distributions of the same step."""
     first: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
     saver: CheckpointSaver = field(init=False)
@@ -173,7 +177,7 @@ class TrainingRun:
         """Print the line of a step, and what the health rules find in it."""
         line = step_line(self.config.kind, step, self.num_steps, metrics)
         is_validated = any(name.startswith("validation/") for name in metrics)
-        self.progress.show_step(line, always=is_validated)
+        self.progress.show_step(line, note=step_note(metrics), always=is_validated)
         for finding in self.health.observe(step, metrics):
             logger.warning("step %d: %s: %s", step, finding.rule, finding.message)
             self.findings.append_json(finding.to_json(), "the findings of the health rules")
@@ -280,6 +284,7 @@ class TrainingRun:
         rows = loader.first_rows(self.config.logger.num_samples_shown)
         samples = [Sample(self.encoder.segments(row)) for row in rows]
         self.progress.show_samples(samples, "training row")
+        self.media.samples["samples/training_rows"] = samples
 
     def next_rows(self, loader: BatchLoader[Value]) -> list[Value]:
         """Return the next batch; `timing/data_wait_s` is the wait for its encoding."""
@@ -296,6 +301,8 @@ class TrainingRun:
         """Log the added metrics, the timings and the throughput of the step that just ended."""
         self.counters["num_tokens"] += float(work.lengths.sum())
         self.counters["num_rows"] += float(len(work.lengths))
+        self.media.add_histogram("histograms/row_length", work.lengths)
+        self.media.add_histogram("histograms/trained_length", work.num_trained)
         device = self.policy.device_info
         throughput = throughput_metrics(
             work,
@@ -333,7 +340,8 @@ class TrainingRun:
         self.pending_metrics = {}
         # A log that cannot be written stops the run here, and not silently.
         self.log_file.check()
-        self.tracker.log(step, values)
+        self.tracker.log(step, values, self.media)
+        self.media = Media()
         self.last |= values
         self.first = values | self.first
         self.selection.observe(step, values)
@@ -444,7 +452,7 @@ def open_training_run(
     plain = to_dict(config)
     # The directory keeps the config as the user wrote it, without the resolved steps.
     config = replace(config, policy=resolve_decay_steps(config.policy, num_optimizer_steps))
-    progress = Progress()
+    progress = Progress(verbose=config.logger.verbose)
     with (
         stop_requests(config.cluster.time_limit) as stop,
         open_run_directory(config.output_dir, config.run_name, resume=config.resume) as directory,
