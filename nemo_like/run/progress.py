@@ -120,8 +120,8 @@ class Progress:
     """Shows phases, steps and samples on `stream`.
 
     A terminal has a bar per phase, and with `verbose` a line per step. A log has a line per step,
-    without `verbose` at most every `interval_s`, and the state of the phases after `interval_s` seconds
-    without another line. Phases nest; one thread opens and closes them.
+    without `verbose` at most every `interval_s`, and the state of the phases after `interval_s`
+    seconds without another line. Phases nest; one thread opens and closes them.
     """
 
     def __init__(

@@ -35,9 +35,8 @@ class PrometheusSink(Sink):
         lines = []
         for name, value in {"step": float(step), **metrics}.items():
             metric = "nemo_like_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
-            lines.append(
-                f'# TYPE {metric} gauge\n{metric}{{run="{self._run_name}"}} {_text(value)}'
-            )
+            lines.append(f"# TYPE {metric} gauge")
+            lines.append(f'{metric}{{run="{self._run_name}"}} {_text(value)}')
         self._text = "\n".join([*lines, ""])
 
     def close(self) -> None:
@@ -59,7 +58,7 @@ def _text(value: float) -> str:
 
 def _open_server(port: int, sink: PrometheusSink | None) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # noqa: N802 (the name is that of the library)
+        def do_GET(self) -> None:
             if sink is None or self.path != "/metrics":
                 self.send_error(404)
                 return
@@ -70,7 +69,7 @@ def _open_server(port: int, sink: PrometheusSink | None) -> ThreadingHTTPServer:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        def log_message(self, format: str, *args: object) -> None:
             """Requests are not logged."""
 
     try:

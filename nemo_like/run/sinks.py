@@ -78,8 +78,9 @@ class Sink:
 
 
 class JsonlSink(Sink):
-    """metrics.jsonl: one strict JSON object per step, written before `log` returns. media.jsonl: one
-    object per sample and per distribution.
+    """metrics.jsonl: one strict JSON object per step, written before `log` returns.
+
+    media.jsonl has one object per sample and per distribution.
     """
 
     def __init__(self, directory: RunDirectory) -> None:

@@ -50,7 +50,7 @@ class Window:
 
     def values(self, name: str) -> Sequence[float]:
         """Return the values of a metric; none if the last step did not log it."""
-        return self.metrics.get(name, ()) if name in self.logged else ()
+        return list(self.metrics.get(name, ())) if name in self.logged else []
 
     def mean(self, name: str, min_values: int = _MIN_VALUES) -> float | None:
         """Return the mean of a metric; None with fewer than `min_values` values."""

@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -283,6 +283,10 @@ class TrainingRun:
         """Print the first rows of the file, decoded, with their trained tokens highlighted."""
         rows = loader.first_rows(self.config.logger.num_samples_shown)
         samples = [Sample(self.encoder.segments(row)) for row in rows]
+        self.show_training_samples(samples)
+
+    def show_training_samples(self, samples: Sequence[Sample]) -> None:
+        """Print training rows, and log them with the next step."""
         self.progress.show_samples(samples, "training row")
         self.media.samples["samples/training_rows"] = samples
 
