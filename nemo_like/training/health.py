@@ -130,10 +130,9 @@ def _truncated(window: Window) -> str | None:
         share = window.mean("validation/generation_truncated_share", 1)
     if share is not None and share >= limit:
         return f"{share:.0%} of the completions were cut off at the length limit"
-    num_truncated = window.mean("packing/num_truncated")
-    num_rows = window.mean("policy/num_rows")
-    if num_truncated and num_rows and num_truncated >= limit * num_rows:
-        return f"{num_truncated / num_rows:.0%} of the training rows were truncated"
+    share = window.mean("data/full_length_share")
+    if share is not None and share >= limit:
+        return f"{share:.0%} of the training rows were truncated at the length limit"
     return None
 
 

@@ -27,7 +27,7 @@ from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.data.planning.spec import CostModel
 from nemo_like.data.token_counts import TokenCounts
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.metrics import Metrics, Sum, Timers, metric_values, start_timers
+from nemo_like.metrics import Mean, Metrics, Sum, Timers, metric_values, start_timers
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
 from nemo_like.policy.optim import resolve_decay_steps
 from nemo_like.policy.policy import Policy, ShardedBatch
@@ -307,6 +307,10 @@ class TrainingRun:
         self.counters["num_rows"] += float(len(work.lengths))
         self.media.add_histogram("histograms/row_length", work.lengths)
         self.media.add_histogram("histograms/trained_length", work.num_trained)
+        if self.config.policy.oversize_rows == "truncate" and len(work.lengths):
+            limit = self.config.policy.max_total_sequence_length
+            full = float((work.lengths >= limit).sum())
+            self.add_metrics({"data/full_length_share": Mean(full, float(len(work.lengths)))})
         device = self.policy.device_info
         throughput = throughput_metrics(
             work,

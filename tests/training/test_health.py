@@ -25,8 +25,7 @@ HEALTHY = {
     "policy/reference_kl_k3": 0.01,
     "policy/clip_fraction": 0.02,
     "policy/grad_norm": 1.0,
-    "policy/num_rows": 32.0,
-    "packing/num_truncated": 0.0,
+    "data/full_length_share": 0.1,
     "mismatch/gen_kl_k3": 1e-4,
     "generation/completion_length_mean": 40.0,
     "generation/completion_length_max": 24.0,
@@ -124,7 +123,7 @@ def test_the_key_is_that_of_the_limit_which_was_reached(recipe: Recipe) -> None:
         [found] = findings(Health(recipe.grpo()), [changed] * 4)
         keys.append(found.key)
     assert keys == ["policy.generation.max_new_tokens", "policy.max_total_sequence_length"]
-    rows = {"packing/num_truncated": 20.0, "policy/num_rows": 32.0}
+    rows = {"data/full_length_share": 0.6}
     health = Health(recipe.sft())
     found = [each for step in range(4) for each in health.observe(step, rows)]
     assert [each.key for each in found] == ["policy.max_total_sequence_length"]
@@ -141,6 +140,7 @@ def test_a_run_whose_rewards_are_all_equal_is_warned_in_its_file_and_at_its_end(
         "policy.generation.max_new_tokens=4",
         "checkpointing.export_hf=false",
         "grpo.val_period=0",
+        "grpo.val_at_start=false",
     )
     run = run_grpo(recipe.grpo(*options))
     records = [json.loads(line) for line in run.directory.health.read_text().splitlines()]
@@ -159,7 +159,7 @@ def test_a_run_whose_rewards_are_all_equal_is_warned_in_its_file_and_at_its_end(
 def test_a_rule_with_stop_ends_a_run_behind_a_checkpoint(recipe: Recipe) -> None:
     # Most conversations are longer than the limit.
     options = (
-        *("policy.max_total_sequence_length=24", "policy.oversize_rows=truncate"),
+        *("policy.max_total_sequence_length=18", "policy.oversize_rows=truncate"),
         *("sft.val_at_start=false", "data.validation_path=null", "sft.val_period=0"),
         *("sft.max_num_steps=9", "health.stop=[truncated]"),
     )
