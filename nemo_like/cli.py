@@ -1,7 +1,7 @@
 """The command line `nemo-like COMMAND`: name, help and arguments of each command, and exit codes.
 
-Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 75 the run was stopped by SIGTERM,
-SIGHUP or `cluster.time_limit` and can be resumed, 130 interrupted.
+Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 3 a health rule ended the run, 75 the
+run was stopped by SIGTERM, SIGHUP or `cluster.time_limit` and can be resumed, 130 interrupted.
 
 The module of a command is imported when it runs, because many need torch or transformers.
 """
