@@ -677,11 +677,6 @@ class RunConfig:
         """Rows of one step."""
         return self.policy_in_rows.train_global_batch_size
 
-    @property
-    def equal_rewards_keys(self) -> tuple[str, ...]:
-        """Keys to change if the rewards of most groups are equal; none without a comparison."""
-        return ()
-
     def batch_lines(self) -> list[str]:
         """Return the arithmetic from the examples of a step to optimizer steps, one line each."""
         batch = self.policy.train_global_batch_size

@@ -6,15 +6,20 @@ the config. No rule changes the run; `TrainingRun` ends it for a finding of leve
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial, reduce
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
-from nemo_like.config.schema import RunConfig
+from nemo_like.config.health import HealthConfig
+from nemo_like.run.directory import flatten
+from nemo_like.run.files import AppendedFile
+
+logger = logging.getLogger(__name__)
 
 _MIN_VALUES = 3
 """Values of a metric that the rules of a level need; fewer may be chance."""
@@ -34,19 +39,18 @@ class Finding:
     level: str
     """`warn` or `stop`."""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Window:
-    """The latest values of each metric, oldest first, and the config of the run."""
+    """The latest values of each metric, oldest first, and the config."""
 
     metrics: Mapping[str, Sequence[float]]
     """At most `health.window` finite values by name."""
     logged: frozenset[str]
     """Names of the metrics of the step that was logged last."""
-    config: RunConfig
+    limits: HealthConfig
+    settings: Mapping[str, Any]
+    """Every value of the config by its dotted key."""
 
     def values(self, name: str) -> Sequence[float]:
         """Return the values of a metric; none if the last step did not log it."""
@@ -60,7 +64,7 @@ class Window:
     def complete(self, name: str) -> Sequence[float]:
         """Return the values of a metric if the window has all of them, otherwise none."""
         values = self.values(name)
-        return values if len(values) == self.config.health.window else ()
+        return values if len(values) == self.limits.window else ()
 
     @property
     def reward_rises(self) -> bool:
@@ -75,8 +79,9 @@ class Window:
 
 def _reward_flat(window: Window) -> str | None:
     share = window.mean("reward/frac_groups_zero_std")
-    is_above = share is not None and share >= window.config.health.max_equal_rewards
-    if not is_above or window.reward_rises or not window.config.equal_rewards_keys:
+    is_above = share is not None and share >= window.limits.max_equal_rewards
+    has_baseline = window.settings.get("grpo.advantage.baseline") != "none"
+    if not is_above or window.reward_rises or not has_baseline:
         return None
     zero_share = window.mean("reward/frac_groups_all_zero") or 0.0
     return (
@@ -87,7 +92,7 @@ def _reward_flat(window: Window) -> str | None:
 
 def _entropy_collapse(window: Window) -> str | None:
     entropy = window.mean("policy/entropy_estimate")
-    if entropy is None or entropy >= window.config.health.min_entropy or window.reward_rises:
+    if entropy is None or entropy >= window.limits.min_entropy or window.reward_rises:
         return None
     return f"the entropy is {entropy:.2g} nats per token, and the reward does not rise"
 
@@ -95,14 +100,14 @@ def _entropy_collapse(window: Window) -> str | None:
 def _kl(window: Window) -> str | None:
     for kind in ("k1", "k2", "k3"):
         kl = window.mean(f"policy/reference_kl_{kind}")
-        if kl is not None and kl > window.config.health.max_kl:
+        if kl is not None and kl > window.limits.max_kl:
             return f"the KL to the reference is {kl:.2g} nats per token"
     return None
 
 
 def _mismatch(window: Window) -> str | None:
     kl = window.mean("mismatch/gen_kl_k3")
-    if kl is None or kl <= window.config.health.max_mismatch:
+    if kl is None or kl <= window.limits.max_mismatch:
         return None
     return f"log-probs of generator and policy differ by a KL of {kl:.2g} nats per token"
 
@@ -114,7 +119,7 @@ def _length_explosion(window: Window) -> str | None:
     third = len(lengths) // 3
     before = fmean(lengths[:third])
     after = fmean(lengths[-third:])
-    if after <= before * window.config.health.max_length_growth:
+    if after <= before * window.limits.max_length_growth:
         return None
     return (
         f"completions grew from {before:.0f} to {after:.0f} tokens in {len(lengths)} steps, and"
@@ -123,7 +128,7 @@ def _length_explosion(window: Window) -> str | None:
 
 
 def _truncated(window: Window) -> str | None:
-    limit = window.config.health.max_truncated
+    limit = window.limits.max_truncated
     share = window.mean("generation/truncated_share")
     if share is None:
         # A mean over a validation set is no chance of one step.
@@ -138,7 +143,7 @@ def _truncated(window: Window) -> str | None:
 
 def _clipped(window: Window) -> str | None:
     share = window.mean("policy/clip_fraction")
-    if share is None or share <= window.config.health.max_clipped:
+    if share is None or share <= window.limits.max_clipped:
         return None
     return f"the loss clips {share:.0%} of the tokens, which then do not train the policy"
 
@@ -146,7 +151,7 @@ def _clipped(window: Window) -> str | None:
 def _grad_norm(window: Window) -> str | None:
     *before, last = window.complete("policy/grad_norm") or (0.0,)
     usual = median(before) if before else 0.0
-    if usual == 0 or last <= usual * window.config.health.max_grad_norm_growth:
+    if usual == 0 or last <= usual * window.limits.max_grad_norm_growth:
         return None
     return f"the gradient norm is {last:.3g}, and was {usual:.3g} in the steps before (median)"
 
@@ -154,7 +159,7 @@ def _grad_norm(window: Window) -> str | None:
 def _data_wait(window: Window) -> str | None:
     wait_s = window.mean("timing/data_wait_s")
     step_s = window.mean("timing/step_s")
-    if not wait_s or not step_s or wait_s <= window.config.health.max_data_wait * step_s:
+    if not wait_s or not step_s or wait_s <= window.limits.max_data_wait * step_s:
         return None
     return f"a step waits {wait_s:.2g} of {step_s:.2g} s for its rows"
 
@@ -163,25 +168,24 @@ def _generator_idle(window: Window) -> str | None:
     idle_s = window.mean("timing/generator_idle_s")
     busy_s = window.mean("timing/generator_busy_s")
     # A colocated generator shares its devices with training, which uses them meanwhile.
-    if window.config.cluster.generation_workers == 0 or idle_s is None or busy_s is None:
+    if not window.settings["cluster.generation_workers"] or idle_s is None or busy_s is None:
         return None
     share = idle_s / max(idle_s + busy_s, 1e-9)
-    if share <= window.config.health.max_generator_idle:
+    if share <= window.limits.max_generator_idle:
         return None
     return f"the generation workers are idle {share:.0%} of the time"
 
 
 def _truncating_keys(window: Window) -> tuple[str, ...]:
     """Return the keys of the limits that completions, or training rows, reach."""
-    policy = window.config.policy
     new, total = "policy.generation.max_new_tokens", "policy.max_total_sequence_length"
     is_generated = {"generation/truncated_share", "validation/generation_truncated_share"}
     if not is_generated & window.logged:
         return (total, "policy.oversize_rows")
-    if window.config.environment.path is not None:
+    if window.settings["environment.path"] is not None:
         return (new, total)
     longest = window.values("generation/completion_length_max")
-    is_below = bool(longest) and longest[-1] < policy.generation.max_new_tokens
+    is_below = bool(longest) and longest[-1] < window.settings[new]
     return (total,) if is_below else (new,)
 
 
@@ -207,7 +211,7 @@ RULES = {
         _reward_flat,
         "the prompts are too hard or too easy for the model, or the reward function nearly always"
         " returns the same value; use prompts of other difficulty (data.pass_rate_range)",
-        lambda window: window.config.equal_rewards_keys,
+        _keys("grpo.num_generations_per_prompt", "grpo.dynamic_sampling.enabled"),
     ),
     "entropy_collapse": Rule(
         _entropy_collapse,
@@ -267,11 +271,11 @@ class Health:
     A rule that fired is silent until its condition has not held for `health.window` steps.
     """
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
-        self._metrics: dict[str, deque[float]] = defaultdict(
-            partial(deque, maxlen=config.health.window)
-        )
+    def __init__(self, limits: HealthConfig, config: Mapping[str, Any]) -> None:
+        """`config` is that of the run as plain values."""
+        self._limits = limits
+        self._settings = flatten(config)
+        self._metrics: dict[str, deque[float]] = defaultdict(partial(deque, maxlen=limits.window))
         self._num_quiet: dict[str, int] = {}
         """By the rules that fired: steps since their condition last held."""
         self.findings: list[Finding] = []
@@ -282,38 +286,43 @@ class Health:
         for name, value in metrics.items():
             if math.isfinite(value):
                 self._metrics[name].append(value)
-        window = Window(self._metrics, frozenset(metrics), self._config)
+        window = Window(self._metrics, frozenset(metrics), self._limits, self._settings)
         found = list(self._fired(step, window))
         self.findings += found
         return found
 
+    def report(self, step: int, metrics: Mapping[str, float], file: AppendedFile) -> str | None:
+        """Take the record of a step; log what fires, also in `file`.
+
+        Returns the rule that ends the run, if one does. Raises WriteError.
+        """
+        stopping = None
+        for finding in self.observe(step, metrics):
+            logger.warning("step %d: %s: %s", step, finding.rule, finding.message)
+            file.append_json(asdict(finding), "the findings of the health rules")
+            if finding.level == "stop":
+                stopping = finding.rule
+        return stopping
+
     def _fired(self, step: int, window: Window) -> Iterator[Finding]:
         for name, rule in RULES.items():
-            action = self._config.health.action_of(name)
+            action = self._limits.action_of(name)
             observed = None if action == "off" else rule.observe(window)
             if observed is None:
                 self._count_quiet(name)
                 continue
             if name not in self._num_quiet:
-                keys = [each for each in map(self._described, rule.keys(window)) if each]
-                text = f"{observed}. Probable cause: {rule.cause}. Change {' or '.join(keys)}"
-                key = keys[0].partition(" ")[0]
-                yield Finding(step=step, rule=name, message=text, key=key, level=action)
+                keys = [key for key in rule.keys(window) if key in self._settings]
+                change = " or ".join(f"{key} (now {self._settings[key]})" for key in keys)
+                text = f"{observed}. Probable cause: {rule.cause}. Change {change}"
+                yield Finding(step=step, rule=name, message=text, key=keys[0], level=action)
             self._num_quiet[name] = 0
 
     def _count_quiet(self, rule: str) -> None:
         if rule in self._num_quiet:
             self._num_quiet[rule] += 1
-            if self._num_quiet[rule] >= self._config.health.window:
+            if self._num_quiet[rule] >= self._limits.window:
                 del self._num_quiet[rule]
-
-    def _described(self, key: str) -> str:
-        """Return `key (now VALUE)`; empty for a key that this config lacks."""
-        try:
-            value = reduce(getattr, key.split("."), self._config)
-        except AttributeError:
-            return ""
-        return f"{key} (now {value})"
 
     def advice(self) -> list[str]:
         """Return the lines for the end of the run: each rule that fired, its steps and its key."""

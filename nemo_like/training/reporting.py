@@ -11,7 +11,7 @@ import numpy as np
 
 from nemo_like.config.errors import counted
 from nemo_like.config.parallel import num_policy_workers, policy_layout
-from nemo_like.config.schema import RunConfig
+from nemo_like.config.schema import PolicyConfig, RunConfig
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.data.planning.spec import CostModel
 from nemo_like.data.rows import Rows
@@ -117,6 +117,14 @@ def throughput_metrics(
     }
 
 
+def full_length_metrics(work: StepWork, config: PolicyConfig) -> Metrics:
+    """Return the share of rows with the max length, where longer rows are truncated to it."""
+    if config.oversize_rows != "truncate" or len(work.lengths) == 0:
+        return {}
+    num_full = float((work.lengths >= config.max_total_sequence_length).sum())
+    return {"data/full_length_share": Mean(num_full, float(len(work.lengths)))}
+
+
 def plan_metrics(plan: BatchPlan) -> Metrics:
     """Return the metrics of the step's packing and balance."""
     return {name: Mean(value) for name, value in plan.metrics().items()}
@@ -206,6 +214,15 @@ def step_line(kind: str, step: int, num_steps: int | None, metrics: Mapping[str,
     if validation:
         lines.append(f"{start}  validation: {', '.join(validation)}")
     return "\n".join(lines)
+
+
+def start_line(phases: Mapping[str, float]) -> str:
+    """Return the line about the phases of a start, `timing/start_<phase>_s`."""
+    described = []
+    for name, seconds in phases.items():
+        phase = name.partition("start_")[2].removesuffix("_s")
+        described.append(f"{phase.replace('_', ' ')} {seconds:.1f} s")
+    return f"start: {', '.join(described)}"
 
 
 def step_note(metrics: Mapping[str, float]) -> str:

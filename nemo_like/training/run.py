@@ -27,7 +27,7 @@ from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.data.planning.spec import CostModel
 from nemo_like.data.token_counts import TokenCounts
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.metrics import Mean, Metrics, Sum, Timers, metric_values, start_timers
+from nemo_like.metrics import Metrics, Sum, Timers, metric_values, start_timers
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
 from nemo_like.policy.optim import resolve_decay_steps
 from nemo_like.policy.policy import Policy, ShardedBatch
@@ -50,7 +50,9 @@ from nemo_like.training.model_files import check_frozen_models, frozen_models, o
 from nemo_like.training.reporting import (
     StepWork,
     config_warnings,
+    full_length_metrics,
     header_lines,
+    start_line,
     step_line,
     step_note,
     throughput_metrics,
@@ -125,7 +127,7 @@ class TrainingRun:
     def __post_init__(self) -> None:
         self.saver = CheckpointSaver(self.checkpointer, self.workers, self.timers)
         self.selection = Selection(self.config.checkpointing, self.config.early_stopping)
-        self.health = Health(self.config)
+        self.health = Health(self.config.health, self.resolved)
 
     @property
     def policy(self) -> Policy:
@@ -178,11 +180,7 @@ class TrainingRun:
         line = step_line(self.config.kind, step, self.num_steps, metrics)
         is_validated = any(name.startswith("validation/") for name in metrics)
         self.progress.show_step(line, note=step_note(metrics), always=is_validated)
-        for finding in self.health.observe(step, metrics):
-            logger.warning("step %d: %s: %s", step, finding.rule, finding.message)
-            self.findings.append_json(finding.to_json(), "the findings of the health rules")
-            if finding.level == "stop":
-                self.stop.unhealthy = finding.rule
+        self.stop.unhealthy = self.health.report(step, metrics, self.findings)
 
     def _load(self, checkpoint: Checkpoint, loader: BatchLoader) -> int:
         """Restore policy, loader and counters; return the step of the checkpoint."""
@@ -307,10 +305,6 @@ class TrainingRun:
         self.counters["num_rows"] += float(len(work.lengths))
         self.media.add_histogram("histograms/row_length", work.lengths)
         self.media.add_histogram("histograms/trained_length", work.num_trained)
-        if self.config.policy.oversize_rows == "truncate" and len(work.lengths):
-            limit = self.config.policy.max_total_sequence_length
-            full = float((work.lengths >= limit).sum())
-            self.add_metrics({"data/full_length_share": Mean(full, float(len(work.lengths)))})
         device = self.policy.device_info
         throughput = throughput_metrics(
             work,
@@ -320,7 +314,7 @@ class TrainingRun:
             num_workers=self.policy.group.world_size,
             has_frozen_weights=self.config.policy.adapter is not None,
         )
-        self.add_metrics(throughput)
+        self.add_metrics(throughput | full_length_metrics(work, self.config.policy))
         self.add_metrics(self.timers.pop())
         self._report_start()
         self.log_metrics(step)
@@ -332,11 +326,7 @@ class TrainingRun:
             return
         phases["timing/start_first_step_s"] = Sum(time.monotonic() - self.opened_s)
         self.add_metrics(phases)
-        described = []
-        for name, seconds in metric_values(phases).items():
-            phase = name.partition("start_")[2].removesuffix("_s")
-            described.append(f"{phase.replace('_', ' ')} {seconds:.1f} s")
-        self.progress.print_line(f"start: {', '.join(described)}")
+        self.progress.print_line(start_line(metric_values(phases)))
 
     def log_metrics(self, step: int) -> None:
         """Log the added metrics as the one record of `step`."""
@@ -394,11 +384,6 @@ class TrainingRun:
             state, prunes=prunes, in_background=in_background, is_best=self.selection.is_best(step)
         )
 
-    def _print_advice(self) -> None:
-        """Print which health rules fired in this process, with the keys to change."""
-        for line in self.health.advice():
-            self.progress.print_line(line)
-
     @property
     def stops_early(self) -> bool:
         """True if `early_stopping` ends the run after the step that was logged last."""
@@ -411,7 +396,6 @@ class TrainingRun:
             return
         if step > 0:
             self.save_if_due(step, position, is_last=True)
-        self._print_advice()
         hint = "there is no checkpoint"
         if self.checkpointer.latest_path.exists():
             hint = "resume=true continues the run"
@@ -424,7 +408,6 @@ class TrainingRun:
         than the time that a scheduler grants after a signal.
         """
         exports = self.config.checkpointing.export_hf
-        self._print_advice()
         if self.stop.reason is not None and exports:
             raise RunStopped(
                 f"stopped by {self.stop.reason} after the last step, {step}: resume=true writes"
@@ -513,6 +496,9 @@ def open_training_run(
             except Exception as error:
                 run.saver.finish_after_error(error)
                 raise
+            finally:
+                for line in run.health.advice():
+                    progress.print_line(line)
 
 
 def check_workers(

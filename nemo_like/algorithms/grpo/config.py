@@ -207,13 +207,6 @@ class GrpoRunConfig(RunConfig):
         """Completions of one step."""
         return self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
 
-    @property
-    def equal_rewards_keys(self) -> tuple[str, ...]:
-        """Keys to change if the rewards of most groups are equal; none without a comparison."""
-        if self.grpo.advantage.baseline == "none":
-            return ()
-        return ("grpo.num_generations_per_prompt", "grpo.dynamic_sampling.enabled")
-
     def batch_lines(self) -> list[str]:
         """Return the arithmetic from prompts to optimizer steps, one line each."""
         prompts = self.grpo.num_prompts_per_step
