@@ -106,10 +106,8 @@ class MlflowSink(Sink):
                 values[f"{name}_p{percentile:02d}"] = value
         self._mlflow.log_metrics(values, step=step)
         for name, samples in media.samples.items():
-            columns = zip(*sample_rows(samples), strict=True)
-            table = {
-                column: list(cells) for column, cells in zip(SAMPLE_COLUMNS, columns, strict=True)
-            }
+            columns = map(list, zip(*sample_rows(samples), strict=True))
+            table = dict(zip(SAMPLE_COLUMNS, columns, strict=True))
             self._mlflow.log_table(table, artifact_file=f"{name}/step_{step}.json")
 
     def close(self) -> None:

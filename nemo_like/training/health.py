@@ -25,6 +25,7 @@ _MIN_VALUES = 3
 """Values of a metric that the rules of a level need; fewer may be chance."""
 _MIN_RISE = 0.02
 """Rise of the mean reward, as a share of the distance of lowest and highest, that is progress."""
+_REFERENCE_KL = tuple(f"policy/reference_kl_{kind}" for kind in ("k1", "k2", "k3"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,19 +98,17 @@ def _entropy_collapse(window: Window) -> str | None:
     return f"the entropy is {entropy:.2g} nats per token, and the reward does not rise"
 
 
-def _kl(window: Window) -> str | None:
-    for kind in ("k1", "k2", "k3"):
-        kl = window.mean(f"policy/reference_kl_{kind}")
-        if kl is not None and kl > window.limits.max_kl:
-            return f"the KL to the reference is {kl:.2g} nats per token"
-    return None
+def _above(limit: str, text: str, *names: str) -> Callable[[Window], str | None]:
+    """Return the condition that the mean of a metric, the one that is logged, is above a limit."""
 
-
-def _mismatch(window: Window) -> str | None:
-    kl = window.mean("mismatch/gen_kl_k3")
-    if kl is None or kl <= window.limits.max_mismatch:
+    def observe(window: Window) -> str | None:
+        for name in names:
+            value = window.mean(name)
+            if value is not None and value > getattr(window.limits, limit):
+                return text.format(value)
         return None
-    return f"log-probs of generator and policy differ by a KL of {kl:.2g} nats per token"
+
+    return observe
 
 
 def _length_explosion(window: Window) -> str | None:
@@ -141,13 +140,6 @@ def _truncated(window: Window) -> str | None:
     return None
 
 
-def _clipped(window: Window) -> str | None:
-    share = window.mean("policy/clip_fraction")
-    if share is None or share <= window.limits.max_clipped:
-        return None
-    return f"the loss clips {share:.0%} of the tokens, which then do not train the policy"
-
-
 def _grad_norm(window: Window) -> str | None:
     *before, last = window.complete("policy/grad_norm") or (0.0,)
     usual = median(before) if before else 0.0
@@ -157,21 +149,19 @@ def _grad_norm(window: Window) -> str | None:
 
 
 def _data_wait(window: Window) -> str | None:
-    wait_s = window.mean("timing/data_wait_s")
-    step_s = window.mean("timing/step_s")
-    if not wait_s or not step_s or wait_s <= window.limits.max_data_wait * step_s:
+    wait_s = window.mean("timing/data_wait_s") or 0.0
+    step_s = window.mean("timing/step_s") or math.inf
+    if wait_s <= window.limits.max_data_wait * step_s:
         return None
     return f"a step waits {wait_s:.2g} of {step_s:.2g} s for its rows"
 
 
 def _generator_idle(window: Window) -> str | None:
-    idle_s = window.mean("timing/generator_idle_s")
-    busy_s = window.mean("timing/generator_busy_s")
+    idle_s = window.mean("timing/generator_idle_s") or 0.0
+    share = idle_s / (idle_s + (window.mean("timing/generator_busy_s") or math.inf))
     # A colocated generator shares its devices with training, which uses them meanwhile.
-    if not window.settings["cluster.generation_workers"] or idle_s is None or busy_s is None:
-        return None
-    share = idle_s / max(idle_s + busy_s, 1e-9)
-    if share <= window.limits.max_generator_idle:
+    is_colocated = window.settings["cluster.generation_workers"] == 0
+    if is_colocated or share <= window.limits.max_generator_idle:
         return None
     return f"the generation workers are idle {share:.0%} of the time"
 
@@ -220,13 +210,17 @@ RULES = {
         _keys("loss_fn.entropy_coefficient", "policy.optimizer.lr"),
     ),
     "kl": Rule(
-        _kl,
+        _above("max_kl", "the KL to the reference is {:.2g} nats per token", *_REFERENCE_KL),
         "the policy moves away from the reference faster than the penalty holds it; the learning"
         " rate is too high or the penalty too small",
         _keys("loss_fn.reference_policy_kl_penalty", "policy.optimizer.lr"),
     ),
     "mismatch": Rule(
-        _mismatch,
+        _above(
+            "max_mismatch",
+            "log-probs of generator and policy differ by a KL of {:.2g} nats per token",
+            "mismatch/gen_kl_k3",
+        ),
         "generator and training engine compute other log-probs (kernels, precision, another chat"
         " template), or the rows were sampled with old weights",
         _keys("loss_fn.importance_correction.kind", "grpo.max_staleness", "policy.precision"),
@@ -243,7 +237,11 @@ RULES = {
         _truncating_keys,
     ),
     "clipped": Rule(
-        _clipped,
+        _above(
+            "max_clipped",
+            "the loss clips {:.0%} of the tokens, which then do not train the policy",
+            "policy/clip_fraction",
+        ),
         "the policy changes too much between the rollout and the optimizer step",
         _keys("policy.optimizer.lr", "grpo.num_epochs_per_rollout", "grpo.max_staleness"),
     ),
