@@ -18,7 +18,9 @@ class PrometheusSink(Sink):
     def __init__(self, port: int, run_name: str) -> None:
         # Imported here: only runs with the key need it.
         from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client.core import GaugeMetricFamily
 
+        self._family = GaugeMetricFamily
         self._run_name = run_name
         self._values: Mapping[str, float] = {}
         registry = CollectorRegistry()
@@ -27,11 +29,9 @@ class PrometheusSink(Sink):
 
     def collect(self) -> Iterator[object]:
         """Yield the metrics, for the registry."""
-        from prometheus_client.core import GaugeMetricFamily
-
         for name, value in self._values.items():
             metric = "nemo_like_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
-            family = GaugeMetricFamily(metric, name, labels=["run"])
+            family = self._family(metric, name, labels=["run"])
             family.add_metric([self._run_name], value)
             yield family
 

@@ -32,13 +32,6 @@ class Histogram:
     counts: np.ndarray
     edges: np.ndarray
 
-    @classmethod
-    def of(cls, values: np.ndarray) -> Histogram:
-        """Return the distribution of `values` [B]."""
-        values = values.astype(np.float64)
-        counts, edges = np.histogram(values, bins=_NUM_BINS)
-        return cls(values, counts, edges)
-
 
 @dataclass(frozen=True)
 class Media:
@@ -49,9 +42,9 @@ class Media:
 
     def add_histogram(self, name: str, values: np.ndarray) -> None:
         """Add the distribution of `values` [B]; values that are not finite are left out."""
-        values = values[np.isfinite(values)]
+        values = values[np.isfinite(values)].astype(np.float64)
         if len(values):
-            self.histograms[name] = Histogram.of(values)
+            self.histograms[name] = Histogram(values, *np.histogram(values, bins=_NUM_BINS))
 
 
 NO_MEDIA = Media()

@@ -158,7 +158,7 @@ def _data_wait(window: Window) -> str | None:
 
 def _generator_idle(window: Window) -> str | None:
     idle_s = window.mean("timing/generator_idle_s") or 0.0
-    share = idle_s / (idle_s + (window.mean("timing/generator_busy_s") or math.inf))
+    share = idle_s / max(idle_s + (window.mean("timing/generator_busy_s") or 0.0), 1e-9)
     # A colocated generator shares its devices with training, which uses them meanwhile.
     is_colocated = window.settings["cluster.generation_workers"] == 0
     if is_colocated or share <= window.limits.max_generator_idle:
@@ -169,14 +169,11 @@ def _generator_idle(window: Window) -> str | None:
 def _truncating_keys(window: Window) -> tuple[str, ...]:
     """Return the keys of the limits that completions, or training rows, reach."""
     new, total = "policy.generation.max_new_tokens", "policy.max_total_sequence_length"
-    is_generated = {"generation/truncated_share", "validation/generation_truncated_share"}
-    if not is_generated & window.logged:
+    if "data/full_length_share" in window.logged and "generation/num_tokens" not in window.logged:
         return (total, "policy.oversize_rows")
-    if window.settings["environment.path"] is not None:
-        return (new, total)
     longest = window.values("generation/completion_length_max")
-    is_below = bool(longest) and longest[-1] < window.settings[new]
-    return (total,) if is_below else (new,)
+    # A conversation can be longer than one completion.
+    return (total, new) if longest and longest[-1] < window.settings[new] else (new, total)
 
 
 @dataclass(frozen=True)
@@ -274,8 +271,9 @@ class Health:
         self._limits = limits
         self._settings = flatten(config)
         self._metrics: dict[str, deque[float]] = defaultdict(partial(deque, maxlen=limits.window))
-        self._num_quiet: dict[str, int] = {}
-        """By the rules that fired: steps since their condition last held."""
+        self._num_steps = 0
+        self._held: dict[str, int] = {}
+        """The number of steps after which the condition of a rule held last."""
         self.findings: list[Finding] = []
         """All findings of this process."""
 
@@ -284,6 +282,7 @@ class Health:
         for name, value in metrics.items():
             if math.isfinite(value):
                 self._metrics[name].append(value)
+        self._num_steps += 1
         window = Window(self._metrics, frozenset(metrics), self._limits, self._settings)
         found = list(self._fired(step, window))
         self.findings += found
@@ -307,28 +306,18 @@ class Health:
             action = self._limits.action_of(name)
             observed = None if action == "off" else rule.observe(window)
             if observed is None:
-                self._count_quiet(name)
                 continue
-            if name not in self._num_quiet:
+            if self._num_steps - self._held.get(name, -math.inf) > self._limits.window:
                 keys = [key for key in rule.keys(window) if key in self._settings]
                 change = " or ".join(f"{key} (now {self._settings[key]})" for key in keys)
                 text = f"{observed}. Probable cause: {rule.cause}. Change {change}"
                 yield Finding(step=step, rule=name, message=text, key=keys[0], level=action)
-            self._num_quiet[name] = 0
-
-    def _count_quiet(self, rule: str) -> None:
-        if rule in self._num_quiet:
-            self._num_quiet[rule] += 1
-            if self._num_quiet[rule] >= self._limits.window:
-                del self._num_quiet[rule]
+            self._held[name] = self._num_steps
 
     def advice(self) -> list[str]:
-        """Return the lines for the end of the run: each rule that fired, its steps and its key."""
-        steps: dict[str, list[Finding]] = {}
-        for finding in self.findings:
-            steps.setdefault(finding.rule, []).append(finding)
+        """Return the lines for the end of the run: each rule that fired, with its key."""
+        latest = {finding.rule: finding for finding in self.findings}
         return [
-            f"health: {rule} at step {', '.join(str(each.step) for each in found)}; change"
-            f" {found[-1].key}"
-            for rule, found in steps.items()
+            f"health: {rule} at step {found.step}; change {found.key} (docs/health.md)"
+            for rule, found in latest.items()
         ]
