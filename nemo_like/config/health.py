@@ -14,6 +14,7 @@ HEALTH_RULES = (
     "mismatch",
     "length_explosion",
     "truncated",
+    "truncated_rows",
     "clipped",
     "grad_norm",
     "data_wait",
@@ -49,7 +50,8 @@ class HealthConfig:
     """`length_explosion`: growth of the completions within the window, as a factor, while the
     reward does not rise."""
     max_truncated: Annotated[float, Gt(0), Le(1)] = 0.5
-    """`truncated`: share of completions, or of training rows, that reach the length limit."""
+    """`truncated`, `truncated_rows`: share of completions, and of training rows, that the length
+    limit cuts off."""
     max_clipped: Annotated[float, Gt(0), Le(1)] = 0.3
     """`clipped`: share of tokens whose gradient the loss clips."""
     max_grad_norm_growth: Annotated[float, Gt(1)] = 10.0

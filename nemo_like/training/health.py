@@ -127,17 +127,13 @@ def _length_explosion(window: Window) -> str | None:
 
 
 def _truncated(window: Window) -> str | None:
-    limit = window.limits.max_truncated
     share = window.mean("generation/truncated_share")
     if share is None:
         # A mean over a validation set is no chance of one step.
         share = window.mean("validation/generation_truncated_share", 1)
-    if share is not None and share >= limit:
-        return f"{share:.0%} of the completions were cut off at the length limit"
-    share = window.mean("data/full_length_share")
-    if share is not None and share >= limit:
-        return f"{share:.0%} of the training rows were truncated at the length limit"
-    return None
+    if share is None or share <= window.limits.max_truncated:
+        return None
+    return f"{share:.0%} of the completions were cut off at the length limit"
 
 
 def _grad_norm(window: Window) -> str | None:
@@ -167,10 +163,8 @@ def _generator_idle(window: Window) -> str | None:
 
 
 def _truncating_keys(window: Window) -> tuple[str, ...]:
-    """Return the keys of the limits that completions, or training rows, reach."""
+    """Return the keys of the limits of completions, that which was reached in front."""
     new, total = "policy.generation.max_new_tokens", "policy.max_total_sequence_length"
-    if "data/full_length_share" in window.logged and "generation/num_tokens" not in window.logged:
-        return (total, "policy.oversize_rows")
     longest = window.values("generation/completion_length_max")
     # A conversation can be longer than one completion.
     return (total, new) if longest and longest[-1] < window.settings[new] else (new, total)
@@ -232,6 +226,15 @@ RULES = {
         "the limit is too low for the task, or the model does not end its answers with an end token"
         " of its chat template",
         _truncating_keys,
+    ),
+    "truncated_rows": Rule(
+        _above(
+            "max_truncated",
+            "{:.0%} of the training rows were truncated at the length limit",
+            "data/full_length_share",
+        ),
+        "the rows are longer than the limit, so the ends of conversations are not trained on",
+        _keys("policy.max_total_sequence_length", "policy.oversize_rows"),
     ),
     "clipped": Rule(
         _above(
@@ -318,6 +321,6 @@ class Health:
         """Return the lines for the end of the run: each rule that fired, with its key."""
         latest = {finding.rule: finding for finding in self.findings}
         return [
-            f"health: {rule} at step {found.step}; change {found.key} (docs/health.md)"
+            f"health: {rule} at step {found.step}; change {found.key}"
             for rule, found in latest.items()
         ]

@@ -46,6 +46,7 @@ GROWING: Mapping[str, list[Mapping[str, float]]] = {
     "mismatch": [{"mismatch/gen_kl_k3": 0.3}] * 12,
     "length_explosion": [{LENGTH: 40.0 * 1.2**step} for step in range(12)],
     "truncated": [{"generation/truncated_share": 0.7}] * 12,
+    "truncated_rows": [{"data/full_length_share": 0.7}] * 12,
     "clipped": [{"policy/clip_fraction": 0.5}] * 12,
     "grad_norm": [{}] * 11 + [{"policy/grad_norm": 50.0}],
     "data_wait": [{"timing/data_wait_s": 8.0}] * 12,
@@ -127,10 +128,6 @@ def test_the_key_is_that_of_the_limit_which_was_reached(recipe: Recipe) -> None:
         [found] = findings(health_of(recipe.grpo()), [changed] * 4)
         keys.append(found.key)
     assert keys == ["policy.generation.max_new_tokens", "policy.max_total_sequence_length"]
-    rows = {"data/full_length_share": 0.6}
-    health = health_of(recipe.sft())
-    found = [each for step in range(4) for each in health.observe(step, rows)]
-    assert [each.key for each in found] == ["policy.max_total_sequence_length"]
     # The mean over a validation set needs no further values.
     [found_once] = health_of(recipe.sft()).observe(
         0, {"validation/generation_truncated_share": 0.9}
@@ -168,9 +165,11 @@ def test_a_rule_with_stop_ends_a_run_behind_a_checkpoint(recipe: Recipe) -> None
     options = (
         *("policy.max_total_sequence_length=18", "policy.oversize_rows=truncate"),
         *("sft.val_at_start=false", "data.validation_path=null", "sft.val_period=0"),
-        *("sft.max_num_steps=9", "health.stop=[truncated]"),
+        *("sft.max_num_steps=9", "health.stop=[truncated_rows]"),
     )
-    with pytest.raises(RunStopped, match=r"health rule truncated after step 3: resume=true") as end:
+    with pytest.raises(
+        RunStopped, match=r"health rule truncated_rows after step 3: resume=true"
+    ) as end:
         run_sft(recipe.sft(*options))
     assert end.value.exit_code == EXIT_UNHEALTHY
     assert (recipe.folder / "sft" / "latest").read_text().strip() == "checkpoints/step_3"
