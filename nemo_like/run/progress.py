@@ -27,8 +27,6 @@ from nemo_like.config.errors import printable, shortened
 
 _MAX_CELL = 600
 """Characters of a prompt or completion in a table."""
-_LOG_WIDTH = 120
-"""Columns of a table in a log."""
 
 
 @dataclass(frozen=True)
@@ -217,8 +215,7 @@ class Progress:
             # As `Text`, in which square brackets are no markup.
             cells = [Text(self._printable(shortened(text, _MAX_CELL))) for text in texts]
             table.add_row(*cells)
-        width = None if self._is_terminal else _LOG_WIDTH
-        self._console.print(table, width=width, soft_wrap=False)
+        self._console.print(table, soft_wrap=False)
         self._printed_at = time.monotonic()
 
     def _shown(self) -> AbstractContextManager[object]:

@@ -41,11 +41,7 @@ def media(step: int) -> Media:
 
 
 def log_run(
-    folder: Path,
-    config: LoggerConfig,
-    steps: Iterable[int] = (1, 2, 3),
-    *,
-    resumed: int | None = None,
+    folder: Path, config: LoggerConfig, steps: Iterable[int], resumed: int | None = None
 ) -> RunDirectory:
     with open_run_directory(str(folder), "first", resume=resumed is not None) as run:
         start_run_directory(run, CONFIG, resumed)
