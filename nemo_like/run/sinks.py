@@ -88,14 +88,13 @@ class JsonlSink(Sink):
         self._file.append_json(record, f"the metrics of step {step}")
         for name, histogram in media.histograms.items():
             counts, edges = histogram.counts.tolist(), histogram.edges.tolist()
-            self._append({"step": step, "histogram": name, "counts": counts, "edges": edges})
+            record = {"step": step, "histogram": name, "counts": counts, "edges": edges}
+            self._media.append_json(record, f"the samples of step {step}")
         for name, samples in media.samples.items():
             for row in sample_rows(samples):
-                columns = dict(zip(SAMPLE_COLUMNS, row, strict=True))
-                self._append({"step": step, "sample": name, **columns})
-
-    def _append(self, record: Mapping[str, Any]) -> None:
-        self._media.append_json(record, f"the samples of step {record['step']}")
+                columns = zip(SAMPLE_COLUMNS, row, strict=True)
+                record = {"step": step, "sample": name, **dict(columns)}
+                self._media.append_json(record, f"the samples of step {step}")
 
     def sync(self) -> None:
         self._file.sync()

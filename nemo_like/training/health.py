@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import fmean, median
@@ -287,7 +287,18 @@ class Health:
                 self._metrics[name].append(value)
         self._num_steps += 1
         window = Window(self._metrics, frozenset(metrics), self._limits, self._settings)
-        found = list(self._fired(step, window))
+        found = []
+        for name, rule in RULES.items():
+            action = self._limits.action_of(name)
+            observed = None if action == "off" else rule.observe(window)
+            if observed is None:
+                continue
+            if self._num_steps - self._held.get(name, -math.inf) > self._limits.window:
+                keys = [key for key in rule.keys(window) if key in self._settings]
+                change = " or ".join(f"{key} (now {self._settings[key]})" for key in keys)
+                text = f"{observed}. Probable cause: {rule.cause}. Change {change}"
+                found.append(Finding(step=step, rule=name, message=text, key=keys[0], level=action))
+            self._held[name] = self._num_steps
         self.findings += found
         return found
 
@@ -303,19 +314,6 @@ class Health:
             if finding.level == "stop":
                 stopping = finding.rule
         return stopping
-
-    def _fired(self, step: int, window: Window) -> Iterator[Finding]:
-        for name, rule in RULES.items():
-            action = self._limits.action_of(name)
-            observed = None if action == "off" else rule.observe(window)
-            if observed is None:
-                continue
-            if self._num_steps - self._held.get(name, -math.inf) > self._limits.window:
-                keys = [key for key in rule.keys(window) if key in self._settings]
-                change = " or ".join(f"{key} (now {self._settings[key]})" for key in keys)
-                text = f"{observed}. Probable cause: {rule.cause}. Change {change}"
-                yield Finding(step=step, rule=name, message=text, key=keys[0], level=action)
-            self._held[name] = self._num_steps
 
     def advice(self) -> list[str]:
         """Return the lines for the end of the run: each rule that fired, with its key."""
