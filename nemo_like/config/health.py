@@ -40,7 +40,7 @@ class HealthConfig:
     """Steps that a rule looks at; it needs 3 of them, and rules of a change all of them."""
     max_equal_rewards: Annotated[float, Gt(0), Le(1)] = 0.8
     """`reward_flat`: min share of groups with equal rewards while the reward does not rise."""
-    min_entropy: Annotated[float, Ge(0)] = 0.01
+    min_entropy: Annotated[float, Ge(0)] = 0.002
     """`entropy_collapse`: entropy in nats per token below which completions hardly differ."""
     max_kl: Annotated[float, Gt(0)] = 0.5
     """`kl`: KL of the policy to the reference in nats per token."""
