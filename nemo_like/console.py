@@ -39,8 +39,10 @@ def say_error(text: str) -> None:
 def quiet_libraries() -> None:
     """Hide warnings for developers of libraries, and progress bars of Hugging Face in a log.
 
-    Call it before transformers is imported. Options of the user for warnings stay in force.
+    Call it before torch and transformers are imported. What the user has set stays in force.
     """
+    # Of torch and extensions in C++, such as the CPU build of vLLM.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not sys.warnoptions:
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)

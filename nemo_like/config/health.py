@@ -20,7 +20,7 @@ HEALTH_RULES = (
     "data_wait",
     "generator_idle",
 )
-Action = Literal["warn", "stop", "off"]
+Action = Literal["warn", "stop", "ignore"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,10 @@ class HealthConfig:
 
     action: Action = "warn"
     """What all rules do that are in none of the two lists: `warn`, `stop` (save a checkpoint and
-    exit with code 3) or `off`."""
+    exit with code 3) or `ignore`."""
     stop: Annotated[tuple[str, ...], subset_of(HEALTH_RULES)] = ()
     """Rules that end the run, e.g. `[mismatch, grad_norm]`."""
-    off: Annotated[tuple[str, ...], subset_of(HEALTH_RULES)] = ()
+    ignore: Annotated[tuple[str, ...], subset_of(HEALTH_RULES)] = ()
     """Rules that are not applied."""
     window: Annotated[int, Ge(3)] = 10
     """Steps that a rule looks at; it needs 3 of them, and rules of a change all of them."""
@@ -64,6 +64,6 @@ class HealthConfig:
 
     def action_of(self, rule: str) -> Action:
         """Return the action of a rule."""
-        if rule in self.off:
-            return "off"
+        if rule in self.ignore:
+            return "ignore"
         return "stop" if rule in self.stop else self.action

@@ -212,9 +212,9 @@ class Progress:
         for sample in samples:
             reward = "" if sample.reward is None else f"{sample.reward:.3f}"
             texts = [sample.prompt, sample.completion, reward, sample.details]
+            lines = [shortened(text.strip("\n"), _MAX_CELL).replace("\n", " ↵ ") for text in texts]
             # As `Text`, in which square brackets are no markup.
-            cells = [Text(self._printable(shortened(text, _MAX_CELL))) for text in texts]
-            table.add_row(*cells)
+            table.add_row(*[Text(self._printable(line)) for line in lines])
         self._console.print(table, soft_wrap=False)
         self._printed_at = time.monotonic()
 

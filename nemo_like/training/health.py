@@ -290,7 +290,7 @@ class Health:
         found = []
         for name, rule in RULES.items():
             action = self._limits.action_of(name)
-            observed = None if action == "off" else rule.observe(window)
+            observed = None if action == "ignore" else rule.observe(window)
             if observed is None:
                 continue
             if self._num_steps - self._held.get(name, -math.inf) > self._limits.window:

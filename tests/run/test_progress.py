@@ -251,14 +251,14 @@ def test_bars_never_wrap(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
 
 def test_a_table_of_samples_shows_text_of_models_as_it_is() -> None:
     hostile = Sample((("\x1b[2J[red]2+2=", False), ("<script>4[/bold]\x07", True)), reward=0.5)
-    rows = [hostile, SAMPLE, Sample((("long", False), ("x" * 5000, True)))]
+    rows = [hostile, SAMPLE, Sample((("long", False), ("a\nb" + "x" * 4997, True)))]
     stream = io.StringIO()
     Progress(stream).show_table(rows, "validation samples at step 20")
     text = stream.getvalue()
     assert "\x1b" not in text and r"\x1b[2J[red]2+2=" in text and r"<script>4[/bold]\x07" in text
     assert text.splitlines()[0].rstrip() == "validation samples at step 20"
     assert re.search(r"2\+2= *│ 4 +│ 1\.000 +│ answer 4", text)
-    assert "(5,000 characters)" in text and len(text) < 9000
+    assert "a ↵ bxx" in text and "(5,000 characters)" in text and len(text) < 9000
     assert max(map(len, text.splitlines())) <= 80
     shown = on_terminal(lambda progress: progress.show_table(rows, "samples"))
     assert "\x1b[2J" not in shown and "\x07" not in shown

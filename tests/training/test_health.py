@@ -103,11 +103,11 @@ def test_a_rule_fires_again_after_a_window_without_its_condition(recipe: Recipe)
 
 
 def test_the_action_of_a_rule_is_that_of_its_list(recipe: Recipe) -> None:
-    options = ("health.stop=[kl]", "health.off=[truncated]")
+    options = ("health.stop=[kl]", "health.ignore=[truncated]")
     steps = [{"policy/reference_kl_k3": 2.0, "generation/truncated_share": 1.0}] * 5
     [found] = findings(grpo_health(recipe, *options), steps)
     assert (found.rule, found.level) == ("kl", "stop")
-    assert findings(grpo_health(recipe, "health.action=off"), steps) == []
+    assert findings(grpo_health(recipe, "health.action=ignore"), steps) == []
     with pytest.raises(ConfigError, match=r"health\.stop.*a list of names among reward_flat, "):
         recipe.grpo("health.stop=[speed]")
 
