@@ -212,7 +212,9 @@ class Progress:
         for sample in samples:
             reward = "" if sample.reward is None else f"{sample.reward:.3f}"
             texts = [sample.prompt, sample.completion, reward, sample.details]
-            lines = [shortened(text.strip("\n"), _MAX_CELL).replace("\n", " ↵ ") for text in texts]
+            lines = [
+                shortened(text.removesuffix("\n"), _MAX_CELL).replace("\n", " ↵ ") for text in texts
+            ]
             # As `Text`, in which square brackets are no markup.
             table.add_row(*[Text(self._printable(line)) for line in lines])
         self._console.print(table, soft_wrap=False)
