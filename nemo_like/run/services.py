@@ -30,14 +30,8 @@ class WandbSink(Sink):
         self, project: str, directory: RunDirectory, run_config: Mapping[str, Any]
     ) -> None:
         self._wandb = importlib.import_module("wandb")
-        self._run = self._wandb.init(
-            project=project,
-            id=_stored_id(directory.logs / "wandb_run_id"),
-            name=directory.path.name,
-            resume="allow",
-            dir=str(directory.logs),
-            config=dict(run_config),
-        )
+        options = _run_options("wandb", project, directory, run_config)
+        self._run = self._wandb.init(dir=str(directory.logs), **options)
         self._run.define_metric("step")
         # wandb's own step counter would refuse the steps that a resume repeats.
         self._run.define_metric("*", step_metric="step")
@@ -56,14 +50,10 @@ class TrackioSink(Sink):
         self, project: str, directory: RunDirectory, run_config: Mapping[str, Any]
     ) -> None:
         self._trackio = importlib.import_module("trackio")
+        options = _run_options("trackio", project, directory, flatten(run_config))
         # Runs have no id besides their name.
-        identifier = _stored_id(directory.logs / "trackio_run_id")
-        self._run = self._trackio.init(
-            project=project,
-            name=f"{directory.path.name}-{identifier[:6]}",
-            resume="allow",
-            config=flatten(run_config),
-        )
+        options["name"] += f"-{options.pop('id')[:6]}"
+        self._run = self._trackio.init(**options)
 
     def log(self, step: int, metrics: Mapping[str, float], media: Media) -> None:
         self._run.log({**metrics, **_wandb_media(self._trackio, media)}, step=step)
@@ -121,14 +111,8 @@ class SwanlabSink(Sink):
         self, project: str, directory: RunDirectory, run_config: Mapping[str, Any]
     ) -> None:
         self._swanlab = importlib.import_module("swanlab")
-        self._run = self._swanlab.init(
-            project=project,
-            id=_stored_id(directory.logs / "swanlab_run_id"),
-            name=directory.path.name,
-            resume="allow",
-            log_dir=str(directory.logs / "swanlab"),
-            config=dict(run_config),
-        )
+        options = _run_options("swanlab", project, directory, run_config)
+        self._run = self._swanlab.init(log_dir=str(directory.logs / "swanlab"), **options)
 
     def log(self, step: int, metrics: Mapping[str, float], media: Media) -> None:
         logged: dict[str, Any] = dict(metrics)
@@ -145,6 +129,16 @@ class SwanlabSink(Sink):
 
     def close(self) -> None:
         self._swanlab.finish()
+
+
+def _run_options(
+    service: str, project: str, directory: RunDirectory, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments that start a run of the service, or continue it after a resume."""
+    identifier = _stored_id(directory.logs / f"{service}_run_id")
+    name = directory.path.name
+    options = {"project": project, "id": identifier, "name": name, "resume": "allow"}
+    return options | {"config": dict(config)}
 
 
 def _stored_id(path: Path) -> str:
