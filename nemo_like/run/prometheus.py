@@ -6,6 +6,9 @@ import re
 import socket
 from collections.abc import Iterator, Mapping
 
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily, Metric
+
 from nemo_like.config.errors import ConfigError
 from nemo_like.run.sinks import Media, Sink
 
@@ -16,22 +19,17 @@ class PrometheusSink(Sink):
     """Answers requests on a port of loopback."""
 
     def __init__(self, port: int, run_name: str) -> None:
-        # Imported here: only runs with the key need it.
-        from prometheus_client import CollectorRegistry, start_http_server
-        from prometheus_client.core import GaugeMetricFamily
-
-        self._family = GaugeMetricFamily
         self._run_name = run_name
         self._values: Mapping[str, float] = {}
         registry = CollectorRegistry()
         registry.register(self)
         self._server, self._thread = start_http_server(port, _HOST, registry)
 
-    def collect(self) -> Iterator[object]:
+    def collect(self) -> Iterator[Metric]:
         """Yield the metrics, for the registry."""
         for name, value in self._values.items():
             metric = "nemo_like_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
-            family = self._family(metric, name, labels=["run"])
+            family = GaugeMetricFamily(metric, name, labels=["run"])
             family.add_metric([self._run_name], value)
             yield family
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 
@@ -39,7 +39,7 @@ HEALTHY = {
 }
 """A record of GRPO whose values are usual."""
 LENGTH = "generation/completion_length_mean"
-GROWING: Mapping[str, list[Mapping[str, float]]] = {
+GROWING: Mapping[str, Sequence[Mapping[str, float]]] = {
     "reward_flat": [{"reward/frac_groups_zero_std": 0.9}] * 12,
     "entropy_collapse": [{"policy/entropy_estimate": 0.001}] * 12,
     "kl": [{"policy/reference_kl_k3": 0.2 * step} for step in range(12)],
