@@ -1,29 +1,25 @@
-"""The metrics of the last step in the text format of Prometheus, over HTTP on loopback."""
+"""The metrics of the last step in the text format of Prometheus, over HTTP."""
 
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from nemo_like.config.errors import ConfigError
 from nemo_like.run.sinks import Media, Sink
-
-_HOST = "127.0.0.1"
 
 
 class PrometheusSink(Sink):
-    """Answers requests on a port of loopback."""
+    """Answers requests at an address, (host, port)."""
 
-    def __init__(self, port: int, run_name: str) -> None:
+    def __init__(self, address: tuple[str, int], run_name: str) -> None:
         self._run_name = run_name
         self._values: Mapping[str, float] = {}
         registry = CollectorRegistry()
         registry.register(self)
-        self._server, self._thread = start_http_server(port, _HOST, registry)
+        self._server, self._thread = start_http_server(address[1], address[0], registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics, for the registry."""
@@ -40,16 +36,3 @@ class PrometheusSink(Sink):
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-
-def check_port(port: int) -> None:
-    """Raise ConfigError if the port cannot be used."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((_HOST, port))
-        except OSError as error:
-            raise ConfigError(
-                f"logger.prometheus_port: port {port} of {_HOST} cannot be used"
-                f" ({error.strerror}); set it to a free port, or to null"
-            ) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,11 +18,12 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import LoggerConfig
 from nemo_like.run.directory import RunDirectory
 from nemo_like.run.files import AppendedFile, WriteError
-from nemo_like.run.prometheus import PrometheusSink, check_port
 from nemo_like.run.services import MlflowSink, SwanlabSink, TrackioSink, WandbSink
 from nemo_like.run.sinks import NO_MEDIA, JsonlSink, Media, Sink, TensorBoardSink
 
 logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
 
 
 def check_logger(config: LoggerConfig) -> None:
@@ -40,7 +42,20 @@ def check_logger(config: LoggerConfig) -> None:
                 f" run pip install 'nemo-like[{package}]', or set logger.{key} to null"
             )
     if config.prometheus_port is not None:
-        check_port(config.prometheus_port)
+        _check_port(config.prometheus_port)
+
+
+def _check_port(port: int) -> None:
+    """Raise ConfigError if the port cannot be used."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError as error:
+            raise ConfigError(
+                f"logger.prometheus_port: port {port} of {LOOPBACK} cannot be used"
+                f" ({error.strerror}); set it to a free port, or to null"
+            ) from error
 
 
 class Tracker:
@@ -133,7 +148,10 @@ def _open_sinks(
         if project is not None:
             yield service(project, directory, run_config)
     if config.prometheus_port is not None:
-        yield PrometheusSink(config.prometheus_port, directory.path.name)
+        # Imported here: its library takes longer than the rest of this module.
+        from nemo_like.run.prometheus import PrometheusSink
+
+        yield PrometheusSink((LOOPBACK, config.prometheus_port), directory.path.name)
 
 
 class RunLog(logging.Handler):
