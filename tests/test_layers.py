@@ -44,6 +44,7 @@ LIBRARY_PLACES = {
     "megatron": ("policy/megatron/",),
     "numba": ("data/packing/", "data/planning/"),
     "tensorboard": ("run/sinks.py",),
+    "prometheus_client": ("run/prometheus.py",),
     "wandb": ("run/services.py",),
     "mlflow": ("run/services.py",),
     "trackio": ("run/services.py",),
