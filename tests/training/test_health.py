@@ -82,8 +82,8 @@ def test_a_rule_fires_once_on_a_run_that_fails_in_its_way(recipe: Recipe, rule: 
     [found] = findings(health, GROWING[rule])
     assert (found.rule, found.level) == (rule, "warn")
     assert f"Change {found.key} (now " in found.message
-    [line] = health.advice()
-    assert line.startswith(f"health: {rule} at step {found.step}; change {found.key} (")
+    advice = [f"health: {rule} at step {found.step}; change {found.key}"]
+    assert health.advice() == advice
 
 
 def test_no_rule_fires_on_usual_values(recipe: Recipe) -> None:
