@@ -6,6 +6,7 @@ the config. No rule changes the run; `TrainingRun` ends it for a finding of leve
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections import defaultdict, deque
@@ -295,7 +296,10 @@ class Health:
                 continue
             if self._num_steps - self._held.get(name, -math.inf) > self._limits.window:
                 keys = [key for key in rule.keys(window) if key in self._settings]
-                change = " or ".join(f"{key} (now {self._settings[key]})" for key in keys)
+                # As YAML has them: null, false.
+                values = [json.dumps(self._settings[key]) for key in keys]
+                pairs = zip(keys, values, strict=True)
+                change = " or ".join(f"{key} (now {value})" for key, value in pairs)
                 text = f"{observed}. Probable cause: {rule.cause}. Change {change}"
                 found.append(Finding(step=step, rule=name, message=text, key=keys[0], level=action))
             self._held[name] = self._num_steps
