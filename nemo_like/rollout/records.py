@@ -184,7 +184,8 @@ def record_sample(record: Mapping[str, Any], *, marks_roles: bool = False) -> Sa
 
     With `marks_roles` the role is in front of every message.
     """
-    notes = {"answer": str(record["answer"])}
+    # Reward functions may have the name `answer`.
+    notes = {"expected": str(record["answer"])}
     for name, value in record.items():
         if name.startswith("reward_"):
             notes[name.removeprefix("reward_")] = _shown(value)
