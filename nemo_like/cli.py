@@ -1,7 +1,7 @@
 """The command line `nemo-like COMMAND`: name, help and arguments of each command, and exit codes.
 
-Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 75 the run was stopped by SIGTERM,
-SIGHUP or `cluster.time_limit` and can be resumed, 130 interrupted.
+Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 3 a health rule ended the run, 75 the
+run was stopped by SIGTERM, SIGHUP or `cluster.time_limit` and can be resumed, 130 interrupted.
 
 The module of a command is imported when it runs, because many need torch or transformers.
 """
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from nemo_like import __version__
 from nemo_like.algorithms.registry import ALGORITHMS
 from nemo_like.commands.train import FAILED, WRONG_INPUT, report_failure
-from nemo_like.console import lasting_console, say_error
+from nemo_like.console import lasting_console, quiet_libraries, say_error
 
 _EPILOG = """examples:
   nemo-like validate --config examples/configs/demo_grpo.yaml
@@ -176,14 +176,14 @@ def _add_resume(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help=text)
 
 
-def _add_step(parser: argparse.ArgumentParser) -> None:
+def _add_step(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     parser.add_argument("source", type=Path, metavar="RUN", help="the directory of a GRPO run")
-    text = "the step, counted from 1"
-    parser.add_argument("--step", required=True, type=int, metavar="N", help=text)
+    text = "the step, counted from 1" + ("" if required else "; default: the last one")
+    parser.add_argument("--step", required=required, type=int, metavar="N", help=text)
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
-    _add_step(parser)
+    _add_step(parser, required=False)
     text = "rows to print, counted from 0 after sorting, e.g. 0-3,8; default 0-9"
     parser.add_argument("--rows", default="0-9", metavar="ROWS", help=text)
     text = (
@@ -308,7 +308,7 @@ _COMMANDS = {
         "rollouts.show",
         _add_show,
         """examples:
-  nemo-like show runs/demo_grpo --step 20
+  nemo-like show runs/demo_grpo
   nemo-like show runs/demo_grpo --step 20 --sort reward --rows 0-4
   nemo-like show runs/demo_grpo --step 20 --sort difference --rows 0 --tokens
 """,
@@ -403,6 +403,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Without `argv` the arguments are those of this process, which ends with the command.
     """
     _log_to_console()
+    quiet_libraries()
     # argparse does not accept options and trailing positionals in every order; `parse_known_args`
     # returns the rest, and the message for it names the form of an override.
     arguments, unknown = build_parser().parse_known_args(argv)

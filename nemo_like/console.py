@@ -2,6 +2,7 @@
 
 Writes to the console fail after its terminal was closed, after the reader of its pipe has ended,
 and on a full disk. Inside `lasting_console` such a stream is dropped, and the command continues.
+What libraries print for a terminal alone, colors and progress bars, does not reach a log.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import select
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from typing import TextIO
@@ -33,16 +36,37 @@ def say_error(text: str) -> None:
     print(printable(text, sys.stderr.encoding or "utf-8"), file=sys.stderr)
 
 
+def quiet_libraries() -> None:
+    """Hide warnings for developers of libraries, and progress bars of Hugging Face in a log.
+
+    Call it before torch and transformers are imported. What the user has set stays in force.
+    """
+    # Of torch and extensions in C++, such as the CPU build of vLLM.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+    if not os.isatty(2):
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+_STYLES = re.compile(rb"\x1b\[[0-9;]*m")
+
+
 class _ConsoleFile(io.FileIO):
-    """A descriptor of the console; after a failed write /dev/null takes its place."""
+    """A descriptor of the console; after a failed write /dev/null takes its place.
+
+    Colors, such as those of Ray's prefixes, are removed unless it is a terminal.
+    """
 
     def __init__(self, descriptor: int, name: str) -> None:
         super().__init__(descriptor, "w", closefd=False)
         self.name = name
+        self._has_styles = os.isatty(descriptor) or "FORCE_COLOR" in os.environ
 
     def write(self, data: bytes) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Write all of `data`, or drop it."""
-        rest = memoryview(data)
+        rest = memoryview(data if self._has_styles else _STYLES.sub(b"", data))
         while rest:
             try:
                 written = super().write(rest)

@@ -120,3 +120,26 @@ with lasting_console():
         assert process.wait(60) == 0
         reader.join()
     assert received == [f"line {number:06}\n" for number in range(20_000)]
+
+
+def test_a_log_has_no_colors_no_bars_and_no_warnings_for_developers_of_libraries(
+    tmp_path: Path,
+) -> None:
+    script = """
+import sys, warnings
+from nemo_like.cli import main
+from nemo_like.console import lasting_console
+main(["init", sys.argv[1]])
+with lasting_console():
+    print("\\x1b[36m(policy-0 pid=7)\\x1b[0m loaded", flush=True)
+    warnings.warn("torch.distributed.reduce_op is deprecated", FutureWarning)
+    warnings.warn("a row was left out", UserWarning)
+    from transformers.utils import logging
+    assert list(logging.tqdm([1, 2])) == [1, 2]
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "configs")]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert run.stdout.endswith("(policy-0 pid=7) loaded\n")
+    [warning] = [line for line in run.stderr.splitlines() if "Warning" in line]
+    assert "UserWarning: a row was left out" in warning
+    assert "2/2" not in run.stderr

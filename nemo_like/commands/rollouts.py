@@ -5,9 +5,11 @@ step from its record, with the loss of the run and with another.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nemo_like.config.errors import ConfigError, counted, shown_path
@@ -45,7 +47,10 @@ _NOT_COMPARED = {
 def show(arguments: argparse.Namespace) -> int:
     """Print the rows and return the exit code. Raises ConfigError for a missing record."""
     directory = RunDirectory(arguments.source)
-    records = list(_read_records(directory, arguments.step))
+    step = arguments.step
+    if step is None:
+        step = max(recorded_steps(directory.rollouts(0).parent, ".jsonl"), default=0)
+    records = list(_read_records(directory, step))
     order = list(range(len(records)))
     if arguments.sort is not None:
         key = _SORT_KEYS[arguments.sort]
@@ -54,9 +59,25 @@ def show(arguments: argparse.Namespace) -> int:
     chosen = [order[position] for position in parse_rows(arguments.rows, len(order))]
     samples = [_sample(records[row], row) for row in chosen]
     if arguments.tokens:
-        samples = _with_tokens(samples, chosen, directory, arguments.step)
-    Progress().show_samples(samples, f"step {arguments.step}, rollout")
+        samples = _with_tokens(samples, chosen, directory, step)
+    progress = Progress()
+    rows = zip(chosen, samples, strict=True)
+    # Completions of one prompt that follow one another.
+    for group, members in itertools.groupby(rows, lambda pair: records[pair[0]]["group"]):
+        title = f"step {step}, prompt {group}, completion"
+        progress.show_samples(_without_repeats([sample for _, sample in members]), title)
     return 0
+
+
+def _without_repeats(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the completions of one prompt, the prompt in the first of them only."""
+    shown = list(samples[:1])
+    for sample in samples[1:]:
+        segments = sample.segments
+        if sample.prompt == samples[0].prompt:
+            segments = tuple(itertools.dropwhile(lambda segment: not segment[1], segments))
+        shown.append(replace(sample, segments=segments))
+    return shown
 
 
 def parse_rows(text: str, num_rows: int) -> list[int]:
@@ -114,7 +135,7 @@ def _sort_value(value: Any) -> float:
 
 def _sample(record: Mapping[str, Any], row: int) -> Sample:
     """Return a record for display, with the row of the batch and the details that it has."""
-    sample = record_sample(record)
+    sample = record_sample(record, marks_roles=True)
     notes = {"row": str(row), **sample.notes}
     for name, label in _DETAILS.items():
         value = record.get(name)

@@ -26,6 +26,7 @@ from nemo_like.config.constraints import (
     Lt,
 )
 from nemo_like.config.errors import Problem, counted
+from nemo_like.config.health import HealthConfig
 from nemo_like.config.rollout import (
     MAX_VLLM_RANK,
     EnvironmentConfig,
@@ -552,6 +553,16 @@ class LoggerConfig:
     """Weights & Biases project; null turns it off. Needs the extra `wandb`."""
     mlflow_experiment: str | None = None
     """MLflow experiment; null turns it off. Needs the extra `mlflow`."""
+    trackio_project: str | None = None
+    """trackio project; null turns it off. Needs the extra `trackio`."""
+    swanlab_project: str | None = None
+    """SwanLab project; null turns it off. Needs the extra `swanlab`."""
+    prometheus_port: Annotated[int | None, Ge(1), Le(65535)] = None
+    """Port of loopback that serves the metrics of the last step at `/metrics`, in the text format
+    of Prometheus; null serves nothing."""
+    verbose: bool = False
+    """Print a line per step. Without it a terminal shows the progress bar only, and a log has one
+    line per step at most every 10 s."""
     num_samples_shown: Annotated[int, Ge(0)] = 3
     """Decoded samples printed at step 0 and in each validation."""
     save_rollouts: bool = True
@@ -586,6 +597,7 @@ class RunConfig:
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
 
@@ -664,11 +676,6 @@ class RunConfig:
     def rows_per_step(self) -> int:
         """Rows of one step."""
         return self.policy_in_rows.train_global_batch_size
-
-    @property
-    def equal_rewards_advice(self) -> str | None:
-        """What to do if the rewards of most groups are equal; None if groups are not compared."""
-        return None
 
     def batch_lines(self) -> list[str]:
         """Return the arithmetic from the examples of a step to optimizer steps, one line each."""

@@ -179,26 +179,31 @@ def remove_old_tokens(directory: Path, num_kept: int, checkpoint_steps: Sequence
                 path.unlink(missing_ok=True)
 
 
-def record_sample(record: Mapping[str, Any]) -> Sample:
-    """Return a row of `rollouts/step_<N>.jsonl` for display, with its reward and its parts."""
-    notes = {"answer": str(record["answer"])}
+def record_sample(record: Mapping[str, Any], *, marks_roles: bool = False) -> Sample:
+    """Return a row of `rollouts/step_<N>.jsonl` for display, with its reward and its parts.
+
+    With `marks_roles` the role is in front of every message.
+    """
+    # Reward functions may have the name `answer`.
+    notes = {"expected": str(record["answer"])}
     for name, value in record.items():
         if name.startswith("reward_"):
             notes[name.removeprefix("reward_")] = _shown(value)
     notes["finish"] = str(record["finish_reason"])
-    segments = ((str(record["prompt"]), False), ("\n", False), (str(record["completion"]), True))
-    if "messages" in record:
-        segments = _conversation_segments(record["messages"])
-    return Sample(segments, reward=record["reward"], notes=notes)
-
-
-def _conversation_segments(messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, bool], ...]:
-    """Return the text of each turn, on separate lines, and whether it is an assistant turn."""
-    segments = []
-    for message in messages:
+    messages = [
+        {"role": "user", "content": record["prompt"]},
+        {"role": "assistant", "content": record["completion"]},
+    ]
+    segments: list[tuple[str, bool]] = []
+    # The text of each turn, on separate lines.
+    for message in record.get("messages", messages):
+        if segments:
+            segments.append(("\n", False))
+        if marks_roles:
+            segments.append((f"[{message['role']}] ", False))
         text = str(message.get("content") or "")
-        segments.append((f"{text}\n", message["role"] == "assistant"))
-    return tuple(segments)
+        segments.append((text, message["role"] == "assistant"))
+    return Sample(tuple(segments), reward=record["reward"], notes=notes)
 
 
 def _shown(value: float | None) -> str:

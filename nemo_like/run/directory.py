@@ -55,6 +55,16 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def media(self) -> Path:
+        """Samples and distributions, one JSON object per line."""
+        return self.path / "media.jsonl"
+
+    @property
+    def health(self) -> Path:
+        """What the health rules found, one JSON object per line."""
+        return self.path / "health.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tb"
 

@@ -6,6 +6,8 @@ because lines and bars would overwrite each other otherwise.
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 import threading
 import time
@@ -21,7 +23,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from nemo_like.config.errors import printable
+from nemo_like.config.errors import printable, shortened
+
+_MAX_CELL = 600
+"""Characters of a prompt or completion in a table."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,23 @@ class Sample:
     reward: float | None = None
     notes: Mapping[str, str] = field(default_factory=dict)
     """Further values to show, such as the expected answer and each reward function's value."""
+
+    @property
+    def prompt(self) -> str:
+        """The text before the first trained segment."""
+        untrained = itertools.takewhile(lambda segment: not segment[1], self.segments)
+        return "".join(text for text, _ in untrained)
+
+    @property
+    def completion(self) -> str:
+        """The text from the first trained segment on."""
+        rest = itertools.dropwhile(lambda segment: not segment[1], self.segments)
+        return "".join(text for text, _ in rest)
+
+    @property
+    def details(self) -> str:
+        """The notes in one line."""
+        return ", ".join(f"{name} {value}" for name, value in self.notes.items())
 
 
 class Phase:
@@ -52,6 +74,8 @@ class Phase:
         self.total = total
         self.unit = unit
         self.done = done
+        self.note = ""
+        """Shown behind the state on a terminal, e.g. the loss of the last step."""
         self._has_eta = has_eta
         self._done_before = done
         self._started_at = time.monotonic()
@@ -91,31 +115,30 @@ class Phase:
 
 
 class Progress:
-    """Shows phases, step lines and samples on `stream`; with bars if it is a terminal.
+    """Shows phases, steps and samples on `stream`.
 
-    Without a terminal, the state of the phases is printed after `interval_s` seconds without
-    another line, so that a log always shows the current phase. Phases nest; one thread opens and
-    closes them.
+    A terminal has a bar per phase, and with `verbose` a line per step. A log has a line per step,
+    without `verbose` at most every `interval_s`, and the state of the phases after `interval_s`
+    seconds without another line. Phases nest; one thread opens and closes them.
     """
 
     def __init__(
-        self,
-        stream: TextIO | None = None,
-        *,
-        interval_s: float = 10.0,
-        step_interval_s: float = 2.0,
+        self, stream: TextIO | None = None, *, interval_s: float = 10.0, verbose: bool = False
     ) -> None:
-        """`step_interval_s` is the min time between two lines of `show_step`."""
         # No highlighting and no wrapping: lines in a log must be those that were printed.
         self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._interval_s = interval_s
-        self._step_interval_s = step_interval_s
         self._printed_at = -interval_s
-        self._step_shown_at = -step_interval_s
+        self._step_shown_at = -interval_s
         self._held_line: str | None = None
         """The last step line, if it was not printed."""
         self._phases: list[Phase] = []
         self._is_terminal = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._step_interval_s = interval_s
+        if self._is_terminal:
+            self._step_interval_s = math.inf
+        if verbose:
+            self._step_interval_s = 0.0
 
     @contextmanager
     def phase(
@@ -148,12 +171,13 @@ class Progress:
         self._console.print(Text(self._printable(text)))
         self._printed_at = time.monotonic()
 
-    def show_step(self, line: str, *, always: bool = False) -> None:
-        """Print the line of a step, with the time left in a log.
+    def show_step(self, line: str, *, note: str = "", always: bool = False) -> None:
+        """Show `note` behind the outermost bar, or print the line of a step with the time left.
 
-        Steps that follow a printed one within `step_interval_s` are left out, except the last step
-        of the phase and those with `always`.
+        The last step of the phase and those with `always` are printed in any case.
         """
+        if self._phases:
+            self._phases[0].note = note
         eta_s = self._phases[0].eta_s() if self._phases and not self._is_terminal else None
         if eta_s is not None and eta_s >= 1:
             # After the metrics of the step; the metrics of a validation are on a second line.
@@ -177,6 +201,24 @@ class Progress:
                 self._console.print(self._panel(sample, heading), soft_wrap=False)
             else:
                 self.print_line(sample_text(sample, heading))
+
+    def show_table(self, samples: Sequence[Sample], title: str) -> None:
+        """Print decoded samples as a table with prompt, completion, reward and notes."""
+        if not samples:
+            return
+        table = Table(title=Text(title), title_justify="left", show_lines=True)
+        for name in ("prompt", "completion", "reward", "details"):
+            table.add_column(name, overflow="fold")
+        for sample in samples:
+            reward = "" if sample.reward is None else f"{sample.reward:.3f}"
+            texts = [sample.prompt, sample.completion, reward, sample.details]
+            lines = [
+                shortened(text.removesuffix("\n"), _MAX_CELL).replace("\n", " ↵ ") for text in texts
+            ]
+            # As `Text`, in which square brackets are no markup.
+            table.add_row(*[Text(self._printable(line)) for line in lines])
+        self._console.print(table, soft_wrap=False)
+        self._printed_at = time.monotonic()
 
     def _shown(self) -> AbstractContextManager[object]:
         if self._is_terminal:
@@ -206,9 +248,18 @@ class Progress:
 
     def _bars(self) -> Table:
         table = Table.grid(padding=(0, 1))
+        for _ in range(3):
+            table.add_column(no_wrap=True, overflow="ellipsis")
+        states = []
         for phase in list(self._phases):
-            bar = ProgressBar(total=phase.total, completed=phase.done, width=30)
-            table.add_row(Text(phase.name), bar, Text(phase.status()))
+            state = ", ".join(filter(None, [phase.status(), phase.note]))
+            states.append((phase, self._printable(state)))
+        # The bars get what the longest texts leave: a line that wraps would scroll the terminal.
+        widths = [len(phase.name) + len(state) for phase, state in states]
+        width = min(max(self._console.width - max(widths, default=0) - 2, 5), 30)
+        for phase, state in states:
+            bar = ProgressBar(total=phase.total, completed=phase.done, width=width)
+            table.add_row(Text(phase.name), bar, Text(state))
         return table
 
     def _panel(self, sample: Sample, heading: str) -> Panel:
@@ -242,8 +293,8 @@ def _details(sample: Sample) -> str:
     parts = []
     if sample.reward is not None:
         parts.append(f"reward {sample.reward:.3f}")
-    for name, value in sample.notes.items():
-        parts.append(f"{name} {value}")
+    if sample.notes:
+        parts.append(sample.details)
     return ", ".join(parts)
 
 

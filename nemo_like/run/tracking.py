@@ -1,18 +1,14 @@
-"""Logs a run's metrics to metrics.jsonl, TensorBoard, and optionally wandb and mlflow.
+"""Logs metrics, samples and distributions of a run to every configured destination, and its log.
 
 It computes no metric and does not format console output: `Tracker` gets a function for that.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import io
 import logging
 import math
-import secrets
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,38 +16,46 @@ from typing import Any
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import LoggerConfig
-from nemo_like.run.directory import RunDirectory, flatten
-from nemo_like.run.files import AppendedFile, WriteError, reporting_write_errors, write_text
+from nemo_like.run.directory import RunDirectory
+from nemo_like.run.files import AppendedFile, WriteError
+from nemo_like.run.services import MlflowSink, SwanlabSink, TrackioSink, WandbSink
+from nemo_like.run.sinks import NO_MEDIA, JsonlSink, Media, Sink, TensorBoardSink
 
 logger = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
+
 
 def check_logger(config: LoggerConfig) -> None:
-    """Raise ConfigError, with the extra to install, if the package of a tracker is missing."""
+    """Raise ConfigError, with the extra to install, if the package of a tracker is missing, or if
+    the port for Prometheus cannot be used.
+    """
     for key, value, package in (
         ("wandb_project", config.wandb_project, "wandb"),
         ("mlflow_experiment", config.mlflow_experiment, "mlflow"),
+        ("trackio_project", config.trackio_project, "trackio"),
+        ("swanlab_project", config.swanlab_project, "swanlab"),
     ):
         if value is not None and importlib.util.find_spec(package) is None:
             raise ConfigError(
                 f"logger.{key}: is {value!r}, but the package {package} is not installed;"
                 f" run pip install 'nemo-like[{package}]', or set logger.{key} to null"
             )
+    if config.prometheus_port is not None:
+        _check_port(config.prometheus_port)
 
 
-class Sink:
-    """One destination of metrics."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of a step."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Wait until everything is on disk; services manage their own files."""
-
-    def close(self) -> None:
-        """Flush and close."""
-        raise NotImplementedError
+def _check_port(port: int) -> None:
+    """Raise ConfigError if the port cannot be used."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError as error:
+            raise ConfigError(
+                f"logger.prometheus_port: port {port} of {LOOPBACK} cannot be used"
+                f" ({error.strerror}); set it to a free port, or to null"
+            ) from error
 
 
 class Tracker:
@@ -84,8 +88,8 @@ class Tracker:
                 self._sinks.append(sink)
             self._closing = on_failure.pop_all()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of one step. Raises ValueError unless `step` is above the last one."""
+    def log(self, step: int, metrics: Mapping[str, float], media: Media = NO_MEDIA) -> None:
+        """Log one step. Raises ValueError unless `step` is above the last one."""
         if step <= self._last_step:
             raise ValueError(
                 f"step {step} is logged after step {self._last_step}; merge a step's metrics into"
@@ -95,7 +99,7 @@ class Tracker:
         # The files first: they are the record of the run, and the console line is not.
         self._warn_not_finite(step, values)
         for sink in self._sinks:
-            sink.log(step, values)
+            sink.log(step, values, media)
         self._last_step = step
         if self._show is not None:
             self._show(step, values)
@@ -132,141 +136,22 @@ def _open_sinks(
     run_config: Mapping[str, Any],
     resumed_step: int | None,
 ) -> Iterator[Sink]:
-    yield _JsonlSink(directory.metrics)
+    yield JsonlSink(directory)
     if config.tensorboard:
-        yield _TensorBoardSink(directory.tensorboard, resumed_step)
-    if config.wandb_project is not None:
-        yield _WandbSink(config.wandb_project, directory, run_config)
-    if config.mlflow_experiment is not None:
-        yield _MlflowSink(config.mlflow_experiment, directory, run_config)
+        yield TensorBoardSink(directory.tensorboard, resumed_step)
+    for project, service in (
+        (config.wandb_project, WandbSink),
+        (config.mlflow_experiment, MlflowSink),
+        (config.trackio_project, TrackioSink),
+        (config.swanlab_project, SwanlabSink),
+    ):
+        if project is not None:
+            yield service(project, directory, run_config)
+    if config.prometheus_port is not None:
+        # Imported here: its library takes longer than the rest of this module.
+        from nemo_like.run.prometheus import PrometheusSink
 
-
-class _JsonlSink(Sink):
-    """metrics.jsonl: one strict JSON object per step, written before `log` returns."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = AppendedFile(path)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        record: dict[str, Any] = {"step": step, "unix_time_s": round(time.time(), 3)}
-        for name, value in metrics.items():
-            # Strict JSON has no NaN and no infinity.
-            record[name] = value if math.isfinite(value) else None
-        self._file.append_json(record, f"the metrics of step {step}")
-
-    def sync(self) -> None:
-        self._file.sync()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class _TensorBoardSink(Sink):
-    """An event file, written by the calling thread.
-
-    The thread of TensorBoard's own writer prints errors such as a full disk and ends.
-    """
-
-    def __init__(self, directory: Path, resumed_step: int | None) -> None:
-        # Imported here: it takes seconds of CPU time, and commands that only check a config import
-        # this module as well.
-        from tensorboard.compat.proto.event_pb2 import (
-            Event,  # pyright: ignore[reportAttributeAccessIssue]
-            SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
-        )
-        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event = Event
-        self._summary = Summary
-        self._record_writer = RecordWriter
-        with reporting_write_errors(directory):
-            directory.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files of a directory in the order of their names.
-        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
-        self._file = AppendedFile(directory / name)
-        first_step = 0 if resumed_step is None else resumed_step + 1
-        self._write(Event(file_version="brain.Event:2", step=first_step))
-        # TensorBoard ignores the events of earlier files from this step on.
-        self._write(Event(session_log=SessionLog(status=SessionLog.START), step=first_step))
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = [
-            self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()
-        ]
-        self._write(self._event(summary=self._summary(value=values), step=step))
-
-    def sync(self) -> None:
-        self._file.sync()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _write(self, event: Any) -> None:
-        event.wall_time = time.time()
-        record = io.BytesIO()
-        self._record_writer(record).write(event.SerializeToString())
-        self._file.append(record.getvalue(), "TensorBoard's events")
-
-
-class _WandbSink(Sink):
-    """A wandb run. Its id is stored in `logs/wandb_run_id`, so that a resume continues it."""
-
-    def __init__(
-        self, project: str, directory: RunDirectory, run_config: Mapping[str, Any]
-    ) -> None:
-        wandb = importlib.import_module("wandb")
-        self._run = wandb.init(
-            project=project,
-            id=_stored_id(directory.logs / "wandb_run_id", lambda: secrets.token_hex(8)),
-            name=directory.path.name,
-            resume="allow",
-            dir=str(directory.logs),
-            config=dict(run_config),
-        )
-        self._run.define_metric("step")
-        # wandb's own step counter would refuse the steps that a resume repeats.
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **metrics})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class _MlflowSink(Sink):
-    """An mlflow run. Its id is stored in `logs/mlflow_run_id`, so that a resume continues it."""
-
-    def __init__(
-        self, experiment: str, directory: RunDirectory, run_config: Mapping[str, Any]
-    ) -> None:
-        self._mlflow = importlib.import_module("mlflow")
-        self._mlflow.set_experiment(experiment)
-        id_path = directory.logs / "mlflow_run_id"
-        if id_path.exists():
-            self._mlflow.start_run(run_id=id_path.read_text(encoding="utf-8").strip())
-        else:
-            started = self._mlflow.start_run(run_name=directory.path.name)
-            write_text(id_path, started.info.run_id + "\n")
-            self._mlflow.log_params(flatten(run_config))
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._mlflow.end_run()
-
-
-def _stored_id(path: Path, create: Callable[[], str]) -> str:
-    """Return the id that an earlier process stored in `path`, or store and return a new one."""
-    # Stored before it is used: a kill in between must not leave a run of the service without id.
-    with reporting_write_errors(path):
-        if path.exists():
-            return path.read_text(encoding="utf-8").strip()
-        identifier = create()
-        write_text(path, identifier + "\n")
-        return identifier
+        yield PrometheusSink((LOOPBACK, config.prometheus_port), directory.path.name)
 
 
 class RunLog(logging.Handler):

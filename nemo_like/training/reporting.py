@@ -11,7 +11,7 @@ import numpy as np
 
 from nemo_like.config.errors import counted
 from nemo_like.config.parallel import num_policy_workers, policy_layout
-from nemo_like.config.schema import RunConfig
+from nemo_like.config.schema import PolicyConfig, RunConfig
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.data.planning.spec import CostModel
 from nemo_like.data.rows import Rows
@@ -117,6 +117,14 @@ def throughput_metrics(
     }
 
 
+def full_length_metrics(work: StepWork, config: PolicyConfig) -> Metrics:
+    """Return the share of rows with the max length, where longer rows are truncated to it."""
+    if config.oversize_rows != "truncate" or len(work.lengths) == 0:
+        return {}
+    num_full = float((work.lengths >= config.max_total_sequence_length).sum())
+    return {"data/full_length_share": Mean(num_full, float(len(work.lengths)))}
+
+
 def plan_metrics(plan: BatchPlan) -> Metrics:
     """Return the metrics of the step's packing and balance."""
     return {name: Mean(value) for name, value in plan.metrics().items()}
@@ -208,6 +216,26 @@ def step_line(kind: str, step: int, num_steps: int | None, metrics: Mapping[str,
     return "\n".join(lines)
 
 
+def start_line(phases: Mapping[str, float]) -> str:
+    """Return the line about the phases of a start, `timing/start_<phase>_s`."""
+    described = []
+    for name, seconds in phases.items():
+        phase = name.partition("start_")[2].removesuffix("_s")
+        described.append(f"{phase.replace('_', ' ')} {seconds:.1f} s")
+    return f"start: {', '.join(described)}"
+
+
+def step_note(metrics: Mapping[str, float]) -> str:
+    """Return the reward or the loss of a step, and its speed, for the progress bar.
+
+    Example: `reward 0.530, 1,200 tokens/s`.
+    """
+    names = ["reward/mean" if "reward/mean" in metrics else "policy/loss"]
+    names.append("performance/tokens_per_s")
+    forms = dict(_STEP_COLUMNS)
+    return ", ".join(forms[name].format(metrics[name]) for name in names if name in metrics)
+
+
 def _rewards_shown(metrics: Mapping[str, float]) -> str:
     """Return the mean of each reward if there are several: ` (answer 0.500, format 1.000)`."""
     means = []
@@ -264,45 +292,3 @@ def step_warnings(config: RunConfig, num_steps: int) -> Iterator[str]:
                 f" {counted(num_steps, 'optimizer step')}, so {share:.0%} of the averaged weights"
                 f" come from its beginning; set it to {max(decay, 0):.3g} or less"
             )
-
-
-class RolloutWarnings:
-    """Watches the metrics of a run's completions; each warning is given once."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
-        self._warns_of_truncation = True
-        self._warns_of_equal_rewards = config.equal_rewards_advice is not None
-
-    def observe(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:
-        """Yield the warnings that the metrics of `step` give a reason for."""
-        validation_share = metrics.get("validation/generation_truncated_share", 0.0)
-        share = metrics.get("generation/truncated_share", validation_share)
-        if self._warns_of_truncation and share >= 0.5:
-            self._warns_of_truncation = False
-            yield (
-                f"step {step}: {share:.0%} of the completions were cut off at the length limit;"
-                f" raise {self._limits(metrics)}, or check that the model ends its answers with"
-                " an end token of its chat template"
-            )
-        share = metrics.get("reward/frac_groups_zero_std", 0.0)
-        if self._warns_of_equal_rewards and share >= 0.8:
-            self._warns_of_equal_rewards = False
-            zero_share = metrics.get("reward/frac_groups_all_zero", 0.0)
-            yield (
-                f"step {step}: {share:.0%} of the groups have equal rewards, which do not train"
-                f" the policy ({zero_share:.0%} have only rewards of 0);"
-                f" {self._config.equal_rewards_advice}"
-            )
-
-    def _limits(self, metrics: Mapping[str, float]) -> str:
-        """Return the keys that limit the completions, with their values."""
-        policy = self._config.policy
-        max_new_tokens = policy.generation.max_new_tokens
-        key = f"policy.generation.max_new_tokens (now {max_new_tokens})"
-        total = f"policy.max_total_sequence_length (now {policy.max_total_sequence_length})"
-        if self._config.environment.path is not None:
-            return f"{key} or {total}"
-        if metrics.get("generation/completion_length_max", max_new_tokens) < max_new_tokens:
-            return total
-        return key

@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -43,14 +43,18 @@ from nemo_like.run.directory import (
 )
 from nemo_like.run.files import AppendedFile, write_text
 from nemo_like.run.progress import Progress, Sample
+from nemo_like.run.sinks import Media
 from nemo_like.run.tracking import RunLog, Tracker, check_logger, run_log
+from nemo_like.training.health import Health
 from nemo_like.training.model_files import check_frozen_models, frozen_models, open_model_spec
 from nemo_like.training.reporting import (
-    RolloutWarnings,
     StepWork,
     config_warnings,
+    full_length_metrics,
     header_lines,
+    start_line,
     step_line,
+    step_note,
     throughput_metrics,
 )
 from nemo_like.training.rollout_workers import open_collector
@@ -103,11 +107,14 @@ class TrainingRun:
     timers: Timers = field(default_factory=Timers)
     pending_metrics: Metrics = field(default_factory=dict)
     """Metrics of the step that is logged next."""
+    media: Media = field(default_factory=Media)
+    """Samples and distributions of the same step."""
     first: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
     saver: CheckpointSaver = field(init=False)
     selection: Selection = field(init=False)
-    rollout_warnings: RolloutWarnings = field(init=False)
+    health: Health = field(init=False)
+    findings: AppendedFile = field(init=False)
     tracker: Tracker = field(init=False)
     lengths: AppendedFile = field(init=False)
     counters: dict[str, float] = field(default_factory=lambda: {"num_tokens": 0.0, "num_rows": 0.0})
@@ -120,7 +127,7 @@ class TrainingRun:
     def __post_init__(self) -> None:
         self.saver = CheckpointSaver(self.checkpointer, self.workers, self.timers)
         self.selection = Selection(self.config.checkpointing, self.config.early_stopping)
-        self.rollout_warnings = RolloutWarnings(self.config)
+        self.health = Health(self.config.health, self.resolved)
 
     @property
     def policy(self) -> Policy:
@@ -162,17 +169,18 @@ class TrainingRun:
                     self.generator_weights.start_check()
         self.lengths = AppendedFile(self.directory.lengths)
         self.closing.callback(self.lengths.close)
+        self.findings = AppendedFile(self.directory.health)
+        self.closing.callback(self.findings.close)
         # From here on a signal waits for the end of a step, so that the step can be saved.
         self.stop.finish_steps(enabled=True)
         return resumed_step or 0
 
     def _show_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the line of a step, and warn of completions that teach the policy little."""
+        """Print the line of a step, and what the health rules find in it."""
         line = step_line(self.config.kind, step, self.num_steps, metrics)
         is_validated = any(name.startswith("validation/") for name in metrics)
-        self.progress.show_step(line, always=is_validated)
-        for warning in self.rollout_warnings.observe(step, metrics):
-            logger.warning(warning)
+        self.progress.show_step(line, note=step_note(metrics), always=is_validated)
+        self.stop.unhealthy = self.health.report(step, metrics, self.findings)
 
     def _load(self, checkpoint: Checkpoint, loader: BatchLoader) -> int:
         """Restore policy, loader and counters; return the step of the checkpoint."""
@@ -273,7 +281,12 @@ class TrainingRun:
         """Print the first rows of the file, decoded, with their trained tokens highlighted."""
         rows = loader.first_rows(self.config.logger.num_samples_shown)
         samples = [Sample(self.encoder.segments(row)) for row in rows]
+        self.show_training_samples(samples)
+
+    def show_training_samples(self, samples: Sequence[Sample]) -> None:
+        """Print training rows, and log them with the next step."""
         self.progress.show_samples(samples, "training row")
+        self.media.samples["samples/training_rows"] = samples
 
     def next_rows(self, loader: BatchLoader[Value]) -> list[Value]:
         """Return the next batch; `timing/data_wait_s` is the wait for its encoding."""
@@ -290,6 +303,8 @@ class TrainingRun:
         """Log the added metrics, the timings and the throughput of the step that just ended."""
         self.counters["num_tokens"] += float(work.lengths.sum())
         self.counters["num_rows"] += float(len(work.lengths))
+        self.media.add_histogram("histograms/row_length", work.lengths)
+        self.media.add_histogram("histograms/trained_length", work.num_trained)
         device = self.policy.device_info
         throughput = throughput_metrics(
             work,
@@ -299,7 +314,7 @@ class TrainingRun:
             num_workers=self.policy.group.world_size,
             has_frozen_weights=self.config.policy.adapter is not None,
         )
-        self.add_metrics(throughput)
+        self.add_metrics(throughput | full_length_metrics(work, self.config.policy))
         self.add_metrics(self.timers.pop())
         self._report_start()
         self.log_metrics(step)
@@ -311,11 +326,7 @@ class TrainingRun:
             return
         phases["timing/start_first_step_s"] = Sum(time.monotonic() - self.opened_s)
         self.add_metrics(phases)
-        described = []
-        for name, seconds in metric_values(phases).items():
-            phase = name.partition("start_")[2].removesuffix("_s")
-            described.append(f"{phase.replace('_', ' ')} {seconds:.1f} s")
-        self.progress.print_line(f"start: {', '.join(described)}")
+        self.progress.print_line(start_line(metric_values(phases)))
 
     def log_metrics(self, step: int) -> None:
         """Log the added metrics as the one record of `step`."""
@@ -327,7 +338,8 @@ class TrainingRun:
         self.pending_metrics = {}
         # A log that cannot be written stops the run here, and not silently.
         self.log_file.check()
-        self.tracker.log(step, values)
+        self.tracker.log(step, values, self.media)
+        self.media = Media()
         self.last |= values
         self.first = values | self.first
         self.selection.observe(step, values)
@@ -358,6 +370,7 @@ class TrainingRun:
         # so they are on disk first.
         self.tracker.sync()
         self.lengths.sync()
+        self.findings.sync()
         # While steps are skipped the weights may already be useless: older checkpoints are kept.
         prunes = self.num_skipped_in_a_row == 0
         state = TrainingState(
@@ -430,7 +443,7 @@ def open_training_run(
     plain = to_dict(config)
     # The directory keeps the config as the user wrote it, without the resolved steps.
     config = replace(config, policy=resolve_decay_steps(config.policy, num_optimizer_steps))
-    progress = Progress()
+    progress = Progress(verbose=config.logger.verbose)
     with (
         stop_requests(config.cluster.time_limit) as stop,
         open_run_directory(config.output_dir, config.run_name, resume=config.resume) as directory,
@@ -483,6 +496,9 @@ def open_training_run(
             except Exception as error:
                 run.saver.finish_after_error(error)
                 raise
+            finally:
+                for line in run.health.advice():
+                    progress.print_line(line)
 
 
 def check_workers(

@@ -259,7 +259,7 @@ def score_answers(
         rollout = run.finish_rollout(job)
         rollout.check_versions(step, step)
         phase.advance(len(prompts))
-    show_rollout(run, rollout, f"validation sample at step {step}")
+    show_rollout(run, rollout, "validation", f"validation samples at step {step}")
     metrics: Metrics = {}
     first_row = 0
     for each in sets:
@@ -282,11 +282,12 @@ def _set_metrics(
     return named_metrics(prompts.name, metrics)
 
 
-def show_rollout(run: TrainingRun, rollout: Rollout, title: str) -> None:
-    """Print the first `logger.num_samples_shown` rows of a rollout with their rewards."""
+def show_rollout(run: TrainingRun, rollout: Rollout, name: str, title: str) -> None:
+    """Print and log the first `logger.num_samples_shown` rows of a rollout with their rewards."""
     num_shown = min(run.config.logger.num_samples_shown, rollout.batch.size)
-    records = rollout.records(rows=range(num_shown))
-    run.progress.show_samples([record_sample(record) for record in records], title)
+    samples = [record_sample(record) for record in rollout.records(rows=range(num_shown))]
+    run.progress.show_table(samples, title)
+    run.media.samples[f"samples/{name}"] = samples
 
 
 class EpochTask(Protocol):

@@ -1,8 +1,9 @@
-"""Early end of a run, after the current step, by a signal or by its time limit.
+"""Early end of a run, after the current step, by a signal, its time limit or a health rule.
 
-SIGTERM, SIGHUP and `cluster.time_limit` end the run with exit code 75, the first SIGINT with 130. A
-second SIGINT ends the process at once. Before the first step there is nothing to save, and a signal
-ends the run directly. A SIGHUP that was ignored when the run began stays ignored.
+SIGTERM, SIGHUP and `cluster.time_limit` end the run with exit code 75, the first SIGINT with 130, a
+health rule with 3. A second SIGINT ends the process at once. Before the first step there is nothing
+to save, and a signal ends the run directly. A SIGHUP that was ignored when the run began stays
+ignored.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from nemo_like.distributed.ray.session_guard import remove_all_sessions
 EXIT_STOPPED = 75
 """EX_TEMPFAIL of sysexits.h: the same command with resume=true continues the run."""
 EXIT_INTERRUPTED = 130
+EXIT_UNHEALTHY = 3
+"""The same command would fail again: a key must be changed first."""
 
 _exit_now = os._exit
 
@@ -38,21 +41,25 @@ class RunStopped(BaseException):
 
 
 class StopRequests:
-    """Requests to end the run early: the first signal, and the time limit."""
+    """Requests to end the run early: the first signal, the time limit, a health rule."""
 
     def __init__(self, time_limit: str | None) -> None:
         self._limit = time_limit
         self._limit_s = None if time_limit is None else parse_duration(time_limit)
         self._signal: signal.Signals | None = None
         self._finishes_steps = False
+        self.unhealthy: str | None = None
+        """The health rule that ends the run."""
         self.raised: BaseException | None = None
         """The exception that a signal outside a step has raised."""
 
     @property
     def reason(self) -> str | None:
-        """The signal or the time limit that requests the end of the run; None without a request."""
+        """What requests the end of the run; None without a request."""
         if self._signal is not None:
             return self._signal.name
+        if self.unhealthy is not None:
+            return f"health rule {self.unhealthy}"
         if self._limit_s is not None and process_age_s() >= self._limit_s:
             return f"cluster.time_limit {self._limit}"
         return None
@@ -60,6 +67,8 @@ class StopRequests:
     @property
     def exit_code(self) -> int:
         """The exit code of a run that ended for `reason`."""
+        if self._signal is None and self.unhealthy is not None:
+            return EXIT_UNHEALTHY
         return EXIT_INTERRUPTED if self._signal == signal.SIGINT else EXIT_STOPPED
 
     def finish_steps(self, *, enabled: bool) -> None:

@@ -70,3 +70,8 @@ def signal_once(sample: RewardSample) -> float:
     if name is not None:
         os.kill(os.getpid(), signal.Signals[name])
     return digit_share(sample)
+
+
+def always_one(sample: RewardSample) -> float:
+    """The same value for every completion, so that no group has a spread."""
+    return 1.0

@@ -162,8 +162,14 @@ def check_show(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
         text = capsys.readouterr().out
         order = sorted(range(32), key=lambda row: -records[row][name])
         positions = [text.index(f"row {row}, ") for row in order[:4]]
-        assert positions == sorted(positions) and text.count("--- step 2, rollout") == 4
-        assert f"⟦{records[order[0]]['completion']}⟧" in text
+        assert positions == sorted(positions) and text.count("--- step 2, prompt ") == 4
+        assert f"[assistant] ⟦{records[order[0]]['completion']}⟧" in text
+    # Without a step the last one; a prompt is printed once for its completions.
+    assert main(["show", str(run.path), "--rows", "0-7"]) == 0
+    text = capsys.readouterr().out
+    for group, first in ((0, 0), (1, 4)):
+        assert text.count(f"[user] {records[first]['prompt']}\n[assistant] ⟦") == 1
+        assert text.count(f"--- step 2, prompt {group}, completion ") == 4
     assert main(["show", str(run.path), "--step", "2", "--rows", "5", "--tokens"]) == 0
     text = capsys.readouterr().out
     assert "row 5, " in text and "<assistant>⟦" in text, "with special tokens"

@@ -59,7 +59,7 @@ def without_styles(text: str) -> str:
 
 def test_quick_steps_are_left_out_except_the_last_and_those_that_must_be_shown() -> None:
     stream = io.StringIO()
-    progress = Progress(stream, step_interval_s=3600)
+    progress = Progress(stream, interval_s=3600)
     with progress.phase("grpo", 6, unit="steps"):
         for step in range(1, 7):
             progress.show_step(f"step {step}", always=step == 3)
@@ -71,13 +71,22 @@ def test_quick_steps_are_left_out_except_the_last_and_those_that_must_be_shown()
     assert "the step before the error" in stream.getvalue()
 
 
+def test_verbose_shows_every_step() -> None:
+    stream = io.StringIO()
+    progress = Progress(stream, interval_s=3600, verbose=True)
+    with progress.phase("grpo", 3, unit="steps"):
+        for step in range(1, 4):
+            progress.show_step(f"step {step}")
+    assert stream.getvalue().splitlines() == ["step 1", "step 2", "step 3"]
+
+
 def test_slow_steps_are_all_shown_in_a_log_with_the_time_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     stream = io.StringIO()
-    progress = Progress(stream, interval_s=3600)
+    progress = Progress(stream, interval_s=20)
     with progress.phase("grpo", 3, unit="steps") as phase:
         for step in range(1, 4):
             now[0] += 30
@@ -210,14 +219,52 @@ def test_terminal_shows_bars_lines_above_them_and_leaves_only_the_lines() -> Non
             rows.advance(16)
             steps.advance(1)
             time.sleep(0.6)  # two refreshes
-            progress.show_step("step 1  loss 0.5000")
+            progress.show_step("step 1  loss 0.5000", note="loss 0.5000, 1,200 tokens/s")
+            time.sleep(0.6)
         progress.print_line("done")
 
     text = without_styles(on_terminal(show))
     assert re.search(r"grpo +━+.* 1/3 steps, 0:00", text)
+    assert re.search(r"grpo +━+.* 1/3 steps, 0:\d+, 0:\d+ left, loss 0.5000, 1,200 tokens/s", text)
     assert re.search(r"generate +━+.* 16/64 rows, 0:0\d, 0:0\d left", text)
-    assert "step 1  loss 0.5000\r\n" in text
-    assert text.rstrip().endswith("done")
+    # The line of the last step alone, when the bar is gone.
+    assert text.endswith("step 1  loss 0.5000\r\ndone\r\n")
+
+
+@pytest.mark.parametrize("columns", ["80", "40"])
+def test_bars_never_wrap(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+
+    def show(progress: Progress) -> None:
+        with (
+            progress.phase("checking that rows are isolated", 400, unit="checks") as phase,
+            progress.phase("grpo", 3, unit="steps"),
+        ):
+            phase.advance(25)
+            progress.show_step("line", note="reward 0.530, 12,345 tokens/s")
+            time.sleep(0.3)
+
+    lines = re.split(r"[\r\n]+", without_styles(on_terminal(show)))
+    assert any("25/400" in line for line in lines)
+    assert max(map(len, lines)) <= int(columns)
+
+
+def test_a_table_of_samples_shows_text_of_models_as_it_is() -> None:
+    hostile = Sample((("\x1b[2J[red]2+2=", False), ("<script>4[/bold]\x07", True)), reward=0.5)
+    rows = [hostile, SAMPLE, Sample((("long", False), ("a\nb" + "x" * 4997, True)))]
+    stream = io.StringIO()
+    Progress(stream).show_table(rows, "validation samples at step 20")
+    text = stream.getvalue()
+    assert "\x1b" not in text and r"\x1b[2J[red]2+2=" in text and r"<script>4[/bold]\x07" in text
+    assert text.splitlines()[0].rstrip() == "validation samples at step 20"
+    assert re.search(r"2\+2= *│ 4 +│ 1\.000 +│ answer 4", text)
+    assert "a ↵" in text and "(5,000 characters)" in text and len(text) < 9000
+    assert max(map(len, text.splitlines())) <= 80
+    shown = on_terminal(lambda progress: progress.show_table(rows, "samples"))
+    assert "\x1b[2J" not in shown and "\x07" not in shown
+    assert max(map(len, without_styles(shown).splitlines())) <= 80
+    Progress(stream).show_table([], "nothing")
+    assert stream.getvalue() == text
 
 
 def test_a_terminal_without_cursor_movement_gets_plain_lines(

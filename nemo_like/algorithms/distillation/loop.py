@@ -193,7 +193,7 @@ def _sampled_batch(
         rollout = run.finish_rollout(job)
     rollout.check_versions(step, step)
     if step == 0:
-        show_rollout(run, rollout, "rollout sample")
+        show_rollout(run, rollout, "rollout", "rollout samples")
     metrics = rollout_metrics(rollout)
     if not config.needs_rewards:
         # Nothing scored the completions.
@@ -241,4 +241,4 @@ def _show_rows(run: TrainingRun, loader: RowLoader[TaughtRow]) -> None:
     for row in loader.first_rows(run.config.logger.num_samples_shown):
         if isinstance(row.example, EncodedRow):
             samples.append(Sample(run.encoder.segments(row.example)))
-    run.progress.show_samples(samples, "training row")
+    run.show_training_samples(samples)

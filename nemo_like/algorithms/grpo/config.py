@@ -207,19 +207,6 @@ class GrpoRunConfig(RunConfig):
         """Completions of one step."""
         return self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
 
-    @property
-    def equal_rewards_advice(self) -> str | None:
-        """What to do if the rewards of most groups are equal; None if groups are not compared."""
-        if self.grpo.advantage.baseline == "none":
-            return None
-        advice = (
-            "use prompts of other difficulty, or raise grpo.num_generations_per_prompt (now"
-            f" {self.grpo.num_generations_per_prompt})"
-        )
-        if not self.grpo.dynamic_sampling.enabled:
-            advice += ", or set grpo.dynamic_sampling.enabled to true"
-        return advice
-
     def batch_lines(self) -> list[str]:
         """Return the arithmetic from prompts to optimizer steps, one line each."""
         prompts = self.grpo.num_prompts_per_step

@@ -104,7 +104,7 @@ def _train(
                         pipeline.start(step)
                         taken = pipeline.take(step)
                     if step == 0:
-                        show_rollout(run, taken.rollout, "rollout sample")
+                        show_rollout(run, taken.rollout, "rollout", "rollout samples")
                     trained = _update(run, config, pipeline, taken, loss, step)
                 step += 1
                 phase.advance()
@@ -146,6 +146,7 @@ def _update(
         with run.timers("weight_sync"):
             run.sync_weights(step + 1)
     run.add_metrics(taken.metrics())
+    run.media.add_histogram("histograms/reward", taken.rollout.batch["reward"])
     return trained
 
 

@@ -70,7 +70,7 @@ class _Task:
         samples = []
         for pair in self._loader.first_rows(run.config.logger.num_samples_shown):
             samples += pair_samples(run.encoder, pair)
-        run.progress.show_samples(samples, "training row")
+        run.show_training_samples(samples)
 
     def train_step(self, run: TrainingRun, step: int) -> StepWork:
         """Train on the 2N rows of the next pairs."""

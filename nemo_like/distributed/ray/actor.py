@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from nemo_like.console import quiet_libraries
 from nemo_like.distributed import activity
 from nemo_like.distributed.activity import count_oom_kills, machine_id, set_variables
 from nemo_like.distributed.errors import ClusterError
@@ -41,6 +42,7 @@ class WorkerActor:
         # Before the worker's class is imported, and with it the libraries that read them. Not as a
         # runtime environment of Ray, which its logs and its dashboard show: values may be secrets.
         set_variables(environment)
+        quiet_libraries()
         # Before the first import of torch, which reads these once. Ray would set them to the
         # actor's share of the bundle.
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
