@@ -26,7 +26,7 @@ _imported_s = time.monotonic()
 class Activity(NamedTuple):
     """The last note of this process.
 
-    Example: `Activity(17, 1032.5, "train, microbatch 3")`.
+    Example: `Activity(17, 1032.5, "train, microbatch 3", 140213)`.
     """
 
     num_notes: int
@@ -34,16 +34,18 @@ class Activity(NamedTuple):
     time_s: float
     """`time.monotonic()` of the last note."""
     text: str
+    thread_id: int
+    """`threading.get_ident()` of the thread that made it."""
 
 
-_last = Activity(0, time.monotonic(), "started")
+_last = Activity(0, time.monotonic(), "started", threading.get_ident())
 
 
 def note(text: str) -> None:
     """Record progress. Costs well under a microsecond, so it fits into inner loops."""
     global _last
     # One assignment, so that a reader in another thread sees either the old or the new note.
-    _last = Activity(_last.num_notes + 1, time.monotonic(), text)
+    _last = Activity(_last.num_notes + 1, time.monotonic(), text, threading.get_ident())
 
 
 def last() -> Activity:
@@ -51,9 +53,13 @@ def last() -> Activity:
     return _last
 
 
-def main_thread_stack() -> str:
-    """Return the Python stack of the main thread, innermost call last."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+def active_stack() -> str:
+    """Return the Python stack of the thread that made the last note, innermost call last.
+
+    Of the main thread if that thread has ended.
+    """
+    frames = sys._current_frames()
+    frame = frames.get(_last.thread_id, frames.get(threading.main_thread().ident or 0))
     if frame is None:
         return ""
     return "".join(traceback.format_stack(frame))

@@ -52,7 +52,8 @@ class WorkerError(WorkerFailure):
 class WorkerHung(WorkerFailure):
     """A worker reported no progress for too long and was killed.
 
-    `stack` is the stack of its main thread, empty if unknown; `setting` is the key of the deadline.
+    `stack` is the stack of its last active thread, empty if unknown; `setting` is the key of the
+    deadline.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class WorkerHung(WorkerFailure):
             group=group,
             rank=rank,
             method=method,
-            note=f"The stack of its main thread:\n{stack}" if stack else "",
+            note=f"The stack of its last active thread:\n{stack}" if stack else "",
         )
 
 

@@ -161,7 +161,7 @@ class LocalGroup:
             silent_s = time.monotonic() - last.time_s
             if not self._calls or silent_s < timeout_s:
                 continue
-            stack = activity.main_thread_stack()
+            stack = activity.active_stack()
             hung = WorkerHung(
                 group=self.name,
                 rank=0,
@@ -175,7 +175,7 @@ class LocalGroup:
             )
             logger.info("%s\n%s", hung, stack)
             # Not by `print`, whose buffer the hung thread may have locked.
-            os.write(2, f"error: {hung}\nThe stack of its main thread:\n{stack}".encode())
+            os.write(2, f"error: {hung}\nThe stack of its last active thread:\n{stack}".encode())
             # The main thread does not return from its call, so an exception cannot reach it.
             _exit_now(1)
 

@@ -244,12 +244,15 @@ class Generator:
         self._set.offload()
 
     @contextmanager
-    def onloaded(self) -> Iterator[None]:
-        """Keep the weights on the device inside the block, and in host memory after it."""
+    def onloaded(self, *, discards_weights: bool = False) -> Iterator[None]:
+        """Keep the weights on the device inside the block, and in host memory after it.
+
+        With `discards_weights` they may be lost after it, because an update comes next.
+        """
         self._set.onload()
         yield
         # Not after an exception: the run has ended then.
-        self._set.offload()
+        self._set.offload(discards_weights=discards_weights)
 
     @contextmanager
     def offloaded(self) -> Iterator[None]:

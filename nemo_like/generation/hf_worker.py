@@ -174,8 +174,11 @@ class HFGenerationWorker:
             scored.append(np.concatenate([np.zeros(1, np.float32), picked.cpu().numpy()]))
         return Jagged.from_rows(scored, np.float32)
 
-    def offload(self) -> None:
-        """Move the weights to host memory and free the KV cache; does nothing on CPU."""
+    def offload(self, discards_weights: bool = False) -> None:
+        """Move the weights to host memory and free the KV cache; does nothing on CPU.
+
+        Weights are always kept, because new ones are written over them.
+        """
         if self._device.type == "cuda":
             if self.batch is not None:
                 self.batch.free_cache()

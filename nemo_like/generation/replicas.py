@@ -299,9 +299,10 @@ class ReplicaSet:
                 index, group, has_weights=False, busy_s=old.busy_s, num_tokens=old.num_tokens
             )
 
-    def offload(self) -> None:
+    def offload(self, *, discards_weights: bool = False) -> None:
         """Move the weights of every replica to host memory.
 
+        With `discards_weights` all replicas get new ones before `onload`, and need not keep theirs.
         Waits for replicas that are starting, which load their model onto the device. A replica that
         fails while the others are offloaded is started by `onload`.
         """
@@ -312,7 +313,7 @@ class ReplicaSet:
             wait(starting)
             self.finish_restarts()
         self._is_offloaded = True
-        self.call(self.live, GenerationWorkerProtocol.offload)
+        self.call(self.live, GenerationWorkerProtocol.offload, discards_weights)
 
     def onload(self) -> None:
         """Move the weights back to the device, and start the replicas that failed meanwhile."""

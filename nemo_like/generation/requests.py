@@ -1,9 +1,10 @@
 """Requests to a generation worker, sampling options, completions, and the methods of a worker.
 
 A worker is one replica of the generator, on one or several devices. It implements
-`GenerationWorkerProtocol` and runs only while one of its methods is called: the driver submits
-requests, then calls `poll` again and again, and updates the weights between two polls. Weights,
-requests and completions therefore change in the order of the calls, with no thread in the worker.
+`GenerationWorkerProtocol`: the driver submits requests, then calls `poll` again and again, and
+updates the weights between two polls. A worker may also decode between two calls. A method runs
+between two decoding steps, so that weights, requests and completions change in the order of the
+calls.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ class GenerationProgress:
     num_tokens: int
     """Tokens sampled since the last poll, also of unfinished completions."""
     busy_s: float
-    """Seconds that the replica decoded in this poll."""
+    """Seconds of decoding since the last poll."""
 
 
 def check_room(requests: GenerationRequests) -> None:
@@ -237,8 +238,9 @@ class GenerationWorkerProtocol(WeightTarget, Protocol):
     def poll(self, max_seconds: float) -> GenerationProgress:
         """Decode for about `max_seconds`, or until every request is finished.
 
-        At least one decoding step is done if a request is unfinished. Raises FloatingPointError if
-        the model's logits are not finite, RuntimeError inside a weight update.
+        Also returns what finished since the last poll. At least one decoding step is done if a
+        request is unfinished. Raises FloatingPointError if the model's logits are not finite,
+        RuntimeError inside a weight update.
         """
         ...
 
@@ -271,8 +273,12 @@ class GenerationWorkerProtocol(WeightTarget, Protocol):
         """
         ...
 
-    def offload(self) -> None:
-        """Release the memory of the device: weights go to host memory, the KV cache is dropped."""
+    def offload(self, discards_weights: bool = False) -> None:
+        """Release the memory of the device: weights go to host memory, the KV cache is dropped.
+
+        With `discards_weights` a complete weight update follows before `onload`, and the worker
+        need not keep the weights.
+        """
         ...
 
     def onload(self) -> None:

@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -24,6 +24,8 @@ from nemo_like.generation.requests import Completions, FinishReason, SamplingPar
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
     from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 _SEED_BITS = 63
 """vLLM passes seeds to torch as signed 64-bit integers."""
@@ -150,7 +152,7 @@ def start_engine(
     """
     # Read by vLLM when it is imported. A value that the user has set is kept.
     defaults = {
-        # The engine runs in this process, so that `poll` decides when it steps.
+        # The engine runs in this process, so that calls run between two of its steps.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # Otherwise vLLM replaces the handlers of `logging`, and closes the handlers of this run.
@@ -191,12 +193,10 @@ def start_engine(
             enable_prefix_caching=True,
             # Log-probs of the distribution that is sampled from: after temperature and filters.
             logprobs_mode="processed_logprobs",
-            # No token is computed ahead, so that a weight update between two steps is complete.
-            async_scheduling=False,
             # Requests of equal priority run in the order of their arrival.
             scheduling_policy="priority",
             disable_log_stats=True,
-            **_device_options(config, is_cpu=is_cpu),
+            **device_options(config, is_cpu=is_cpu),
             **options,
         )
     except ValueError as error:
@@ -206,6 +206,23 @@ def start_engine(
             "the generator receives LoRA adapters (policy.lora.weight_sync), and vLLM has none for"
             f" this model ({error}): set policy.lora.weight_sync to merged"
         ) from error
+
+
+def drain(engine: LLMEngine, step: Callable[[], None]) -> None:
+    """Complete the steps that are in flight, by calls of `step`, without scheduling a new one.
+
+    With asynchronous scheduling there may be one between two calls of `step`.
+    """
+    from vllm.v1.core.sched.interface import PauseState
+
+    client: Any = engine.engine_core
+    core: EngineCore = client.engine_core
+    if not core.batch_queue:
+        return
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    while core.batch_queue:
+        step()
+    core.resume_scheduler()
 
 
 class ChildProcesses:
@@ -271,9 +288,11 @@ def _end_text(child: BaseProcess) -> str:
     return f"{child.name} of vLLM (pid {child.pid}) ended with exit code {child.exitcode}"
 
 
-def _device_options(config: VLLMGenerationConfig, *, is_cpu: bool) -> dict[str, Any]:
+def device_options(config: VLLMGenerationConfig, *, is_cpu: bool) -> dict[str, Any]:
     """Return the engine options that depend on the device."""
     options: dict[str, Any] = {"distributed_executor_backend": "uni"}
+    # The next step is scheduled while the GPU computes this one; see `drain`. Not on CPU.
+    options["async_scheduling"] = not is_cpu
     if config.tensor_parallel_size > 1:
         options["distributed_executor_backend"] = "mp"
     # Eager mode on CPU: compilation takes minutes there.

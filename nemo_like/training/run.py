@@ -223,9 +223,12 @@ class TrainingRun:
         self.add_metrics(self.generator_weights.update(version))
 
     @contextmanager
-    def generating(self) -> Iterator[None]:
-        """Keep the generator on its devices inside the block, with verified weights."""
-        with self.workers.generator_onloaded():
+    def generating(self, *, updates_next: bool = False) -> Iterator[None]:
+        """Keep the generator on its devices inside the block, with verified weights.
+
+        `updates_next` tells that `sync_weights` is called before the generator is used again.
+        """
+        with self.workers.generator_onloaded(discards_weights=updates_next):
             self.add_metrics(self.generator_weights.verify())
             yield
 

@@ -77,9 +77,11 @@ class RunWorkers:
         """Return a context in which the policy is on its devices."""
         return self.policy.onloaded() if self.offloads else nullcontext()
 
-    def generator_onloaded(self) -> AbstractContextManager[None]:
-        """Return a context in which the generator is on its devices."""
-        return self.rollout.generator.onloaded() if self.offloads else nullcontext()
+    def generator_onloaded(self, *, discards_weights: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which the generator is on its devices; see `Generator.onloaded`."""
+        if not self.offloads:
+            return nullcontext()
+        return self.rollout.generator.onloaded(discards_weights=discards_weights)
 
     @contextmanager
     def reward_models_alone(self) -> Iterator[None]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nemo_like.generation.vllm_extension import VLLMWorkerExtension
+from nemo_like.generation.engine_thread import between_steps
+from nemo_like.generation.requests import GenerationProgress
+from nemo_like.generation.vllm_extension import VLLMWorkerExtension, other_tensors
 from nemo_like.generation.vllm_worker import VLLMGenerationWorker
 from nemo_like.weight_sync.channel import BucketMessage, ChannelSpec
 
@@ -21,6 +25,12 @@ class FaultyExtension(VLLMWorkerExtension):
     def set_fault(self, fault: str) -> None:
         self._fault = fault
 
+    def lose_memory(self) -> None:
+        """Overwrite what sleep level 2 does not keep."""
+        model = self.model_runner.model
+        for tensor in [*model.parameters(), *other_tensors(model, self.device)]:
+            tensor.data.fill_(torch.nan)
+
     def _refresh_packed_embeddings(self) -> None:
         if self._fault != "stale head":
             super()._refresh_packed_embeddings()
@@ -29,6 +39,48 @@ class FaultyExtension(VLLMWorkerExtension):
 class FaultyVLLMWorker(VLLMGenerationWorker):
     extension = "tests.generation.faulty_vllm.FaultyExtension"
     _fault = ""
+    _steps_in_polls = False
+    _is_polled = False
+    sleep_levels: Sequence[int] = ()
+
+    def step_in_polls(self, only: bool) -> None:
+        """Step inside of `poll` only, so that a test knows the number of steps."""
+        self._steps_in_polls = only
+
+    @between_steps
+    def poll(self, max_seconds: float) -> GenerationProgress:
+        self._is_polled = True
+        try:
+            return super().poll(max_seconds)
+        finally:
+            self._is_polled = False
+
+    def advance(self) -> bool:
+        if self._steps_in_polls and not self._is_polled:
+            return False
+        if self._fault == "failing step":
+            self._fault = ""
+            raise ArithmeticError("a step failed")
+        return super().advance()
+
+    def fail_next_step(self) -> None:
+        self._fault = "failing step"
+
+    @between_steps
+    def schedule_ahead(self, ahead: bool) -> None:
+        """Keep a step in flight between two calls, as asynchronous scheduling does on GPUs."""
+        core: Any = self._core()
+        core.batch_queue_size = 1 + ahead
+        core.batch_queue = deque(maxlen=2) if ahead else None
+        core.step_fn = core.step_with_batch_queue if ahead else core.step
+
+    @between_steps
+    def num_in_flight(self) -> int:
+        return len(self._core().batch_queue)
+
+    def _core(self) -> Any:
+        client: Any = self._engine.engine_core
+        return client.engine_core
 
     def update(self, named: Sequence[tuple[str, Tensor]], version: int, fault: str) -> None:
         """Load all weights in small buckets, which end within layers."""
@@ -62,6 +114,20 @@ class FaultyVLLMWorker(VLLMGenerationWorker):
     def allow_sleep(self) -> None:
         """Have `offload` put the engine to sleep, which vLLM does on CPU without freeing memory."""
         self._can_sleep = True
+        sleep = self._llm.sleep
+        levels = self.sleep_levels = []
+
+        def noted(level: int, mode: Any) -> None:
+            levels.append(level)
+            sleep(level=level, mode=mode)
+            if level == 2:
+                self._llm.collective_rpc("lose_memory")
+
+        self._llm.sleep = noted  # pyright: ignore[reportAttributeAccessIssue]
+
+    def levels(self) -> list[int]:
+        """Levels of all sleeps."""
+        return list(self.sleep_levels)
 
     def sleeping(self) -> set[str]:
         """Parts of the engine that vLLM has put to sleep."""

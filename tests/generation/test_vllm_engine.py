@@ -10,8 +10,9 @@ import time
 
 import pytest
 
+from nemo_like.config.rollout import VLLMGenerationConfig
 from nemo_like.generation import vllm_engine
-from nemo_like.generation.vllm_engine import ChildProcesses
+from nemo_like.generation.vllm_engine import ChildProcesses, device_options
 
 LOSE_A_CHILD = """
 import multiprocessing, time
@@ -24,6 +25,12 @@ with children.explaining():
     child.kill()
     raise ConnectionError("closed by the other side")
 """
+
+
+def test_steps_are_scheduled_ahead_on_gpus_only() -> None:
+    config = VLLMGenerationConfig()
+    assert device_options(config, is_cpu=False)["async_scheduling"]
+    assert not device_options(config, is_cpu=True)["async_scheduling"]
 
 
 def test_a_worker_ends_before_an_exception_because_of_a_lost_child() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,14 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     worker.stop()
 
 
+@pytest.fixture
+def stepwise(engine: Engine) -> Iterator[None]:
+    """The engine steps in `poll` only, one step in `poll(0.0)`."""
+    engine.worker.step_in_polls(True)
+    yield
+    engine.worker.step_in_polls(False)
+
+
 def _prompts(num_rows: int, seed: int = 0) -> Jagged:
     rng = np.random.default_rng(seed)
     rows = [rng.integers(3, 320, rng.integers(1, 40)) for _ in range(num_rows)]
@@ -307,6 +316,7 @@ class AdaptedPolicy:
         return float(np.abs(scored.values - expected.values).max())
 
 
+@pytest.mark.usefixtures("stepwise")
 @pytest.mark.parametrize("worker_class", [DTensorPolicyWorker, MegatronPolicyWorker])
 def test_updates_of_adapters_alone_give_the_log_probs_of_the_policy(
     engine: Engine, worker_class: type[PolicyWorker]
@@ -391,6 +401,7 @@ def test_stop_strings_keep_the_token_that_completes_one(engine: Engine) -> None:
     assert num_stopped > 0
 
 
+@pytest.mark.usefixtures("stepwise")
 def test_a_completion_over_two_versions_has_the_log_probs_of_each(engine: Engine) -> None:
     """Long prompts whose prefix is cached: the update must not read it again."""
     sampling = SamplingParams(max_new_tokens=24)
@@ -421,6 +432,7 @@ def test_a_completion_over_two_versions_has_the_log_probs_of_each(engine: Engine
     assert num_mixed > 0
 
 
+@pytest.mark.usefixtures("stepwise")
 def test_aborted_requests_are_gone_and_their_tokens_counted(engine: Engine) -> None:
     prompts = _prompts(5)
     sampling = SamplingParams(max_new_tokens=30, temperature=1.5)
@@ -439,6 +451,7 @@ def test_aborted_requests_are_gone_and_their_tokens_counted(engine: Engine) -> N
     assert sorted(engine.worker.poll(60.0).request_ids.tolist()) == ids.tolist()
 
 
+@pytest.mark.usefixtures("stepwise")
 def test_scores_do_not_wait_for_queued_requests(engine: Engine) -> None:
     """More requests than run at a time, and an update between two of their steps."""
     num_rows = 40
@@ -463,6 +476,7 @@ def test_scores_do_not_wait_for_queued_requests(engine: Engine) -> None:
     assert sum(progress.num_tokens for progress in polls) == len(completions.token_ids.values)
 
 
+@pytest.mark.usefixtures("stepwise")
 def test_a_sleeping_engine_keeps_its_requests(engine: Engine) -> None:
     engine.worker.allow_sleep()
     prompts = _prompts(3, seed=9)
@@ -483,8 +497,98 @@ def test_a_sleeping_engine_keeps_its_requests(engine: Engine) -> None:
     engine.worker.onload()
     assert engine.worker.sleeping() == set()
     assert engine.score_error() < TOLERANCE
+    engine.worker.offload(True)
+    assert engine.worker.levels() == [1, 1, 1 if engine.has_adapters else 2]
+    if not engine.has_adapters:
+        with pytest.raises(RuntimeError, match="the weights were discarded"):
+            engine.worker.onload()
+    engine.change_weights(seed=11)
+    engine.update()
+    engine.worker.onload()
+    assert engine.score_error() < TOLERANCE, "an update restores all that level 2 loses"
     finished.append(engine.worker.poll(60.0))
     assert sorted(np.concatenate([each.request_ids for each in finished]).tolist()) == [0, 1, 2]
+
+
+def test_requests_are_decoded_between_two_polls(engine: Engine) -> None:
+    prompts = _prompts(6, seed=13)
+    sampling = SamplingParams(max_new_tokens=30)
+    ids = np.arange(6, dtype=np.int64)
+    engine.worker.start_rollout()
+    engine.worker.submit(GenerationRequests(ids, prompts, _seeds(6), sampling, MAX_LENGTH))
+    deadline = time.monotonic() + 60
+    while engine.worker.partial_tokens():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    progress = engine.worker.poll(0.0)
+    assert sorted(progress.request_ids.tolist()) == ids.tolist()
+    assert progress.num_tokens == len(progress.completions.token_ids.values)
+    assert progress.busy_s > 0
+    completions = progress.completions.take(np.argsort(progress.request_ids))
+    _check_logprobs(engine, prompts, completions, sampling)
+
+
+def test_an_update_pauses_requests_that_are_decoded_between_calls(engine: Engine) -> None:
+    prompts = _prompts(MAX_ROWS, seed=14)
+    sampling = SamplingParams(max_new_tokens=200, temperature=1.5)
+    ids = np.arange(MAX_ROWS, dtype=np.int64)
+    requests = GenerationRequests(ids, prompts, _seeds(MAX_ROWS), sampling, MAX_LENGTH)
+    engine.worker.submit(requests)
+    for seed in (15, 16):
+        engine.change_weights(seed=seed)
+        engine.update()
+        assert engine.score_error() < TOLERANCE
+    polls = [engine.worker.poll(0.0)]
+    while polls[-1].num_unfinished:
+        polls.append(engine.worker.poll(60.0))
+    assert sorted(np.concatenate([each.request_ids for each in polls]).tolist()) == ids.tolist()
+    last = Completions.concat([each.completions for each in polls]).weight_versions.values
+    assert set(last.tolist()) <= {engine.version - 2, engine.version - 1, engine.version}
+
+
+@pytest.mark.usefixtures("stepwise")
+def test_an_update_and_a_sleep_complete_the_step_in_flight(engine: Engine) -> None:
+    engine.worker.allow_sleep()
+    engine.worker.schedule_ahead(True)
+    prompts = _prompts(4, seed=17)
+    sampling = SamplingParams(max_new_tokens=20)
+    ids = np.arange(4, dtype=np.int64)
+    engine.worker.submit(GenerationRequests(ids, prompts, _seeds(4), sampling, MAX_LENGTH))
+    old = engine.version
+    polls = [engine.worker.poll(0.0)]
+    assert engine.worker.num_in_flight() == 1
+    engine.worker.offload()
+    assert engine.worker.num_in_flight() == 0
+    engine.worker.onload()
+    while engine.worker.num_in_flight() == 0:
+        polls.append(engine.worker.poll(0.0))
+    running = engine.worker.partial_tokens()
+    num_old = sum(len(each.completions.token_ids.values) for each in polls) + len(running)
+    num_old += sum(map(len, running.values()))
+    names = [name for name, _ in engine.model.named_parameters()]
+    engine.worker.begin_update(names)
+    assert engine.worker.num_in_flight() == 0
+    engine.change_weights(seed=17)
+    engine.update()
+    while polls[-1].num_unfinished:
+        polls.append(engine.worker.poll(60.0))
+    completions = Completions.concat([each.completions for each in polls])
+    assert sorted(np.concatenate([each.request_ids for each in polls]).tolist()) == ids.tolist()
+    versions = completions.weight_versions.values
+    assert (versions == old).sum() == num_old, "one token each was in flight"
+    assert engine.score_error() < TOLERANCE
+    engine.worker.schedule_ahead(False)
+
+
+def test_the_exception_of_a_step_between_two_calls_reaches_the_next_call(engine: Engine) -> None:
+    ids = np.arange(2, dtype=np.int64)
+    requests = GenerationRequests(ids, _prompts(2), _seeds(2), SAMPLINGS[0], MAX_LENGTH)
+    engine.worker.fail_next_step()
+    engine.worker.submit(requests)
+    with pytest.raises(ArithmeticError, match="a step failed"):
+        while True:
+            engine.worker.poll(0.0)
+    assert sorted(engine.worker.poll(60.0).request_ids.tolist()) == ids.tolist()
 
 
 def test_a_prompt_without_room_is_refused_before_any_is_added(engine: Engine) -> None:

@@ -8,8 +8,8 @@ from nemo_like.generation.hf_worker import HFGenerationWorker
 class TrackedWorker(HFGenerationWorker):
     is_offloaded = False
 
-    def offload(self) -> None:
-        super().offload()
+    def offload(self, discards_weights: bool = False) -> None:
+        super().offload(discards_weights)
         self.is_offloaded = True
 
     def onload(self) -> None:

@@ -28,7 +28,7 @@ class ResidentWorker:
     def onload(self) -> None:
         self.calls.append("onload")
 
-    def offload(self) -> None:
+    def offload(self, discards_weights: bool = False) -> None:
         self.calls.append("offload")
 
     def recorded(self) -> list[str]:

@@ -182,7 +182,7 @@ def _sampled_batch(
     if step > 0:
         with run.workers.policy_onloaded(), run.timers("weight_sync"):
             run.sync_weights(step)
-    with run.generating(), run.timers("generation"):
+    with run.generating(updates_next=True), run.timers("generation"):
         job = run.rollouts.start(
             prompts,
             group_size=1,

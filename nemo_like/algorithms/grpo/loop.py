@@ -100,7 +100,7 @@ def _train(
                 run.stop_if_requested(step, pipeline.position)
                 with run.timers("step"):
                     pipeline.fetch(step)
-                    with run.generating():
+                    with run.generating(updates_next=True):
                         pipeline.start(step)
                         taken = pipeline.take(step)
                     if step == 0:

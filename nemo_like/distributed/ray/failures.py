@@ -143,7 +143,7 @@ def start_heartbeat(key: str, timeout_s: float) -> None:
             last = activity.last()
             idle_s = time.monotonic() - last.time_s
             # Only when it may be needed: the stack of a busy process is of no use and costs time.
-            stack = activity.main_thread_stack() if idle_s > timeout_s / 2 else ""
+            stack = activity.active_stack() if idle_s > timeout_s / 2 else ""
             record = {"beat": beat, "count": last.num_notes, "text": last.text, "stack": stack}
             with suppress(Exception):  # the head is unreachable; the driver detects that itself
                 internal_kv._internal_kv_put(
