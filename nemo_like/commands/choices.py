@@ -41,6 +41,11 @@ _LEARNING_RATES = {"sft": 1e-5, "distill": 1e-5, "rm": 1e-5, "grpo": 1e-6, "dpo"
 """Of full training of a model of some billion parameters."""
 _SMALL_MODEL = 1_000_000_000
 _LORA_FACTOR = 10
+_ATTEMPTS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"policy.activation_checkpointing": "full"},
+    {"policy.activation_checkpointing": "full", "policy.lora.enabled": True},
+)
 _TRAIN_EFFICIENCY = 0.5
 _SAMPLING_EFFICIENCY = 0.1
 """Achieved share of the FLOP/s of a large matrix product on a CPU, where sampling reads all weights
@@ -255,37 +260,29 @@ def _draft(choices: _Choices, tokens: int, **more: Any) -> RunConfig:
     )
 
 
-def _choose_memory(choices: _Choices, task: Task) -> None:
-    """Choose packing, the token budget, and what makes a large model fit."""
-    machine = task.machine
-    attempts = (
-        {},
-        {"policy.activation_checkpointing": "full"},
-        {"policy.activation_checkpointing": "full", "policy.lora.enabled": True},
-    )
-    for more in attempts:
-        config = _draft(choices, task.spec.max_positions or 0, **more)
-        memory = _memory(config, task)
-        usable = usable_bytes(machine.memory_gib)
-        if config.generates and not machine.num_gpus:
-            spec = task.spec
-            usable -= generation_backend(config.policy).peak_bytes(config.policy, spec, usable)
-        needed = round_up(
-            config.rows_per_example * config.policy.max_total_sequence_length, _MULTIPLE
-        )
-        largest = memory.largest_budget(max(usable, 0.0), _MULTIPLE)
-        if largest >= needed:
-            break
-    else:
+def _choose_memory(
+    choices: _Choices, task: Task, attempts: Sequence[Mapping[str, Any]] = _ATTEMPTS
+) -> None:
+    """Choose packing, the token budget, and the first of `attempts` with which the model fits."""
+    more, *others = attempts
+    config = _draft(choices, task.spec.max_positions or 0, **more)
+    memory = _memory(config, task)
+    usable = _usable_bytes(config, task)
+    needed = round_up(config.rows_per_example * config.policy.max_total_sequence_length, _MULTIPLE)
+    largest = memory.largest_budget(usable, _MULTIPLE)
+    free = f"{task.machine.memory_gib:.1f} GiB of free memory"
+    if largest < needed:
+        if others:
+            _choose_memory(choices, task, others)
+            return
         raise ConfigError(
             f"{task.spec.name} does not fit: with rows of {needed:,} tokens, LoRA and activation"
             f" checkpointing it is predicted to need {memory.peak(needed) / GIB:.1f} GiB, and"
-            f" {max(usable, 0.0) / GIB:.1f} of {machine.memory_gib:.1f} GiB can be used; set"
-            " policy.max_total_sequence_length lower with policy.oversize_rows=truncate, or choose"
-            " a smaller model or more GPUs"
+            f" {usable / GIB:.1f} of {free} can be used; set policy.max_total_sequence_length lower"
+            " with policy.oversize_rows=truncate, or choose a smaller model or more GPUs"
         )
     for key, value in more.items():
-        choices.pick(key, value, "without it the model does not fit")
+        choices.pick(key, value, "the model does not fit without it")
     mode = batching_section(config)
     if mode is None:
         return
@@ -293,17 +290,23 @@ def _choose_memory(choices: _Choices, task: Task) -> None:
     if name == "policy.sequence_packing":
         choices.pick(f"{name}.enabled", True, "no padding between rows")
     rows = config.policy_in_rows.train_global_batch_size
-    mean = float(task.counts.lengths.mean())
-    useful = ceil_div(round(rows * mean), policy_layout(config).dp)
+    useful = ceil_div(round(rows * float(task.counts.lengths.mean())), policy_layout(config).dp)
     useful += config.policy.max_total_sequence_length
-    cap = useful if machine.num_gpus else min(useful, _CPU_TOKENS)
+    cap = useful if task.machine.num_gpus else min(useful, _CPU_TOKENS)
     budget = max(min(largest, cap) // _MULTIPLE * _MULTIPLE, needed)
-    reason = (
-        f"tokens per microbatch: {memory.peak(budget) / GIB:.1f} of"
-        f" {machine.memory_gib:.1f} GiB of free memory"
-    )
+    reason = f"tokens per microbatch, {memory.peak(budget) / GIB:.1f} of {free}"
     budget = choices.pick(f"{name}.train_mb_tokens", budget, reason)
     choices.pick(f"{name}.logprob_mb_tokens", budget, "as in training")
+
+
+def _usable_bytes(config: RunConfig, task: Task) -> float:
+    """Return the memory that training may use."""
+    usable = usable_bytes(task.machine.memory_gib)
+    if config.generates and not task.machine.num_gpus:
+        # On GPUs the generator moves to host memory while the policy trains.
+        backend = generation_backend(config.policy)
+        usable -= backend.peak_bytes(config.policy, task.spec, usable)
+    return max(usable, 0.0)
 
 
 def _memory(config: RunConfig, task: Task) -> MemoryModel:

@@ -282,7 +282,7 @@ def _cpu_flops() -> float:
     seconds = []
     for _ in range(4):
         start = time.perf_counter()
-        matrix @ matrix
+        np.matmul(matrix, matrix)
         seconds.append(time.perf_counter() - start)
     return 2 * size**3 / min(seconds)
 
