@@ -143,14 +143,15 @@ def test_overrides_have_priority_and_later_choices_follow_them():
 
 def test_a_large_model_gets_checkpointing_then_lora_then_an_error():
     def policy(gib: float):
-        return choose(task(model="1b", machine=Machine(memory_gib=gib, num_gpus=1))).config.policy
+        one_gpu = Machine(memory_gib=gib, num_gpus=1)
+        return choose(task(model="1b", lengths=(100, 8000), machine=one_gpu)).config.policy
 
-    full, recomputed, adapted = policy(80), policy(25.7), policy(20)
+    full, recomputed, adapted = policy(80), policy(32), policy(16)
     assert full.activation_checkpointing == "none" and not full.lora.enabled
     assert recomputed.activation_checkpointing == "full" and not recomputed.lora.enabled
     assert adapted.lora.enabled
-    with pytest.raises(ConfigError, match="does not fit: with rows of 256 tokens, LoRA"):
-        policy(4)
+    with pytest.raises(ConfigError, match="does not fit: with rows of 10,048 tokens, LoRA"):
+        policy(6)
 
 
 def rows(path: Path, *values: dict[str, object]) -> str:
