@@ -1,8 +1,6 @@
-"""Writes the reference of `import nemo_like` from signatures and docstrings:
+"""Writes docs/interface.md, the reference of `import nemo_like`, from signatures and docstrings.
 
-    python -m tests.interface_page > docs/interface.md
-
-The source is read as syntax trees; nothing heavy is imported.
+The command is `python -m tests.interface_page > docs/interface.md`. The source is read as syntax trees; nothing heavy is imported.
 """
 
 from __future__ import annotations
@@ -15,9 +13,10 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "nemo_like"
 _HEADER = """# Interface of the library
 
-`import nemo_like` has these names, e.g. `nemo_like.get_packer`. Each is imported from its module when it is used, so the import itself takes
-milliseconds and needs no torch. This page is generated from the source by `python -m tests.interface_page > docs/interface.md`; a test
-compares the two. [In your own loop](library.md) shows how to use the loaders.
+`import nemo_like` has these names, e.g. `nemo_like.get_packer`. Each is imported from its module
+when it is used, so the import itself takes milliseconds and needs no torch. This page is generated
+from the source by `python -m tests.interface_page > docs/interface.md`; a test compares the two.
+[In your own loop](library.md) shows how to use the loaders.
 """
 
 
