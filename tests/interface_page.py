@@ -1,6 +1,7 @@
 """Writes docs/interface.md, the reference of `import nemo_like`, from signatures and docstrings.
 
-The command is `python -m tests.interface_page > docs/interface.md`. The source is read as syntax trees; nothing heavy is imported.
+The command is `python -m tests.interface_page > docs/interface.md`. The source is read as syntax
+trees; nothing heavy is imported.
 """
 
 from __future__ import annotations
