@@ -20,6 +20,17 @@ from typing import Any, NamedTuple
 
 from nemo_like import __version__
 from nemo_like.algorithms.registry import ALGORITHMS
+from nemo_like.commands.arguments import (
+    add_config,
+    add_demo,
+    add_init,
+    add_kind,
+    add_overrides,
+    add_start,
+    add_training,
+    add_validate,
+    training_examples,
+)
 from nemo_like.commands.train import FAILED, WRONG_INPUT, report_failure
 from nemo_like.console import lasting_console, say_error
 
@@ -31,25 +42,6 @@ _EPILOG = """examples:
   nemo-like validate --config sft.yaml
   nemo-like sft --config sft.yaml policy.optimizer.lr=1e-5
 """
-_TRAINING = """examples:
-  nemo-like {kind} --model models/SmolLM2-135M-Instruct --data {data}
-  nemo-like {kind} --model models/SmolLM2-135M-Instruct --data {data} \\
-      {kind}.max_num_steps=20 policy.optimizer.lr=1e-5
-  nemo-like {kind} --config {kind}.yaml
-  nemo-like {kind} --config runs/NAME/config.yaml resume=true   continue a run
-
-see also:
-  nemo-like config {kind}                        every key
-  nemo-like init --kind {kind} --model DIR --data FILE   write the settings to a file
-  nemo-like validate --config FILE             check a config in seconds
-"""
-_TRAINING_DATA = {
-    "sft": "chat.jsonl",
-    "grpo": "problems.jsonl --reward my_rewards.score",
-    "dpo": "pairs.jsonl",
-    "rm": "pairs.jsonl",
-    "distill": "chat.jsonl --teacher DIR",
-}
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -75,62 +67,9 @@ class CommandParser(argparse.ArgumentParser):
             self._is_inner = False
 
 
-def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    text = "keys to set (a.b=1), add (+a.b=1) or put back (~a.b)"
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=text)
-
-
-def _add_config(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    text = "a YAML file; `nemo-like init` writes one"
-    parser.add_argument("--config", required=required, type=Path, metavar="FILE", help=text)
-    _add_overrides(parser)
-
-
-def _add_start(parser: argparse.ArgumentParser) -> None:
-    """Add what can replace a config."""
-    text = "without --config: a model directory, a name on the hub, or a run with its model"
-    parser.add_argument("--model", metavar="DIR", help=text)
-    text = "without --config: the training file, whose format is detected"
-    parser.add_argument("--data", metavar="FILE", help=text)
-    text = "grpo: import path of a reward function; default: compares with the answers of the data"
-    parser.add_argument("--reward", metavar="PACKAGE.FUNCTION", help=text)
-    parser.add_argument("--teacher", metavar="DIR", help="distill: the model to learn from")
-
-
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    _add_config(parser, required=False)
-    _add_start(parser)
-
-
-def _add_validate(parser: argparse.ArgumentParser) -> None:
-    _add_training(parser)
-    _add_kind(parser)
-
-
-def _add_init(parser: argparse.ArgumentParser) -> None:
-    text = "a directory for the example configs; with --model and --data keys to set"
-    parser.add_argument("overrides", nargs="*", metavar="DIR | KEY=VALUE", help=text)
-    _add_start(parser)
-    _add_kind(parser)
-    text = "the config to write; default KIND.yaml"
-    parser.add_argument("--out", type=Path, metavar="FILE", help=text)
-
-
-def _add_demo(parser: argparse.ArgumentParser) -> None:
-    text = "seed of the data, the model and both runs"
-    parser.add_argument("--seed", type=int, default=0, help=text)
-    text = "only build the model and the data in runs/demo"
-    parser.add_argument("--prepare-only", action="store_true", help=text)
-
-
-def _add_kind(parser: argparse.ArgumentParser) -> None:
-    text = "the job of the config; default: detected from its keys"
-    parser.add_argument("--kind", choices=tuple(ALGORITHMS), help=text)
-
-
 def _add_any_config(parser: argparse.ArgumentParser) -> None:
-    _add_config(parser)
-    _add_kind(parser)
+    add_config(parser)
+    add_kind(parser)
 
 
 def _add_topic(topic: str) -> Callable[[argparse.ArgumentParser], None]:
@@ -153,8 +92,8 @@ def _add_reference(parser: argparse.ArgumentParser) -> None:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     text = "a run's YAML; without it the keys are those of SFT of a 7B model on one GPU"
     parser.add_argument("--config", type=Path, metavar="FILE", help=text)
-    _add_start(parser)
-    _add_kind(parser)
+    add_start(parser)
+    add_kind(parser)
     source = parser.add_mutually_exclusive_group()
     text = "row lengths instead of the rows of data.train_path: integers, a CSV or a JSONL file"
     source.add_argument("--lengths", type=Path, metavar="FILE", help=text)
@@ -174,7 +113,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help=text)
     text = "one self-contained page with charts"
     parser.add_argument("--html", type=Path, metavar="FILE", help=text)
-    _add_overrides(parser)
+    add_overrides(parser)
 
 
 def _positive_size(text: str) -> float:
@@ -205,8 +144,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         " policy.model_name=DIR on a GPU, or on the CPU without one"
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help=text)
-    _add_overrides(parser)
-    _add_kind(parser)
+    add_overrides(parser)
+    add_kind(parser)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
@@ -260,7 +199,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:
     _add_step(parser)
-    _add_overrides(parser)
+    add_overrides(parser)
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
@@ -272,7 +211,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ema", action="store_true", help=text)
     text = "write the adapter alone, in the format of PEFT, and not the merged model"
     parser.add_argument("--adapter", action="store_true", help=text)
-    _add_overrides(parser)
+    add_overrides(parser)
     _add_target(parser)
 
 
@@ -309,23 +248,18 @@ class _Command(NamedTuple):
 
 _COMMANDS = {
     **{
-        kind: _Command(
-            each.summary,
-            "train.run",
-            _add_training,
-            _TRAINING.format(kind=kind, data=_TRAINING_DATA[kind]),
-        )
+        kind: _Command(each.summary, "train.run", add_training, training_examples(kind))
         for kind, each in ALGORITHMS.items()
     },
     "demo": _Command(
         "train a tiny model on arithmetic by SFT and GRPO, in minutes on a CPU",
         "nemo_like.demo.__main__.run",
-        _add_demo,
+        add_demo,
     ),
     "validate": _Command(
         "check a config, its data and its batches without starting Ray; takes seconds",
         "validate.run",
-        _add_validate,
+        add_validate,
         """examples:
   nemo-like validate --config sft.yaml
   nemo-like validate --model models/SmolLM2-135M-Instruct --data chat.jsonl
@@ -369,7 +303,7 @@ _COMMANDS = {
     "init": _Command(
         "write a config for a model and a data file, or the example configs into a directory",
         "init.run",
-        _add_init,
+        add_init,
         """examples:
   nemo-like init --model models/SmolLM2-135M-Instruct --data chat.jsonl
   nemo-like init --model models/SmolLM2-135M-Instruct --data problems.jsonl --kind grpo \\
