@@ -10,47 +10,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nemo_like.data.chat import ChatEncoder as ChatEncoder
-    from nemo_like.data.jagged import EncodedRow as EncodedRow
-    from nemo_like.data.jagged import Jagged as Jagged
-    from nemo_like.data.packing.algorithms import PackingAlgorithm as PackingAlgorithm
-    from nemo_like.data.packing.algorithms import SequencePacker as SequencePacker
-    from nemo_like.data.packing.algorithms import get_packer as get_packer
-    from nemo_like.data.packing.metrics import PackingMetrics as PackingMetrics
-    from nemo_like.data.planning.plan import BatchPlan as BatchPlan
-    from nemo_like.data.planning.plan import plan_batch as plan_batch
-    from nemo_like.data.planning.prefixes import SharedPrefixes as SharedPrefixes
-    from nemo_like.data.planning.spec import CostModel as CostModel
-    from nemo_like.data.planning.spec import PlanSpec as PlanSpec
-    from nemo_like.distributed.batched_data_dict import BatchedDataDict as BatchedDataDict
-    from nemo_like.distributed.batched_data_dict import DynamicBatchingArgs as DynamicBatchingArgs
-    from nemo_like.distributed.batched_data_dict import SequencePackingArgs as SequencePackingArgs
-    from nemo_like.distributed.batched_data_dict import SlicedDataDict as SlicedDataDict
-    from nemo_like.losses.importance import importance_weights as importance_weights
-    from nemo_like.losses.likelihood import DistillationLoss as DistillationLoss
-    from nemo_like.losses.likelihood import NllLoss as NllLoss
-    from nemo_like.losses.policy_gradient import (
-        ClippedPolicyGradientLoss as ClippedPolicyGradientLoss,
+    from nemo_like.data.chat import ChatEncoder
+    from nemo_like.data.jagged import EncodedRow, Jagged
+    from nemo_like.data.packing.algorithms import PackingAlgorithm, SequencePacker, get_packer
+    from nemo_like.data.packing.metrics import PackingMetrics
+    from nemo_like.data.planning.plan import BatchPlan, plan_batch
+    from nemo_like.data.planning.prefixes import SharedPrefixes
+    from nemo_like.data.planning.spec import CostModel, PlanSpec
+    from nemo_like.distributed.batched_data_dict import (
+        BatchedDataDict,
+        DynamicBatchingArgs,
+        SequencePackingArgs,
+        SlicedDataDict,
     )
-    from nemo_like.losses.reduce import GlobalCounts as GlobalCounts
-    from nemo_like.losses.reduce import LossInputs as LossInputs
-    from nemo_like.losses.reduce import LossTerms as LossTerms
-    from nemo_like.losses.sequence_packing import (
-        SequencePackingLossWrapper as SequencePackingLossWrapper,
-    )
-    from nemo_like.models.spec import ModelSpec as ModelSpec
-    from nemo_like.torch_data.curriculum import sample_sort as sample_sort
-    from nemo_like.torch_data.datasets import LoadBalancedDataset as LoadBalancedDataset
-    from nemo_like.torch_data.datasets import ShardedIterableDataset as ShardedIterableDataset
-    from nemo_like.torch_data.drop_in import Microbatch as Microbatch
-    from nemo_like.torch_data.drop_in import OnlineBatches as OnlineBatches
-    from nemo_like.torch_data.drop_in import online_batches as online_batches
-    from nemo_like.torch_data.drop_in import stream_spec as stream_spec
-    from nemo_like.torch_data.learning_rate import VariableBatchSizeLR as VariableBatchSizeLR
-    from nemo_like.torch_data.online import OnlineBatchLoader as OnlineBatchLoader
-    from nemo_like.torch_data.online import OnlineStep as OnlineStep
-    from nemo_like.torch_data.packed_batch import pad_packed_input as pad_packed_input
-    from nemo_like.torch_data.packed_collate import PackingCollator as PackingCollator
+    from nemo_like.losses.importance import importance_weights
+    from nemo_like.losses.likelihood import DistillationLoss, NllLoss
+    from nemo_like.losses.policy_gradient import ClippedPolicyGradientLoss
+    from nemo_like.losses.reduce import GlobalCounts, LossInputs, LossTerms
+    from nemo_like.losses.sequence_packing import SequencePackingLossWrapper
+    from nemo_like.models.spec import ModelSpec
+    from nemo_like.torch_data.curriculum import sample_sort
+    from nemo_like.torch_data.datasets import LoadBalancedDataset, ShardedIterableDataset
+    from nemo_like.torch_data.drop_in import Microbatch, OnlineBatches, online_batches, stream_spec
+    from nemo_like.torch_data.learning_rate import VariableBatchSizeLR
+    from nemo_like.torch_data.online import OnlineBatchLoader, OnlineStep
+    from nemo_like.torch_data.packed_batch import pad_packed_input
+    from nemo_like.torch_data.packed_collate import PackingCollator
 
 __version__ = "0.2.0"
 

@@ -224,14 +224,17 @@ def _choose_lengths(choices: _Choices, task: Task) -> None:
     assert counts.num_trained is not None
     limit = task.spec.max_positions or 1 << 20
     longest = int(counts.lengths.max())
-    config = _draft(choices, limit)
+    # Limits that are not chosen yet must not be refused.
+    open_limits = {"policy.oversize_rows": "truncate", "policy.generation.max_new_tokens": 1}
+    config = _draft(choices, limit, **open_limits)
     sampled = len(counts.lengths) // config.rows_per_example
     is_complete = sampled >= task.num_examples
     rows = f"{'all' if is_complete else 'the sampled'} {sampled:,} {config.example}s"
     reason = f"the longest of {rows} has {longest:,} tokens"
     if config.generates:
         prompt = int((counts.lengths - counts.num_trained).max())
-        new_tokens = min(1024 if task.machine.num_gpus else 256, max(limit - prompt - 1, 1))
+        room = (choices.given("policy.max_total_sequence_length") or limit) - prompt
+        new_tokens = max(min(1024 if task.machine.num_gpus else 256, room), 1)
         new_tokens = choices.pick("policy.generation.max_new_tokens", new_tokens, "per completion")
         longest = max(prompt + new_tokens, 0 if task.job.kind == "grpo" else longest)
         reason = f"the longest prompt of {rows} has {prompt:,} tokens"

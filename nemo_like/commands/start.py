@@ -99,7 +99,8 @@ def choose_config(arguments: argparse.Namespace, kind: str | None) -> Chosen:
     overrides = list(arguments.overrides)
     given = with_overrides(Composition(job_schema(kind or "sft")), overrides).tree
     if kind is None:
-        kind = _kind_of_rows(arguments, given)
+        by_option = ("distill" if arguments.teacher else "") or ("grpo" if arguments.reward else "")
+        kind = by_option or _kind_of_file(arguments.data, given)
         say(f"job: {kind}, by {arguments.data}; --kind selects another")
     job = job_schema(kind)
     raise_problems(list(with_overrides(Composition(job), overrides).problems()))
@@ -113,26 +114,24 @@ def choose_config(arguments: argparse.Namespace, kind: str | None) -> Chosen:
     if arguments.owns_process and arguments.command not in ALGORITHMS and not has_own_functions:
         import_transformers_without_torch()
     values = {key: value for key, (value, _) in named.items()}
-    spec = ModelSpec.from_config(
-        load_checked_config(values["policy.model_name"], "policy.model_name"),
-        values["policy.model_name"],
-    )
+    spec = _spec("policy.model_name", values["policy.model_name"])
     draft, data = _draft_data(job, values, overrides)
-    if kind == "grpo" and not (has_own_functions or _has_answers(data)):
-        raise ConfigError(
-            f"{arguments.data} has no answers to compare completions with; give --reward"
-            " package.function, which scores a completion, or add a column answer"
-        )
     if kind == "grpo" and not has_own_functions:
+        if question(data.train[0]).answer is None:
+            raise ConfigError(
+                f"{arguments.data} has no answers to compare completions with; give --reward"
+                " package.function, which scores a completion, or add a column answer"
+            )
         named["reward.functions.answer.path"] = (_ANSWER_REWARD, "the rows have answers")
     progress = Progress(sys.stderr)
-    rows = ALGORITHMS[kind].import_data().first_lengths(draft, data, _NUM_SAMPLED, progress)
+    num_sampled = min(_NUM_SAMPLED, len(data.train))
+    rows = ALGORITHMS[kind].import_data().first_lengths(draft, data, num_sampled, progress)
     teacher = values.get("distill.teacher")
     task = Task(
         job=job,
         named=named,
         spec=spec,
-        teachers=() if teacher is None else (_teacher_spec(teacher),),
+        teachers=() if teacher is None else (_spec("distill.teacher", teacher),),
         counts=rows.counts,
         num_examples=len(data.train),
         machine=this_machine(),
@@ -157,14 +156,6 @@ def _detected_kind(arguments: argparse.Namespace) -> str:
         return kind
 
 
-def _kind_of_rows(arguments: argparse.Namespace, given: dict[str, Any]) -> str:
-    if arguments.teacher is not None:
-        return "distill"
-    if arguments.reward is not None:
-        return "grpo"
-    return _kind_of_file(arguments.data, given)
-
-
 def _kind_of_file(path: str, tree: dict[str, Any]) -> str:
     """Return the job that the first row of a file is for.
 
@@ -185,11 +176,8 @@ def _named_values(
     stem = re.sub(r"[^A-Za-z0-9_-]+", "_", Path(arguments.data).name.partition(".")[0])
     output_dir = Path(given.get("output_dir", "runs"))
     name = f"{job.kind}_{stem.strip('_-') or 'data'}"
-    free = next(
-        each
-        for each in (name if number == 1 else f"{name}_{number}" for number in count(1))
-        if not (output_dir / each).exists()
-    )
+    names = (name if number == 1 else f"{name}_{number}" for number in count(1))
+    free = next(each for each in names if not (output_dir / each).exists())
     named = {
         "run_name": (free, f"directory {output_dir / free}"),
         "policy.model_name": (model_of(arguments.model), "--model"),
@@ -219,8 +207,8 @@ def model_of(name: str) -> str:
     return str(path / "hf")
 
 
-def _teacher_spec(name: str) -> ModelSpec:
-    return ModelSpec.from_config(load_checked_config(name, "distill.teacher"), name)
+def _spec(key: str, name: str) -> ModelSpec:
+    return ModelSpec.from_config(load_checked_config(name, key), name)
 
 
 def _draft_data(
@@ -236,10 +224,6 @@ def _draft_data(
     schema, _ = ALGORITHMS[job.kind].import_data().row_schemas(draft)
     train = load_training(draft, schema, Progress(sys.stderr))
     return draft, RunData(open_encoder(draft, None), train)
-
-
-def _has_answers(data: RunData) -> bool:
-    return question(data.train[0]).answer is not None
 
 
 def this_machine() -> Machine:
@@ -267,12 +251,9 @@ def _gpu_memory_gib() -> list[float]:
     query = ["nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
     done = subprocess.run(query, capture_output=True, text=True, check=False)
     rows = [line.split(", ") for line in done.stdout.splitlines() if line.count(", ") == 2]
-    return [float(free) / 1024 for index, uuid, free in rows if _is_visible(index, uuid)]
-
-
-def _is_visible(index: str, uuid: str) -> bool:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible is None or not {index, uuid}.isdisjoint(visible.split(","))
+    chosen = None if visible is None else set(visible.split(","))
+    return [float(free) / 1024 for *names, free in rows if chosen is None or chosen & set(names)]
 
 
 def _cpu_flops() -> float:

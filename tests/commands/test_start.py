@@ -137,6 +137,13 @@ def test_overrides_have_priority_and_later_choices_follow_them():
     assert not dynamic.sequence_packing.enabled and dynamic.dynamic_batching.train_mb_tokens >= 256
     grpo = choose(task("grpo", overrides=("grpo.num_prompts_per_step=3",))).config
     assert grpo.policy.train_global_batch_size == 12
+    limited = (
+        "policy.max_total_sequence_length=128",
+        "policy.sequence_packing.train_mb_tokens=512",
+    )
+    short = choose(task("grpo", overrides=limited, lengths=(20, 60))).config.policy
+    assert short.generation.max_new_tokens == 128 - 59
+    assert short.sequence_packing.train_mb_tokens == 512
     with pytest.raises(ConfigError, match=r"policy\.optimizer\.lr"):
         choose(task(overrides=("policy.optimizer.lr=-1",)))
 
