@@ -35,7 +35,7 @@ _CPU_TOKENS = 2048
 _CPU_MINUTES = 10
 """Length of a run on a CPU, if nothing else is set."""
 _MIN_STEPS = 10
-"""Steps of an epoch below which the batches are made smaller."""
+"""Steps of an epoch below which batches are made smaller; steps that a run on a CPU has at least."""
 _MANY_STEPS = 1000
 _LEARNING_RATES = {"sft": 1e-5, "distill": 1e-5, "rm": 1e-5, "grpo": 1e-6, "dpo": 5e-7}
 """Of full training of a model of some billion parameters."""
@@ -348,8 +348,9 @@ def _choose_steps(choices: _Choices, task: Task, rows: int) -> tuple[int, float 
     key = f"{kind}.max_num_steps"
     given = choices.given(key)
     if given is None and seconds is not None and num_steps * seconds > 60 * _CPU_MINUTES:
-        reason = f"of {num_steps:,}, for about {_CPU_MINUTES} minutes on this CPU"
-        num_steps = choices.pick(key, max(int(60 * _CPU_MINUTES / seconds), 1), reason)
+        fitting = max(int(60 * _CPU_MINUTES / seconds), _MIN_STEPS)
+        reason = f"of {num_steps:,}: {_CPU_MINUTES} minutes, or {_MIN_STEPS} steps, on a CPU"
+        num_steps = choices.pick(key, min(fitting, num_steps), reason)
     elif kind == "grpo":
         num_steps = choices.pick(key, num_steps, f"{counted(per_epoch, 'step')} per epoch")
     elif given is not None:

@@ -287,6 +287,8 @@ def _yaml_lines(section: dict[str, Any], prefix: str, reasons: dict[str, str]) -
         if isinstance(value, dict):
             lines += [f"{indent}{name}:", *_yaml_lines(value, f"{prefix}{name}.", reasons)]
             continue
-        text = yaml.dump({name: value}, Dumper=YamlDumper, width=10_000, default_flow_style=None)
-        lines.append(f"{indent}{text.strip()}  # {reasons[prefix + name]}")
+        text = yaml.dump(value, Dumper=YamlDumper, width=10_000, default_flow_style=True)
+        # A scalar alone is followed by the end of the document.
+        text = text.removesuffix("...\n").strip()
+        lines.append(f"{indent}{name}: {text}  # {reasons[prefix + name]}")
     return lines

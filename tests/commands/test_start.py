@@ -112,10 +112,11 @@ def test_the_device_decides_precision_and_backend():
 
 
 def test_a_run_on_a_cpu_is_limited_to_minutes_and_a_given_length_is_kept():
-    slow = replace(LAPTOP, flops=1e10)
+    slow = replace(LAPTOP, flops=5e10)
     chosen = choose(task(machine=slow))
-    assert chosen.seconds is not None and chosen.seconds <= 600
-    assert 1 <= chosen.num_steps < 57
+    assert chosen.seconds is not None and 500 < chosen.seconds <= 600
+    assert 10 < chosen.num_steps < 57
+    assert choose(task(machine=replace(LAPTOP, flops=1e9))).num_steps == 10
     assert "minutes on this CPU" in "\n".join(chosen.lines())
     fast = choose(task(machine=replace(LAPTOP, flops=1e13)))
     assert fast.num_steps == 57
@@ -191,7 +192,7 @@ def test_init_writes_a_config_with_reasons_that_validates(started, capsys, kind:
     assert config.seed == 7 and config.run_name == f"{kind}_{data}"
     assert yaml.safe_load(text)["data"]["train_path"] == f"{data}.jsonl"
     leaves = [line for line in text.splitlines() if not line.rstrip().endswith(":")]
-    assert all("# " in line for line in leaves)
+    assert all("  # " in line for line in leaves[1:]) and "{" not in text
     assert "next: nemo-like validate --config new.yaml" in capsys.readouterr().out
     assert main(["validate", "--config", "new.yaml"]) == 0
     assert main(["init", *arguments, "--out", "new.yaml"]) == 2
