@@ -35,7 +35,7 @@ _CPU_TOKENS = 2048
 _CPU_MINUTES = 10
 """Length of a run on a CPU, if nothing else is set."""
 _MIN_STEPS = 10
-"""Steps of an epoch below which batches are made smaller; steps that a run on a CPU has at least."""
+"""Steps of an epoch below which batches are made smaller; least number of steps on a CPU."""
 _MANY_STEPS = 1000
 _LEARNING_RATES = {"sft": 1e-5, "distill": 1e-5, "rm": 1e-5, "grpo": 1e-6, "dpo": 5e-7}
 """Of full training of a model of some billion parameters."""
