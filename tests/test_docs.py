@@ -184,6 +184,9 @@ def is_defined(body: list[ast.stmt], names: list[str]) -> bool:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(isinstance(target, ast.Name) and target.id == first for target in targets):
                 return not rest
+        if isinstance(node, ast.If) and is_defined(node.body, names):
+            # The imports for type checkers name what a module has.
+            return True
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if (alias.asname or alias.name) == first:
@@ -195,6 +198,7 @@ def test_names_are_resolved_through_classes_and_imports() -> None:
     assert resolves("nemo_like.data.planning.plan.BatchPlan.metrics")
     assert resolves("nemo_like.data.planning")
     assert resolves("nemo_like.losses.NllLoss.normalization")
+    assert resolves("nemo_like.BatchPlan.metrics") and not resolves("nemo_like.BatchPlan.nothing")
     assert not resolves("nemo_like.data.planning.plan.BatchPlan.nothing")
     assert not resolves("nemo_like.nowhere")
 
