@@ -228,7 +228,7 @@ def _add_migrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="OLD", help=text)
     text = "the new YAML file; default: the standard output"
     parser.add_argument("--out", type=Path, metavar="NEW", help=text)
-    _add_kind(parser)
+    add_kind(parser)
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
