@@ -20,13 +20,27 @@ from typing import Any, NamedTuple
 
 from nemo_like import __version__
 from nemo_like.algorithms.registry import ALGORITHMS
+from nemo_like.commands.arguments import (
+    add_config,
+    add_demo,
+    add_init,
+    add_kind,
+    add_overrides,
+    add_start,
+    add_training,
+    add_validate,
+    training_examples,
+)
 from nemo_like.commands.train import FAILED, WRONG_INPUT, report_failure
 from nemo_like.console import lasting_console, quiet_libraries, say_error
 
 _EPILOG = """examples:
-  nemo-like validate --config examples/configs/demo_grpo.yaml
-  nemo-like sft --config examples/configs/demo_sft.yaml policy.optimizer.lr=1e-3
-  nemo-like grpo --config examples/configs/demo_grpo.yaml policy.optimizer.lr=1e-6
+  nemo-like demo
+  nemo-like sft --model HuggingFaceTB/SmolLM2-135M-Instruct --data chat.jsonl
+  nemo-like chat --model runs/sft_chat
+  nemo-like init --model models/SmolLM2-135M-Instruct --data chat.jsonl --out sft.yaml
+  nemo-like validate --config sft.yaml
+  nemo-like sft --config sft.yaml policy.optimizer.lr=1e-5
 """
 
 
@@ -53,25 +67,9 @@ class CommandParser(argparse.ArgumentParser):
             self._is_inner = False
 
 
-def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    text = "keys to set (a.b=1), add (+a.b=1) or put back (~a.b)"
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=text)
-
-
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    text = "a YAML file; `nemo-like init DIR` writes examples"
-    parser.add_argument("--config", required=True, type=Path, metavar="FILE", help=text)
-    _add_overrides(parser)
-
-
-def _add_kind(parser: argparse.ArgumentParser) -> None:
-    text = "the job of the config; default: detected from its keys"
-    parser.add_argument("--kind", choices=tuple(ALGORITHMS), help=text)
-
-
 def _add_any_config(parser: argparse.ArgumentParser) -> None:
-    _add_config(parser)
-    _add_kind(parser)
+    add_config(parser)
+    add_kind(parser)
 
 
 def _add_topic(topic: str) -> Callable[[argparse.ArgumentParser], None]:
@@ -94,6 +92,8 @@ def _add_reference(parser: argparse.ArgumentParser) -> None:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     text = "a run's YAML; without it the keys are those of SFT of a 7B model on one GPU"
     parser.add_argument("--config", type=Path, metavar="FILE", help=text)
+    add_start(parser)
+    add_kind(parser)
     source = parser.add_mutually_exclusive_group()
     text = "row lengths instead of the rows of data.train_path: integers, a CSV or a JSONL file"
     source.add_argument("--lengths", type=Path, metavar="FILE", help=text)
@@ -113,7 +113,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help=text)
     text = "one self-contained page with charts"
     parser.add_argument("--html", type=Path, metavar="FILE", help=text)
-    _add_overrides(parser)
+    add_overrides(parser)
 
 
 def _positive_size(text: str) -> float:
@@ -137,13 +137,15 @@ def _positive_integer(text: str) -> int:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     """Add the config of a command that samples answers."""
+    text = "a model directory or name, or the directory of a run, as with --config"
+    parser.add_argument("--model", metavar="DIR", help=text)
     text = (
         "a config, or the directory of a run, whose exported model is used; default: one for"
         " policy.model_name=DIR on a GPU, or on the CPU without one"
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help=text)
-    _add_overrides(parser)
-    _add_kind(parser)
+    add_overrides(parser)
+    add_kind(parser)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
@@ -197,7 +199,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:
     _add_step(parser)
-    _add_overrides(parser)
+    add_overrides(parser)
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
@@ -209,7 +211,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ema", action="store_true", help=text)
     text = "write the adapter alone, in the format of PEFT, and not the merged model"
     parser.add_argument("--adapter", action="store_true", help=text)
-    _add_overrides(parser)
+    add_overrides(parser)
     _add_target(parser)
 
 
@@ -226,15 +228,11 @@ def _add_migrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="OLD", help=text)
     text = "the new YAML file; default: the standard output"
     parser.add_argument("--out", type=Path, metavar="NEW", help=text)
-    _add_kind(parser)
+    add_kind(parser)
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR")
-
-
-def _add_directory(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", type=Path, metavar="DIR")
 
 
 class _Command(NamedTuple):
@@ -242,18 +240,30 @@ class _Command(NamedTuple):
 
     summary: str
     function: str
-    """Module and function in `nemo_like.commands`; it gets the arguments and returns the exit
-    code, and raises ConfigError for wrong input."""
+    """Module in `nemo_like.commands`, or its full name, and function; it gets the arguments and
+    returns the exit code, and raises ConfigError for wrong input."""
     add_arguments: Callable[[argparse.ArgumentParser], None]
     examples: str = ""
 
 
 _COMMANDS = {
-    **{kind: _Command(each.summary, "train.run", _add_config) for kind, each in ALGORITHMS.items()},
+    **{
+        kind: _Command(each.summary, "train.run", add_training, training_examples(kind))
+        for kind, each in ALGORITHMS.items()
+    },
+    "demo": _Command(
+        "train a tiny model on arithmetic by SFT and GRPO, in minutes on a CPU",
+        "nemo_like.demo.__main__.run",
+        add_demo,
+    ),
     "validate": _Command(
         "check a config, its data and its batches without starting Ray; takes seconds",
         "validate.run",
-        _add_any_config,
+        add_validate,
+        """examples:
+  nemo-like validate --config sft.yaml
+  nemo-like validate --model models/SmolLM2-135M-Instruct --data chat.jsonl
+""",
     ),
     "check": _Command(
         "`check parity` compares engine and parallel layout with plain transformers, on a tiny copy"
@@ -274,6 +284,7 @@ _COMMANDS = {
   nemo-like plan --config demo_grpo.yaml policy.sequence_packing.train_mb_tokens=4096
   nemo-like plan --lengths lengths.txt --memory-gb 80 policy.model_name=7b cluster.gpus_per_node=8
   nemo-like plan --lengths conv.csv --column ContextTokens,GeneratedTokens --html plan.html
+  nemo-like plan --model models/SmolLM2-135M-Instruct --data chat.jsonl
   nemo-like plan data.train_path=train.jsonl policy.tokenizer_name=models/SmolLM2-135M-Instruct
   nemo-like plan --metrics runs/demo_grpo/metrics.jsonl
 """,
@@ -290,7 +301,15 @@ _COMMANDS = {
 """,
     ),
     "init": _Command(
-        "write the example configs into a directory", "config.write_examples", _add_directory
+        "write a config for a model and a data file, or the example configs into a directory",
+        "init.run",
+        add_init,
+        """examples:
+  nemo-like init --model models/SmolLM2-135M-Instruct --data chat.jsonl
+  nemo-like init --model models/SmolLM2-135M-Instruct --data problems.jsonl --kind grpo \\
+      --out math.yaml grpo.max_num_steps=50
+  nemo-like init configs
+""",
     ),
     "migrate": _Command(
         "write a config from one of NeMo RL, verl, TRL, axolotl, LLaMA-Factory, OpenRLHF or"
@@ -329,7 +348,7 @@ _COMMANDS = {
         "answers.generate",
         _add_generate,
         """examples:
-  nemo-like generate policy.model_name=runs/demo_sft/hf \\
+  nemo-like generate --model runs/demo_sft \\
       data.validation_path=runs/demo/validation.jsonl data.max_validation_rows=5
   nemo-like generate --config runs/demo_sft --out answers.jsonl --num-samples 4
   nemo-like generate --config runs/demo_sft --out answers.jsonl --num-samples 4 --resume
@@ -344,8 +363,8 @@ _COMMANDS = {
   /exit           end
 
 examples:
-  nemo-like chat policy.model_name=runs/demo_sft/hf
-  echo '12+7=?' | nemo-like chat --config runs/demo_sft policy.generation.temperature=0
+  nemo-like chat --model runs/demo_sft
+  echo '12+7=?' | nemo-like chat --model runs/demo_sft policy.generation.temperature=0
 """,
     ),
     "eval": _Command(
@@ -421,9 +440,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FileNotFoundError:
         say_error("error: the working directory was removed; change to another one with cd")
         return WRONG_INPUT
-    module, _, function = _COMMANDS[arguments.command].function.partition(".")
+    module, _, function = _COMMANDS[arguments.command].function.rpartition(".")
+    # The demo uses the commands, and is not one of them.
+    name = module if "." in module else f"nemo_like.commands.{module}"
     try:
-        code = getattr(import_module(f"nemo_like.commands.{module}"), function)(arguments)
+        code = getattr(import_module(name), function)(arguments)
         # Output that is still in the buffer must fail here and not while the interpreter exits.
         sys.stdout.flush()
         return code

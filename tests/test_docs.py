@@ -22,6 +22,7 @@ import yaml
 from nemo_like.algorithms.registry import RUN_CONFIGS
 from nemo_like.cli import build_parser
 from nemo_like.config.keys import field_types, is_section, type_at, without_none
+from tests.interface_page import interface_page
 from tests.test_layers import LEVELS
 
 ROOT = Path(__file__).parents[1]
@@ -128,6 +129,10 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(listed) == [path.name for path in PAGES if path.parent == DOCS]
 
 
+def test_the_reference_of_the_interface_is_generated() -> None:
+    assert (DOCS / "interface.md").read_text(encoding="utf-8") == interface_page()
+
+
 def test_the_site_loads_nothing_from_a_network() -> None:
     settings = yaml.safe_load(read("mkdocs.yml"))
     # The theme loads its fonts from a network without this switch.
@@ -179,6 +184,9 @@ def is_defined(body: list[ast.stmt], names: list[str]) -> bool:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(isinstance(target, ast.Name) and target.id == first for target in targets):
                 return not rest
+        if isinstance(node, ast.If) and is_defined(node.body, names):
+            # The imports for type checkers name what a module has.
+            return True
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if (alias.asname or alias.name) == first:
@@ -190,6 +198,7 @@ def test_names_are_resolved_through_classes_and_imports() -> None:
     assert resolves("nemo_like.data.planning.plan.BatchPlan.metrics")
     assert resolves("nemo_like.data.planning")
     assert resolves("nemo_like.losses.NllLoss.normalization")
+    assert resolves("nemo_like.BatchPlan.metrics") and not resolves("nemo_like.BatchPlan.nothing")
     assert not resolves("nemo_like.data.planning.plan.BatchPlan.nothing")
     assert not resolves("nemo_like.nowhere")
 

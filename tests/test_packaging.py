@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -19,6 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import nemo_like
+from nemo_like.cli import build_parser
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -181,6 +184,39 @@ def test_the_container_copies_only_what_exists_and_installs_by_make_setup() -> N
     for line in re.findall(r"^COPY (?:--\S+ )*(.*)$", dockerfile, flags=re.MULTILINE):
         for source in line.split()[:-1]:
             assert (ROOT / source).exists(), f"the Dockerfile copies {source}, which is not there"
+
+
+def test_the_commands_of_the_container_exist() -> None:
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    lines = dockerfile.replace("\\\n", " ").splitlines()
+    runs = [line.removeprefix("RUN ") for line in lines if line.startswith("RUN ")]
+    programs = {part.split()[0] for run in runs for part in run.split("&&")}
+    assert {"apt-get", "useradd", "make"} <= programs
+    missing = {
+        name for name in programs if shutil.which(name, path="/usr/sbin:/usr/bin:/bin") is None
+    }
+    assert missing == set()
+    (command,) = re.findall(r"^CMD (.*)$", dockerfile, flags=re.MULTILINE)
+    program, *arguments = json.loads(command)
+    assert program in PROJECT["scripts"]
+    with pytest.raises(SystemExit, match="0"):
+        build_parser().parse_args(arguments)
+
+
+def test_a_wheel_can_be_built_from_the_sdist_and_has_the_example_configs() -> None:
+    targets = PYPROJECT["tool"]["hatch"]["build"]["targets"]
+    included = targets["sdist"]["include"]
+    for source, target in targets["wheel"]["force-include"].items():
+        assert Path(source).parts[0] in included and (ROOT / source).is_dir()
+        assert ROOT / target == ROOT / "nemo_like" / "example_configs"
+    for path in included:
+        assert (ROOT / path).exists()
+
+
+def test_every_extra_is_documented() -> None:
+    page = (ROOT / "docs" / "installation.md").read_text(encoding="utf-8")
+    assert [each for each in PROJECT["optional-dependencies"] if f"`{each}`" not in page] == []
+    assert f"nemo_like-{nemo_like.__version__}-py3-none-any.whl" in page
 
 
 def test_license_is_apache_2_and_the_changelog_has_this_version() -> None:

@@ -24,6 +24,7 @@ import torch
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.registry import load_any_config
 from nemo_like.algorithms.sft.config import SftRunConfig
+from nemo_like.commands.start import model_of
 from nemo_like.config.build import to_dict
 from nemo_like.config.errors import ConfigError, counted, shown_path
 from nemo_like.config.paths import resolve_paths
@@ -121,6 +122,13 @@ def answer_config(arguments: argparse.Namespace) -> AnswerRunConfig:
     """
     source: Path | None = arguments.config
     overrides = list(arguments.overrides)
+    if arguments.model is not None:
+        if source is not None:
+            raise ConfigError("--config and --model exclude each other; give one of them")
+        if model_of(arguments.model) == arguments.model:
+            overrides.append(f"policy.model_name={arguments.model}")
+        else:
+            source = Path(arguments.model)
     if source is None:
         device = _WITH_GPU if torch.cuda.is_available() else ()
         # `grpo.val_*` are keys of the evaluation; only GRPO refuses to sample greedily.
@@ -129,12 +137,8 @@ def answer_config(arguments: argparse.Namespace) -> AnswerRunConfig:
     elif source.is_dir():
         base = load_any_config(source / "config.yaml", overrides, arguments.kind)
         if not any(text.lstrip("+").startswith("policy.model_name=") for text in overrides):
-            if not (source / "hf" / "config.json").is_file():
-                raise ConfigError(
-                    f"{shown_path(source)} has no exported model in hf/; write one with `nemo-like"
-                    f" export {source} --out DIR` and set policy.model_name=DIR"
-                )
-            base = replace(base, policy=replace(base.policy, model_name=str(source / "hf")))
+            model_name = model_of(str(source))
+            base = replace(base, policy=replace(base.policy, model_name=model_name))
     else:
         base = load_any_config(source, overrides, arguments.kind)
     config = _without_training(base)

@@ -1,6 +1,4 @@
-"""`nemo-like config` prints the keys of a config as text or Markdown; `nemo-like init` writes the
-example configs into a directory.
-"""
+"""`nemo-like config`: prints the keys of a config as text or Markdown."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import argparse
 import shutil
 import textwrap
 from dataclasses import replace
-from pathlib import Path
 
 from nemo_like.algorithms.registry import RUN_CONFIGS, job_schema
 from nemo_like.config.errors import ConfigError
@@ -23,10 +20,6 @@ from nemo_like.config.keys import (
 from nemo_like.console import say
 
 MAX_WIDTH = 100
-_PACKAGE = Path(__file__).parents[1]
-_EXAMPLES = (_PACKAGE / "example_configs", _PACKAGE.parent / "examples" / "configs")
-"""The example configs in an installed wheel (`force-include` of pyproject.toml), and in a checkout
-of the repository."""
 _MARKDOWN_HEADER = """# Configuration reference
 
 Every key of a config for {commands}. This file is generated from `nemo_like/config/schema.py`
@@ -43,47 +36,6 @@ def print_keys(arguments: argparse.Namespace) -> int:
     """Print the reference; return the exit code. Raises ConfigError for an unknown key."""
     say(reference_text(arguments.kind, arguments.key, markdown=arguments.markdown))
     return 0
-
-
-def write_examples(arguments: argparse.Namespace) -> int:
-    """Copy every example config into a directory, which is created; return the exit code.
-
-    Raises ConfigError, and writes nothing, if a file of one of these names exists. Raises it as
-    well if a file cannot be written.
-    """
-    directory = arguments.directory
-    examples = example_configs()
-    targets = [directory / example.name for example in examples]
-    # A broken link does not exist, and writing to it would create a file elsewhere.
-    existing = [target for target in targets if target.exists() or target.is_symlink()]
-    if existing:
-        others = f" and {len(existing) - 1} more" if len(existing) > 1 else ""
-        raise ConfigError(
-            f"{existing[0]}{others} exists already; nothing was written: choose another directory,"
-            " or move the existing files"
-        )
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for example, target in zip(examples, targets, strict=True):
-            shutil.copyfile(example, target)
-    except OSError as error:
-        raise ConfigError(
-            f"the example configs cannot be written to {directory}: {error.strerror}"
-        ) from error
-    say(f"wrote {len(targets)} example configs to {directory}")
-    return 0
-
-
-def example_configs() -> list[Path]:
-    """Return the example YAML files of this installation, sorted by name."""
-    for folder in _EXAMPLES:
-        files = sorted(folder.glob("*.yaml"))
-        if files:
-            return files
-    raise ConfigError(
-        "this installation of nemo_like has no example configs; install it from a wheel or run it"
-        " in a checkout of the repository"
-    )
 
 
 def reference_text(kind: str, key: str, *, markdown: bool) -> str:

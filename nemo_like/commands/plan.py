@@ -8,7 +8,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from nemo_like.algorithms.registry import ALGORITHMS, load_any_config
+from nemo_like.algorithms.registry import ALGORITHMS
+from nemo_like.commands.start import open_config
 from nemo_like.config.batching import StreamableDataConfig
 from nemo_like.config.errors import ConfigError, raise_problems
 from nemo_like.config.parallel import located_problems, policy_layout
@@ -69,8 +70,9 @@ def plan_request(arguments: argparse.Namespace) -> PlanRequest:
     """Return the request that the arguments describe. Raises ConfigError for wrong input."""
     _check_sources(arguments)
     past = None if arguments.metrics is None else read_run(arguments.metrics)
-    path = arguments.config or (past and past.config) or _DEFAULTS
-    config = load_any_config(path, arguments.overrides)
+    if arguments.model is None and arguments.data is None:
+        arguments.config = arguments.config or (past and past.config) or _DEFAULTS
+    config = open_config(arguments, says=arguments.json != "-")
     rows = _row_lengths(config, past, arguments)
     model = _open_spec("policy.model_name", config.policy.model_name)
     model = model.with_output_head(config.output_head)
@@ -114,10 +116,11 @@ def plan_request(arguments: argparse.Namespace) -> PlanRequest:
 def _check_sources(arguments: argparse.Namespace) -> None:
     """Raise ConfigError without rows to plan, and for columns without their file."""
     has_train_path = any(text.startswith("data.train_path=") for text in arguments.overrides)
-    if not (arguments.config or arguments.lengths or arguments.metrics or has_train_path):
+    has_source = arguments.config or arguments.model or arguments.data
+    if not (has_source or arguments.lengths or arguments.metrics or has_train_path):
         raise ConfigError(
-            "there are no rows to plan: give --config FILE, --lengths FILE, --metrics FILE, or"
-            " data.train_path=FILE with policy.tokenizer_name=DIR"
+            "there are no rows to plan: give --config FILE, --model DIR with --data FILE, --lengths"
+            " FILE, --metrics FILE, or data.train_path=FILE with policy.tokenizer_name=DIR"
         )
     if arguments.column and not arguments.lengths:
         raise ConfigError("--column is for --lengths; leave it out")

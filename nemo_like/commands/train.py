@@ -11,10 +11,10 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_like.algorithms.registry import ALGORITHMS, load_config
-from nemo_like.config.errors import ConfigError, shortened
+from nemo_like.algorithms.registry import ALGORITHMS
+from nemo_like.config.errors import ConfigError, shortened, shown_path
 from nemo_like.config.schema import RunConfig
-from nemo_like.console import lasting_console, say_error
+from nemo_like.console import lasting_console, say, say_error
 from nemo_like.distributed.activity import process_age_s
 from nemo_like.distributed.errors import ClusterError, WorkerError, WorkerFailure
 from nemo_like.metrics import start_timers
@@ -32,8 +32,21 @@ _MAX_REASON = 500
 
 def run(arguments: argparse.Namespace) -> int:
     """Train and return the exit code. Raises ConfigError for a wrong config."""
-    result = train(load_config(arguments.command, arguments.config, arguments.overrides))
-    return result if isinstance(result, int) else 0
+    # Imported here: it imports NumPy, which the other users of this module do not need.
+    from nemo_like.commands.start import open_config
+
+    result = train(open_config(arguments, arguments.command))
+    if isinstance(result, int):
+        return result
+    run = shown_path(result.directory.path)
+    if result.export is None:
+        say(f"next: nemo-like export {run} --out DIR")
+    elif arguments.command == "rm":
+        say(f"next: nemo-like grpo reward.models.NAME.model_name={shown_path(result.export)}")
+    else:
+        say(f"next: nemo-like chat --model {run} | nemo-like eval --model {run}")
+    say(f"      nemo-like report {run}")
+    return 0
 
 
 @lasting_console()

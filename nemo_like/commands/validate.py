@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from nemo_like.algorithms.registry import ALGORITHMS, load_any_config
+from nemo_like.algorithms.registry import ALGORITHMS
+from nemo_like.commands.start import open_config
 from nemo_like.commands.train import WRONG_INPUT
 from nemo_like.config.check import derivation
 from nemo_like.config.errors import ConfigError, counted
 from nemo_like.config.schema import RunConfig
+from nemo_like.console import say
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.formats import RowSchema, conversation, question
 from nemo_like.data.observations import ObservationEncoder
@@ -68,10 +70,13 @@ _POLL_S = 1.0
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report of a config; return the exit code. Raises ConfigError for a wrong config."""
-    config = load_any_config(arguments.config, arguments.overrides, arguments.kind)
+    config = open_config(arguments)
     report = validate(config, without_torch=arguments.owns_process)
     report.show(Progress())
-    return WRONG_INPUT if report.problems else 0
+    if report.problems:
+        return WRONG_INPUT
+    say(f"next: nemo-like {config.kind} with the same arguments")
+    return 0
 
 
 def validate(config: RunConfig, *, without_torch: bool = False) -> Report:

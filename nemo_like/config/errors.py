@@ -26,6 +26,10 @@ class ConfigError(ValueError):
     """The problems, if the message lists several."""
 
 
+class UnknownJobError(ConfigError):
+    """A config has no key that only one job has."""
+
+
 @dataclass(frozen=True, slots=True)
 class Location:
     """The place where a key is set.

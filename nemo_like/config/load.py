@@ -24,6 +24,7 @@ from nemo_like.config.errors import (
     ConfigError,
     Location,
     Problem,
+    UnknownJobError,
     is_possible_path,
     raise_problems,
     shortened,
@@ -244,9 +245,7 @@ def compose_files(job: JobSchema, path: Path, overrides: Sequence[str]) -> Compo
             raise ConfigError(_yaml_error_text(error, file)) from error
         except RecursionError:
             raise ConfigError(f"{shown_path(file)} contains itself through an alias") from None
-    for text in overrides:
-        composition.add_override(text)
-    return composition
+    return with_overrides(composition, overrides)
 
 
 def missing_file_text(path: Path) -> str:
@@ -394,7 +393,26 @@ def load_config(job: JobSchema, path: Path, overrides: Sequence[str] = ()) -> Ru
     unknown = list(composition.problems())
     if unknown:
         _raise_foreign(composition.tree, job, path, len(unknown))
+    return _checked(composition, unknown)
+
+
+def load_values(job: JobSchema, values: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
+    """Check and build the config of nested values instead of a file; see `load_config`."""
+    composition = with_overrides(Composition(job, dict(values)), overrides)
+    return _checked(composition, list(composition.problems()))
+
+
+def with_overrides(composition: Composition, overrides: Sequence[str]) -> Composition:
+    """Apply overrides to a composition, and return it. Raises ConfigError."""
+    for text in overrides:
+        composition.add_override(text)
+    return composition
+
+
+def _checked(composition: Composition, unknown: Sequence[Problem]) -> RunConfig:
+    """Return the checked config. Raises ConfigError, also for the `unknown` keys."""
     raise_problems(unknown)
+    job = composition.job
     values = merged(schema_defaults(job.run_config), composition.tree)
     plain = resolve_interpolations(values, composition.locate)
     config, problems = build_config(job.run_config, plain, composition.locate)
@@ -426,7 +444,7 @@ def detect_kind(
     """Return the job that a config is for, by the keys that only one of `jobs` has.
 
     A config of another tool is recognized by the keys of that tool, so that `load_config` can list
-    what to change. Raises ConfigError if the job is ambiguous.
+    what to change. Raises ConfigError if the job is ambiguous, UnknownJobError if no key tells it.
     """
     # The types of the values do not matter here, so any job will do.
     any_job = JobSchema(next(iter(jobs)), jobs)
@@ -453,7 +471,8 @@ def detect_kind(
     if found:
         problem = "has sections of several jobs"
         fix = "remove the sections of the other jobs"
-    raise ConfigError(f"{shown_path(path)} {problem} ({sections}); {fix}, or pass --kind")
+    text = f"{shown_path(path)} {problem} ({sections}); {fix}, or pass --kind"
+    raise ConfigError(text) if found else UnknownJobError(text)
 
 
 def _own_sections(jobs: Mapping[str, type[RunConfig]]) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""`make demo`: trains a tiny model on arithmetic from scratch, by SFT and then by GRPO, on Ray.
+"""`nemo-like demo`: trains a tiny model on arithmetic from scratch, by SFT, then by GRPO, on Ray.
 
 It writes under `runs/`, needs no network and no GPU, and prints the accuracies at the end. The
-configs are those in `examples/configs`, unchanged. It is part of the wheel: the model and the data
-of the example configs that `nemo-like init` writes come from `--prepare-only`.
+configs are those in `examples/configs`, unchanged. The model and the data of the example configs
+that `nemo-like init` writes come from `--prepare-only`. `python -m nemo_like.demo` is the same.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import shutil
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -19,28 +18,22 @@ from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
 from nemo_like.algorithms.registry import load_config
+from nemo_like.cli import main
+from nemo_like.commands.init import example_configs
 from nemo_like.commands.train import train
+from nemo_like.config.errors import shown_path
 from nemo_like.config.schema import RunConfig
 from nemo_like.console import lasting_console
 from nemo_like.demo.task import build_demo
 from nemo_like.training.run import RunResult
 
-_CONFIGS = Path("examples/configs")
 _ACCURACY = "validation/answer_mean"
 _NUMBER_COLUMNS = ("steps", "accuracy before", "accuracy after", "packed", "padding", "seconds")
 
 
 @lasting_console()
-def main(argv: Sequence[str] | None = None) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Build the task, run both phases, print the table; `--prepare-only` stops after building."""
-    parser = argparse.ArgumentParser(prog="python -m nemo_like.demo", description=__doc__)
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the data, the model and both runs"
-    )
-    parser.add_argument(
-        "--prepare-only", action="store_true", help="only build the model and the data in runs/demo"
-    )
-    arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
     started = time.monotonic()
     build_demo(Path("runs/demo"), arguments.seed)
@@ -52,8 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (Path("runs") / name).exists():
             print(f"replacing the earlier runs/{name}")
             shutil.rmtree(Path("runs") / name)
-    sft_config = load_config("sft", _CONFIGS / "demo_sft.yaml", [f"seed={arguments.seed}"])
-    grpo_config = load_config("grpo", _CONFIGS / "demo_grpo.yaml", [f"seed={arguments.seed}"])
+    configs = {path.stem: path for path in example_configs()}
+    sft_config = load_config("sft", configs["demo_sft"], [f"seed={arguments.seed}"])
+    grpo_config = load_config("grpo", configs["demo_grpo"], [f"seed={arguments.seed}"])
     # GRPO starts from the model that the SFT run exports.
     sft = run_phase("sft", sft_config, arguments.seed)
     if isinstance(sft, int):
@@ -77,7 +71,8 @@ def run_phase(kind: str, config: RunConfig, seed: int) -> RunResult | int:
         resume = " resume=true" if latest.exists() else ""
         if resume:
             kept.append(f"the last checkpoint of {latest.parent}")
-        command = f"nemo-like {kind} --config {_CONFIGS}/demo_{kind}.yaml seed={seed}{resume}"
+        configs = shown_path(example_configs()[0].parent)
+        command = f"nemo-like {kind} --config {configs}/demo_{kind}.yaml seed={seed}{resume}"
         print(
             f"The demo ended in its {kind.upper()} phase. Kept: {'; '.join(kept)}."
             f" To continue, fix the error above and run: {command}",
@@ -118,4 +113,4 @@ def _report(sft: RunResult, grpo: RunResult, sft_s: float, grpo_s: float) -> Non
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["demo", *sys.argv[1:]]))

@@ -105,6 +105,10 @@ class BatchedDataDict(UserDict[str, Any]):
             raise ValueError(f"columns disagree on the number of rows: {text}")
         super().__setitem__(name, column)
 
+    def __repr__(self) -> str:
+        columns = ", ".join(f"{name}: {_described(each)}" for name, each in self.data.items())
+        return f"{type(self).__name__}({self.size} rows; {columns})"
+
     @property
     def size(self) -> int:
         """Number of rows, 0 without columns."""
@@ -575,6 +579,16 @@ def unshard(parts: Sequence[Column], plan: BatchPlan) -> Column:
         rows = np.concatenate([rows, missing_rows])
     # `rows` is a permutation now, and argsort gives its inverse.
     return take_rows(column, np.argsort(rows))
+
+
+def _described(column: Column) -> str:
+    """Return type and dims of a column. Example: `Tensor int64 [4, 16]`."""
+    if isinstance(column, list):
+        return "list"
+    if isinstance(column, Jagged):
+        return f"Jagged {column.values.dtype} of {len(column.values):,} tokens"
+    dtype = str(column.dtype).removeprefix("torch.")
+    return f"{type(column).__name__} {dtype} {list(column.shape)}"
 
 
 def _blank_rows(column: Column, count: int) -> Column:

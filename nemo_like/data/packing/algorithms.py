@@ -48,12 +48,11 @@ class PackingAlgorithm(StrEnum):
         name = str(value).lower()
         if name in cls._value2member_map_:
             return cls(name)
-        # Not a known name in lower case either, so suggest the closest one.
-        close = get_close_matches(name, list(cls), n=1)
-        hint = f"; did you mean {str(close[0])!r}?" if close else "."
-        raise ValueError(
-            f"{value!r} is no packing algorithm{hint} The algorithms are {', '.join(cls)}"
-        )
+        # Not a known name in lower case either, so suggest the closest one. The default cutoff of
+        # 0.6 misses `best_fit`.
+        close = get_close_matches(name, list(cls), n=1, cutoff=0.5)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise ValueError(f"algorithm is {value!r}; it must be one of {', '.join(cls)}{hint}")
 
 
 _BIN_PACKERS: dict[PackingAlgorithm, Callable[[np.ndarray, int, int, int], Packing]] = {

@@ -32,7 +32,7 @@ def test_worked_example_with_context_and_sequence_parallelism() -> None:
             "train_mb_tokens is 6, .* multiples of 12 .* at least 12",
         ),
         ({"max_tokens": 8, "balance": "none"}, "algorithm balanced assigns rows to ranks by work"),
-        ({"max_tokens": 8, "algorithm": "best"}, "is no packing algorithm"),
+        ({"max_tokens": 8, "algorithm": "best"}, "algorithm is 'best'; it must be one of"),
     ],
 )
 def test_a_spec_that_is_inconsistent_is_refused_with_the_reason(

@@ -1,0 +1,268 @@
+"""Starts without a config: the choices as a function, and the commands that use them."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_like.algorithms.registry import ALGORITHMS, detect_kind, job_schema, load_config
+from nemo_like.cli import main
+from nemo_like.commands.choices import Machine, Task, choose
+from nemo_like.commands.init import example_configs
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.parallel import policy_layout
+from nemo_like.data.token_counts import TokenCounts
+from nemo_like.models.spec import ModelSpec, load_spec
+from nemo_like.prediction.memory import MemoryModel, usable_bytes
+from nemo_like.prediction.placement import policy_placement
+
+LAPTOP = Machine(memory_gib=16, flops=2e11)
+NODE = Machine(memory_gib=79, num_gpus=8)
+
+
+def task(
+    kind: str = "sft",
+    model: str = "135m",
+    lengths: tuple[int, ...] = (40, 90, 200),
+    machine: Machine = LAPTOP,
+    num_examples: int = 300,
+    overrides: tuple[str, ...] = (),
+) -> Task:
+    """Lengths are of the sampled rows; half of a row has a loss, or one token of a rollout."""
+    named = {
+        "run_name": ("mine", ""),
+        "policy.model_name": (model, "--model"),
+        "data.train_path": ("data.jsonl", "--data"),
+    }
+    if kind == "grpo":
+        named["reward.functions.answer.path"] = ("my_rewards.answer", "--reward")
+    if kind == "distill":
+        named["distill.teacher"] = ("teacher", "--teacher")
+    counts = np.array(lengths)
+    trained = np.ones_like(counts) if kind == "grpo" else counts // 2
+    return Task(
+        job=job_schema(kind),
+        named=named,
+        spec=load_spec(model),
+        teachers=(load_spec("135m"),) if kind == "distill" else (),
+        counts=TokenCounts(counts, trained),
+        num_examples=num_examples,
+        machine=machine,
+        overrides=overrides,
+    )
+
+
+@settings(max_examples=60)
+@given(
+    kind=st.sampled_from(list(ALGORITHMS)),
+    model=st.sampled_from(["135m", "1b", "8b"]),
+    lengths=st.lists(st.integers(2, 3000), min_size=2, max_size=20),
+    num_gpus=st.integers(0, 9),
+    memory_gib=st.sampled_from([8.0, 24.0, 80.0, 500.0]),
+    num_examples=st.integers(1, 10**6),
+)
+def test_every_choice_is_a_config_that_fits_and_has_room_for_the_longest_row(
+    kind: str, model: str, lengths: list[int], num_gpus: int, memory_gib: float, num_examples: int
+):
+    machine = Machine(memory_gib=memory_gib, num_gpus=num_gpus)
+    asked = task(kind, model, tuple(lengths), machine, num_examples)
+    try:
+        chosen = choose(asked)
+    except ConfigError as error:
+        # Only a model that is too large has no config.
+        assert "does not fit" in str(error) and (model != "135m" or memory_gib < 24)
+        return
+    config = chosen.config
+    longest = config.policy.max_total_sequence_length
+    is_complete = len(lengths) // config.rows_per_example >= num_examples
+    assert longest >= max(lengths)
+    assert is_complete == (config.policy.oversize_rows == "error")
+    budget = config.policy.sequence_packing.train_mb_tokens
+    assert budget >= config.rows_per_example * longest
+    placement = policy_placement(
+        config.policy,
+        policy_layout(config),
+        needs_reference=config.needs_reference,
+        device_type="cuda" if num_gpus else "cpu",
+        teachers=asked.teachers,
+        keeps_teacher_embeddings=config.keeps_teacher_embeddings,
+    )
+    memory = MemoryModel(asked.spec.with_output_head(config.output_head), placement)
+    assert memory.peak(budget) <= usable_bytes(memory_gib)
+    assert config.cluster.gpus_per_node == num_gpus
+    assert config.policy.train_global_batch_size >= max(num_gpus, 1)
+    assert chosen.num_steps >= 1 and all(each.reason for each in chosen.choices[1:])
+
+
+def test_the_device_decides_precision_and_backend():
+    on_cpu = choose(task()).config
+    assert (on_cpu.cluster.backend, on_cpu.policy.precision) == ("local", "float32")
+    on_gpu = choose(task(machine=replace(NODE, num_gpus=1))).config
+    assert (on_gpu.cluster.backend, on_gpu.policy.precision) == ("local", "bfloat16")
+    on_node = choose(task(machine=NODE)).config
+    assert (on_node.cluster.backend, on_node.cluster.gpus_per_node) == ("ray", 8)
+
+
+def test_a_run_on_a_cpu_is_limited_to_minutes_and_a_given_length_is_kept():
+    slow = replace(LAPTOP, flops=5e10)
+    chosen = choose(task(machine=slow))
+    assert chosen.seconds is not None and 500 < chosen.seconds <= 600
+    assert 10 < chosen.num_steps < 57
+    assert choose(task(machine=replace(LAPTOP, flops=1e9))).num_steps == 10
+    assert "minutes on this CPU" in "\n".join(chosen.lines())
+    fast = choose(task(machine=replace(LAPTOP, flops=1e13)))
+    assert fast.num_steps == 57
+    given_steps = choose(task(machine=slow, overrides=("sft.max_num_steps=40",)))
+    assert given_steps.num_steps == 40
+
+
+def test_overrides_have_priority_and_later_choices_follow_them():
+    overrides = (
+        "policy.lora.enabled=true",
+        "policy.train_global_batch_size=6",
+        "sft.max_num_epochs=2",
+    )
+    chosen = choose(task(overrides=overrides, machine=replace(LAPTOP, flops=1e13)))
+    policy = chosen.config.policy
+    assert policy.train_global_batch_size == 6 and chosen.num_steps == 100
+    assert policy.optimizer.lr == pytest.approx(10 * choose(task()).config.policy.optimizer.lr)
+    dynamic = choose(task(overrides=("policy.dynamic_batching.enabled=true",))).config.policy
+    assert not dynamic.sequence_packing.enabled and dynamic.dynamic_batching.train_mb_tokens >= 256
+    grpo = choose(task("grpo", overrides=("grpo.num_prompts_per_step=3",))).config
+    assert grpo.policy.train_global_batch_size == 12
+    limited = (
+        "policy.max_total_sequence_length=128",
+        "policy.sequence_packing.train_mb_tokens=512",
+    )
+    short = choose(task("grpo", overrides=limited, lengths=(20, 60))).config.policy
+    assert short.generation.max_new_tokens == 128 - 59
+    assert short.sequence_packing.train_mb_tokens == 512
+    with pytest.raises(ConfigError, match=r"policy\.optimizer\.lr"):
+        choose(task(overrides=("policy.optimizer.lr=-1",)))
+
+
+def test_a_large_model_gets_checkpointing_then_lora_then_an_error():
+    def policy(gib: float):
+        one_gpu = Machine(memory_gib=gib, num_gpus=1)
+        return choose(task(model="1b", lengths=(100, 8000), machine=one_gpu)).config.policy
+
+    full, recomputed, adapted = policy(80), policy(32), policy(16)
+    assert full.activation_checkpointing == "none" and not full.lora.enabled
+    assert recomputed.activation_checkpointing == "full" and not recomputed.lora.enabled
+    assert adapted.lora.enabled
+    with pytest.raises(ConfigError, match="does not fit: with rows of 10,048 tokens, LoRA"):
+        policy(6)
+
+
+def rows(path: Path, *values: dict[str, object]) -> str:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return str(path)
+
+
+@pytest.fixture
+def started(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
+    """A model, and the working directory with some rows of the demo for each job."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("sft", "grpo", "dpo"):
+        lines = (demo / f"{name}_train.jsonl").read_text().splitlines(keepends=True)
+        Path(f"{name}.jsonl").write_text("".join(lines[:40]))
+    return str(demo / "model"), tmp_path
+
+
+JOBS = [("sft", "sft"), ("grpo", "grpo"), ("dpo", "dpo"), ("rm", "dpo"), ("distill", "sft")]
+
+
+@pytest.mark.parametrize(("kind", "data"), JOBS)
+def test_init_writes_a_config_with_reasons_that_validates(started, capsys, kind: str, data: str):
+    model, _ = started
+    teacher = ["--teacher", model] if kind == "distill" else []
+    arguments = ["--model", model, "--data", f"{data}.jsonl", "--kind", kind, *teacher]
+    assert main(["init", *arguments, "--out", "new.yaml", "seed=7"]) == 0
+    text = Path("new.yaml").read_text()
+    assert detect_kind(Path("new.yaml")) == kind
+    config = load_config(kind, Path("new.yaml"))
+    assert config.seed == 7 and config.run_name == f"{kind}_{data}"
+    assert yaml.safe_load(text)["data"]["train_path"] == f"{data}.jsonl"
+    leaves = [line for line in text.splitlines() if not line.rstrip().endswith(":")]
+    assert all("  # " in line for line in leaves[1:]) and "{" not in text
+    assert "next: nemo-like validate --config new.yaml" in capsys.readouterr().out
+    assert main(["validate", "--config", "new.yaml"]) == 0
+    assert main(["init", *arguments, "--out", "new.yaml"]) == 2
+    assert Path("new.yaml").read_text() == text
+
+
+def test_a_run_names_the_next_commands_which_accept_its_directory(started, capsys):
+    model, folder = started
+    arguments = ["--model", model, "--data", "sft.jsonl", "sft.max_num_steps=1"]
+    assert main(["sft", *arguments, "logger.num_samples_shown=0"]) == 0
+    shown = capsys.readouterr().out
+    assert "policy.optimizer.lr" in shown and "full training" in shown
+    assert "next: nemo-like chat --model runs/sft_sft | nemo-like eval" in shown
+    config = load_config("sft", folder / "runs" / "sft_sft" / "config.yaml")
+    assert config.policy.train_global_batch_size == 8
+    # The next run has another name, and starts from the model of this one.
+    assert main(["validate", "--model", "runs/sft_sft", "--data", "sft.jsonl"]) == 0
+    shown = capsys.readouterr().out
+    assert "runs/sft_sft/hf" in shown and "directory runs/sft_sft_2" in shown
+    overrides = ["data.max_validation_rows=1", "policy.generation.max_new_tokens=2"]
+    data = "data.validation_path=grpo.jsonl"
+    assert main(["generate", "--model", "runs/sft_sft", data, *overrides]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["completions"]
+
+
+def test_the_job_is_detected_from_the_rows(started, capsys):
+    model, folder = started
+    prompts = rows(folder / "prompts.jsonl", {"prompt": "1+1"}, {"prompt": "2+2"})
+    for data, kind in (("sft.jsonl", "sft"), ("dpo.jsonl", "dpo"), (prompts, "grpo")):
+        code = main(["validate", "--model", model, "--data", data])
+        captured = capsys.readouterr()
+        assert f"job: {kind}, by" in captured.out
+        assert code == (2 if kind == "grpo" else 0)
+    assert "prompts.jsonl has no answers to compare" in captured.err
+    assert main(["plan", "--model", model, "--data", "sft.jsonl", "--json", "-"]) == 0
+    shown = capsys.readouterr().out
+    assert json.loads(shown[shown.index("{") :])
+
+
+def test_a_config_without_a_section_of_a_job_is_read_by_its_rows(started, capsys):
+    model, _ = started
+    text = "run_name: a\npolicy: {model_name: MODEL}\ndata: {train_path: dpo.jsonl}\n"
+    Path("plain.yaml").write_text(text.replace("MODEL", model))
+    assert main(["validate", "--config", "plain.yaml"]) == 0
+    assert "plain.yaml has no section of a job: read as a config of dpo" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "give --config FILE, or --model DIR and --data FILE"),
+        (("--model", "MODEL"), "belong together"),
+        (("--model", "MODEL", "--data", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("--model", "MODEL", "--data", "sft.jsonl", "--config", "a.yaml"), "leave out --model"),
+        (("--model", "MODEL", "--data", "sft.jsonl", "resume=true"), "--config runs/NAME/config"),
+        (("--model", "MODEL", "--data", "sft.jsonl", "policy.optimzer.lr=1"), "policy.optimizer"),
+    ],
+)
+def test_wrong_arguments_are_one_message(started, capsys, arguments: tuple[str, ...], text: str):
+    model, _ = started
+    assert main(["sft", *(model if each == "MODEL" else each for each in arguments)]) == 2
+    message = capsys.readouterr().err
+    assert text in message and "Traceback" not in message
+    assert not os.path.exists("runs")
+
+
+def test_the_demo_finds_its_configs_in_every_directory(started):
+    assert {"demo_sft", "demo_grpo"} <= {path.stem for path in example_configs()}
+
+
+def test_a_preset_is_no_model_to_train(started):
+    assert isinstance(load_spec("135m"), ModelSpec)
+    assert main(["sft", "--model", "135m", "--data", "sft.jsonl"]) == 2
