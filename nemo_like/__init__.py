@@ -66,7 +66,7 @@ _NAMES = {
 """Module -> its names in the interface."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = list(_MODULES)
+__all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

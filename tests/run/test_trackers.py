@@ -84,7 +84,8 @@ def test_tensorboard_shows_text_as_it_is_and_distributions(tmp_path: Path) -> No
     # A text is a tensor of the text plugin, and a histogram is migrated to one when it is read.
     [first, *_] = events.Tensors(SAMPLES)
     [data] = make_ndarray(first.tensor_proto).flat
-    text = bytes(data).decode()
+    assert isinstance(data, bytes)
+    text = data.decode()
     assert all(line[:4] in ("", "    ") for line in text.splitlines()), "indented text is literal"
     assert "<script>" in text and "\x1b" not in text and r"\x1b[2J" in text
     assert "reward 0.500, answer 4" in text

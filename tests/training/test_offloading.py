@@ -14,7 +14,8 @@ from nemo_like.models.spec import load_spec
 from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, MemoryModel
 from nemo_like.prediction.placement import policy_placement
 from nemo_like.training.generation_backends import generation_backend
-from nemo_like.training.workers import decide_offload, policy_peak_bytes
+from nemo_like.training.model_files import policy_memory
+from nemo_like.training.workers import decide_offload
 
 SIZES = st.floats(0, 1e12)
 
@@ -74,7 +75,8 @@ reward: {{functions: {{math: {{path: nemo_like.environments.math.math_reward}}}}
 def test_the_peaks_of_a_1b_model_fit_on_a_large_gpu_and_not_on_a_small_one(tmp_path) -> None:
     config = grpo_config(tmp_path, "hf")
     spec = load_spec("1b")
-    policy = policy_peak_bytes(config, spec)
+    _, parts = policy_memory(config, spec)
+    policy = sum(parts.values())
     placement = policy_placement(
         config.policy, policy_layout(config), needs_reference=config.needs_reference
     )

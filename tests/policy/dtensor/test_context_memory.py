@@ -56,6 +56,7 @@ def bytes_after_forward(
     for config in configs:
         worker = rank.worker(config)
         shard = rank.shard(config, batch)
+        assert shard.plan is not None
         rows = worker.rows(shard, shard.plan.spec)
         microbatches = list(map(rows.inputs, shard.plan.microbatches))
 
