@@ -9,7 +9,6 @@ after a resume from the layout's checkpoint in one process.
 from __future__ import annotations
 
 import argparse
-import copy
 import multiprocessing
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from nemo_like.algorithms.registry import load_any_config
@@ -43,6 +42,7 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict, unshard
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import metric_values
+from nemo_like.models.tiny import save_tiny_copy
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
 from nemo_like.policy.isolation import IsolationError
@@ -441,98 +441,3 @@ def _relative(found: Sequence[float] | np.ndarray, expected: Sequence[float] | n
     # The smallest norm only avoids 0 / 0 for a gradient that is exactly 0 on both sides.
     norm = max(np.linalg.norm(expected), 1e-30)
     return float(np.linalg.norm(found - expected) / norm)
-
-
-_HEAD_DIM = 8
-_MAX_GROUP = 4
-_VOCABULARY = 251
-"""A prime: no number of workers divides it, as with many real vocabularies."""
-_WINDOW = 8
-
-
-def save_tiny_copy(
-    model_config: PretrainedConfig, parallel: ParallelConfig, directory: Path, seed: int = 0
-) -> PreTrainedModel:
-    """Write a small random model of the same architecture that divides by `parallel`.
-
-    It keeps the grouping of key-value heads, biases, norms, tied embeddings, positions and windows.
-    Returns the model in float32 with eager attention.
-    """
-    torch.manual_seed(seed)
-    config = tiny_config(model_config, parallel)
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            # Norms and biases are initialized to constants, with which a mistake in their
-            # placement would not change the result.
-            if parameter.ndim == 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(directory)
-    return model
-
-
-def tiny_config(model_config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
-    """Return `model_config` with few and narrow layers; what is not a size does not change."""
-    config: Any = copy.deepcopy(model_config)
-    num_heads = config.num_attention_heads
-    num_old_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    group = min(num_heads // num_old_kv_heads, _MAX_GROUP)
-    # Two key-value heads per tensor-parallel rank, so that a wrong order of heads is visible.
-    num_kv_heads = 2 * parallel.tensor
-    layers = max(2, parallel.pipeline)
-    max_positions = getattr(config, "max_position_embeddings", 4096)
-    sizes: dict[str, Any] = {
-        "hidden_size": group * num_kv_heads * _HEAD_DIM,
-        "intermediate_size": 24 * parallel.tensor,
-        "num_attention_heads": group * num_kv_heads,
-        "num_key_value_heads": num_kv_heads,
-        "num_hidden_layers": layers,
-        "vocab_size": _VOCABULARY,
-        "max_position_embeddings": min(max_positions, 4096),
-        # The predicted distributions are then far from uniform, so that a mistake is visible.
-        "initializer_range": 0.1,
-        # The ids of the real vocabulary are outside of the small one.
-        "pad_token_id": None,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    if getattr(config, "head_dim", None) is not None:
-        # Different from hidden size / heads, so that code which confuses the two fails.
-        sizes["head_dim"] = 2 * _HEAD_DIM
-    if getattr(config, "sliding_window", None) is not None:
-        sizes["sliding_window"] = _WINDOW
-    if getattr(config, "layer_types", None) is not None:
-        sizes["layer_types"] = _kinds(list(config.layer_types), layers)
-        # Windows start in the middle, so that there are layers with and without one.
-        max_window_layers = getattr(config, "max_window_layers", layers)
-        sizes["max_window_layers"] = min(max_window_layers, layers // 2)
-    if getattr(config, "num_experts", None):
-        sizes |= _moe_sizes(config, parallel)
-    for name, value in sizes.items():
-        # Only what the architecture knows: transformers would save any other attribute as well.
-        if hasattr(config, name):
-            setattr(config, name, value)
-    return config
-
-
-def _moe_sizes(config: Any, parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the sizes of MoE layers: two experts per expert-parallel rank, at least four.
-
-    One layer is dense if the model has dense layers.
-    """
-    num_experts = max(4, 2 * parallel.expert)
-    return {
-        "num_experts": num_experts,
-        "num_experts_per_tok": min(config.num_experts_per_tok, num_experts // 2),
-        "moe_intermediate_size": 2 * _HEAD_DIM,
-        "decoder_sparse_step": min(getattr(config, "decoder_sparse_step", 1), 2),
-        "mlp_only_layers": [0] if getattr(config, "mlp_only_layers", None) else [],
-    }
-
-
-def _kinds(layer_types: list[str], num_layers: int) -> list[str]:
-    """Return the kind of each of `num_layers` layers, the given kinds spread evenly over them."""
-    kinds = list(dict.fromkeys(layer_types))
-    return [kinds[layer * len(kinds) // num_layers] for layer in range(num_layers)]

@@ -29,7 +29,7 @@ from nemo_like.policy.device import ComputeClock
 from nemo_like.policy.dtensor.lora import QuantizedParameter, add_adapters, quantize_layers
 from nemo_like.policy.dtensor.parallel import Groups, ShardSpec
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
-from nemo_like.policy.heads.logit_chunks import VocabShard
+from nemo_like.policy.heads.logit_chunks import VocabShard, capped
 from nemo_like.policy.heads.logprobs import label_logprobs
 from nemo_like.policy.heads.row_outputs import ScoreHead, SequenceShare
 from nemo_like.policy.inputs import attention
@@ -49,6 +49,7 @@ class VocabularyHead:
         self._tensor = groups.tensor
         self._chunk_size = chunk_size
         self._compile = compile
+        self._spec = ModelSpec.from_config(causal_lm.config)
 
     def __call__(
         self,
@@ -73,6 +74,8 @@ class VocabularyHead:
             token_filter=token_filter,
             bias=head.bias,
             vocab=self._vocab_shard(head),
+            scale=self._spec.logit_scale,
+            softcap=self._spec.logit_softcap,
             compile=self._compile,
         )
 
@@ -103,14 +106,14 @@ def output_head(causal_lm: PreTrainedModel) -> nn.Linear:
 
 
 _CHECKED_LOGIT_STD = 30.0
-"""Large enough that a soft cap (Gemma-2 caps at 30) changes the logits of `check_head`."""
+"""Large enough that a soft cap, such as 30, changes the logits of `check_head`."""
 
 
 @torch.no_grad()
 def check_head(causal_lm: PreTrainedModel, model_name: str) -> None:
-    """Raise ConfigError unless the logits are hidden states times output embedding.
+    """Raise ConfigError unless the logits are those that `VocabularyHead` computes.
 
-    Some models scale their logits or apply a soft cap, which the chunked log-probs leave out. The
+    They are hidden states times output embedding, with the scale and the soft cap of the spec. The
     model may be on the meta device: what it does after its backbone is computed with random hidden
     states and a small output embedding.
     """
@@ -135,11 +138,15 @@ def check_head(causal_lm: PreTrainedModel, model_name: str) -> None:
     finally:
         del backbone.forward
         causal_lm.set_output_embeddings(head)
-    if not torch.allclose(logits, small_head(hidden), rtol=1e-4, atol=1e-4):
+    spec = ModelSpec.from_config(causal_lm.config)
+    expected = small_head(hidden) * spec.logit_scale
+    if spec.logit_softcap is not None:
+        expected = capped(expected, spec.logit_softcap)
+    if not torch.allclose(logits, expected, rtol=1e-4, atol=1e-4):
         raise ConfigError(
-            f"policy.model_name={model_name}: the logits of {type(causal_lm).__name__} are not"
-            " hidden states times output embedding (a soft cap or a scale), so its log-probs would"
-            " be wrong; use a model without one"
+            f"policy.model_name={model_name}: {type(causal_lm).__name__} changes its logits in a"
+            " way that its config.json does not describe, so its log-probs would be wrong; use"
+            " another model"
         )
 
 
