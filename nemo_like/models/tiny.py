@@ -144,7 +144,9 @@ def tiny_config(model_config: PretrainedConfig, parallel: ParallelConfig) -> Pre
     can_be_null = ("pad_token_id", "bos_token_id", "eos_token_id")
     for name, value in sizes.items():
         # Only what the architecture has: transformers would save any other attribute as well.
-        if getattr(config, name, None) is not None or name in can_be_null:
+        is_computed = isinstance(getattr(type(config), name, None), property)
+        has_value = getattr(config, name, None) is not None
+        if (has_value or name in can_be_null) and not is_computed:
             setattr(config, name, value)
     return config
 

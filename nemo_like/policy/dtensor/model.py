@@ -220,7 +220,7 @@ def load_weights(
             index = block_index(*sharded.block())
             local_shard(sharded.parameter).copy_(initial[sharded.name][index])
     parameters = [sharded for sharded in parameters if sharded.name not in initial]
-    with open_model(model_name) as files:
+    with open_model(model_name, causal_lm) as files:
         stored_names = {}
         for sharded in parameters:
             candidates = names.get(sharded.parameter, [sharded.name])
