@@ -29,6 +29,7 @@ from nemo_like.policy.device import ComputeClock
 from nemo_like.policy.dtensor.lora import QuantizedParameter, add_adapters, quantize_layers
 from nemo_like.policy.dtensor.parallel import Groups, ShardSpec
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
+from nemo_like.policy.dtensor.tensor_plan import parallelize
 from nemo_like.policy.heads.logit_chunks import VocabShard, capped
 from nemo_like.policy.heads.logprobs import label_logprobs
 from nemo_like.policy.heads.row_outputs import ScoreHead, SequenceShare
@@ -129,7 +130,9 @@ def check_head(causal_lm: PreTrainedModel, model_name: str) -> None:
     def return_hidden(*args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
         """Return `hidden`, [1, 8, D], as the output of the backbone."""
         # The class has the fields of a dense model's output as well.
-        return MoeModelOutputWithPast(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
+        output: Any = MoeModelOutputWithPast(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
+        output.cross_attentions = None
+        return output
 
     try:
         backbone.forward = return_hidden
@@ -355,7 +358,7 @@ def build_model(
         check_head(causal_lm, config.model_name)
     compute_buffers(causal_lm, device)
     if groups.tensor is not None:
-        specs = groups.tensor.parallelize(causal_lm, config.model_name)
+        specs = parallelize(groups.tensor, causal_lm, config.model_name)
     else:
         specs = {
             name: ShardSpec(tuple(weight.shape))

@@ -26,6 +26,7 @@ from nemo_like.parallel_layout import LayoutError, ParallelLayout
 from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.dtensor.model import fsdp_parameter_groups
 from nemo_like.policy.dtensor.parallel import ShardSpec, TensorParallel
+from nemo_like.policy.dtensor.tensor_plan import parallelize
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,
@@ -46,7 +47,7 @@ def specs_of(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
-    specs = TensorParallel(group, rank, size, sequence).parallelize(model, "a model")
+    specs = parallelize(TensorParallel(group, rank, size, sequence), model, "a model")
     for name, weight in model.named_parameters(remove_duplicate=False):
         spec = specs[name]
         assert tuple(weight.shape) == tuple(spec.shard(torch.empty(spec.full_shape)).shape), name
