@@ -106,7 +106,7 @@ class ParityReport:
         return "\n".join(lines)
 
 
-class _Trained(NamedTuple):
+class Trained(NamedTuple):
     """Results of `NUM_STEPS` optimizer steps."""
 
     losses: list[float]
@@ -138,9 +138,9 @@ def check_parity(config: RunConfig) -> ParityReport:
     parallel = config.parallel
     with tempfile.TemporaryDirectory(prefix="nemo_like_parity_") as folder:
         model = save_tiny_copy(model_config, parallel, Path(folder) / "model")
-        tiny = _tiny_run(config, Path(folder) / "model")
-        batch = _random_batch(model.config.vocab_size)
-        expected = _train_with_transformers(model, batch, tiny)
+        tiny = tiny_run(config, Path(folder) / "model")
+        batch = random_batch(model.config.vocab_size)
+        expected = train_with_transformers(model, batch, tiny)
         num_workers = policy_layout(tiny).world_size
         # A forked process would inherit the threads of torch in an undefined state.
         spawn = multiprocessing.get_context("spawn")
@@ -148,7 +148,7 @@ def check_parity(config: RunConfig) -> ParityReport:
         # One pool for all modes: starting a process imports torch, which takes seconds.
         with ProcessPoolExecutor(num_workers, mp_context=spawn) as pool:
             for mode in MODES:
-                findings += _check_mode(tiny, mode, batch, expected, Path(folder), pool)
+                findings += check_mode(tiny, mode, batch, expected, Path(folder), pool)
     layout = str(policy_layout(tiny))
     title = (
         f"{config.policy.engine} on {layout}: a tiny {model_config.model_type} against"
@@ -157,7 +157,7 @@ def check_parity(config: RunConfig) -> ParityReport:
     return ParityReport(title, tuple(findings))
 
 
-def _tiny_run(config: RunConfig, model: Path) -> RunConfig:
+def tiny_run(config: RunConfig, model: Path) -> RunConfig:
     """Return `config` for the tiny model, with the same engine, layout and recomputation.
 
     It runs on CPU workers in float32, with a learning rate at which a few steps change the loss.
@@ -183,7 +183,7 @@ def _tiny_run(config: RunConfig, model: Path) -> RunConfig:
     return replace(config, policy=policy, cluster=ClusterConfig(workers_per_node=workers))
 
 
-def _in_mode(config: RunConfig, mode: str) -> RunConfig:
+def in_mode(config: RunConfig, mode: str) -> RunConfig:
     packing = replace(
         config.policy.sequence_packing,
         enabled=mode == "packed",
@@ -200,21 +200,21 @@ def _in_mode(config: RunConfig, mode: str) -> RunConfig:
     return replace(config, policy=policy)
 
 
-def _check_mode(
+def check_mode(
     config: RunConfig,
     mode: str,
     batch: BatchedDataDict,
-    expected: _Trained,
+    expected: Trained,
     folder: Path,
     pool: ProcessPoolExecutor,
 ) -> list[Comparison]:
     """Train in one mode on the ranks of the layout and compare with `expected`."""
-    config = _in_mode(config, mode)
+    config = in_mode(config, mode)
     parallel_layout = policy_layout(config)
     checkpoints = folder / mode
     futures = []
-    for context in _contexts(parallel_layout.world_size, folder / f"{mode}.rendezvous"):
-        futures.append(pool.submit(_train_rank, context, config, batch, checkpoints))
+    for context in contexts(parallel_layout.world_size, folder / f"{mode}.rendezvous"):
+        futures.append(pool.submit(train_rank, context, config, batch, checkpoints))
     results = [future.result(timeout=_TIMEOUT_S) for future in futures]
     # Any rank may find a leak; the message of one is enough.
     leak = next((message for *_, message in results if message), "")
@@ -226,14 +226,14 @@ def _check_mode(
         parts.append(outputs["prev_logprobs"])
     logprobs = unshard(parts, _plan(config, batch))
     assert isinstance(logprobs, Jagged)
-    gradients = _saved(checkpoints / "first", "exp_avg")
-    weights = _saved(checkpoints / "last", "weight")
+    gradients = saved_tensors(checkpoints / "first", "exp_avg")
+    weights = saved_tensors(checkpoints / "last", "weight")
     # Another layout reads the same blocks only if they are in Hugging Face coordinates.
     rendezvous = folder / f"{mode}.alone"
     resumed_loss = _resume_on_one_rank(config, batch, checkpoints / "last", rendezvous)
 
-    gradient_difference, worst_gradient = _worst(gradients, expected.gradients)
-    weight_difference, worst_weight = _worst(weights, expected.weights)
+    gradient_difference, worst_gradient = worst(gradients, expected.gradients)
+    weight_difference, worst_weight = worst(weights, expected.weights)
     logprob_difference = _relative(logprobs.values, expected.logprobs.values)
     compared = (
         ("isolation of rows", np.inf if leak else 0.0, leak),
@@ -251,7 +251,7 @@ def _check_mode(
     return [Comparison(mode, what, difference, detail) for what, difference, detail in compared]
 
 
-def _train_rank(
+def train_rank(
     context: WorkerContext, config: RunConfig, batch: BatchedDataDict, folder: Path
 ) -> tuple[list[float], dict[str, Jagged], str]:
     """Train on one rank; return its losses, its log-probs and the message of the isolation check.
@@ -273,7 +273,7 @@ def _train_rank(
             leak = str(error)
         outputs = worker.fetch_logprobs(shard, worker.compute_logprobs(shard))
         losses = [_loss(worker, shard, train=True)]
-        # After one step Adam's first moment is the gradient, see `_tiny_run`.
+        # After one step Adam's first moment is the gradient, see `tiny_run`.
         worker.save(folder / "first")
         losses += [_loss(worker, shard, train=True) for _ in range(NUM_STEPS - 1)]
         losses.append(_loss(worker, shard, train=False))
@@ -293,7 +293,7 @@ def _resume_on_one_rank(
         parallel=ParallelConfig(),
         cluster=ClusterConfig(),
     )
-    (context,) = _contexts(1, rendezvous)
+    (context,) = contexts(1, rendezvous)
     worker = policy_worker_class(alone)(context, config=alone.policy)  # type: ignore[call-arg]
     worker.load(checkpoint)
     return _loss(worker, batch.shard(_plan(alone, batch))[0], train=False)
@@ -319,9 +319,9 @@ def _plan(config: RunConfig, batch: BatchedDataDict) -> BatchPlan:
     return plan_batch(batch["length"], spec)
 
 
-def _train_with_transformers(
+def train_with_transformers(
     model: PreTrainedModel, batch: BatchedDataDict, config: RunConfig
-) -> _Trained:
+) -> Trained:
     """Run the same steps with transformers and AdamW, one unpadded row at a time."""
     optimizer = build_optimizer(model.parameters(), config.policy.optimizer)
     rows = [_row_logprobs(model, ids).detach().numpy() for ids in batch["input_ids"]]
@@ -332,7 +332,7 @@ def _train_with_transformers(
     losses = []
     gradients: dict[str, Tensor] = {}
     for step in range(NUM_STEPS + 1):
-        loss = _transformers_loss(model, batch)
+        loss = transformers_loss(model, batch)
         losses.append(loss.item())
         # The last loss is that after the last step, which is not followed by another one.
         if step == NUM_STEPS:
@@ -346,10 +346,10 @@ def _train_with_transformers(
         optimizer.step()
         optimizer.zero_grad()
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    return _Trained(losses, gradients, weights, masked)
+    return Trained(losses, gradients, weights, masked)
 
 
-def _transformers_loss(model: PreTrainedModel, batch: BatchedDataDict) -> Tensor:
+def transformers_loss(model: PreTrainedModel, batch: BatchedDataDict) -> Tensor:
     """Return the mean negative log-likelihood of the trained tokens, a float32 scalar."""
     total = torch.zeros(())
     num_tokens = 0
@@ -370,7 +370,7 @@ def _row_logprobs(model: PreTrainedModel, ids: np.ndarray) -> Tensor:
     return torch.cat([torch.zeros(1), logprobs])
 
 
-def _random_batch(vocab_size: int) -> BatchedDataDict:
+def random_batch(vocab_size: int) -> BatchedDataDict:
     """Return rows of random tokens, about two thirds of which are trained.
 
     The first token of a row has no context and is never trained.
@@ -386,7 +386,7 @@ def _random_batch(vocab_size: int) -> BatchedDataDict:
     )
 
 
-def _contexts(world_size: int, rendezvous: Path) -> list[WorkerContext]:
+def contexts(world_size: int, rendezvous: Path) -> list[WorkerContext]:
     return [
         WorkerContext(
             rank=rank,
@@ -401,7 +401,7 @@ def _contexts(world_size: int, rendezvous: Path) -> list[WorkerContext]:
     ]
 
 
-def _saved(checkpoint: Path, kind: str) -> dict[str, Tensor]:
+def saved_tensors(checkpoint: Path, kind: str) -> dict[str, Tensor]:
     """Return Hugging Face name -> full tensor of a kind (`weight`, `exp_avg`) in a checkpoint.
 
     A tensor of any kind is float32 and has the same shape as the weight.
@@ -413,7 +413,7 @@ def _saved(checkpoint: Path, kind: str) -> dict[str, Tensor]:
         }
 
 
-def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
+def worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
     """Return the max relative difference over all tensors, and the tensor's name.
 
     Tensors of one name have the same shape.

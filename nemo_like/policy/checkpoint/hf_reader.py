@@ -106,6 +106,7 @@ def check_values(tensor: Tensor, path: Path, key: str) -> None:
 Shape = tuple[int, ...]
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_STACKING = (MergeModulelist, Concatenate)
 _STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 
 
@@ -286,10 +287,10 @@ def _renamed(
             renamed[after] = tensors[name]
             continue
         converter = next(each for each in converters if pattern in each.source_patterns)
-        if not all(isinstance(each, MergeModulelist | Concatenate) for each in converter.operations):
+        if not all(isinstance(each, _STACKING) for each in converter.operations):
             raise ConfigError(
-                f"policy.model_name={model_name}: transformers computes {after} from {name} in a way"
-                " that is not supported; save the model with transformers 5 and use the copy"
+                f"policy.model_name={model_name}: transformers computes {after} from {name} in a"
+                " way that is not supported; save the model with transformers 5 and use the copy"
             )
         # The layer of experts, e.g. "model.layers.0.mlp" of "model.layers.0.mlp.experts.3.w1".
         begin = after[: after.index(converter.target_patterns[0])]

@@ -6,8 +6,8 @@ shard again: the result is still a rectangle of the full weight.
 
     style of the plan        shard                    collectives
     colwise                  rows (output features)   input of the block: identity / all-reduce
-    rowwise                  columns (inputs)         output: all-reduce, then the bias is added once
-    colwise_gather_output    rows                     input: identity / all-reduce; output: gathered
+    rowwise                  columns (inputs)         output: all-reduce; the bias is added after it
+    colwise_gather_output    rows                     input: identity / all-reduce; output: gather
     rowwise_split_input      columns                  input: split; output: all-reduce
     moe_tp_experts           complete experts         as a block of colwise and rowwise layers
     embeddings               rows (vocabulary)        output: all-reduce, or in `token_logprobs`
@@ -172,7 +172,9 @@ def _gather_block(
         is_split = style in _SPLIT
         size = module.in_features if is_split else module.out_features
         if size % tensor.size:
-            raise _unsupported(model_name, f"{name} has {size} features, not a multiple of the ranks")
+            raise _unsupported(
+                model_name, f"the {size} features of {name} are not a multiple of {tensor.size}"
+            )
         if is_split:
             _transform_input(module, tensor.split_features)
             continue

@@ -57,8 +57,8 @@ def token_logprobs(
     """Return the log-prob of `labels` and, with `with_entropy`, the entropy; float32 [T] each.
 
     `hidden` [T, D] are the last hidden states, `labels` int64 [T], `weight` [V, D] and `bias` [V]
-    the output embedding. The distribution is softmax(x), x = (hidden @ weight.T + bias) / temperature,
-    or with `softcap` softmax(softcap * tanh(x / softcap)).
+    the output embedding. The distribution is softmax(x) of x = (hidden @ weight.T + bias) /
+    temperature, or with `softcap` softmax(softcap * tanh(x / softcap)).
     Both results have a gradient. Memory is of the order of chunk_size x V. `is_argmax` bool [T]
     compares two numbers per token that the log-prob needs anyway, and takes no pass of its own.
 
@@ -366,9 +366,9 @@ def label_logprobs(
     """Log-prob of `inputs.labels`, float32 [T]; 0 where `inputs.label_mask` is False.
 
     `hidden` [T, D] are the last hidden states of all T positions of this rank, `weight` [V, D] and
-    `bias` [V] this rank's rows of the output embedding. `scale` and `softcap` are those of the model
-    (`ModelSpec.logit_scale`), before the temperature. See `token_logprobs` for the rest. A head of
-    the microbatch takes the place of all this; it raises ConfigError for a soft cap.
+    `bias` [V] this rank's rows of the output embedding. `scale` and `softcap` are those of
+    `ModelSpec`, before the temperature. See `token_logprobs` for the rest. A head of the microbatch
+    takes the place of all this; it raises ConfigError for a soft cap.
     """
     if inputs.head is not None:
         if softcap is not None:
