@@ -6,7 +6,7 @@ A tiny random model of the type is trained in several layouts and compared with 
 
 from __future__ import annotations
 
-import json
+import argparse
 import multiprocessing
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +25,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
+from nemo_like.commands import check_parity
 from nemo_like.commands.check_parity import (
     LIMIT,
     Trained,
@@ -39,6 +40,8 @@ from nemo_like.commands.check_parity import (
     transformers_loss,
     worst,
 )
+from nemo_like.commands.model_table import EQUAL, REFUSED, WRONG, Results, update_table
+from nemo_like.commands.train import FAILED
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import (
     AdapterConfig,
@@ -48,10 +51,11 @@ from nemo_like.config.schema import (
     PolicyConfig,
     RunConfig,
 )
-from nemo_like.distributed.batched_data_dict import BatchedDataDict
+from nemo_like.console import say
 from nemo_like.models.adapters import can_have_adapter
 from nemo_like.models.spec import ModelSpec
 from nemo_like.models.tiny import save_tiny_copy, type_config
+from nemo_like.parallel_layout import LayoutError
 from nemo_like.policy.dtensor.model import decoder_layers
 from nemo_like.training.workers import policy_worker_class
 
@@ -65,15 +69,38 @@ LAYOUTS: dict[str, tuple[ParallelConfig, str]] = {
 }
 """Column of the table -> layout of the ranks, and of the rows."""
 COLUMNS = (*LAYOUTS, "export", "LoRA")
-EQUAL = "yes"
-"""The text of a check that passed; others have the reason."""
 _RANK = 4
+_LIBRARIES = ("transformers", "torch")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check the types of `--model`, or the layout of a config; return the exit code.
+
+    It is 1 for a difference and for an unclear error. Raises ConfigError.
+    """
+    if not arguments.model:
+        if arguments.config is None:
+            raise ConfigError("check parity needs --config FILE, or --model TYPE such as llama")
+        return check_parity.run(arguments)
+    for model_type in arguments.model:
+        type_config(model_type)
+    results: Results = {}
+    with opened_pool() as pool:
+        for model_type in arguments.model:
+            say(model_type)
+            results[model_type] = check_type(model_type, pool, report=say)
+            if arguments.table is not None:
+                versions = {name: version(name).partition("+")[0] for name in _LIBRARIES}
+                update_table(arguments.table, results, versions)
+    texts = [text for cells in results.values() for text in cells.values()]
+    return FAILED if any(text.startswith(WRONG) for text in texts) else 0
 
 
 class TypeCheck:
     """The tiny model of a type, and what transformers computes with it."""
 
     def __init__(self, model_type: str, directory: Path, pool: ProcessPoolExecutor) -> None:
+        self._model_type = model_type
         self._pool = pool
         self._directory = directory
         self._model_dir = directory / "model"
@@ -90,18 +117,16 @@ class TypeCheck:
         )
 
     def run(self, column: str) -> str:
-        """Return `EQUAL`, or why the check of a column did not pass."""
+        """Return the result of a column as in `model_table.Results`."""
+        check = {"export": self._check_export, "LoRA": self._check_lora}.get(column)
         try:
-            if column == "export":
-                return self._check_export()
-            if column == "LoRA":
-                return self._check_lora()
-            return self._check_layout(column)
-        # Whatever a model raises that nobody has tried: it is a result for the table.
+            difference = self._check_layout(column) if check is None else check()
+        except (ConfigError, LayoutError) as error:
+            return REFUSED + str(error).replace(str(self._model_dir), self._model_type)
+        # Whatever a model raises that nobody has tried is a result as well.
         except Exception as error:  # noqa: BLE001
-            is_clear = isinstance(error, ConfigError)
-            text = str(error).strip().splitlines()[0] if str(error).strip() else ""
-            return text if is_clear else f"{type(error).__name__}: {text}"
+            return f"{WRONG}{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return EQUAL if not difference else WRONG + difference
 
     def _config(self, parallel: ParallelConfig) -> RunConfig:
         config = RunConfig(
@@ -114,6 +139,7 @@ class TypeCheck:
         return tiny_run(config, self._model_dir)
 
     def _check_layout(self, column: str) -> str:
+        """Return the first difference, or ""."""
         parallel, mode = LAYOUTS[column]
         folder = self._directory / column
         folder.mkdir()
@@ -122,7 +148,7 @@ class TypeCheck:
         )
         different = [each for each in found if not each.is_equal]
         if not different:
-            return EQUAL
+            return ""
         first = different[0]
         return f"{first.what} differs by {first.difference:.1e} {first.detail}".strip()
 
@@ -138,12 +164,12 @@ class TypeCheck:
                 _load(path)(input_ids=ids, use_cache=False).logits
                 for path in (self._directory / "hf", self._model_dir)
             )
-        return EQUAL if torch.equal(found, expected) else "the logits of the export differ"
+        return "" if torch.equal(found, expected) else "the logits of the export differ"
 
     def _check_lora(self) -> str:
         """Compare the gradients of adapters on all linear layers with PEFT's."""
         if find_spec("peft") is None:
-            return "not checked: peft is not installed"
+            raise ConfigError("peft is not installed, with which LoRA is compared")
         from peft import LoraConfig, get_peft_model
 
         model = _load(self._model_dir)
@@ -173,7 +199,7 @@ class TypeCheck:
         folder = self._directory / "lora"
         self._pool.submit(train_rank, context, config, self._batch, folder).result()
         difference, name = worst(saved_tensors(folder / "first", "exp_avg"), expected)
-        return EQUAL if difference <= LIMIT else f"gradient differs by {difference:.1e} at {name}"
+        return "" if difference <= LIMIT else f"gradient differs by {difference:.1e} at {name}"
 
 
 def _load(directory: Path) -> PreTrainedModel:
@@ -210,7 +236,7 @@ def check_type(
     columns: Sequence[str] = COLUMNS,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, str]:
-    """Return column -> `EQUAL` or the reason. Raises ConfigError for an unknown type."""
+    """Return the results of a type by column. Raises ConfigError for an unknown type."""
     with tempfile.TemporaryDirectory(prefix="nemo_like_parity_") as folder:
         check = TypeCheck(model_type, Path(folder), pool)
         results = {}

@@ -184,6 +184,7 @@ def tiny_run(config: RunConfig, model: Path) -> RunConfig:
 
 
 def in_mode(config: RunConfig, mode: str) -> RunConfig:
+    """Return `config` with one of `MODES`."""
     packing = replace(
         config.policy.sequence_packing,
         enabled=mode == "packed",
@@ -387,6 +388,7 @@ def random_batch(vocab_size: int) -> BatchedDataDict:
 
 
 def contexts(world_size: int, rendezvous: Path) -> list[WorkerContext]:
+    """Return the contexts of CPU ranks that meet in the file `rendezvous`."""
     return [
         WorkerContext(
             rank=rank,

@@ -237,7 +237,6 @@ class ModelFiles:
             for part in parts:
                 yield part, (shape[1] // len(parts), *shape[2:])
 
-
     def _expert_tensors(self, name: str, expert: int) -> list[str]:
         """Names of the tensors of one expert, in the order of their rows in the stacked tensor."""
         templates = self._stacks.get(name) or _expert_templates(name)

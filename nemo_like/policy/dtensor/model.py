@@ -36,6 +36,7 @@ from nemo_like.policy.heads.row_outputs import ScoreHead, SequenceShare
 from nemo_like.policy.inputs import attention
 from nemo_like.policy.inputs.attention import varlen_kernel
 from nemo_like.policy.inputs.model_inputs import ModelInputs, TokenLogprobs
+from nemo_like.policy.inputs.stateful_layers import reset_states_between_rows
 from nemo_like.policy.lora import AdapterState
 from nemo_like.sampling_filter import SamplingFilter
 
@@ -353,10 +354,16 @@ def build_model(
     causal_lm = meta_model(
         model_config, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION
     )
+    if not causal_lm._can_set_attn_implementation():
+        raise ConfigError(
+            f"policy.model_name={config.model_name}: {type(causal_lm).__name__} computes attention"
+            " in its own code, which does not know the bounds of rows; use another model"
+        )
     has_vocabulary = ModelSpec.from_config(model_config).head == "vocabulary"
     if has_vocabulary:
         check_head(causal_lm, config.model_name)
     compute_buffers(causal_lm, device)
+    reset_states_between_rows(causal_lm)
     if groups.tensor is not None:
         specs = parallelize(groups.tensor, causal_lm, config.model_name)
     else:

@@ -250,9 +250,7 @@ def _shard(tensor: TensorParallel, module: nn.Module, key: str, dim: int) -> Spe
     return {shard: ShardSpec(tuple(weight.shape), dim, start, stop)}
 
 
-def _shard_vocabulary(
-    tensor: TensorParallel, causal_lm: PreTrainedModel, model_name: str
-) -> Specs:
+def _shard_vocabulary(tensor: TensorParallel, causal_lm: PreTrainedModel, model_name: str) -> Specs:
     embedding = causal_lm.get_input_embeddings()
     head = causal_lm.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding):

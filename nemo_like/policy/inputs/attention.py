@@ -401,9 +401,7 @@ def attention_forward(
     if cu_seqlens is None:
         if cp_group is not None and cp_group.size() > 1:
             raise ValueError("context parallelism needs packed rows; pass cu_seqlens")
-        out = padded_attention(
-            query, key, value, scale=scale, window=sliding_window, extras=extras
-        )
+        out = padded_attention(query, key, value, scale=scale, window=sliding_window, extras=extras)
         return out.transpose(1, 2), None
     # Packed rows have B = 1: [1, H, T, D] to [T, H, D].
     q = query.squeeze(0).transpose(0, 1)
