@@ -52,11 +52,12 @@ Specs = dict[nn.Parameter, ShardSpec]
 
 
 class _Planned(NamedTuple):
-    """A module in the plan."""
+    """A module in the plan, or a parameter of it."""
 
     name: str
     module: nn.Module
     style: str
+    parameter: str | None = None
 
 
 def parallelize(
@@ -75,6 +76,10 @@ def parallelize(
         if planned.style == _EXPERTS:
             specs |= _shard_experts(tensor, planned.module)
             continue
+        if planned.parameter is not None:
+            # A value per head, such as attention sinks.
+            specs |= _shard(tensor, planned.module, planned.parameter, 0)
+            continue
         blocks.setdefault(modules[planned.name.rpartition(".")[0]], []).append(planned)
     if tensor.sequence:
         _check_attention(modules, blocks, model_name)
@@ -92,7 +97,8 @@ def parallelize(
 def _planned_modules(
     causal_lm: PreTrainedModel, modules: dict[str, nn.Module], model_name: str
 ) -> Iterator[_Planned]:
-    """Yield each of `modules`, those of the backbone, that is in the model's plan.
+    """Yield each of `modules`, those of the backbone, that is in the model's plan or has a parameter
+    in it.
 
     The input embedding is left out: `_shard_vocabulary` shards it with the output head, whether or
     not the plan lists it.
@@ -106,8 +112,12 @@ def _planned_modules(
             # Some releases of transformers add it to the plan of a model with a tied head.
             continue
         # The plan names layers with a wildcard: layers.*.self_attn.q_proj.
-        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        style = plan.get(pattern)
         if style is None:
+            for key in list(module._parameters):
+                if plan.get(f"{pattern}.{key}") == _COLUMN:
+                    yield _Planned(name, module, _COLUMN, key)
             continue
         is_linear = style in _LINEAR and isinstance(module, nn.Linear)
         if not is_linear and style not in (_EXPERTS, *_PARTIAL_GRAD):
@@ -121,7 +131,7 @@ def _shard_block(
     tensor: TensorParallel, block: nn.Module, layers: list[_Planned], model_name: str
 ) -> Specs:
     specs: Specs = {}
-    for _, module, style in layers:
+    for _, module, style, _ in layers:
         if style in _PARTIAL_GRAD:
             for weight in module.parameters():
                 specs[weight] = ShardSpec(tuple(weight.shape), has_partial_grad=True)
@@ -131,7 +141,7 @@ def _shard_block(
         else:
             specs |= _shard(tensor, module, "weight", 1)
             module.forward = partial(_row_parallel_linear, tensor.reduce_output, module)
-    styles = {style for _, _, style in layers} - set(_PARTIAL_GRAD)
+    styles = {style for _, _, style, _ in layers} - set(_PARTIAL_GRAD)
     if not styles:
         return specs
     if styles <= {*_GATHERED, *_SPLIT}:
@@ -141,7 +151,7 @@ def _shard_block(
             model_name,
             f"its plan shards {type(block).__name__} only {' and '.join(sorted(styles))}",
         )
-    is_latent = any(style == _COMPRESSED for _, _, style in layers)
+    is_latent = any(style == _COMPRESSED for _, _, style, _ in layers)
     for name, weight in _unplanned(block, specs):
         # Inside the block each rank has its own heads or channels, so the gradient of an unlisted
         # parameter would be silently wrong. Compressions of latent attention have the gradient of
@@ -160,14 +170,14 @@ def _gather_block(
     tensor: TensorParallel, block: nn.Module, layers: list[_Planned], specs: Specs, model_name: str
 ) -> Specs:
     """Add the collectives of a gathered block; return the specs of its other parameters."""
-    if tensor.sequence and not any(style in _SPLIT for _, _, style in layers):
+    if tensor.sequence and not any(style in _SPLIT for _, _, style, _ in layers):
         raise _unsupported(
             model_name,
             f"its plan has no row-parallel layer in {type(block).__name__}, which"
             " parallel.sequence needs",
             "parallel.sequence to false, or parallel.tensor to 1",
         )
-    for name, module, style in layers:
+    for name, module, style, _ in layers:
         assert isinstance(module, nn.Linear)
         is_split = style in _SPLIT
         size = module.in_features if is_split else module.out_features
