@@ -97,8 +97,7 @@ def parallelize(
 def _planned_modules(
     causal_lm: PreTrainedModel, modules: dict[str, nn.Module], model_name: str
 ) -> Iterator[_Planned]:
-    """Yield each of `modules`, those of the backbone, that is in the model's plan or has a parameter
-    in it.
+    """Yield the modules of the backbone, and the parameters, that the model's plan lists.
 
     The input embedding is left out: `_shard_vocabulary` shards it with the output head, whether or
     not the plan lists it.
