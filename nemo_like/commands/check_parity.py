@@ -263,8 +263,12 @@ def train_rank(
     transformers_logging.disable_progress_bar()
     # The differences are to come from the layout, not from the order of atomic additions.
     torch.use_deterministic_algorithms(True)
-    worker = policy_worker_class(config)(context, config=config.policy, parallel=config.parallel)  # type: ignore[call-arg]
     try:
+        worker = policy_worker_class(config)(
+            context,
+            config=config.policy,  # type: ignore[call-arg]
+            parallel=config.parallel,  # type: ignore[call-arg]
+        )
         dp_rank = policy_layout(config).dp_rank(context.rank)
         shard = batch.shard(_plan(config, batch))[dp_rank]
         try:
