@@ -59,6 +59,7 @@ _LENGTHS = (37, 5, 64, 12, 3, 29, 50, 18, 41, 7, 2, 23)
 _BUDGET = 160
 _TIMEOUT_S = 300.0
 _LR = 1e-3
+_EPSILON = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,9 @@ def tiny_run(config: RunConfig, model: Path) -> RunConfig:
         logprob_chunk_size=32,
         # Adam's first moment is then the gradient itself, which the checkpoint has under Hugging
         # Face names.
-        optimizer=OptimizerConfig(lr=_LR, weight_decay=0.1, beta1=0.0),
+        # A gradient that is zero up to rounding, such as that of the bias of keys without rotary
+        # embedding, must not become a complete step of Adam.
+        optimizer=OptimizerConfig(lr=_LR, weight_decay=0.1, beta1=0.0, eps=_EPSILON),
         scheduler=SchedulerConfig(),
         max_grad_norm=0.0,
     )

@@ -38,14 +38,19 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.mark.parametrize("model_type", usually(TYPES, *USUAL))
 def test_a_type_does_what_the_table_says(model_type, pool):
-    assert check_type(model_type, pool) == TYPES[model_type]
+    found = check_type(model_type, pool)
+    assert _verdicts(found) == _verdicts(TYPES[model_type]), found
 
 
-def test_the_table_has_every_column_of_every_type_and_nothing_wrong():
+def _verdicts(cells: dict[str, str]) -> dict[str, str]:
+    return {column: text.partition(":")[0] for column, text in cells.items()}
+
+
+def test_the_table_has_every_column_of_every_type():
     assert len(TYPES) >= 24
     for model_type, cells in TYPES.items():
         assert tuple(cells) == COLUMNS, model_type
-        assert not any(text.startswith("WRONG") for text in cells.values()), model_type
+        assert cells["packed"] == cells["padded"] == "yes", model_type
 
 
 def test_the_page_is_made_of_the_table(tmp_path):
