@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from nemo_like.commands import check_parity
 from nemo_like.commands.check_parity import (
+    ISOLATION,
     LIMIT,
     Trained,
     check_mode,
@@ -57,6 +58,7 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.models.tiny import save_tiny_copy, type_config
 from nemo_like.parallel_layout import LayoutError
 from nemo_like.policy.dtensor.model import decoder_layers
+from nemo_like.policy.isolation import IsolationError
 from nemo_like.training.workers import policy_worker_class
 
 _TENSOR = ParallelConfig(tensor=2)
@@ -121,7 +123,7 @@ class TypeCheck:
         check = {"export": self._check_export, "LoRA": self._check_lora}.get(column)
         try:
             difference = self._check_layout(column) if check is None else check()
-        except (ConfigError, LayoutError) as error:
+        except (ConfigError, LayoutError, IsolationError) as error:
             return REFUSED + str(error).replace(str(self._model_dir), self._model_type)
         # Whatever a model raises that nobody has tried is a result as well.
         except Exception as error:  # noqa: BLE001
@@ -151,6 +153,9 @@ class TypeCheck:
         if not different:
             return ""
         first = different[0]
+        if first.what == ISOLATION:
+            # A run refuses the type when it starts.
+            raise IsolationError(first.detail)
         return f"{first.what} differs by {first.difference:.1e} {first.detail}".strip()
 
     def _check_export(self) -> str:

@@ -54,6 +54,8 @@ from nemo_like.training.workers import policy_worker_class
 LIMIT = 1e-5
 """Max relative difference that counts as equal: some hundred float32 roundings."""
 NUM_STEPS = 4
+ISOLATION = "isolation of rows"
+"""A name of a comparison."""
 MODES = ("packed", "dynamic")
 _LENGTHS = (37, 5, 64, 12, 3, 29, 50, 18, 41, 7, 2, 23)
 _BUDGET = 160
@@ -240,7 +242,7 @@ def check_mode(
     weight_difference, worst_weight = worst(weights, expected.weights)
     logprob_difference = _relative(logprobs.values, expected.logprobs.values)
     compared = (
-        ("isolation of rows", np.inf if leak else 0.0, leak),
+        (ISOLATION, np.inf if leak else 0.0, leak),
         ("loss", abs(losses[0] / expected.losses[0] - 1), ""),
         ("gradient of every parameter", gradient_difference, f"worst at {worst_gradient}"),
         ("log-probs of every token", logprob_difference, ""),

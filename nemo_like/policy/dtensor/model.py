@@ -351,14 +351,7 @@ def build_model(
     Raises ConfigError for a model whose log-probs are not the softmax of its output embedding.
     """
     attention.register()
-    causal_lm = meta_model(
-        model_config, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION
-    )
-    if not causal_lm._can_set_attn_implementation():
-        raise ConfigError(
-            f"policy.model_name={config.model_name}: {type(causal_lm).__name__} computes attention"
-            " in its own code, which does not know the bounds of rows; use another model"
-        )
+    causal_lm = _meta_model(config, model_config)
     has_vocabulary = ModelSpec.from_config(model_config).head == "vocabulary"
     if has_vocabulary:
         check_head(causal_lm, config.model_name)
@@ -407,6 +400,28 @@ def build_model(
         _shard(model, groups.fsdp_mesh, config.precision, reshard_after_forward=reshard)
     allocate(model, device)
     return model, specs, state
+
+
+def _meta_model(config: PolicyConfig, model_config: PretrainedConfig) -> PreTrainedModel:
+    """Build the model on the meta device with the attention of `policy.inputs`.
+
+    Raises ConfigError for a model that computes attention in its own code.
+    """
+    try:
+        causal_lm = meta_model(
+            model_config, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION
+        )
+        if causal_lm._can_set_attn_implementation():
+            return causal_lm
+    # Some models look up the class of their attention by the name of the implementation.
+    except KeyError as error:
+        if error.args != (attention.IMPLEMENTATION,):
+            raise
+    raise ConfigError(
+        f"policy.model_name={config.model_name}: models of the type {model_config.model_type}"
+        " compute attention in their own code, which does not know the bounds of rows; use another"
+        " model"
+    )
 
 
 def keep_unsharded(model: LogprobModel, parallel_layout: ParallelLayout) -> bool:

@@ -84,7 +84,7 @@ def parallelize(
     if tensor.sequence:
         _check_attention(modules, blocks, model_name)
     for block, layers in blocks.items():
-        specs |= _shard_block(tensor, block, layers, model_name)
+        _shard_block(tensor, block, layers, specs, model_name)
     specs |= _shard_vocabulary(tensor, causal_lm, model_name)
     for weight in causal_lm.parameters():
         if weight not in specs:
@@ -127,9 +127,9 @@ def _planned_modules(
 
 
 def _shard_block(
-    tensor: TensorParallel, block: nn.Module, layers: list[_Planned], model_name: str
-) -> Specs:
-    specs: Specs = {}
+    tensor: TensorParallel, block: nn.Module, layers: list[_Planned], specs: Specs, model_name: str
+) -> None:
+    """Shard the layers of a block, add its collectives, and add its parameters to `specs`."""
     for _, module, style, _ in layers:
         if style in _PARTIAL_GRAD:
             for weight in module.parameters():
@@ -142,16 +142,17 @@ def _shard_block(
             module.forward = partial(_row_parallel_linear, tensor.reduce_output, module)
     styles = {style for _, _, style, _ in layers} - set(_PARTIAL_GRAD)
     if not styles:
-        return specs
+        return
     if styles <= {*_GATHERED, *_SPLIT}:
-        return specs | _gather_block(tensor, block, layers, specs, model_name)
+        specs |= _gather_block(tensor, block, layers, specs, model_name)
+        return
     if styles != {_COLUMN, _ROW}:
         raise _unsupported(
             model_name,
             f"its plan shards {type(block).__name__} only {' and '.join(sorted(styles))}",
         )
     is_latent = any(style == _COMPRESSED for _, _, style, _ in layers)
-    for name, weight in _unplanned(block, specs):
+    for name, weight in list(_unplanned(block, specs)):
         # Inside the block each rank has its own heads or channels, so the gradient of an unlisted
         # parameter would be silently wrong. Compressions of latent attention have the gradient of
         # this rank's heads.
@@ -162,7 +163,6 @@ def _shard_block(
         specs[weight] = ShardSpec(tuple(weight.shape), has_partial_grad=True)
     # The hook of the block, so that its column-parallel layers share one collective.
     _transform_input(block, tensor.gather_input)
-    return specs
 
 
 def _gather_block(
