@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    GraniteSwaConfig,
+    GraniteSWAConfig,
     LlamaConfig,
     Olmo2Config,
     PreTrainedConfig,
@@ -101,7 +101,7 @@ def test_experts_are_complete_and_what_is_computed_on_all_ranks_has_a_full_gradi
     assert specs[f"{attention}.q_proj.weight"].dim == 0
     assert specs[f"{attention}.o_proj.weight"].dim == 1
     assert not specs[f"{attention}.q_norm.weight"].has_partial_grad
-    sinks = specs_of(GraniteSwaConfig(**SIZES))[f"{attention}.sinks"]
+    sinks = specs_of(GraniteSWAConfig(**SIZES))[f"{attention}.sinks"]
     assert sinks == ShardSpec((4,), 0, 2, 4)
 
 
