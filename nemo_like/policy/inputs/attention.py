@@ -192,7 +192,8 @@ class VarlenKernel:
         options: dict[str, Any] = {"window_size": window_size, **self._options(extras)}
         # The kernels have one head size for queries, keys and values.
         value_size = v.shape[-1]
-        v = nn.functional.pad(v, (0, q.shape[-1] - value_size))
+        if value_size < q.shape[-1]:
+            v = nn.functional.pad(v, (0, q.shape[-1] - value_size))
         if self.is_flash_attn:
             options["softmax_scale"] = scale
             options["causal"] = causal
@@ -211,7 +212,7 @@ class VarlenKernel:
         out = self.function(q, k, v, *spans, **options)
         # torch returns a tuple only with auxiliary outputs.
         assert isinstance(out, Tensor)
-        return out[..., :value_size]
+        return out if value_size == q.shape[-1] else out[..., :value_size]
 
     def _options(self, extras: AttentionExtras) -> dict[str, Any]:
         """Return the arguments for `extras`. Raises ConfigError if the kernel has none."""
@@ -455,5 +456,5 @@ def _check_supported(
     if unsupported:
         raise ConfigError(
             f"{type(module).__name__} needs {', '.join(unsupported)}, which packed causal attention"
-            " does not support; docs/models.md lists the model types that can be trained"
+            " does not support; set policy.model_name to a model of a type that docs/models.md lists"
         )
