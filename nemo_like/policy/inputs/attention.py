@@ -456,5 +456,5 @@ def _check_supported(
     if unsupported:
         raise ConfigError(
             f"{type(module).__name__} needs {', '.join(unsupported)}, which packed causal attention"
-            " does not support; set policy.model_name to a model of a type that docs/models.md lists"
+            " does not support; set policy.model_name to a model of a type in docs/models.md"
         )
