@@ -138,6 +138,7 @@ def _shard_block(
             specs |= _shard(tensor, module, "weight", 0)
             specs |= _shard(tensor, module, "bias", 0)
         else:
+            assert isinstance(module, nn.Linear)
             specs |= _shard(tensor, module, "weight", 1)
             module.forward = partial(_row_parallel_linear, tensor.reduce_output, module)
     styles = {style for _, _, style, _ in layers} - set(_PARTIAL_GRAD)
