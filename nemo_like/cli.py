@@ -80,6 +80,18 @@ def _add_topic(topic: str) -> Callable[[argparse.ArgumentParser], None]:
     return add
 
 
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("topic", choices=("parity",), metavar="parity")
+    text = "a YAML file: its engine and layout are checked"
+    parser.add_argument("--config", type=Path, metavar="FILE", help=text)
+    _add_overrides(parser)
+    _add_kind(parser)
+    text = "a model type of transformers, e.g. llama: all layouts are checked; may be repeated"
+    parser.add_argument("--model", action="append", metavar="TYPE", help=text)
+    text = "a JSON file to add the results to; a page (.md) is written beside it"
+    parser.add_argument("--table", type=Path, metavar="FILE", help=text)
+
+
 def _add_reference(parser: argparse.ArgumentParser) -> None:
     kinds = (*ALGORITHMS, "all")
     text = f"{', '.join(kinds)}: the keys of a job, or all"
@@ -267,9 +279,9 @@ _COMMANDS = {
     ),
     "check": _Command(
         "`check parity` compares engine and parallel layout with plain transformers, on a tiny copy"
-        " of the model",
-        "check_parity.run",
-        _add_topic("parity"),
+        " of the model; with --model TYPE all layouts of a model type",
+        "check_model_type.run",
+        _add_check,
     ),
     "explain": _Command(
         "`explain loss` prints the formula of a config's loss, and keys without effect",

@@ -9,7 +9,6 @@ after a resume from the layout's checkpoint in one process.
 from __future__ import annotations
 
 import argparse
-import copy
 import multiprocessing
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from nemo_like.algorithms.registry import load_any_config
@@ -43,6 +42,7 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict, unshard
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import metric_values
+from nemo_like.models.tiny import save_tiny_copy
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
 from nemo_like.policy.isolation import IsolationError
@@ -54,11 +54,14 @@ from nemo_like.training.workers import policy_worker_class
 LIMIT = 1e-5
 """Max relative difference that counts as equal: some hundred float32 roundings."""
 NUM_STEPS = 4
+ISOLATION = "isolation of rows"
+"""A name of a comparison."""
 MODES = ("packed", "dynamic")
 _LENGTHS = (37, 5, 64, 12, 3, 29, 50, 18, 41, 7, 2, 23)
 _BUDGET = 160
 _TIMEOUT_S = 300.0
 _LR = 1e-3
+_EPSILON = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,7 @@ class ParityReport:
         return "\n".join(lines)
 
 
-class _Trained(NamedTuple):
+class Trained(NamedTuple):
     """Results of `NUM_STEPS` optimizer steps."""
 
     losses: list[float]
@@ -138,9 +141,9 @@ def check_parity(config: RunConfig) -> ParityReport:
     parallel = config.parallel
     with tempfile.TemporaryDirectory(prefix="nemo_like_parity_") as folder:
         model = save_tiny_copy(model_config, parallel, Path(folder) / "model")
-        tiny = _tiny_run(config, Path(folder) / "model")
-        batch = _random_batch(model.config.vocab_size)
-        expected = _train_with_transformers(model, batch, tiny)
+        tiny = tiny_run(config, Path(folder) / "model")
+        batch = random_batch(model.config.vocab_size)
+        expected = train_with_transformers(model, batch, tiny)
         num_workers = policy_layout(tiny).world_size
         # A forked process would inherit the threads of torch in an undefined state.
         spawn = multiprocessing.get_context("spawn")
@@ -148,7 +151,7 @@ def check_parity(config: RunConfig) -> ParityReport:
         # One pool for all modes: starting a process imports torch, which takes seconds.
         with ProcessPoolExecutor(num_workers, mp_context=spawn) as pool:
             for mode in MODES:
-                findings += _check_mode(tiny, mode, batch, expected, Path(folder), pool)
+                findings += check_mode(tiny, mode, batch, expected, Path(folder), pool)
     layout = str(policy_layout(tiny))
     title = (
         f"{config.policy.engine} on {layout}: a tiny {model_config.model_type} against"
@@ -157,7 +160,7 @@ def check_parity(config: RunConfig) -> ParityReport:
     return ParityReport(title, tuple(findings))
 
 
-def _tiny_run(config: RunConfig, model: Path) -> RunConfig:
+def tiny_run(config: RunConfig, model: Path) -> RunConfig:
     """Return `config` for the tiny model, with the same engine, layout and recomputation.
 
     It runs on CPU workers in float32, with a learning rate at which a few steps change the loss.
@@ -175,7 +178,9 @@ def _tiny_run(config: RunConfig, model: Path) -> RunConfig:
         logprob_chunk_size=32,
         # Adam's first moment is then the gradient itself, which the checkpoint has under Hugging
         # Face names.
-        optimizer=OptimizerConfig(lr=_LR, weight_decay=0.1, beta1=0.0),
+        # A gradient that is zero up to rounding, such as that of the bias of keys without rotary
+        # embedding, must not become a complete step of Adam.
+        optimizer=OptimizerConfig(lr=_LR, weight_decay=0.1, beta1=0.0, eps=_EPSILON),
         scheduler=SchedulerConfig(),
         max_grad_norm=0.0,
     )
@@ -183,7 +188,8 @@ def _tiny_run(config: RunConfig, model: Path) -> RunConfig:
     return replace(config, policy=policy, cluster=ClusterConfig(workers_per_node=workers))
 
 
-def _in_mode(config: RunConfig, mode: str) -> RunConfig:
+def in_mode(config: RunConfig, mode: str) -> RunConfig:
+    """Return `config` with one of `MODES`."""
     packing = replace(
         config.policy.sequence_packing,
         enabled=mode == "packed",
@@ -200,21 +206,21 @@ def _in_mode(config: RunConfig, mode: str) -> RunConfig:
     return replace(config, policy=policy)
 
 
-def _check_mode(
+def check_mode(
     config: RunConfig,
     mode: str,
     batch: BatchedDataDict,
-    expected: _Trained,
+    expected: Trained,
     folder: Path,
     pool: ProcessPoolExecutor,
 ) -> list[Comparison]:
     """Train in one mode on the ranks of the layout and compare with `expected`."""
-    config = _in_mode(config, mode)
+    config = in_mode(config, mode)
     parallel_layout = policy_layout(config)
     checkpoints = folder / mode
     futures = []
-    for context in _contexts(parallel_layout.world_size, folder / f"{mode}.rendezvous"):
-        futures.append(pool.submit(_train_rank, context, config, batch, checkpoints))
+    for context in contexts(parallel_layout.world_size, folder / f"{mode}.rendezvous"):
+        futures.append(pool.submit(train_rank, context, config, batch, checkpoints))
     results = [future.result(timeout=_TIMEOUT_S) for future in futures]
     # Any rank may find a leak; the message of one is enough.
     leak = next((message for *_, message in results if message), "")
@@ -226,17 +232,17 @@ def _check_mode(
         parts.append(outputs["prev_logprobs"])
     logprobs = unshard(parts, _plan(config, batch))
     assert isinstance(logprobs, Jagged)
-    gradients = _saved(checkpoints / "first", "exp_avg")
-    weights = _saved(checkpoints / "last", "weight")
+    gradients = saved_tensors(checkpoints / "first", "exp_avg")
+    weights = saved_tensors(checkpoints / "last", "weight")
     # Another layout reads the same blocks only if they are in Hugging Face coordinates.
     rendezvous = folder / f"{mode}.alone"
     resumed_loss = _resume_on_one_rank(config, batch, checkpoints / "last", rendezvous)
 
-    gradient_difference, worst_gradient = _worst(gradients, expected.gradients)
-    weight_difference, worst_weight = _worst(weights, expected.weights)
+    gradient_difference, worst_gradient = worst(gradients, expected.gradients)
+    weight_difference, worst_weight = worst(weights, expected.weights)
     logprob_difference = _relative(logprobs.values, expected.logprobs.values)
     compared = (
-        ("isolation of rows", np.inf if leak else 0.0, leak),
+        (ISOLATION, np.inf if leak else 0.0, leak),
         ("loss", abs(losses[0] / expected.losses[0] - 1), ""),
         ("gradient of every parameter", gradient_difference, f"worst at {worst_gradient}"),
         ("log-probs of every token", logprob_difference, ""),
@@ -251,7 +257,7 @@ def _check_mode(
     return [Comparison(mode, what, difference, detail) for what, difference, detail in compared]
 
 
-def _train_rank(
+def train_rank(
     context: WorkerContext, config: RunConfig, batch: BatchedDataDict, folder: Path
 ) -> tuple[list[float], dict[str, Jagged], str]:
     """Train on one rank; return its losses, its log-probs and the message of the isolation check.
@@ -262,8 +268,12 @@ def _train_rank(
     transformers_logging.disable_progress_bar()
     # The differences are to come from the layout, not from the order of atomic additions.
     torch.use_deterministic_algorithms(True)
-    worker = policy_worker_class(config)(context, config=config.policy, parallel=config.parallel)  # type: ignore[call-arg]
     try:
+        worker = policy_worker_class(config)(
+            context,
+            config=config.policy,  # type: ignore[call-arg]
+            parallel=config.parallel,  # type: ignore[call-arg]
+        )
         dp_rank = policy_layout(config).dp_rank(context.rank)
         shard = batch.shard(_plan(config, batch))[dp_rank]
         try:
@@ -273,7 +283,7 @@ def _train_rank(
             leak = str(error)
         outputs = worker.fetch_logprobs(shard, worker.compute_logprobs(shard))
         losses = [_loss(worker, shard, train=True)]
-        # After one step Adam's first moment is the gradient, see `_tiny_run`.
+        # After one step Adam's first moment is the gradient, see `tiny_run`.
         worker.save(folder / "first")
         losses += [_loss(worker, shard, train=True) for _ in range(NUM_STEPS - 1)]
         losses.append(_loss(worker, shard, train=False))
@@ -293,7 +303,7 @@ def _resume_on_one_rank(
         parallel=ParallelConfig(),
         cluster=ClusterConfig(),
     )
-    (context,) = _contexts(1, rendezvous)
+    (context,) = contexts(1, rendezvous)
     worker = policy_worker_class(alone)(context, config=alone.policy)  # type: ignore[call-arg]
     worker.load(checkpoint)
     return _loss(worker, batch.shard(_plan(alone, batch))[0], train=False)
@@ -319,9 +329,9 @@ def _plan(config: RunConfig, batch: BatchedDataDict) -> BatchPlan:
     return plan_batch(batch["length"], spec)
 
 
-def _train_with_transformers(
+def train_with_transformers(
     model: PreTrainedModel, batch: BatchedDataDict, config: RunConfig
-) -> _Trained:
+) -> Trained:
     """Run the same steps with transformers and AdamW, one unpadded row at a time."""
     optimizer = build_optimizer(model.parameters(), config.policy.optimizer)
     rows = [_row_logprobs(model, ids).detach().numpy() for ids in batch["input_ids"]]
@@ -332,7 +342,7 @@ def _train_with_transformers(
     losses = []
     gradients: dict[str, Tensor] = {}
     for step in range(NUM_STEPS + 1):
-        loss = _transformers_loss(model, batch)
+        loss = transformers_loss(model, batch)
         losses.append(loss.item())
         # The last loss is that after the last step, which is not followed by another one.
         if step == NUM_STEPS:
@@ -346,10 +356,10 @@ def _train_with_transformers(
         optimizer.step()
         optimizer.zero_grad()
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    return _Trained(losses, gradients, weights, masked)
+    return Trained(losses, gradients, weights, masked)
 
 
-def _transformers_loss(model: PreTrainedModel, batch: BatchedDataDict) -> Tensor:
+def transformers_loss(model: PreTrainedModel, batch: BatchedDataDict) -> Tensor:
     """Return the mean negative log-likelihood of the trained tokens, a float32 scalar."""
     total = torch.zeros(())
     num_tokens = 0
@@ -370,7 +380,7 @@ def _row_logprobs(model: PreTrainedModel, ids: np.ndarray) -> Tensor:
     return torch.cat([torch.zeros(1), logprobs])
 
 
-def _random_batch(vocab_size: int) -> BatchedDataDict:
+def random_batch(vocab_size: int) -> BatchedDataDict:
     """Return rows of random tokens, about two thirds of which are trained.
 
     The first token of a row has no context and is never trained.
@@ -386,7 +396,8 @@ def _random_batch(vocab_size: int) -> BatchedDataDict:
     )
 
 
-def _contexts(world_size: int, rendezvous: Path) -> list[WorkerContext]:
+def contexts(world_size: int, rendezvous: Path) -> list[WorkerContext]:
+    """Return the contexts of CPU ranks that meet in the file `rendezvous`."""
     return [
         WorkerContext(
             rank=rank,
@@ -401,7 +412,7 @@ def _contexts(world_size: int, rendezvous: Path) -> list[WorkerContext]:
     ]
 
 
-def _saved(checkpoint: Path, kind: str) -> dict[str, Tensor]:
+def saved_tensors(checkpoint: Path, kind: str) -> dict[str, Tensor]:
     """Return Hugging Face name -> full tensor of a kind (`weight`, `exp_avg`) in a checkpoint.
 
     A tensor of any kind is float32 and has the same shape as the weight.
@@ -413,7 +424,7 @@ def _saved(checkpoint: Path, kind: str) -> dict[str, Tensor]:
         }
 
 
-def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
+def worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
     """Return the max relative difference over all tensors, and the tensor's name.
 
     Tensors of one name have the same shape.
@@ -441,98 +452,3 @@ def _relative(found: Sequence[float] | np.ndarray, expected: Sequence[float] | n
     # The smallest norm only avoids 0 / 0 for a gradient that is exactly 0 on both sides.
     norm = max(np.linalg.norm(expected), 1e-30)
     return float(np.linalg.norm(found - expected) / norm)
-
-
-_HEAD_DIM = 8
-_MAX_GROUP = 4
-_VOCABULARY = 251
-"""A prime: no number of workers divides it, as with many real vocabularies."""
-_WINDOW = 8
-
-
-def save_tiny_copy(
-    model_config: PretrainedConfig, parallel: ParallelConfig, directory: Path, seed: int = 0
-) -> PreTrainedModel:
-    """Write a small random model of the same architecture that divides by `parallel`.
-
-    It keeps the grouping of key-value heads, biases, norms, tied embeddings, positions and windows.
-    Returns the model in float32 with eager attention.
-    """
-    torch.manual_seed(seed)
-    config = tiny_config(model_config, parallel)
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            # Norms and biases are initialized to constants, with which a mistake in their
-            # placement would not change the result.
-            if parameter.ndim == 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(directory)
-    return model
-
-
-def tiny_config(model_config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
-    """Return `model_config` with few and narrow layers; what is not a size does not change."""
-    config: Any = copy.deepcopy(model_config)
-    num_heads = config.num_attention_heads
-    num_old_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    group = min(num_heads // num_old_kv_heads, _MAX_GROUP)
-    # Two key-value heads per tensor-parallel rank, so that a wrong order of heads is visible.
-    num_kv_heads = 2 * parallel.tensor
-    layers = max(2, parallel.pipeline)
-    max_positions = getattr(config, "max_position_embeddings", 4096)
-    sizes: dict[str, Any] = {
-        "hidden_size": group * num_kv_heads * _HEAD_DIM,
-        "intermediate_size": 24 * parallel.tensor,
-        "num_attention_heads": group * num_kv_heads,
-        "num_key_value_heads": num_kv_heads,
-        "num_hidden_layers": layers,
-        "vocab_size": _VOCABULARY,
-        "max_position_embeddings": min(max_positions, 4096),
-        # The predicted distributions are then far from uniform, so that a mistake is visible.
-        "initializer_range": 0.1,
-        # The ids of the real vocabulary are outside of the small one.
-        "pad_token_id": None,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    if getattr(config, "head_dim", None) is not None:
-        # Different from hidden size / heads, so that code which confuses the two fails.
-        sizes["head_dim"] = 2 * _HEAD_DIM
-    if getattr(config, "sliding_window", None) is not None:
-        sizes["sliding_window"] = _WINDOW
-    if getattr(config, "layer_types", None) is not None:
-        sizes["layer_types"] = _kinds(list(config.layer_types), layers)
-        # Windows start in the middle, so that there are layers with and without one.
-        max_window_layers = getattr(config, "max_window_layers", layers)
-        sizes["max_window_layers"] = min(max_window_layers, layers // 2)
-    if getattr(config, "num_experts", None):
-        sizes |= _moe_sizes(config, parallel)
-    for name, value in sizes.items():
-        # Only what the architecture knows: transformers would save any other attribute as well.
-        if hasattr(config, name):
-            setattr(config, name, value)
-    return config
-
-
-def _moe_sizes(config: Any, parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the sizes of MoE layers: two experts per expert-parallel rank, at least four.
-
-    One layer is dense if the model has dense layers.
-    """
-    num_experts = max(4, 2 * parallel.expert)
-    return {
-        "num_experts": num_experts,
-        "num_experts_per_tok": min(config.num_experts_per_tok, num_experts // 2),
-        "moe_intermediate_size": 2 * _HEAD_DIM,
-        "decoder_sparse_step": min(getattr(config, "decoder_sparse_step", 1), 2),
-        "mlp_only_layers": [0] if getattr(config, "mlp_only_layers", None) else [],
-    }
-
-
-def _kinds(layer_types: list[str], num_layers: int) -> list[str]:
-    """Return the kind of each of `num_layers` layers, the given kinds spread evenly over them."""
-    kinds = list(dict.fromkeys(layer_types))
-    return [kinds[layer * len(kinds) // num_layers] for layer in range(num_layers)]

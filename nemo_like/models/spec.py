@@ -177,6 +177,10 @@ class ModelSpec:
     norm_eps: float
     moe: MoeSpec | None
     latent: LatentAttention | None
+    logit_scale: float = 1.0
+    """Factor of the logits."""
+    logit_softcap: float | None = None
+    """Logits x, after `logit_scale`, become logit_softcap * tanh(x / logit_softcap)."""
     head: OutputHead = "vocabulary"
     """`scores` for a reward model, whose input embedding is not tied to anything."""
 
@@ -236,6 +240,8 @@ class ModelSpec:
             norm_eps=float(fields.get("rms_norm_eps", "layer_norm_epsilon", default=1e-6)),
             moe=_moe(fields, num_layers),
             latent=_latent(fields),
+            logit_scale=_logit_scale(fields),
+            logit_softcap=fields.get("final_logit_softcapping", "logits_soft_cap", default=None),
             head=head,
         )
 
@@ -415,6 +421,12 @@ def _output_head(fields: ConfigFields) -> OutputHead:
     """Return the head of the architecture that the configuration names."""
     architectures = fields.get("architectures", default=None) or ("",)
     return "scores" if str(architectures[0]).endswith("ForSequenceClassification") else "vocabulary"
+
+
+def _logit_scale(fields: ConfigFields) -> float:
+    """Cohere multiplies the logits, Granite divides them."""
+    factor = fields.get("logit_scale", "lm_head_multiplier", default=1.0)
+    return float(factor) / float(fields.get("logits_scaling", default=1.0))
 
 
 def _linear_attention_layers(fields: ConfigFields) -> frozenset[int]:

@@ -2,11 +2,16 @@
 
 Forward and backward are the pairs of Megatron-Core's `tensor_parallel/mappings.py`:
 
-    function       forward          backward
-    copy_to        identity         all-reduce
-    sum_over       all-reduce       identity
-    gather_rows    all-gather       reduce-scatter
-    scatter_sum    reduce-scatter   all-gather
+    function            forward             backward
+    copy_to             identity            all-reduce
+    sum_over            all-reduce          identity
+    gather_rows         all-gather          reduce-scatter
+    gather_equal_rows   all-gather          this rank's part
+    scatter_sum         reduce-scatter      all-gather
+    gather_columns      all-gather          this rank's part
+    split_columns       this rank's part    all-gather
+
+The columns are the last dim of a tensor.
 """
 
 from __future__ import annotations
@@ -71,6 +76,23 @@ def gather_rows(group: dist.ProcessGroup, rows: Tensor) -> Tensor:
 def scatter_sum(group: dist.ProcessGroup, partial_sums: Tensor) -> Tensor:
     """Reduce-scatter `partial_sums` [T, ...] to this rank's [T / n, ...]; the backward gathers."""
     return _PairedCollective.apply(partial_sums, group, _reduce_scatter, _all_gather)  # type: ignore[return-value]
+
+
+def gather_equal_rows(group: dist.ProcessGroup, rows: Tensor) -> Tensor:
+    """All-gather [n x T, ...] from each rank's [T, ...] for a computation that all ranks do."""
+    return _PairedCollective.apply(rows, group, _all_gather, _own_rows)  # type: ignore[return-value]
+
+
+def gather_columns(group: dist.ProcessGroup, columns: Tensor) -> Tensor:
+    """All-gather [..., n x D] from each rank's [..., D] for a computation that all ranks do."""
+    return gather_equal_rows(group, columns.movedim(-1, 0)).movedim(0, -1)
+
+
+def split_columns(group: dist.ProcessGroup, columns: Tensor) -> Tensor:
+    """Return this rank's [..., D] of `columns` [..., n x D], which are equal on all ranks."""
+    rows = columns.movedim(-1, 0)
+    own = _PairedCollective.apply(rows, group, _own_rows, _all_gather)
+    return own.movedim(0, -1)  # type: ignore[union-attr]
 
 
 def gather_objects(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
@@ -157,6 +179,11 @@ def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     gathered = tensor.new_empty(num_rows, *tensor.shape[1:])
     _all_gather_single(gathered, tensor.contiguous(), group=group)
     return gathered
+
+
+def _own_rows(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's [T / n, ...] of `tensor` [T, ...], a copy."""
+    return tensor.chunk(group.size())[group.rank()].clone()
 
 
 def _reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

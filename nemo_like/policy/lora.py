@@ -145,7 +145,7 @@ def open_merged(
     the model is missing or of another shape.
     """
     model = meta_model(model_config)
-    with open_model(policy.model_name) as files:
+    with open_model(policy.model_name, model) as files:
         yield MergedWeights(files, model, reader, policy.lora)
 
 

@@ -227,7 +227,7 @@ def test_boundaries_must_cover_every_position():
         varlen_attention(q, k, v, boundaries([4]), 4, scale=0.3)
 
 
-@pytest.mark.parametrize("extra", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}])
+@pytest.mark.parametrize("extra", [{"position_bias": torch.zeros(5, 5)}, {"dropout": 0.1}])
 def test_attention_of_another_kind_is_refused(extra):
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in random_qkv(5))
     with pytest.raises(ValueError, match=r"policy\.model_name"):

@@ -25,11 +25,17 @@ from tests.policy.thread_ranks import run_thread_ranks
 
 
 def naive_logprobs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, bias: Tensor | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
 ):
-    log_probs = (
-        torch.nn.functional.linear(hidden, weight, bias).float() / temperature
-    ).log_softmax(-1)
+    logits = torch.nn.functional.linear(hidden, weight, bias).float() / temperature
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    log_probs = logits.log_softmax(-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     return log_probs.gather(1, labels[:, None]).squeeze(1), entropy
 
@@ -52,9 +58,10 @@ def random_inputs(
     temperature=st.sampled_from([0.5, 1.0, 1.7]),
     with_bias=st.booleans(),
     entropy_weight=st.sampled_from([0.0, 0.3]),
+    softcap=st.sampled_from([None, 2.0]),
 )
 def test_values_and_gradients_equal_the_naive_ones(
-    num_tokens, chunk_size, temperature, with_bias, entropy_weight
+    num_tokens, chunk_size, temperature, with_bias, entropy_weight, softcap
 ):
     hidden, weight, bias, labels = random_inputs(num_tokens, 8, 33)
     parameters = [hidden, weight, *([bias] if with_bias else [])]
@@ -66,7 +73,9 @@ def test_values_and_gradients_equal_the_naive_ones(
         ).sum()
         return torch.autograd.grad(loss, parameters)
 
-    expected = naive_logprobs(hidden, weight, labels, temperature, bias if with_bias else None)
+    expected = naive_logprobs(
+        hidden, weight, labels, temperature, bias if with_bias else None, softcap
+    )
     logprobs, entropy, *_ = token_logprobs(
         hidden,
         weight,
@@ -74,6 +83,7 @@ def test_values_and_gradients_equal_the_naive_ones(
         temperature=temperature,
         chunk_size=chunk_size,
         with_entropy=True,
+        softcap=softcap,
         bias=bias if with_bias else None,
     )
     assert entropy is not None

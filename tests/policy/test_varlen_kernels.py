@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from nemo_like.config.errors import ConfigError
 from nemo_like.policy.collectives import first_available, keyword_names
 from nemo_like.policy.inputs import attention
 from nemo_like.policy.inputs.attention import (
@@ -23,7 +24,7 @@ from nemo_like.policy.inputs.attention import (
     varlen_attention,
     varlen_kernel,
 )
-from nemo_like.policy.inputs.segment_attention import Spans, segment_attention
+from nemo_like.policy.inputs.segment_attention import AttentionExtras, Spans, segment_attention
 from tests.policy.test_attention import boundaries, random_qkv
 
 LENGTHS = [7, 1, 12, 5]
@@ -93,6 +94,7 @@ def flash_attn_2(
     deterministic: bool = False,
 ) -> Tensor:
     assert causal and softmax_scale is not None
+    assert softcap in (0.0, 2.0), "only where the model has one"
     assert deterministic == torch.are_deterministic_algorithms_enabled()
     spans = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return attend(q, k, v, spans, softmax_scale, window_size)
@@ -229,3 +231,20 @@ def test_keywords_are_those_that_can_be_named() -> None:
     def function(a: int, /, b: int, *rest: int, c: int, **others: int) -> None: ...
 
     assert keyword_names(function) == {"b", "c"}
+
+
+def test_a_kernel_without_a_feature_of_the_model_is_named():
+    q, k, v = random_qkv(sum(LENGTHS), 4, 2)
+    bounds = boundaries(LENGTHS)
+    spans = Spans(bounds, bounds, max(LENGTHS), max(LENGTHS))
+    options: dict[str, Any] = {"scale": 0.3, "window": None, "causal": True}
+    kernel = VarlenKernel.of_torch(torch_2_13)
+    with pytest.raises(ConfigError, match=r"soft cap .*torch\.nn\.attention\.varlen"):
+        kernel(q, k, v, spans, **options, extras=AttentionExtras(softcap=2.0))
+    kernel = VarlenKernel.of_flash_attn(flash_attn_2)
+    with pytest.raises(ConfigError, match=r"attention sinks; .*flash-attn 2"):
+        kernel(q, k, v, spans, **options, extras=AttentionExtras(sinks=torch.zeros(4)))
+    # A value head of another size is padded for the kernel.
+    expected = segment_attention(q, k, v[..., :4], spans, 0.3, None, True)
+    out = kernel(q, k, v[..., :4], spans, **options, extras=AttentionExtras(softcap=2.0))
+    torch.testing.assert_close(out, expected)

@@ -30,6 +30,7 @@ from nemo_like.distributed import activity
 from nemo_like.models.output_head import meta_model
 from nemo_like.models.pretrained import load_tokenizer
 from nemo_like.models.spec import ModelSpec
+from nemo_like.policy.checkpoint.hf_reader import open_model
 from nemo_like.policy.optim import NonFiniteError, all_within
 from nemo_like.run.files import finish_library_file, reporting_write_errors, write_json
 
@@ -83,11 +84,34 @@ def write_hf(
             if is_writer:
                 tensors[name] = _checked(name, tensor.to("cpu", dtype).contiguous(), directory)
         if skeleton is not None:
+            if index == 0:
+                tensors |= _buffers(skeleton, config.model_name)
             tensors = _to_stored_format(skeleton, tensors)
             stored.append(list(tensors))
             _write_file(directory / _file_name(index, len(files)), tensors)
     if is_writer and len(files) > 1:
         _write_index(stored, shapes, dtype.itemsize, directory)
+
+
+def _buffers(skeleton: PreTrainedModel, model_name: str) -> dict[str, Tensor]:
+    """Return the buffers in the files of the trained model, such as biases of a router.
+
+    They are not trained, so engines and checkpoints do not have them.
+    """
+    weights = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
+    shapes = {
+        name: tuple(buffer.shape)
+        for name, buffer in skeleton.state_dict().items()
+        if name not in weights
+    }
+    if not shapes:
+        return {}
+    with open_model(model_name, skeleton) as files:
+        return {
+            name: files.read(name, (0,) * len(shape), shape)
+            for name, shape in shapes.items()
+            if name in files
+        }
 
 
 def _checked(name: str, tensor: Tensor, directory: Path) -> Tensor:

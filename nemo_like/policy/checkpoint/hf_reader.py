@@ -15,6 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from nemo_like.config.errors import ConfigError, shown_path
@@ -97,6 +106,7 @@ def check_values(tensor: Tensor, path: Path, key: str) -> None:
 Shape = tuple[int, ...]
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_STACKING = (MergeModulelist, Concatenate)
 _STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 
 
@@ -104,6 +114,8 @@ class StoredTensor(NamedTuple):
     """A tensor of a weight file."""
 
     path: Path
+    key: str
+    """Name in the file."""
     shape: Shape
     dtype: str
     """Name in the safetensors format, such as "BF16"."""
@@ -117,9 +129,16 @@ class ModelFiles:
     the prefix `model.`.
     """
 
-    def __init__(self, model_name: str, tensors: Mapping[str, StoredTensor]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        tensors: Mapping[str, StoredTensor],
+        stacks: Mapping[str, Sequence[str]],
+    ) -> None:
+        """`stacks` has for stacked weights the templates of `_expert_templates`."""
         self.model_name = model_name
         self._tensors = tensors
+        self._stacks = stacks
         self._files = TensorFiles()
 
     def __contains__(self, name: str) -> bool:
@@ -154,7 +173,7 @@ class ModelFiles:
         experts = []
         for expert in range(offset[0], offset[0] + shape[0]):
             parts = []
-            for part in _expert_tensors(name, expert):
+            for part in self._expert_tensors(name, expert):
                 part_shape = self._tensors[part].shape
                 parts.append(self._read(part, (0,) * len(part_shape), part_shape))
             experts.append(torch.cat(parts))
@@ -189,9 +208,10 @@ class ModelFiles:
     def _fill(self, target: Tensor, name: str, offset: Shape) -> None:
         """Copy the block at `offset` of a stored tensor into `target` [*shape of the block]."""
         key = self._key(name)
-        path = self._tensors[key].path
-        self._files.read_into(target, path, key, block_index(offset, tuple(target.shape)))
-        check_values(target, path, key)
+        stored = self._tensors[key]
+        index = block_index(offset, tuple(target.shape))
+        self._files.read_into(target, stored.path, stored.key, index)
+        check_values(target, stored.path, stored.key)
 
     def _check_tensor(self, name: str, expected: Shape) -> None:
         stored = self._tensors[self._key(name)]
@@ -208,41 +228,88 @@ class ModelFiles:
 
     def _stored_tensors(self, name: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
         """Yield (name, shape) of the stored tensors that make up the weight `name`."""
-        if self._key(name) in self._tensors or _STACKED_EXPERTS.fullmatch(name) is None:
+        if self._key(name) in self._tensors or not self._expert_tensors(name, 0):
             yield name, shape
             return
         for expert in range(shape[0]):
-            parts = _expert_tensors(name, expert)
+            parts = self._expert_tensors(name, expert)
             # gate and up are separate tensors with half of the stacked rows each.
             for part in parts:
                 yield part, (shape[1] // len(parts), *shape[2:])
 
+    def _expert_tensors(self, name: str, expert: int) -> list[str]:
+        """Names of the tensors of one expert, in the order of their rows in the stacked tensor."""
+        templates = self._stacks.get(name) or _expert_templates(name)
+        return [template.format(expert) for template in templates]
+
 
 @contextmanager
-def open_model(model_name: str) -> Iterator[ModelFiles]:
+def open_model(model_name: str, model: PreTrainedModel | None = None) -> Iterator[ModelFiles]:
     """Open the files of `policy.model_name`, a directory.
 
-    Raises ConfigError if a file is missing.
+    With a `model`, which may be on the meta device, weights have its names: transformers renames
+    weights of some types when it loads them. Raises ConfigError if a file is missing.
     """
     tensors: dict[str, StoredTensor] = {}
     for path in _weight_files(model_name):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (not a dict)
                 header = file.get_slice(name)
-                tensors[name] = StoredTensor(path, tuple(header.get_shape()), header.get_dtype())
-    files = ModelFiles(model_name, tensors)
+                shape = tuple(header.get_shape())
+                tensors[name] = StoredTensor(path, name, shape, header.get_dtype())
+    stacks: dict[str, Sequence[str]] = {}
+    if model is not None:
+        tensors, stacks = _renamed(model_name, model, tensors)
+    files = ModelFiles(model_name, tensors, stacks)
     try:
         yield files
     finally:
         files.close()
 
 
-def _expert_tensors(name: str, expert: int) -> list[str]:
-    """Names of the tensors of one expert, in the order of their rows in the stacked tensor."""
+def _renamed(
+    model_name: str, model: PreTrainedModel, tensors: Mapping[str, StoredTensor]
+) -> tuple[dict[str, StoredTensor], dict[str, Sequence[str]]]:
+    """Return `tensors` by the names in `model`, and the templates of the weights that it stacks.
+
+    Raises ConfigError for weights that transformers computes from several others.
+    """
+    conversions = get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    renamed = {}
+    stacks: dict[str, Sequence[str]] = {}
+    for name in sorted(tensors):
+        before, _ = rename_source_key(name, renamings, [])
+        after, pattern = rename_source_key(before, [], converters)
+        if pattern is None:
+            renamed[after] = tensors[name]
+            continue
+        converter = next(each for each in converters if pattern in each.source_patterns)
+        if not all(isinstance(each, _STACKING) for each in converter.operations):
+            raise ConfigError(
+                f"policy.model_name={model_name}: transformers computes {after} from {name} in a"
+                " way that is not supported; save the model with transformers 5 and use the copy"
+            )
+        # The layer of experts, e.g. "model.layers.0.mlp" of "model.layers.0.mlp.experts.3.w1".
+        begin = after[: after.index(converter.target_patterns[0])]
+        parts = converter.source_patterns
+        stacks[after] = [begin + part.replace("*", "{}") for part in parts]
+        renamed[before] = tensors[name]
+    return renamed, stacks
+
+
+def _expert_templates(name: str) -> list[str]:
+    """Return the names of the tensors of an expert, with {} for its number, of a stacked weight.
+
+    Empty for another weight. Example: of `mlp.experts.gate_up_proj` they are
+    `mlp.experts.{}.gate_proj.weight` and `mlp.experts.{}.up_proj.weight`.
+    """
     match = _STACKED_EXPERTS.fullmatch(name)
-    assert match is not None, f"{name} is no stack of experts"
+    if match is None:
+        return []
     experts, kind = match.groups()
-    return [f"{experts}.{expert}.{part}_proj.weight" for part in kind.split("_")]
+    return [f"{experts}.{{}}.{part}_proj.weight" for part in kind.split("_")]
 
 
 def _weight_files(model_name: str) -> list[Path]:

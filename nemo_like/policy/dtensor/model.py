@@ -29,12 +29,14 @@ from nemo_like.policy.device import ComputeClock
 from nemo_like.policy.dtensor.lora import QuantizedParameter, add_adapters, quantize_layers
 from nemo_like.policy.dtensor.parallel import Groups, ShardSpec
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
-from nemo_like.policy.heads.logit_chunks import VocabShard
+from nemo_like.policy.dtensor.tensor_plan import parallelize
+from nemo_like.policy.heads.logit_chunks import VocabShard, capped
 from nemo_like.policy.heads.logprobs import label_logprobs
 from nemo_like.policy.heads.row_outputs import ScoreHead, SequenceShare
 from nemo_like.policy.inputs import attention
 from nemo_like.policy.inputs.attention import varlen_kernel
 from nemo_like.policy.inputs.model_inputs import ModelInputs, TokenLogprobs
+from nemo_like.policy.inputs.stateful_layers import reset_states_between_rows
 from nemo_like.policy.lora import AdapterState
 from nemo_like.sampling_filter import SamplingFilter
 
@@ -49,6 +51,7 @@ class VocabularyHead:
         self._tensor = groups.tensor
         self._chunk_size = chunk_size
         self._compile = compile
+        self._spec = ModelSpec.from_config(causal_lm.config)
 
     def __call__(
         self,
@@ -73,6 +76,8 @@ class VocabularyHead:
             token_filter=token_filter,
             bias=head.bias,
             vocab=self._vocab_shard(head),
+            scale=self._spec.logit_scale,
+            softcap=self._spec.logit_softcap,
             compile=self._compile,
         )
 
@@ -103,14 +108,14 @@ def output_head(causal_lm: PreTrainedModel) -> nn.Linear:
 
 
 _CHECKED_LOGIT_STD = 30.0
-"""Large enough that a soft cap (Gemma-2 caps at 30) changes the logits of `check_head`."""
+"""Large enough that a soft cap, such as 30, changes the logits of `check_head`."""
 
 
 @torch.no_grad()
 def check_head(causal_lm: PreTrainedModel, model_name: str) -> None:
-    """Raise ConfigError unless the logits are hidden states times output embedding.
+    """Raise ConfigError unless the logits are those that `VocabularyHead` computes.
 
-    Some models scale their logits or apply a soft cap, which the chunked log-probs leave out. The
+    They are hidden states times output embedding, with the scale and the soft cap of the spec. The
     model may be on the meta device: what it does after its backbone is computed with random hidden
     states and a small output embedding.
     """
@@ -126,7 +131,9 @@ def check_head(causal_lm: PreTrainedModel, model_name: str) -> None:
     def return_hidden(*args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
         """Return `hidden`, [1, 8, D], as the output of the backbone."""
         # The class has the fields of a dense model's output as well.
-        return MoeModelOutputWithPast(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
+        output: Any = MoeModelOutputWithPast(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
+        output.cross_attentions = None
+        return output
 
     try:
         backbone.forward = return_hidden
@@ -135,11 +142,15 @@ def check_head(causal_lm: PreTrainedModel, model_name: str) -> None:
     finally:
         del backbone.forward
         causal_lm.set_output_embeddings(head)
-    if not torch.allclose(logits, small_head(hidden), rtol=1e-4, atol=1e-4):
+    spec = ModelSpec.from_config(causal_lm.config)
+    expected = small_head(hidden) * spec.logit_scale
+    if spec.logit_softcap is not None:
+        expected = capped(expected, spec.logit_softcap)
+    if not torch.allclose(logits, expected, rtol=1e-4, atol=1e-4):
         raise ConfigError(
-            f"policy.model_name={model_name}: the logits of {type(causal_lm).__name__} are not"
-            " hidden states times output embedding (a soft cap or a scale), so its log-probs would"
-            " be wrong; use a model without one"
+            f"policy.model_name={model_name}: {type(causal_lm).__name__} changes its logits in a"
+            " way that its config.json does not describe, so its log-probs would be wrong; use"
+            " another model"
         )
 
 
@@ -213,7 +224,7 @@ def load_weights(
             index = block_index(*sharded.block())
             local_shard(sharded.parameter).copy_(initial[sharded.name][index])
     parameters = [sharded for sharded in parameters if sharded.name not in initial]
-    with open_model(model_name) as files:
+    with open_model(model_name, causal_lm) as files:
         stored_names = {}
         for sharded in parameters:
             candidates = names.get(sharded.parameter, [sharded.name])
@@ -340,15 +351,14 @@ def build_model(
     Raises ConfigError for a model whose log-probs are not the softmax of its output embedding.
     """
     attention.register()
-    causal_lm = meta_model(
-        model_config, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION
-    )
+    causal_lm = _meta_model(config, model_config)
     has_vocabulary = ModelSpec.from_config(model_config).head == "vocabulary"
     if has_vocabulary:
         check_head(causal_lm, config.model_name)
     compute_buffers(causal_lm, device)
+    reset_states_between_rows(causal_lm)
     if groups.tensor is not None:
-        specs = groups.tensor.parallelize(causal_lm, config.model_name)
+        specs = parallelize(groups.tensor, causal_lm, config.model_name)
     else:
         specs = {
             name: ShardSpec(tuple(weight.shape))
@@ -390,6 +400,28 @@ def build_model(
         _shard(model, groups.fsdp_mesh, config.precision, reshard_after_forward=reshard)
     allocate(model, device)
     return model, specs, state
+
+
+def _meta_model(config: PolicyConfig, model_config: PretrainedConfig) -> PreTrainedModel:
+    """Build the model on the meta device with the attention of `policy.inputs`.
+
+    Raises ConfigError for a model that computes attention in its own code.
+    """
+    try:
+        causal_lm = meta_model(
+            model_config, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION
+        )
+        if causal_lm._can_set_attn_implementation():
+            return causal_lm
+    # Some models look up the class of their attention by the name of the implementation.
+    except KeyError as error:
+        if error.args != (attention.IMPLEMENTATION,):
+            raise
+    raise ConfigError(
+        f"policy.model_name={config.model_name}: models of the type {model_config.model_type}"
+        " compute attention in their own code, which does not know the bounds of rows; use another"
+        " model"
+    )
 
 
 def keep_unsharded(model: LogprobModel, parallel_layout: ParallelLayout) -> bool:

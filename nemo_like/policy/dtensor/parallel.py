@@ -1,49 +1,30 @@
-"""Process groups, and tensor and sequence parallelism for a Hugging Face model.
-
-Each rank has its shards as plain local weights, so FSDP2, the optimizer and every forward see
-ordinary tensors, and no operation goes through DTensor's dispatch. FSDP may shard dim 0 of such a
-shard again: the result is still a rectangle of the full weight.
-
-    weight             shard                    collectives
-    q, k, v, gate, up  rows (output features)   input: identity / backward all-reduce
-    o, down            columns (input features) output: all-reduce, then the bias is added once
-    embedding          rows (vocabulary)        output: all-reduce
-    output embedding   rows (vocabulary)        in `token_logprobs`
-
-With sequence parallelism the output is reduce-scattered over the tokens and the input is
-all-gathered, so that norms and residuals are computed once and not on every tp rank.
-"""
+"""Process groups of a rank, and its tensor-parallel group. `tensor_plan` shards a model."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
 
-from nemo_like.config.errors import ConfigError
 from nemo_like.distributed.process_groups import (
     build_device_mesh,
     build_replica_mesh,
     share_timeout,
 )
-from nemo_like.models.layout_check import model_problems
-from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import LayoutError, ParallelLayout, engine_problems
-from nemo_like.policy.collectives import copy_to, gather_rows, scatter_sum, sum_over
-
-# Styles of transformers' `base_model_tp_plan` that this module supports.
-_COLUMN = "colwise"
-_ROW = "rowwise"
-_PARTIAL_GRAD = "replicated_with_grad_allreduce"
+from nemo_like.policy.collectives import (
+    copy_to,
+    gather_columns,
+    gather_equal_rows,
+    gather_rows,
+    scatter_sum,
+    split_columns,
+    sum_over,
+)
 
 
 class ShardSpec(NamedTuple):
@@ -84,60 +65,47 @@ class TensorParallel:
     sequence: bool
     """Sequence parallelism: norms and residuals are sharded too, by tokens."""
 
-    def parallelize(self, causal_lm: PreTrainedModel, model_name: str) -> dict[str, ShardSpec]:
-        """Shard the weights of a model on the meta device and add the collectives.
-
-        Returns the spec of each parameter by name, tied names included. Raises ConfigError or
-        LayoutError, the same on every rank, for a model that cannot be sharded this way.
-        """
-        self._check_sizes(causal_lm, model_name)
-        specs: dict[nn.Parameter, ShardSpec] = {}
-        block_styles: dict[nn.Module, set[str]] = {}
-        for parent, module, style in _planned_modules(causal_lm, model_name):
-            if style == _PARTIAL_GRAD:
-                for weight in module.parameters():
-                    specs[weight] = ShardSpec(tuple(weight.shape), has_partial_grad=True)
-                continue
-            block_styles.setdefault(parent, set()).add(style)
-            if style == _COLUMN:
-                specs |= self._shard(module, "weight", 0)
-                specs |= self._shard(module, "bias", 0)
-            else:
-                specs |= self._shard(module, "weight", 1)
-                module.forward = partial(_row_parallel_linear, self.reduce_output, module)
-        for block, styles in block_styles.items():
-            _check_block(block, styles, specs, model_name)
-            # The hook of the block, so that its column-parallel layers share one collective.
-            hook = partial(_gather_block_input, self.gather_input)
-            block.register_forward_pre_hook(hook, with_kwargs=True)
-        specs |= self._shard_vocabulary(causal_lm, model_name)
-        for weight in causal_lm.parameters():
-            if weight not in specs:
-                # With sequence parallelism a norm sees this rank's tokens only.
-                specs[weight] = ShardSpec(tuple(weight.shape), has_partial_grad=self.sequence)
-        return {
-            name: specs[weight]
-            for name, weight in causal_lm.named_parameters(remove_duplicate=False)
-        }
-
     def gather_input(self, hidden: Tensor) -> Tensor:
         """Return the input [..., D] of a sharded computation, `hidden` itself.
 
-        With sequence parallelism `hidden` is this rank's [1, T / tp, D] and is all-gathered to
-        [1, T, D].
+        With sequence parallelism `hidden` is this rank's [T / tp, D] or [1, T / tp, D] and is
+        all-gathered to T tokens. The backward sums the ranks' gradients.
         """
-        if self.sequence:
+        if not self.sequence:
+            return copy_to(self.group, hidden)
+        if hidden.ndim == 3:
             return gather_rows(self.group, hidden[0])[None]
-        return copy_to(self.group, hidden)
+        return gather_rows(self.group, hidden)
+
+    def gather_tokens(self, hidden: Tensor) -> Tensor:
+        """Return the input of a computation that every rank does completely.
+
+        As `gather_input`, but the ranks' gradients are equal and are not summed.
+        """
+        return gather_equal_rows(self.group, hidden[0])[None] if self.sequence else hidden
 
     def reduce_output(self, partial_sums: Tensor) -> Tensor:
         """Sum the ranks' outputs [..., D] of a sharded computation.
 
-        With sequence parallelism the result is this rank's tokens [1, T / tp, D].
+        With sequence parallelism the result is this rank's tokens [1, T / tp, D] or [T / tp, D].
         """
-        if self.sequence:
+        if not self.sequence:
+            return sum_over(self.group, partial_sums)
+        if partial_sums.ndim == 3:
             return scatter_sum(self.group, partial_sums[0])[None]
-        return sum_over(self.group, partial_sums)
+        return scatter_sum(self.group, partial_sums)
+
+    def copy_input(self, hidden: Tensor) -> Tensor:
+        """Return `hidden` [..., D] of all tokens; the backward sums the ranks' gradients."""
+        return copy_to(self.group, hidden)
+
+    def gather_features(self, outputs: Tensor) -> Tensor:
+        """All-gather [..., D] from each rank's [..., D / tp]; the ranks' gradients are equal."""
+        return gather_columns(self.group, outputs)
+
+    def split_features(self, hidden: Tensor) -> Tensor:
+        """Return this rank's features [..., D / tp] of `hidden` [..., D], equal on all ranks."""
+        return split_columns(self.group, hidden)
 
     def shard_range(self, size: int, rank: int | None = None) -> tuple[int, int]:
         """[start, stop) of a dim of `size` on this tp rank, or on tp rank `rank`.
@@ -147,158 +115,6 @@ class TensorParallel:
         if rank is None:
             rank = self.rank
         return rank * size // self.size, (rank + 1) * size // self.size
-
-    def _shard(self, module: nn.Module, key: str, dim: int) -> dict[nn.Parameter, ShardSpec]:
-        """Replace a meta parameter by its shard; does nothing if the module has no such one."""
-        weight = module._parameters.get(key)
-        if weight is None:
-            return {}
-        start, stop = self.shard_range(weight.shape[dim])
-        shape = (*weight.shape[:dim], stop - start, *weight.shape[dim + 1 :])
-        shard = nn.Parameter(weight.new_empty(shape), requires_grad=weight.requires_grad)
-        module._parameters[key] = shard
-        return {shard: ShardSpec(tuple(weight.shape), dim, start, stop)}
-
-    def _shard_vocabulary(
-        self, causal_lm: PreTrainedModel, model_name: str
-    ) -> dict[nn.Parameter, ShardSpec]:
-        embedding = causal_lm.get_input_embeddings()
-        head = causal_lm.get_output_embeddings()
-        if type(embedding) is not nn.Embedding:
-            # A subclass may do more than look up rows, for example scale them.
-            raise _unsupported(
-                model_name,
-                f"its input embedding is a {type(embedding).__name__}, not a plain table",
-            )
-        is_tied = head is not None and head.weight is embedding.weight
-        start, stop = self.shard_range(embedding.num_embeddings)
-        embedding.forward = partial(
-            _vocab_parallel_embedding, self.reduce_output, embedding, range(start, stop)
-        )
-        specs = self._shard(embedding, "weight", 0)
-        if head is None:
-            # A score head is one row, which every rank has.
-            return specs
-        assert isinstance(head, nn.Linear)
-        if is_tied:
-            head.weight = embedding.weight
-        else:
-            specs |= self._shard(head, "weight", 0)
-        return specs | self._shard(head, "bias", 0)
-
-    def _check_sizes(self, causal_lm: PreTrainedModel, model_name: str) -> None:
-        """Raise LayoutError for sizes of the model that the ranks cannot share evenly."""
-        layout = ParallelLayout(tp=self.size, sequence_parallel=self.sequence)
-        spec = ModelSpec.from_config(causal_lm.config, model_name)
-        problems = model_problems(layout, "dtensor", spec)
-        if problems:
-            raise LayoutError(problems)
-
-
-def _planned_modules(
-    causal_lm: PreTrainedModel, model_name: str
-) -> Iterator[tuple[nn.Module, Any, str]]:
-    """Yield (parent module, module, style) for each module in the model's plan.
-
-    The module is a linear layer unless the style is `_PARTIAL_GRAD`. The input embedding is left
-    out: `_shard_vocabulary` shards it with the output head, whether or not the plan lists it.
-    """
-    backbone = causal_lm.base_model
-    plan = getattr(backbone.config, "base_model_tp_plan", None)
-    if not plan:
-        raise _unsupported(model_name, "transformers has no tensor-parallel plan for it")
-    embedding = causal_lm.get_input_embeddings()
-    modules = dict(backbone.named_modules())
-    for name, module in modules.items():
-        if module is embedding:
-            # Some releases of transformers add it to the plan of a model with a tied head.
-            continue
-        # The plan names layers with a wildcard: layers.*.self_attn.q_proj.
-        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        if style is None:
-            continue
-        is_known = style in (_COLUMN, _ROW, _PARTIAL_GRAD)
-        needs_linear = style != _PARTIAL_GRAD
-        if not is_known or (needs_linear and not isinstance(module, nn.Linear)):
-            raise _unsupported(
-                model_name, f"its plan requires {name}, a {type(module).__name__}, to be {style}"
-            )
-        yield modules[name.rpartition(".")[0]], module, style
-
-
-def _check_block(
-    block: nn.Module, styles: set[str], specs: dict[nn.Parameter, ShardSpec], model_name: str
-) -> None:
-    """Raise ConfigError unless the plan covers all parameters of a tensor-parallel block.
-
-    Inside the block each rank has its own heads or channels, so the gradient of an unlisted
-    parameter would be silently wrong.
-    """
-    if styles != {_COLUMN, _ROW}:
-        raise _unsupported(
-            model_name,
-            f"its plan shards {type(block).__name__} only {' and '.join(sorted(styles))}",
-        )
-    # A row-parallel bias is added after the reduction, so it is replicated.
-    biases = {module.bias for module in block.modules() if isinstance(module, nn.Linear)}
-    for name, weight in block.named_parameters():
-        if weight not in specs and weight not in biases:
-            raise _unsupported(
-                model_name, f"its plan does not list the parameter {name} of {type(block).__name__}"
-            )
-
-
-def _unsupported(model_name: str, reason: str) -> ConfigError:
-    return ConfigError(
-        f"policy.model_name={model_name} cannot be sharded by tensor parallelism: {reason}; set"
-        " parallel.tensor to 1, or use a dense Llama-, Qwen2- or Qwen3-like model"
-    )
-
-
-def _gather_block_input(
-    gather_input: Callable[[Tensor], Tensor],
-    block: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace the hidden states, positional (MLP) or by keyword (attention): a forward pre-hook.
-
-    They are [B, S, D]; with sequence parallelism [1, T / tp, D] is replaced by [1, T, D].
-    """
-    if args:
-        return (gather_input(args[0]), *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": gather_input(kwargs["hidden_states"])}
-
-
-def _row_parallel_linear(
-    reduce_output: Callable[[Tensor], Tensor], module: nn.Linear, hidden: Tensor
-) -> Tensor:
-    """Compute a row-parallel layer; the bias is added once, after the reduction.
-
-    `hidden` [B, S, F] has this rank's F input features. The result is [B, S, D], with sequence
-    parallelism [1, T / tp, D].
-    """
-    out = reduce_output(F.linear(hidden, module.weight))
-    return out if module.bias is None else out + module.bias
-
-
-def _vocab_parallel_embedding(
-    reduce_output: Callable[[Tensor], Tensor], module: nn.Embedding, rows: range, input: Tensor
-) -> Tensor:
-    """Look up `input` int64 [B, S] where this rank has the row and sum over the ranks.
-
-    The result is [B, S, D], with sequence parallelism this rank's tokens [1, T / tp, D].
-    """
-    padding_idx = None
-    if module.padding_idx is not None and module.padding_idx in rows:
-        # As in the full table, the row of the padding token gets no gradient from look-ups.
-        padding_idx = module.padding_idx - rows.start
-    local_ids = input - rows.start
-    is_local = (local_ids >= 0) & (local_ids < len(rows))
-    # Row 0 stands in for tokens of other ranks; its result is multiplied by 0.
-    local_ids = torch.where(is_local, local_ids, 0)
-    embedded = F.embedding(local_ids, module.weight, padding_idx=padding_idx)
-    return reduce_output(embedded * is_local.unsqueeze(-1))
 
 
 @dataclass(frozen=True)

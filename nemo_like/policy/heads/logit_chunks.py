@@ -96,6 +96,16 @@ class KeptGradient(NamedTuple):
     log_inverse_mass: Tensor
 
 
+def capped(logits: Tensor, softcap: float) -> Tensor:
+    """Overwrite `logits` x [chunk, V] with softcap * tanh(x / softcap) and return them."""
+    return logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def capped_gradient(capped_logits: Tensor, softcap: float) -> Tensor:
+    """Return the derivative of `capped` [chunk, V] where its results are `capped_logits`."""
+    return capped_logits.div(softcap).square_().neg_().add_(1.0)
+
+
 def scaled_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float
 ) -> Tensor:

@@ -20,12 +20,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nemo_like.config.errors import ConfigError
 from nemo_like.policy.collectives import gather_rows
 from nemo_like.policy.heads.logit_chunks import (
     ChunkLabels,
     EntropyGradient,
     KeptGradient,
     VocabShard,
+    capped,
+    capped_gradient,
     compiled,
     logits_gradient,
     projection_gradients,
@@ -48,12 +51,14 @@ def token_logprobs(
     bias: Tensor | None = None,
     vocab: VocabShard | None = None,
     token_filter: SamplingFilter | None = None,
+    softcap: float | None = None,
     compile: bool = False,
 ) -> TokenLogprobs:
     """Return the log-prob of `labels` and, with `with_entropy`, the entropy; float32 [T] each.
 
     `hidden` [T, D] are the last hidden states, `labels` int64 [T], `weight` [V, D] and `bias` [V]
-    the output embedding. The distribution is softmax((hidden @ weight.T + bias) / temperature).
+    the output embedding. The distribution is softmax(x) of x = (hidden @ weight.T + bias) /
+    temperature, or with `softcap` softmax(softcap * tanh(x / softcap)).
     Both results have a gradient. Memory is of the order of chunk_size x V. `is_argmax` bool [T]
     compares two numbers per token that the log-prob needs anyway, and takes no pass of its own.
 
@@ -85,6 +90,7 @@ def token_logprobs(
             with_entropy=with_entropy,
             vocab=vocab,
             token_filter=token_filter,
+            softcap=softcap,
             is_compiled=compile,
         ),
     )
@@ -121,11 +127,17 @@ class _Options:
     with_entropy: bool
     vocab: VocabShard | None
     token_filter: SamplingFilter | None
+    softcap: float | None
     is_compiled: bool
 
     def chunks(self, num_tokens: int) -> list[slice]:
         """Return consecutive slices of at most `chunk_size` tokens."""
         return list(token_chunks(num_tokens, self.chunk_size))
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return float32 logits [chunk, V] of `hidden` [chunk, D] that the caller may overwrite."""
+        logits = scaled_logits(hidden, weight, bias, self.temperature)
+        return logits if self.softcap is None else capped(logits, self.softcap)
 
     def labels(self, labels: Tensor, num_rows: int) -> ChunkLabels:
         """Return the labels of a chunk, int64 [chunk], as rows of this rank's `num_rows`."""
@@ -172,7 +184,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         sums = torch.empty((num_sums, num_tokens), dtype=torch.float32, device=hidden.device)
         thresholds = torch.empty_like(sums[0]) if is_filtered else None
         for chunk in options.chunks(num_tokens):
-            logits = scaled_logits(hidden[chunk], weight, bias, options.temperature)
+            logits = options.logits(hidden[chunk], weight, bias)
             chunk_labels = options.labels(labels[chunk], len(weight))
             is_removed = None
             if options.token_filter is not None and thresholds is not None:
@@ -221,13 +233,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
         def gradient_of(_: int, part: slice) -> Tensor:
             """Return the gradient of the logits of a chunk, [chunk, V], as dtype of `hidden`."""
-            return options.run(
+            logits = options.logits(hidden[part], weight, bias)
+            # Before the logits are overwritten.
+            cap = None if options.softcap is None else capped_gradient(logits, options.softcap)
+            gradient = options.run(
                 logits_gradient,
-                scaled_logits(hidden[part], weight, bias, options.temperature),
+                logits,
                 options.labels(labels[part], len(weight)),
                 *of_chunk.of(part),
                 dtype=hidden.dtype,
             )
+            return gradient if cap is None else gradient * cap
 
         gradients = projection_gradients(
             hidden,
@@ -343,15 +359,26 @@ def label_logprobs(
     token_filter: SamplingFilter | None,
     bias: Tensor | None = None,
     vocab: VocabShard | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
     compile: bool = False,
 ) -> TokenLogprobs:
     """Log-prob of `inputs.labels`, float32 [T]; 0 where `inputs.label_mask` is False.
 
     `hidden` [T, D] are the last hidden states of all T positions of this rank, `weight` [V, D] and
-    `bias` [V] this rank's rows of the output embedding. See `token_logprobs` for the rest. A head
-    of the microbatch takes the place of all this.
+    `bias` [V] this rank's rows of the output embedding. `scale` and `softcap` are those of
+    `ModelSpec`, before the temperature. See `token_logprobs` for the rest. A head of the microbatch
+    takes the place of all this; it raises ConfigError for a soft cap.
     """
     if inputs.head is not None:
+        if softcap is not None:
+            raise ConfigError(
+                "policy.model_name has soft-capped logits, which losses of complete distributions"
+                " (distillation) do not support; use a model without a soft cap"
+            )
+        if scale != 1.0:
+            hidden = hidden * scale
+            bias = None if bias is None else bias * scale
         embedding = OutputEmbedding(
             hidden=hidden, weight=weight, bias=bias, vocab=vocab, chunk_size=chunk_size
         )
@@ -362,12 +389,13 @@ def label_logprobs(
         hidden.index_select(0, inputs.hidden_positions),
         weight,
         inputs.labels.index_select(0, positions),
-        temperature=temperature,
+        temperature=temperature / scale,
         chunk_size=chunk_size,
         with_entropy=with_entropy,
         bias=bias,
         vocab=vocab,
         token_filter=token_filter,
+        softcap=None if softcap is None else softcap / temperature,
         compile=compile,
     )
     return scatter_logprobs(outputs, positions, len(inputs.labels))

@@ -36,6 +36,8 @@ from transformers import AttentionInterface
 from nemo_like.config.errors import ConfigError
 from nemo_like.policy.collectives import gather_rows, keyword_names
 from nemo_like.policy.inputs.segment_attention import (
+    NO_EXTRAS,
+    AttentionExtras,
     Exchange,
     Spans,
     sdpa,
@@ -47,17 +49,17 @@ from nemo_like.policy.inputs.segment_attention import (
 def select_keys_values(
     k: Tensor, v: Tensor, kv_index: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Select `k` and `v` [T_k, H_kv, D] of an exchange from this rank's [T/c, H_kv, D].
+    """Select `k` [T_k, H_kv, D] and `v` [T_k, H_kv, E] of an exchange from this rank's [T/c, ...].
 
     With a `group` they are gathered from its c ranks first.
     """
     if group is None:
         return k.index_select(0, kv_index), v.index_select(0, kv_index)
-    # Stacked, so that there is one collective in the forward and one in the backward.
-    local = torch.stack((k, v), dim=1)
+    # Joined, so that there is one collective in the forward and one in the backward.
+    local = torch.cat((k, v), dim=-1)
     gathered = gather_rows(group, local)
     selected = gathered.index_select(0, kv_index)
-    k, v = selected.unbind(1)
+    k, v = selected.split((k.shape[-1], v.shape[-1]), dim=-1)
     return k, v
 
 
@@ -177,13 +179,21 @@ class VarlenKernel:
         scale: float,
         window: int | None,
         causal: bool,
+        extras: AttentionExtras = NO_EXTRAS,
     ) -> Tensor:
-        """Return [T_q, H, D] from `q` [T_q, H, D] and `k`, `v` [T_k, H_kv, D]."""
+        """Return [T_q, H, E] from `q` [T_q, H, D], `k` [T_k, H_kv, D] and `v` [T_k, H_kv, E].
+
+        Raises ConfigError for `extras` that the kernel does not have.
+        """
         # All kernels align the ends of queries and keys. Their window is the number of positions
         # before the token itself, -1 for all of them.
         left = -1 if window is None else window - 1
         window_size = (left, 0 if causal else left)
-        options: dict[str, Any] = {"window_size": window_size}
+        options: dict[str, Any] = {"window_size": window_size, **self._options(extras)}
+        # The kernels have one head size for queries, keys and values.
+        value_size = v.shape[-1]
+        if value_size < q.shape[-1]:
+            v = nn.functional.pad(v, (0, q.shape[-1] - value_size))
         if self.is_flash_attn:
             options["softmax_scale"] = scale
             options["causal"] = causal
@@ -202,7 +212,21 @@ class VarlenKernel:
         out = self.function(q, k, v, *spans, **options)
         # torch returns a tuple only with auxiliary outputs.
         assert isinstance(out, Tensor)
-        return out
+        return out if value_size == q.shape[-1] else out[..., :value_size]
+
+    def _options(self, extras: AttentionExtras) -> dict[str, Any]:
+        """Return the arguments for `extras`. Raises ConfigError if the kernel has none."""
+        missing = []
+        if extras.sinks is not None:
+            missing.append("attention sinks")
+        if extras.softcap is not None and "softcap" not in self.keywords:
+            missing.append("a soft cap of attention scores, which flash-attn 2 has")
+        if missing:
+            raise ConfigError(
+                f"policy.model_name has {' and '.join(missing)}; the attention kernel {self.name}"
+                " cannot compute them: set policy.precision=float32"
+            )
+        return {} if extras.softcap is None else {"softcap": extras.softcap}
 
     @classmethod
     def of_torch(
@@ -288,8 +312,9 @@ def varlen_attention(
     causal: bool = True,
     cp_group: ProcessGroup | None = None,
     exchange: Exchange | None = None,
+    extras: AttentionExtras = NO_EXTRAS,
 ) -> Tensor:
-    """Return [T, H, D] from `q` [T, H, D] and `k`, `v` [T, H_kv, D].
+    """Return [T, H, E] from `q` [T, H, D], `k` [T, H_kv, D] and `v` [T, H_kv, E].
 
     `cu_seqlens`, int32 [R+1], covers all T positions. `window` is the number of positions that a
     token attends to, itself included; None means its entire past. In half precision on CUDA this is
@@ -315,27 +340,35 @@ def varlen_attention(
         k, v = select_keys_values(k, v, exchange.kv_index, cp_group)
         spans = exchange.spans
     if _has_varlen_kernel(q):
-        return varlen_kernel()(q, k, v, spans, scale=scale, window=window, causal=causal)
-    return segment_attention(q, k, v, spans, scale, window, causal)
+        return varlen_kernel()(
+            q, k, v, spans, scale=scale, window=window, causal=causal, extras=extras
+        )
+    return segment_attention(q, k, v, spans, scale, window, causal, extras)
 
 
 def padded_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    extras: AttentionExtras = NO_EXTRAS,
 ) -> Tensor:
-    """Return causal attention [B, H, S, D] of `q` [B, H, S, D] and `k`, `v` [B, H_kv, S, D].
+    """Return causal attention [B, H, S, E] of `q` [B, H, S, D], `k` and `v` [B, H_kv, S, D or E].
 
     Rows are padded on the right. In half precision on CUDA they are segments of equal lengths for
     the kernel of packed rows: SDPA needs a mask [S, S] for a window, and has no fast kernel with
     one.
     """
     if not _has_varlen_kernel(q):
-        return sdpa(q, k, v, scale, window, causal=True)
+        return sdpa(q, k, v, scale, window, causal=True, extras=extras)
     num_rows, _, length, _ = q.shape
     # From the shape, and on the device, so that the host does not wait.
     bounds = torch.arange(0, (num_rows + 1) * length, length, dtype=torch.int32, device=q.device)
     # [B, H, S, D] to [T, H, D] with T = B x S.
     q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (q, k, v))
-    out = varlen_attention(q, k, v, bounds, length, scale=scale, window=window)
+    out = varlen_attention(q, k, v, bounds, length, scale=scale, window=window, extras=extras)
     return out.unflatten(0, (num_rows, length)).transpose(1, 2)
 
 
@@ -349,6 +382,8 @@ def attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int = 0,
     cp_group: ProcessGroup | None = None,
@@ -363,10 +398,11 @@ def attention_forward(
     """
     _check_supported(module, attention_mask, dropout, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    extras = AttentionExtras(softcap, s_aux)
     if cu_seqlens is None:
         if cp_group is not None and cp_group.size() > 1:
             raise ValueError("context parallelism needs packed rows; pass cu_seqlens")
-        out = padded_attention(query, key, value, scale=scale, window=sliding_window)
+        out = padded_attention(query, key, value, scale=scale, window=sliding_window, extras=extras)
         return out.transpose(1, 2), None
     # Packed rows have B = 1: [1, H, T, D] to [T, H, D].
     q = query.squeeze(0).transpose(0, 1)
@@ -382,6 +418,7 @@ def attention_forward(
         window=sliding_window,
         cp_group=cp_group,
         exchange=exchange,
+        extras=extras,
     )
     return out.unsqueeze(0), None
 
@@ -408,7 +445,7 @@ def _check_supported(
     A `mask` of any shape, such as [B, 1, S, S], is refused.
     """
     unsupported = [
-        name for name in ("softcap", "s_aux", "position_bias") if extras.get(name) is not None
+        name for name in ("position_bias", "block_indices") if extras.get(name) is not None
     ]
     if not getattr(module, "is_causal", True):
         unsupported.append("bidirectional attention")
@@ -419,6 +456,5 @@ def _check_supported(
     if unsupported:
         raise ConfigError(
             f"{type(module).__name__} needs {', '.join(unsupported)}, which packed causal attention"
-            " does not support; policy.model_name must be a plain causal model such as Llama, Qwen2"
-            " or Qwen3"
+            " does not support; set policy.model_name to a model of a type in docs/models.md"
         )

@@ -19,6 +19,23 @@ _MAX_GROUPED_LENGTH = 256
 """Longer segments run alone, without a copy: their own work far exceeds the cost of a call."""
 
 
+class AttentionExtras(NamedTuple):
+    """What some models do with the attention scores besides scaling them."""
+
+    softcap: float | None = None
+    """Scores x become softcap * tanh(x / softcap)."""
+    sinks: Tensor | None = None
+    """[H]: a score per head of one more key, whose value is zero."""
+
+    @property
+    def is_empty(self) -> bool:
+        """True for plain attention."""
+        return self.softcap is None and self.sinks is None
+
+
+NO_EXTRAS = AttentionExtras()
+
+
 class Spans(NamedTuple):
     """Query segment i attends to key segment i; both end at the same position."""
 
@@ -52,9 +69,16 @@ class Exchange(NamedTuple):
 
 @torch.compiler.disable(reason="the bounds of the rows are read on the host")
 def segment_attention(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int | None, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans,
+    scale: float,
+    window: int | None,
+    causal: bool,
+    extras: AttentionExtras = NO_EXTRAS,
 ) -> Tensor:
-    """Return [T_q, H, D] from `q` [T_q, H, D] and `k`, `v` [T_k, H_kv, D].
+    """Return [T_q, H, E] from `q` [T_q, H, D], `k` [T_k, H_kv, D] and `v` [T_k, H_kv, E].
 
     Raises ValueError if `spans` do not cover all of `q`.
     """
@@ -65,12 +89,12 @@ def segment_attention(
         raise ValueError(f"cu_seqlens ends at {end} but there are {len(q)} positions")
     plan = _plan_calls(bounds_q, bounds_k, causal)
     if not plan.groups:
-        return torch.empty_like(q)
+        return q.new_empty(*q.shape[:-1], v.shape[-1])
     k = _match_heads(q, k, dim=1)
     v = _match_heads(q, v, dim=1)
     outputs = []
     for group in plan.groups:
-        output = _attend_group(q, k, v, group, scale, window, causal)
+        output = _attend_group(q, k, v, group, scale, window, causal, extras)
         outputs.append(output)
     # A single group is not copied.
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -88,8 +112,9 @@ def sdpa(
     window: int | None,
     causal: bool,
     lags: Sequence[int] = (0,),
+    extras: AttentionExtras = NO_EXTRAS,
 ) -> Tensor:
-    """Return [B, H, S_q, D] from `q` [B, H, S_q, D] and `k`, `v` [B, H_kv, S_k, D].
+    """Return [B, H, S_q, E] from `q` [B, H, S_q, D], `k` [B, H_kv, S_k, D], `v` [B, H_kv, S_k, E].
 
     Query i of row b is at the position of key i + lags[b]. A mask is built only where SDPA has no
     option for it.
@@ -104,6 +129,11 @@ def sdpa(
     enable_gqa = shares_kv_heads(num_heads, num_kv_heads)
     # A window as long as the queries removes nothing.
     has_window = window is not None and window < length_q
+    if not extras.is_empty:
+        k = _match_heads(q, k, dim=1)
+        v = _match_heads(q, v, dim=1)
+        mask = _mask(length_q, length_k, lags, window, causal, q.device)
+        return _attention_with_extras(q, k, v, mask, scale, extras)
     if not any(lags) and not has_window:
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=causal, scale=scale, enable_gqa=enable_gqa
@@ -112,6 +142,21 @@ def sdpa(
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def _attention_with_extras(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, extras: AttentionExtras
+) -> Tensor:
+    """Return [B, H, S_q, E]; `mask` is bool [B or 1, 1, S_q, S_k]. All scores are in memory."""
+    scores = (q @ k.transpose(-1, -2)).float() * scale
+    if extras.softcap is not None:
+        scores = extras.softcap * torch.tanh(scores / extras.softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if extras.sinks is None:
+        return scores.softmax(-1).to(v.dtype) @ v
+    sinks = extras.sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+    weights = torch.cat((scores, sinks), dim=-1).softmax(-1)
+    return weights[..., :-1].to(v.dtype) @ v
 
 
 def shares_kv_heads(num_heads: int, num_kv_heads: int) -> bool:
@@ -259,9 +304,16 @@ def _output_positions(group: _Group) -> Tensor:
 
 
 def _attend_group(
-    q: Tensor, k: Tensor, v: Tensor, group: _Group, scale: float, window: int | None, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: _Group,
+    scale: float,
+    window: int | None,
+    causal: bool,
+    extras: AttentionExtras,
 ) -> Tensor:
-    """Return [kept positions of the group, H, D]; `q`, `k` and `v` are of all segments."""
+    """Return [kept positions of the group, H, E]; `q`, `k` and `v` are of all segments."""
     # A query chunk at the end of its keys is `lag` positions behind their start.
     lags = [segment.length_k - segment.length_q for segment in group.segments]
     if group.slots_q is None or group.slots_k is None:
@@ -269,15 +321,15 @@ def _attend_group(
         q = _slice(q, segment.start_q, segment.length_q)
         k = _slice(k, segment.start_k, segment.length_k)
         v = _slice(v, segment.start_k, segment.length_k)
-        out = sdpa(q, k, v, scale, window, causal, lags)
-        # [1, H, length, D] to [length, H, D].
+        out = sdpa(q, k, v, scale, window, causal, lags, extras)
+        # [1, H, length, E] to [length, H, E].
         return out[0].transpose(0, 1)
     num_segments = len(group.segments)
     q = _rectangle(q, group.slots_q, num_segments)
     k = _rectangle(k, group.slots_k, num_segments)
     v = _rectangle(v, group.slots_k, num_segments)
-    out = sdpa(q, k, v, scale, window, causal, lags)
-    # [segments, H, length, D] to [slots, H, D].
+    out = sdpa(q, k, v, scale, window, causal, lags, extras)
+    # [segments, H, length, E] to [slots, H, E].
     out = out.transpose(1, 2).flatten(0, 1)
     kept = group.slots_q.kept
     if len(kept) == len(out):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    GPT2Config,
+    GraniteSWAConfig,
     LlamaConfig,
     Olmo2Config,
     PreTrainedConfig,
@@ -26,6 +26,7 @@ from nemo_like.parallel_layout import LayoutError, ParallelLayout
 from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.dtensor.model import fsdp_parameter_groups
 from nemo_like.policy.dtensor.parallel import ShardSpec, TensorParallel
+from nemo_like.policy.dtensor.tensor_plan import parallelize
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,
@@ -46,7 +47,7 @@ def specs_of(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
-    specs = TensorParallel(group, rank, size, sequence).parallelize(model, "a model")
+    specs = parallelize(TensorParallel(group, rank, size, sequence), model, "a model")
     for name, weight in model.named_parameters(remove_duplicate=False):
         spec = specs[name]
         assert tuple(weight.shape) == tuple(spec.shard(torch.empty(spec.full_shape)).shape), name
@@ -87,19 +88,44 @@ def test_the_ranks_shards_make_up_the_full_weight():
             assert torch.equal(torch.cat(together, spec.dim), full), name
 
 
+def test_experts_are_complete_and_what_is_computed_on_all_ranks_has_a_full_gradient():
+    config = Qwen3MoeConfig(**SIZES, num_experts=5, moe_intermediate_size=16)
+    specs = specs_of(config)
+    experts = "model.layers.1.mlp.experts"
+    assert specs[f"{experts}.gate_up_proj"] == ShardSpec((5, 32, 32), 0, 2, 5)
+    assert specs[f"{experts}.down_proj"] == ShardSpec((5, 32, 16), 0, 2, 5)
+    assert specs["model.layers.1.mlp.gate.weight"] == ShardSpec((5, 32))
+    # The queries are gathered before their norm, and its gradient is complete on every rank.
+    attention = "model.layers.1.self_attn"
+    specs = specs_of(Olmo2Config(**SIZES), sequence=True)
+    assert specs[f"{attention}.q_proj.weight"].dim == 0
+    assert specs[f"{attention}.o_proj.weight"].dim == 1
+    assert not specs[f"{attention}.q_norm.weight"].has_partial_grad
+    sinks = specs_of(GraniteSWAConfig(**SIZES))[f"{attention}.sinks"]
+    assert sinks == ShardSpec((4,), 0, 2, 4)
+
+
 @pytest.mark.parametrize(
-    ("config", "size", "message"),
+    ("plan", "sequence", "message"),
     [
-        (GPT2Config(vocab_size=67, n_embd=32, n_layer=1, n_head=4), 2, "no tensor-parallel plan"),
-        (Olmo2Config(**SIZES), 2, r"q_proj, a Linear, to be colwise_gather_output"),
-        (Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=16), 2, r"experts.*to be "),
+        ({}, False, "no tensor-parallel plan"),
+        ({"layers.*.mlp": "sequence_parallel"}, False, "mlp, a Qwen3MLP, to be sequence_parallel"),
+        ({"layers.*.mlp.up_proj": "colwise"}, False, "shards Qwen3MLP only colwise"),
+        (
+            {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"},
+            True,
+            r"does not list layers\.0\.self_attn.*parallel\.sequence",
+        ),
     ],
 )
-def test_a_model_that_cannot_be_sharded_is_refused_with_the_way_out(config, size, message):
+def test_a_plan_that_is_not_supported_is_refused_with_the_way_out(
+    plan, sequence, message, monkeypatch
+):
+    monkeypatch.setattr(Qwen3Config, "base_model_tp_plan", plan)
     with pytest.raises(
         ConfigError, match=rf"policy\.model_name=a model .*{message}.*parallel\.tensor"
     ):
-        specs_of(config, rank=0, size=size)
+        specs_of(Qwen3Config(**SIZES), sequence=sequence)
 
 
 @pytest.mark.parametrize(

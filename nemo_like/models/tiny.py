@@ -1,0 +1,180 @@
+"""Tiny random models with the architecture of a model or of a type of transformers.
+
+`nemo-like check parity` compares engines and layouts with transformers on them.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.schema import ParallelConfig
+
+_HEAD_DIM = 8
+_MAX_GROUP = 4
+_VOCABULARY = 251
+"""A prime: no number of workers divides it, as with many real vocabularies."""
+_WINDOW = 8
+_NUM_EXPERTS = 4
+_FACTORS: dict[str, Any] = {
+    # Soft caps that matter at the size of tiny activations, factors that are not neutral.
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 1.5,
+}
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": _HEAD_DIM,
+    "qk_rope_head_dim": 2 * _HEAD_DIM,
+    "qk_head_dim": 3 * _HEAD_DIM,
+    "v_head_dim": _HEAD_DIM,
+}
+"""Of latent attention: the head sizes of keys and values differ."""
+_LINEAR: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": _HEAD_DIM,
+    "linear_value_head_dim": _HEAD_DIM,
+}
+
+
+def type_config(model_type: str) -> PretrainedConfig:
+    """Return the default configuration of a language model of `model_type`.
+
+    Raises ConfigError for a type that transformers does not have, or not as a causal model.
+    """
+    try:
+        config = AutoConfig.for_model(model_type).get_text_config()
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"--model {model_type}: the installed transformers has no model of this type; the types"
+            " are the values of model_type in config.json, e.g. llama"
+        ) from error
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(
+            f"--model {model_type}: transformers has no causal language model of this type"
+        )
+    return config
+
+
+def save_tiny_copy(
+    model_config: PretrainedConfig, parallel: ParallelConfig, directory: Path, seed: int = 0
+) -> PreTrainedModel:
+    """Write a small random model of the same architecture that divides by `parallel`.
+
+    It keeps the grouping of key-value heads, biases, norms, tied embeddings, positions and windows.
+    Returns the model in float32 with eager attention and without dropout.
+    """
+    torch.manual_seed(seed)
+    config = tiny_config(model_config, parallel)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *_state_buffers(model)):
+            # Norms and biases are initialized to constants, with which a mistake in their
+            # placement would not change the result.
+            if tensor.ndim == 1:
+                tensor.add_(0.1 * torch.randn_like(tensor))
+    model.save_pretrained(directory)
+    return model.eval()
+
+
+def _state_buffers(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Return the floating-point buffers that files have, such as the bias of a router."""
+    state = model.state_dict()
+    return [
+        buffer
+        for name, buffer in model.named_buffers()
+        if name in state and buffer.is_floating_point()
+    ]
+
+
+def tiny_config(model_config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
+    """Return `model_config` with few and narrow layers; what is not a size does not change."""
+    config: Any = copy.deepcopy(model_config)
+    num_heads = config.num_attention_heads
+    num_old_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    group = min(num_heads // num_old_kv_heads, _MAX_GROUP)
+    # Two key-value heads per tensor-parallel rank, so that a wrong order of heads is visible.
+    num_kv_heads = 2 * parallel.tensor
+    layers = max(2, parallel.pipeline)
+    max_positions = getattr(config, "max_position_embeddings", 4096)
+    sizes: dict[str, Any] = {
+        "hidden_size": group * num_kv_heads * _HEAD_DIM,
+        "intermediate_size": 24 * parallel.tensor,
+        "num_attention_heads": group * num_kv_heads,
+        "num_key_value_heads": num_kv_heads,
+        "num_hidden_layers": layers,
+        "vocab_size": _VOCABULARY,
+        "max_position_embeddings": min(max_positions, 4096),
+        # The predicted distributions are then far from uniform, so that a mistake is visible.
+        "initializer_range": 0.1,
+        # The ids of the real vocabulary are outside of the small one.
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        # Different from hidden size / heads, so that code which confuses the two fails.
+        "head_dim": 2 * _HEAD_DIM,
+        "sliding_window": _WINDOW,
+        "no_rope_layers": [layer % 2 for layer in range(layers)],
+        **_FACTORS,
+        **_LATENT,
+        **_LINEAR,
+        **_moe_sizes(config, parallel),
+    }
+    kinds = ("layer_types", "mlp_layer_types")
+    for name in kinds:
+        if getattr(config, name, None) is not None:
+            sizes[name] = _kinds(list(getattr(config, name)), layers)
+    if getattr(config, "layer_types", None) is not None:
+        # Windows start in the middle, so that there are layers with and without one.
+        max_window_layers = getattr(config, "max_window_layers", layers)
+        sizes["max_window_layers"] = min(max_window_layers, layers // 2)
+    can_be_null = ("pad_token_id", "bos_token_id", "eos_token_id")
+    for name, value in sizes.items():
+        # Only what the architecture has: transformers would save any other attribute as well.
+        is_computed = isinstance(getattr(type(config), name, None), property)
+        has_value = getattr(config, name, None) is not None
+        if (has_value or name in can_be_null) and not is_computed:
+            setattr(config, name, value)
+    return config
+
+
+def _moe_sizes(config: Any, parallel: ParallelConfig) -> dict[str, Any]:
+    """Return the sizes of MoE layers: two experts per expert-parallel rank, at least four.
+
+    One layer is dense if the model has dense layers. Empty for a dense model.
+    """
+    num_experts = max(_NUM_EXPERTS, 2 * parallel.expert)
+    sizes = {
+        "moe_intermediate_size": 2 * _HEAD_DIM,
+        "shared_expert_intermediate_size": 2 * _HEAD_DIM,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "decoder_sparse_step": min(getattr(config, "decoder_sparse_step", 1), 2),
+        "mlp_only_layers": [0] if getattr(config, "mlp_only_layers", None) else [],
+    }
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        sizes[name] = num_experts
+    num_active = getattr(config, "num_experts_per_tok", None)
+    if num_active:
+        sizes["num_experts_per_tok"] = min(num_active, num_experts // 2)
+    return sizes
+
+
+def _kinds(layer_types: list[str], num_layers: int) -> list[str]:
+    """Return the kind of each of `num_layers` layers, the given kinds spread evenly over them."""
+    kinds = list(dict.fromkeys(layer_types))
+    return [kinds[layer * len(kinds) // num_layers] for layer in range(num_layers)]
