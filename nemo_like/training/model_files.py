@@ -132,6 +132,11 @@ def open_model_config(config: RunConfig) -> PretrainedConfig:
         problems += generation_backend(config.policy).problems(
             config.policy, spec, is_on_cpu=is_on_cpu
         )
+    if config.policy.router_replay == "true" and spec.moe is None:
+        key = "policy.router_replay"
+        problems.append(
+            Problem((key,), f"{key} is true, but {name} has no experts: set it to auto or false")
+        )
     raise_problems(problems)
     _check_optimizer(config, spec)
     check_adapters(config.policy, spec, config.parallel.tensor)
