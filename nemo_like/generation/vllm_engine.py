@@ -77,9 +77,7 @@ def scoring_request(*, reads_cache: bool) -> VLLMSamplingParams:
     )
 
 
-def to_completions(
-    outputs: Sequence[Any], version: int, moe: MoeSpec | None = None
-) -> Completions:
+def to_completions(outputs: Sequence[Any], version: int, moe: MoeSpec | None = None) -> Completions:
     """Convert vLLM's completions, in order; `version` is the version of the current weights.
 
     With `moe` they have the experts that its layers chose.

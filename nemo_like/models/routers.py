@@ -6,7 +6,6 @@ the weights and the indices of the chosen experts, and choose them by `torch.top
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -42,33 +41,28 @@ class RouteRecorder:
         moe = ModelSpec.from_config(model.config).moe
         assert moe is not None, "a model with routers has experts"
         self._num_experts = moe.num_experts
-        self._chosen: list[Tensor] | None = None
+        self._chosen: list[Tensor] = []
+        self._is_recording = False
         for router in router_modules(model):
             router.register_forward_hook(self._record)
 
     def __enter__(self) -> Self:
         self._chosen = []
+        self._is_recording = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self._chosen = None
+    def __exit__(self, *_: object) -> None:
+        self._is_recording = False
 
     def take(self) -> np.ndarray:
         """Return the experts of the last forward pass, [tokens, layers, top-k]."""
-        assert self._chosen is not None, "a forward pass was recorded"
         chosen = torch.stack(self._chosen, dim=1)
-        self._chosen = None
+        self._chosen = []
         return pack_experts(chosen.cpu().numpy(), self._num_experts)
 
     def _record(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
         """Append the indices [tokens, top-k] of the chosen experts."""
-        if self._chosen is not None:
+        if self._is_recording:
             self._chosen.append(output[2])
 
 
@@ -110,9 +104,7 @@ class _Chosen(TorchFunctionMode):
         self._experts = experts
         self._num_experts = num_experts
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk) or args[0].shape[-1] != self._num_experts:
             # Another function, or the choice of a group of experts.

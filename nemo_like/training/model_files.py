@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from nemo_like.config.errors import ConfigError, raise_problems, shown_path
+from nemo_like.config.errors import ConfigError, Problem, raise_problems, shown_path
 from nemo_like.config.parallel import located_problems, policy_layout
 from nemo_like.config.paths import hub_name, model_directory
 from nemo_like.config.rollout import RewardModelConfig

@@ -222,7 +222,8 @@ def _measure(
     """Return the metrics of the first optimizer step, and `packing/*` of the complete rollout."""
     loss = rollout_loss(config.loss_fn, config.policy.generation.max_new_tokens)
     loss = loss.for_num_steps(len(record.optimizer_steps))
-    unused: set[str] = {"prev_logprobs", "reference_logprobs", "policy_logprobs"} - set(loss.logprob_names)
+    unused: set[str] = {"prev_logprobs", "reference_logprobs", "policy_logprobs"}
+    unused.difference_update(loss.logprob_names)
     if config.policy.router_replay == "false":
         unused.add(ROUTED_EXPERTS)
     rows = _first_rows(config, record)

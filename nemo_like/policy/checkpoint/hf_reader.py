@@ -97,6 +97,13 @@ def check_values(tensor: Tensor, path: Path, key: str) -> None:
 Shape = tuple[int, ...]
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_MIXTRAL_NAMES = {
+    ".mlp.": ".block_sparse_moe.",
+    ".gate_proj.weight": ".w1.weight",
+    ".up_proj.weight": ".w3.weight",
+    ".down_proj.weight": ".w2.weight",
+}
+"""Parts of names in memory, and what the files of Mixtral models have in their place."""
 _STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 
 
@@ -114,7 +121,7 @@ class ModelFiles:
 
     Most files have one tensor per expert of an MoE layer, while the model in memory stacks them.
     This class presents them stacked. A file of the model without its output embedding may leave out
-    the prefix `model.`.
+    the prefix `model.`, and those of Mixtral models have other names in MoE layers.
     """
 
     def __init__(self, model_name: str, tensors: Mapping[str, StoredTensor]) -> None:
@@ -155,7 +162,7 @@ class ModelFiles:
         for expert in range(offset[0], offset[0] + shape[0]):
             parts = []
             for part in _expert_tensors(name, expert):
-                part_shape = self._tensors[part].shape
+                part_shape = self._tensors[self._key(part)].shape
                 parts.append(self._read(part, (0,) * len(part_shape), part_shape))
             experts.append(torch.cat(parts))
         return torch.stack(experts)[:, *block_index(offset, shape)[1:]]
@@ -177,8 +184,11 @@ class ModelFiles:
 
     def _key(self, name: str) -> str:
         """Return the name of a weight in the files."""
-        short = name.removeprefix("model.")
-        return short if name not in self._tensors and short in self._tensors else name
+        other = name
+        for part, stored in _MIXTRAL_NAMES.items():
+            other = other.replace(part, stored)
+        candidates = (name, name.removeprefix("model."), other)
+        return next((each for each in candidates if each in self._tensors), name)
 
     def _read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         """Read a block [*shape] of a stored tensor."""

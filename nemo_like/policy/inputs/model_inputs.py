@@ -205,9 +205,9 @@ def build_inputs(
 ) -> ModelInputs:
     """Build the tensors of `microbatch`, whose `rows` index the columns of `shard`.
 
-    `input_ids` is Jagged, and so is `routed_experts`, if it exists; any other Jagged is a token column; any array or tensor [n, ...] of
-    numbers is a row column. Other columns (texts) are ignored. Raises ValueError where a token
-    column is shorter than its row.
+    `input_ids` is Jagged, and so is `routed_experts`, if it exists; any other Jagged is a token
+    column; any array or tensor [n, ...] of numbers is a row column. Other columns (texts) are
+    ignored. Raises ValueError where a token column is shorter than its row.
 
     `num_trained`, int64 [R] ([1] for a dummy), are the trained tokens of each row over all
     context-parallel ranks. With it only trained tokens have a label: those with `token_mask` in

@@ -14,15 +14,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from nemo_like.config.parallel import build_layout
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.routed_experts import ROUTED_EXPERTS
+from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import local_context
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.generation.requests import SamplingParams
 from nemo_like.losses import NllLoss
+from nemo_like.models.spec import load_spec
+from nemo_like.policy.batching import plan_columns, plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.rollout.conversations import ConversationRow, Prompt
@@ -31,14 +35,7 @@ from tests.exhaustive import usually
 from tests.generation.driven import generate
 from tests.policy.megatron.ranks import RecordingEngine, as_tensors, joined, of_model
 from tests.policy.test_gradient_equality import LAYOUTS, TOLERANCE
-from tests.policy.tiny import (
-    VOCABULARY,
-    compute_and_fetch,
-    context,
-    relative_error,
-    row_loss,
-    saved_tensors,
-)
+from tests.policy.tiny import VOCABULARY, compute_and_fetch, relative_error, row_loss, saved_tensors
 
 NOISE = 1e-5
 """Of router weights: it changes the order of experts with equal logits, and nothing else."""
@@ -71,7 +68,7 @@ def save_models(folder: Path, tokenizer: str) -> None:
         for key, weight in weights.items():
             if key.endswith("mlp.gate.weight"):
                 weight[1::2] = weight[::2]
-                weight += noise * torch.randn_like(weight)
+                weight.add_(noise * torch.randn_like(weight))
         save_file(weights, folder / name / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -91,9 +88,7 @@ class Sampled:
 
 
 @pytest.fixture(scope="module")
-def sampled(
-    tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[str], str]
-) -> Sampled:
+def sampled(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[str], str]) -> Sampled:
     folder = tmp_path_factory.mktemp("replay")
     save_models(folder, model_dir("qwen3_moe"))
     worker = HFGenerationWorker(
@@ -174,9 +169,7 @@ def share_of_changed_choices(sampled: Sampled) -> float:
     """Share of tokens and layers for which the noisy model chooses other experts by itself."""
     model = AutoModelForCausalLM.from_pretrained(sampled.folder / "noisy")
     changed = []
-    for row, experts in zip(
-        sampled.batch["input_ids"], sampled.batch[ROUTED_EXPERTS], strict=True
-    ):
+    for row, experts in zip(sampled.batch["input_ids"], sampled.batch[ROUTED_EXPERTS], strict=True):
         logits = model(
             torch.from_numpy(row.astype(np.int64))[None], output_router_logits=True
         ).router_logits
@@ -225,6 +218,29 @@ def replay(
     return results
 
 
+def replay_dtensor(
+    context: WorkerContext,
+    parallel: ParallelConfig,
+    config: PolicyConfig,
+    batch: BatchedDataDict,
+    out: Path,
+) -> Found:
+    """Compute `batch` with the other engine, whose checkpoint has the gradient as `exp_avg`."""
+    worker = DTensorPolicyWorker(context, config=config, parallel=parallel)
+    layout = build_layout(parallel, context.world_size)
+    spec = plan_spec(
+        config, purpose="train", parallel_layout=layout, model=load_spec(config.model_name)
+    )
+    plan = plan_columns(batch, spec, config.shared_prefix)
+    shard = batch.shard(plan)[layout.dp_rank(context.rank)]
+    try:
+        found = compute(worker, shard, dict)
+        worker.save(out)
+    finally:
+        process_groups.destroy()
+    return found
+
+
 def difference(found: Found) -> float:
     """Largest difference of a log-prob from the generator's."""
     assert len(found.logprobs) == len(found.expected)
@@ -241,7 +257,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("parallel", usually(CASES, "one rank", "pp2 x ep2", "tp2 x cp2 x ep4 + sp"))
+@pytest.mark.parametrize(
+    "parallel", usually(CASES, "one rank", "pp2 x ep2", "tp2 x cp2 x ep4 + sp")
+)
 def test_the_policy_computes_the_experts_of_the_generator(parallel, sampled, on_ranks):
     """With noise that changes choices, log-probs are the generator's and gradients those of fixed
     experts in float64.
@@ -257,6 +275,21 @@ def test_the_policy_computes_the_experts_of_the_generator(parallel, sampled, on_
                 assert difference(found) < 1e-4, name
         assert results[-1].loss == pytest.approx(loss, rel=TOLERANCE), name
         assert relative_error(as_tensors(results[0].gradients), gradients) < 2 * TOLERANCE, name
+
+
+@pytest.mark.parametrize("parallel", ["one rank", "dp2"])
+@pytest.mark.parametrize("layout", ["padded, 2 rows", "shared prefixes, selective checkpointing"])
+def test_the_other_engine_computes_the_experts_of_the_generator(
+    parallel, layout, sampled, on_ranks, tmp_path
+):
+    config = of_model(LAYOUTS[layout], str(sampled.folder / "noisy"))
+    gradients, loss = reference_gradients(sampled)
+    results = on_ranks(replay_dtensor, parallel, config, sampled.batch, tmp_path / "saved")
+    for found in results:
+        assert difference(found) < 1e-4
+        assert found.loss == pytest.approx(loss, rel=TOLERANCE)
+    saved = saved_tensors(tmp_path / "saved", "exp_avg")
+    assert relative_error(saved, gradients) < 2 * TOLERANCE
 
 
 def test_without_replay_the_policy_computes_other_experts(sampled, on_ranks):

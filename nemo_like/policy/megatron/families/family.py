@@ -50,7 +50,13 @@ class Family:
         """Return the modules of decoder layer `layer`, counted over all pipeline stages."""
         from nemo_like.policy.megatron.layers import decoder_layer
 
-        return decoder_layer(window=spec.windows[layer])
+        return decoder_layer(
+            window=spec.windows[layer], has_qk_norm=spec.has_qk_norm, mlp=self.mlp(spec, layer)
+        )
+
+    def mlp(self, spec: ModelSpec, layer: int) -> ModuleSpec | None:
+        """Return the feed-forward block of decoder layer `layer`; None: the dense one."""
+        return None
 
     def add_attention(self, params: RankParams, attention: str, hf_attention: str) -> None:
         """Add the projections of attention.
@@ -88,15 +94,19 @@ class Family:
         self, sharding: ModelSharding, stage: int, tp_rank: int, ep_rank: int = 0
     ) -> ParamMap:
         """Return the parameters of the rank at pipeline stage `stage`, by Megatron-Core name."""
-        params = RankParams(sharding, tp_rank, ep_rank)
-        if stage == 0:
-            params.add_embedding()
-        for index, layer in enumerate(sharding.layers(stage)):
-            # Megatron-Core counts layers from 0 on each pipeline stage.
-            self.add_layer(params, f"decoder.layers.{index}", f"model.layers.{layer}", layer)
-        if stage == sharding.pp - 1:
-            params.add_output(is_first_stage=stage == 0)
-        return params.specs
+        specs: ParamMap = {}
+        for chunk in range(sharding.vp):
+            params = RankParams(sharding, tp_rank, ep_rank)
+            if stage == 0 and chunk == 0:
+                params.add_embedding()
+            for index, layer in enumerate(sharding.layers(stage, chunk)):
+                # Megatron-Core counts layers from 0 in each part of a pipeline stage.
+                self.add_layer(params, f"decoder.layers.{index}", f"model.layers.{layer}", layer)
+            if stage == sharding.pp - 1 and chunk == sharding.vp - 1:
+                params.add_output(is_first_stage=stage == 0)
+            prefix = sharding.chunk_prefix(chunk)
+            specs |= {f"{prefix}{name}": spec for name, spec in params.specs.items()}
+        return specs
 
     def frozen_parameters(
         self, frozen: Collection[str], sharding: ModelSharding, stage: int, param_map: ParamMap
@@ -169,4 +179,6 @@ def _check_biases(frozen: Collection[str], param_map: ParamMap) -> None:
 
 def _unsharded(family: Family, sharding: ModelSharding, stage: int) -> ParamMap:
     """Return the parameters of a stage without tensor and expert parallelism."""
-    return family.param_map(ModelSharding(sharding.spec, pp=sharding.pp), stage, 0, 0)
+    return family.param_map(
+        ModelSharding(sharding.spec, pp=sharding.pp, vp=sharding.vp), stage, 0, 0
+    )
