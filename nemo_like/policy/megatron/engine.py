@@ -31,6 +31,7 @@ from nemo_like.policy.lora import open_initial, stored_head
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.families.family import Family
 from nemo_like.policy.megatron.groups import Groups, ScheduleTimers
+from nemo_like.policy.megatron.interleaved import schedule_groups
 from nemo_like.policy.megatron.layers import untyped
 from nemo_like.policy.megatron.lora import EngineAdapters, adapter_map, check_lora
 from nemo_like.policy.megatron.model import VocabularyHead, build_model, chunks_of
@@ -240,6 +241,9 @@ class MegatronEngine(Engine[ShardedAdamW]):
 
         model = self.chunks if self._optimizer is None else self._optimizer.ddp
         iterators = [iter(inputs) for _ in self.chunks]
+        groups = {}
+        if len(self.chunks) > 1:
+            groups = schedule_groups(self.chunks[0].config, self.device)
         with torch.set_grad_enabled(backward):
             results = get_forward_backward_func()(
                 forward_step_func=forward_step,
@@ -249,6 +253,7 @@ class MegatronEngine(Engine[ShardedAdamW]):
                 seq_length=1,  # not used: each microbatch's shape is sent ahead of it
                 micro_batch_size=1,
                 forward_only=not backward,
+                **groups,
             )
         # Without those that only fill the schedule.
         return results[:num_microbatches]

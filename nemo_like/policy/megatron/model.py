@@ -85,6 +85,8 @@ def transformer_config(
         **family_config,
         deallocate_pipeline_outputs=True,
         batch_p2p_sync=is_cuda,
+        # Between two stages the order of batched messages of both directions would be wrong.
+        batch_p2p_comm=sharding.vp == 1,
         # The loss is already divided by the global count; it and its gradients stay unscaled.
         calculate_per_token_loss=True,
         recompute_granularity="full" if recompute else None,

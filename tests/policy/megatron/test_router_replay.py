@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.parallel import build_layout
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.data.jagged import Jagged
@@ -25,6 +26,7 @@ from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.generation.requests import SamplingParams
 from nemo_like.losses import NllLoss
+from nemo_like.losses.policy_gradient import ClippedPolicyGradientLoss
 from nemo_like.models.spec import load_spec
 from nemo_like.policy.batching import plan_columns, plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
@@ -33,7 +35,14 @@ from nemo_like.rollout.conversations import ConversationRow, Prompt
 from nemo_like.rollout.rows import build_rollout, rollout_metrics
 from tests.exhaustive import usually
 from tests.generation.driven import generate
-from tests.policy.megatron.ranks import RecordingEngine, as_tensors, joined, of_model
+from tests.policy.megatron.ranks import (
+    RecordingEngine,
+    Step,
+    as_tensors,
+    joined,
+    of_model,
+    take_steps,
+)
 from tests.policy.test_gradient_equality import LAYOUTS, TOLERANCE
 from tests.policy.tiny import VOCABULARY, compute_and_fetch, relative_error, row_loss, saved_tensors
 
@@ -290,6 +299,20 @@ def test_the_other_engine_computes_the_experts_of_the_generator(
         assert found.loss == pytest.approx(loss, rel=TOLERANCE)
     saved = saved_tensors(tmp_path / "saved", "exp_avg")
     assert relative_error(saved, gradients) < 2 * TOLERANCE
+
+
+def test_the_mismatch_with_and_without_replay(sampled, on_ranks):
+    loss = ClippedPolicyGradientLoss(config=PolicyGradientLossConfig()).for_num_steps(1)
+    config = of_model(LAYOUTS["packed, 4 microbatches"], str(sampled.folder / "noisy"))
+    batches = (sampled.batch, sampled.without_experts)
+    steps = []
+    for batch in batches:
+        advantages = np.ones(len(batch["length"]), dtype=np.float32)
+        steps.append(Step(config, BatchedDataDict({**batch, "advantages": advantages}), loss))
+    ((with_replay, without),) = on_ranks(take_steps, "one rank", steps)
+    for name in ("mismatch/gen_kl_k3", "mismatch/logprob_diff_max"):
+        assert with_replay.metrics[name] < 1e-4
+        assert without.metrics[name] > 100 * max(with_replay.metrics[name], 1e-6)
 
 
 def test_without_replay_the_policy_computes_other_experts(sampled, on_ranks):
