@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from nemo_like.data.routed_experts import pack_experts
 from nemo_like.generation.requests import FinishReason, GenerationRequests, SamplingParams
 from nemo_like.models.routers import RouteRecorder
 from nemo_like.sampling_filter import filter_logits
@@ -345,6 +346,6 @@ class _CachedForward:
                 logits_to_keep=1,
             )
         if self._recorder is not None:
-            experts = self._recorder.take()
+            experts = pack_experts(self._recorder.take(), self._recorder.num_experts)
             self.experts = experts.reshape(*input_ids.shape, *experts.shape[1:])
         return output.logits[:, -1]

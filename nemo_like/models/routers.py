@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from nemo_like.data.routed_experts import pack_experts
+from nemo_like.config.errors import ConfigError
 from nemo_like.models.spec import ModelSpec
 
 
@@ -40,7 +40,7 @@ class RouteRecorder:
         """`model` has routers as `router_modules` returns them."""
         moe = ModelSpec.from_config(model.config).moe
         assert moe is not None, "a model with routers has experts"
-        self._num_experts = moe.num_experts
+        self.num_experts = moe.num_experts
         self._chosen: list[Tensor] = []
         self._is_recording = False
         for router in router_modules(model):
@@ -55,10 +55,10 @@ class RouteRecorder:
         self._is_recording = False
 
     def take(self) -> np.ndarray:
-        """Return the experts of the last forward pass, [tokens, layers, top-k]."""
+        """Return the experts of the last forward pass, int64 [tokens, layers, top-k]."""
         chosen = torch.stack(self._chosen, dim=1)
         self._chosen = []
-        return pack_experts(chosen.cpu().numpy(), self._num_experts)
+        return chosen.cpu().numpy()
 
     def _record(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
         """Append the indices [tokens, top-k] of the chosen experts."""
@@ -80,7 +80,16 @@ class RouterReplay:
             router.forward = self._replaying(index, router.forward)
 
     def set(self, experts: Tensor | None) -> None:
-        """Choose `experts`, int [tokens, layers, top-k], until the next call; -1 and None: own."""
+        """Choose `experts`, int [tokens, layers, top-k], until the next call; -1 and None: own.
+
+        Raises ConfigError for a model whose routers cannot.
+        """
+        if experts is not None and experts.shape[1] != len(self.routers):
+            raise ConfigError(
+                f"the generator returns experts of {experts.shape[1]} layers, and"
+                f" {len(self.routers)} routers of the model can use them: set policy.router_replay"
+                " to false, or policy.engine to megatron"
+            )
         self._experts = experts
 
     def _replaying(self, index: int, forward: Any) -> Any:

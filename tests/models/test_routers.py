@@ -20,6 +20,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from nemo_like.config.errors import ConfigError
 from nemo_like.data.routed_experts import join_experts, pack_experts, signed_experts
 from nemo_like.models.routers import RouteRecorder, RouterReplay, router_modules
 
@@ -88,7 +89,6 @@ def test_a_model_repeats_recorded_choices_whatever_its_own_would_be(model_type):
     logits, experts = recorded(model)
     num_layers = len(router_modules(model))
     assert experts.shape == (24, num_layers, 2)
-    assert experts.dtype == np.uint8
     replay = RouterReplay(model)
     with torch.no_grad():
         replay.set(torch.from_numpy(signed_experts(experts)))
@@ -118,7 +118,10 @@ def test_experts_of_other_tokens_are_an_error():
 
 
 def test_a_dense_model_has_no_routers():
-    assert router_modules(random_model(LlamaConfig(**_SIZES))) == []
+    model = random_model(LlamaConfig(**_SIZES))
+    assert router_modules(model) == []
+    with pytest.raises(ConfigError, match=r"experts of 2 layers, and 0 routers"):
+        RouterReplay(model).set(torch.zeros(24, 2, 2, dtype=torch.int16))
 
 
 def test_the_last_number_of_the_type_stands_for_no_experts():
