@@ -17,17 +17,8 @@ from nemo_like.parallel_layout import LayoutError, ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.prediction.comparison import step_times
 from tests.exhaustive import usually
-from tests.policy.megatron.ranks import (
-    Run,
-    Step,
-    as_tensors,
-    look_around,
-    of_model,
-    take_steps,
-    train,
-    train_runs,
-)
-from tests.policy.megatron.reference import assert_same_logprobs, assert_step_is, train_transformers
+from tests.policy.megatron.ranks import Run, as_tensors, look_around, of_model, train, train_runs
+from tests.policy.megatron.reference import assert_same_logprobs, check_cases, train_transformers
 from tests.policy.megatron.test_optimizer import CONFIG
 from tests.policy.test_gradient_equality import LAYOUTS, TOLERANCE
 from tests.policy.tiny import grouped_batch, relative_error
@@ -50,15 +41,7 @@ CASES = (
 )
 def test_virtual_stages_have_the_gradient_of_transformers(parallel, model_dir, expected, on_ranks):
     cases = [case for case in CASES if "ep" not in parallel or "moe" in case[0]]
-    steps = [
-        Step(of_model(LAYOUTS[layout], model_dir(architecture)), grouped_batch())
-        for architecture, layout in cases
-    ]
-    ranks = on_ranks(take_steps, parallel, steps)
-    for index, (architecture, layout) in enumerate(cases):
-        results = [steps_of_rank[index] for steps_of_rank in ranks]
-        gradients, loss = expected(architecture)
-        assert_step_is(results, gradients, loss, (architecture, layout))
+    check_cases(cases, parallel, model_dir, expected, on_ranks)
 
 
 def test_logprobs_and_weights(model_dir, on_ranks):

@@ -37,10 +37,10 @@ from tests.policy.megatron.ranks import (
     train,
     train_dtensor,
 )
-from tests.policy.megatron.reference import assert_same_logprobs, assert_step_is, train_transformers
+from tests.policy.megatron.reference import assert_same_logprobs, check_cases, train_transformers
 from tests.policy.megatron.test_optimizer import CONFIG
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS, TOLERANCE
-from tests.policy.tiny import MIXTURES, grouped_batch, random_batch, relative_error
+from tests.policy.tiny import MIXTURES, random_batch, relative_error
 
 CALM = dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, lr=0.005))
 """An expert few tokens chose has gradients near 0, of which Adam makes full steps: a faster
@@ -78,16 +78,7 @@ CASES_OF = {
 def test_experts_have_the_gradient_of_transformers_wherever_they_live(
     parallel, model_dir, expected, on_ranks
 ):
-    cases = CASES_OF[parallel]
-    steps = [
-        Step(of_model(LAYOUTS[layout], model_dir(architecture)), grouped_batch())
-        for architecture, layout in cases
-    ]
-    ranks = on_ranks(take_steps, parallel, steps)
-    for index, (architecture, layout) in enumerate(cases):
-        results = [steps_of_rank[index] for steps_of_rank in ranks]
-        gradients, loss = expected(architecture)
-        assert_step_is(results, gradients, loss, (architecture, layout))
+    check_cases(CASES_OF[parallel], parallel, model_dir, expected, on_ranks)
 
 
 def test_a_rank_without_rows_still_computes_the_experts_others_need(model_dir, on_ranks):
