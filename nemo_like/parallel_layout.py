@@ -125,8 +125,6 @@ class ParallelLayout:
     ranks. The data-parallel ranks of a copy are consecutive.
     """
     reshard: Reshard = "auto"
-    vp: int = 1
-    """Parts of the layers on each pipeline stage, as many virtual stages."""
 
     def __post_init__(self) -> None:
         # Sizes below 1 first: the arithmetic of the other problems divides by them.
@@ -136,7 +134,6 @@ class ParallelLayout:
                 *_sequence_problems(self.tp, self.sequence_parallel),
                 *self._expert_problems(),
                 *self._replica_problems(),
-                *self._virtual_problems(),
             ]
         if problems:
             raise LayoutError(problems)
@@ -153,7 +150,6 @@ class ParallelLayout:
         sequence_parallel: bool = False,
         num_replicas: int = 1,
         reshard: Reshard = "auto",
-        vp: int = 1,
     ) -> ParallelLayout:
         """Return the layout of `world_size` ranks; dp is what the other axes leave of them.
 
@@ -174,7 +170,7 @@ class ParallelLayout:
             keys = ("parallel.tensor", "parallel.context", "parallel.pipeline", *_WORKERS)
             problem = LayoutProblem(keys, text)
             raise LayoutError([problem, *_sequence_problems(tp, sequence_parallel)])
-        return cls(pp, dp, cp, tp, ep, sequence_parallel, num_replicas, reshard, vp)
+        return cls(pp, dp, cp, tp, ep, sequence_parallel, num_replicas, reshard)
 
     @property
     def shape(self) -> Coordinates:
@@ -183,11 +179,6 @@ class ParallelLayout:
     @property
     def world_size(self) -> int:
         return self.pp * self.dp * self.cp * self.tp
-
-    @property
-    def num_idle(self) -> float:
-        """Microbatches that a pipeline stage could compute while it waits at the ends of a step."""
-        return (self.pp - 1) / self.vp
 
     @property
     def replica_size(self) -> int:
@@ -298,7 +289,6 @@ class ParallelLayout:
     def _small_sizes(self) -> list[LayoutProblem]:
         sizes = {
             "parallel.pipeline": self.pp,
-            "parallel.virtual_pipeline": self.vp,
             "data-parallel size": self.dp,
             "parallel.context": self.cp,
             "parallel.tensor": self.tp,
@@ -338,21 +328,9 @@ class ParallelLayout:
         )
         return [LayoutProblem(("parallel.replicas",), text)]
 
-    def _virtual_problems(self) -> list[LayoutProblem]:
-        """The interleaved schedule needs several stages."""
-        if self.vp == 1 or self.pp > 1:
-            return []
-        text = (
-            f"parallel.virtual_pipeline is {self.vp}, but parallel.pipeline is 1: set it to 1, or"
-            " parallel.pipeline to 2 or more"
-        )
-        return [LayoutProblem(("parallel.virtual_pipeline", "parallel.pipeline"), text)]
-
     def __str__(self) -> str:
         sizes = [f"{axis} {getattr(self, axis)}" for axis in AXES]
         text = " x ".join(sizes)
-        if self.vp > 1:
-            text += f", vp {self.vp}"
         if self.ep > 1:
             text += f", ep {self.ep}"
         if self.sequence_parallel:
@@ -363,13 +341,7 @@ class ParallelLayout:
 
 
 def engine_problems(
-    engine: EngineName,
-    *,
-    pp: int,
-    ep: int,
-    num_replicas: int = 1,
-    reshard: Reshard = "auto",
-    vp: int = 1,
+    engine: EngineName, *, pp: int, ep: int, num_replicas: int = 1, reshard: Reshard = "auto"
 ) -> list[LayoutProblem]:
     """Return a problem for each of these axes and options that the engine does not have."""
     problems = []
@@ -386,11 +358,7 @@ def engine_problems(
                 " over the data-parallel ranks: set it to auto, or policy.engine to dtensor"
             )
     else:
-        sizes = (
-            ("pipeline", pp, "pipeline"),
-            ("virtual_pipeline", vp, "pipeline"),
-            ("expert", ep, "expert parallelism"),
-        )
+        sizes = (("pipeline", pp, "pipeline"), ("expert", ep, "expert parallelism"))
         for name, size, what in sizes:
             if size > 1:
                 problems.append(

@@ -27,7 +27,6 @@ def build_layout(parallel: ParallelConfig, num_workers: int) -> ParallelLayout:
     return ParallelLayout.from_world_size(
         num_workers,
         pp=parallel.pipeline,
-        vp=parallel.virtual_pipeline,
         cp=parallel.context,
         tp=parallel.tensor,
         ep=parallel.expert,
@@ -75,7 +74,6 @@ def parallel_problems(config: RunConfig) -> list[Problem]:
     problems = engine_problems(
         config.policy.engine,
         pp=parallel.pipeline,
-        vp=parallel.virtual_pipeline,
         ep=parallel.expert,
         num_replicas=parallel.replicas,
         reshard=parallel.reshard,

@@ -490,10 +490,6 @@ class ParallelConfig:
     chunks). Rows are padded to a multiple of 2 x cp tokens."""
     pipeline: Annotated[int, Ge(1)] = 1
     """Number of pipeline stages; needs `policy.engine=megatron`."""
-    virtual_pipeline: Annotated[int, Ge(1)] = 1
-    """Parts of the layers on each pipeline stage (interleaved schedule), which are not consecutive:
-    idle time at the ends of a step is divided by this number, for as many times the communication.
-    Needs `pipeline` above 1; the microbatches of a step are then a multiple of `pipeline`."""
     expert: Annotated[int, Ge(1)] = 1
     """Expert-parallel size (MoE); must divide tensor x context x data and the number of experts.
     Needs `policy.engine=megatron`."""

@@ -75,13 +75,6 @@ def _pipeline_problems(
     layout: ParallelLayout, spec: ModelSpec, model: str
 ) -> Iterator[LayoutProblem]:
     # Stages may differ by one layer, but none is without layers.
-    if layout.vp > 1 and layout.pp <= spec.num_layers < layout.pp * layout.vp:
-        yield LayoutProblem(
-            ("parallel.virtual_pipeline",),
-            f"{model} has {spec.num_layers} layers, fewer than parallel.pipeline {layout.pp} x"
-            f" parallel.virtual_pipeline {layout.vp}: set the latter to"
-            f" {spec.num_layers // layout.pp} or less",
-        )
     if spec.num_layers < layout.pp:
         yield LayoutProblem(
             ("parallel.pipeline",),

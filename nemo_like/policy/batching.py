@@ -47,9 +47,6 @@ def plan_spec(
         "tp_size": parallel_layout.tp,
         "sequence_parallel": parallel_layout.sequence_parallel,
         "pp_size": parallel_layout.pp,
-        "vp_size": parallel_layout.vp,
-        # The interleaved schedule computes groups of as many microbatches as there are stages.
-        "microbatch_multiple": parallel_layout.pp if parallel_layout.vp > 1 else 1,
         "global_batch_size": config.train_global_batch_size if purpose == "train" else None,
         "sync": parallel_layout.sync(config.engine, model.num_params if model else 0),
         # The loader drops oversize rows before it forms batches, so that every batch is full. Such

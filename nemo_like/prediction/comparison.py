@@ -88,8 +88,7 @@ class Outcome:
     plan: BatchPlan
     max_tokens: int
     """The token budget of a microbatch."""
-    num_idle: float = 0.0
-    """See `ParallelLayout.num_idle`."""
+    pp_size: int = 1
     min_work: float = 0.0
     """Lower limit of the work of a microbatch, because of FSDP communication."""
 
@@ -141,7 +140,7 @@ class Outcome:
     @cached_property
     def step_time(self) -> float:
         """Step time over the time of the complete rows without padding and idle time."""
-        times = step_times(self.work, self.plan, num_idle=self.num_idle, min_work=self.min_work)
+        times = step_times(self.work, self.plan, pp_size=self.pp_size, min_work=self.min_work)
         ideal = ideal_times(self.plan, self.plan.spec.cost)
         # A quotient of sums: a mean of ratios would weight short steps too much.
         return float(times.sum() / ideal.sum())
@@ -299,7 +298,7 @@ def compare(
     *,
     shared_prefix: SharedPrefixMode = "auto",
     stream: StreamSpec | None = None,
-    num_idle: float = 0.0,
+    pp_size: int = 1,
     min_work: float = 0.0,
 ) -> Comparison:
     """Plan rows in batches of `spec.global_batch_size` with every strategy.
@@ -321,7 +320,7 @@ def compare(
             plan = strategy.plan(counts)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        outcomes.append(Outcome(strategy, plan, max_tokens, num_idle, min_work))
+        outcomes.append(Outcome(strategy, plan, max_tokens, pp_size, min_work))
         if not chosen_key and strategy.plans_as(spec, stream):
             chosen_key = strategy.key
         if strategy.shares_prefixes:
@@ -496,7 +495,7 @@ def microbatch_work(plan: BatchPlan, cost: CostModel) -> np.ndarray:
 
 
 def step_times(
-    work: np.ndarray, plan: BatchPlan, *, num_idle: float = 0.0, min_work: float = 0.0
+    work: np.ndarray, plan: BatchPlan, *, pp_size: int = 1, min_work: float = 0.0
 ) -> np.ndarray:
     """Return the time of each optimizer step in units of work, float64 [S].
 
@@ -513,7 +512,7 @@ def step_times(
         by_rank = np.add.reduceat(work, starts, axis=1)
         times = by_rank.max(axis=0)
     counts = np.diff(plan.step_offsets)
-    return times * (counts + num_idle) / counts
+    return times * (counts + pp_size - 1) / counts
 
 
 def ideal_times(plan: BatchPlan, cost: CostModel) -> np.ndarray:

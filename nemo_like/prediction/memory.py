@@ -117,11 +117,7 @@ class MemoryModel:
         tokens = max_tokens / parallel_layout.cp
         parts = self._stage_state(stage)
         # 1F1B: the first stage has pp microbatches in flight, the last one has one.
-        num_in_flight: float = parallel_layout.pp - stage
-        if parallel_layout.vp > 1:
-            # Of each part of the layers: twice as many for the part that is computed last.
-            num_parts = 2 * num_in_flight - 1 + (parallel_layout.vp - 1) * parallel_layout.pp
-            num_in_flight = num_parts / parallel_layout.vp
+        num_in_flight = parallel_layout.pp - stage
         saved = self.activations.saved_bytes
         parts["activations"] = tokens * self._stage_layers * saved * num_in_flight
         peaks = {"backward": self._backward(tokens, is_last)}

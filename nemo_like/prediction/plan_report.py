@@ -143,7 +143,7 @@ def make_plan(request: PlanRequest) -> PlanReport:
             request.max_tokens,
             shared_prefix=request.shared_prefix,
             stream=request.stream,
-            num_idle=request.placement.parallel_layout.num_idle,
+            pp_size=request.placement.parallel_layout.pp,
             min_work=spec.cost.linear * request.min_microbatch_tokens,
         )
     return PlanReport(

@@ -149,10 +149,8 @@ def verdict(report: PlanReport) -> str:
     for tool, outcome in sorted(comparison.others.items(), key=lambda item: item[1].step_time):
         the_speed = "" if speeds else "the speed "
         speeds.append(f"{outcome.step_time / chosen.step_time:.3f}x {the_speed}of {tool}")
-    bubble = ""
-    if report.request.placement.parallel_layout.pp > 1:
-        share = chosen.metrics["packing/pipeline_bubble_share"]
-        bubble = f", the pipeline bubble of {share:.1%} of a step included"
+    has_pipeline = report.request.placement.parallel_layout.pp > 1
+    bubble = ", the pipeline bubble included" if has_pipeline else ""
     return (
         f"{chosen.strategy.title}: {', '.join(speeds)} (the fastest layout of each),"
         f" {chosen.above_ideal:.1%} above a step without padding and idle time{bubble}"

@@ -81,20 +81,6 @@ _MIXTURE: dict[str, Any] = _SIZES | {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
 }
-DEEP: dict[str, tuple[type, Any]] = {
-    # Five layers, so that virtual stages differ in size.
-    "qwen2_deep": (
-        Qwen2ForCausalLM,
-        Qwen2Config(**_SIZES | {"num_hidden_layers": 5}, tie_word_embeddings=True),
-    ),
-    "qwen3_moe_deep": (
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig(
-            **_MIXTURE | {"num_hidden_layers": 5}, mlp_only_layers=[1], norm_topk_prob=True
-        ),
-    ),
-}
-"""With enough layers for virtual pipeline stages."""
 MIXTURES: dict[str, tuple[type, Any]] = {
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**_MIXTURE, norm_topk_prob=True)),
     "mixtral": (
@@ -122,7 +108,7 @@ all rows together.
 def save_tiny_model(directory: Path, architecture: str) -> Path:
     """A random model with a tokenizer of numbered words, as a Hugging Face directory."""
     torch.manual_seed(0)
-    model_class, config = (ARCHITECTURES | WINDOWED | MIXTURES | BLOCKS | DEEP)[architecture]
+    model_class, config = (ARCHITECTURES | WINDOWED | MIXTURES | BLOCKS)[architecture]
     model: PreTrainedModel = model_class(config)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -246,11 +246,6 @@ class BatchPlan:
             num_row_tokens = max(self.lengths.sum(), 1)
             saved["packing/shared_token_share"] = float(1 - num_computed / num_row_tokens)
             saved["packing/shared_work_share"] = float(1 - self.work.sum() / (separate_work or 1.0))
-        pipeline = {}
-        if self.spec.pp_size > 1 and self.num_steps:
-            counts = np.diff(self.step_offsets)
-            shares = self.spec.num_idle / (counts + self.spec.num_idle)
-            pipeline["packing/pipeline_bubble_share"] = float(shares.mean())
         return {
             "packing/utilization": stats["average_utilization"],
             "packing/waste_ratio": stats["waste_ratio"],
@@ -265,7 +260,6 @@ class BatchPlan:
             "packing/num_dropped": float(len(self.dropped)),
             "packing/num_oversize": float(self.num_oversize),
             **saved,
-            **pipeline,
         }
 
     def to_json(self) -> str:

@@ -208,8 +208,6 @@ class PlanSpec:
     """
     pp_size: int = 1
     """Pipeline stages; with several, `balanced` takes more microbatches for a smaller bubble."""
-    vp_size: int = 1
-    """Parts of the layers on each pipeline stage (interleaved schedule)."""
     oversize: Oversize = "error"
     """Policy for a row above the token limit: raise, truncate, run it alone with a warning, or drop
     it and count it.
@@ -319,11 +317,6 @@ class PlanSpec:
         return self.padding_multiples.max_row_tokens(self.max_tokens)
 
     @property
-    def num_idle(self) -> float:
-        """See `ParallelLayout.num_idle`."""
-        return (self.pp_size - 1) / self.vp_size
-
-    @property
     def bins_multiple(self) -> int:
         """Number that divides the number of microbatches of a step over all ranks."""
         return self.num_ranks * self.microbatch_multiple
@@ -371,5 +364,4 @@ _COUNTS = (
     "tp_size",
     "microbatch_multiple",
     "pp_size",
-    "vp_size",
 )

@@ -31,10 +31,8 @@ from nemo_like.policy.lora import open_initial, stored_head
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.families.family import Family
 from nemo_like.policy.megatron.groups import Groups, ScheduleTimers
-from nemo_like.policy.megatron.interleaved import schedule_groups
-from nemo_like.policy.megatron.layers import untyped
 from nemo_like.policy.megatron.lora import EngineAdapters, adapter_map, check_lora
-from nemo_like.policy.megatron.model import VocabularyHead, build_model, chunks_of
+from nemo_like.policy.megatron.model import VocabularyHead, build_model
 from nemo_like.policy.megatron.optimizer import (
     ShardedAdamW,
     fill_weights,
@@ -80,11 +78,7 @@ class MegatronEngine(Engine[ShardedAdamW]):
         # On the meta device, for its names and shapes.
         self._causal_lm = meta_model(self._model_config, dtype=torch.float32)
         sharding = ModelSharding(
-            self.spec,
-            pp=parallel_layout.pp,
-            tp=parallel_layout.tp,
-            ep=parallel_layout.ep,
-            vp=parallel_layout.vp,
+            self.spec, pp=parallel_layout.pp, tp=parallel_layout.tp, ep=parallel_layout.ep
         )
         stage, tp_rank, ep_rank = parallel_coords(parallel_layout, rank)
         self._dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
@@ -98,8 +92,6 @@ class MegatronEngine(Engine[ShardedAdamW]):
             sequence_parallel=parallel_layout.sequence_parallel,
             recompute=config.activation_checkpointing if trainable else "none",
         )
-        self.chunks = chunks_of(self.model)
-        """Parts of this rank's pipeline stage."""
         self._param_map = family.param_map(sharding, stage, tp_rank, ep_rank)
         self.parameters = dict(self.model.named_parameters())
         self._check_param_map()
@@ -124,7 +116,7 @@ class MegatronEngine(Engine[ShardedAdamW]):
         )
         self._check_names()
         # The schedules start and stop these timers around each microbatch's forward and backward.
-        self.chunks[0].config.timers = ScheduleTimers(self.clock)
+        self.model.config.timers = ScheduleTimers(self.clock)
         self._head = self._build_head(head, sharding, tp_rank)
         if self.adapters is not None and head == "scores":
             initial_weights |= stored_head(config.lora, self.spec.hidden_size)
@@ -151,7 +143,7 @@ class MegatronEngine(Engine[ShardedAdamW]):
             sequence_parallel=self.parallel_layout.sequence_parallel,
         )
         self._adapter_state = self.adapters.state
-        self.chunks[0].is_embedding_frozen = True
+        self.model.is_embedding_frozen = True
         self.trained = self.adapters.parameters
         self.trained_map = self.adapters.param_map
 
@@ -161,11 +153,11 @@ class MegatronEngine(Engine[ShardedAdamW]):
         """Return the head that computes a microbatch's outputs on the last stage."""
         if head == "vocabulary":
             chunk_size = self.config.chunk_size(self.device.type)
-            return VocabularyHead(self.chunks[-1], sharding, tp_rank, self.groups, chunk_size)
+            return VocabularyHead(self.model, sharding, tp_rank, self.groups, chunk_size)
         share = None
-        if self.chunks[0].config.sequence_parallel:
+        if self.model.config.sequence_parallel:
             share = SequenceShare(self.groups.tp, tp_rank)
-        return ScoreHead(self.chunks[-1], share)
+        return ScoreHead(self.model, share)
 
     def _load_initial(self, initial_weights: Mapping[str, Tensor], seed: int) -> None:
         """Read the weights from the model's files and initialize the adapters.
@@ -203,14 +195,8 @@ class MegatronEngine(Engine[ShardedAdamW]):
         """See `Engine.run`."""
         # A list, because the schedule needs the number of microbatches in advance.
         inputs = [microbatch.flattened() for microbatch in microbatches]
-        num_microbatches = len(inputs)
         if not inputs:
             return []
-        if len(self.chunks) > 1:
-            # The interleaved schedule needs a multiple of the stages, which plans of steps have.
-            num_missing = -num_microbatches % self.parallel_layout.pp
-            assert not (backward and num_missing), "the plan has the required multiple"
-            inputs += [inputs[-1]] * num_missing
         if backward:
             # Gradients of further microbatches would not be reduced any more.
             self.optimizer.check_not_reduced()
@@ -239,24 +225,17 @@ class MegatronEngine(Engine[ShardedAdamW]):
             num_tokens = torch.zeros((), dtype=torch.int)
             return loss, num_tokens, result
 
-        model = self.chunks if self._optimizer is None else self._optimizer.ddp
-        iterators = [iter(inputs) for _ in self.chunks]
-        groups = {}
-        if len(self.chunks) > 1:
-            groups = schedule_groups(self.chunks[0].config, self.device)
+        model = self.model if self._optimizer is None else self._optimizer.ddp
         with torch.set_grad_enabled(backward):
-            results = get_forward_backward_func()(
+            return get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=iterators if len(iterators) > 1 else iterators[0],
-                model=untyped(model),
+                data_iterator=iter(inputs),
+                model=[model],
                 num_microbatches=len(inputs),
                 seq_length=1,  # not used: each microbatch's shape is sent ahead of it
                 micro_batch_size=1,
                 forward_only=not backward,
-                **groups,
             )
-        # Without those that only fill the schedule.
-        return results[:num_microbatches]
 
     def local_weights(self) -> Iterable[Tensor]:
         """Return this rank's parameters in compute precision, each with the shape of its shard."""
@@ -346,7 +325,7 @@ class MegatronEngine(Engine[ShardedAdamW]):
         self.trained_map = {name: self._param_map[name] for name in self.trained}
         # Without recomputation and later stages, no gradient of the embedding's output is needed.
         is_gradient_needed = sharding.pp > 1 or self.config.activation_checkpointing == "full"
-        self.chunks[0].is_embedding_frozen = EMBEDDING in self._frozen and is_gradient_needed
+        self.model.is_embedding_frozen = EMBEDDING in self._frozen and is_gradient_needed
 
     @property
     def _frozen_map(self) -> ParamMap:

@@ -49,10 +49,7 @@ def transformer_config(
     is_cuda = device.type == "cuda"
     spec = sharding.spec
     # An explicit layout, because the layers need not divide evenly by the number of stages.
-    stages = []
-    for chunk in range(sharding.vp):
-        for stage in range(sharding.pp):
-            stages.append(["decoder"] * len(sharding.layers(stage, chunk)))
+    stages = [["decoder"] * len(sharding.layers(stage)) for stage in range(sharding.pp)]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
     return TransformerConfig(
@@ -71,7 +68,6 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=sharding.tp,
         pipeline_model_parallel_size=sharding.pp,
-        virtual_pipeline_model_parallel_size=sharding.vp if sharding.vp > 1 else None,
         pipeline_model_parallel_layout=stages if sharding.pp > 1 else None,
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
         sequence_parallel=sequence_parallel,
@@ -85,8 +81,6 @@ def transformer_config(
         **family_config,
         deallocate_pipeline_outputs=True,
         batch_p2p_sync=is_cuda,
-        # Between two stages the order of batched messages of both directions would be wrong.
-        batch_p2p_comm=sharding.vp == 1,
         # The loss is already divided by the global count; it and its gradients stay unscaled.
         calculate_per_token_loss=True,
         recompute_granularity="full" if recompute else None,
@@ -115,11 +109,12 @@ def build_model(
     device: torch.device,
     sequence_parallel: bool,
     recompute: ActivationCheckpointing,
-) -> PackedModel | nn.ModuleList:
-    """Build this rank's pipeline stage, or a list of its parts; the weights are not yet filled.
+) -> PackedModel:
+    """Build this rank's pipeline stage; its weights are not yet filled.
 
     `padding_id` is the token whose input embedding transformers does not train.
     """
+    spec = sharding.spec
     config = transformer_config(
         sharding,
         family.config(sharding),
@@ -128,34 +123,11 @@ def build_model(
         sequence_parallel=sequence_parallel,
         recompute=recompute == "full",
     )
-    chunks = []
-    for chunk in range(sharding.vp):
-        model = _build_chunk(family, sharding, chunk, config, rotary, padding_id)
-        if recompute == "selective":
-            # Megatron-Core's own granularity recomputes complete modules, with their products.
-            if sharding.tp > 1 and not sequence_parallel:
-                _keep_products_of(model.decoder)
-            checkpoint_layers(model.decoder.layers, recompute)
-        chunks.append(model.to(device))
-    return nn.ModuleList(chunks) if sharding.vp > 1 else chunks[0]
-
-
-def _build_chunk(
-    family: Family,
-    sharding: ModelSharding,
-    chunk: int,
-    config: TransformerConfig,
-    rotary: nn.Module,
-    padding_id: int | None,
-) -> PackedModel:
-    """Build part `chunk` of this rank's pipeline stage; see `build_model`."""
-    spec = sharding.spec
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    layers = [family.layer_spec(spec, layer) for layer in sharding.layers(stage, chunk)]
-    is_last = stage == sharding.pp - 1 and chunk == sharding.vp - 1
+    layers = [family.layer_spec(spec, layer) for layer in sharding.layers(stage)]
     model = PackedModel(
         rotary,
-        config.params_dtype,
+        dtype,
         padding_id,
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
@@ -165,18 +137,17 @@ def _build_chunk(
         max_sequence_length=spec.max_positions or 0,
         position_embedding_type="none",
         share_embeddings_and_output_weights=spec.is_tied,
-        pre_process=stage == 0 and chunk == 0,
-        post_process=is_last,
-        vp_stage=chunk if sharding.vp > 1 else None,
+        pre_process=stage == 0,
+        post_process=stage == sharding.pp - 1,
     )
-    if spec.head == "scores" and is_last:
+    if spec.head == "scores" and stage == sharding.pp - 1:
         model.use_score_head()
-    return model
-
-
-def chunks_of(model: PackedModel | nn.ModuleList) -> list[PackedModel]:
-    """Return the parts of a pipeline stage as `build_model` returns it."""
-    return untyped(list(model) if isinstance(model, nn.ModuleList) else [model])
+    if recompute == "selective":
+        # Megatron-Core's own granularity recomputes complete modules, with their products.
+        if sharding.tp > 1 and not sequence_parallel:
+            _keep_products_of(model.decoder)
+        checkpoint_layers(model.decoder.layers, recompute)
+    return model.to(device)
 
 
 def _keep_products_of(decoder: nn.Module) -> None:

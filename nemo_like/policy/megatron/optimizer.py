@@ -31,7 +31,7 @@ from nemo_like.integer_math import ceil_div
 from nemo_like.policy.checkpoint.sharded import Block
 from nemo_like.policy.checkpoint.sharded_reader import EMA, MOMENTS, WEIGHT
 from nemo_like.policy.megatron.groups import Groups, cuda_type_names
-from nemo_like.policy.megatron.model import PackedModel, chunks_of
+from nemo_like.policy.megatron.model import PackedModel
 from nemo_like.policy.megatron.param_map import ParamMap, Shape
 from nemo_like.policy.megatron.parameters import ReadBlock, assemble_rows
 from nemo_like.policy.optim import WeightEma, build_optimizer
@@ -62,39 +62,35 @@ class ShardedAdamW:
     """Gradients and optimizer state of one trainable model."""
 
     def __init__(
-        self,
-        model: PackedModel | nn.ModuleList,
-        param_map: ParamMap,
-        groups: Groups,
-        config: OptimizerConfig,
+        self, model: PackedModel, param_map: ParamMap, groups: Groups, config: OptimizerConfig
     ) -> None:
         for name, parameter in model.named_parameters():
             # Without this Megatron-Core would sum the gradients of unsharded experts over dp and cp
             # only, although the tokens of all tp ranks reach them.
             parameter.allreduce = not param_map[name].is_expert  # type: ignore[attr-defined]
-        ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=True
+        self.ddp: Any = DistributedDataParallel(
+            model.config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+            model,
         )
-        chunks = chunks_of(model)
-        self.ddp: list[Any] = [
-            DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks
-        ]
-        """The model, or its parts."""
         self.has_moments = False
         self._param_map = param_map
         self._parameters = dict(model.named_parameters())
         self._is_reduced = False
         self._device = next(model.parameters()).device
-        self._dtype = chunks[0].config.params_dtype
+        self._dtype = model.config.params_dtype
         self._dense: _SubOptimizer | None = None
         self._experts: _SubOptimizer | None = None
         # A kind of parameter without buffers does not exist on this rank, or is frozen.
-        buffers = {index: ddp.buffers for index, ddp in enumerate(self.ddp)}
-        if any(buffers.values()):
-            self._dense = self._sub_optimizer(config, buffers, groups.dp_cp, is_expert=False)
-        buffers = {index: ddp.expert_parallel_buffers for index, ddp in enumerate(self.ddp)}
-        if any(buffers.values()):
-            self._experts = self._sub_optimizer(config, buffers, groups.expert_dp, is_expert=True)
+        if self.ddp.buffers:
+            self._dense = self._sub_optimizer(
+                config, self.ddp.buffers, groups.dp_cp, is_expert=False
+            )
+        expert_buffers = self.ddp.expert_parallel_buffers
+        if expert_buffers:
+            self._experts = self._sub_optimizer(
+                config, expert_buffers, groups.expert_dp, is_expert=True
+            )
         self.sub_optimizers = [each for each in (self._dense, self._experts) if each is not None]
         self.zero_grad()
 
@@ -121,8 +117,8 @@ class ShardedAdamW:
                 ),
                 grad_scaler=None,  # pyright: ignore[reportArgumentType]  (none for bfloat16 and float32)
                 init_state_fn=None,
-                model_chunks=self.ddp,
-                per_model_buffers=buffers,
+                model_chunks=[self.ddp],
+                per_model_buffers={0: buffers},
                 data_parallel_group=group,
                 data_parallel_group_gloo=None,
                 data_parallel_group_idx=0,
@@ -141,8 +137,7 @@ class ShardedAdamW:
 
     def zero_grad(self) -> None:
         """Set all gradients to 0."""
-        for ddp in self.ddp:
-            ddp.zero_grad_buffer()
+        self.ddp.zero_grad_buffer()
         for sub in self.sub_optimizers:
             sub.optimizer.zero_grad()
         self._is_reduced = False
@@ -157,7 +152,7 @@ class ShardedAdamW:
         """Sum gradients over all ranks that contribute to them; does nothing the second time."""
         if self._is_reduced:
             return
-        finalize_model_grads(self.ddp)
+        finalize_model_grads([self.ddp])
         for sub in self.sub_optimizers:
             sub.optimizer.prepare_grads()
         self._is_reduced = True
@@ -188,8 +183,7 @@ class ShardedAdamW:
             for group in sub.adamw.param_groups:
                 group["lr"] = lr
             sub.optimizer.step_with_ready_grads()
-        for ddp in self.ddp:
-            ddp.start_param_sync()
+        self.ddp.start_param_sync()
         self.has_moments = True
         self.zero_grad()
 
@@ -244,8 +238,7 @@ class ShardedAdamW:
         """Copy the master weights to the parameters and all-gather these."""
         for sub in self.sub_optimizers:
             sub.optimizer._copy_main_params_to_model_params()
-        for ddp in self.ddp:
-            ddp.start_param_sync()
+        self.ddp.start_param_sync()
 
     def set_weight(self, name: str, full: Tensor) -> None:
         """Copy this rank's shard of the parameter from `full`, float32 [*shape]."""
@@ -290,10 +283,7 @@ class ShardedAdamW:
 
     def _buffers(self) -> list[Any]:
         """Return Megatron-Core's flat buffers of weights and gradients."""
-        buffers = []
-        for ddp in self.ddp:
-            buffers += [*ddp.buffers, *ddp.expert_parallel_buffers]
-        return buffers
+        return [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
 
     def gather_full(self, name: str, values: Tensor | None, writer: int) -> Tensor:
         """Sum all ranks' zero-padded shards to [*shape]; valid on group rank `writer` only."""

@@ -92,7 +92,6 @@ class ModelSharding:
     pp: int = 1
     tp: int = 1
     ep: int = 1
-    vp: int = 1
 
     @property
     def vocabulary_rows(self) -> int:
@@ -100,18 +99,9 @@ class ModelSharding:
         # Megatron-Core needs equal shards, so the vocabulary is padded to a multiple of tp.
         return ceil_div(self.spec.vocab_size, self.tp)
 
-    def chunk_prefix(self, chunk: int) -> str:
-        """Prefix of the names of part `chunk` of a stage in the model of a rank."""
-        return f"{chunk}." if self.vp > 1 else ""
-
-    def layers(self, stage: int, chunk: int = 0) -> range:
-        """Layers of part `chunk` of a pipeline stage.
-
-        The parts of all stages are the virtual stages: part 0 of each stage, then part 1 of each,
-        and so on. The first `num_layers % (pp * vp)` of them have one layer more.
-        """
-        stage += chunk * self.pp
-        size, remainder = divmod(self.spec.num_layers, self.pp * self.vp)
+    def layers(self, stage: int) -> range:
+        """Layers of a pipeline stage; the first `num_layers % pp` stages have one more."""
+        size, remainder = divmod(self.spec.num_layers, self.pp)
         start = stage * size + min(stage, remainder)
         has_extra_layer = stage < remainder
         return range(start, start + size + has_extra_layer)

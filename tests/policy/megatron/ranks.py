@@ -50,7 +50,6 @@ PARALLEL: dict[str, tuple[int, ParallelConfig]] = {
     "tp2": (2, ParallelConfig(tensor=2)),
     "tp2 + sp": (2, ParallelConfig(tensor=2, sequence=True)),
     "pp2": (2, ParallelConfig(pipeline=2)),
-    "pp2 x vp2": (2, ParallelConfig(pipeline=2, virtual_pipeline=2)),
     "cp2": (2, ParallelConfig(context=2)),
     "ep2": (2, ParallelConfig(expert=2)),
     "tp2 x ep2 + sp": (2, ParallelConfig(tensor=2, expert=2, sequence=True)),
@@ -58,11 +57,6 @@ PARALLEL: dict[str, tuple[int, ParallelConfig]] = {
     "tp2 x pp2": (4, ParallelConfig(tensor=2, pipeline=2)),
     "tp2 x pp2 + sp": (4, ParallelConfig(tensor=2, pipeline=2, sequence=True)),
     "tp2 x cp2 + sp": (4, ParallelConfig(tensor=2, context=2, sequence=True)),
-    "tp2 x pp2 x vp2 + sp": (
-        4,
-        ParallelConfig(tensor=2, pipeline=2, virtual_pipeline=2, sequence=True),
-    ),
-    "pp2 x vp2 x ep2": (4, ParallelConfig(pipeline=2, virtual_pipeline=2, expert=2)),
     "pp2 x cp2": (4, ParallelConfig(pipeline=2, context=2)),
     "pp2 x ep2": (4, ParallelConfig(pipeline=2, expert=2)),
     # Each expert is on two ranks.

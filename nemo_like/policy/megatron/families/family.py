@@ -94,19 +94,15 @@ class Family:
         self, sharding: ModelSharding, stage: int, tp_rank: int, ep_rank: int = 0
     ) -> ParamMap:
         """Return the parameters of the rank at pipeline stage `stage`, by Megatron-Core name."""
-        specs: ParamMap = {}
-        for chunk in range(sharding.vp):
-            params = RankParams(sharding, tp_rank, ep_rank)
-            if stage == 0 and chunk == 0:
-                params.add_embedding()
-            for index, layer in enumerate(sharding.layers(stage, chunk)):
-                # Megatron-Core counts layers from 0 in each part of a pipeline stage.
-                self.add_layer(params, f"decoder.layers.{index}", f"model.layers.{layer}", layer)
-            if stage == sharding.pp - 1 and chunk == sharding.vp - 1:
-                params.add_output(is_first_stage=stage == 0)
-            prefix = sharding.chunk_prefix(chunk)
-            specs |= {f"{prefix}{name}": spec for name, spec in params.specs.items()}
-        return specs
+        params = RankParams(sharding, tp_rank, ep_rank)
+        if stage == 0:
+            params.add_embedding()
+        for index, layer in enumerate(sharding.layers(stage)):
+            # Megatron-Core counts layers from 0 on each pipeline stage.
+            self.add_layer(params, f"decoder.layers.{index}", f"model.layers.{layer}", layer)
+        if stage == sharding.pp - 1:
+            params.add_output(is_first_stage=stage == 0)
+        return params.specs
 
     def frozen_parameters(
         self, frozen: Collection[str], sharding: ModelSharding, stage: int, param_map: ParamMap
@@ -179,6 +175,4 @@ def _check_biases(frozen: Collection[str], param_map: ParamMap) -> None:
 
 def _unsharded(family: Family, sharding: ModelSharding, stage: int) -> ParamMap:
     """Return the parameters of a stage without tensor and expert parallelism."""
-    return family.param_map(
-        ModelSharding(sharding.spec, pp=sharding.pp, vp=sharding.vp), stage, 0, 0
-    )
+    return family.param_map(ModelSharding(sharding.spec, pp=sharding.pp), stage, 0, 0)
