@@ -54,6 +54,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
     problems = [
         *_batching_modes(config),
         *_shared_prefix(config),
+        *_router_replay(config),
         *_compilation(config),
         *adapter_problems(config),
         *_timeouts(config),
@@ -194,6 +195,24 @@ def _shared_prefix(config: RunConfig) -> Iterator[Problem]:
     if config.kind == "sft":
         yield Problem(
             (key,), f"{key} is true, but rows of sft are in no groups: set it to auto or false"
+        )
+
+
+def _router_replay(config: RunConfig) -> Iterator[Problem]:
+    key = "policy.router_replay"
+    if config.policy.router_replay != "true":
+        return
+    if not config.generates:
+        yield Problem(
+            (key,),
+            f"{key} is true, but this run generates no completions whose experts could be used:"
+            " set it to auto or false",
+        )
+    if config.policy.compile != "none":
+        yield Problem(
+            (key, "policy.compile"),
+            f"{key} is true, but compiled layers (policy.compile {config.policy.compile}) cannot"
+            f" use given experts: set policy.compile to none, or {key} to false",
         )
 
 

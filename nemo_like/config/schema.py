@@ -35,6 +35,9 @@ from nemo_like.config.rollout import (
 )
 from nemo_like.parallel_layout import Oversize
 
+SwitchMode = Literal["auto", "true", "false"]
+"""`auto` is where it is possible or pays off."""
+
 ALL_LINEAR = "all-linear"
 """Target that stands for every linear layer that can have an adapter, as in PEFT."""
 
@@ -292,10 +295,14 @@ class PolicyConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
-    shared_prefix: Literal["auto", "true", "false"] = "auto"
+    shared_prefix: SwitchMode = "auto"
     """Compute the leading tokens that rows of a group have in common once per microbatch: the
     prompt of the completions of a prompt, or of a preference pair. Needs sequence packing. `auto`
     does so in steps where the plan has at least 3 % less work, `true` in every step."""
+    router_replay: SwitchMode = "auto"
+    """Models with experts: the generator returns the experts that it chose for each token, and
+    policy and reference use them in every log-prob and training pass, with weights of their own
+    routers. `auto` does so where generator and engine can, `true` stops where they cannot."""
     lora: AdapterConfig = field(default_factory=AdapterConfig)
     freeze: Annotated[tuple[str, ...], NO_EMPTY_TEXTS] = ()
     """Weights that are not trained: patterns on their Hugging Face names, e.g.
@@ -319,6 +326,13 @@ class PolicyConfig:
             return adapter.weight_sync == "adapter"
         is_possible = not adapter.is_quantized and adapter.rank <= MAX_VLLM_RANK
         return self.precision == "bfloat16" and is_possible
+
+    @property
+    def recorded_experts(self) -> SwitchMode:
+        """Whether the generator of a training run returns the experts that it chooses."""
+        # Compiled layers have no given experts.
+        is_compiled = self.compile != "none"
+        return "false" if is_compiled and self.router_replay == "auto" else self.router_replay
 
     def frozen(self, model_name: str) -> PolicyConfig:
         """Return the settings of `model_name` as a model that is not trained."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +21,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from nemo_like.data.routed_experts import pack_experts
 from nemo_like.generation.requests import FinishReason, GenerationRequests, SamplingParams
+from nemo_like.models.routers import RouteRecorder
 from nemo_like.sampling_filter import filter_logits
 
 
@@ -107,6 +110,8 @@ class DecodedRow:
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
     """Version of the weights that sampled each token."""
+    routed_experts: list[np.ndarray] = field(default_factory=list)
+    """[n, layers, top-k] each, of consecutive tokens from the first of the prompt."""
     finish_reason: FinishReason = "length"
     is_finished: bool = False
 
@@ -127,14 +132,19 @@ class DecodingBatch:
         requests: GenerationRequests,
         end_ids: frozenset[int],
         device: torch.device,
+        recorder: RouteRecorder | None = None,
     ) -> None:
-        """Compute the logits after the prompts of `requests`, which all start together."""
+        """Compute the logits after the prompts of `requests`, which all start together.
+
+        `recorder` records the experts that the model chooses.
+        """
         self._model = model
         self._tokenizer = tokenizer
         self._sampling = requests.sampling
         self._max_total_length = requests.max_total_length
         self._end_ids = end_ids
         self._device = device
+        self._recorder = recorder
         self._slots: list[DecodedRow] = []
         limits = requests.max_new_tokens().tolist()
         for row, request_id in enumerate(requests.request_ids.tolist()):
@@ -148,8 +158,7 @@ class DecodingBatch:
         self._num_steps = 0
         # float64 [b, steps]: the random numbers of each row.
         self._uniforms = torch.from_numpy(row_uniforms(requests.seeds, max(limits))).to(device)
-        prompts = [row.prompt for row in self._slots]
-        self._forward = _CachedForward(model, prompts, self._max_total_length, device)
+        self._forward = self._computed([row.prompt for row in self._slots])
         self._last_token_ids: Tensor | None = None
         """int64 [b]: sampled, but not yet passed to the model."""
 
@@ -166,6 +175,7 @@ class DecodingBatch:
         """
         if self._last_token_ids is not None:
             self._forward.advance(self._last_token_ids)
+            self._add_experts()
         uniforms = self._uniforms[:, self._num_steps]
         token_ids, logprobs = sample_tokens(self._forward.logits, uniforms, self._sampling)
         self._num_steps += 1
@@ -195,9 +205,29 @@ class DecodingBatch:
         texts = []
         for row in self._slots:
             texts.append(np.concatenate([row.prompt, np.array(row.token_ids, dtype=np.int32)]))
-        self._forward = _CachedForward(self._model, texts, self._max_total_length, self._device)
+        self._forward = self._computed(texts)
         # The new logits are those after the last token.
         self._last_token_ids = None
+
+    def _computed(self, texts: Sequence[np.ndarray]) -> _CachedForward:
+        """Compute the KV cache of `texts`, int32 [length] each, which are those of the rows."""
+        forward = _CachedForward(
+            self._model, texts, self._max_total_length, self._device, self._recorder
+        )
+        if forward.experts is not None:
+            for row, text, experts in zip(self._slots, texts, forward.experts, strict=True):
+                # Tokens that were sampled before keep the experts of then. The text is at the end.
+                num_known = sum(map(len, row.routed_experts))
+                row.routed_experts.append(experts[len(experts) - len(text) + num_known :])
+        return forward
+
+    def _add_experts(self) -> None:
+        """Add the experts of the last token to every unfinished row."""
+        if self._forward.experts is None:
+            return
+        for row, experts in zip(self._slots, self._forward.experts, strict=True):
+            if not row.is_finished:
+                row.routed_experts.append(experts)
 
     def _extend(
         self, token_ids: list[int], logprobs: list[float], weight_version: int
@@ -255,6 +285,7 @@ class _CachedForward:
         prompts: Sequence[np.ndarray],
         max_total_length: int,
         device: torch.device,
+        recorder: RouteRecorder | None,
     ) -> None:
         """Left-pad b `prompts`, int32 [length] each, and compute the logits after them.
 
@@ -270,6 +301,9 @@ class _CachedForward:
             input_ids[slot, start:] = prompt
             attention_mask[slot, start:] = 1
         self._model = model
+        self._recorder = recorder
+        self.experts: np.ndarray | None = None
+        """[b, n, layers, top-k] of the n new tokens of the last forward; None without recorder."""
         self._last_position = max_total_length - 1
         self._cache = DynamicCache(config=model.config)
         self._attention_mask = torch.from_numpy(attention_mask).to(device)
@@ -302,12 +336,16 @@ class _CachedForward:
 
     def _forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return the logits [b, V] after the last of the new tokens int64 [b, n]."""
-        output = self._model(
-            input_ids=input_ids,
-            attention_mask=self._attention_mask,
-            position_ids=position_ids,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with self._recorder or nullcontext():
+            output = self._model(
+                input_ids=input_ids,
+                attention_mask=self._attention_mask,
+                position_ids=position_ids,
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        if self._recorder is not None:
+            experts = pack_experts(self._recorder.take(), self._recorder.num_experts)
+            self.experts = experts.reshape(*input_ids.shape, *experts.shape[1:])
         return output.logits[:, -1]

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from nemo_like.config.errors import ConfigError
 from nemo_like.config.paths import require_model_directory
-from nemo_like.config.schema import AdapterConfig
+from nemo_like.config.schema import AdapterConfig, SwitchMode
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
@@ -29,6 +30,7 @@ from nemo_like.generation.requests import (
     check_room,
 )
 from nemo_like.models.pretrained import load_tokenizer
+from nemo_like.models.routers import RouteRecorder, router_modules
 from nemo_like.weight_sync.channel import (
     BucketMessage,
     Buckets,
@@ -57,9 +59,12 @@ class HFGenerationWorker:
         batch_size: int = 64,
         end_token_ids: Sequence[int] = (),
         adapter: AdapterConfig | None = None,
+        router_replay: SwitchMode = "false",
     ) -> None:
         """Load model and tokenizer.
 
+        `router_replay` is as in the configuration: the completions have the experts that the model
+        chose. Raises ConfigError where it is `true` and they cannot be recorded.
         With `adapter` a weight update has either all weights or the adapters alone, which are 0
         until the first.
         `end_token_ids` end a completion in addition to those that model and tokenizer declare. The
@@ -92,6 +97,14 @@ class HFGenerationWorker:
         self._host_weights = HostWeights(
             self.model, self._device, pinned=self._device.type == "cuda"
         )
+        self._recorder = None
+        if router_replay != "false" and router_modules(self.model):
+            self._recorder = RouteRecorder(self.model)
+        elif router_replay == "true":
+            raise ConfigError(
+                f"policy.router_replay is true, but {type(self.model).__name__} has no routers"
+                " whose choices can be recorded: set it to auto or false"
+            )
         declared = declared_end_token_ids(self.model.generation_config, self.tokenizer)
         self.end_ids = declared | frozenset(end_token_ids)
         self._weight_version = 0
@@ -124,7 +137,12 @@ class HFGenerationWorker:
         while self.batch is not None or self.queue:
             if self.batch is None:
                 self.batch = DecodingBatch(
-                    self.model, self.tokenizer, self._next_requests(), self.end_ids, self._device
+                    self.model,
+                    self.tokenizer,
+                    self._next_requests(),
+                    self.end_ids,
+                    self._device,
+                    self._recorder,
                 )
             num_rows = len(self.batch.unfinished)
             activity.note(f"decoding {num_rows} rows")
@@ -134,6 +152,9 @@ class HFGenerationWorker:
                 self.batch = None
             if time.monotonic() - start >= max_seconds:
                 break
+        experts = []
+        if self._recorder is not None:
+            experts = [np.concatenate(row.routed_experts) for row in finished]
         return GenerationProgress(
             np.array([row.request_id for row in finished], dtype=np.int64),
             Completions.from_rows(
@@ -141,6 +162,7 @@ class HFGenerationWorker:
                 [row.logprobs for row in finished],
                 [row.weight_versions for row in finished],
                 [row.finish_reason for row in finished],
+                experts,
             ),
             num_unfinished=self._num_unfinished(),
             num_tokens=num_tokens,

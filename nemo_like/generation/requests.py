@@ -131,6 +131,9 @@ class Completions:
     """int32: version of the weights that sampled each token, as set by the last weight update; 0 is
     the model as loaded. A row has several if the weights changed while it was sampled."""
     finish_reasons: list[FinishReason]
+    routed_experts: Jagged | None = None
+    """[layers, top-k] for each token of prompt and completion but the last, which the model never
+    sees; see `data.routed_experts`. None where the worker records none."""
 
     def __len__(self) -> int:
         """Number of completions, B."""
@@ -152,6 +155,7 @@ class Completions:
             self.logprobs.take(rows),
             self.weight_versions.take(rows),
             reasons,
+            None if self.routed_experts is None else self.routed_experts.take(rows),
         )
 
     @classmethod
@@ -161,13 +165,21 @@ class Completions:
         logprobs: Sequence[Sequence[float] | np.ndarray],
         weight_versions: Sequence[Sequence[int] | np.ndarray],
         finish_reasons: Sequence[FinishReason],
+        routed_experts: Sequence[np.ndarray] = (),
     ) -> Completions:
-        """Build from one sequence per row; the sequences of a row have equal lengths."""
+        """Build from one sequence per row; the sequences of a row have equal lengths.
+
+        `routed_experts` are [tokens, layers, top-k] for each row, or none.
+        """
+        experts = None
+        if routed_experts:
+            experts = Jagged.from_rows(routed_experts, routed_experts[0].dtype)
         return cls(
             Jagged.from_rows(token_ids, np.int32),
             Jagged.from_rows(logprobs, np.float32),
             Jagged.from_rows(weight_versions, np.int32),
             list(finish_reasons),
+            experts,
         )
 
     @staticmethod
@@ -176,11 +188,14 @@ class Completions:
         finish_reasons: list[FinishReason] = []
         for part in parts:
             finish_reasons.extend(part.finish_reasons)
+        # Parts without rows have no experts.
+        experts = [part.routed_experts for part in parts if part.routed_experts is not None]
         return Completions(
             Jagged.concat([part.token_ids for part in parts]),
             Jagged.concat([part.logprobs for part in parts]),
             Jagged.concat([part.weight_versions for part in parts]),
             finish_reasons,
+            Jagged.concat(experts) if experts else None,
         )
 
 

@@ -16,10 +16,12 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.rollout import VLLMGenerationConfig
+from nemo_like.data.routed_experts import pack_experts
 from nemo_like.distributed.activity import end_worker
 from nemo_like.generation.adapters import AdapterSettings
 from nemo_like.generation.hf_decoding import check_finite
 from nemo_like.generation.requests import Completions, FinishReason, SamplingParams
+from nemo_like.models.spec import MoeSpec
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -77,8 +79,10 @@ def scoring_request(*, reads_cache: bool) -> VLLMSamplingParams:
     )
 
 
-def to_completions(outputs: Sequence[Any], version: int) -> Completions:
+def to_completions(outputs: Sequence[Any], version: int, moe: MoeSpec | None = None) -> Completions:
     """Convert vLLM's completions, in order; `version` is the version of the current weights.
+
+    With `moe` they have the experts that its layers chose.
 
     Raises FloatingPointError for a log-prob that is not finite: vLLM samples token 0 with log-prob
     NaN from weights that are not finite.
@@ -97,7 +101,14 @@ def to_completions(outputs: Sequence[Any], version: int) -> Completions:
         logprobs.append(row)
         versions.append(_versions(output))
     token_ids = [np.array(output.token_ids, dtype=np.int32) for output in outputs]
-    return Completions.from_rows(token_ids, logprobs, versions, reasons)
+    experts = []
+    if moe is not None:
+        layers = sorted(moe.layers)
+        # vLLM returns an entry for every layer, with experts or without.
+        experts = [
+            pack_experts(output.routed_experts[:, layers], moe.num_experts) for output in outputs
+        ]
+    return Completions.from_rows(token_ids, logprobs, versions, reasons, experts)
 
 
 def prompt_logprobs(output: RequestOutput) -> np.ndarray:

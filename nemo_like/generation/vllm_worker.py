@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 
 from nemo_like.config.paths import require_model_directory
 from nemo_like.config.rollout import VLLMGenerationConfig
-from nemo_like.config.schema import AdapterConfig
+from nemo_like.config.schema import AdapterConfig, SwitchMode
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
@@ -39,6 +39,7 @@ from nemo_like.generation.vllm_engine import (
     vllm_prompt,
 )
 from nemo_like.models.pretrained import load_model_config, load_tokenizer
+from nemo_like.models.spec import ModelSpec, MoeSpec
 from nemo_like.weight_sync.channel import (
     BucketMessage,
     Buckets,
@@ -77,8 +78,12 @@ class VLLMGenerationWorker:
         can_sleep: bool = False,
         adapter: AdapterConfig | None = None,
         seed: int = 0,
+        router_replay: SwitchMode = "false",
     ) -> None:
         """Start the engine.
+
+        `router_replay` is as in the configuration: the completions have the experts that the model
+        chose.
 
         `end_token_ids` end a completion in addition to those that model and tokenizer declare.
         `can_sleep` allows `offload` on a GPU that is shared with the policy. With `adapter` a
@@ -110,6 +115,10 @@ class VLLMGenerationWorker:
         """Tokens that `poll` has counted."""
         self._busy_s = 0.0
         """Seconds of steps that `poll` has not reported."""
+        self._moe: MoeSpec | None = None
+        """The layers whose experts are returned."""
+        if router_replay == "true" or (router_replay == "auto" and not self._is_cpu):
+            self._moe = ModelSpec.from_config(load_model_config(model_name)).moe
         self._thread = EngineThread(self.advance)
         try:
             self._start(
@@ -144,6 +153,7 @@ class VLLMGenerationWorker:
             adapters=adapters,
             worker_extension_cls=self.extension,
             enable_sleep_mode=self._can_sleep,
+            enable_return_routed_experts=self._moe is not None,
             **options,
         )
         started = [child for child in active_children() if child not in others]
@@ -196,7 +206,7 @@ class VLLMGenerationWorker:
         self._busy_s = 0.0
         return GenerationProgress(
             np.array([int(output.request_id) for output in finished], dtype=np.int64),
-            to_completions([output.outputs[0] for output in finished], self._version),
+            to_completions([output.outputs[0] for output in finished], self._version, self._moe),
             num_unfinished=self._engine.get_num_unfinished_requests(),
             num_tokens=num_new_tokens,
             busy_s=busy_s,

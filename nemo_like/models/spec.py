@@ -86,6 +86,8 @@ class _FamilyTraits:
     has_qk_norm: bool = False
     has_window_in_every_layer: bool = False
     """`max_window_layers` is ignored: a sliding window applies to every layer."""
+    normalizes_weights: bool = False
+    """See `MoeSpec`."""
 
 
 _UNGATED = _FamilyTraits(num_mlp_matrices=2)
@@ -99,6 +101,7 @@ _TRAITS = {
     "gpt_neo": _UNGATED,
     "gpt_neox": _UNGATED,
     "gptj": _UNGATED,
+    "mixtral": _FamilyTraits(normalizes_weights=True),
     "mpt": _UNGATED,
     "nemotron": _UNGATED,
     "opt": _UNGATED,
@@ -238,7 +241,7 @@ class ModelSpec:
             activation=str(fields.get("hidden_act", "activation_function", default="silu")),
             attention_dropout=float(fields.get("attention_dropout", default=0.0)),
             norm_eps=float(fields.get("rms_norm_eps", "layer_norm_epsilon", default=1e-6)),
-            moe=_moe(fields, num_layers),
+            moe=_moe(fields, traits, num_layers),
             latent=_latent(fields),
             logit_scale=_logit_scale(fields),
             logit_softcap=fields.get("final_logit_softcapping", "logits_soft_cap", default=None),
@@ -447,7 +450,7 @@ def _latent(fields: ConfigFields) -> LatentAttention | None:
     )
 
 
-def _moe(fields: ConfigFields, num_layers: int) -> MoeSpec | None:
+def _moe(fields: ConfigFields, traits: _FamilyTraits, num_layers: int) -> MoeSpec | None:
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     # 0 experts mean a dense model.
     if not fields.get(*names, default=0):
@@ -463,7 +466,7 @@ def _moe(fields: ConfigFields, num_layers: int) -> MoeSpec | None:
         expert_size=expert_size,
         shared_size=shared_size,
         layers=_moe_layers(fields, num_layers),
-        normalizes_weights=bool(fields.get("norm_topk_prob", default=False)),
+        normalizes_weights=bool(fields.get("norm_topk_prob", default=traits.normalizes_weights)),
     )
 
 

@@ -255,7 +255,8 @@ def _inputs(
 ) -> Iterable[ModelInputs]:
     """Yield the inputs of each microbatch, with `head`."""
     for microbatch in microbatches:
-        yield dataclasses.replace(rows.inputs(microbatch), head=head)
+        # The experts are those of the student.
+        yield dataclasses.replace(rows.inputs(microbatch), head=head, routed_experts=None)
 
 
 def _only_rows(microbatch: Microbatch, is_kept: np.ndarray, spec: PlanSpec) -> Microbatch:

@@ -63,6 +63,9 @@ class ConversationRow:
     """float32 [L] for each turn of the model."""
     weight_versions: list[np.ndarray] = field(default_factory=list)
     """int32 [L] for each turn of the model."""
+    routed_experts: list[np.ndarray] = field(default_factory=list)
+    """[n, layers, top-k] each, of consecutive tokens from the first of the prompt; see
+    `data.routed_experts`. Empty where the generator records none."""
     finish_reason: FinishReason = "stop"
     """Of the last turn of the model; `length` also for a conversation without room for the next
     turn."""
@@ -135,6 +138,10 @@ class ConversationRow:
             # One number in memory, in the shape of the turn.
             versions = np.broadcast_to(versions[:1].copy(), versions.shape)
         self.weight_versions.append(versions)
+        if completions.routed_experts is not None:
+            # Tokens of earlier turns keep the experts with which they were sampled.
+            num_known = sum(map(len, self.routed_experts))
+            self.routed_experts.append(completions.routed_experts[position][num_known:])
         self.finish_reason = completions.finish_reasons[position]
         if self.messages:
             # The environment answers the text.

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import numpy as np
 
 from nemo_like.data.jagged import Jagged
+from nemo_like.data.routed_experts import ROUTED_EXPERTS, join_experts
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.environments.reward import BadRewardKind, RewardProblem
 from nemo_like.metrics import Max, Mean, Metrics, Min, Sum
@@ -263,12 +264,24 @@ def _training_rows(conversations: Sequence[ConversationRow]) -> BatchedDataDict:
             if index % 2:
                 logprobs[start:stop] = row.logprobs[index // 2]
                 row.logprobs[index // 2] = logprobs[start:stop]
-    return BatchedDataDict(
+    batch = BatchedDataDict(
         input_ids=input_ids,
         token_mask=Jagged(mask, input_ids.offsets),
         generation_logprobs=Jagged(logprobs, input_ids.offsets),
         length=input_ids.lengths,
     )
+    if all(row.routed_experts for row in conversations):
+        batch[ROUTED_EXPERTS] = _routed_experts(conversations)
+    return batch
+
+
+def _routed_experts(conversations: Sequence[ConversationRow]) -> Jagged:
+    """Move the experts of the rows, [n, layers, top-k] each, into a column [T, layers, top-k]."""
+    rows = []
+    for conversation in conversations:
+        rows.append(join_experts(conversation.routed_experts, conversation.num_tokens))
+        conversation.routed_experts = []
+    return Jagged.from_rows(rows, rows[0].dtype)
 
 
 def rollout_metrics(rollout: Rollout) -> Metrics:
@@ -295,6 +308,10 @@ def rollout_metrics(rollout: Rollout) -> Metrics:
         "generation/prompt_length_mean": _mean(prompt_lengths),
         "generation/num_tokens": Sum(float(lengths.sum())),
     }
+    experts = rollout.batch.get(ROUTED_EXPERTS)
+    if experts is not None:
+        num_bytes = float(experts.values.nbytes)
+        metrics["generation/routed_experts_bytes_per_token"] = Mean(num_bytes, len(experts.values))
     if any(conversation.messages for conversation in rollout.conversations):
         metrics |= conversation_metrics(rollout.conversations)
     return metrics

@@ -100,12 +100,22 @@ class VLLMBackend(Backend):
         self, config: PolicyConfig, spec: ModelSpec, *, is_on_cpu: bool
     ) -> Sequence[Problem]:
         """See `Backend.problems`."""
-        return vllm_problems(
+        problems = vllm_problems(
             spec,
             config.generation.vllm,
             max_total_length=config.max_total_sequence_length,
             is_on_cpu=is_on_cpu,
         )
+        key = "policy.router_replay"
+        if is_on_cpu and config.router_replay == "true":
+            problems.append(
+                Problem(
+                    (key, "policy.generation.backend"),
+                    f"{key} is true, but vLLM on CPU does not return the experts that it chooses:"
+                    f" set policy.generation.backend to hf, or {key} to auto or false",
+                )
+            )
+        return problems
 
 
 _BACKENDS: dict[str, Backend] = {"hf": HFBackend(), "vllm": VLLMBackend()}

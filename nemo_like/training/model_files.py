@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from nemo_like.config.errors import ConfigError, raise_problems, shown_path
+from nemo_like.config.errors import ConfigError, Problem, raise_problems, shown_path
 from nemo_like.config.parallel import located_problems, policy_layout
 from nemo_like.config.paths import hub_name, model_directory
 from nemo_like.config.rollout import RewardModelConfig
@@ -133,6 +133,11 @@ def open_model_config(config: RunConfig) -> PretrainedConfig:
         is_on_cpu = config.cluster.gpus_per_node == 0
         problems += generation_backend(config.policy).problems(
             config.policy, spec, is_on_cpu=is_on_cpu
+        )
+    if config.policy.router_replay == "true" and spec.moe is None:
+        key = "policy.router_replay"
+        problems.append(
+            Problem((key,), f"{key} is true, but {name} has no experts: set it to auto or false")
         )
     raise_problems(problems)
     _check_optimizer(config, spec)

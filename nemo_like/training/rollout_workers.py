@@ -14,7 +14,13 @@ from nemo_like.config.parallel import (
     workers_per_replica,
 )
 from nemo_like.config.rollout import RewardModelConfig
-from nemo_like.config.schema import ParallelConfig, PolicyConfig, RunConfig, SequencePackingConfig
+from nemo_like.config.schema import (
+    ParallelConfig,
+    PolicyConfig,
+    RunConfig,
+    SequencePackingConfig,
+    SwitchMode,
+)
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.observations import ObservationEncoder
 from nemo_like.distributed.worker_group import WorkerGroup, call_all
@@ -68,11 +74,16 @@ class RolloutWorkers:
 
 
 def generation_worker(
-    config: RunConfig, end_token_ids: Sequence[int], *, can_sleep: bool = False
+    config: RunConfig,
+    end_token_ids: Sequence[int],
+    *,
+    can_sleep: bool = False,
+    router_replay: SwitchMode = "false",
 ) -> tuple[type, dict[str, Any]]:
     """Return the worker class of `policy.generation.backend` and its keyword arguments.
 
     `end_token_ids` end a completion, in addition to those that the model's files declare.
+    `router_replay` is that of a training run.
     """
     generation = config.policy.generation
     kwargs: dict[str, Any] = {
@@ -80,6 +91,7 @@ def generation_worker(
         "tokenizer_name": config.policy.tokenizer_name,
         "precision": config.policy.precision,
         "end_token_ids": (*end_token_ids, *generation.stop_token_ids),
+        "router_replay": router_replay,
     }
     if config.policy.sends_adapters:
         kwargs["adapter"] = config.policy.adapter
@@ -96,9 +108,12 @@ def start_generator(
     progress: Progress,
     *,
     can_sleep: bool,
+    router_replay: SwitchMode = "false",
 ) -> Generator:
     """Start the replicas of the generator; see `generation_worker`."""
-    worker_class, kwargs = generation_worker(config, end_token_ids, can_sleep=can_sleep)
+    worker_class, kwargs = generation_worker(
+        config, end_token_ids, can_sleep=can_sleep, router_replay=router_replay
+    )
 
     # A replica with resources of its own has one bundle, a colocated one those of several workers.
     # It is one process, which starts its tensor-parallel ranks itself.

@@ -143,7 +143,14 @@ def start_workers(
             )
             # Their processes use no GPU.
             services = begin(partial(_start_services, config, start, closing, progress))
-            start_replicas = partial(start_generator, config, start, end_token_ids, progress)
+            start_replicas = partial(
+                start_generator,
+                config,
+                start,
+                end_token_ids,
+                progress,
+                router_replay=config.policy.recorded_experts,
+            )
             generator_start = None
             if config.generates and not (is_colocated(config) and config.cluster.gpus_per_node):
                 generator_start = begin(partial(start_replicas, can_sleep=False))

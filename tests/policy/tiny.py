@@ -22,6 +22,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -81,6 +83,10 @@ _MIXTURE: dict[str, Any] = _SIZES | {
 }
 MIXTURES: dict[str, tuple[type, Any]] = {
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**_MIXTURE, norm_topk_prob=True)),
+    "mixtral": (
+        MixtralForCausalLM,
+        MixtralConfig(**_SIZES, head_dim=16, num_local_experts=4, sliding_window=5),
+    ),
     # The first layer is dense, the outputs of the chosen experts do not add up to 1, and all layers
     # have a window.
     "qwen3_moe_mixed": (

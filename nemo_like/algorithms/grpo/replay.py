@@ -23,6 +23,7 @@ from nemo_like.config.parallel import policy_layout
 from nemo_like.config.paths import resolve_paths
 from nemo_like.config.schema import CheckpointingConfig
 from nemo_like.data.columns import take_rows
+from nemo_like.data.routed_experts import ROUTED_EXPERTS
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import rollout_loss
 from nemo_like.metrics import metric_values
@@ -44,6 +45,7 @@ REPLAYED_KEYS = (
     "policy.logprob_chunk_size",
     "policy.activation_checkpointing",
     "policy.compile",
+    "policy.router_replay",
     "policy.engine",
     "policy.precision",
     "parallel",
@@ -220,7 +222,10 @@ def _measure(
     """Return the metrics of the first optimizer step, and `packing/*` of the complete rollout."""
     loss = rollout_loss(config.loss_fn, config.policy.generation.max_new_tokens)
     loss = loss.for_num_steps(len(record.optimizer_steps))
-    unused = {"prev_logprobs", "reference_logprobs", "policy_logprobs"} - set(loss.logprob_names)
+    unused: set[str] = {"prev_logprobs", "reference_logprobs", "policy_logprobs"}
+    unused.difference_update(loss.logprob_names)
+    if config.policy.router_replay == "false":
+        unused.add(ROUTED_EXPERTS)
     rows = _first_rows(config, record)
     batch = BatchedDataDict()
     for name, column in record.columns.items():

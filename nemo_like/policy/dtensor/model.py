@@ -21,6 +21,7 @@ from nemo_like.config.schema import PolicyConfig
 from nemo_like.distributed import activity
 from nemo_like.integer_math import block_index
 from nemo_like.models.output_head import meta_model
+from nemo_like.models.routers import RouterReplay
 from nemo_like.models.spec import SCORE_WEIGHT, ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint.hf_reader import ModelFiles, open_model
@@ -286,6 +287,7 @@ class LogprobModel(nn.Module):
         self.causal_lm = causal_lm
         self.groups = groups
         self._head = head
+        self._replay = RouterReplay(causal_lm)
 
     def forward(
         self,
@@ -295,6 +297,7 @@ class LogprobModel(nn.Module):
         token_filter: SamplingFilter | None,
     ) -> TokenLogprobs:
         """See `TokenLogprobs`; logits are computed only where `inputs.label_mask` is True."""
+        self._replay.set(inputs.routed_experts)
         tensor = self.groups.tensor
         if tensor is not None and tensor.sequence:
             # Sequence parallelism shards the tokens along one dim.

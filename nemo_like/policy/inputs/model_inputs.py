@@ -37,6 +37,7 @@ from torch import Tensor
 
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
+from nemo_like.data.routed_experts import ROUTED_EXPERTS, signed_experts
 from nemo_like.device_transfer import tensor_to_device, to_device
 from nemo_like.policy.heads.logit_chunks import VocabShard
 from nemo_like.policy.inputs.grid import (
@@ -155,6 +156,8 @@ class ModelInputs:
     cp_size: int = 1
     exchange: Exchange | None = None
     """Of shared prefixes: the keys of each segment of this rank. None: all rows are complete."""
+    routed_experts: Tensor | None = None
+    """int16 [T, layers, top-k]: the experts that the routers choose, -1 for their own choice."""
     head: Callable[[OutputEmbedding, ModelInputs], TokenLogprobs] | None = None
     """Computes the outputs of this microbatch in the place of the log-probs of `labels`."""
 
@@ -202,9 +205,9 @@ def build_inputs(
 ) -> ModelInputs:
     """Build the tensors of `microbatch`, whose `rows` index the columns of `shard`.
 
-    `input_ids` is Jagged; any other Jagged is a token column; any array or tensor [n, ...] of
-    numbers is a row column. Other columns (texts) are ignored. Raises ValueError where a token
-    column is shorter than its row.
+    `input_ids` is Jagged, and so is `routed_experts`, if it exists; any other Jagged is a token
+    column; any array or tensor [n, ...] of numbers is a row column. Other columns (texts) are
+    ignored. Raises ValueError where a token column is shorter than its row.
 
     `num_trained`, int64 [R] ([1] for a dummy), are the trained tokens of each row over all
     context-parallel ranks. With it only trained tokens have a label: those with `token_mask` in
@@ -227,6 +230,7 @@ def build_inputs(
     tensors = to_device(
         {
             **_position_arrays(grid, shard["input_ids"], pad_token_id, keys),
+            **_expert_arrays(grid, shard.get(ROUTED_EXPERTS)),
             **labels.arrays(shard["input_ids"]),
             "label_mask": has_label,
             "label_positions": label_positions,
@@ -258,6 +262,7 @@ def build_inputs(
         layout=spec.layout,
         cp_size=spec.cp_size,
         exchange=None if keys is None else _exchange(tensors, keys),
+        routed_experts=tensors.get(ROUTED_EXPERTS),
     )
 
 
@@ -331,6 +336,19 @@ def _position_arrays(
     return arrays
 
 
+def _expert_arrays(grid: Grid, column: Jagged | None) -> dict[str, np.ndarray]:
+    """Return the experts of the T positions, int16 [T, layers, top-k]; none without a column.
+
+    With shared prefixes a shared token has those of the row that computes it.
+    """
+    if column is None:
+        return {}
+    is_real = grid.position < grid.length
+    unknown = np.iinfo(column.dtype).max
+    experts = grid.gather(ROUTED_EXPERTS, column, 0, is_real, unknown)
+    return {ROUTED_EXPERTS: signed_experts(experts)}
+
+
 def _split_columns(
     shard: Mapping[str, Any], grid: Grid, has_label: np.ndarray, device: str | torch.device
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, Tensor]]:
@@ -342,7 +360,7 @@ def _split_columns(
     row_columns: dict[str, np.ndarray] = {}
     row_tensors: dict[str, Tensor] = {}
     for name, column in shard.items():
-        if name == "input_ids":
+        if name in ("input_ids", ROUTED_EXPERTS):
             continue
         if isinstance(column, Jagged):
             values = grid.gather(name, column, 1, has_label, 0)

@@ -11,7 +11,7 @@ windows and context parallelism behave as in the other engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from nemo_like.device_transfer import tensor_to_device
+from nemo_like.models.routers import replayed
 from nemo_like.policy.inputs.attention import varlen_attention
 
 _ALIGNMENT_BYTES = 16
@@ -169,7 +170,7 @@ def decoder_layer(
         k_layernorm=qk_norm,
     )
     return ModuleSpec(
-        module=TransformerLayer,
+        module=DecoderLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=ModuleSpec(
@@ -218,6 +219,9 @@ class Segments(PackedSeqParams):
     """[T, 1, head_dim], for the position of each token in its row."""
     sin: Any = None
     """[T, 1, head_dim]"""
+    experts: Any = None
+    """int16 [tokens, layers, top-k], of this rank's tokens: the choices of the routers, -1 for
+    their own. None: their own for all."""
 
 
 class RMSNorm(nn.RMSNorm):
@@ -234,8 +238,48 @@ class RMSNorm(nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class DecoderLayer(TransformerLayer):
+    """A decoder layer whose router, if it has one, may have to choose given experts."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See `TransformerLayer.forward`."""
+        router = getattr(self.mlp, "router", None)
+        if router is not None:
+            # Here, so that a recomputed layer has the experts of its own microbatch.
+            router.choose(kwargs["packed_seq_params"].experts)
+        return super().forward(*args, **kwargs)
+
+
 class Router(TopKRouter):
     """MoE router whose logits are float32 whatever the precision of the weights is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._experts: Tensor | None = None
+
+    def choose(self, experts: Tensor | None) -> None:
+        """Choose those of this layer of `experts`, see `Segments`, until the next call."""
+        # Megatron-Core calls `get_replay_topk` of this attribute if it is set.
+        self.router_replay: Any = None
+        if experts is None:
+            return
+        frequency: Any = self.config.moe_layer_freq
+        index = sum(frequency[: self.layer_number - 1])
+        self._experts = experts[:, index]
+        self.router_replay = self
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        compute_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Return scores and indices, [tokens, topk] each, of the given experts."""
+        _, own = compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        assert self._experts is not None, "set together with `router_replay`"
+        return replayed(scores, own, self._experts)
 
     def gating(self, input: Tensor) -> Tensor:
         """Return the logits [..., experts] of `input` [..., D]."""

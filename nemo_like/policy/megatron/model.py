@@ -194,10 +194,18 @@ class PackedModel(GPTModel):
             exchange=inputs.exchange,
             cos=cos.squeeze(0)[:, None],
             sin=sin.squeeze(0)[:, None],
+            experts=self._local_experts(inputs.routed_experts),
         )
         return super().forward(
             inputs.input_ids, inputs.position_ids, untyped(None), packed_seq_params=segments
         )
+
+    def _local_experts(self, experts: Tensor | None) -> Tensor | None:
+        """Return those of `experts` [T, layers, top-k] that the routers of this rank choose."""
+        if experts is None or not self.config.sequence_parallel:
+            return experts
+        group = self.pg_collection.tp
+        return experts.chunk(group.size())[group.rank()]
 
     def use_score_head(self) -> None:
         """Replace the output embedding by the layer `score` with one output."""

@@ -48,7 +48,10 @@ def test_an_export_is_what_save_pretrained_writes(
         name: tensor.shape for name, tensor in expected.items()
     }
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert "model.layers.1.mlp.experts.3.up_proj.weight" in found and not any(
+    up_proj = "mlp.experts.3.up_proj"
+    if architecture == "mixtral":
+        up_proj = "block_sparse_moe.experts.3.w3"
+    assert f"model.layers.1.{up_proj}.weight" in found and not any(
         "gate_up_proj" in name for name in found
     )
     files = sorted((tmp_path / "hf").glob("*.safetensors"))

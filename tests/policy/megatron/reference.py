@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, NamedTuple
@@ -13,8 +13,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nemo_like.config.schema import PolicyConfig
-from tests.policy.megatron.ranks import NUM_STEPS, Gradients, StepResult, as_tensors
-from tests.policy.test_gradient_equality import LENGTHS, TOLERANCE
+from tests.policy.megatron.ranks import (
+    NUM_STEPS,
+    Gradients,
+    OnRanks,
+    Step,
+    StepResult,
+    as_tensors,
+    of_model,
+    take_steps,
+)
+from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS, TOLERANCE
 from tests.policy.tiny import grouped_batch, random_batch, relative_error, row_accuracy, row_loss
 
 
@@ -87,6 +96,25 @@ def assert_step_is(
     norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
     for result in ranks:
         assert result.metrics["policy/grad_norm"] == pytest.approx(norm, rel=TOLERANCE)
+
+
+def check_cases(
+    cases: Sequence[tuple[str, str]],
+    parallel: str,
+    model_dir: Callable[[str], str],
+    expected: Callable[[str], tuple[Gradients, float]],
+    on_ranks: OnRanks,
+) -> None:
+    """Take a step of each architecture with each way of batching, all in one process group."""
+    steps = [
+        Step(of_model(LAYOUTS[layout], model_dir(architecture)), grouped_batch())
+        for architecture, layout in cases
+    ]
+    ranks = on_ranks(take_steps, parallel, steps)
+    for index, (architecture, layout) in enumerate(cases):
+        results = [steps_of_rank[index] for steps_of_rank in ranks]
+        gradients, loss = expected(architecture)
+        assert_step_is(results, gradients, loss, (architecture, layout))
 
 
 @torch.no_grad()

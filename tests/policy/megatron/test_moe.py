@@ -37,10 +37,10 @@ from tests.policy.megatron.ranks import (
     train,
     train_dtensor,
 )
-from tests.policy.megatron.reference import assert_same_logprobs, assert_step_is, train_transformers
+from tests.policy.megatron.reference import assert_same_logprobs, check_cases, train_transformers
 from tests.policy.megatron.test_optimizer import CONFIG
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS, TOLERANCE
-from tests.policy.tiny import MIXTURES, grouped_batch, random_batch, relative_error
+from tests.policy.tiny import MIXTURES, random_batch, relative_error
 
 CALM = dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, lr=0.005))
 """An expert few tokens chose has gradients near 0, of which Adam makes full steps: a faster
@@ -55,14 +55,15 @@ CASES = (
     ("qwen3_moe_mixed", "packed, selective checkpointing"),
     ("qwen3_moe_mixed", "shared prefixes, groups divided"),
     ("qwen3_moe", "shared prefixes, selective checkpointing"),
+    ("mixtral", "packed, 4 microbatches"),
 )
 CASES_OF = {
     "one rank": CASES,
-    "ep2": (CASES[1], CASES[3], CASES[4]),
+    "ep2": (CASES[1], CASES[3], CASES[4], CASES[6]),
     "tp2 + sp": (CASES[0], CASES[2], CASES[5]),
-    "tp2 x ep2 + sp": (CASES[0], CASES[2], CASES[4]),
+    "tp2 x ep2 + sp": (CASES[0], CASES[2], CASES[4], CASES[6]),
     "pp2 x ep2": (CASES[1], CASES[2], CASES[5]),
-    "tp2 x dp2 x ep2 + sp": (CASES[0], CASES[3], CASES[4]),
+    "tp2 x dp2 x ep2 + sp": (CASES[0], CASES[3], CASES[4], CASES[6]),
     "tp2 x cp2 x ep4 + sp": (CASES[1], CASES[2], CASES[5]),
 }
 """Layout -> architectures and ways of batching."""
@@ -77,16 +78,7 @@ CASES_OF = {
 def test_experts_have_the_gradient_of_transformers_wherever_they_live(
     parallel, model_dir, expected, on_ranks
 ):
-    cases = CASES_OF[parallel]
-    steps = [
-        Step(of_model(LAYOUTS[layout], model_dir(architecture)), grouped_batch())
-        for architecture, layout in cases
-    ]
-    ranks = on_ranks(take_steps, parallel, steps)
-    for index, (architecture, layout) in enumerate(cases):
-        results = [steps_of_rank[index] for steps_of_rank in ranks]
-        gradients, loss = expected(architecture)
-        assert_step_is(results, gradients, loss, (architecture, layout))
+    check_cases(CASES_OF[parallel], parallel, model_dir, expected, on_ranks)
 
 
 def test_a_rank_without_rows_still_computes_the_experts_others_need(model_dir, on_ranks):
@@ -132,6 +124,27 @@ def test_steps_and_checkpoints_go_from_shared_experts_to_one_process_of_either_e
         found.keys() == expected.keys() and "model.layers.0.mlp.experts.3.up_proj.weight" in found
     )
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_files_of_a_mixtral_model_have_the_names_that_transformers_writes(
+    model_dir, on_ranks, tmp_path
+):
+    config = of_model(CALM, model_dir("mixtral"))
+    ranks = on_ranks(train, "tp2 x ep2 + sp", config, 1, None, tmp_path)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    for name, parameter in exported.named_parameters():
+        assert np.array_equal(parameter.detach().numpy(), ranks[0].weights[name]), name
+    source = load_file(Path(config.model_name) / "model.safetensors")
+    written = load_file(tmp_path / "hf" / "model.safetensors")
+    assert written.keys() == source.keys()
+    assert "model.layers.1.block_sparse_moe.experts.3.w3.weight" in written
+    rows = random_batch(LENGTHS)["input_ids"]
+    tokens = torch.from_numpy(rows[3].astype(np.int64))[None]
+    found = on_ranks(train, "one rank", of_model(config, str(tmp_path / "hf")), 0)[0].weights
+    model = AutoModelForCausalLM.from_pretrained(config.model_name)
+    model.load_state_dict(as_tensors(found))
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, exported(tokens).logits)
 
 
 def test_logprobs_and_full_weights(model_dir, on_ranks):

@@ -6,12 +6,14 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.megatron.families.dense import Qwen2, Qwen3
 from nemo_like.policy.megatron.families.family import Family
+from nemo_like.policy.megatron.families.mixtral import Mixtral
 from nemo_like.policy.megatron.families.qwen3_moe import Qwen3Moe
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     # Where it has a sliding window, every layer has it (`ModelSpec.windows`).
     "mistral": Family(),
+    "mixtral": Mixtral(),
     "qwen2": Qwen2(),
     "qwen3": Qwen3(),
     "qwen3_moe": Qwen3Moe(),

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.megatron.families.family import Family
 from nemo_like.policy.megatron.param_map import ModelSharding, RankParams
-
-if TYPE_CHECKING:
-    from megatron.core.transformer import ModuleSpec
 
 
 class Qwen2(Family):
@@ -31,12 +27,6 @@ class Qwen3(Family):
     def config(self, sharding: ModelSharding) -> dict[str, Any]:
         """See `Family.config`."""
         return {"qk_layernorm": True}
-
-    def layer_spec(self, spec: ModelSpec, layer: int) -> ModuleSpec:
-        """See `Family.layer_spec`."""
-        from nemo_like.policy.megatron.layers import decoder_layer
-
-        return decoder_layer(window=spec.windows[layer], has_qk_norm=True)
 
     def add_attention(self, params: RankParams, attention: str, hf_attention: str) -> None:
         """See `Family.add_attention`."""

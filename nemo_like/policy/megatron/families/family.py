@@ -50,7 +50,13 @@ class Family:
         """Return the modules of decoder layer `layer`, counted over all pipeline stages."""
         from nemo_like.policy.megatron.layers import decoder_layer
 
-        return decoder_layer(window=spec.windows[layer])
+        return decoder_layer(
+            window=spec.windows[layer], has_qk_norm=spec.has_qk_norm, mlp=self.mlp(spec, layer)
+        )
+
+    def mlp(self, spec: ModelSpec, layer: int) -> ModuleSpec | None:
+        """Return the feed-forward block of decoder layer `layer`; None: the dense one."""
+        return None
 
     def add_attention(self, params: RankParams, attention: str, hf_attention: str) -> None:
         """Add the projections of attention.
