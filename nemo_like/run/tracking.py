@@ -176,6 +176,11 @@ class RunLog(logging.Handler):
             # A message whose arguments do not fit its format.
             self.handleError(record)
 
+    def note(self, text: str) -> None:
+        """Append an INFO record, whatever the level of the loggers: the report reads it."""
+        fields = {"name": __name__, "levelno": logging.INFO, "levelname": "INFO", "msg": text}
+        self.handle(logging.makeLogRecord(fields))
+
     def check(self) -> None:
         """Raise WriteError if a record could not be written, or if the file was removed."""
         if self._failure is not None:
@@ -202,7 +207,7 @@ def run_log(path: Path) -> Iterator[RunLog]:
         yield log
     except BaseException as error:
         # The console, where its message is printed, may be closed.
-        logger.info("ended by %s: %s", type(error).__name__, error)
+        log.note(f"ended by {type(error).__name__}: {error}")
         raise
     finally:
         logging.getLogger().removeHandler(log)

@@ -45,6 +45,7 @@ from nemo_like.run.files import AppendedFile, write_text
 from nemo_like.run.progress import Progress, Sample
 from nemo_like.run.sinks import Media
 from nemo_like.run.tracking import RunLog, Tracker, check_logger, run_log
+from nemo_like.run.versions import installed_versions
 from nemo_like.training.health import Health
 from nemo_like.training.model_files import check_frozen_models, frozen_models, open_model_spec
 from nemo_like.training.reporting import (
@@ -430,6 +431,7 @@ class TrainingRun:
         if export is not None:
             text += f", model {export}"
         self.progress.print_line(text)
+        self.log_file.note(text)
         return RunResult(self.directory, step, self.last, self.first, export)
 
 
@@ -454,7 +456,8 @@ def open_training_run(
         ExitStack() as closing,
     ):
         host = socket.gethostname()
-        logger.info("process %d on host %s starts, resume=%s", os.getpid(), host, config.resume)
+        log_file.note(f"process {os.getpid()} on host {host} starts, resume={config.resume}")
+        log_file.note(f"versions: {installed_versions()}")
         checkpointer = Checkpointer(directory.path, config.checkpointing)
         check_logger(config.logger)
         for warning in config_warnings(config):
