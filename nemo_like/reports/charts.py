@@ -122,7 +122,7 @@ def downsampled(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return x, y
     kept = []
     for part in np.array_split(np.arange(len(x)), MAX_POINTS // 2):
-        values = np.nan_to_num(y[part], nan=y[part[0]])
+        values = np.nan_to_num(y[part], nan=float(np.nan_to_num(y[part[0]])))
         kept += sorted({int(part[values.argmin()]), int(part[values.argmax()])})
     return x[kept], y[kept]
 
@@ -151,7 +151,7 @@ def histogram(
     drawing.hover.tooltips = [(unit, "@left{0,0} to @right{0,0}"), ("rows", count)]
     _number_axis(drawing.yaxis, percent=not is_single)
     _number_axis(drawing.xaxis)
-    drawing.y_range.start = 0
+    drawing.y_range.update(start=0)
     _draw_marks(drawing, marks)
     legend = [Legend(name, color_of(index), "box") for index, name in enumerate(values)]
     shown = {name: f"{value:,.0f}" for name, value in marks.items()}
@@ -168,7 +168,7 @@ def stacked_areas(title: str, x: np.ndarray, parts: Mapping[str, np.ndarray]) ->
     names = [f"y{index}" for index in range(len(parts))]
     colors = [color_of(index) for index in range(len(parts))]
     drawing.varea_stack(names, x="x", color=colors, alpha=0.85, source=_source(data))
-    drawing.y_range.start = 0
+    drawing.y_range.update(start=0)
     _number_axis(drawing.yaxis)
     legend = [Legend(name, color, "box") for name, color in zip(parts, colors, strict=True)]
     return Chart(title, drawing, "", legend, is_wide=True)
@@ -199,7 +199,7 @@ def stacked_bars(
     style = {"height": 0.7, "color": "color", "source": _source(boxes)}
     drawing.hbar("bar", left="left", right="right", **style)
     drawing.hover.tooltips = [("", "@part"), (unit, "@left{0.[000]} to @right{0.[000]}")]
-    drawing.x_range.start = 0
+    drawing.x_range.update(start=0)
     drawing.ygrid.visible = False
     drawing.yaxis.ticker = FixedTicker(ticks=[-index for index in range(len(bars))])
     drawing.yaxis.major_label_overrides = {

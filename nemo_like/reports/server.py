@@ -69,7 +69,7 @@ def _state_of(paths: Sequence[Path]) -> str:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: ReportServer
+    server: ReportServer  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:
         address = urlsplit(self.path)

@@ -138,10 +138,10 @@ def write_rollout(
         "prev_logprobs": Jagged.from_lengths(1.01 * sampled, sizes),
         "advantages": np.linspace(-1, 1, ROWS, dtype=np.float32),
     }
-    record = RolloutRecord(
+    written = RolloutRecord(
         step=step, weights_version=step - 1, config={}, optimizer_steps=[], columns=columns
     )
-    record.save(directory.rollout_tokens(step))
+    written.save(directory.rollout_tokens(step))
 
 
 def write_tokenizer(folder: Path) -> None:
