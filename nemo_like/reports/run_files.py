@@ -22,7 +22,7 @@ from nemo_like.run.files import read_json_lines
 _KINDS = ("sft", "grpo", "dpo", "distill", "rm")
 """Jobs; the config of a run has the section of its job."""
 _LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ([A-Z]+) ([\w.]+): (.*)")
-_START = re.compile(r"process \d+ on host .* starts, resume=")
+_START = re.compile(r"process \d+ on host .* starts")
 _END = re.compile(r"ended by (\w+): ")
 _LISTED_WARNINGS = 50
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
+import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from nemo_like.run.directory import RunDirectory
 from nemo_like.run.files import AppendedFile, WriteError
 from nemo_like.run.services import MlflowSink, SwanlabSink, TrackioSink, WandbSink
 from nemo_like.run.sinks import NO_MEDIA, JsonlSink, Media, Sink, TensorBoardSink
+from nemo_like.run.versions import installed_versions
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +177,11 @@ class RunLog(logging.Handler):
         except Exception:  # noqa: BLE001
             # A message whose arguments do not fit its format.
             self.handleError(record)
+
+    def note_start(self) -> None:
+        """Append process, host and versions of packages."""
+        self.note(f"process {os.getpid()} on host {socket.gethostname()} starts")
+        self.note(f"versions: {installed_versions()}")
 
     def note(self, text: str) -> None:
         """Append an INFO record, whatever the level of the loggers: the report reads it."""

@@ -6,8 +6,6 @@ The loops are in `algorithms`, one package per job.
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -45,7 +43,6 @@ from nemo_like.run.files import AppendedFile, write_text
 from nemo_like.run.progress import Progress, Sample
 from nemo_like.run.sinks import Media
 from nemo_like.run.tracking import RunLog, Tracker, check_logger, run_log
-from nemo_like.run.versions import installed_versions
 from nemo_like.training.health import Health
 from nemo_like.training.model_files import check_frozen_models, frozen_models, open_model_spec
 from nemo_like.training.reporting import (
@@ -455,9 +452,7 @@ def open_training_run(
         run_log(directory.logs / "driver.log") as log_file,
         ExitStack() as closing,
     ):
-        host = socket.gethostname()
-        log_file.note(f"process {os.getpid()} on host {host} starts, resume={config.resume}")
-        log_file.note(f"versions: {installed_versions()}")
+        log_file.note_start()
         checkpointer = Checkpointer(directory.path, config.checkpointing)
         check_logger(config.logger)
         for warning in config_warnings(config):

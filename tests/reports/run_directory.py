@@ -88,8 +88,7 @@ def write_run(
         run_log(directory.logs / "driver.log") as log,
         Tracker(directory, LoggerConfig(tensorboard=False), plain) as tracker,
     ):
-        log.note("process 1 on host h starts, resume=False")
-        log.note("versions: nemo-like 0.1.0, torch 2.13.0")
+        log.note_start()
         write_config(directory, plain)
         write_text(directory.plan(0), plan.to_json())
         counts = AppendedFile(directory.lengths)

@@ -60,7 +60,7 @@ def test_a_chart_has_the_values_of_the_metrics(run: Path) -> None:
     # The last value that is a number is that of step 3.
     assert f"{record[2]['reward/mean']:.4g}" in shown
     assert "from 0.5356 at step 1" in shown and "in 4 steps" in shown
-    assert "finished" in shown and "torch 2.13.0" in shown and "max_num_steps: 4" in shown
+    assert "finished" in shown and "torch 2." in shown and "max_num_steps: 4" in shown
 
 
 def test_rollouts_are_shown_by_step_with_marked_tokens(page: Page) -> None:
