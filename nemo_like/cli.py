@@ -209,6 +209,17 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", action="store_true", help=text)
 
 
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    text = "run directories; several are compared"
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=text)
+    text = "the page; default: report.html in the directory of the run"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=text)
+    text = "serve the page on 127.0.0.1 and update it while the run goes on; writes no file"
+    parser.add_argument("--serve", action="store_true", help=text)
+    text = "port of --serve; default 0, a free one"
+    parser.add_argument("--port", type=int, default=0, metavar="N", help=text)
+
+
 def _add_replay(parser: argparse.ArgumentParser) -> None:
     _add_step(parser)
     add_overrides(parser)
@@ -342,6 +353,17 @@ _COMMANDS = {
   nemo-like show runs/demo_grpo
   nemo-like show runs/demo_grpo --step 20 --sort reward --rows 0-4
   nemo-like show runs/demo_grpo --step 20 --sort difference --rows 0 --tokens
+""",
+    ),
+    "report": _Command(
+        "write a page about a run: curves, packing, time of a step, rollouts, warnings; or compare"
+        " several runs",
+        "report.run",
+        _add_report,
+        """examples:
+  nemo-like report runs/demo_grpo
+  nemo-like report runs/demo_grpo --serve
+  nemo-like report runs/seed_0 runs/seed_1 --out comparison.html
 """,
     ),
     "replay": _Command(

@@ -18,7 +18,7 @@ LEVELS = {
     "cli": 12, "demo": 12, "__main__": 12,
     "commands": 11,
     "algorithms": 10,
-    "training": 9,
+    "training": 9, "reports": 9,
     "rollout": 8,
     "policy": 7, "generation": 7, "environments": 7,
     "weight_sync": 6, "prediction": 6,
@@ -51,6 +51,7 @@ LIBRARY_PLACES = {
     "swanlab": ("run/services.py",),
     "math_verify": ("environments/expressions.py",),
     "pint": ("environments/expressions.py",),
+    "bokeh": ("reports/charts.py",),
 }
 """Where each heavy library may be imported, as the beginnings of paths in the package."""
 
@@ -75,7 +76,9 @@ LIGHT_MODULES = (
     "nemo_like.run.checkpoint",
     "nemo_like.run.files",
     "nemo_like.run.progress",
-    "nemo_like.prediction.page",
+    "nemo_like.reports.plan_page",
+    "nemo_like.reports.run_report",
+    "nemo_like.reports.server",
 )
 
 TESTS = Path(__file__).parent

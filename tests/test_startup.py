@@ -23,7 +23,7 @@ from tests.recipe import Recipe
 
 HEAVY = {
     "torch", "ray", "vllm", "megatron", "tensorboard", "sympy", "math_verify", "pint", "numba",
-    "accelerate", "wandb", "mlflow", "pyarrow", "pandas", "scipy", "PIL",
+    "accelerate", "wandb", "mlflow", "pyarrow", "pandas", "scipy", "PIL", "bokeh",
 }  # fmt: skip
 """What `validate` on the demo needs none of."""
 LIBRARIES = HEAVY | {

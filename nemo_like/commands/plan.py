@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nemo_like.algorithms.registry import ALGORITHMS
+from nemo_like.commands.report import write_output
 from nemo_like.commands.start import open_config
 from nemo_like.config.batching import StreamableDataConfig
 from nemo_like.config.errors import ConfigError, raise_problems
@@ -41,29 +42,22 @@ def run(arguments: argparse.Namespace) -> int:
     """Make the plan, print or write it, and return the exit code. Raises ConfigError."""
     report = make_plan(plan_request(arguments))
     if arguments.html is not None:
-        # Imported here: jinja2 is needed for the page only.
-        from nemo_like.prediction.page import plan_page
+        # Imported here: Bokeh and jinja2 are needed for the page only.
+        from nemo_like.reports.plan_page import plan_page
 
-        _write(arguments.html, plan_page(report), "--html")
+        write_output(arguments.html, plan_page(report), "--html")
     # JSON on the standard output must not be mixed with the table.
     if arguments.json == "-":
         print(json.dumps(to_record(report), indent=1))
         return 0
     if arguments.json is not None:
         text = json.dumps(to_record(report), indent=1)
-        _write(Path(arguments.json), f"{text}\n", "--json")
+        write_output(Path(arguments.json), f"{text}\n", "--json")
     show(report)
     for name, path in (("page", arguments.html), ("JSON", arguments.json)):
         if path is not None:
             say(f"{name}: {path}")
     return 0
-
-
-def _write(path: Path, text: str, flag: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{flag}: {str(path)!r} cannot be written: {error.strerror}") from error
 
 
 def plan_request(arguments: argparse.Namespace) -> PlanRequest:

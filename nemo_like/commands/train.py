@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_like.algorithms.registry import ALGORITHMS
+from nemo_like.commands.report import write_at_end
 from nemo_like.config.errors import ConfigError, shortened, shown_path
 from nemo_like.config.schema import RunConfig
 from nemo_like.console import lasting_console, say, say_error
@@ -58,15 +59,18 @@ def train(config: RunConfig) -> RunResult | int:
     # Imported here: it imports torch, which takes seconds, and the config is checked before.
     from nemo_like.training.stopping import RunStopped, stop_requests
 
+    directory = Path(config.output_dir) / config.run_name
     try:
         with stop_requests(config.cluster.time_limit):
             run_job = ALGORITHMS[config.kind].import_run()
             # Of an earlier run of this process that failed.
             start_timers.pop()
             start_timers.add("start_imports", process_age_s())
-            return run_job(config)
+            result = run_job(config)
     except (Exception, KeyboardInterrupt, RunStopped) as error:  # noqa: BLE001 (one message each)
-        return report_failure(error, Path(config.output_dir) / config.run_name)
+        return report_failure(error, directory)
+    write_at_end(directory)
+    return result
 
 
 def report_failure(error: BaseException, run: Path | None = None) -> int:

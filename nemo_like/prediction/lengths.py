@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,6 +18,7 @@ from nemo_like.config.errors import ConfigError, counted, shown_path
 from nemo_like.data.planning.prefixes import SharedPrefixes
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.data.token_counts import SharedPrefixMode, TokenCounts, plan_counts
+from nemo_like.run.files import read_json_lines
 
 _MAX_TOKENS = 2**40
 """A larger length is a mistake, and sums of such lengths in float64 would not be exact."""
@@ -220,7 +221,7 @@ def read_run(path: Path) -> PastRun:
     folder = path if path.is_dir() else path.parent
     recorded = folder / "plan" / "lengths.jsonl"
     steps: dict[int, TokenCounts] = {}
-    for line in _lines(recorded):
+    for line in read_json_lines(recorded):
         # A resumed run plans some steps again; the last record counts.
         steps[int(line["step"])] = TokenCounts.from_dict(line)
     if not any(len(counts.lengths) for counts in steps.values()):
@@ -228,22 +229,5 @@ def read_run(path: Path) -> PastRun:
             f"{shown_path(folder)} has no row lengths in {shown_path(recorded)}; give the"
             " metrics.jsonl in the directory of a run that trained a step"
         )
-    metrics = {int(line["step"]): line for line in _lines(folder / "metrics.jsonl")}
+    metrics = {int(line["step"]): line for line in read_json_lines(folder / "metrics.jsonl")}
     return PastRun(folder, dict(sorted(steps.items())), metrics)
-
-
-def _lines(path: Path) -> Iterable[dict[str, Any]]:
-    """Yield the lines of a JSONL file; an incomplete last line, left by a kill, is skipped.
-
-    A file that does not exist has no lines.
-    """
-    lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            if line:
-                yield json.loads(line)
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise ConfigError(
-                    f"{shown_path(path)}:{number}: not valid JSON: {error.msg}"
-                ) from error

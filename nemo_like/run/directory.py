@@ -350,6 +350,21 @@ def locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def is_in_use(directory: RunDirectory) -> bool:
+    """Return True if a driver has the lock of the run."""
+    try:
+        descriptor = os.open(directory.path / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _acquire(path: Path) -> int:
     """Take the lock and return the descriptor of its file. Raises ConfigError."""
     deadline = time.monotonic() + _WAIT_S

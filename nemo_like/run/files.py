@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_like.config.errors import ConfigError, shown_path
+
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _OS_ERROR = re.compile(r"\(os error (\d+)\)|Error code (\d+) \(")
 """The forms in which libraries written in Rust, and torch, report the system's error number."""
@@ -179,6 +181,23 @@ def write_json_lines(path: Path, records: Iterable[Any], content: str | None = N
     """Write one JSON object per line durably and atomically. Raises WriteError."""
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
     return write_text(path, "".join(lines), content)
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a JSONL file; an incomplete last line, left by a kill, is skipped.
+
+    A file that does not exist has no lines. Raises ConfigError for another line that is not JSON.
+    """
+    lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line:
+                yield json.loads(line)
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ConfigError(
+                    f"{shown_path(path)}:{number}: not valid JSON: {error.msg}"
+                ) from error
 
 
 class AppendedFile:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
+import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from nemo_like.run.directory import RunDirectory
 from nemo_like.run.files import AppendedFile, WriteError
 from nemo_like.run.services import MlflowSink, SwanlabSink, TrackioSink, WandbSink
 from nemo_like.run.sinks import NO_MEDIA, JsonlSink, Media, Sink, TensorBoardSink
+from nemo_like.run.versions import installed_versions
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +178,16 @@ class RunLog(logging.Handler):
             # A message whose arguments do not fit its format.
             self.handleError(record)
 
+    def note_start(self) -> None:
+        """Append process, host and versions of packages."""
+        self.note(f"process {os.getpid()} on host {socket.gethostname()} starts")
+        self.note(f"versions: {installed_versions()}")
+
+    def note(self, text: str) -> None:
+        """Append an INFO record, whatever the level of the loggers: the report reads it."""
+        fields = {"name": __name__, "levelno": logging.INFO, "levelname": "INFO", "msg": text}
+        self.handle(logging.makeLogRecord(fields))
+
     def check(self) -> None:
         """Raise WriteError if a record could not be written, or if the file was removed."""
         if self._failure is not None:
@@ -202,7 +214,7 @@ def run_log(path: Path) -> Iterator[RunLog]:
         yield log
     except BaseException as error:
         # The console, where its message is printed, may be closed.
-        logger.info("ended by %s: %s", type(error).__name__, error)
+        log.note(f"ended by {type(error).__name__}: {error}")
         raise
     finally:
         logging.getLogger().removeHandler(log)

@@ -6,8 +6,6 @@ The loops are in `algorithms`, one package per job.
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -430,6 +428,7 @@ class TrainingRun:
         if export is not None:
             text += f", model {export}"
         self.progress.print_line(text)
+        self.log_file.note(text)
         return RunResult(self.directory, step, self.last, self.first, export)
 
 
@@ -453,8 +452,7 @@ def open_training_run(
         run_log(directory.logs / "driver.log") as log_file,
         ExitStack() as closing,
     ):
-        host = socket.gethostname()
-        logger.info("process %d on host %s starts, resume=%s", os.getpid(), host, config.resume)
+        log_file.note_start()
         checkpointer = Checkpointer(directory.path, config.checkpointing)
         check_logger(config.logger)
         for warning in config_warnings(config):

@@ -71,6 +71,9 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
     if name == "SIGTERM":
         assert main(["grpo", "--config", path, "resume=true"]) == 0
         assert [line["step"] for line in read_metrics(run)] == [1, 2]
+        # Written at the end of a complete run only.
+        page = (run / "report.html").read_text()
+        assert 'class="badge finished"' in page and "torch " in page and "in 2 steps" in page
 
 
 def test_a_terminal_that_is_closed_ends_the_run_after_the_step_with_a_checkpoint(

@@ -1,0 +1,1 @@
+"""Pages with charts: the report of runs and the report of a plan."""
