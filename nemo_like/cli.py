@@ -82,10 +82,8 @@ def _add_topic(topic: str) -> Callable[[argparse.ArgumentParser], None]:
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("topic", choices=("parity",), metavar="parity")
-    text = "a YAML file: its engine and layout are checked"
-    parser.add_argument("--config", type=Path, metavar="FILE", help=text)
-    _add_overrides(parser)
-    _add_kind(parser)
+    add_config(parser, required=False)
+    add_kind(parser)
     text = "a model type of transformers, e.g. llama: all layouts are checked; may be repeated"
     parser.add_argument("--model", action="append", metavar="TYPE", help=text)
     text = "a JSON file to add the results to; a page (.md) is written beside it"
