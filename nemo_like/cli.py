@@ -82,9 +82,7 @@ def _add_topic(topic: str) -> Callable[[argparse.ArgumentParser], None]:
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("topic", choices=("parity",), metavar="parity")
-    text = "a YAML file: its engine and layout are checked"
-    parser.add_argument("--config", type=Path, metavar="FILE", help=text)
-    add_overrides(parser)
+    add_config(parser, required=False)
     add_kind(parser)
     text = "a model type of transformers, e.g. llama: all layouts are checked; may be repeated"
     parser.add_argument("--model", action="append", metavar="TYPE", help=text)

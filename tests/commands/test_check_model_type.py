@@ -69,7 +69,10 @@ def test_the_page_is_made_of_the_table(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--model", "lama"), "--model lama: the installed transformers has no model of this type"),
+        (
+            ("--model", "llama0"),
+            "--model llama0: the installed transformers has no model of this type",
+        ),
         (("--model", "bert_japanese_x"), "no model of this type"),
         (("--model", "vit"), "no causal language model of this type"),
         ((), "needs --config FILE, or --model TYPE"),
