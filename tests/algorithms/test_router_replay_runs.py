@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.check import find_problems
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
+from nemo_like.data.jagged import Jagged
 from nemo_like.data.routed_experts import ROUTED_EXPERTS
 from nemo_like.rollout.records import RolloutRecord
 from nemo_like.training.model_files import open_model_config
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.recipe import Recipe
 
+HEADS: dict[str, Any] = {"head_dim": 16}
 OPTIONS = (
     "grpo.max_num_steps=2",
     "grpo.num_prompts_per_step=4",
@@ -48,11 +51,11 @@ def model(recipe: Recipe) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
         num_experts=8,
         num_experts_per_tok=2,
         moe_intermediate_size=24,
         norm_topk_prob=True,
+        **HEADS,
     )
     folder = recipe.folder / "model"
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
@@ -90,7 +93,9 @@ def test_a_replay_computes_the_recorded_experts(recipe: Recipe, model: Path) -> 
     path = run.rollout_tokens(1)
     record = RolloutRecord.load(path)
     # Three of ten tokens have the next experts.
-    values = record.columns[ROUTED_EXPERTS].values
+    column = record.columns[ROUTED_EXPERTS]
+    assert isinstance(column, Jagged)
+    values = column.values
     values[::3] = (values[::3] + 1) % 8
     record.save(path)
     report = replay_step(run.path, 1, ["policy.router_replay=false"])

@@ -13,14 +13,9 @@ from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config, Qwen
 
 from nemo_like.cli import main
 from nemo_like.commands import check_parity as parity
-from nemo_like.commands.check_parity import (
-    MODES,
-    Comparison,
-    ParityReport,
-    save_tiny_copy,
-    tiny_config,
-)
+from nemo_like.commands.check_parity import MODES, Comparison, ParityReport, save_tiny_copy
 from nemo_like.config.schema import ParallelConfig
+from nemo_like.models.tiny import tiny_config
 from tests.recipe import Recipe
 
 LAYOUT = (

@@ -140,7 +140,8 @@ def _shard_block(
         else:
             assert isinstance(module, nn.Linear)
             specs |= _shard(tensor, module, "weight", 1)
-            module.forward = partial(_row_parallel_linear, tensor.reduce_output, module)
+            linear: Any = module
+            linear.forward = partial(_row_parallel_linear, tensor.reduce_output, module)
     styles = {style for _, _, style, _ in layers} - set(_PARTIAL_GRAD)
     if not styles:
         return

@@ -264,6 +264,7 @@ class Router(TopKRouter):
         if experts is None:
             return
         frequency: Any = self.config.moe_layer_freq
+        assert self.layer_number is not None
         index = sum(frequency[: self.layer_number - 1])
         self._experts = experts[:, index]
         self.router_replay = self

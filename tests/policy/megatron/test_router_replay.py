@@ -46,6 +46,7 @@ from tests.policy.megatron.ranks import (
 from tests.policy.test_gradient_equality import LAYOUTS, TOLERANCE
 from tests.policy.tiny import VOCABULARY, compute_and_fetch, relative_error, row_loss, saved_tensors
 
+HEADS: dict[str, Any] = {"head_dim": 16}
 NOISE = 1e-5
 """Of router weights: it changes the order of experts with equal logits, and nothing else."""
 
@@ -60,7 +61,6 @@ def save_models(folder: Path, tokenizer: str) -> None:
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
         max_position_embeddings=256,
         initializer_range=0.2,
         num_experts=8,
@@ -68,6 +68,7 @@ def save_models(folder: Path, tokenizer: str) -> None:
         moe_intermediate_size=24,
         norm_topk_prob=True,
         mlp_only_layers=[1],
+        **HEADS,
     )
     Qwen3MoeForCausalLM(config).save_pretrained(folder / "noisy")
     for name, noise in (("equal", 0.0), ("noisy", NOISE)):
