@@ -26,9 +26,10 @@ from nemo_like.commands.arguments import (
     add_init,
     add_kind,
     add_overrides,
-    add_start,
+    add_plan,
     add_training,
     add_validate,
+    positive_integer,
     training_examples,
 )
 from nemo_like.commands.train import FAILED, WRONG_INPUT, report_failure
@@ -99,52 +100,6 @@ def _add_reference(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
 
 
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    text = "a run's YAML; without it the keys are those of SFT of a 7B model on one GPU"
-    parser.add_argument("--config", type=Path, metavar="FILE", help=text)
-    add_start(parser)
-    add_kind(parser)
-    source = parser.add_mutually_exclusive_group()
-    text = "row lengths instead of the rows of data.train_path: integers, a CSV or a JSONL file"
-    source.add_argument("--lengths", type=Path, metavar="FILE", help=text)
-    text = "metrics.jsonl of a past run, whose lengths and config are used"
-    source.add_argument("--metrics", type=Path, metavar="FILE", help=text)
-    text = "columns of a CSV or fields of a JSONL file of --lengths; several are added up"
-    parser.add_argument("--column", metavar="NAME[,NAME]", help=text)
-    text = "column of --lengths: rows with an equal value begin with the same tokens"
-    parser.add_argument("--group", metavar="NAME", help=text)
-    text = "column of --lengths: how many tokens at its start a row has in common with its group"
-    parser.add_argument("--prefix", metavar="NAME", help=text)
-    text = "rows to plan; default 65,536, and 16 steps of rows of text"
-    parser.add_argument("--limit", type=_positive_integer, metavar="N", help=text)
-    text = "memory of one GPU (GiB): recommends a token budget"
-    parser.add_argument("--memory-gb", type=_positive_size, metavar="N", help=text)
-    text = "JSON to FILE; with - to the output, instead of the table"
-    parser.add_argument("--json", metavar="FILE", help=text)
-    text = "one self-contained page with charts"
-    parser.add_argument("--html", type=Path, metavar="FILE", help=text)
-    add_overrides(parser)
-
-
-def _positive_size(text: str) -> float:
-    """Parse a size in GiB."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    # Written so that NaN and infinity are refused as well.
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size in GiB above 0")
-    return value
-
-
-def _positive_integer(text: str) -> int:
-    """Parse an integer of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
 def _add_model(parser: argparse.ArgumentParser) -> None:
     """Add the config of a command that samples answers."""
     text = "a model directory or name, or the directory of a run, as with --config"
@@ -161,7 +116,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     text = "completions per prompt; default 1"
-    parser.add_argument("--num-samples", type=_positive_integer, default=1, metavar="N", help=text)
+    parser.add_argument("--num-samples", type=positive_integer, default=1, metavar="N", help=text)
     text = (
         "a JSON-lines file, one object per prompt, written while the command runs; default: the"
         " standard output, at the end"
@@ -281,6 +236,7 @@ _COMMANDS = {
         "check a config, its data and its batches without starting Ray; takes seconds",
         "validate.run",
         add_validate,
+        positive_integer,
         """examples:
   nemo-like validate --config sft.yaml
   nemo-like validate --model models/SmolLM2-135M-Instruct --data chat.jsonl
@@ -300,7 +256,7 @@ _COMMANDS = {
     "plan": _Command(
         "predict padding, rank balance, step time and memory from row lengths alone, in seconds",
         "plan.run",
-        _add_plan,
+        add_plan,
         """examples:
   nemo-like plan --config demo_grpo.yaml policy.sequence_packing.train_mb_tokens=4096
   nemo-like plan --lengths lengths.txt --memory-gb 80 policy.model_name=7b cluster.gpus_per_node=8

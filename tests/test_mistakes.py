@@ -249,12 +249,6 @@ MISTAKES = {
         place="logger.wandb_project",
         fix="pip install",
     ),
-    "a config without the section of a job": Mistake(
-        yaml=("sft: {max_num_steps: 4, val_period: 2, val_at_start: true}", ""),
-        cause="has no section that only one job has",
-        place="sft.yaml",
-        fix="--kind",
-    ),
     "a path of a config": Mistake(
         files={"own.yaml": ""},
         command=("validate", "--config", "ow.yaml"),

@@ -80,6 +80,53 @@ def add_init(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help=text)
 
 
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `nemo-like plan`."""
+    text = "a run's YAML; without it the keys are those of SFT of a 7B model on one GPU"
+    parser.add_argument("--config", type=Path, metavar="FILE", help=text)
+    add_start(parser)
+    add_kind(parser)
+    source = parser.add_mutually_exclusive_group()
+    text = "row lengths instead of the rows of data.train_path: integers, a CSV or a JSONL file"
+    source.add_argument("--lengths", type=Path, metavar="FILE", help=text)
+    text = "metrics.jsonl of a past run, whose lengths and config are used"
+    source.add_argument("--metrics", type=Path, metavar="FILE", help=text)
+    text = "columns of a CSV or fields of a JSONL file of --lengths; several are added up"
+    parser.add_argument("--column", metavar="NAME[,NAME]", help=text)
+    text = "column of --lengths: rows with an equal value begin with the same tokens"
+    parser.add_argument("--group", metavar="NAME", help=text)
+    text = "column of --lengths: how many tokens at its start a row has in common with its group"
+    parser.add_argument("--prefix", metavar="NAME", help=text)
+    text = "rows to plan; default 65,536, and 16 steps of rows of text"
+    parser.add_argument("--limit", type=positive_integer, metavar="N", help=text)
+    text = "memory of one GPU (GiB): recommends a token budget"
+    parser.add_argument("--memory-gb", type=_positive_size, metavar="N", help=text)
+    text = "JSON to FILE; with - to the output, instead of the table"
+    parser.add_argument("--json", metavar="FILE", help=text)
+    text = "one self-contained page with charts"
+    parser.add_argument("--html", type=Path, metavar="FILE", help=text)
+    add_overrides(parser)
+
+
+def _positive_size(text: str) -> float:
+    """Parse a size in GiB."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    # Written so that NaN and infinity are refused as well.
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in GiB above 0")
+    return value
+
+
+def positive_integer(text: str) -> int:
+    """Parse an integer of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def add_demo(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `nemo-like demo`."""
     text = "seed of the data, the model and both runs"

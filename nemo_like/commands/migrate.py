@@ -66,7 +66,7 @@ def config_text(result: Migration, source: str) -> str:
     tree = result.tree()
     for key in result.missing:
         _put_missing(tree, key)
-    # The section of the job says which job it is.
+    # The section of the job identifies it.
     tree.setdefault(result.job.kind, {})
     lines += ["", *_yaml_lines(result, tree, "", "")]
     sections = [

@@ -66,7 +66,7 @@ def plan_request(arguments: argparse.Namespace) -> PlanRequest:
     past = None if arguments.metrics is None else read_run(arguments.metrics)
     if arguments.model is None and arguments.data is None:
         arguments.config = arguments.config or (past and past.config) or _DEFAULTS
-    config = open_config(arguments, says=arguments.json != "-")
+    config = open_config(arguments, prints=arguments.json != "-")
     rows = _row_lengths(config, past, arguments)
     model = _open_spec("policy.model_name", config.policy.model_name)
     model = model.with_output_head(config.output_head)

@@ -67,11 +67,11 @@ _GRPO_DRAFT = {
 
 
 def open_config(
-    arguments: argparse.Namespace, kind: str | None = None, *, says: bool = True
+    arguments: argparse.Namespace, kind: str | None = None, *, prints: bool = True
 ) -> RunConfig:
     """Return the config of `--config`, or the one chosen for `--model` and `--data`.
 
-    The job is `kind`, or `--kind`, or detected from the keys or from the rows. With `says` the
+    The job is `kind`, or `--kind`, or detected from the keys or from the rows. With `prints` the
     choices are printed. Raises ConfigError.
     """
     kind = kind or arguments.kind
@@ -86,7 +86,7 @@ def open_config(
             " data.train_path=FILE to change them, and leave out --model and --data"
         )
     chosen = choose_config(arguments, kind)
-    if says:
+    if prints:
         say("\n".join(chosen.lines()))
         say("KEY=VALUE sets another value; nemo-like init with the same arguments writes a file")
     return chosen.config

@@ -49,7 +49,7 @@ class ForeignSource:
 
     tree: dict[str, Any]
     job: str | None = None
-    """The job that the name of the program says."""
+    """The job in the name of the program."""
     notes: list[str] = field(default_factory=list)
     """What is not known of it."""
 

@@ -45,7 +45,7 @@ def render_content(template: str, title: str, values: Mapping[str, Any]) -> Cont
 
 
 def render_page(content: Content, *, is_live: bool = False) -> str:
-    """Return the page; with `is_live` its script asks the server that sent it for new content."""
+    """Return the page; with `is_live` its script requests new content from the server."""
     scripts = [javascript(), _resource("page.js")]
     hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:"

@@ -1,6 +1,6 @@
 """The charts of the report of one run, or of several with a color each.
 
-A chart names its metrics; a run that logs none of them has no such chart, and the section says so.
+A chart names its metrics; a run that logs none of them has no such chart, and the section names it.
 """
 
 from __future__ import annotations

@@ -128,9 +128,9 @@ def test_bad_rows_are_skipped_and_counted_in_the_metrics(
     recipe: Recipe, capsys: pytest.CaptureFixture[str]
 ):
     rows: list[object] = [{"prompt": "1+1", "completion": "2"}] * 16
-    asked = {"role": "human", "content": "1+1"}
+    user_turn = {"role": "human", "content": "1+1"}
     answer = {"role": "assistant", "content": "2"}
-    rows += [{"prompt": [asked], "completion": [answer]}, {"prompt": "1+1"}, [1]]
+    rows += [{"prompt": [user_turn], "completion": [answer]}, {"prompt": "1+1"}, [1]]
     path = recipe.folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = (

@@ -111,7 +111,7 @@ def problems_of(config: RunConfig) -> str:
     return "; ".join(problem.text for problem in find_problems(config))
 
 
-def test_a_run_that_cannot_replay_says_why(recipe: Recipe) -> None:
+def test_a_run_that_cannot_replay_names_the_reason(recipe: Recipe) -> None:
     replay = "policy.router_replay=true"
     sft: SftRunConfig = recipe.sft()
     assert sft.policy.router_replay == "auto"

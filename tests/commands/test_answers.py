@@ -219,7 +219,7 @@ def test_a_run_directory_stands_for_its_config_and_exported_model(
     shutil.copy(recipe.folder / "grpo.yaml", tmp_path / "config.yaml")
     arguments = ("eval", "--config", tmp_path, data(prompts), *CPU[2:], "--json")
     code, _, message = run(capsys, *arguments)
-    assert code == 2 and "nemo-like export" in message and "policy.model_name=DIR" in message
+    assert code == 2 and "nemo-like export" in message and "--out DIR" in message
     named = json.loads(run(capsys, *arguments, model)[1])
     shutil.copytree(recipe.demo / "model", tmp_path / "hf")
     found = json.loads(run(capsys, *arguments)[1])

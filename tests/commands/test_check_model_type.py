@@ -37,7 +37,7 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 
 
 @pytest.mark.parametrize("model_type", usually(TYPES, *USUAL))
-def test_a_type_does_what_the_table_says(model_type, pool):
+def test_a_type_does_as_in_the_table(model_type, pool):
     found = check_type(model_type, pool)
     assert _verdicts(found) == _verdicts(TYPES[model_type]), found
 

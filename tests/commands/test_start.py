@@ -73,9 +73,9 @@ def test_every_choice_is_a_config_that_fits_and_has_room_for_the_longest_row(
     kind: str, model: str, lengths: list[int], num_gpus: int, memory_gib: float, num_examples: int
 ):
     machine = Machine(memory_gib=memory_gib, num_gpus=num_gpus)
-    asked = task(kind, model, tuple(lengths), machine, num_examples)
+    needed = task(kind, model, tuple(lengths), machine, num_examples)
     try:
-        chosen = choose(asked)
+        chosen = choose(needed)
     except ConfigError as error:
         # Only a model that is too large has no config.
         assert "does not fit" in str(error) and (model != "135m" or memory_gib < 24)
@@ -92,10 +92,10 @@ def test_every_choice_is_a_config_that_fits_and_has_room_for_the_longest_row(
         policy_layout(config),
         needs_reference=config.needs_reference,
         device_type="cuda" if num_gpus else "cpu",
-        teachers=asked.teachers,
+        teachers=needed.teachers,
         keeps_teacher_embeddings=config.keeps_teacher_embeddings,
     )
-    memory = MemoryModel(asked.spec.with_output_head(config.output_head), placement)
+    memory = MemoryModel(needed.spec.with_output_head(config.output_head), placement)
     assert memory.peak(budget) <= usable_bytes(memory_gib)
     assert config.cluster.gpus_per_node == num_gpus
     assert config.policy.train_global_batch_size >= max(num_gpus, 1)

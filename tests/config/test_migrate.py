@@ -237,7 +237,7 @@ def test_a_value_that_is_not_legal_here_is_dropped_with_the_reason(tmp_path: Pat
     assert dropped["lr_scheduler"].startswith("policy.scheduler.kind: of its values")
 
 
-def test_the_job_is_asked_for_where_it_is_not_clear(
+def test_the_job_is_required_where_it_is_not_clear(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written("stage: kto\nfinetuning_type: lora\ncutoff_len: 9\n", "a.yaml", tmp_path)

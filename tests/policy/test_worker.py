@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import (
@@ -280,20 +280,19 @@ def test_an_export_is_cut_into_files_of_bounded_size():
     assert split_by_bytes(shapes, 1, 30) == [["a", "b"], ["c"], ["d"]]
 
 
-def test_a_model_whose_logits_are_not_linear_in_its_hidden_states_is_refused(tmp_path):
-    config = Gemma2Config(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=2.0,
-    )
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="soft"):
-        DTensorPolicyWorker(context(), config=dataclasses.replace(PACKED, model_name=str(tmp_path)))
+def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused(model_dir, monkeypatch):
+    forward = LlamaForCausalLM.forward
+
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        output.logits = output.logits.tanh()
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", changed)
+    with pytest.raises(ConfigError, match="changes its logits"):
+        DTensorPolicyWorker(
+            context(), config=dataclasses.replace(PACKED, model_name=model_dir("llama"))
+        )
 
 
 def test_a_model_whose_files_lack_a_weight_is_one_sentence(model_dir, tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ class MegatronEngine(Engine[ShardedAdamW]):
         `initial_weights` [...] have the values of weights that the files need not have.
         """
         shapes = self.weight_shapes()
-        with open_model(self.config.model_name) as files:
+        with open_model(self.config.model_name, self._causal_lm) as files:
             files.check({name: shapes[name] for name in shapes if name not in initial_weights})
             read_weight = partial(_read_weight, initial_weights, files.read)
             fill_weights(self.parameters, self._param_map, read_weight, self._optimizer)
