@@ -236,7 +236,6 @@ _COMMANDS = {
         "check a config, its data and its batches without starting Ray; takes seconds",
         "validate.run",
         add_validate,
-        positive_integer,
         """examples:
   nemo-like validate --config sft.yaml
   nemo-like validate --model models/SmolLM2-135M-Instruct --data chat.jsonl
