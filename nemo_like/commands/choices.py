@@ -233,7 +233,9 @@ def _choose_lengths(choices: _Choices, task: Task) -> None:
     reason = f"the longest of {rows} has {longest:,} tokens"
     if config.generates:
         prompt = int((counts.lengths - counts.num_trained).max())
-        room = (choices.given("policy.max_total_sequence_length") or limit) - prompt
+        total = choices.given("policy.max_total_sequence_length") or limit
+        # A long prompt is truncated, and must not leave all others without a completion.
+        room = max(total - prompt, total // 4)
         new_tokens = max(min(1024 if task.machine.num_gpus else 256, room), 1)
         new_tokens = choices.pick("policy.generation.max_new_tokens", new_tokens, "per completion")
         longest = max(prompt + new_tokens, 0 if task.job.kind == "grpo" else longest)
@@ -251,7 +253,7 @@ def _choose_lengths(choices: _Choices, task: Task) -> None:
 
 def _draft(choices: _Choices, tokens: int, **more: Any) -> RunConfig:
     """Return the config with a token budget that any row fits into."""
-    if "policy.dynamic_batching.enabled=true" not in choices.overrides:
+    if choices.given("policy.dynamic_batching.enabled") is not True:
         more.setdefault("policy.sequence_packing.enabled", True)
     return choices.config(
         **{

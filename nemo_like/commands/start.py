@@ -240,7 +240,12 @@ def this_machine() -> Machine:
         # The limit of a container.
         group = Path("/sys/fs/cgroup")
         limit = int((group / "memory.max").read_text())
-        available = min(available, limit - int((group / "memory.current").read_text()))
+        used = int((group / "memory.current").read_text())
+        # Pages of files are released when memory is needed.
+        cached = re.findall(
+            r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE
+        )
+        available = min(available, limit - used + int(cached[0] if cached else 0))
     return Machine(memory_gib=available / 2**30, flops=_cpu_flops())
 
 
@@ -253,7 +258,12 @@ def _gpu_memory_gib() -> list[float]:
     rows = [line.split(", ") for line in done.stdout.splitlines() if line.count(", ") == 2]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = None if visible is None else set(visible.split(","))
-    return [float(free) / 1024 for *names, free in rows if chosen is None or chosen & set(names)]
+    return [
+        float(free) / 1024
+        for *names, free in rows
+        # GPUs that share the memory of the host report none.
+        if free.isdecimal() and (chosen is None or chosen & set(names))
+    ]
 
 
 def _cpu_flops() -> float:

@@ -202,11 +202,11 @@ def _router_replay(config: RunConfig) -> Iterator[Problem]:
     key = "policy.router_replay"
     if config.policy.router_replay != "true":
         return
-    if not config.generates:
+    if config.kind != "grpo":
         yield Problem(
             (key,),
-            f"{key} is true, but this run generates no completions whose experts could be used:"
-            " set it to auto or false",
+            f"{key} is true, but only GRPO uses the experts of completions: set it to auto or"
+            " false",
         )
     if config.policy.compile != "none":
         yield Problem(

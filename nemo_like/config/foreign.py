@@ -32,7 +32,8 @@ _SECTIONS = ("policy", "cluster", "checkpointing", "logger")
 _NAMED = re.compile(r"^(reward\.(?:functions|models)\.)[^.]+\.")
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 _FORMS = {"scalar": str | int | float, "list": list, "dict": dict}
-_OFF = ("null", "false", "0", "no")
+_OFF = ("null", "false", "0", "no", "full", "freeze")
+"""Values of a switch; the last two are of `finetuning_type` of LLaMA-Factory."""
 _NULL = "null or empty: not set"
 _OFF_SECTION = "a section that is switched off"
 _NO_EFFECT = "with this value it is off, or does what is always done here"

@@ -7,6 +7,7 @@ carried over, dropped for a reason, or unknown.
 from __future__ import annotations
 
 import copy
+import math
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,6 +73,9 @@ class Migration:
 
     def put(self, key: str, value: Any, origin: str) -> bool:
         """Set a key; return False if it has another value already."""
+        if key == "policy.scheduler.warmup_steps" and isinstance(value, float):
+            # The product of a share and the steps; transformers rounds up.
+            value = math.ceil(round(value, 6))
         value = _fitting(type_at(self.job.run_config, key), value)
         if key in _SETS and isinstance(value, str) and not _FILE.fullmatch(value):
             # The name of a data set of the hub.
@@ -293,6 +297,9 @@ def _drop_value(result: Migration, values: dict[str, Any], problem: Problem) -> 
     values.pop(key, None)
     result.values.pop(key, None)
     for path in [old for old, targets in result.carried.items() if key in targets]:
+        result.carried[path].remove(key)
+        if result.carried[path]:
+            continue
         del result.carried[path]
         result.dropped.append(Finding(path, "unsupported", text=problem.text))
 

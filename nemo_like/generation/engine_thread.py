@@ -25,7 +25,7 @@ class EngineThread:
         """`step` does one step and returns True, or returns False if there is nothing to do."""
         self._step = step
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._is_closed = False
         # A daemon, because a worker may be dropped without `close`.
         self._thread = threading.Thread(target=self._run, daemon=True, name="engine")
@@ -66,11 +66,15 @@ class EngineThread:
             has_work = self._error is None
             # Otherwise this frame would keep the results of the last call.
             del function, future
+        # Calls that came while the thread was closed.
+        while not self._calls.empty():
+            _, future = self._calls.get()
+            future.set_exception(RuntimeError("the engine was closed"))
 
     def _try_step(self) -> bool:
         try:
             return self._step()
-        except Exception as error:  # noqa: BLE001 (raised by the next call)
+        except BaseException as error:  # noqa: BLE001 (raised by the next call)
             self._error = error
             return False
 

@@ -35,6 +35,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
 from nemo_like.generation.adapters import AdapterSettings
 from nemo_like.models.adapters import PREFIX
@@ -202,7 +203,12 @@ class VLLMWorkerExtension:
 
     def save_other_tensors(self) -> None:
         """Copy what sleep level 2 of vLLM loses besides the weights; vLLM itself keeps buffers."""
-        tensors = other_tensors(self.model_runner.model, self.device)
+        model = self.model_runner.model
+        tensors = other_tensors(model, self.device)
+        # Parameters that no update loads, such as the biases of routers: buffers in transformers.
+        for name, weight in model.named_parameters():
+            if name.rpartition(".")[2] in SKIP_LOAD_TENSORS and weight.device == self.device:
+                tensors.append(weight.data)
         self._saved_tensors = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors]
 
     @torch.inference_mode()
@@ -377,7 +383,9 @@ def _incomplete_layers(model: nn.Module) -> list[str]:
         # A module that got all values has been processed, and its record cleared. The embeddings
         # were taken out of the layerwise reload.
         has_parameters = next(module.parameters(recurse=False), None) is not None
-        if has_parameters and get_layerwise_info(module).can_load():
+        info = get_layerwise_info(module)
+        # The number is 0 if an update never loads any parameter of the module.
+        if has_parameters and info.can_load() and info.load_numel_total != 0:
             names.append(name)
     return names
 

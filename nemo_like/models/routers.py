@@ -1,7 +1,7 @@
 """The routers of a transformers model with experts: their choices are recorded and replayed.
 
 transformers declares the router class of a model type. The routers read here return the logits,
-the weights and the indices of the chosen experts, and choose them by `torch.topk`.
+the weights and the indices of the chosen experts, in any order, and choose them by `torch.topk`.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ class RouteRecorder:
         return chosen.cpu().numpy()
 
     def _record(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Append the indices [tokens, top-k] of the chosen experts."""
+        """Append the indices [tokens, top-k] of the chosen experts, the only integers."""
         if self._is_recording:
-            self._chosen.append(output[2])
+            (chosen,) = (each for each in output if not each.is_floating_point())
+            self._chosen.append(chosen)
 
 
 class RouterReplay:
@@ -115,8 +116,10 @@ class _Chosen(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, Tensor.topk) or args[0].shape[-1] != self._num_experts:
-            # Another function, or the choice of a group of experts.
+        if func not in (torch.topk, Tensor.topk):
+            return result
+        # Scores of groups of experts are [tokens, groups, experts of a group].
+        if args[0].ndim != 2 or args[0].shape[-1] != self._num_experts:
             return result
         scores, indices = replayed(args[0], result.indices, self._experts)
         return torch.return_types.topk((scores, indices))

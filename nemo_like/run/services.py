@@ -26,6 +26,8 @@ _PERCENTILES = (5, 50, 95)
 class WandbSink(Sink):
     """A run of Weights & Biases."""
 
+    is_service = True
+
     def __init__(
         self, project: str, directory: RunDirectory, run_config: Mapping[str, Any]
     ) -> None:
@@ -45,6 +47,8 @@ class WandbSink(Sink):
 
 class TrackioSink(Sink):
     """A run of trackio, in its local database or in the space that its environment names."""
+
+    is_service = True
 
     def __init__(
         self, project: str, directory: RunDirectory, run_config: Mapping[str, Any]
@@ -74,6 +78,8 @@ def _wandb_media(library: Any, media: Media) -> dict[str, Any]:
 
 class MlflowSink(Sink):
     """A run of MLflow, which has tables and no histograms: percentiles take their place."""
+
+    is_service = True
 
     def __init__(
         self, experiment: str, directory: RunDirectory, run_config: Mapping[str, Any]
@@ -106,6 +112,8 @@ class MlflowSink(Sink):
 
 class SwanlabSink(Sink):
     """A run of SwanLab; its environment variables choose cloud, local or offline mode."""
+
+    is_service = True
 
     def __init__(
         self, project: str, directory: RunDirectory, run_config: Mapping[str, Any]

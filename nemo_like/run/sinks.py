@@ -58,6 +58,9 @@ def sample_rows(samples: Sequence[Sample]) -> list[list[str | float | None]]:
 class Sink:
     """One destination of metrics, samples and distributions."""
 
+    is_service = False
+    """True where a failure of the destination must not end the run."""
+
     def log(self, step: int, metrics: Mapping[str, float], media: Media) -> None:
         """Log a step."""
         raise NotImplementedError

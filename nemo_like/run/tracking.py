@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +82,13 @@ class Tracker:
         self._show = show
         self._last_step = -1 if resumed_step is None else resumed_step
         self._not_finite: set[str] = set()
+        self._failed_services: set[str] = set()
         self._closing = ExitStack()
         self._sinks: list[Sink] = []
         # If a later sink cannot be opened, those that are open are closed.
         with ExitStack() as on_failure:
             for sink in _open_sinks(directory, config, run_config, resumed_step):
-                on_failure.callback(sink.close)
+                on_failure.callback(self._call, sink, sink.close)
                 self._sinks.append(sink)
             self._closing = on_failure.pop_all()
 
@@ -101,10 +103,23 @@ class Tracker:
         # The files first: they are the record of the run, and the console line is not.
         self._warn_not_finite(step, values)
         for sink in self._sinks:
-            sink.log(step, values, media)
+            self._call(sink, partial(sink.log, step, values, media))
         self._last_step = step
         if self._show is not None:
             self._show(step, values)
+
+    def _call(self, sink: Sink, method: Callable[[], None]) -> None:
+        """Call a method of a sink. The failure of a service is a warning, once."""
+        try:
+            method()
+        # The libraries of services raise any type.
+        except Exception as error:
+            if not sink.is_service:
+                raise
+            name = type(sink).__name__.removesuffix("Sink")
+            if name not in self._failed_services:
+                logger.warning("%s failed (reported once): %s", name, error)
+            self._failed_services.add(name)
 
     def sync(self) -> None:
         """Wait until everything logged to files is on disk; call it before a checkpoint."""

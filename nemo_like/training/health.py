@@ -131,7 +131,7 @@ def _truncated(window: Window) -> str | None:
     share = window.mean("generation/truncated_share")
     if share is None:
         # A mean over a validation set is no chance of one step.
-        share = window.mean("validation/generation_truncated_share", 1)
+        share = next(reversed(window.values("validation/generation_truncated_share")), None)
     if share is None or share <= window.limits.max_truncated:
         return None
     return f"{share:.0%} of the completions were cut off at the length limit"

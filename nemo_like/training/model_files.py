@@ -17,7 +17,7 @@ from nemo_like.config.errors import ConfigError, Problem, raise_problems, shown_
 from nemo_like.config.parallel import located_problems, policy_layout
 from nemo_like.config.paths import hub_name, model_directory
 from nemo_like.config.rollout import RewardModelConfig
-from nemo_like.config.schema import PolicyConfig, RunConfig
+from nemo_like.config.schema import PolicyConfig, RunConfig, SwitchMode
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.models.adapters import check_adapters
 from nemo_like.models.layout_check import frozen_weights, model_problems
@@ -384,6 +384,21 @@ def adapter_line(policy: PolicyConfig, spec: ModelSpec) -> str | None:
     if adapter.adapter_path is not None:
         line += f", from the adapter {adapter.adapter_path}"
     return line
+
+
+def recorded_experts(config: RunConfig) -> SwitchMode:
+    """Return `policy.router_replay` for the generator: `false` where no policy uses the experts."""
+    mode = config.policy.recorded_experts
+    if config.kind != "grpo" or open_model_spec(config).moe is None:
+        return "false"
+    if mode == "auto" and config.policy.engine == "dtensor":
+        # Imported on demand: `validate` does not load torch.
+        from nemo_like.models.output_head import meta_model
+        from nemo_like.models.routers import router_modules
+
+        model = meta_model(load_model_config(config.policy.model_name))
+        return "auto" if router_modules(model) else "false"
+    return mode
 
 
 def policy_memory(config: RunConfig, spec: ModelSpec) -> tuple[int, dict[str, float]]:

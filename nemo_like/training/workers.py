@@ -33,7 +33,7 @@ from nemo_like.policy.worker import PolicyWorker
 from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, SAFETY_SHARE
 from nemo_like.run.progress import Progress
 from nemo_like.training.generation_backends import generation_backend
-from nemo_like.training.model_files import open_model_spec, policy_memory
+from nemo_like.training.model_files import open_model_spec, policy_memory, recorded_experts
 from nemo_like.training.rollout_workers import (
     GroupPlacement,
     RewardModelFiles,
@@ -149,7 +149,7 @@ def start_workers(
                 start,
                 end_token_ids,
                 progress,
-                router_replay=config.policy.recorded_experts,
+                router_replay=recorded_experts(config),
             )
             generator_start = None
             if config.generates and not (is_colocated(config) and config.cluster.gpus_per_node):

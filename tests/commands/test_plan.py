@@ -138,9 +138,9 @@ def test_a_budget_is_recommended_where_it_makes_a_step_faster_only(tmp_path: Pat
     assert "recommended budget" in two and "% speed" in two
 
 
-def test_the_readme_shows_what_its_commands_print(tmp_path: Path, capsys, monkeypatch):
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    section = readme.split("## Plan without a GPU")[1]
+def test_the_page_of_the_planner_shows_what_its_commands_print(tmp_path: Path, capsys, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    section = page.split("An example that needs no data")[1]
     commands = section.split("```bash\n")[1].split("```")[0]
     generate, command = commands.replace("\\\n", "").splitlines()
     shown = section.split("```text\n")[1].split("```")[0].splitlines()

@@ -13,6 +13,7 @@ from transformers import (
     DeepseekV3Config,
     Glm4MoeConfig,
     GptOssConfig,
+    GraniteMoeConfig,
     LlamaConfig,
     MixtralConfig,
     PreTrainedModel,
@@ -61,6 +62,15 @@ CONFIGS: dict[str, Any] = {
         first_k_dense_replace=1,
     ),
     "glm4_moe": Glm4MoeConfig(**_SIZES, **_EXPERTS, **_GROUPS, first_k_dense_replace=1),
+    # One group: its experts are as many as all experts.
+    "glm4_moe, one group": Glm4MoeConfig(
+        **_SIZES, **_EXPERTS, **_GROUPS | {"n_group": 1, "topk_group": 1}, first_k_dense_replace=1
+    ),
+    "granitemoe": GraniteMoeConfig(
+        **{name: size for name, size in _SIZES.items() if name != "head_dim"},
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    ),
     "qwen3_next": Qwen3NextConfig(
         **_SIZES, **_EXPERTS, layer_types=["full_attention"] * 2, norm_topk_prob=True
     ),

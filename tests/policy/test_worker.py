@@ -281,7 +281,7 @@ def test_an_export_is_cut_into_files_of_bounded_size():
 
 
 def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused(model_dir, monkeypatch):
-    forward = LlamaForCausalLM.forward
+    forward: Any = LlamaForCausalLM.forward
 
     def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = forward(self, *args, **kwargs)

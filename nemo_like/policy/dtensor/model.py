@@ -297,8 +297,12 @@ class LogprobModel(nn.Module):
         token_filter: SamplingFilter | None,
     ) -> TokenLogprobs:
         """See `TokenLogprobs`; logits are computed only where `inputs.label_mask` is True."""
-        self._replay.set(inputs.routed_experts)
         tensor = self.groups.tensor
+        experts = inputs.routed_experts
+        if experts is not None and tensor is not None and tensor.sequence:
+            # The routers have this rank's tokens only.
+            experts = experts.chunk(tensor.size)[tensor.rank]
+        self._replay.set(experts)
         if tensor is not None and tensor.sequence:
             # Sequence parallelism shards the tokens along one dim.
             inputs = inputs.flattened()
