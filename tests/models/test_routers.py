@@ -50,6 +50,7 @@ _EXPERTS: dict[str, Any] = {
 }
 # The number of groups that a token may use equals the number of experts that it uses.
 _GROUPS: dict[str, Any] = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+_ONE_GROUP: dict[str, Any] = _GROUPS | {"n_group": 1, "topk_group": 1}
 CONFIGS: dict[str, Any] = {
     "qwen3_moe": Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=True, mlp_only_layers=[0]),
     "mixtral": MixtralConfig(**_SIZES, num_local_experts=8),
@@ -64,13 +65,9 @@ CONFIGS: dict[str, Any] = {
     "glm4_moe": Glm4MoeConfig(**_SIZES, **_EXPERTS, **_GROUPS, first_k_dense_replace=1),
     # One group: its experts are as many as all experts.
     "glm4_moe, one group": Glm4MoeConfig(
-        **_SIZES, **_EXPERTS, **_GROUPS | {"n_group": 1, "topk_group": 1}, first_k_dense_replace=1
+        **_SIZES, **_EXPERTS, **_ONE_GROUP, first_k_dense_replace=1
     ),
-    "granitemoe": GraniteMoeConfig(
-        **{name: size for name, size in _SIZES.items() if name != "head_dim"},
-        num_local_experts=8,
-        num_experts_per_tok=2,
-    ),
+    "granitemoe": GraniteMoeConfig(**_SIZES, num_local_experts=8, num_experts_per_tok=2),
     "qwen3_next": Qwen3NextConfig(
         **_SIZES, **_EXPERTS, layer_types=["full_attention"] * 2, norm_topk_prob=True
     ),
