@@ -20,18 +20,7 @@ from typing import Any, NamedTuple
 
 from nemo_like import __version__
 from nemo_like.algorithms.registry import ALGORITHMS
-from nemo_like.commands.arguments import (
-    add_config,
-    add_demo,
-    add_init,
-    add_kind,
-    add_overrides,
-    add_plan,
-    add_training,
-    add_validate,
-    positive_integer,
-    training_examples,
-)
+from nemo_like.commands import arguments as command_arguments
 from nemo_like.commands.train import FAILED, WRONG_INPUT, report_failure
 from nemo_like.console import lasting_console, quiet_libraries, say_error
 
@@ -68,149 +57,6 @@ class CommandParser(argparse.ArgumentParser):
             self._is_inner = False
 
 
-def _add_any_config(parser: argparse.ArgumentParser) -> None:
-    add_config(parser)
-    add_kind(parser)
-
-
-def _add_topic(topic: str) -> Callable[[argparse.ArgumentParser], None]:
-    def add(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("topic", choices=(topic,), metavar=topic)
-        _add_any_config(parser)
-
-    return add
-
-
-def _add_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("topic", choices=("parity",), metavar="parity")
-    add_config(parser, required=False)
-    add_kind(parser)
-    text = "a model type of transformers, e.g. llama: all layouts are checked; may be repeated"
-    parser.add_argument("--model", action="append", metavar="TYPE", help=text)
-    text = "a JSON file to add the results to; a page (.md) is written beside it"
-    parser.add_argument("--table", type=Path, metavar="FILE", help=text)
-
-
-def _add_reference(parser: argparse.ArgumentParser) -> None:
-    kinds = (*ALGORITHMS, "all")
-    text = f"{', '.join(kinds)}: the keys of a job, or all"
-    parser.add_argument("kind", choices=kinds, metavar="JOB", help=text)
-    text = "a key or section, e.g. policy.optimizer; default: every key"
-    parser.add_argument("key", nargs="?", default="", metavar="KEY", help=text)
-    parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the config of a command that samples answers."""
-    text = "a model directory or name, or the directory of a run, as with --config"
-    parser.add_argument("--model", metavar="DIR", help=text)
-    text = (
-        "a config, or the directory of a run, whose exported model is used; default: one for"
-        " policy.model_name=DIR on a GPU, or on the CPU without one"
-    )
-    parser.add_argument("--config", type=Path, metavar="FILE", help=text)
-    add_overrides(parser)
-    add_kind(parser)
-
-
-def _add_generate(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser)
-    text = "completions per prompt; default 1"
-    parser.add_argument("--num-samples", type=positive_integer, default=1, metavar="N", help=text)
-    text = (
-        "a JSON-lines file, one object per prompt, written while the command runs; default: the"
-        " standard output, at the end"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help=text)
-    _add_resume(parser)
-    text = "also write the token ids of the completions"
-    parser.add_argument("--token-ids", action="store_true", help=text)
-
-
-def _add_eval(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser)
-    text = "compute loss, perplexity and token accuracy of SFT rows instead of sampling answers"
-    parser.add_argument("--perplexity", action="store_true", help=text)
-    text = "directory of results.json and answers.jsonl, which is written while the command runs"
-    parser.add_argument("--out", type=Path, metavar="DIR", help=text)
-    _add_resume(parser)
-    text = "print the results as JSON instead of a table"
-    parser.add_argument("--json", action="store_true", help=text)
-
-
-def _add_resume(parser: argparse.ArgumentParser) -> None:
-    text = "keep the finished prompts of --out and continue with the others"
-    parser.add_argument("--resume", action="store_true", help=text)
-
-
-def _add_step(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    parser.add_argument("source", type=Path, metavar="RUN", help="the directory of a GRPO run")
-    text = "the step, counted from 1" + ("" if required else "; default: the last one")
-    parser.add_argument("--step", required=required, type=int, metavar="N", help=text)
-
-
-def _add_show(parser: argparse.ArgumentParser) -> None:
-    _add_step(parser, required=False)
-    text = "rows to print, counted from 0 after sorting, e.g. 0-3,8; default 0-9"
-    parser.add_argument("--rows", default="0-9", metavar="ROWS", help=text)
-    text = (
-        "largest first; `difference` is the max log-prob difference of a token between generator"
-        " and training engine; default: in the order of the batch"
-    )
-    parser.add_argument("--sort", choices=("reward", "length", "difference"), help=text)
-    text = "decode the recorded token ids: special tokens and every trained span are visible"
-    parser.add_argument("--tokens", action="store_true", help=text)
-
-
-def _add_report(parser: argparse.ArgumentParser) -> None:
-    text = "run directories; several are compared"
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=text)
-    text = "the page; default: report.html in the directory of the run"
-    parser.add_argument("--out", type=Path, metavar="FILE", help=text)
-    text = "serve the page on 127.0.0.1 and update it while the run goes on; writes no file"
-    parser.add_argument("--serve", action="store_true", help=text)
-    text = "port of --serve; default 0, a free one"
-    parser.add_argument("--port", type=int, default=0, metavar="N", help=text)
-
-
-def _add_replay(parser: argparse.ArgumentParser) -> None:
-    _add_step(parser)
-    add_overrides(parser)
-
-
-def _add_export(parser: argparse.ArgumentParser) -> None:
-    text = "a run directory (its latest checkpoint) or a step folder"
-    parser.add_argument("source", type=Path, metavar="RUN", help=text)
-    text = "the step of a run directory to export, or `best` (checkpointing.keep_best)"
-    parser.add_argument("--step", metavar="N", help=text)
-    text = "export the averaged weights (policy.ema)"
-    parser.add_argument("--ema", action="store_true", help=text)
-    text = "write the adapter alone, in the format of PEFT, and not the merged model"
-    parser.add_argument("--adapter", action="store_true", help=text)
-    add_overrides(parser)
-    _add_target(parser)
-
-
-def _add_convert(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="FILE.gguf")
-    _add_target(parser)
-
-
-def _add_migrate(parser: argparse.ArgumentParser) -> None:
-    text = (
-        "a YAML or TOML config of another tool, or a file with its shell script or command; - reads"
-        " the command from the standard input"
-    )
-    parser.add_argument("source", type=Path, metavar="OLD", help=text)
-    text = "the new YAML file; default: the standard output"
-    parser.add_argument("--out", type=Path, metavar="NEW", help=text)
-    add_kind(parser)
-
-
-def _add_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR")
-
-
 class _Command(NamedTuple):
     """One command."""
 
@@ -224,18 +70,23 @@ class _Command(NamedTuple):
 
 _COMMANDS = {
     **{
-        kind: _Command(each.summary, "train.run", add_training, training_examples(kind))
+        kind: _Command(
+            each.summary,
+            "train.run",
+            command_arguments.add_training,
+            command_arguments.training_examples(kind),
+        )
         for kind, each in ALGORITHMS.items()
     },
     "demo": _Command(
         "train a tiny model on arithmetic by SFT and GRPO, in minutes on a CPU",
         "nemo_like.demo.__main__.run",
-        add_demo,
+        command_arguments.add_demo,
     ),
     "validate": _Command(
         "check a config, its data and its batches without starting Ray; takes seconds",
         "validate.run",
-        add_validate,
+        command_arguments.add_validate,
         """examples:
   nemo-like validate --config sft.yaml
   nemo-like validate --model models/SmolLM2-135M-Instruct --data chat.jsonl
@@ -245,17 +96,17 @@ _COMMANDS = {
         "`check parity` compares engine and parallel layout with plain transformers, on a tiny copy"
         " of the model; with --model TYPE all layouts of a model type",
         "check_model_type.run",
-        _add_check,
+        command_arguments.add_check,
     ),
     "explain": _Command(
         "`explain loss` prints the formula of a config's loss, and keys without effect",
         "explain.run",
-        _add_topic("loss"),
+        command_arguments.add_topic("loss"),
     ),
     "plan": _Command(
         "predict padding, rank balance, step time and memory from row lengths alone, in seconds",
         "plan.run",
-        add_plan,
+        command_arguments.add_plan,
         """examples:
   nemo-like plan --config demo_grpo.yaml policy.sequence_packing.train_mb_tokens=4096
   nemo-like plan --lengths lengths.txt --memory-gb 80 policy.model_name=7b cluster.gpus_per_node=8
@@ -268,7 +119,7 @@ _COMMANDS = {
     "config": _Command(
         "print the keys of a config: types, defaults, bounds and descriptions",
         "config.print_keys",
-        _add_reference,
+        command_arguments.add_reference,
         """examples:
   nemo-like config sft                                   every key of a config for `nemo-like sft`
   nemo-like config grpo policy.optimizer                 the keys of one section
@@ -279,7 +130,7 @@ _COMMANDS = {
     "init": _Command(
         "write a config for a model and a data file, or the example configs into a directory",
         "init.run",
-        add_init,
+        command_arguments.add_init,
         """examples:
   nemo-like init --model models/SmolLM2-135M-Instruct --data chat.jsonl
   nemo-like init --model models/SmolLM2-135M-Instruct --data problems.jsonl --kind grpo \\
@@ -291,7 +142,7 @@ _COMMANDS = {
         "write a config from one of NeMo RL, verl, TRL, axolotl, LLaMA-Factory, OpenRLHF or"
         " prime-rl, and list what could not be carried over",
         "migrate.run",
-        _add_migrate,
+        command_arguments.add_migrate,
         """examples:
   nemo-like migrate grpo_math_1B.yaml --out run.yaml
   nemo-like migrate run_qwen3-8b.sh --out run.yaml
@@ -301,7 +152,7 @@ _COMMANDS = {
     "show": _Command(
         "print the rollouts of one step of a GRPO run",
         "rollouts.show",
-        _add_show,
+        command_arguments.add_show,
         """examples:
   nemo-like show runs/demo_grpo
   nemo-like show runs/demo_grpo --step 20 --sort reward --rows 0-4
@@ -312,7 +163,7 @@ _COMMANDS = {
         "write a page about a run: curves, packing, time of a step, rollouts, warnings; or compare"
         " several runs",
         "report.run",
-        _add_report,
+        command_arguments.add_report,
         """examples:
   nemo-like report runs/demo_grpo
   nemo-like report runs/demo_grpo --serve
@@ -323,7 +174,7 @@ _COMMANDS = {
         "repeat an optimizer step of a GRPO run from its record, also with another loss or packer,"
         " and compare loss and gradient norm",
         "rollouts.replay",
-        _add_replay,
+        command_arguments.add_replay,
         """examples:
   nemo-like replay runs/demo_grpo --step 1
   nemo-like replay runs/demo_grpo --step 1 loss_fn.ratio_clip_max=0.28
@@ -333,7 +184,7 @@ _COMMANDS = {
     "generate": _Command(
         "sample completions of the prompts of data.validation_path",
         "answers.generate",
-        _add_generate,
+        command_arguments.add_generate,
         """examples:
   nemo-like generate --model runs/demo_sft \\
       data.validation_path=runs/demo/validation.jsonl data.max_validation_rows=5
@@ -344,7 +195,7 @@ _COMMANDS = {
     "chat": _Command(
         "talk to a model in the terminal",
         "chat.run",
-        _add_model,
+        command_arguments.add_model,
         """commands in a conversation:
   /reset          forget the conversation
   /exit           end
@@ -358,7 +209,7 @@ examples:
         "score a model on its validation files: mean reward, avg@k and pass@k with confidence"
         " intervals",
         "evaluate.run",
-        _add_eval,
+        command_arguments.add_eval,
         """examples:
   nemo-like eval --config runs/demo_grpo
   nemo-like eval --config examples/configs/demo_grpo.yaml policy.model_name=DIR \\
@@ -370,10 +221,12 @@ examples:
     "export": _Command(
         "write a checkpoint of a run, of any engine and layout, as a Hugging Face model",
         "export.run",
-        _add_export,
+        command_arguments.add_export,
     ),
     "convert": _Command(
-        "turn a GGUF file into a Hugging Face model directory", "export.convert", _add_convert
+        "turn a GGUF file into a Hugging Face model directory",
+        "export.convert",
+        command_arguments.add_convert,
     ),
 }
 

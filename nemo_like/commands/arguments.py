@@ -1,8 +1,9 @@
-"""Arguments that several commands share: a config, or what a start without one needs."""
+"""The arguments of the commands."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from nemo_like.algorithms.registry import ALGORITHMS
@@ -106,6 +107,162 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     text = "one self-contained page with charts"
     parser.add_argument("--html", type=Path, metavar="FILE", help=text)
     add_overrides(parser)
+
+
+def _add_any_config(parser: argparse.ArgumentParser) -> None:
+    """Add a config and its job."""
+    add_config(parser)
+    add_kind(parser)
+
+
+def add_topic(topic: str) -> Callable[[argparse.ArgumentParser], None]:
+    """Return the function that adds the arguments of a command with one topic."""
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("topic", choices=(topic,), metavar=topic)
+        _add_any_config(parser)
+
+    return add
+
+
+def add_check(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `nemo-like check`."""
+    parser.add_argument("topic", choices=("parity",), metavar="parity")
+    add_config(parser, required=False)
+    add_kind(parser)
+    text = "a model type of transformers, e.g. llama: all layouts are checked; may be repeated"
+    parser.add_argument("--model", action="append", metavar="TYPE", help=text)
+    text = "a JSON file to add the results to; a page (.md) is written beside it"
+    parser.add_argument("--table", type=Path, metavar="FILE", help=text)
+
+
+def add_reference(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `nemo-like config`."""
+    kinds = (*ALGORITHMS, "all")
+    text = f"{', '.join(kinds)}: the keys of a job, or all"
+    parser.add_argument("kind", choices=kinds, metavar="JOB", help=text)
+    text = "a key or section, e.g. policy.optimizer; default: every key"
+    parser.add_argument("key", nargs="?", default="", metavar="KEY", help=text)
+    parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the config of a command that samples answers."""
+    text = "a model directory or name, or the directory of a run, as with --config"
+    parser.add_argument("--model", metavar="DIR", help=text)
+    text = (
+        "a config, or the directory of a run, whose exported model is used; default: one for"
+        " policy.model_name=DIR on a GPU, or on the CPU without one"
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help=text)
+    add_overrides(parser)
+    add_kind(parser)
+
+
+def add_generate(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `nemo-like generate`."""
+    add_model(parser)
+    text = "completions per prompt; default 1"
+    parser.add_argument("--num-samples", type=positive_integer, default=1, metavar="N", help=text)
+    text = (
+        "a JSON-lines file, one object per prompt, written while the command runs; default: the"
+        " standard output, at the end"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help=text)
+    _add_resume(parser)
+    text = "also write the token ids of the completions"
+    parser.add_argument("--token-ids", action="store_true", help=text)
+
+
+def add_eval(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `nemo-like eval`."""
+    add_model(parser)
+    text = "compute loss, perplexity and token accuracy of SFT rows instead of sampling answers"
+    parser.add_argument("--perplexity", action="store_true", help=text)
+    text = "directory of results.json and answers.jsonl, which is written while the command runs"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=text)
+    _add_resume(parser)
+    text = "print the results as JSON instead of a table"
+    parser.add_argument("--json", action="store_true", help=text)
+
+
+def _add_resume(parser: argparse.ArgumentParser) -> None:
+    text = "keep the finished prompts of --out and continue with the others"
+    parser.add_argument("--resume", action="store_true", help=text)
+
+
+def _add_step(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    parser.add_argument("source", type=Path, metavar="RUN", help="the directory of a GRPO run")
+    text = "the step, counted from 1" + ("" if required else "; default: the last one")
+    parser.add_argument("--step", required=required, type=int, metavar="N", help=text)
+
+
+def add_show(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `nemo-like show`."""
+    _add_step(parser, required=False)
+    text = "rows to print, counted from 0 after sorting, e.g. 0-3,8; default 0-9"
+    parser.add_argument("--rows", default="0-9", metavar="ROWS", help=text)
+    text = (
+        "largest first; `difference` is the max log-prob difference of a token between generator"
+        " and training engine; default: in the order of the batch"
+    )
+    parser.add_argument("--sort", choices=("reward", "length", "difference"), help=text)
+    text = "decode the recorded token ids: special tokens and every trained span are visible"
+    parser.add_argument("--tokens", action="store_true", help=text)
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `nemo-like report`."""
+    text = "run directories; several are compared"
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=text)
+    text = "the page; default: report.html in the directory of the run"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=text)
+    text = "serve the page on 127.0.0.1 and update it while the run goes on; writes no file"
+    parser.add_argument("--serve", action="store_true", help=text)
+    text = "port of --serve; default 0, a free one"
+    parser.add_argument("--port", type=int, default=0, metavar="N", help=text)
+
+
+def add_replay(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `nemo-like replay`."""
+    _add_step(parser)
+    add_overrides(parser)
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `nemo-like export`."""
+    text = "a run directory (its latest checkpoint) or a step folder"
+    parser.add_argument("source", type=Path, metavar="RUN", help=text)
+    text = "the step of a run directory to export, or `best` (checkpointing.keep_best)"
+    parser.add_argument("--step", metavar="N", help=text)
+    text = "export the averaged weights (policy.ema)"
+    parser.add_argument("--ema", action="store_true", help=text)
+    text = "write the adapter alone, in the format of PEFT, and not the merged model"
+    parser.add_argument("--adapter", action="store_true", help=text)
+    add_overrides(parser)
+    _add_target(parser)
+
+
+def add_convert(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `nemo-like convert`."""
+    parser.add_argument("source", type=Path, metavar="FILE.gguf")
+    _add_target(parser)
+
+
+def add_migrate(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `nemo-like migrate`."""
+    text = (
+        "a YAML or TOML config of another tool, or a file with its shell script or command; - reads"
+        " the command from the standard input"
+    )
+    parser.add_argument("source", type=Path, metavar="OLD", help=text)
+    text = "the new YAML file; default: the standard output"
+    parser.add_argument("--out", type=Path, metavar="NEW", help=text)
+    add_kind(parser)
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR")
 
 
 def _positive_size(text: str) -> float:

@@ -125,16 +125,23 @@ class _Choices:
 
     def given(self, key: str) -> Any:
         """Return the value that an override sets, None without one."""
+        return self._section(key).get(key.rpartition(".")[2])
+
+    def is_given(self, key: str) -> bool:
+        """Return True if an override sets the key, also to null."""
+        return key.rpartition(".")[2] in self._section(key)
+
+    def _section(self, key: str) -> dict[str, Any]:
+        """Return the given values of the section that the key is in."""
         inner: Any = self._given.tree
-        for name in key.split("."):
+        for name in key.split(".")[:-1]:
             inner = inner.get(name) if isinstance(inner, dict) else None
-        return inner
+        return inner if isinstance(inner, dict) else {}
 
     def pick(self, key: str, value: Any, reason: str) -> Any:
         """Choose the value of a key unless an override sets it; return the value that is used."""
-        given = self.given(key)
-        if given is not None:
-            return given
+        if self.is_given(key):
+            return self.given(key)
         self.items.append(Choice(key, value, reason))
         return value
 
@@ -349,11 +356,12 @@ def _choose_steps(choices: _Choices, task: Task, rows: int) -> tuple[int, float 
         num_steps = epochs * per_epoch
     key = f"{kind}.max_num_steps"
     given = choices.given(key)
-    if given is None and seconds is not None and num_steps * seconds > 60 * _CPU_MINUTES:
+    is_open = not choices.is_given(key)
+    if is_open and seconds is not None and num_steps * seconds > 60 * _CPU_MINUTES:
         fitting = max(int(60 * _CPU_MINUTES / seconds), _MIN_STEPS)
         reason = f"of {num_steps:,}: {_CPU_MINUTES} minutes, or {_MIN_STEPS} steps, on a CPU"
         num_steps = choices.pick(key, min(fitting, num_steps), reason)
-    elif kind == "grpo":
+    elif kind == "grpo" and is_open:
         num_steps = choices.pick(key, num_steps, f"{counted(per_epoch, 'step')} per epoch")
     elif given is not None:
         num_steps = min(given, num_steps)

@@ -32,8 +32,7 @@ _SECTIONS = ("policy", "cluster", "checkpointing", "logger")
 _NAMED = re.compile(r"^(reward\.(?:functions|models)\.)[^.]+\.")
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 _FORMS = {"scalar": str | int | float, "list": list, "dict": dict}
-_OFF = ("null", "false", "0", "no", "full", "freeze")
-"""Values of a switch; the last two are of `finetuning_type` of LLaMA-Factory."""
+_OFF = ("null", "false", "0", "no")
 _NULL = "null or empty: not set"
 _OFF_SECTION = "a section that is switched off"
 _NO_EFFECT = "with this value it is off, or does what is always done here"
@@ -249,14 +248,14 @@ def _judged(source: _Source, path: str, value: Any, entry: Entry) -> Finding:
             return Finding(path, "deletable", text=_NO_EFFECT)
         return Finding(path, "unsupported", text=entry.note)
     targets = " and ".join(entry.targets)
-    if entry.unless is not None and canonical(value_at(tree, entry.unless)) not in _OFF:
+    if entry.unless is not None and not _is_switched_off(source, entry.unless):
         return Finding(path, "deletable", text=f"{entry.unless} is on")
     if entry.switch is not None:
         # The tool's default of the switch may be off, but so may the config be of another tool.
         if not _has_key(tree, entry.switch):
             text = f"set {targets} if {entry.switch} is on, which the config does not set"
             return Finding(path, "unsupported", text=text)
-        if canonical(value_at(tree, entry.switch)) in _OFF:
+        if _is_switched_off(source, entry.switch):
             return Finding(path, "deletable", text=f"{entry.switch} is off")
     old = canonical(value)
     notes = [entry.note] if entry.note else []
@@ -275,6 +274,14 @@ def _judged(source: _Source, path: str, value: Any, entry: Entry) -> Finding:
     if new == "*":
         return Finding(path, "renamed", entry.targets, text="; ".join(notes))
     return Finding(path, "renamed", entry.targets, old=old, new=new, text="; ".join(notes))
+
+
+def _is_switched_off(source: _Source, key: str) -> bool:
+    """Return True if the value of a switch is off, or has no counterpart in the switch's table."""
+    value = canonical(value_at(source.tree, key))
+    entry = source.entries.get(key)
+    values = None if entry is None else entry.values
+    return value in _OFF or (values is not None and values.get(value, values.get("*")) is None)
 
 
 def _is_unchanged(finding: Finding, entry: Entry) -> bool:

@@ -122,6 +122,8 @@ def test_a_run_on_a_cpu_is_limited_to_minutes_and_a_given_length_is_kept():
     assert fast.num_steps == 57
     given_steps = choose(task(machine=slow, overrides=("sft.max_num_steps=40",)))
     assert given_steps.num_steps == 40
+    # Null is no limit, and not a key to choose.
+    assert choose(task(machine=slow, overrides=("sft.max_num_steps=null",))).num_steps == 57
 
 
 def test_overrides_have_priority_and_later_choices_follow_them():

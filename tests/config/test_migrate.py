@@ -182,6 +182,16 @@ def test_values_have_the_same_meaning(name: str, expected: dict[str, Any]) -> No
     assert {key: values.get(key) for key in expected} == expected
 
 
+def test_adapters_of_a_run_without_adapters_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "freeze.yaml"
+    text = (CONFIGS / "llama_factory_dpo.yaml").read_text()
+    path.write_text(text.replace("finetuning_type: lora", "finetuning_type: freeze"))
+    assert path.read_text() != text
+    result = migrate(RUN_CONFIGS, path)
+    assert not [key for key in result.values if key.startswith("policy.lora")]
+    assert "finetuning_type" in [one.path for one in result.dropped]
+
+
 def test_what_a_script_does_not_say_is_not_carried_over() -> None:
     result = migrated("verl_grpo.sh")
     dropped = {one.path: one.text for one in result.dropped}
