@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import socket
 import sqlite3
+import sys
 import urllib.request
 from collections.abc import Iterable
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
 
 import numpy as np
@@ -185,3 +188,37 @@ def test_swanlab_gets_texts_and_charts(tmp_path: Path, monkeypatch: pytest.Monke
     content = b"".join(path.read_bytes() for path in stored)
     assert b"policy/loss" in content and LENGTHS.encode() in content
     assert b"2+2=" in content
+
+
+UNREACHABLE = """
+class Run:
+    def log(self, *args, **kwargs):
+        raise ConnectionError("the service is down")
+
+    finish = log
+
+
+def init(**options):
+    return Run()
+
+
+def Table(**options):
+    return options
+
+
+Histogram = Table
+"""
+
+
+def test_a_service_that_fails_during_a_run_is_one_warning_and_the_files_are_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = module_from_spec(ModuleSpec("trackio", None))
+    exec(UNREACHABLE, vars(library))
+    monkeypatch.setitem(sys.modules, "trackio", library)
+    run = log_run(tmp_path, LoggerConfig(tensorboard=False, trackio_project="mine"), (1, 2, 3))
+    assert [message for message in caplog.messages if "the service is down" in message] == [
+        caplog.messages[-1]
+    ]
+    steps = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
+    assert steps == [1, 2, 3]
