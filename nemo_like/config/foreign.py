@@ -277,11 +277,9 @@ def _judged(source: _Source, path: str, value: Any, entry: Entry) -> Finding:
 
 
 def _is_switched_off(source: _Source, key: str) -> bool:
-    """Return True if the value of a switch is off, or has no counterpart in the switch's table."""
     value = canonical(value_at(source.tree, key))
     entry = source.entries.get(key)
-    values = None if entry is None else entry.values
-    return value in _OFF or (values is not None and values.get(value, values.get("*")) is None)
+    return value in _OFF or (entry is not None and value in entry.off_values)
 
 
 def _is_unchanged(finding: Finding, entry: Entry) -> bool:

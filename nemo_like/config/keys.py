@@ -263,6 +263,8 @@ class Entry:
     """A foreign key that must be on, or this one has no effect."""
     unless: str | None = None
     """A foreign key that must be off, or this one has no effect."""
+    off_values: Sequence[str] = ()
+    """Canonical values with which this key as a switch is off, besides null, false, 0 and no."""
     when_null: str = ""
     """Why null is not the same as leaving the key out; empty if it is."""
     sft: str | None = None

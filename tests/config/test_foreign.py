@@ -32,6 +32,7 @@ YAML_TOOLS = {
     "trl_async_grpo": ("TRL", "grpo"),
     "trl_sft": ("TRL", "sft"),
     "trl_rm": ("TRL", "rm"),
+    "trl_gkd": ("TRL", "distill"),
     "cosmos_rl_sft": ("Cosmos-RL", "sft"),
     "axolotl": ("axolotl", "sft"),
     "axolotl_dpo": ("axolotl", "dpo"),

@@ -172,6 +172,17 @@ def test_adapters_are_carried_over(name: str, expected: dict[str, Any]) -> None:
                 "loss_fn.beta": 0.2,
             },
         ),
+        (
+            "trl_gkd.yaml",
+            {
+                # Defaults of TRL.
+                "distill.divergence": "jsd",
+                "distill.divergence_weight": 0.5,
+                "distill.on_policy_fraction": 0.5,
+                "policy.generation.temperature": 0.9,
+                "policy.generation.max_new_tokens": 64,
+            },
+        ),
         ("llama_factory_dpo.yaml", {"loss_fn.kind": "simpo", "dpo.max_num_epochs": 3}),
         ("nemo_rl_grpo.yaml", {"grpo.advantage.normalize": "group_std", "parallel.tensor": 1}),
         ("trl_grpo.yaml", {"grpo.num_prompts_per_step": 4, "policy.train_global_batch_size": 32}),
