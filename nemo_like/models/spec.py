@@ -9,6 +9,7 @@ has the configurations of well-known models.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -73,6 +74,8 @@ class ConfigFields:
 
 SCORE_WEIGHT = "score.weight"
 """Name of the score head of a reward model, [1, hidden size]."""
+_ROPE = ("rope_parameters", "rope_scaling")
+"""transformers 5 has the first, older files the second, which may be null."""
 _SOFTMAX_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 """Values of `layer_types` with softmax attention; any other is linear in the length."""
 
@@ -125,6 +128,10 @@ class LatentAttention:
     nope_dim: int
     rope_dim: int
     value_dim: int
+    is_interleaved: bool
+    """The rotary embedding rotates pairs of neighbours, and not the two halves of a head."""
+    score_factor: float
+    """Factor of attention scores besides that for the size of a head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +149,12 @@ class MoeSpec:
     """Layers with experts; the others have a dense feed-forward block."""
     normalizes_weights: bool
     """The router weights of the active experts are normalized to a sum of 1."""
+    num_groups: int = 1
+    """Groups of experts."""
+    num_active_groups: int = 1
+    """Groups that the experts of a token are chosen from."""
+    weight_factor: float = 1.0
+    """Factor of the router weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,8 +225,7 @@ class ModelSpec:
         attention_bias = bool(fields.get("attention_bias", default=False))
         head = _output_head(fields)
         traits = _TRAITS.get(model_type, _FamilyTraits())
-        # transformers 5 has `rope_parameters`, older files `rope_scaling`, which may be null.
-        rope = fields.get("rope_parameters", "rope_scaling", default=None) or {}
+        rope = fields.get(*_ROPE, default=None) or {}
         # Without a value of their own, heads divide the hidden size.
         default_head_dim = max(hidden_size // num_heads, 1)
         return cls(
@@ -237,7 +249,7 @@ class ModelSpec:
             has_qk_norm=traits.has_qk_norm,
             windows=_windows(fields, traits, num_layers),
             linear_attention_layers=_linear_attention_layers(fields),
-            rope_type=str(rope.get("rope_type", "default")),
+            rope_type=str(rope.get("rope_type") or rope.get("type", "default")),
             activation=str(fields.get("hidden_act", "activation_function", default="silu")),
             attention_dropout=float(fields.get("attention_dropout", default=0.0)),
             norm_eps=float(fields.get("rms_norm_eps", "layer_norm_epsilon", default=1e-6)),
@@ -447,7 +459,18 @@ def _latent(fields: ConfigFields) -> LatentAttention | None:
         nope_dim=fields.size("qk_nope_head_dim"),
         rope_dim=fields.size("qk_rope_head_dim"),
         value_dim=fields.size("v_head_dim"),
+        is_interleaved=bool(fields.get("rope_interleave", default=True)),
+        score_factor=_score_factor(fields.get(*_ROPE, default=None) or {}),
     )
+
+
+def _score_factor(rope: Mapping[str, Any]) -> float:
+    """Return the factor with which DeepSeek extends the positions by YaRN."""
+    factor = rope.get("factor", 1.0)
+    mscale = rope.get("mscale_all_dim", 0)
+    if not mscale or factor <= 1:
+        return 1.0
+    return (0.1 * mscale * math.log(factor) + 1.0) ** 2
 
 
 def _moe(fields: ConfigFields, traits: _FamilyTraits, num_layers: int) -> MoeSpec | None:
@@ -467,6 +490,9 @@ def _moe(fields: ConfigFields, traits: _FamilyTraits, num_layers: int) -> MoeSpe
         shared_size=shared_size,
         layers=_moe_layers(fields, num_layers),
         normalizes_weights=bool(fields.get("norm_topk_prob", default=traits.normalizes_weights)),
+        num_groups=fields.get("n_group", default=1),
+        num_active_groups=fields.get("topk_group", default=1),
+        weight_factor=float(fields.get("routed_scaling_factor", default=1.0)),
     )
 
 

@@ -93,6 +93,7 @@ class MegatronEngine(Engine[ShardedAdamW]):
             recompute=config.activation_checkpointing if trainable else "none",
         )
         self._param_map = family.param_map(sharding, stage, tp_rank, ep_rank)
+        self._buffers = family.buffers(sharding, stage)
         self.parameters = dict(self.model.named_parameters())
         self._check_param_map()
         self._frozen: frozenset[str] = frozenset()
@@ -169,6 +170,11 @@ class MegatronEngine(Engine[ShardedAdamW]):
             files.check({name: shapes[name] for name in shapes if name not in initial_weights})
             read_weight = partial(_read_weight, initial_weights, files.read)
             fill_weights(self.parameters, self._param_map, read_weight, self._optimizer)
+            for name, hf_name in self._buffers.items():
+                # transformers does not require them either.
+                if hf_name in files:
+                    buffer = self.model.get_buffer(name)
+                    files.read_into(buffer, hf_name, (0,) * buffer.ndim)
         if self.adapters is None:
             return
         # The values of a score head come from the model's files, or from `initial_weights`.

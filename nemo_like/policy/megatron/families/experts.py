@@ -46,15 +46,15 @@ class ExpertLayers(Family):
             "expert_tensor_parallel_size": 1,
         }
 
-    def mlp(self, spec: ModelSpec, layer: int) -> ModuleSpec | None:
+    def mlp(self, spec: ModelSpec, layer: int) -> ModuleSpec:
         """See `Family.mlp`."""
-        from nemo_like.policy.megatron.layers import moe_mlp
+        from nemo_like.policy.megatron.moe import moe_mlp
 
-        return moe_mlp() if _is_sparse(spec, layer) else super().mlp(spec, layer)
+        return moe_mlp() if is_sparse(spec, layer) else super().mlp(spec, layer)
 
     def add_mlp(self, params: RankParams, mlp: str, hf_mlp: str, layer: int) -> None:
         """See `Family.add_mlp`."""
-        if not _is_sparse(params.spec, layer):
+        if not is_sparse(params.spec, layer):
             super().add_mlp(params, mlp, hf_mlp, layer)
             return
         moe = params.spec.moe
@@ -73,5 +73,6 @@ class ExpertLayers(Family):
             params.add_expert(fc2, f"{hf_mlp}.experts.down_proj", expert, fc2_shape)
 
 
-def _is_sparse(spec: ModelSpec, layer: int) -> bool:
+def is_sparse(spec: ModelSpec, layer: int) -> bool:
+    """Return True if decoder layer `layer` has experts."""
     return spec.moe is not None and layer in spec.moe.layers

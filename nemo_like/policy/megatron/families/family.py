@@ -50,13 +50,19 @@ class Family:
         """Return the modules of decoder layer `layer`, counted over all pipeline stages."""
         from nemo_like.policy.megatron.layers import decoder_layer
 
-        return decoder_layer(
-            window=spec.windows[layer], has_qk_norm=spec.has_qk_norm, mlp=self.mlp(spec, layer)
-        )
+        return decoder_layer(attention=self.attention(spec, layer), mlp=self.mlp(spec, layer))
 
-    def mlp(self, spec: ModelSpec, layer: int) -> ModuleSpec | None:
-        """Return the feed-forward block of decoder layer `layer`; None: the dense one."""
-        return None
+    def attention(self, spec: ModelSpec, layer: int) -> ModuleSpec:
+        """Return the attention of decoder layer `layer`."""
+        from nemo_like.policy.megatron.layers import self_attention
+
+        return self_attention(window=spec.windows[layer], has_qk_norm=spec.has_qk_norm)
+
+    def mlp(self, spec: ModelSpec, layer: int) -> ModuleSpec:
+        """Return the feed-forward block of decoder layer `layer`."""
+        from nemo_like.policy.megatron.layers import dense_mlp
+
+        return dense_mlp()
 
     def add_attention(self, params: RankParams, attention: str, hf_attention: str) -> None:
         """Add the projections of attention.
@@ -73,7 +79,10 @@ class Family:
 
     def add_mlp(self, params: RankParams, mlp: str, hf_mlp: str, layer: int) -> None:
         """Add the feed-forward block of decoder layer `layer`; prefixes as in `add_attention`."""
-        width = params.spec.intermediate_size
+        self.add_dense(params, mlp, hf_mlp, params.spec.intermediate_size)
+
+    def add_dense(self, params: RankParams, mlp: str, hf_mlp: str, width: int) -> None:
+        """Add a gated feed-forward block with the intermediate size `width`."""
         gate_and_up = (f"{hf_mlp}.gate_proj.weight", f"{hf_mlp}.up_proj.weight")
         params.add_column_parallel(f"{mlp}.linear_fc1.weight", gate_and_up, width)
         params.add_row_parallel(f"{mlp}.linear_fc2.weight", f"{hf_mlp}.down_proj.weight", width)
@@ -94,6 +103,17 @@ class Family:
         self, sharding: ModelSharding, stage: int, tp_rank: int, ep_rank: int = 0
     ) -> ParamMap:
         """Return the parameters of the rank at pipeline stage `stage`, by Megatron-Core name."""
+        return self._rank_params(sharding, stage, tp_rank, ep_rank).specs
+
+    def buffers(self, sharding: ModelSharding, stage: int) -> dict[str, str]:
+        """Return the buffers in files of pipeline stage `stage`: by Megatron-Core name the name in
+        transformers. Every rank of the stage has them in full.
+        """
+        return self._rank_params(sharding, stage, 0, 0).buffers
+
+    def _rank_params(
+        self, sharding: ModelSharding, stage: int, tp_rank: int, ep_rank: int
+    ) -> RankParams:
         params = RankParams(sharding, tp_rank, ep_rank)
         if stage == 0:
             params.add_embedding()
@@ -102,7 +122,7 @@ class Family:
             self.add_layer(params, f"decoder.layers.{index}", f"model.layers.{layer}", layer)
         if stage == sharding.pp - 1:
             params.add_output(is_first_stage=stage == 0)
-        return params.specs
+        return params
 
     def frozen_parameters(
         self, frozen: Collection[str], sharding: ModelSharding, stage: int, param_map: ParamMap
