@@ -18,6 +18,7 @@ from typing import Any
 from nemo_like.config.errors import ConfigError, shown_path, shown_value
 from nemo_like.config.paths import model_directory
 from nemo_like.config.schema import OutputHead
+from nemo_like.models.family_traits import TRAITS, FamilyTraits
 
 _REQUIRED = object()
 
@@ -78,44 +79,6 @@ _ROPE = ("rope_parameters", "rope_scaling")
 """transformers 5 has the first, older files the second, which may be null."""
 _SOFTMAX_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 """Values of `layer_types` with softmax attention; any other is linear in the length."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _FamilyTraits:
-    """Properties of all models of one `model_type` that their configurations do not name."""
-
-    num_mlp_matrices: int = 3
-    has_qkv_bias: bool = False
-    has_qk_norm: bool = False
-    has_window_in_every_layer: bool = False
-    """`max_window_layers` is ignored: a sliding window applies to every layer."""
-    normalizes_weights: bool = False
-    """See `MoeSpec`."""
-
-
-_UNGATED = _FamilyTraits(num_mlp_matrices=2)
-_TRAITS = {
-    "arcee": _UNGATED,
-    "bloom": _UNGATED,
-    "codegen": _UNGATED,
-    "falcon": _UNGATED,
-    "gpt2": _UNGATED,
-    "gpt_bigcode": _UNGATED,
-    "gpt_neo": _UNGATED,
-    "gpt_neox": _UNGATED,
-    "gptj": _UNGATED,
-    "mixtral": _FamilyTraits(normalizes_weights=True),
-    "mpt": _UNGATED,
-    "nemotron": _UNGATED,
-    "opt": _UNGATED,
-    "phi": _UNGATED,
-    "qwen2": _FamilyTraits(has_qkv_bias=True),
-    "qwen3": _FamilyTraits(has_qk_norm=True),
-    "qwen3_moe": _FamilyTraits(has_qk_norm=True, has_window_in_every_layer=True),
-    "stablelm_epoch": _UNGATED,
-    "starcoder2": _UNGATED,
-}
-"""By `model_type`; families without an entry have the defaults, as Llama does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +187,7 @@ class ModelSpec:
         num_heads = fields.size("num_attention_heads", "n_head")
         attention_bias = bool(fields.get("attention_bias", default=False))
         head = _output_head(fields)
-        traits = _TRAITS.get(model_type, _FamilyTraits())
+        traits = TRAITS.get(model_type, FamilyTraits())
         rope = fields.get(*_ROPE, default=None) or {}
         # Without a value of their own, heads divide the hidden size.
         default_head_dim = max(hidden_size // num_heads, 1)
@@ -396,15 +359,16 @@ class ModelSpec:
         if self.has_qk_norm:
             # One weight for all query heads, one for all key heads.
             per_layer += 2 * self.head_dim
+        if self.latent is not None:
+            # A norm of each latent vector.
+            per_layer += self.latent.kv_rank + (self.latent.query_rank or 0)
         if self.has_mlp_bias:
             per_layer += 2 * self.intermediate_size + self.hidden_size
         final_norm = self.hidden_size
         return self.num_layers * per_layer + final_norm
 
 
-def _windows(
-    fields: ConfigFields, traits: _FamilyTraits, num_layers: int
-) -> tuple[int | None, ...]:
+def _windows(fields: ConfigFields, traits: FamilyTraits, num_layers: int) -> tuple[int | None, ...]:
     """Return the window of each layer, None for attention to all positions."""
     kinds = fields.get("layer_types", default=None)
     window = fields.get("sliding_window", default=None)
@@ -473,7 +437,7 @@ def _score_factor(rope: Mapping[str, Any]) -> float:
     return (0.1 * mscale * math.log(factor) + 1.0) ** 2
 
 
-def _moe(fields: ConfigFields, traits: _FamilyTraits, num_layers: int) -> MoeSpec | None:
+def _moe(fields: ConfigFields, traits: FamilyTraits, num_layers: int) -> MoeSpec | None:
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     # 0 experts mean a dense model.
     if not fields.get(*names, default=0):

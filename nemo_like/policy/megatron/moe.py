@@ -181,6 +181,8 @@ class SigmoidRouter(Router):
     The experts are chosen from the groups whose two best experts have the largest sums.
     """
 
+    correction_bias: Tensor
+
     def __init__(self, *args: Any, moe: MoeSpec, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._moe = moe
@@ -212,18 +214,16 @@ class SigmoidRouter(Router):
         return grouped.flatten(1).topk(moe.num_active_experts, dim=-1).indices
 
 
-def moe_mlp() -> ModuleSpec:
-    """Return an MoE layer that weights experts by a softmax."""
+def moe_mlp(router: Any = Router, *, has_shared_experts: bool = False) -> ModuleSpec:
+    """Return an MoE layer; the default router weights experts by a softmax."""
     experts = ModuleSpec(module=GroupedExperts, submodules=mlp_submodules())
-    submodules = MoESubmodules(experts=experts, router=untyped(Router))
+    submodules = MoESubmodules(experts=experts, router=router)
+    if has_shared_experts:
+        shared = ModuleSpec(module=SharedExpertMLP, submodules=mlp_submodules())
+        submodules.shared_experts = shared
     return ModuleSpec(module=MoELayer, submodules=submodules)
 
 
 def sigmoid_moe_mlp(moe: MoeSpec) -> ModuleSpec:
     """Return an MoE layer with `SigmoidRouter` and, if `moe` has them, shared experts."""
-    layer = moe_mlp()
-    layer.submodules.router = partial(SigmoidRouter, moe=moe)
-    if moe.shared_size:
-        shared = ModuleSpec(module=SharedExpertMLP, submodules=mlp_submodules())
-        layer.submodules.shared_experts = shared
-    return layer
+    return moe_mlp(partial(SigmoidRouter, moe=moe), has_shared_experts=moe.shared_size > 0)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.megatron.families.experts import ExpertLayers, is_sparse
-from nemo_like.policy.megatron.param_map import ModelSharding, RankParams
+from nemo_like.policy.megatron.param_map import ModelSharding, RankParams, Shape
 
 if TYPE_CHECKING:
     from megatron.core.transformer import ModuleSpec
@@ -45,35 +45,27 @@ class DeepseekV3(ExpertLayers):
         assert latent is not None, "the family has latent attention"
         hidden = spec.hidden_size
         query_width = spec.num_heads * (latent.nope_dim + latent.rope_dim)
-        if latent.query_rank is None:
-            query = f"{hf_attention}.q_proj.weight"
-            params.add_column_parallel(f"{attention}.linear_q.weight", (query,), query_width)
-        else:
-            rank = latent.query_rank
-            for name, hf_name, shape in (
-                ("linear_q_a", "q_a_proj", (rank, hidden)),
-                ("q_layernorm", "q_a_layernorm", (rank,)),
-            ):
-                params.add_replicated(
-                    f"{attention}.{name}.weight", f"{hf_attention}.{hf_name}.weight", shape
-                )
-            query = f"{hf_attention}.q_b_proj.weight"
-            params.add_column_parallel(
-                f"{attention}.linear_q_b.weight", (query,), query_width, num_inputs=rank
-            )
-        for name, hf_name, shape in (
+        key_value_width = spec.num_heads * (latent.nope_dim + latent.value_dim)
+        # (name, name in transformers, shape)
+        replicated: list[tuple[str, str, Shape]] = [
             ("linear_kv_a", "kv_a_proj_with_mqa", (latent.kv_rank + latent.rope_dim, hidden)),
             ("kv_layernorm", "kv_a_layernorm", (latent.kv_rank,)),
-        ):
-            params.add_replicated(
-                f"{attention}.{name}.weight", f"{hf_attention}.{hf_name}.weight", shape
+        ]
+        sharded = [("linear_kv_b", "kv_b_proj", (key_value_width, latent.kv_rank))]
+        if latent.query_rank is None:
+            sharded.append(("linear_q", "q_proj", (query_width, hidden)))
+        else:
+            replicated.append(("linear_q_a", "q_a_proj", (latent.query_rank, hidden)))
+            replicated.append(("q_layernorm", "q_a_layernorm", (latent.query_rank,)))
+            sharded.append(("linear_q_b", "q_b_proj", (query_width, latent.query_rank)))
+        for name, hf_name, shape in replicated:
+            hf_weight = f"{hf_attention}.{hf_name}.weight"
+            params.add_replicated(f"{attention}.{name}.weight", hf_weight, shape)
+        for name, hf_name, (width, num_inputs) in sharded:
+            hf_weight = f"{hf_attention}.{hf_name}.weight"
+            params.add_column_parallel(
+                f"{attention}.{name}.weight", (hf_weight,), width, num_inputs=num_inputs
             )
-        params.add_column_parallel(
-            f"{attention}.linear_kv_b.weight",
-            (f"{hf_attention}.kv_b_proj.weight",),
-            spec.num_heads * (latent.nope_dim + latent.value_dim),
-            num_inputs=latent.kv_rank,
-        )
         width = spec.num_heads * latent.value_dim
         output = f"{hf_attention}.o_proj.weight"
         params.add_row_parallel(f"{attention}.linear_proj.weight", output, width)
