@@ -29,6 +29,7 @@ TRAITS = {
     "gpt_bigcode": _UNGATED,
     "gpt_neo": _UNGATED,
     "gpt_neox": _UNGATED,
+    "gpt_oss": FamilyTraits(normalizes_weights=True),
     "gptj": _UNGATED,
     "mixtral": FamilyTraits(normalizes_weights=True),
     "mpt": _UNGATED,

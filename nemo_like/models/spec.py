@@ -118,6 +118,9 @@ class MoeSpec:
     """Groups that the experts of a token are chosen from."""
     weight_factor: float = 1.0
     """Factor of the router weights."""
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    """Of experts with a clamped SwiGLU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -457,6 +460,8 @@ def _moe(fields: ConfigFields, traits: FamilyTraits, num_layers: int) -> MoeSpec
         num_groups=fields.get("n_group", default=1),
         num_active_groups=fields.get("topk_group", default=1),
         weight_factor=float(fields.get("routed_scaling_factor", default=1.0)),
+        swiglu_alpha=float(fields.get("swiglu_alpha", default=1.702)),
+        swiglu_limit=float(fields.get("swiglu_limit", default=7.0)),
     )
 
 

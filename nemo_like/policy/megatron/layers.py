@@ -28,6 +28,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from nemo_like.policy.inputs.attention import varlen_attention
+from nemo_like.policy.inputs.segment_attention import AttentionExtras
 
 
 def decoder_layer(*, attention: ModuleSpec, mlp: ModuleSpec) -> ModuleSpec:
@@ -45,8 +46,10 @@ def decoder_layer(*, attention: ModuleSpec, mlp: ModuleSpec) -> ModuleSpec:
     )
 
 
-def self_attention(*, window: int | None, has_qk_norm: bool = False) -> ModuleSpec:
-    """Return grouped-query attention.
+def self_attention(
+    *, window: int | None, has_qk_norm: bool = False, has_sinks: bool = False
+) -> ModuleSpec:
+    """Return grouped-query attention, with `has_sinks` with a sink for each head.
 
     A token attends to itself and the `window` - 1 positions before it; None means to all.
     """
@@ -56,7 +59,7 @@ def self_attention(*, window: int | None, has_qk_norm: bool = False) -> ModuleSp
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=untyped(partial(SegmentAttention, window=window)),
+            core_attention=untyped(partial(SegmentAttention, window=window, has_sinks=has_sinks)),
             linear_proj=RowParallelLinear,
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
@@ -132,10 +135,15 @@ class SegmentAttention(MegatronModule):
         layer_number: int,
         window: int | None,
         pg_collection: Any,
+        has_sinks: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(config=config)
         assert config.kv_channels is not None
+        self.sinks = None
+        if has_sinks:
+            num_heads = config.num_attention_heads // pg_collection.tp.size()
+            self.sinks = nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
         self.scale = config.kv_channels**-0.5
         self.window = window
         self.cp_group = pg_collection.cp if pg_collection.cp.size() > 1 else None
@@ -161,6 +169,7 @@ class SegmentAttention(MegatronModule):
             window=self.window,
             cp_group=self.cp_group,
             exchange=segments.exchange,
+            extras=AttentionExtras(sinks=self.sinks),
         )
         return out.reshape(len(out), 1, -1)
 

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
-from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from nemo_like.device_transfer import tensor_to_device
@@ -62,6 +63,47 @@ class GroupedExperts(SequentialMLP):
         gate, linear = up.chunk(2, dim=-1)
         activated = F.silu(gate) * linear
         return (activated * probs.unsqueeze(-1)).to(up.dtype)
+
+
+class ClampedExperts(MegatronModule):
+    """Experts with biases and a clamped SwiGLU. Weights are stacked, [experts, inputs, outputs];
+    the columns of gate and up projection alternate.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, *, moe: MoeSpec, pg_collection: Any
+    ) -> None:
+        super().__init__(config=config)
+        self._moe = moe
+        width = moe.expert_size
+        hidden = config.hidden_size
+        for name, shape in (
+            ("gate_up_proj", (hidden, 2 * width)),
+            ("gate_up_proj_bias", (2 * width,)),
+            ("down_proj", (width, hidden)),
+            ("down_proj_bias", (hidden,)),
+        ):
+            weight = torch.empty(num_local_experts, *shape, dtype=config.params_dtype)
+            self.register_parameter(name, nn.Parameter(weight))
+
+    def forward(
+        self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """See `GroupedExperts.forward`."""
+        counts = tensor_to_device(tokens_per_expert, hidden.device)
+        ends = counts.cumsum(0).to(torch.int32)
+        indices = torch.arange(len(counts), device=hidden.device)
+        # int64 [T]: the expert of each token.
+        experts = indices.repeat_interleave(counts, output_size=len(hidden))
+        gate_up = grouped_linear(hidden, ends, self.gate_up_proj.transpose(1, 2).unbind())
+        gate_up = gate_up + self.gate_up_proj_bias[experts]
+        limit = self._moe.swiglu_limit
+        gate = gate_up[..., ::2].clamp(max=limit)
+        up = gate_up[..., 1::2].clamp(-limit, limit)
+        activated = (up + 1) * gate * torch.sigmoid(gate * self._moe.swiglu_alpha)
+        down = grouped_linear(activated, ends, self.down_proj.transpose(1, 2).unbind())
+        down = down + self.down_proj_bias[experts]
+        return (down * probs.unsqueeze(-1)).to(hidden.dtype), None
 
 
 def grouped_linear(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -172,7 +214,8 @@ class Router(TopKRouter):
 
     def gating(self, input: Tensor) -> Tensor:
         """Return the logits [..., experts] of `input` [..., D]."""
-        return F.linear(input.float(), self.weight.float())
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(input.float(), self.weight.float(), bias)
 
 
 class SigmoidRouter(Router):
@@ -214,9 +257,12 @@ class SigmoidRouter(Router):
         return grouped.flatten(1).topk(moe.num_active_experts, dim=-1).indices
 
 
-def moe_mlp(router: Any = Router, *, has_shared_experts: bool = False) -> ModuleSpec:
-    """Return an MoE layer; the default router weights experts by a softmax."""
-    experts = ModuleSpec(module=GroupedExperts, submodules=mlp_submodules())
+def moe_mlp(
+    router: Any = Router, *, experts: ModuleSpec | None = None, has_shared_experts: bool = False
+) -> ModuleSpec:
+    """Return an MoE layer; by default of `GroupedExperts`, weighted by a softmax."""
+    if experts is None:
+        experts = ModuleSpec(module=GroupedExperts, submodules=mlp_submodules())
     submodules = MoESubmodules(experts=experts, router=router)
     if has_shared_experts:
         shared = ModuleSpec(module=SharedExpertMLP, submodules=mlp_submodules())
@@ -227,3 +273,8 @@ def moe_mlp(router: Any = Router, *, has_shared_experts: bool = False) -> Module
 def sigmoid_moe_mlp(moe: MoeSpec) -> ModuleSpec:
     """Return an MoE layer with `SigmoidRouter` and, if `moe` has them, shared experts."""
     return moe_mlp(partial(SigmoidRouter, moe=moe), has_shared_experts=moe.shared_size > 0)
+
+
+def clamped_moe_mlp(moe: MoeSpec) -> ModuleSpec:
+    """Return an MoE layer of `ClampedExperts`."""
+    return moe_mlp(experts=ModuleSpec(module=ClampedExperts, params={"moe": moe}))

@@ -71,8 +71,8 @@ class ParamSpec:
     above 0, a tied embedding on the last pipeline stage.
     """
     is_expert: bool = False
-    """One expert of an MoE layer. Hugging Face stacks the experts, so `shape` has a leading 1 that
-    the parameter itself does not have.
+    """One expert of an MoE layer, or this rank's experts stacked. Hugging Face stacks them, so
+    `shape` of a single one has a leading 1 that the parameter itself does not have.
     """
 
 
@@ -214,6 +214,21 @@ class RankParams:
             hf_name, offset=(expert, *zeros), shape=(1, *shape), local_offset=(0, *zeros)
         )
         self.specs[name] = ParamSpec(hf_slice.shape, (hf_slice,), is_owner=True, is_expert=True)
+
+    def add_experts(self, name: str, hf_name: str, shape: Shape) -> None:
+        """Add this rank's experts, stacked as in transformers: [experts, *shape]."""
+        experts = self.experts
+        zeros = (0,) * len(shape)
+        hf_slice = HFSlice(
+            hf_name, (experts.start, *zeros), (len(experts), *shape), local_offset=(0, *zeros)
+        )
+        self.specs[name] = ParamSpec(hf_slice.shape, (hf_slice,), is_owner=True, is_expert=True)
+
+    def add_sharded_vector(self, name: str, hf_name: str, size: int) -> None:
+        """Add [size], whose elements are sharded over the tp ranks."""
+        shape = (size // self._sharding.tp,)
+        hf_slice = HFSlice(hf_name, (self._tp_rank * shape[0],), shape, local_offset=(0,))
+        self.specs[name] = ParamSpec(shape, (hf_slice,), is_owner=True)
 
     def add_embedding(self) -> None:
         """Add the input embedding, which the first pipeline stage has."""

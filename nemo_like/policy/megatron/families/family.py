@@ -6,7 +6,7 @@ Imports no Megatron at module level, so that the check of a config runs without 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.models.spec import ModelSpec
@@ -26,14 +26,17 @@ class Family:
     attention, a gated SiLU feed-forward block, no biases. A family overrides what is different.
     """
 
+    has_output_bias: ClassVar[bool] = False
+    """The output projection of attention has a bias."""
+
     def problems(self, spec: ModelSpec) -> list[str]:
         """Return the properties of a model that this engine computes differently, for a message."""
         problems = []
         if spec.rope_type not in ROPE_TYPES:
             supported = ", ".join(ROPE_TYPES)
             problems.append(f"rope_type {spec.rope_type} (supported: {supported})")
-        if spec.has_output_bias:
-            problems.append("attention_bias true")
+        if spec.has_output_bias != self.has_output_bias:
+            problems.append(f"attention_bias {str(spec.has_output_bias).lower()}")
         if spec.has_mlp_bias:
             problems.append("mlp_bias true")
         if spec.attention_dropout:
