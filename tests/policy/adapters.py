@@ -66,6 +66,7 @@ LORA_OF = {
     "qwen3_moe_mixed": ALL_LINEAR,
     "qwen2_blocks": NF4,
     "deepseek_v3": LATENT,
+    "gpt_oss": ALL_LINEAR,
 }
 """Architecture -> its adapters in these tests."""
 

@@ -20,6 +20,8 @@ from torch import Tensor
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -145,6 +147,19 @@ MIXTURES: dict[str, tuple[type, Any]] = {
             tie_word_embeddings=True,
         ),
     ),
+    # One layer with a window; the activations reach the limit.
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig(
+            **_SIZES,
+            head_dim=16,
+            sliding_window=5,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            swiglu_alpha=1.3,
+            swiglu_limit=0.5,
+        ),
+    ),
 }
 """Of experts; kept apart, as not every test holds for them: what an expert multiplies depends on
 all rows together.
@@ -158,7 +173,8 @@ def save_tiny_model(directory: Path, architecture: str) -> Path:
     model: PreTrainedModel = model_class(config)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.ndim == 1:  # norms and biases start at constants, and should matter too
+            # Norms and biases start at constants, and should matter too.
+            if tensor.ndim == 1 or (tensor == 0).all():
                 tensor.add_(0.1 * torch.randn_like(tensor))
     model.save_pretrained(directory)
     words = {"<unk>": 0, "</s>": 1, **{f"w{index}": index for index in range(2, VOCABULARY)}}

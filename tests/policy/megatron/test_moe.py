@@ -58,15 +58,17 @@ CASES = (
     ("mixtral", "packed, 4 microbatches"),
     ("deepseek_v3", "packed, selective checkpointing"),
     ("deepseek_v3_plain", "shared prefixes, groups divided"),
+    ("gpt_oss", "dynamic, 4 microbatches, rounded"),
+    ("gpt_oss", "packed, selective checkpointing"),
 )
 CASES_OF = {
     "one rank": CASES,
     "ep2": (CASES[1], CASES[3], CASES[4], CASES[6]),
-    "tp2 + sp": (CASES[0], CASES[2], CASES[5], CASES[8]),
-    "tp2 x ep2 + sp": (CASES[0], CASES[2], CASES[4], CASES[6], CASES[7]),
-    "pp2 x ep2": (CASES[1], CASES[2], CASES[5], CASES[8]),
+    "tp2 + sp": (CASES[0], CASES[2], CASES[5], *CASES[8:]),
+    "tp2 x ep2 + sp": (CASES[0], CASES[2], CASES[4], CASES[6], CASES[7], CASES[9]),
+    "pp2 x ep2": (CASES[1], CASES[2], CASES[5], CASES[8], CASES[10]),
     "tp2 x dp2 x ep2 + sp": (CASES[0], CASES[3], CASES[4], *CASES[6:]),
-    "tp2 x cp2 x ep4 + sp": (CASES[1], CASES[2], CASES[5], CASES[7]),
+    "tp2 x cp2 x ep4 + sp": (CASES[1], CASES[2], CASES[5], CASES[7], CASES[9]),
 }
 """Layout -> architectures and ways of batching."""
 
@@ -133,6 +135,7 @@ def test_steps_and_checkpoints_go_from_shared_experts_to_one_process_of_either_e
     [
         ("mixtral", "block_sparse_moe.experts.3.w3.weight"),
         ("deepseek_v3", "mlp.gate.e_score_correction_bias"),
+        ("gpt_oss", "mlp.experts.gate_up_proj_bias"),
     ],
 )
 def test_the_files_have_the_names_that_transformers_writes(

@@ -309,7 +309,7 @@ def test_the_other_engine_computes_the_experts_of_the_generator(
     assert relative_error(saved, gradients) < 2 * TOLERANCE
 
 
-@pytest.mark.parametrize("architecture", ["deepseek_v3"])
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "gpt_oss"])
 def test_routers_of_other_families_use_given_experts(architecture, model_dir, on_ranks, tmp_path):
     """As the other engine does; here the experts are random."""
     config = of_model(LAYOUTS["packed, 2 microbatches"], model_dir(architecture))
