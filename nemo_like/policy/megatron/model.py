@@ -63,6 +63,8 @@ def transformer_config(
         layernorm_epsilon=spec.norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
+        # Families with a bias of this projection have one of every layer.
+        add_bias_linear=spec.has_output_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=sharding.tp,
@@ -77,7 +79,7 @@ def transformer_config(
         # for dense models.
         variable_seq_lengths=sharding.pp > 1,
         moe_token_dispatcher_type="alltoall",
-        **({"add_bias_linear": False} | dict(family_config)),
+        **family_config,
         deallocate_pipeline_outputs=True,
         batch_p2p_sync=is_cuda,
         # The loss is already divided by the global count; it and its gradients stay unscaled.

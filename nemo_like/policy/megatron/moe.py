@@ -77,14 +77,16 @@ class ClampedExperts(MegatronModule):
         self._moe = moe
         width = moe.expert_size
         hidden = config.hidden_size
-        for name, shape in (
-            ("gate_up_proj", (hidden, 2 * width)),
-            ("gate_up_proj_bias", (2 * width,)),
-            ("down_proj", (width, hidden)),
-            ("down_proj_bias", (hidden,)),
-        ):
-            weight = torch.empty(num_local_experts, *shape, dtype=config.params_dtype)
-            self.register_parameter(name, nn.Parameter(weight))
+
+        def stacked(*shape: int) -> nn.Parameter:
+            """Return uninitialized values [experts, *shape]."""
+            values = torch.empty(num_local_experts, *shape, dtype=config.params_dtype)
+            return nn.Parameter(values)
+
+        self.gate_up_proj = stacked(hidden, 2 * width)
+        self.gate_up_proj_bias = stacked(2 * width)
+        self.down_proj = stacked(width, hidden)
+        self.down_proj_bias = stacked(hidden)
 
     def forward(
         self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor

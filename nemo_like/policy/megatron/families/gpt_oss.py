@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.megatron.families.experts import ExpertLayers
-from nemo_like.policy.megatron.param_map import ModelSharding, RankParams
+from nemo_like.policy.megatron.param_map import RankParams
 
 if TYPE_CHECKING:
     from megatron.core.transformer import ModuleSpec
@@ -16,10 +16,6 @@ class GptOss(ExpertLayers):
     """All layers have experts, whose weights have the layout that they have in transformers."""
 
     has_output_bias = True
-
-    def config(self, sharding: ModelSharding) -> dict[str, Any]:
-        """See `Family.config`."""
-        return super().config(sharding) | {"add_bias_linear": True}
 
     def attention(self, spec: ModelSpec, layer: int) -> ModuleSpec:
         """See `Family.attention`."""
