@@ -92,8 +92,9 @@ class MegatronEngine(Engine[ShardedAdamW]):
             sequence_parallel=parallel_layout.sequence_parallel,
             recompute=config.activation_checkpointing if trainable else "none",
         )
-        self._param_map = family.param_map(sharding, stage, tp_rank, ep_rank)
-        self._buffers = family.buffers(sharding, stage)
+        rank_params = family.rank_params(sharding, stage, tp_rank, ep_rank)
+        self._param_map = rank_params.specs
+        self._buffers = rank_params.buffers
         self.parameters = dict(self.model.named_parameters())
         self._check_param_map()
         self._frozen: frozenset[str] = frozenset()

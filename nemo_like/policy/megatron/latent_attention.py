@@ -15,8 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from nemo_like.models.spec import LatentAttention
-from nemo_like.policy.collectives import copy_to, gather_rows
-from nemo_like.policy.inputs.attention import varlen_attention
+from nemo_like.policy.collectives import gather_rows
 from nemo_like.policy.megatron.layers import RMSNorm, Segments, rotated
 
 _NORM_EPS = 1e-6
@@ -44,12 +43,7 @@ class LatentSelfAttention(MegatronModule):
     """Causal attention within each segment, for this rank's heads."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        *,
-        latent: LatentAttention,
-        pg_collection: Any,
-        **kwargs: Any,
+        self, config: TransformerConfig, *, latent: LatentAttention, pg_collection: Any, **_: Any
     ) -> None:
         super().__init__(config=config)
         self._latent = latent
@@ -59,12 +53,8 @@ class LatentSelfAttention(MegatronModule):
         self._scale = query_key_dim**-0.5 * latent.score_factor
         num_heads = config.num_attention_heads
         self._num_local_heads = num_heads // self._tp_group.size()
-        options: dict[str, Any] = {
-            "config": config,
-            "init_method": config.init_method,
-            "bias": False,
-            "tp_group": self._tp_group,
-        }
+        options: Any = {"config": config, "init_method": config.init_method, "bias": False}
+        options["tp_group"] = self._tp_group
         hidden = config.hidden_size
         query_width = num_heads * query_key_dim
         if latent.query_rank is None:
@@ -77,13 +67,8 @@ class LatentSelfAttention(MegatronModule):
         self.kv_layernorm = RMSNorm(config, latent.kv_rank, _NORM_EPS)
         key_value_width = num_heads * (latent.nope_dim + latent.value_dim)
         self.linear_kv_b = ColumnParallelLinear(latent.kv_rank, key_value_width, **options)
-        self.linear_proj = RowParallelLinear(
-            num_heads * latent.value_dim,
-            hidden,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            **options,
-        )
+        options.update(input_is_parallel=True, skip_bias_add=True)
+        self.linear_proj = RowParallelLinear(num_heads * latent.value_dim, hidden, **options)
 
     def forward(
         self, hidden: Tensor, *args: Any, packed_seq_params: Segments, **kwargs: Any
@@ -99,20 +84,14 @@ class LatentSelfAttention(MegatronModule):
         vector, key_rope = compressed.split((latent.kv_rank, latent.rope_dim), dim=-1)
         expanded, _ = self.linear_kv_b(self.kv_layernorm(vector))
         key_nope, value = self._heads(expanded, latent.nope_dim)
+        query_rope = self._rotated(query_rope, segments)
         # One for all heads, [T, 1, rope_dim].
         key_rope = self._rotated(self._for_all_ranks(key_rope), segments)
         key_rope = key_rope.expand(-1, self._num_local_heads, -1)
-        out = varlen_attention(
-            torch.cat((query_nope, self._rotated(query_rope, segments)), dim=-1),
-            torch.cat((key_nope, key_rope), dim=-1),
-            value,
-            segments.bounds,
-            segments.max_length,
-            scale=self._scale,
-            cp_group=self._cp_group,
-            exchange=segments.exchange,
-        )
-        return self.linear_proj(out.reshape(len(out), 1, -1))
+        query = torch.cat((query_nope, query_rope), dim=-1)
+        key = torch.cat((key_nope, key_rope), dim=-1)
+        out = segments.attend(query, key, value, scale=self._scale, cp_group=self._cp_group)
+        return self.linear_proj(out)
 
     def _query(self, hidden: Tensor) -> Tensor:
         """Return the queries of this rank's heads, [T, 1, heads * query-key dim]."""
@@ -130,12 +109,9 @@ class LatentSelfAttention(MegatronModule):
     def _for_all_ranks(self, key: Tensor) -> Tensor:
         """Return the keys [T, 1, rope_dim] of all tokens; the backward sums over the tp ranks.
 
-        With sequence parallelism `key` is [T / tp, 1, rope_dim].
+        `key` is [T / tp, 1, rope_dim]: models with experts have sequence parallelism with tp.
         """
-        if self._tp_group.size() == 1:
-            return key
-        collective = gather_rows if self.config.sequence_parallel else copy_to
-        return collective(self._tp_group, key)
+        return gather_rows(self._tp_group, key) if self.config.sequence_parallel else key
 
     def _rotated(self, heads: Tensor, segments: Segments) -> Tensor:
         """Apply the rotary embedding to `heads` [T, H, rope_dim]."""

@@ -98,6 +98,12 @@ class Segments(PackedSeqParams):
     """int16 [tokens, layers, top-k], of this rank's tokens: the choices of the routers, -1 for
     their own. None: their own for all."""
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Return [T, 1, heads * value dim] for [T, heads, head_dim]; see `varlen_attention`."""
+        options["exchange"] = self.exchange
+        out = varlen_attention(query, key, value, self.bounds, self.max_length, **options)
+        return out.reshape(len(out), 1, -1)
+
 
 class RMSNorm(nn.RMSNorm):
     """The model's only norm.
@@ -159,19 +165,15 @@ class SegmentAttention(MegatronModule):
     ) -> Tensor:
         """Return [T, 1, heads * head_dim] for `query` [T, heads, head_dim]."""
         segments = packed_seq_params
-        out = varlen_attention(
+        return segments.attend(
             rotated(query, segments.cos, segments.sin),
             rotated(key, segments.cos, segments.sin),
             value,
-            segments.bounds,
-            segments.max_length,
             scale=self.scale,
             window=self.window,
             cp_group=self.cp_group,
-            exchange=segments.exchange,
             extras=AttentionExtras(sinks=self.sinks),
         )
-        return out.reshape(len(out), 1, -1)
 
 
 def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ def _grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 def _has_kernel(left: Tensor, right: Tensor) -> bool:
     """Return True if `torch.nn.functional.grouped_mm` takes these operands as they are."""
-    if not hasattr(F, "grouped_mm"):
+    if not hasattr(F, "grouped_mm") or left.numel() == 0:
         return False
     if not left.is_cuda:
         return True
@@ -254,29 +254,21 @@ class SigmoidRouter(Router):
         grouped = scores.unflatten(1, (moe.num_groups, -1))
         group_scores = grouped.topk(2, dim=-1).values.sum(dim=-1)
         groups = group_scores.topk(moe.num_active_groups, dim=-1).indices
-        is_left_out = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, groups, False)
+        is_left_out = torch.ones_like(group_scores).scatter(1, groups, 0.0).bool()
         grouped = grouped.masked_fill(is_left_out[..., None], float("-inf"))
         return grouped.flatten(1).topk(moe.num_active_experts, dim=-1).indices
 
 
-def moe_mlp(
-    router: Any = Router, *, experts: ModuleSpec | None = None, has_shared_experts: bool = False
-) -> ModuleSpec:
-    """Return an MoE layer; by default of `GroupedExperts`, weighted by a softmax."""
-    if experts is None:
-        experts = ModuleSpec(module=GroupedExperts, submodules=mlp_submodules())
-    submodules = MoESubmodules(experts=experts, router=router)
-    if has_shared_experts:
-        shared = ModuleSpec(module=SharedExpertMLP, submodules=mlp_submodules())
-        submodules.shared_experts = shared
+def moe_mlp(*, router: Any = None, experts: Any = None, moe: MoeSpec | None = None) -> ModuleSpec:
+    """Return an MoE layer; by default `GroupedExperts`, weighted by a softmax.
+
+    Another `router`, other `experts` and shared experts are as `moe` describes.
+    """
+    grouped = ModuleSpec(module=GroupedExperts, submodules=mlp_submodules())
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=mlp_submodules())
+    submodules = MoESubmodules(
+        experts=ModuleSpec(module=experts, params={"moe": moe}) if experts else grouped,
+        router=partial(router, moe=moe) if router else Router,
+        shared_experts=untyped(shared if moe is not None and moe.shared_size else None),
+    )
     return ModuleSpec(module=MoELayer, submodules=submodules)
-
-
-def sigmoid_moe_mlp(moe: MoeSpec) -> ModuleSpec:
-    """Return an MoE layer with `SigmoidRouter` and, if `moe` has them, shared experts."""
-    return moe_mlp(partial(SigmoidRouter, moe=moe), has_shared_experts=moe.shared_size > 0)
-
-
-def clamped_moe_mlp(moe: MoeSpec) -> ModuleSpec:
-    """Return an MoE layer of `ClampedExperts`."""
-    return moe_mlp(experts=ModuleSpec(module=ClampedExperts, params={"moe": moe}))

@@ -207,17 +207,8 @@ class RankParams:
         shape = (size, *tail)
         self.specs[f"{name}.{kind}"] = ParamSpec(shape, tuple(slices), is_owner=True)
 
-    def add_expert(self, name: str, hf_name: str, expert: int, shape: Shape) -> None:
-        """Add one unsharded expert: index `expert` of the stacked tensor [experts, *shape]."""
-        zeros = (0,) * len(shape)
-        hf_slice = HFSlice(
-            hf_name, offset=(expert, *zeros), shape=(1, *shape), local_offset=(0, *zeros)
-        )
-        self.specs[name] = ParamSpec(hf_slice.shape, (hf_slice,), is_owner=True, is_expert=True)
-
-    def add_experts(self, name: str, hf_name: str, shape: Shape) -> None:
-        """Add this rank's experts, stacked as in transformers: [experts, *shape]."""
-        experts = self.experts
+    def add_experts(self, name: str, hf_name: str, experts: range, shape: Shape) -> None:
+        """Add unsharded experts: indices `experts` of the stacked tensor [experts, *shape]."""
         zeros = (0,) * len(shape)
         hf_slice = HFSlice(
             hf_name, (experts.start, *zeros), (len(experts), *shape), local_offset=(0, *zeros)

@@ -85,10 +85,13 @@ def test_experts_have_the_gradient_of_transformers_wherever_they_live(
     check_cases(CASES_OF[parallel], parallel, model_dir, expected, on_ranks)
 
 
-def test_a_rank_without_rows_still_computes_the_experts_others_need(model_dir, on_ranks):
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+def test_a_rank_without_rows_still_computes_the_experts_others_need(
+    architecture, model_dir, on_ranks
+):
     steps = [
         Step(
-            of_model(LAYOUTS["packed, 2 microbatches"], model_dir("qwen3_moe")),
+            of_model(LAYOUTS["packed, 2 microbatches"], model_dir(architecture)),
             random_batch(LENGTHS[:1]),
         )
     ]

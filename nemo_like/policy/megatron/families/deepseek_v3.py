@@ -32,11 +32,11 @@ class DeepseekV3(ExpertLayers):
 
     def mlp(self, spec: ModelSpec, layer: int) -> ModuleSpec:
         """See `Family.mlp`."""
-        from nemo_like.policy.megatron.moe import sigmoid_moe_mlp
+        from nemo_like.policy.megatron.moe import SigmoidRouter, moe_mlp
 
-        if spec.moe is None or not is_sparse(spec, layer):
+        if not is_sparse(spec, layer):
             return super().mlp(spec, layer)
-        return sigmoid_moe_mlp(spec.moe)
+        return moe_mlp(router=SigmoidRouter, moe=spec.moe)
 
     def add_attention(self, params: RankParams, attention: str, hf_attention: str) -> None:
         """See `Family.add_attention`."""

@@ -67,10 +67,11 @@ class ExpertLayers(Family):
             local = f"{mlp}.experts.local_experts.{index}"
             fc1_shape = (2 * moe.expert_size, hidden)
             fc1 = f"{local}.linear_fc1.weight"
-            params.add_expert(fc1, f"{hf_mlp}.experts.gate_up_proj", expert, fc1_shape)
+            only = range(expert, expert + 1)
+            params.add_experts(fc1, f"{hf_mlp}.experts.gate_up_proj", only, fc1_shape)
             fc2_shape = (hidden, moe.expert_size)
             fc2 = f"{local}.linear_fc2.weight"
-            params.add_expert(fc2, f"{hf_mlp}.experts.down_proj", expert, fc2_shape)
+            params.add_experts(fc2, f"{hf_mlp}.experts.down_proj", only, fc2_shape)
 
 
 def is_sparse(spec: ModelSpec, layer: int) -> bool:

@@ -106,17 +106,12 @@ class Family:
         self, sharding: ModelSharding, stage: int, tp_rank: int, ep_rank: int = 0
     ) -> ParamMap:
         """Return the parameters of the rank at pipeline stage `stage`, by Megatron-Core name."""
-        return self._rank_params(sharding, stage, tp_rank, ep_rank).specs
+        return self.rank_params(sharding, stage, tp_rank, ep_rank).specs
 
-    def buffers(self, sharding: ModelSharding, stage: int) -> dict[str, str]:
-        """Return the buffers in files of pipeline stage `stage`: by Megatron-Core name the name in
-        transformers. Every rank of the stage has them in full.
-        """
-        return self._rank_params(sharding, stage, 0, 0).buffers
-
-    def _rank_params(
+    def rank_params(
         self, sharding: ModelSharding, stage: int, tp_rank: int, ep_rank: int
     ) -> RankParams:
+        """Return the parameters of a rank, and its buffers with values in files."""
         params = RankParams(sharding, tp_rank, ep_rank)
         if stage == 0:
             params.add_embedding()

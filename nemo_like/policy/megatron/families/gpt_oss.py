@@ -25,10 +25,9 @@ class GptOss(ExpertLayers):
 
     def mlp(self, spec: ModelSpec, layer: int) -> ModuleSpec:
         """See `Family.mlp`."""
-        from nemo_like.policy.megatron.moe import clamped_moe_mlp
+        from nemo_like.policy.megatron.moe import ClampedExperts, moe_mlp
 
-        assert spec.moe is not None, "all layers have experts"
-        return clamped_moe_mlp(spec.moe)
+        return moe_mlp(experts=ClampedExperts, moe=spec.moe)
 
     def add_attention(self, params: RankParams, attention: str, hf_attention: str) -> None:
         """See `Family.add_attention`."""
@@ -53,4 +52,6 @@ class GptOss(ExpertLayers):
             ("down_proj", (moe.expert_size, hidden)),
             ("down_proj_bias", (hidden,)),
         ):
-            params.add_experts(f"{mlp}.experts.{name}", f"{hf_mlp}.experts.{name}", expert_shape)
+            local = f"{mlp}.experts.{name}"
+            hf_name = f"{hf_mlp}.experts.{name}"
+            params.add_experts(local, hf_name, params.experts, expert_shape)
