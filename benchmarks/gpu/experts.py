@@ -77,7 +77,7 @@ def _measure_sequential(
     # Loading the worker class checks that Megatron-Core is installed.
     worker_class("megatron")
     try:
-        module: Any = importlib.import_module("nemo_like.policy.megatron.layers")
+        module: Any = importlib.import_module("nemo_like.policy.megatron.moe")
     except ImportError:
         raise SkipCell("this version has no grouped experts; the step above has the loop") from None
     grouped = module.GroupedExperts

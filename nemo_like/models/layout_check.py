@@ -42,6 +42,7 @@ def _size_problems(
         "attention heads": spec.num_heads,
         "key-value heads": spec.num_kv_heads,
         "feed-forward columns": spec.intermediate_size,
+        "columns of shared experts": 0 if spec.moe is None else spec.moe.shared_size,
     }
     over_ep = {"experts": 0 if spec.moe is None else spec.moe.num_experts}
     axes = (("parallel.tensor", layout.tp, over_tp), ("parallel.expert", layout.ep, over_ep))

@@ -9,6 +9,7 @@ has the configurations of well-known models.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from nemo_like.config.errors import ConfigError, shown_path, shown_value
 from nemo_like.config.paths import model_directory
 from nemo_like.config.schema import OutputHead
+from nemo_like.models.family_traits import TRAITS, FamilyTraits
 
 _REQUIRED = object()
 
@@ -73,46 +75,10 @@ class ConfigFields:
 
 SCORE_WEIGHT = "score.weight"
 """Name of the score head of a reward model, [1, hidden size]."""
+_ROPE = ("rope_parameters", "rope_scaling")
+"""transformers 5 has the first, older files the second, which may be null."""
 _SOFTMAX_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 """Values of `layer_types` with softmax attention; any other is linear in the length."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _FamilyTraits:
-    """Properties of all models of one `model_type` that their configurations do not name."""
-
-    num_mlp_matrices: int = 3
-    has_qkv_bias: bool = False
-    has_qk_norm: bool = False
-    has_window_in_every_layer: bool = False
-    """`max_window_layers` is ignored: a sliding window applies to every layer."""
-    normalizes_weights: bool = False
-    """See `MoeSpec`."""
-
-
-_UNGATED = _FamilyTraits(num_mlp_matrices=2)
-_TRAITS = {
-    "arcee": _UNGATED,
-    "bloom": _UNGATED,
-    "codegen": _UNGATED,
-    "falcon": _UNGATED,
-    "gpt2": _UNGATED,
-    "gpt_bigcode": _UNGATED,
-    "gpt_neo": _UNGATED,
-    "gpt_neox": _UNGATED,
-    "gptj": _UNGATED,
-    "mixtral": _FamilyTraits(normalizes_weights=True),
-    "mpt": _UNGATED,
-    "nemotron": _UNGATED,
-    "opt": _UNGATED,
-    "phi": _UNGATED,
-    "qwen2": _FamilyTraits(has_qkv_bias=True),
-    "qwen3": _FamilyTraits(has_qk_norm=True),
-    "qwen3_moe": _FamilyTraits(has_qk_norm=True, has_window_in_every_layer=True),
-    "stablelm_epoch": _UNGATED,
-    "starcoder2": _UNGATED,
-}
-"""By `model_type`; families without an entry have the defaults, as Llama does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +91,10 @@ class LatentAttention:
     nope_dim: int
     rope_dim: int
     value_dim: int
+    is_interleaved: bool
+    """The rotary embedding rotates pairs of neighbours, and not the two halves of a head."""
+    score_factor: float
+    """Factor of attention scores besides that for the size of a head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +112,15 @@ class MoeSpec:
     """Layers with experts; the others have a dense feed-forward block."""
     normalizes_weights: bool
     """The router weights of the active experts are normalized to a sum of 1."""
+    num_groups: int = 1
+    """Groups of experts."""
+    num_active_groups: int = 1
+    """Groups that the experts of a token are chosen from."""
+    weight_factor: float = 1.0
+    """Factor of the router weights."""
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    """Of experts with a clamped SwiGLU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,9 +190,8 @@ class ModelSpec:
         num_heads = fields.size("num_attention_heads", "n_head")
         attention_bias = bool(fields.get("attention_bias", default=False))
         head = _output_head(fields)
-        traits = _TRAITS.get(model_type, _FamilyTraits())
-        # transformers 5 has `rope_parameters`, older files `rope_scaling`, which may be null.
-        rope = fields.get("rope_parameters", "rope_scaling", default=None) or {}
+        traits = TRAITS.get(model_type, FamilyTraits())
+        rope = fields.get(*_ROPE, default=None) or {}
         # Without a value of their own, heads divide the hidden size.
         default_head_dim = max(hidden_size // num_heads, 1)
         return cls(
@@ -237,7 +215,7 @@ class ModelSpec:
             has_qk_norm=traits.has_qk_norm,
             windows=_windows(fields, traits, num_layers),
             linear_attention_layers=_linear_attention_layers(fields),
-            rope_type=str(rope.get("rope_type", "default")),
+            rope_type=str(rope.get("rope_type") or rope.get("type", "default")),
             activation=str(fields.get("hidden_act", "activation_function", default="silu")),
             attention_dropout=float(fields.get("attention_dropout", default=0.0)),
             norm_eps=float(fields.get("rms_norm_eps", "layer_norm_epsilon", default=1e-6)),
@@ -384,15 +362,16 @@ class ModelSpec:
         if self.has_qk_norm:
             # One weight for all query heads, one for all key heads.
             per_layer += 2 * self.head_dim
+        if self.latent is not None:
+            # A norm of each latent vector.
+            per_layer += self.latent.kv_rank + (self.latent.query_rank or 0)
         if self.has_mlp_bias:
             per_layer += 2 * self.intermediate_size + self.hidden_size
         final_norm = self.hidden_size
         return self.num_layers * per_layer + final_norm
 
 
-def _windows(
-    fields: ConfigFields, traits: _FamilyTraits, num_layers: int
-) -> tuple[int | None, ...]:
+def _windows(fields: ConfigFields, traits: FamilyTraits, num_layers: int) -> tuple[int | None, ...]:
     """Return the window of each layer, None for attention to all positions."""
     kinds = fields.get("layer_types", default=None)
     window = fields.get("sliding_window", default=None)
@@ -447,10 +426,21 @@ def _latent(fields: ConfigFields) -> LatentAttention | None:
         nope_dim=fields.size("qk_nope_head_dim"),
         rope_dim=fields.size("qk_rope_head_dim"),
         value_dim=fields.size("v_head_dim"),
+        is_interleaved=bool(fields.get("rope_interleave", default=True)),
+        score_factor=_score_factor(fields.get(*_ROPE, default=None) or {}),
     )
 
 
-def _moe(fields: ConfigFields, traits: _FamilyTraits, num_layers: int) -> MoeSpec | None:
+def _score_factor(rope: Mapping[str, Any]) -> float:
+    """Return the factor with which DeepSeek extends the positions by YaRN."""
+    factor = rope.get("factor", 1.0)
+    mscale = rope.get("mscale_all_dim", 0)
+    if not mscale or factor <= 1:
+        return 1.0
+    return (0.1 * mscale * math.log(factor) + 1.0) ** 2
+
+
+def _moe(fields: ConfigFields, traits: FamilyTraits, num_layers: int) -> MoeSpec | None:
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     # 0 experts mean a dense model.
     if not fields.get(*names, default=0):
@@ -467,6 +457,11 @@ def _moe(fields: ConfigFields, traits: _FamilyTraits, num_layers: int) -> MoeSpe
         shared_size=shared_size,
         layers=_moe_layers(fields, num_layers),
         normalizes_weights=bool(fields.get("norm_topk_prob", default=traits.normalizes_weights)),
+        num_groups=fields.get("n_group", default=1),
+        num_active_groups=fields.get("topk_group", default=1),
+        weight_factor=float(fields.get("routed_scaling_factor", default=1.0)),
+        swiglu_alpha=float(fields.get("swiglu_alpha", default=1.702)),
+        swiglu_limit=float(fields.get("swiglu_limit", default=7.0)),
     )
 
 

@@ -335,8 +335,7 @@ class Activations:
         size = place.compute_bytes
         tp = place.parallel_layout.tp
         cp = place.parallel_layout.cp
-        query = spec.num_heads * spec.head_dim / tp
-        key = spec.num_kv_heads * spec.head_dim / tp
+        query, key = self._widths
         # A norm saves its input in float32, its output, and one float32 number per token.
         norms = 2 * ((4 + size) * spec.hidden_size + 4) / self.token_shares
         if spec.has_qk_norm:
@@ -397,6 +396,16 @@ class Activations:
         return self.placement.compute_bytes * self.placement.adapter_activations(self.spec)
 
     @property
+    def _widths(self) -> tuple[float, float]:
+        """Widths of queries and of keys on one rank.
+
+        Where values have another width, as in latent attention, the means with the output and with
+        the values.
+        """
+        query = self.spec.attention_width / 2 / self.placement.parallel_layout.tp
+        return query, query * self.spec.num_kv_heads / self.spec.num_heads
+
+    @property
     def _selected_bytes(self) -> tuple[float, float]:
         """Bytes that selective checkpointing saves besides the input of a layer.
 
@@ -406,8 +415,7 @@ class Activations:
         spec = self.spec
         size = self.placement.compute_bytes
         tp = self.placement.parallel_layout.tp
-        query = spec.num_heads * spec.head_dim / tp
-        key = spec.num_kv_heads * spec.head_dim / tp
+        query, key = self._widths
         # Values, output and log-sum-exp of attention; gate and up projection.
         width = spec.active_mlp_size / tp
         used = size * (key + query + 2 * width) + 4 * spec.num_heads / tp

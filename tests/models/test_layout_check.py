@@ -68,6 +68,13 @@ def test_heads_and_layers_must_divide() -> None:
     assert len(problems(three_heads, engine="dtensor", tensor=6)) == 2
 
 
+def test_columns_of_shared_experts_must_divide() -> None:
+    shared = {**MOE, "n_shared_experts": 1, "moe_intermediate_size": 30}
+    assert problems(shared, tensor=2, sequence=True) == []
+    (only,) = problems(shared, tensor=4, sequence=True)
+    assert "30 columns of shared experts, and 30 / parallel.tensor 4 = 7.5" in only
+
+
 def test_experts_must_divide() -> None:
     assert problems(MOE, expert=3) == []
     assert problems(MOE, expert=4) == [

@@ -20,6 +20,8 @@ SIZES: dict[str, Any] = {
     "vocab_size": 500,
 }
 MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT: dict[str, Any] = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+                          "qk_rope_head_dim": 16, "v_head_dim": 8}  # fmt: skip
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": AutoConfig.for_model("llama", **SIZES),
     "llama, tied, biases": AutoConfig.for_model(
@@ -38,19 +40,38 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }  # fmt: skip
 
 
+OTHER_CONFIGS: dict[str, PretrainedConfig] = {
+    "deepseek_v3": AutoConfig.for_model(
+        "deepseek_v3", **SIZES, **LATENT, n_routed_experts=8, moe_intermediate_size=32
+    )
+}
+
+
 def model_of(config: PretrainedConfig) -> Any:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *OTHER_CONFIGS])
 def test_parameters_are_those_of_the_model(name: str) -> None:
-    config = CONFIGS[name]
+    config = (CONFIGS | OTHER_CONFIGS)[name]
     model = model_of(config)
     spec = ModelSpec.from_config(config)
     assert spec.num_params == sum(parameter.numel() for parameter in model.parameters())
     assert spec.embedding_params == model.get_input_embeddings().weight.numel()
     assert spec == ModelSpec.from_config(config.to_dict(), spec.name)
+
+
+def test_the_scale_of_scores_is_that_of_the_layers() -> None:
+    """Also of files with the names of older releases of transformers."""
+    scaling = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.7}
+    config: dict[str, Any] = {**SIZES, **LATENT, "num_hidden_layers": 1, "first_k_dense_replace": 1}
+    for rope in ({"rope_scaling": scaling}, {}):
+        layers = model_of(AutoConfig.for_model("deepseek_v3", **config, **rope)).model.layers
+        spec = ModelSpec.from_config({**config, **rope, "model_type": "deepseek_v3"})
+        assert spec.rope_type == ("yarn" if rope else "default")
+        assert spec.latent is not None
+        assert layers[0].self_attn.scaling == pytest.approx(24**-0.5 * spec.latent.score_factor)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

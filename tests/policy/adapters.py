@@ -52,6 +52,12 @@ NF4 = AdapterConfig(
     quantization="nf4",
 )
 """Layers with and without adapters are quantized."""
+LATENT = AdapterConfig(
+    enabled=True,
+    rank=3,
+    alpha=4.0,
+    target_modules=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+)
 LORA_OF = {
     "qwen2_tied": LORA,
     "qwen3": ALL_LINEAR,
@@ -59,6 +65,8 @@ LORA_OF = {
     "qwen3_moe": ALL_LINEAR,
     "qwen3_moe_mixed": ALL_LINEAR,
     "qwen2_blocks": NF4,
+    "deepseek_v3": LATENT,
+    "gpt_oss": ALL_LINEAR,
 }
 """Architecture -> its adapters in these tests."""
 

@@ -18,6 +18,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -81,6 +85,17 @@ _MIXTURE: dict[str, Any] = _SIZES | {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
 }
+_LATENT: dict[str, Any] = _SIZES | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
 MIXTURES: dict[str, tuple[type, Any]] = {
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**_MIXTURE, norm_topk_prob=True)),
     "mixtral": (
@@ -99,6 +114,52 @@ MIXTURES: dict[str, tuple[type, Any]] = {
             sliding_window=5,
         ),
     ),
+    "deepseek_v3": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config(
+            **_LATENT,
+            q_lora_rank=24,
+            n_group=4,
+            topk_group=2,
+            n_shared_experts=2,
+            rms_norm_eps=1e-3,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+            },
+        ),
+    ),
+    # All groups, weights that do not add up to 1, and what some models leave out.
+    "deepseek_v3_plain": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config(
+            **_LATENT,
+            q_lora_rank=None,
+            n_group=1,
+            topk_group=1,
+            norm_topk_prob=False,
+            n_shared_experts=1,
+            rope_interleave=False,
+            tie_word_embeddings=True,
+        ),
+    ),
+    # One layer with a window; the activations reach the limit.
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig(
+            **_SIZES,
+            head_dim=16,
+            sliding_window=5,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            swiglu_alpha=1.3,
+            swiglu_limit=0.5,
+        ),
+    ),
 }
 """Of experts; kept apart, as not every test holds for them: what an expert multiplies depends on
 all rows together.
@@ -111,11 +172,10 @@ def save_tiny_model(directory: Path, architecture: str) -> Path:
     model_class, config = (ARCHITECTURES | WINDOWED | MIXTURES | BLOCKS)[architecture]
     model: PreTrainedModel = model_class(config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if (
-                parameter.ndim == 1
-            ):  # norms and biases start at constants; their gradients should matter too
-                parameter.add_(0.1 * torch.randn_like(parameter))
+        for tensor in (*model.parameters(), *model.buffers()):
+            # Norms and biases start at constants, and should matter too.
+            if tensor.ndim == 1 or (tensor == 0).all():
+                tensor.add_(0.1 * torch.randn_like(tensor))
     model.save_pretrained(directory)
     words = {"<unk>": 0, "</s>": 1, **{f"w{index}": index for index in range(2, VOCABULARY)}}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))

@@ -92,7 +92,9 @@ class MegatronEngine(Engine[ShardedAdamW]):
             sequence_parallel=parallel_layout.sequence_parallel,
             recompute=config.activation_checkpointing if trainable else "none",
         )
-        self._param_map = family.param_map(sharding, stage, tp_rank, ep_rank)
+        rank_params = family.rank_params(sharding, stage, tp_rank, ep_rank)
+        self._param_map = rank_params.specs
+        self._buffers = rank_params.buffers
         self.parameters = dict(self.model.named_parameters())
         self._check_param_map()
         self._frozen: frozenset[str] = frozenset()
@@ -169,6 +171,11 @@ class MegatronEngine(Engine[ShardedAdamW]):
             files.check({name: shapes[name] for name in shapes if name not in initial_weights})
             read_weight = partial(_read_weight, initial_weights, files.read)
             fill_weights(self.parameters, self._param_map, read_weight, self._optimizer)
+            for name, hf_name in self._buffers.items():
+                # transformers does not require them either.
+                if hf_name in files:
+                    buffer = self.model.get_buffer(name)
+                    files.read_into(buffer, hf_name, (0,) * buffer.ndim)
         if self.adapters is None:
             return
         # The values of a score head come from the model's files, or from `initial_weights`.
@@ -344,10 +351,11 @@ class MegatronEngine(Engine[ShardedAdamW]):
         assert not unknown, f"weights in the family's map or in transformers only: {unknown[:4]}"
 
     def _check_param_map(self) -> None:
-        shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
-        # The spec of an expert has a leading 1 that the parameter does not have.
-        mapped = {name: spec.shape[spec.is_expert :] for name, spec in self._param_map.items()}
-        assert shapes == mapped, "the parameter map and the model have the same parameters"
+        assert self.parameters.keys() == self._param_map.keys(), "the map has all parameters"
+        for name, spec in self._param_map.items():
+            # The spec of a single expert has a leading 1 that the parameter does not have.
+            shapes = (spec.shape, spec.shape[1:]) if spec.is_expert else (spec.shape,)
+            assert tuple(self.parameters[name].shape) in shapes, f"the map has the shape of {name}"
 
     def move_to_host(self) -> None:
         """See `Engine.move_to_host`; gradients are dropped."""

@@ -7,6 +7,7 @@ the matrices that PEFT and the other engine have:
     layer             A [rank, inputs]        B [outputs, rank]
     column-parallel   replicated              this rank's rows
     row-parallel      this rank's columns     replicated
+    replicated        replicated              replicated
 
 The output A x, of size rank, passes the collective, so that the gradients of replicated matrices
 are complete on every tp rank; with sequence parallelism they cover the tokens of a rank, and
@@ -16,8 +17,9 @@ Megatron-Core sums them like the gradients of norms. In MoE models only attentio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -32,8 +34,9 @@ from nemo_like.policy.lora import AdapterState
 from nemo_like.policy.megatron.families.family import Family
 from nemo_like.policy.megatron.param_map import HFSlice, ModelSharding, ParamMap, ParamSpec
 
-_COLUMN = (".linear_qkv", ".linear_fc1")
+_COLUMN = (".linear_qkv", ".linear_fc1", ".linear_q", ".linear_q_b", ".linear_kv_b")
 _ROW = (".linear_proj", ".linear_fc2")
+_REPLICATED = (".linear_q_a", ".linear_kv_a")
 """Ends of the names of layers."""
 
 
@@ -44,7 +47,7 @@ class AdapterSpec(NamedTuple):
     """Megatron-Core name of the layer, e.g. `decoder.layers.0.self_attention.linear_qkv`."""
     weight: str
     """Hugging Face name of the weight, e.g. `model.layers.0.self_attn.q_proj.weight`."""
-    is_row_parallel: bool
+    sharding: Literal["column", "row", "none"]
     slices: tuple[HFSlice, ...]
     """Blocks of the weight in the weight of the layer."""
     a: ParamSpec
@@ -103,16 +106,15 @@ def adapter_specs(
     for part in _adaptable_parts(param_map, model):
         if not lora.is_target(part.layer):
             continue
+        weight = f"{part.layer}.weight"
         is_row_parallel = part.module.endswith(_ROW)
         matrix_specs = _row_parallel if is_row_parallel else _column_parallel
-        weight = f"{part.layer}.weight"
-        yield AdapterSpec(
-            part.module,
-            weight,
-            is_row_parallel,
-            part.slices,
-            *matrix_specs(weight, part.slices, lora.rank, is_first=tp_rank == 0),
-        )
+        matrices = matrix_specs(weight, part.slices, lora.rank, is_first=tp_rank == 0)
+        sharding = "row" if is_row_parallel else "column"
+        if part.module.endswith(_REPLICATED):
+            sharding = "none"
+            matrices = (matrices[0], replace(matrices[1], is_owner=tp_rank == 0))
+        yield AdapterSpec(part.module, weight, sharding, part.slices, *matrices)
 
 
 class _AdaptablePart(NamedTuple):
@@ -129,7 +131,7 @@ class _AdaptablePart(NamedTuple):
 def _adaptable_parts(param_map: ParamMap, model: ModelSpec) -> Iterator[_AdaptablePart]:
     for name, spec in param_map.items():
         module, _, kind = name.rpartition(".")
-        if kind != "weight" or spec.is_expert or not module.endswith(_COLUMN + _ROW):
+        if kind != "weight" or spec.is_expert or not module.endswith(_COLUMN + _ROW + _REPLICATED):
             continue
         slices_of_name: dict[str, list[HFSlice]] = {}
         for part in spec.slices:
@@ -224,16 +226,20 @@ class EngineAdapters:
             adapter = Adapter(spec, layer.weight.device, layer.weight.dtype)
             layer.adapters[spec.key] = adapter
             rows += spec.rows
-            replicated = adapter.lora_B if spec.is_row_parallel else adapter.lora_A
             # Megatron-Core sums the gradients of marked parameters over the tp ranks.
-            replicated.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+            if spec.sharding != "row":
+                adapter.lora_A.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+            if spec.sharding != "column":
+                adapter.lora_B.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
         num_rows, _ = layer.weight.shape
         # None if the adapters have the outputs of the layer in the same order.
         is_in_order = rows == list(range(num_rows))
         index = None if is_in_order else torch.tensor(rows, device=layer.weight.device)
         layer.register_buffer("adapter_rows", index, persistent=False)
-        adapted = _adapted_row if specs[0].is_row_parallel else _adapted_column
-        layer.forward = partial(adapted, self.state, layer, layer.forward, sequence_parallel)
+        adapted = {"column": _adapted_column, "row": _adapted_row, "none": _adapted_replicated}
+        layer.forward = partial(
+            adapted[specs[0].sharding], self.state, layer, layer.forward, sequence_parallel
+        )
 
 
 def _adapted_column(
@@ -292,6 +298,21 @@ def _adapted_row(
     elif group.size() > 1:
         low = sum_over(group, low)
     return torch.add(out, adapter.lora_B(low), alpha=state.scale), bias
+
+
+def _adapted_replicated(
+    state: AdapterState,
+    layer: Any,
+    forward: Callable[[Tensor], Tensor],
+    sequence_parallel: bool,
+    hidden: Tensor,
+) -> Tensor:
+    """Return the sum of the outputs of the layer and its adapter for `hidden` [..., D]."""
+    out = forward(hidden)
+    if not state.is_enabled:
+        return out
+    (adapter,) = layer.adapters.values()
+    return torch.add(out, adapter.lora_B(adapter.lora_A(hidden)), alpha=state.scale)
 
 
 def _column_parallel(

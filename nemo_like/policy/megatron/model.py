@@ -63,7 +63,8 @@ def transformer_config(
         layernorm_epsilon=spec.norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
-        add_bias_linear=False,
+        # Families with a bias of this projection have one of every layer.
+        add_bias_linear=spec.has_output_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=sharding.tp,
@@ -192,13 +193,22 @@ class PackedModel(GPTModel):
             bounds=inputs.cu_seqlens,
             max_length=inputs.max_seqlen,
             exchange=inputs.exchange,
-            cos=cos.squeeze(0)[:, None],
-            sin=sin.squeeze(0)[:, None],
+            cos=self._of_heads(cos),
+            sin=self._of_heads(sin),
             experts=self._local_experts(inputs.routed_experts),
         )
         return super().forward(
             inputs.input_ids, inputs.position_ids, untyped(None), packed_seq_params=segments
         )
+
+    def _of_heads(self, rotary: Tensor) -> Tensor:
+        """Return the cosines or sines `rotary` [1, T, head_dim] as [T, 1, head_dim].
+
+        Some models have one number for both halves of a head, [1, T, head_dim / 2].
+        """
+        if 2 * rotary.shape[-1] == self.config.kv_channels:
+            rotary = torch.cat((rotary, rotary), dim=-1)
+        return rotary.squeeze(0)[:, None]
 
     def _local_experts(self, experts: Tensor | None) -> Tensor | None:
         """Return those of `experts` [T, layers, top-k] that the routers of this rank choose."""

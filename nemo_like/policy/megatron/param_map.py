@@ -71,8 +71,8 @@ class ParamSpec:
     above 0, a tied embedding on the last pipeline stage.
     """
     is_expert: bool = False
-    """One expert of an MoE layer. Hugging Face stacks the experts, so `shape` has a leading 1 that
-    the parameter itself does not have.
+    """One expert of an MoE layer, or this rank's experts stacked. Hugging Face stacks them, so
+    `shape` of a single one has a leading 1 that the parameter itself does not have.
     """
 
 
@@ -127,6 +127,8 @@ class RankParams:
     def __init__(self, sharding: ModelSharding, tp_rank: int, ep_rank: int) -> None:
         self.spec = sharding.spec
         self.specs: ParamMap = {}
+        self.buffers: dict[str, str] = {}
+        """Buffers in files, by Megatron-Core name the Hugging Face name."""
         self._sharding = sharding
         self._hidden = sharding.spec.hidden_size
         self._tp_rank = tp_rank
@@ -150,14 +152,19 @@ class RankParams:
         hf_slice = HFSlice(hf_name, (0, self._tp_rank * size), shape, (0, 0))
         self.specs[name] = ParamSpec(shape, (hf_slice,), is_owner=True)
 
-    def add_column_parallel(self, name: str, hf_names: Sequence[str], width: int) -> None:
-        """Add fused weights [width, hidden size] whose rows (output features) are sharded.
+    def add_column_parallel(
+        self, name: str, hf_names: Sequence[str], width: int, num_inputs: int | None = None
+    ) -> None:
+        """Add fused weights [width, inputs] whose rows (output features) are sharded.
+
+        The inputs are the hidden states by default.
 
         The rank's rows of the first Hugging Face tensor come first, then its rows of the second,
         and so on, as in Megatron-Core's fused gate and up projection.
         """
         size = width // self._sharding.tp
-        shape = (size, self._hidden)
+        num_inputs = num_inputs or self._hidden
+        shape = (size, num_inputs)
         first_row = self._tp_rank * size
         offset = (first_row, 0)
         slices = []
@@ -166,7 +173,7 @@ class RankParams:
             local_offset = (num_rows, 0)
             slices.append(HFSlice(hf_name, offset, shape, local_offset))
             num_rows += size
-        fused_shape = (num_rows, self._hidden)
+        fused_shape = (num_rows, num_inputs)
         self.specs[name] = ParamSpec(fused_shape, tuple(slices), is_owner=True)
 
     def add_qkv(self, name: str, hf_attention: str, kind: Literal["weight", "bias"]) -> None:
@@ -200,13 +207,19 @@ class RankParams:
         shape = (size, *tail)
         self.specs[f"{name}.{kind}"] = ParamSpec(shape, tuple(slices), is_owner=True)
 
-    def add_expert(self, name: str, hf_name: str, expert: int, shape: Shape) -> None:
-        """Add one unsharded expert: index `expert` of the stacked tensor [experts, *shape]."""
+    def add_experts(self, name: str, hf_name: str, experts: range, shape: Shape) -> None:
+        """Add unsharded experts: indices `experts` of the stacked tensor [experts, *shape]."""
         zeros = (0,) * len(shape)
         hf_slice = HFSlice(
-            hf_name, offset=(expert, *zeros), shape=(1, *shape), local_offset=(0, *zeros)
+            hf_name, (experts.start, *zeros), (len(experts), *shape), local_offset=(0, *zeros)
         )
         self.specs[name] = ParamSpec(hf_slice.shape, (hf_slice,), is_owner=True, is_expert=True)
+
+    def add_sharded_vector(self, name: str, hf_name: str, size: int) -> None:
+        """Add [size], whose elements are sharded over the tp ranks."""
+        shape = (size // self._sharding.tp,)
+        hf_slice = HFSlice(hf_name, (self._tp_rank * shape[0],), shape, local_offset=(0,))
+        self.specs[name] = ParamSpec(shape, (hf_slice,), is_owner=True)
 
     def add_embedding(self) -> None:
         """Add the input embedding, which the first pipeline stage has."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
-from nemo_like.policy.megatron.layers import GroupedExperts, grouped_linear
+from nemo_like.policy.megatron.moe import GroupedExperts, grouped_linear
 from tests.policy.megatron.ranks import RecordingEngine, as_tensors, joined, of_model
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS
 from tests.policy.tiny import random_batch, relative_error

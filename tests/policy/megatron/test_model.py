@@ -15,7 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     GemmaConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -94,6 +96,8 @@ def test_type_names_are_changed_only_inside():
         (GemmaConfig(), "model_type gemma"),
         (LlamaConfig(attention_bias=True), "attention_bias true"),
         (LlamaConfig(mlp_bias=True), "mlp_bias true"),
+        (GptOssConfig(attention_bias=False), "attention_bias false"),
+        (DeepseekV3Config(attention_bias=True), "attention_bias true"),
         (Qwen2Config(attention_dropout=0.1), "attention_dropout 0.1"),
         (Qwen3Config(hidden_act="gelu"), "hidden_act gelu"),
         (LlamaConfig(rope_parameters={"rope_type": "dynamic", **ROPE}), "rope_type dynamic"),
@@ -114,6 +118,8 @@ def test_supported_models_pass():
         MistralConfig(sliding_window=8),
         Qwen3Config(tie_word_embeddings=True),
         Qwen3MoeConfig(norm_topk_prob=True),
+        DeepseekV3Config(),
+        GptOssConfig(),
     ):
         family_of(ModelSpec.from_config(config), "some/model")
 

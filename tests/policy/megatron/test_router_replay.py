@@ -43,8 +43,15 @@ from tests.policy.megatron.ranks import (
     of_model,
     take_steps,
 )
-from tests.policy.test_gradient_equality import LAYOUTS, TOLERANCE
-from tests.policy.tiny import VOCABULARY, compute_and_fetch, relative_error, row_loss, saved_tensors
+from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS, TOLERANCE
+from tests.policy.tiny import (
+    VOCABULARY,
+    compute_and_fetch,
+    random_batch,
+    relative_error,
+    row_loss,
+    saved_tensors,
+)
 
 HEADS: dict[str, Any] = {"head_dim": 16}
 NOISE = 1e-5
@@ -300,6 +307,28 @@ def test_the_other_engine_computes_the_experts_of_the_generator(
         assert found.loss == pytest.approx(loss, rel=TOLERANCE)
     saved = saved_tensors(tmp_path / "saved", "exp_avg")
     assert relative_error(saved, gradients) < 2 * TOLERANCE
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "gpt_oss"])
+def test_routers_of_other_families_use_given_experts(architecture, model_dir, on_ranks, tmp_path):
+    """As the other engine does; here the experts are random."""
+    config = of_model(LAYOUTS["packed, 2 microbatches"], model_dir(architecture))
+    batch = random_batch(LENGTHS)
+    moe = load_spec(config.model_name).moe
+    assert moe is not None
+    random = np.random.default_rng(0)
+    sizes = (sum(LENGTHS), len(moe.layers), moe.num_experts)
+    experts = random.random(sizes).argsort(-1)[..., : moe.num_active_experts]
+    batch[ROUTED_EXPERTS] = Jagged.from_lengths(experts.astype(np.uint8), np.asarray(LENGTHS))
+    saved = tmp_path / "saved"
+    (expected,) = on_ranks(replay_dtensor, "one rank", config, batch, saved)
+    ranks = on_ranks(replay, "tp2 x ep2 + sp", [config], batch)
+    ((found,), *_) = ranks
+    assert found.loss == pytest.approx(expected.loss, rel=TOLERANCE)
+    for ours, theirs in zip(found.logprobs, expected.logprobs, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    gradients = saved_tensors(saved, "exp_avg")
+    assert relative_error(as_tensors(found.gradients), gradients) < 2 * TOLERANCE
 
 
 def test_the_mismatch_with_and_without_replay(sampled, on_ranks):

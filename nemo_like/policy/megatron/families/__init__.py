@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.models.spec import ModelSpec
+from nemo_like.policy.megatron.families.deepseek_v3 import DeepseekV3
 from nemo_like.policy.megatron.families.dense import Qwen2, Qwen3
 from nemo_like.policy.megatron.families.family import Family
+from nemo_like.policy.megatron.families.gpt_oss import GptOss
 from nemo_like.policy.megatron.families.mixtral import Mixtral
 from nemo_like.policy.megatron.families.qwen3_moe import Qwen3Moe
 
 FAMILIES: dict[str, Family] = {
+    "deepseek_v3": DeepseekV3(),
+    "gpt_oss": GptOss(),
     "llama": Family(),
     # Where it has a sliding window, every layer has it (`ModelSpec.windows`).
     "mistral": Family(),

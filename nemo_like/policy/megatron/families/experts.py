@@ -46,15 +46,15 @@ class ExpertLayers(Family):
             "expert_tensor_parallel_size": 1,
         }
 
-    def mlp(self, spec: ModelSpec, layer: int) -> ModuleSpec | None:
+    def mlp(self, spec: ModelSpec, layer: int) -> ModuleSpec:
         """See `Family.mlp`."""
-        from nemo_like.policy.megatron.layers import moe_mlp
+        from nemo_like.policy.megatron.moe import moe_mlp
 
-        return moe_mlp() if _is_sparse(spec, layer) else super().mlp(spec, layer)
+        return moe_mlp() if is_sparse(spec, layer) else super().mlp(spec, layer)
 
     def add_mlp(self, params: RankParams, mlp: str, hf_mlp: str, layer: int) -> None:
         """See `Family.add_mlp`."""
-        if not _is_sparse(params.spec, layer):
+        if not is_sparse(params.spec, layer):
             super().add_mlp(params, mlp, hf_mlp, layer)
             return
         moe = params.spec.moe
@@ -67,11 +67,13 @@ class ExpertLayers(Family):
             local = f"{mlp}.experts.local_experts.{index}"
             fc1_shape = (2 * moe.expert_size, hidden)
             fc1 = f"{local}.linear_fc1.weight"
-            params.add_expert(fc1, f"{hf_mlp}.experts.gate_up_proj", expert, fc1_shape)
+            only = range(expert, expert + 1)
+            params.add_experts(fc1, f"{hf_mlp}.experts.gate_up_proj", only, fc1_shape)
             fc2_shape = (hidden, moe.expert_size)
             fc2 = f"{local}.linear_fc2.weight"
-            params.add_expert(fc2, f"{hf_mlp}.experts.down_proj", expert, fc2_shape)
+            params.add_experts(fc2, f"{hf_mlp}.experts.down_proj", only, fc2_shape)
 
 
-def _is_sparse(spec: ModelSpec, layer: int) -> bool:
+def is_sparse(spec: ModelSpec, layer: int) -> bool:
+    """Return True if decoder layer `layer` has experts."""
     return spec.moe is not None and layer in spec.moe.layers

@@ -6,7 +6,7 @@ Imports no Megatron at module level, so that the check of a config runs without 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.models.spec import ModelSpec
@@ -26,14 +26,17 @@ class Family:
     attention, a gated SiLU feed-forward block, no biases. A family overrides what is different.
     """
 
+    has_output_bias: ClassVar[bool] = False
+    """The output projection of attention has a bias."""
+
     def problems(self, spec: ModelSpec) -> list[str]:
         """Return the properties of a model that this engine computes differently, for a message."""
         problems = []
         if spec.rope_type not in ROPE_TYPES:
             supported = ", ".join(ROPE_TYPES)
             problems.append(f"rope_type {spec.rope_type} (supported: {supported})")
-        if spec.has_output_bias:
-            problems.append("attention_bias true")
+        if spec.has_output_bias != self.has_output_bias:
+            problems.append(f"attention_bias {str(spec.has_output_bias).lower()}")
         if spec.has_mlp_bias:
             problems.append("mlp_bias true")
         if spec.attention_dropout:
@@ -50,13 +53,19 @@ class Family:
         """Return the modules of decoder layer `layer`, counted over all pipeline stages."""
         from nemo_like.policy.megatron.layers import decoder_layer
 
-        return decoder_layer(
-            window=spec.windows[layer], has_qk_norm=spec.has_qk_norm, mlp=self.mlp(spec, layer)
-        )
+        return decoder_layer(attention=self.attention(spec, layer), mlp=self.mlp(spec, layer))
 
-    def mlp(self, spec: ModelSpec, layer: int) -> ModuleSpec | None:
-        """Return the feed-forward block of decoder layer `layer`; None: the dense one."""
-        return None
+    def attention(self, spec: ModelSpec, layer: int) -> ModuleSpec:
+        """Return the attention of decoder layer `layer`."""
+        from nemo_like.policy.megatron.layers import self_attention
+
+        return self_attention(window=spec.windows[layer], has_qk_norm=spec.has_qk_norm)
+
+    def mlp(self, spec: ModelSpec, layer: int) -> ModuleSpec:
+        """Return the feed-forward block of decoder layer `layer`."""
+        from nemo_like.policy.megatron.layers import dense_mlp
+
+        return dense_mlp()
 
     def add_attention(self, params: RankParams, attention: str, hf_attention: str) -> None:
         """Add the projections of attention.
@@ -73,7 +82,10 @@ class Family:
 
     def add_mlp(self, params: RankParams, mlp: str, hf_mlp: str, layer: int) -> None:
         """Add the feed-forward block of decoder layer `layer`; prefixes as in `add_attention`."""
-        width = params.spec.intermediate_size
+        self.add_dense(params, mlp, hf_mlp, params.spec.intermediate_size)
+
+    def add_dense(self, params: RankParams, mlp: str, hf_mlp: str, width: int) -> None:
+        """Add a gated feed-forward block with the intermediate size `width`."""
         gate_and_up = (f"{hf_mlp}.gate_proj.weight", f"{hf_mlp}.up_proj.weight")
         params.add_column_parallel(f"{mlp}.linear_fc1.weight", gate_and_up, width)
         params.add_row_parallel(f"{mlp}.linear_fc2.weight", f"{hf_mlp}.down_proj.weight", width)
@@ -94,6 +106,12 @@ class Family:
         self, sharding: ModelSharding, stage: int, tp_rank: int, ep_rank: int = 0
     ) -> ParamMap:
         """Return the parameters of the rank at pipeline stage `stage`, by Megatron-Core name."""
+        return self.rank_params(sharding, stage, tp_rank, ep_rank).specs
+
+    def rank_params(
+        self, sharding: ModelSharding, stage: int, tp_rank: int, ep_rank: int
+    ) -> RankParams:
+        """Return the parameters of a rank, and its buffers with values in files."""
         params = RankParams(sharding, tp_rank, ep_rank)
         if stage == 0:
             params.add_embedding()
@@ -102,7 +120,7 @@ class Family:
             self.add_layer(params, f"decoder.layers.{index}", f"model.layers.{layer}", layer)
         if stage == sharding.pp - 1:
             params.add_output(is_first_stage=stage == 0)
-        return params.specs
+        return params
 
     def frozen_parameters(
         self, frozen: Collection[str], sharding: ModelSharding, stage: int, param_map: ParamMap
