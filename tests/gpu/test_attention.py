@@ -15,10 +15,10 @@ from nemo_like.policy.inputs.attention import (
     varlen_attention,
     varlen_kernel,
 )
-from nemo_like.policy.inputs.segment_attention import Spans, segment_attention
+from nemo_like.policy.inputs.segment_attention import AttentionExtras, Spans, segment_attention
 from tests.policy.test_attention import boundaries, random_qkv
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]
 
 
 def assert_close(
@@ -32,7 +32,7 @@ def assert_close(
     def run(attend: Attend, device: str, dtype: torch.dtype) -> list[Tensor]:
         # The same rounded inputs for both.
         leaves = [part.detach().bfloat16().to(device, dtype).requires_grad_() for part in parts]
-        out = attend(leaves[0], leaves[1], leaves[2])
+        out = attend(*leaves)
         gradients = torch.autograd.grad(out, leaves, upstream.to(device, dtype))
         return [tensor.detach().double().cpu() for tensor in (out, *gradients)]
 
@@ -54,6 +54,22 @@ def test_packed_rows(kv_heads: int, dim: int, window: int | None) -> None:
         return varlen_attention(q, k, v, boundaries(lengths).to(q.device), **options)
 
     assert_close(random_qkv(sum(lengths), heads=8, kv_heads=kv_heads, dim=dim), attend, attend)
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_attention_sinks(window: int | None) -> None:
+    lengths = [100, 1, 37, 1, 400, 64]
+    sinks = torch.tensor([-20.0, -1.0, 0.0, 0.5, 1.0, 2.0, 3.0, 4.0])
+    q, k, v = random_qkv(sum(lengths), heads=8, kv_heads=2, dim=64)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        bounds = boundaries(lengths).to(q.device)
+        extras = AttentionExtras(sinks=sinks)
+        return varlen_attention(
+            q, k, v, bounds, max(lengths), scale=0.125, window=window, extras=extras
+        )
+
+    assert_close((q, k, v, sinks), attend, attend)
 
 
 @pytest.mark.parametrize("window", [None, 24])

@@ -4,7 +4,7 @@ of a forward on fake CUDA tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.varlen import varlen_attn
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.policy.collectives import first_available, keyword_names
@@ -108,10 +109,15 @@ KERNELS: dict[str, Callable[[], VarlenKernel]] = {
 }
 
 
+INSTALLED: dict[str, Callable[[], VarlenKernel]] = {
+    "installed torch": lambda: VarlenKernel.of_torch(varlen_attn)
+}
+
+
 @pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> VarlenKernel:
     """A kernel that runs on the CPU, in the place of that of CUDA."""
-    kernel = KERNELS[request.param]()
+    kernel = (KERNELS | INSTALLED)[request.param]()
     torch_2_13.is_fa3 = kernel.implementation is not None  # type: ignore[attr-defined]
     monkeypatch.setattr(attention, "_has_varlen_kernel", lambda q: True)
     monkeypatch.setattr(attention, "varlen_kernel", lambda: kernel)
@@ -184,6 +190,109 @@ def test_padded_rows_are_segments_of_the_kernel(kernel: VarlenKernel, window: in
         torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-5)
 
 
+def segments(
+    bounds_q: Tensor, bounds_k: Tensor, is_causal: bool, left: int
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Queries, keys and bool mask [T_q, T_k] of each segment, whose ends are aligned."""
+    for row in range(len(bounds_q) - 1):
+        queries = slice(int(bounds_q[row]), int(bounds_q[row + 1]))
+        keys = slice(int(bounds_k[row]), int(bounds_k[row + 1]))
+        num_keys = keys.stop - keys.start
+        position = torch.arange(queries.stop - queries.start)[:, None]
+        position = position + num_keys - (queries.stop - queries.start)
+        key = torch.arange(num_keys)[None]
+        mask = key <= position
+        yield queries, keys, mask if left < 0 else mask & (key >= position - left)
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, bounds_q: Tensor, bounds_k: Tensor, *args: Any, **options: Any
+) -> tuple[Tensor, ...]:
+    """Definition of `aten._flash_attention_forward` for packed rows."""
+    *_, is_causal = args
+    groups = q.shape[1] // k.shape[1]
+    k, v = (part.repeat_interleave(groups, 1) for part in (k, v))
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[1], len(q), dtype=torch.float32)
+    left = options["window_size_left"]
+    for queries, keys, mask in segments(bounds_q, bounds_k, is_causal, left):
+        scores = torch.einsum("qhd,khd->hqk", q[queries], k[keys]) * options["scale"]
+        scores = scores.masked_fill(~mask, -torch.inf)
+        out[queries] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[keys])
+        lse[:, queries] = scores.logsumexp(-1).float()
+    unused = torch.empty(0)
+    return out, lse, torch.zeros(2, dtype=torch.uint64), unused, unused
+
+
+def flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bounds_q: Tensor,
+    bounds_k: Tensor,
+    *args: Any,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """Definition of `aten._flash_attention_backward`: probabilities from the log-sum-exp."""
+    is_causal = args[3]
+    groups = q.shape[1] // k.shape[1]
+    all_k, all_v = (part.repeat_interleave(groups, 1) for part in (k, v))
+    grads = [torch.zeros_like(part) for part in (q, all_k, all_v)]
+    left = options["window_size_left"]
+    for queries, keys, mask in segments(bounds_q, bounds_k, is_causal, left):
+        scores = torch.einsum("qhd,khd->hqk", q[queries], all_k[keys]) * options["scale"]
+        p = (scores - lse[:, queries, None]).exp().masked_fill(~mask, 0.0).to(q.dtype)
+        grad_p = torch.einsum("qhd,khd->hqk", grad[queries], all_v[keys])
+        sums = (grad[queries] * out[queries]).sum(-1).t()
+        grad_scores = p * (grad_p - sums[..., None]) * options["scale"]
+        grads[0][queries] = torch.einsum("hqk,khd->qhd", grad_scores, all_k[keys])
+        grads[1][keys] = torch.einsum("hqk,qhd->khd", grad_scores, q[queries])
+        grads[2][keys] = torch.einsum("hqk,qhd->khd", p, grad[queries])
+    grad_k, grad_v = (each.unflatten(1, (-1, groups)).sum(2) for each in grads[1:])
+    return grads[0], grad_k, grad_v
+
+
+@pytest.fixture
+def flash_on_cpu() -> Iterator[torch.library.Library]:
+    """Torch's flash attention on the CPU, by its definition."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", flash_forward, "CPU")
+    library.impl("_flash_attention_backward", flash_backward, "CPU")
+    # They are registered as long as the library exists.
+    yield library
+    del library
+
+
+@pytest.mark.usefixtures("flash_on_cpu")
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("kernel", ["installed torch", "flash-attn 2"], indirect=True)
+def test_sinks_of_a_kernel_without_them(kernel: VarlenKernel, window: int | None) -> None:
+    leaves = [part.detach() for part in random_qkv(sum(LENGTHS), kv_heads=2)]
+    leaves.append(torch.tensor([-20.0, 0.0, 0.7, 3.0]))
+    upstream = torch.randn_like(leaves[0])
+
+    def results(is_kernel: bool, dtype: torch.dtype) -> list[Tensor]:
+        q, k, v, sinks = (leaf.to(dtype).requires_grad_() for leaf in leaves)
+        extras = AttentionExtras(sinks=sinks)
+        bounds = boundaries(LENGTHS)
+        if is_kernel:
+            out = varlen_attention(
+                q, k, v, bounds, max(LENGTHS), scale=0.3, window=window, extras=extras
+            )
+        else:
+            spans = Spans(bounds, bounds, max(LENGTHS), max(LENGTHS))
+            out = segment_attention(q, k, v, spans, 0.3, window, True, extras)
+        return [out, *torch.autograd.grad(out, (q, k, v, sinks), upstream.to(dtype))]
+
+    found = results(True, torch.float32)
+    expected = results(False, torch.float64)
+    for tensor, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(tensor.double(), right, rtol=2e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
@@ -242,8 +351,6 @@ def test_a_kernel_without_a_feature_of_the_model_is_named():
     with pytest.raises(ConfigError, match=r"soft cap .*torch\.nn\.attention\.varlen"):
         kernel(q, k, v, spans, **options, extras=AttentionExtras(softcap=2.0))
     kernel = VarlenKernel.of_flash_attn(flash_attn_2)
-    with pytest.raises(ConfigError, match=r"attention sinks; .*flash-attn 2"):
-        kernel(q, k, v, spans, **options, extras=AttentionExtras(sinks=torch.zeros(4)))
     # A value head of another size is padded for the kernel.
     expected = segment_attention(q, k, v[..., :4], spans, 0.3, None, True)
     out = kernel(q, k, v[..., :4], spans, **options, extras=AttentionExtras(softcap=2.0))

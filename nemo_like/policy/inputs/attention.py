@@ -44,6 +44,7 @@ from nemo_like.policy.inputs.segment_attention import (
     segment_attention,
     shares_kv_heads,
 )
+from nemo_like.policy.inputs.sink_attention import SinkAttention
 
 
 def select_keys_values(
@@ -185,6 +186,11 @@ class VarlenKernel:
 
         Raises ConfigError for `extras` that the kernel does not have.
         """
+        if self.is_flash_attn and extras.sinks is not None:
+            torch_kernel = VarlenKernel.of_torch(varlen_attn)
+            return torch_kernel(
+                q, k, v, spans, scale=scale, window=window, causal=causal, extras=extras
+            )
         # All kernels align the ends of queries and keys. Their window is the number of positions
         # before the token itself, -1 for all of them.
         left = -1 if window is None else window - 1
@@ -209,24 +215,25 @@ class VarlenKernel:
             # and some releases refuse the keyword with it.
             if self.implementation is not None and "num_splits" in self.keywords:
                 options["num_splits"] = 1
-        out = self.function(q, k, v, *spans, **options)
+        if extras.sinks is None:
+            out = self.function(q, k, v, *spans, **options)
+        else:
+            del options["scale"], options["window_size"]
+            out = SinkAttention.apply(q, k, v, extras.sinks, spans, scale, window_size, options)
         # torch returns a tuple only with auxiliary outputs.
         assert isinstance(out, Tensor)
         return out if value_size == q.shape[-1] else out[..., :value_size]
 
     def _options(self, extras: AttentionExtras) -> dict[str, Any]:
         """Return the arguments for `extras`. Raises ConfigError if the kernel has none."""
-        missing = []
-        if extras.sinks is not None:
-            missing.append("attention sinks")
-        if extras.softcap is not None and "softcap" not in self.keywords:
-            missing.append("a soft cap of attention scores, which flash-attn 2 has")
-        if missing:
+        if extras.softcap is None:
+            return {}
+        if "softcap" not in self.keywords:
             raise ConfigError(
-                f"policy.model_name has {' and '.join(missing)}; the attention kernel {self.name}"
-                " cannot compute them: set policy.precision=float32"
+                "policy.model_name has a soft cap of attention scores, which flash-attn 2 has; the"
+                f" attention kernel {self.name} cannot compute it: set policy.precision=float32"
             )
-        return {} if extras.softcap is None else {"softcap": extras.softcap}
+        return {"softcap": extras.softcap}
 
     @classmethod
     def of_torch(
