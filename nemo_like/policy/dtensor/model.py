@@ -27,10 +27,11 @@ from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint.hf_reader import ModelFiles, open_model
 from nemo_like.policy.decoder_layers import checkpoint_layers, compile_layers, frozen_names
 from nemo_like.policy.device import ComputeClock
+from nemo_like.policy.dtensor.experts import distribute_all, expert_modules
 from nemo_like.policy.dtensor.lora import QuantizedParameter, add_adapters, quantize_layers
-from nemo_like.policy.dtensor.parallel import Groups, ShardSpec
+from nemo_like.policy.dtensor.parallel import Groups, ShardSpec, Specs
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
-from nemo_like.policy.dtensor.tensor_plan import parallelize
+from nemo_like.policy.dtensor.tensor_plan import check_sizes, parallelize
 from nemo_like.policy.heads.logit_chunks import VocabShard, capped
 from nemo_like.policy.heads.logprobs import label_logprobs
 from nemo_like.policy.heads.row_outputs import ScoreHead, SequenceShare
@@ -364,11 +365,16 @@ def build_model(
         check_head(causal_lm, config.model_name)
     compute_buffers(causal_lm, device)
     reset_states_between_rows(causal_lm)
+    if groups.expert is not None:
+        check_sizes(parallel_layout, causal_lm, config.model_name)
     if groups.tensor is not None:
-        specs = parallelize(groups.tensor, causal_lm, config.model_name)
+        specs = parallelize(groups.tensor, causal_lm, config.model_name, groups.expert)
     else:
+        experts: Specs = {}
+        if groups.expert is not None:
+            experts = distribute_all(groups.expert, causal_lm, config.model_name, {})
         specs = {
-            name: ShardSpec(tuple(weight.shape))
+            name: experts.get(weight, ShardSpec(tuple(weight.shape)))
             for name, weight in causal_lm.named_parameters(remove_duplicate=False)
         }
     adapter = config.adapter if trainable else None
@@ -404,7 +410,7 @@ def build_model(
         compile_layers(decoder_layers(model.causal_lm))
     if groups.fsdp_mesh is not None:
         reshard = not keep_unsharded(model, parallel_layout)
-        _shard(model, groups.fsdp_mesh, config.precision, reshard_after_forward=reshard)
+        _shard(model, groups, config.precision, reshard_after_forward=reshard)
     allocate(model, device)
     return model, specs, state
 
@@ -489,21 +495,27 @@ def _store_in_bfloat16(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _shard(
-    model: LogprobModel, mesh: DeviceMesh, precision: str, *, reshard_after_forward: bool
+    model: LogprobModel, groups: Groups, precision: str, *, reshard_after_forward: bool
 ) -> None:
-    """Apply FSDP2: a unit per layer and untied embedding, the root for the rest."""
+    """Apply FSDP2: a unit per layer and untied embedding, the root for the rest.
+
+    The experts of an expert-parallel rank are a unit inside their layer, over fewer ranks.
+    """
     param_dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     mp_policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-    units = decoder_layers(model.causal_lm)
+    units: list[tuple[nn.Module, DeviceMesh | None]] = []
+    if groups.expert is not None:
+        units += [(module, groups.expert_mesh) for module in expert_modules(model).values()]
+    units += [(layer, groups.fsdp_mesh) for layer in decoder_layers(model.causal_lm)]
     if not is_tied(model.causal_lm):
-        units.append(model.causal_lm.get_input_embeddings())
-    for unit in units:
+        units.append((model.causal_lm.get_input_embeddings(), groups.fsdp_mesh))
+    for unit, mesh in units:
         fully_shard(
             unit, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard_after_forward
         )
     # The root has the output embedding, which the backward needs first: freeing it after the
     # forward saves nothing.
-    fully_shard(model, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=False)
+    fully_shard(model, mesh=groups.fsdp_mesh, mp_policy=mp_policy, reshard_after_forward=False)
     for module in fsdp_modules(model):
         # A sum and not a mean: the loss is already divided by the count of the global batch.
         module.set_gradient_divide_factor(1.0)
