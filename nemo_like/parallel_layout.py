@@ -294,9 +294,8 @@ class ParallelLayout:
             return []
         divisors = nearest_divisors(self.num_shards, self.ep)
         text = (
-            f"parallel.expert {self.ep} must with policy.engine dtensor divide the ranks over which"
-            f" a copy of the weights is sharded, data-parallel size {self.dp} x parallel.context {self.cp}"
-            f" / parallel.replicas {self.num_replicas} ="
+            f"parallel.expert {self.ep} must with policy.engine dtensor divide data-parallel size"
+            f" {self.dp} x parallel.context {self.cp} / parallel.replicas {self.num_replicas} ="
             f" {self.num_shards}: set parallel.expert to {divisors}"
         )
         return [LayoutProblem(("parallel.expert", "policy.engine", *_WORKERS), text)]

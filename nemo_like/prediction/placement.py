@@ -86,6 +86,16 @@ class Placement:
         """Ranks over which weights, gradients and optimizer state are sharded (FSDP, ZeRO)."""
         return self.parallel_layout.num_shards
 
+    def gathered_layer_params(self, spec: ModelSpec) -> float:
+        """Return the parameters of one layer that FSDP gathers on a rank, on average.
+
+        They are those of the tensor-parallel rank without the experts of other expert-parallel
+        ranks.
+        """
+        layout = self.parallel_layout
+        others = spec.expert_params * (1 - 1 / layout.ep)
+        return (spec.layer_params - others) / layout.tp
+
     @property
     def has_compute_copy(self) -> bool:
         """True if forward and backward use another copy than the shard of the master weights."""

@@ -22,8 +22,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from nemo_like.config.errors import ConfigError
+from nemo_like.metrics import Max, Metrics
 from nemo_like.policy.collectives import exchange_rows
-from nemo_like.policy.dtensor.parallel import ExpertParallel, ShardSpec, Specs, TensorParallel
+from nemo_like.policy.dtensor.parallel import (
+    ExpertParallel,
+    Groups,
+    ShardSpec,
+    Specs,
+    TensorParallel,
+)
 
 
 def expert_modules(model: nn.Module) -> dict[str, Any]:
@@ -36,6 +43,50 @@ def expert_modules(model: nn.Module) -> dict[str, Any]:
     }
 
 
+class ExpertLoads:
+    """Counts the tokens of each expert in the forward passes with gradients of a step."""
+
+    def __init__(self, causal_lm: PreTrainedModel, device: torch.device) -> None:
+        """`causal_lm` has all experts: `distribute` has not been called."""
+        modules = list(expert_modules(causal_lm).values())
+        self._num_experts = max((module.num_experts for module in modules), default=0)
+        # Some routers have a last index without an expert.
+        self._counts = torch.zeros(len(modules), self._num_experts + 1, device=device)
+        for layer, module in enumerate(modules):
+            module.register_forward_pre_hook(partial(self._count, layer))
+
+    def reset(self) -> None:
+        """Begin a step."""
+        self._counts.zero_()
+
+    def metrics(self, groups: Groups) -> Metrics:
+        """Return the load of the busiest expert and rank; empty for a model without experts."""
+        if not self._counts.numel():
+            return {}
+        # Tensor-parallel ranks count the same tokens, which does not change the quotients.
+        total = self._counts.clone()
+        if groups.world is not None:
+            dist.all_reduce(total, group=groups.world)
+        counts = total[:, : self._num_experts]
+        metrics: Metrics = {"policy/expert_load_max": Max(_max_over_mean(counts))}
+        if groups.expert is not None:
+            num_ranks = groups.expert.size * (1 if groups.tensor is None else groups.tensor.size)
+            by_rank = counts.unflatten(1, (num_ranks, -1)).sum(2)
+            metrics["policy/expert_rank_load_max"] = Max(_max_over_mean(by_rank))
+        return metrics
+
+    def _count(self, layer: int, module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Count the indices [T, K] of one call: a forward pre-hook."""
+        if torch.is_grad_enabled():
+            index = args[1].flatten()
+            self._counts[layer].index_add_(0, index, torch.ones_like(index, dtype=torch.float32))
+
+
+def _max_over_mean(counts: Tensor) -> float:
+    """Return the largest quotient of a count of `counts` [L, N] and the mean of its layer."""
+    return float((counts.amax(1) / counts.mean(1).clamp(min=1e-9)).max())
+
+
 def distribute_all(
     expert: ExpertParallel, causal_lm: PreTrainedModel, model_name: str, done: Specs
 ) -> Specs:
@@ -46,7 +97,7 @@ def distribute_all(
     """
     modules = expert_modules(causal_lm)
     if not modules:
-        raise _unsupported(model_name, "transformers has no stacked experts of it")
+        raise _unsupported(model_name, "its classes in transformers have no stacked experts")
     specs: Specs = {}
     for name, experts in modules.items():
         weights = list(experts.parameters())
@@ -77,10 +128,14 @@ def distribute(tensor: TensorParallel | None, expert: ExpertParallel | None, exp
     # transformers' kernels then expect slots without an expert.
     experts._is_expert_parallel = expert is None
     experts.num_experts = (stop - start) // ep
+    forward: Callable[..., Tensor] = experts.forward
     if expert is not None:
-        experts.forward = partial(_exchange_tokens, expert, experts, experts.forward)
+        # The host waits inside.
+        exchange: Any = torch.compiler.disable(_exchange_tokens)
+        forward = partial(exchange, expert, experts, forward)
     if tensor is not None:
-        experts.forward = partial(_own_experts, tensor, experts, experts.forward, start, stop)
+        forward = partial(_own_experts, tensor, experts, forward, start, stop)
+    experts.forward = forward
     specs: Specs = {}
     for key, weight in list(experts._parameters.items()):
         shard = weight.new_empty(experts.num_experts, *weight.shape[1:])
@@ -112,9 +167,7 @@ def _own_experts(
     is_own = (index >= start) & (index < stop)
     # The first index above stands for experts of other ranks.
     out = forward(
-        hidden,
-        torch.where(is_own, index - start, stop - start),
-        torch.where(is_own, weights, 0.0),
+        hidden, torch.where(is_own, index - start, stop - start), torch.where(is_own, weights, 0.0)
     )
     if experts._is_expert_parallel and not is_own.any():
         # FSDP and the optimizer need a gradient of every weight.
@@ -123,7 +176,6 @@ def _own_experts(
     return tensor.reduce_output(out)
 
 
-@torch.compiler.disable
 def _exchange_tokens(
     expert: ExpertParallel,
     experts: Any,
