@@ -419,7 +419,7 @@ def test_a_layout_changes_nothing(
 ):
     world_size, parallel = LAYOUTS[layout]
     names = MODELS[layout]
-    trained = "qwen3_tied" if parallel.expert == 1 else "qwen3_moe_mixed"
+    trained = "qwen3_tied" if parallel.expert == 1 else "mixtral"
     straight_losses, straight_dir = straight(trained)
     trains = layout not in WITHOUT_TRAINING
     paths = {name: models(name) for name in names}
