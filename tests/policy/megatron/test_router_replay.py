@@ -294,7 +294,9 @@ def test_the_policy_computes_the_experts_of_the_generator(parallel, sampled, on_
         assert relative_error(as_tensors(results[0].gradients), gradients) < 2 * TOLERANCE, name
 
 
-@pytest.mark.parametrize("parallel", ["one rank", "dp2", "tp2 + sp"])
+@pytest.mark.parametrize(
+    "parallel", usually(("one rank", "dp2", "tp2 + sp", "ep2"), "one rank", "tp2 + sp", "ep2")
+)
 @pytest.mark.parametrize("layout", ["padded, 2 rows", "shared prefixes, selective checkpointing"])
 def test_the_other_engine_computes_the_experts_of_the_generator(
     parallel, layout, sampled, on_ranks, tmp_path
