@@ -47,7 +47,7 @@ def peak_bytes(
     """Peak of what a step needs besides weights and gradients."""
     groups = Groups()
     head = VocabularyHead(model, groups, chunk_size, compile=False)
-    logprob_model = LogprobModel(model, head, groups, ExpertLoads(model, torch.device("cpu")))
+    logprob_model = LogprobModel(model, head, groups, ExpertLoads([], torch.device("cpu")))
     if checkpointing != "none":
         checkpoint_layers(decoder_layers(model), checkpointing)
     for parameter in logprob_model.parameters():

@@ -11,7 +11,7 @@ Expert-parallel ranks have different tokens. A token is sent to the rank of each
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -46,9 +46,8 @@ def expert_modules(model: nn.Module) -> dict[str, Any]:
 class ExpertLoads:
     """Counts the tokens of each expert in the forward passes with gradients of a step."""
 
-    def __init__(self, causal_lm: PreTrainedModel, device: torch.device) -> None:
-        """`causal_lm` has all experts: `distribute` has not been called."""
-        modules = list(expert_modules(causal_lm).values())
+    def __init__(self, modules: Collection[Any], device: torch.device) -> None:
+        """`modules` have all experts: `distribute` has not been called."""
         self._num_experts = max((module.num_experts for module in modules), default=0)
         # Some routers have a last index without an expert.
         self._counts = torch.zeros(len(modules), self._num_experts + 1, device=device)
@@ -60,7 +59,7 @@ class ExpertLoads:
         self._counts.zero_()
 
     def metrics(self, groups: Groups) -> Metrics:
-        """Return the load of the busiest expert and rank; empty for a model without experts."""
+        """Return the load of the busiest expert and rank; empty without modules."""
         if not self._counts.numel():
             return {}
         # Tensor-parallel ranks count the same tokens, which does not change the quotients.

@@ -371,7 +371,10 @@ def build_model(
         check_head(causal_lm, config.model_name)
     compute_buffers(causal_lm, device)
     reset_states_between_rows(causal_lm)
-    expert_loads = ExpertLoads(causal_lm, device)
+    is_compiled = config.compile == "layers"
+    # A graph with recomputation cannot change the counts.
+    counted = [] if is_compiled else list(expert_modules(causal_lm).values())
+    expert_loads = ExpertLoads(counted, device)
     # A teacher in the layout of a policy with experts may be dense.
     expert = None if spec.moe is None else groups.expert
     if expert is not None:
@@ -398,7 +401,6 @@ def build_model(
     if adapter is not None:
         # Float32 and trainable, unlike the weights beside them.
         state = add_adapters(causal_lm, decoder_layers(causal_lm), adapter, specs, groups.tensor)
-    is_compiled = config.compile == "layers"
     share = None
     if groups.tensor is not None and groups.tensor.sequence:
         share = SequenceShare(groups.tensor.group, groups.tensor.rank)
