@@ -19,9 +19,12 @@ from nemo_like.data.routed_experts import ROUTED_EXPERTS
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.models.spec import ModelSpec
+from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.dtensor.experts import distribute_all
 from nemo_like.policy.dtensor.parallel import ExpertParallel, Groups, ShardSpec
 from nemo_like.policy.dtensor.parameters import ShardedParameter
+from nemo_like.prediction.placement import Placement
 from tests.policy.adapters import ALL_LINEAR, adapter_values
 from tests.policy.dtensor.test_layouts import PACKED, Rank, gradients, local_shard, train, worst
 from tests.policy.tiny import GROUPED_LENGTHS, context, random_batch, run_ranks
@@ -123,6 +126,11 @@ def test_the_ranks_have_consecutive_experts_and_experts_of_another_form_are_refu
     weight = model.model.layers[1].mlp.experts.down_proj
     assert weight.shape == (2, 32, 16)
     assert specs[weight] == ShardSpec((6, 32, 16), stop=6, ep=3)
+    # The plan's memory has what FSDP gathers on a rank.
+    placement = Placement(parallel_layout=ParallelLayout(dp=6, ep=3))
+    num_gathered = sum(each.numel() for each in model.model.layers[1].parameters())
+    found = placement.gathered_layer_params(ModelSpec.from_config(model.config))
+    assert found == pytest.approx(num_gathered)
     with pytest.raises(ConfigError, match=r"jetmoe cannot be .* no stacked experts; set parallel"):
         distribute_all(ExpertParallel(group, 0, 2), model_of(JetMoeConfig()), "jetmoe", {})
 
