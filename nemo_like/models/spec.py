@@ -291,14 +291,6 @@ class ModelSpec:
         return (self.num_params - outside_layers) // self.num_layers
 
     @property
-    def expert_params(self) -> int:
-        """Parameters of the routed experts of one layer, on average."""
-        if self.moe is None:
-            return 0
-        all_experts = self.moe.num_experts * self._mlp_params(self.moe.expert_size)
-        return self.num_sparse_layers * all_experts // self.num_layers
-
-    @property
     def attention_width(self) -> int:
         """Forward FLOPs per token squared of one causal layer.
 

@@ -93,7 +93,11 @@ class Placement:
         ranks.
         """
         layout = self.parallel_layout
-        others = spec.expert_params * (1 - 1 / layout.ep)
+        others = 0.0
+        if spec.moe is not None:
+            width = spec.moe.num_experts * spec.moe.expert_size
+            experts = width * spec.num_mlp_matrices * spec.hidden_size * (1 - 1 / layout.ep)
+            others = experts * spec.num_sparse_layers / spec.num_layers
         return (spec.layer_params - others) / layout.tp
 
     @property
