@@ -280,11 +280,25 @@ class ParallelLayout:
 
     def sync(self, engine: EngineName, num_params: int) -> Sync:
         """Return where ranks wait for each other with this engine and this size of the model."""
+        # Stages exchange activations, and expert-parallel ranks tokens, in every microbatch.
+        if self.pp > 1 or self.ep > 1:
+            return "microbatch"
         if engine == "megatron":
-            # Stages exchange activations, and expert-parallel ranks tokens, in every microbatch.
-            return "microbatch" if self.pp > 1 or self.ep > 1 else "step"
+            return "step"
         # FSDP2 all-gathers each microbatch's weights unless they stay unsharded.
         return "step" if self.keeps_unsharded(engine, num_params) else "microbatch"
+
+    def engine_problems(self, engine: EngineName) -> list[LayoutProblem]:
+        """Return a problem if this engine cannot form the expert-parallel groups."""
+        if engine == "megatron" or self.num_shards % self.ep == 0:
+            return []
+        divisors = nearest_divisors(self.num_shards, self.ep)
+        text = (
+            f"parallel.expert {self.ep} must with policy.engine dtensor divide data-parallel size"
+            f" {self.dp} x parallel.context {self.cp} / parallel.replicas {self.num_replicas} ="
+            f" {self.num_shards}: set parallel.expert to {divisors}"
+        )
+        return [LayoutProblem(("parallel.expert", "policy.engine", *_WORKERS), text)]
 
     def _small_sizes(self) -> list[LayoutProblem]:
         sizes = {
@@ -341,7 +355,7 @@ class ParallelLayout:
 
 
 def engine_problems(
-    engine: EngineName, *, pp: int, ep: int, num_replicas: int = 1, reshard: Reshard = "auto"
+    engine: EngineName, *, pp: int, num_replicas: int = 1, reshard: Reshard = "auto"
 ) -> list[LayoutProblem]:
     """Return a problem for each of these axes and options that the engine does not have."""
     problems = []
@@ -357,14 +371,11 @@ def engine_problems(
                 f"parallel.reshard is {reshard}, but policy.engine megatron does not shard weights"
                 " over the data-parallel ranks: set it to auto, or policy.engine to dtensor"
             )
-    else:
-        sizes = (("pipeline", pp, "pipeline"), ("expert", ep, "expert parallelism"))
-        for name, size, what in sizes:
-            if size > 1:
-                problems.append(
-                    f"parallel.{name} is {size}, but policy.engine dtensor has no {what}: set it to"
-                    " 1, or policy.engine to megatron"
-                )
+    elif pp > 1:
+        problems.append(
+            f"parallel.pipeline is {pp}, but policy.engine dtensor has no pipeline: set it to 1, or"
+            " policy.engine to megatron"
+        )
     return [LayoutProblem((text.split()[0], "policy.engine"), text) for text in problems]
 
 

@@ -140,11 +140,21 @@ def test_axes_that_do_not_fit_together_are_refused_with_the_arithmetic() -> None
     assert len(refused.value.problems) == 2
 
 
-def test_only_megatron_has_pipelines_and_expert_parallelism() -> None:
-    assert engine_problems("megatron", pp=4, ep=4) == []
-    assert engine_problems("dtensor", pp=1, ep=1) == []
-    keys = [problem.keys[0] for problem in engine_problems("dtensor", pp=2, ep=2)]
-    assert keys == ["parallel.pipeline", "parallel.expert"]
+def test_only_megatron_has_pipelines() -> None:
+    assert engine_problems("megatron", pp=4) == []
+    assert engine_problems("dtensor", pp=1) == []
+    (problem,) = engine_problems("dtensor", pp=2)
+    assert problem.keys[0] == "parallel.pipeline"
+
+
+def test_fsdp_divides_experts_over_the_ranks_of_a_copy_of_the_weights() -> None:
+    assert ParallelLayout(dp=4, cp=2, ep=8).engine_problems("dtensor") == []
+    layout = ParallelLayout(dp=4, cp=2, tp=2, ep=8, num_replicas=2)
+    assert layout.engine_problems("megatron") == []
+    (problem,) = layout.engine_problems("dtensor")
+    assert problem.keys[0] == "parallel.expert"
+    assert "data-parallel size 4 x parallel.context 2 / parallel.replicas 2 = 4" in problem.text
+    assert problem.text.endswith("set parallel.expert to 4")
 
 
 def test_copies_of_the_weights_are_consecutive_data_parallel_ranks() -> None:
@@ -205,6 +215,7 @@ def test_padding_lets_every_rank_have_equal_tokens(
         ("megatron", {"dp": 8, "tp": 2, "cp": 2}, 2**40, "step"),
         ("megatron", {"pp": 2}, 1, "microbatch"),
         ("megatron", {"dp": 2, "ep": 2}, 1, "microbatch"),
+        ("dtensor", {"dp": 2, "ep": 2}, 1, "microbatch"),
     ],
 )
 def test_ranks_wait_where_they_exchange_weights_activations_or_tokens(

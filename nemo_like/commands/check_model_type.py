@@ -68,9 +68,12 @@ LAYOUTS: dict[str, tuple[ParallelConfig, str]] = {
     "tp 2": (_TENSOR, "packed"),
     "tp 2, sequence": (replace(_TENSOR, sequence=True), "packed"),
     "cp 2": (ParallelConfig(context=2), "packed"),
+    "ep 2": (ParallelConfig(expert=2), "packed"),
 }
 """Column of the table -> layout of the ranks, and of the rows."""
 COLUMNS = (*LAYOUTS, "export", "LoRA")
+_ONLY_EXPERTS = "ep 2"
+"""A column of models with experts."""
 _RANK = 4
 _LIBRARIES = ("transformers", "torch")
 
@@ -108,6 +111,7 @@ class TypeCheck:
         self._model_dir = directory / "model"
         # The sizes divide by the ranks of every layout.
         model = save_tiny_copy(type_config(model_type), _TENSOR, self._model_dir)
+        self.has_experts = ModelSpec.from_config(model.config).moe is not None
         words = {f"w{index}": index for index in range(model.config.vocab_size)}
         tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
         PreTrainedTokenizerFast(
@@ -136,7 +140,9 @@ class TypeCheck:
             policy=PolicyConfig(model_name="", shared_prefix="false"),
             data=DataConfig(train_path="random"),
             parallel=parallel,
-            cluster=ClusterConfig(workers_per_node=parallel.tensor * parallel.context),
+            cluster=ClusterConfig(
+                workers_per_node=parallel.tensor * parallel.context * parallel.expert
+            ),
         )
         return tiny_run(config, self._model_dir)
 
@@ -247,6 +253,8 @@ def check_type(
         check = TypeCheck(model_type, Path(folder), pool)
         results = {}
         for column in columns:
+            if column == _ONLY_EXPERTS and not check.has_experts:
+                continue
             results[column] = check.run(column)
             report(f"  {column:<15} {results[column]}")
         return results

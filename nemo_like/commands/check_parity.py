@@ -166,8 +166,10 @@ def tiny_run(config: RunConfig, model: Path) -> RunConfig:
     It runs on CPU workers in float32, with a learning rate at which a few steps change the loss.
     """
     parallel = config.parallel
-    # Expert parallelism divides tensor x context x data, so it may need more than two replicas.
-    min_replicas = parallel.expert // gcd(parallel.expert, parallel.tensor * parallel.context)
+    # Expert parallelism divides context x data, with Megatron-Core also tensor, so it may need more
+    # than two replicas.
+    tensor = parallel.tensor if config.policy.engine == "megatron" else 1
+    min_replicas = parallel.expert // gcd(parallel.expert, tensor * parallel.context)
     num_tiny_replicas = max(min(2, policy_layout(config).dp), min_replicas)
     policy = replace(
         config.policy,

@@ -23,10 +23,11 @@ What the DTensor engine can do with a model type of transformers. Each cell is t
 random model of the type, float32 on CPU, against transformers' own forward (eager attention, its
 own masks) on single unpadded rows.
 
-The columns `packed` to `cp 2` compare loss, gradient of every parameter, log-probs of every token,
-four optimizer steps and a resumed checkpoint, each to 1e-5, and run the isolation check. `export`
-compares the logits of the exported model to the bit, `LoRA` the gradients of adapters on all linear
-layers with PEFT's. A cell without `yes` has its reason below the table.
+The columns `packed` to `cp 2`, and `ep 2` of models with experts, compare loss, gradient of every
+parameter, log-probs of every token, four optimizer steps and a resumed checkpoint, each to 1e-5,
+and run the isolation check. `export` compares the logits of the exported model to the bit, `LoRA`
+the gradients of adapters on all linear layers with PEFT's. A cell without `yes` has its reason
+below the table.
 
 A type that is not in the table may work as well: the engine has no code for single types.
 

@@ -193,7 +193,7 @@ def _stream_spec(config: RunConfig, spec: PlanSpec) -> StreamSpec | None:
 def _notes(config: RunConfig) -> tuple[str, ...]:
     """Return what the prediction leaves out."""
     notes = []
-    if config.parallel.expert > 1:
+    if config.parallel.expert > 1 and config.policy.engine == "megatron":
         notes.append(
             f"parallel.expert is {config.parallel.expert}, but the memory counts every expert"
             " on every worker: it is an upper bound"

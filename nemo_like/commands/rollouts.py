@@ -40,6 +40,7 @@ _FIRST = ("policy/grad_norm", "policy/loss")
 _NOT_COMPARED = {
     *("policy/lr", "policy/skipped_steps", "policy/rank_time_worst_over_mean"),
     *("policy/recompilations", "policy/peak_memory_gb", "policy/peak_memory_mean_gb"),
+    *("policy/expert_load_max", "policy/expert_rank_load_max"),
 }
 """Metrics of an optimizer step that was taken."""
 

@@ -275,9 +275,9 @@ def _complete(result: Migration, path: Path) -> None:
 def _set_layout(result: Migration) -> None:
     """Set the token budgets and the engine that the carried keys need."""
     values = result.values
-    if max(values.get("parallel.pipeline", 1), values.get("parallel.expert", 1)) > 1:
+    if values.get("parallel.pipeline", 1) > 1:
         values.setdefault("policy.engine", "megatron")
-        result.origins.setdefault("policy.engine", "parallel.pipeline and parallel.expert need it")
+        result.origins.setdefault("policy.engine", "parallel.pipeline needs it")
     length = values.get("policy.max_total_sequence_length")
     for section in ("policy.sequence_packing", "policy.dynamic_batching"):
         budgets = (

@@ -74,14 +74,13 @@ def parallel_problems(config: RunConfig) -> list[Problem]:
     problems = engine_problems(
         config.policy.engine,
         pp=parallel.pipeline,
-        ep=parallel.expert,
         num_replicas=parallel.replicas,
         reshard=parallel.reshard,
     )
     if not problems:
         # A size that the engine does not have is not worth making divisible.
         try:
-            policy_layout(config)
+            problems = policy_layout(config).engine_problems(config.policy.engine)
         except LayoutError as error:
             problems = list(error.problems)
     return located_problems(problems, config.cluster)

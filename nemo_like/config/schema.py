@@ -505,8 +505,8 @@ class ParallelConfig:
     pipeline: Annotated[int, Ge(1)] = 1
     """Number of pipeline stages; needs `policy.engine=megatron`."""
     expert: Annotated[int, Ge(1)] = 1
-    """Expert-parallel size (MoE); must divide tensor x context x data and the number of experts.
-    Needs `policy.engine=megatron`."""
+    """Expert-parallel size (MoE); must divide the number of experts and data x context / replicas,
+    with `policy.engine=megatron` tensor x context x data."""
     sequence: bool = False
     """Sequence parallelism: also shard LayerNorm and residual activations over the tensor-parallel
     group; needs `tensor` above 1. Required for MoE models with `tensor` above 1."""

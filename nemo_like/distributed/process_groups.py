@@ -67,6 +67,18 @@ def build_replica_mesh(parallel_layout: ParallelLayout, device_type: str) -> Dev
     return init_device_mesh(device_type, sizes, mesh_dim_names=("replica", "shard", "tp"))
 
 
+def build_expert_mesh(parallel_layout: ParallelLayout, device_type: str) -> DeviceMesh:
+    """Return the mesh of all ranks of a layout without a pipeline, [replica, shard, expert, tp].
+
+    Ranks along `shard` have the same experts.
+    """
+    ep = parallel_layout.ep
+    num_shards = parallel_layout.num_shards // ep
+    sizes = (parallel_layout.num_replicas, num_shards, ep, parallel_layout.tp)
+    names = ("replica", "shard", "expert", "tp")
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+
+
 def share_timeout() -> None:
     """Give all process groups of this process the collective timeout of the default group.
 

@@ -45,6 +45,9 @@ def _size_problems(
         "columns of shared experts": 0 if spec.moe is None else spec.moe.shared_size,
     }
     over_ep = {"experts": 0 if spec.moe is None else spec.moe.num_experts}
+    if engine == "dtensor" and layout.tp > 1 and layout.ep > 1 and spec.moe is not None:
+        over_tp["experts"] = spec.moe.num_experts
+        over_ep = {"experts of a tensor-parallel rank": spec.moe.num_experts // layout.tp}
     axes = (("parallel.tensor", layout.tp, over_tp), ("parallel.expert", layout.ep, over_ep))
     for key, size, counts in axes:
         # The suggested sizes must divide all counts, not only the one that is wrong.

@@ -10,6 +10,7 @@ Forward and backward are the pairs of Megatron-Core's `tensor_parallel/mappings.
     scatter_sum         reduce-scatter      all-gather
     gather_columns      all-gather          this rank's part
     split_columns       this rank's part    all-gather
+    exchange_rows       all-to-all          all-to-all, in the other direction
 
 The columns are the last dim of a tensor.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -93,6 +95,18 @@ def split_columns(group: dist.ProcessGroup, columns: Tensor) -> Tensor:
     rows = columns.movedim(-1, 0)
     own = _PairedCollective.apply(rows, group, _own_rows, _all_gather)
     return own.movedim(0, -1)  # type: ignore[union-attr]
+
+
+def exchange_rows(
+    group: dist.ProcessGroup, rows: Tensor, sent: Sequence[int], received: Sequence[int]
+) -> Tensor:
+    """Send `rows` [S, ...], `sent[i]` to rank i; return the rows of all ranks, [R, ...].
+
+    Of rank i these are `received[i]`. Both are sorted by rank.
+    """
+    forward = partial(_all_to_all, sent, received)
+    backward = partial(_all_to_all, received, sent)
+    return _PairedCollective.apply(rows, group, forward, backward)  # type: ignore[return-value]
 
 
 def gather_objects(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
@@ -179,6 +193,15 @@ def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     gathered = tensor.new_empty(num_rows, *tensor.shape[1:])
     _all_gather_single(gathered, tensor.contiguous(), group=group)
     return gathered
+
+
+def _all_to_all(
+    sent: Sequence[int], received: Sequence[int], tensor: Tensor, group: dist.ProcessGroup
+) -> Tensor:
+    """Return the rows [R, ...] that this rank receives for `tensor` [S, ...]."""
+    rows = tensor.new_empty(sum(received), *tensor.shape[1:])
+    dist.all_to_all_single(rows, tensor.contiguous(), list(received), list(sent), group=group)
+    return rows
 
 
 def _own_rows(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

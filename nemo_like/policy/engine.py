@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_like.config.schema import PolicyConfig
+from nemo_like.metrics import Metrics
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint import sharded
@@ -170,6 +171,13 @@ class Engine(ABC, Generic[OptimizerT]):
         divided.
         """
         ...
+
+    def expert_metrics(self) -> Metrics:
+        """Return the load of the experts in the last `run` with backward; every rank calls.
+
+        Empty for an engine or a model without counts.
+        """
+        return {}
 
     @abstractmethod
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -475,7 +475,7 @@ class PolicyWorker:
         metrics |= gradient_metrics(grad_norm, counts)
         metrics["policy/skipped_steps"] = Sum(float(is_skipped))
         metrics["policy/lr"] = Mean(lr)
-        return metrics | memory_metrics(engine)
+        return metrics | engine.expert_metrics() | memory_metrics(engine)
 
     def _loss_step(
         self, rows: ShardRows, microbatches: Sequence[Microbatch], loss: Loss

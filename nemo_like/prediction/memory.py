@@ -186,10 +186,12 @@ class MemoryModel:
         if self.keeps_unsharded:
             # Gradients of an unsharded model are unsharded as well, in the precision of their
             # reduction (float32).
-            num_gradients = trained if place.has_adapters else params
-            parts["gathered weights"] = size * (frozen + trained) + 4 * num_gradients
+            layer = self.spec.layer_params / place.parallel_layout.tp
+            others = self._stage_layers * (layer - place.gathered_layer_params(self.spec))
+            num_gradients = trained if place.has_adapters else params - others
+            parts["gathered weights"] = size * (frozen + trained - others) + 4 * num_gradients
         else:
-            layer = self.spec.layer_params / place.parallel_layout.tp - quantized
+            layer = place.gathered_layer_params(self.spec) - quantized
             parts["gathered weights"] = size * (
                 head + 2 * (layer + place.adapter_params(self.spec))
             )
@@ -258,7 +260,7 @@ class MemoryModel:
             embedding = 0.0
             if is_last and not self.keeps_unsharded:
                 embedding = size * spec.head_params / tp
-            gradients = (size + 4) * spec.layer_params / tp + embedding
+            gradients = (size + 4) * place.gathered_layer_params(spec) + embedding
             if place.has_adapters:
                 gradients = (size + 4) * place.adapter_params(self.spec)
         return tokens * max(norm, layer) + gradients
@@ -306,7 +308,8 @@ class TeacherMemory:
             return shard
         if layout.keeps_unsharded("dtensor", teacher.num_params):
             return shard + weights
-        return shard + self._embedding(teacher) + 2 * size * teacher.layer_params / layout.tp
+        layer = place.gathered_layer_params(teacher)
+        return shard + self._embedding(teacher) + 2 * size * layer
 
     def _forward_bytes(self, teacher: ModelSpec) -> float:
         """Return the bytes per token of the largest tensors that exist at a time in a layer.

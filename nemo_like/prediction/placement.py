@@ -86,6 +86,20 @@ class Placement:
         """Ranks over which weights, gradients and optimizer state are sharded (FSDP, ZeRO)."""
         return self.parallel_layout.num_shards
 
+    def gathered_layer_params(self, spec: ModelSpec) -> float:
+        """Return the parameters of one layer that FSDP gathers on a rank, on average.
+
+        They are those of the tensor-parallel rank without the experts of other expert-parallel
+        ranks.
+        """
+        layout = self.parallel_layout
+        others = 0.0
+        if spec.moe is not None:
+            width = spec.moe.num_experts * spec.moe.expert_size
+            experts = width * spec.num_mlp_matrices * spec.hidden_size * (1 - 1 / layout.ep)
+            others = experts * spec.num_sparse_layers / spec.num_layers
+        return (spec.layer_params - others) / layout.tp
+
     @property
     def has_compute_copy(self) -> bool:
         """True if forward and backward use another copy than the shard of the master weights."""

@@ -48,7 +48,10 @@ def _verdicts(cells: dict[str, str]) -> dict[str, str]:
 
 def test_the_table_has_every_column_of_every_type():
     for model_type, cells in TYPES.items():
-        assert tuple(cells) == COLUMNS, model_type
+        # Models without experts have no column of expert parallelism.
+        columns = [column for column in COLUMNS if column != "ep 2" or column in cells]
+        assert list(cells) == columns, model_type
+    assert sum(cells.get("ep 2") == "yes" for cells in TYPES.values()) >= 8
     assert sum(cells["packed"] == cells["padded"] == "yes" for cells in TYPES.values()) >= 24
 
 

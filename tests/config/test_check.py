@@ -370,11 +370,11 @@ def test_experts_must_divide_among_the_workers_of_a_stage() -> None:
             " 3 or 6 (workers: cluster.num_nodes 1 x cluster.workers_per_node 12)"
         )
     ]
-    (on_dtensor,) = problems(SFT, parallel__expert=2)
-    assert (
-        "policy.engine dtensor has no expert parallelism: set it to 1, or policy.engine to"
-        " megatron" in on_dtensor
-    )
+    # FSDP shards over the data- and context-parallel ranks.
+    workers = {"cluster__workers_per_node": 4, "policy__train_global_batch_size": 4}
+    assert problems(SFT, **workers, parallel__expert=2, parallel__tensor=2) == []
+    (on_dtensor,) = problems(SFT, **workers, parallel__expert=4, parallel__tensor=2)
+    assert "parallel.replicas 1 = 2: set parallel.expert to 2 (workers: cluster" in on_dtensor
 
 
 def test_copies_of_the_weights_must_divide_the_data_parallel_ranks() -> None:

@@ -83,6 +83,11 @@ def test_experts_must_divide() -> None:
             " to 3 or 6"
         )
     ]
+    # With FSDP the experts of a tensor-parallel rank are divided.
+    assert problems(MOE, engine="dtensor", tensor=2, expert=3) == []
+    (problem,) = problems(MOE, engine="dtensor", tensor=2, expert=2)
+    assert problem.startswith("3 experts of a tensor-parallel rank, and 3 / parallel.expert 2 =")
+    assert problem.endswith("set parallel.expert to 1 or 3")
     assert problems(DENSE, expert=2) == ["no experts, and parallel.expert is 2: set it to 1"]
 
 

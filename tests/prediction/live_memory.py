@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from nemo_like.config.schema import ActivationCheckpointing
 from nemo_like.policy.decoder_layers import checkpoint_layers
+from nemo_like.policy.dtensor.experts import ExpertLoads
 from nemo_like.policy.dtensor.model import LogprobModel, VocabularyHead, backbone, decoder_layers
 from nemo_like.policy.dtensor.parallel import Groups
 from nemo_like.policy.inputs.model_inputs import ModelInputs
@@ -46,7 +47,7 @@ def peak_bytes(
     """Peak of what a step needs besides weights and gradients."""
     groups = Groups()
     head = VocabularyHead(model, groups, chunk_size, compile=False)
-    logprob_model = LogprobModel(model, head, groups)
+    logprob_model = LogprobModel(model, head, groups, ExpertLoads([], torch.device("cpu")))
     if checkpointing != "none":
         checkpoint_layers(decoder_layers(model), checkpointing)
     for parameter in logprob_model.parameters():

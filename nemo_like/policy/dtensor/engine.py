@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nemo_like.config.schema import OutputHead, PolicyConfig
+from nemo_like.metrics import Metrics
 from nemo_like.models.adapters import is_adapter
 from nemo_like.models.output_head import open_config
 from nemo_like.parallel_layout import ParallelLayout
@@ -127,6 +128,8 @@ class DTensorEngine(Engine[ShardedOptimizer]):
     ) -> list[ResultT]:
         """See `Engine.run`."""
         results = []
+        if backward:
+            self.model.expert_loads.reset()
         with torch.set_grad_enabled(backward), self.clock.running():
             for inputs, is_last in _mark_last(microbatches):
                 if backward:
@@ -143,6 +146,10 @@ class DTensorEngine(Engine[ShardedOptimizer]):
             for module in self.fsdp_modules:
                 module.reshard()
         return results
+
+    def expert_metrics(self) -> Metrics:
+        """See `Engine.expert_metrics`."""
+        return self.model.expert_loads.metrics(self.groups)
 
     def local_weights(self) -> Iterator[Tensor]:
         """Yield this rank's shard of each weight, with the shape of the shard.

@@ -7,11 +7,11 @@ memory, and no rank waits for another.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -27,10 +27,11 @@ from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint.hf_reader import ModelFiles, open_model
 from nemo_like.policy.decoder_layers import checkpoint_layers, compile_layers, frozen_names
 from nemo_like.policy.device import ComputeClock
+from nemo_like.policy.dtensor.experts import ExpertLoads, distribute_all, expert_modules
 from nemo_like.policy.dtensor.lora import QuantizedParameter, add_adapters, quantize_layers
-from nemo_like.policy.dtensor.parallel import Groups, ShardSpec
+from nemo_like.policy.dtensor.parallel import Groups, ShardSpec, Specs
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
-from nemo_like.policy.dtensor.tensor_plan import parallelize
+from nemo_like.policy.dtensor.tensor_plan import check_sizes, parallelize
 from nemo_like.policy.heads.logit_chunks import VocabShard, capped
 from nemo_like.policy.heads.logprobs import label_logprobs
 from nemo_like.policy.heads.row_outputs import ScoreHead, SequenceShare
@@ -280,12 +281,17 @@ class LogprobModel(nn.Module):
     """
 
     def __init__(
-        self, causal_lm: PreTrainedModel, head: VocabularyHead | ScoreHead, groups: Groups
+        self,
+        causal_lm: PreTrainedModel,
+        head: VocabularyHead | ScoreHead,
+        groups: Groups,
+        expert_loads: ExpertLoads,
     ) -> None:
         """`causal_lm` has a score head in place of the output embedding if `head` is one."""
         super().__init__()
         self.causal_lm = causal_lm
         self.groups = groups
+        self.expert_loads = expert_loads
         self._head = head
         self._replay = RouterReplay(causal_lm)
 
@@ -359,16 +365,28 @@ def build_model(
     """
     attention.register()
     causal_lm = _meta_model(config, model_config)
-    has_vocabulary = ModelSpec.from_config(model_config).head == "vocabulary"
+    spec = ModelSpec.from_config(model_config)
+    has_vocabulary = spec.head == "vocabulary"
     if has_vocabulary:
         check_head(causal_lm, config.model_name)
     compute_buffers(causal_lm, device)
     reset_states_between_rows(causal_lm)
+    is_compiled = config.compile == "layers"
+    # A graph with recomputation cannot change the counts.
+    counted = [] if is_compiled else list(expert_modules(causal_lm).values())
+    expert_loads = ExpertLoads(counted, device)
+    # A teacher in the layout of a policy with experts may be dense.
+    expert = None if spec.moe is None else groups.expert
+    if expert is not None:
+        check_sizes(parallel_layout, causal_lm, config.model_name)
     if groups.tensor is not None:
-        specs = parallelize(groups.tensor, causal_lm, config.model_name)
+        specs = parallelize(groups.tensor, causal_lm, config.model_name, expert)
     else:
+        experts: Specs = {}
+        if expert is not None:
+            experts = distribute_all(expert, causal_lm, config.model_name, {})
         specs = {
-            name: ShardSpec(tuple(weight.shape))
+            name: experts.get(weight, ShardSpec(tuple(weight.shape)))
             for name, weight in causal_lm.named_parameters(remove_duplicate=False)
         }
     adapter = config.adapter if trainable else None
@@ -383,7 +401,6 @@ def build_model(
     if adapter is not None:
         # Float32 and trainable, unlike the weights beside them.
         state = add_adapters(causal_lm, decoder_layers(causal_lm), adapter, specs, groups.tensor)
-    is_compiled = config.compile == "layers"
     share = None
     if groups.tensor is not None and groups.tensor.sequence:
         share = SequenceShare(groups.tensor.group, groups.tensor.rank)
@@ -391,7 +408,7 @@ def build_model(
     if has_vocabulary:
         chunk_size = config.chunk_size(device.type)
         head = VocabularyHead(causal_lm, groups, chunk_size, compile=is_compiled)
-    model = LogprobModel(causal_lm, head, groups)
+    model = LogprobModel(causal_lm, head, groups, expert_loads)
     # Evaluation mode also in training: dropout stays off, because the log-probs of one policy must
     # agree between two forwards.
     model.eval()
@@ -404,7 +421,7 @@ def build_model(
         compile_layers(decoder_layers(model.causal_lm))
     if groups.fsdp_mesh is not None:
         reshard = not keep_unsharded(model, parallel_layout)
-        _shard(model, groups.fsdp_mesh, config.precision, reshard_after_forward=reshard)
+        _shard(model, groups, config.precision, reshard_after_forward=reshard)
     allocate(model, device)
     return model, specs, state
 
@@ -489,14 +506,28 @@ def _store_in_bfloat16(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _shard(
-    model: LogprobModel, mesh: DeviceMesh, precision: str, *, reshard_after_forward: bool
+    model: LogprobModel, groups: Groups, precision: str, *, reshard_after_forward: bool
 ) -> None:
-    """Apply FSDP2: a unit per layer and untied embedding, the root for the rest."""
+    """Apply FSDP2: a unit per layer and untied embedding, the root for the rest.
+
+    The experts of an expert-parallel rank are a unit inside their layer, over fewer ranks.
+    """
     param_dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     mp_policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    if groups.expert is not None:
+        # The weights of the router stay in its precision, as inside the unit of a layer.
+        policy = replace(mp_policy, cast_forward_inputs=False)
+        for experts in expert_modules(model).values():
+            fully_shard(
+                experts,
+                mesh=groups.expert_mesh,
+                mp_policy=policy,
+                reshard_after_forward=reshard_after_forward,
+            )
     units = decoder_layers(model.causal_lm)
     if not is_tied(model.causal_lm):
         units.append(model.causal_lm.get_input_embeddings())
+    mesh = groups.fsdp_mesh
     for unit in units:
         fully_shard(
             unit, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard_after_forward

@@ -16,6 +16,7 @@ from nemo_like.config.schema import OptimizerConfig
 from nemo_like.integer_math import ceil_div
 from nemo_like.policy.checkpoint.sharded_reader import MOMENTS, States
 from nemo_like.policy.collectives import gather_rows, sum_floats
+from nemo_like.policy.dtensor.experts import expert_modules
 from nemo_like.policy.dtensor.parallel import Groups
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
 from nemo_like.policy.optim import adamw_options, build_optimizer
@@ -325,10 +326,13 @@ def hidden_matrices(layers: Sequence[nn.Module]) -> set[nn.Parameter]:
     """Return the matrices of decoder layers, which Muon updates; AdamW updates all other weights.
 
     These are the weights of attention and feed-forward blocks, and not embeddings and norms.
+    Weights and biases of stacked experts are no matrices.
     """
     matrices = set()
     for layer in layers:
         matrices |= {parameter for parameter in layer.parameters() if parameter.ndim == 2}
+        for experts in expert_modules(layer).values():
+            matrices -= set(experts.parameters())
     return matrices
 
 

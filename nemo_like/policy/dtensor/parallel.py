@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like.distributed.process_groups import (
     build_device_mesh,
+    build_expert_mesh,
     build_replica_mesh,
     share_timeout,
 )
@@ -43,6 +44,8 @@ class ShardSpec(NamedTuple):
     """True for a replicated weight whose gradient covers this rank's heads or tokens only; it is
     all-reduced over the tp ranks.
     """
+    ep: int = 1
+    """Expert-parallel ranks over which the rows (dim 0) of the tensor-parallel rank are divided."""
 
     def shard(self, full: Tensor) -> Tensor:
         """Return this rank's part of `full` [*full_shape].
@@ -53,6 +56,9 @@ class ShardSpec(NamedTuple):
             return full
         # A copy, so that the memory of the full tensor can be freed.
         return full.narrow(self.dim, self.start, self.stop - self.start).clone()
+
+
+Specs = dict[nn.Parameter, ShardSpec]
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,15 @@ class TensorParallel:
 
 
 @dataclass(frozen=True)
+class ExpertParallel:
+    """The expert-parallel group of one rank: ranks of one copy of the weights and one tp rank."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
 class Groups:
     """Process groups of this rank; None where this rank would be the only member."""
 
@@ -133,6 +148,10 @@ class Groups:
     """
     shard: dist.ProcessGroup | None = None
     """The ranks over which this rank's copy of the weights is sharded."""
+    expert: ExpertParallel | None = None
+    """Consecutive ranks of `shard`."""
+    expert_mesh: DeviceMesh | None = None
+    """As `fsdp_mesh`, of the ranks with the same experts."""
     replica: int = 0
     """Index of this rank's copy of the weights. Copy 0 writes checkpoints and exports."""
 
@@ -147,9 +166,10 @@ class Groups:
     ) -> Groups:
         """Create the groups of `rank` in the default process group; every rank calls.
 
-        Raises LayoutError for a pipeline or expert parallelism.
+        Raises LayoutError for a pipeline, and for expert-parallel groups of unequal size.
         """
-        problems = engine_problems("dtensor", pp=parallel_layout.pp, ep=parallel_layout.ep)
+        problems = engine_problems("dtensor", pp=parallel_layout.pp)
+        problems += parallel_layout.engine_problems("dtensor")
         if problems:
             raise LayoutError(problems)
         if parallel_layout.world_size == 1 and not mixed_precision:
@@ -176,6 +196,14 @@ class Groups:
             replica_mesh = build_replica_mesh(parallel_layout, device.type)
             fsdp_mesh = replica_mesh["replica", "shard"]
             shard = replica_mesh["shard"]
+        expert = None
+        expert_mesh = None
+        if parallel_layout.ep > 1:
+            experts = build_expert_mesh(parallel_layout, device.type)
+            group = experts.get_group("expert")
+            expert = ExpertParallel(group, group.rank(), group.size())
+            has_copies = parallel_layout.num_replicas > 1
+            expert_mesh = experts["replica", "shard"] if has_copies else experts["shard"]
         share_timeout()
         return cls(
             world=dist.group.WORLD if parallel_layout.world_size > 1 else None,
@@ -185,5 +213,7 @@ class Groups:
             tensor=tensor,
             fsdp_mesh=fsdp_mesh if needs_fsdp else None,
             shard=shard.get_group() if parallel_layout.num_shards > 1 else None,
+            expert=expert,
+            expert_mesh=expert_mesh,
             replica=parallel_layout.replica(rank),
         )

@@ -19,6 +19,8 @@ from nemo_like.policy.dtensor.parallel import Groups, ShardSpec
 class ShardedParameter:
     """A distinct parameter, sharded by tensor parallelism first and then by FSDP along dim 0.
 
+    Between the two, expert parallelism divides the experts, dim 0, of a tensor-parallel rank.
+
     Example: an (8, 6) matrix has its columns sharded over two tp ranks and its rows over two FSDP
     ranks. Tp rank 1 and FSDP rank 0 have the block at offset (0, 3) of shape (4, 3).
     """
@@ -44,10 +46,7 @@ class ShardedParameter:
     def block(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(offset, shape) of this rank's shard in the full tensor."""
         group = self.groups.shard
-        start = 0
-        stop = self.parameter.shape[0]
-        if group is not None:
-            start, stop = row_range(stop, group.size(), group.rank())
+        start, stop = self.rows(0 if group is None else group.rank())
         shape = tuple(local_shard(self.parameter).shape)
         assert shape[0] == stop - start, (
             f"{self.name}: FSDP has {shape[0]} rows where {start}..{stop} was expected"
@@ -58,6 +57,15 @@ class ShardedParameter:
             # Added, because tensor parallelism and FSDP may shard the same dim.
             offset[self.spec.dim] += self.spec.start
         return tuple(offset), shape
+
+    def rows(self, rank: int) -> tuple[int, int]:
+        """Rows [start, stop), of this tp rank's, that rank `rank` of `groups.shard` has."""
+        group = self.groups.shard
+        num_ranks = 1 if group is None else group.size()
+        num_rows = self.parameter.shape[0]
+        fsdp_rank, ep_rank = divmod(rank, self.spec.ep)
+        start, stop = row_range(num_rows, num_ranks // self.spec.ep, fsdp_rank)
+        return ep_rank * num_rows + start, ep_rank * num_rows + stop
 
     def gather_full(self, shard: Tensor) -> Tensor:
         """Gather the full tensor from the ranks' plain tensors `shard`; every rank calls.
@@ -90,11 +98,17 @@ class ShardedParameter:
         if group is None:
             return shard
         num_rows = self.parameter.shape[0]
+        ep = self.spec.ep
         # Shards differ in size if the rows do not divide evenly; the collective needs equal ones.
-        rows_per_rank = ceil_div(num_rows, group.size())
+        rows_per_rank = ceil_div(num_rows, group.size() // ep)
         padded = shard.new_empty(rows_per_rank, *shard.shape[1:])
         padded[: len(shard)] = shard
-        return gather_rows(group, padded)[:num_rows]
+        gathered = gather_rows(group, padded)
+        if ep == 1:
+            return gathered[:num_rows]
+        # Expert-parallel ranks are consecutive, and their rows are not.
+        by_ep_rank = gathered.unflatten(0, (-1, ep, rows_per_rank)).transpose(0, 1).flatten(1, 2)
+        return by_ep_rank[:, :num_rows].flatten(0, 1)
 
 
 def gather_parameters(
@@ -120,7 +134,7 @@ def gather_parameters(
                 target.copy_(full)
         elif target is not None:
             target[: len(shard)].copy_(shard)
-            messages += _receive_rows(parameter.groups.shard, target, shard, index, staged)
+            messages += _receive_rows(parameter, target, shard, index, staged)
         elif parameter.is_owner:
             messages += _send_rows(parameter.groups.shard, shard, index)
     if messages:
@@ -138,7 +152,7 @@ def _send_rows(group: dist.ProcessGroup | None, shard: Tensor, tag: int) -> list
 
 
 def _receive_rows(
-    group: dist.ProcessGroup | None,
+    parameter: ShardedParameter,
     target: Tensor,
     shard: Tensor,
     tag: int,
@@ -150,9 +164,9 @@ def _receive_rows(
     gets the received rows and their place.
     """
     messages = []
-    num_ranks = 1 if group is None else group.size()
-    for rank in range(1, num_ranks):
-        start, stop = row_range(len(target), num_ranks, rank)
+    group = parameter.groups.shard
+    for rank in range(1, 1 if group is None else group.size()):
+        start, stop = parameter.rows(rank)
         place = target[start:stop]
         if place.numel() == 0:
             continue

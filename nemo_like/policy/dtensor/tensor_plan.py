@@ -36,7 +36,8 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.models.layout_check import model_problems
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import LayoutError, ParallelLayout
-from nemo_like.policy.dtensor.parallel import ShardSpec, TensorParallel
+from nemo_like.policy.dtensor.experts import distribute, distribute_all
+from nemo_like.policy.dtensor.parallel import ExpertParallel, ShardSpec, Specs, TensorParallel
 
 _COLUMN = "colwise"
 _ROW = "rowwise"
@@ -47,8 +48,6 @@ _COMPRESSED = "mla_kv_a_proj"
 """Of latent attention: the compressed keys and values are computed on all ranks."""
 _PARTIAL_GRAD = ("replicated_with_grad_allreduce", _COMPRESSED)
 _LINEAR = (_COLUMN, _ROW, *_GATHERED, *_SPLIT)
-
-Specs = dict[nn.Parameter, ShardSpec]
 
 
 class _Planned(NamedTuple):
@@ -61,20 +60,25 @@ class _Planned(NamedTuple):
 
 
 def parallelize(
-    tensor: TensorParallel, causal_lm: PreTrainedModel, model_name: str
+    tensor: TensorParallel,
+    causal_lm: PreTrainedModel,
+    model_name: str,
+    expert: ExpertParallel | None = None,
 ) -> dict[str, ShardSpec]:
     """Shard the weights of a model on the meta device and add the collectives.
 
-    Returns the spec of each parameter by name, tied names included. Raises ConfigError or
-    LayoutError, the same on every rank, for a model that cannot be sharded this way.
+    Experts are divided over the ranks of `expert` as well. Returns the spec of each parameter by
+    name, tied names included. Raises ConfigError or LayoutError, the same on every rank, for a
+    model that cannot be sharded this way.
     """
-    _check_sizes(tensor, causal_lm, model_name)
+    layout = ParallelLayout(tp=tensor.size, sequence_parallel=tensor.sequence)
+    check_sizes(layout, causal_lm, model_name)
     specs: Specs = {}
     blocks: dict[nn.Module, list[_Planned]] = {}
     modules = dict(causal_lm.base_model.named_modules())
     for planned in _planned_modules(causal_lm, modules, model_name):
         if planned.style == _EXPERTS:
-            specs |= _shard_experts(tensor, planned.module)
+            specs |= distribute(tensor, expert, planned.module)
             continue
         if planned.parameter is not None:
             # A value per head, such as attention sinks.
@@ -85,6 +89,8 @@ def parallelize(
         _check_attention(modules, blocks, model_name)
     for block, layers in blocks.items():
         _shard_block(tensor, block, layers, specs, model_name)
+    if expert is not None:
+        distribute_all(expert, causal_lm, model_name, specs)
     specs |= _shard_vocabulary(tensor, causal_lm, model_name)
     for weight in causal_lm.parameters():
         if weight not in specs:
@@ -205,50 +211,6 @@ def _unplanned(block: nn.Module, specs: Specs) -> Iterator[tuple[str, nn.Paramet
             yield name, weight
 
 
-def _shard_experts(tensor: TensorParallel, experts: Any) -> Specs:
-    """Give this rank complete experts: rows of dim 0 of every weight [E, ...]."""
-    start, stop = tensor.shard_range(experts.num_experts)
-    experts.num_experts = stop - start
-    # transformers' kernels then expect slots without an expert.
-    experts._is_expert_parallel = True
-    experts.forward = partial(_own_experts, tensor, experts, experts.forward, start)
-    specs: Specs = {}
-    for key in list(experts._parameters):
-        specs |= _shard(tensor, experts, key, 0)
-    return specs
-
-
-def _own_experts(
-    tensor: TensorParallel,
-    experts: Any,
-    forward: Callable[..., Tensor],
-    start: int,
-    hidden: Tensor,
-    index: Tensor,
-    weights: Tensor,
-) -> Tensor:
-    """Compute this rank's experts for all tokens and sum over the ranks.
-
-    `hidden` is [T, D]; `index`, int64, and `weights` are [T, K], the chosen experts of a token. The
-    result is [T, D]; with sequence parallelism all have T / tp tokens.
-    """
-    hidden = tensor.gather_input(hidden)
-    weights = tensor.gather_input(weights)
-    if tensor.sequence:
-        index = tensor.gather_input(index)
-    index = index - start
-    is_own = (index >= 0) & (index < experts.num_experts)
-    # Index `num_experts` stands for experts of other ranks.
-    out = forward(
-        hidden, torch.where(is_own, index, experts.num_experts), torch.where(is_own, weights, 0.0)
-    )
-    if not is_own.any():
-        # FSDP and the optimizer need a gradient of every weight.
-        for weight in experts.parameters():
-            out = out + weight.flatten()[0] * 0.0
-    return tensor.reduce_output(out)
-
-
 def _shard(tensor: TensorParallel, module: nn.Module, key: str, dim: int) -> Specs:
     """Replace a meta parameter by its shard; does nothing if the module has no such one."""
     weight = module._parameters.get(key)
@@ -290,9 +252,8 @@ def _shard_vocabulary(tensor: TensorParallel, causal_lm: PreTrainedModel, model_
     return specs | _shard(tensor, head, "bias", 0)
 
 
-def _check_sizes(tensor: TensorParallel, causal_lm: PreTrainedModel, model_name: str) -> None:
+def check_sizes(layout: ParallelLayout, causal_lm: PreTrainedModel, model_name: str) -> None:
     """Raise LayoutError for sizes of the model that the ranks cannot share evenly."""
-    layout = ParallelLayout(tp=tensor.size, sequence_parallel=tensor.sequence)
     spec = ModelSpec.from_config(causal_lm.config, model_name)
     problems = model_problems(layout, "dtensor", spec)
     if problems:

@@ -9,6 +9,7 @@ and plain transformers is the reference.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,11 @@ LAYOUTS = {
     "tp 2 x cp 2": (4, ParallelConfig(tensor=2, context=2)),
     "tp 2 x cp 2, sequence": (4, ParallelConfig(tensor=2, context=2, sequence=True)),
     "dp 4, replicas 2": (4, ParallelConfig(replicas=2)),
+    "dp 2, ep 2": (2, ParallelConfig(expert=2)),
+    "dp 4, ep 2": (4, ParallelConfig(expert=2)),
+    "dp 4, replicas 2, ep 2": (4, ParallelConfig(replicas=2, expert=2)),
+    "dp 2 x cp 2, ep 4": (4, ParallelConfig(context=2, expert=4)),
+    "dp 2 x tp 2, ep 2, sequence": (4, ParallelConfig(tensor=2, expert=2, sequence=True)),
 }
 MODELS = {
     "dp 2": ("qwen2_tied", "llama"),
@@ -102,6 +108,11 @@ MODELS = {
     "tp 2 x cp 2": ("qwen3_window",),
     "tp 2 x cp 2, sequence": ("llama_biased",),
     "dp 4, replicas 2": ("qwen2_tied",),
+    "dp 2, ep 2": ("qwen3_moe_mixed",),
+    "dp 4, ep 2": ("qwen3_moe_mixed", "mixtral"),
+    "dp 4, replicas 2, ep 2": ("qwen3_moe_mixed",),
+    "dp 2 x cp 2, ep 4": ("mixtral", "qwen3_moe"),
+    "dp 2 x tp 2, ep 2, sequence": ("qwen3_moe", "mixtral"),
 }
 """Each model, and each kind of weight and of attention where a layout treats it differently."""
 WITHOUT_TRAINING = ("tp 2", "tp 2 x cp 2")
@@ -330,16 +341,23 @@ def program(
 
 
 @pytest.fixture(scope="module")
-def straight(models, tmp_path_factory) -> tuple[list[float], Path]:
-    """Losses of four steps of one process, and its checkpoints after two and after four."""
-    out = tmp_path_factory.mktemp("straight")
-    rank = Rank(context(), ParallelConfig())
-    worker = rank.worker(dataclasses.replace(TRAINED, model_name=models("qwen3_tied")))
-    losses = train(worker, rank, range(2))
-    worker.save(out / "half")
-    losses += train(worker, rank, range(2, 4))
-    worker.save(out / "end")
-    return losses, out
+def straight(models, tmp_path_factory) -> Callable[[str], tuple[list[float], Path]]:
+    """Losses of four steps of one process with a model, and its checkpoints after two and after
+    four.
+    """
+
+    @functools.cache
+    def run(model: str) -> tuple[list[float], Path]:
+        out = tmp_path_factory.mktemp("straight")
+        rank = Rank(context(), ParallelConfig())
+        worker = rank.worker(dataclasses.replace(TRAINED, model_name=models(model)))
+        losses = train(worker, rank, range(2))
+        worker.save(out / "half")
+        losses += train(worker, rank, range(2, 4))
+        worker.save(out / "end")
+        return losses, out
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -390,14 +408,19 @@ def worst(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -
 
 @pytest.mark.parametrize(
     "layout",
-    usually(LAYOUTS, "dp 2", "tp 2, sequence", "cp 2", "tp 2 x cp 2, sequence", "dp 4, replicas 2"),
+    usually(
+        LAYOUTS,
+        *("dp 2", "tp 2, sequence", "cp 2", "tp 2 x cp 2, sequence", "dp 4, replicas 2"),
+        "dp 2, ep 2",
+    ),
 )
 def test_a_layout_changes_nothing(
     layout, models, straight, predictable, rank_pool, meeting, tmp_path
 ):
     world_size, parallel = LAYOUTS[layout]
     names = MODELS[layout]
-    straight_losses, straight_dir = straight
+    trained = "qwen3_tied" if parallel.expert == 1 else "mixtral"
+    straight_losses, straight_dir = straight(trained)
     trains = layout not in WITHOUT_TRAINING
     paths = {name: models(name) for name in names}
     ranks = run_ranks(
@@ -407,7 +430,7 @@ def test_a_layout_changes_nothing(
         meeting,
         parallel,
         paths,
-        models("qwen3_tied") if trains else None,
+        models(trained) if trains else None,
         straight_dir,
         predictable[0],
         tmp_path,
