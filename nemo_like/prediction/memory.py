@@ -117,7 +117,7 @@ class MemoryModel:
         tokens = max_tokens / parallel_layout.cp
         parts = self._stage_state(stage)
         saved = self.activations.saved_bytes
-        parts["activations"] = tokens * self._stage_layers * saved * self._num_in_flight(stage)
+        parts["activations"] = tokens * self._stage_layers * saved * self.num_in_flight(stage)
         peaks = {"backward": self._backward(tokens, is_last)}
         if is_last and self.spec.head == "vocabulary":
             peaks["logits"] = self._logits(tokens)
@@ -132,7 +132,7 @@ class MemoryModel:
         size, remainder = divmod(self.spec.num_layers, layout.pp * layout.vpp)
         return size * layout.vpp + ceil_div(remainder, layout.pp)
 
-    def _num_in_flight(self, stage: int) -> float:
+    def num_in_flight(self, stage: int) -> float:
         """Return the microbatches whose activations a pipeline stage has at its peak."""
         pp, vpp = self.placement.parallel_layout.pp, self.placement.parallel_layout.vpp
         if vpp == 1:

@@ -164,12 +164,28 @@ MIXTURES: dict[str, tuple[type, Any]] = {
 """Of experts; kept apart, as not every test holds for them: what an expert multiplies depends on
 all rows together.
 """
+DEEP: dict[str, tuple[type, Any]] = {
+    "llama_deep": (
+        LlamaForCausalLM,
+        LlamaConfig(**_SIZES | {"num_hidden_layers": 5}, tie_word_embeddings=True),
+    ),
+    "qwen3_deep": (
+        Qwen3ForCausalLM,
+        Qwen3Config(**_SIZES | {"num_hidden_layers": 4}, **_WINDOW, head_dim=16),
+    ),
+    # Every other layer is dense.
+    "qwen3_moe_deep": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**_MIXTURE | {"num_hidden_layers": 4}, mlp_only_layers=[0, 2]),
+    ),
+}
+"""A layer or two for each of four virtual stages."""
 
 
 def save_tiny_model(directory: Path, architecture: str) -> Path:
     """A random model with a tokenizer of numbered words, as a Hugging Face directory."""
     torch.manual_seed(0)
-    model_class, config = (ARCHITECTURES | WINDOWED | MIXTURES | BLOCKS)[architecture]
+    model_class, config = (ARCHITECTURES | WINDOWED | MIXTURES | BLOCKS | DEEP)[architecture]
     model: PreTrainedModel = model_class(config)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
