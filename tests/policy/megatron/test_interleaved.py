@@ -19,6 +19,7 @@ from nemo_like.config.schema import EmaConfig, ParallelConfig, PolicyConfig
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.losses import NllLoss
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.inputs.model_inputs import TokenLogprobs
@@ -40,6 +41,7 @@ from tests.policy.megatron.reference import (
     check_cases,
     train_transformers,
 )
+from tests.policy.megatron.test_ema import saved_averages
 from tests.policy.megatron.test_optimizer import CONFIG
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS, TOLERANCE
 from tests.policy.tiny import DEEP, random_batch, relative_error
@@ -112,9 +114,37 @@ def test_checkpoints_go_from_virtual_stages_to_one_rank_and_back(model_dir, on_r
     assert rounded[-1].losses == pytest.approx(losses, rel=0.05)
     (back,) = on_ranks(train_dtensor, "one rank", config, tmp_path / "virtual", None)
     assert back == pytest.approx(losses[2:], rel=TOLERANCE)
+    averages = [saved_averages(tmp_path / name) for name in ("virtual", "alone")]
+    assert relative_error(*averages) < 10 * TOLERANCE
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "virtual" / "hf")
     for name, parameter in exported.named_parameters():
         assert np.array_equal(parameter.detach().numpy(), first[0].weights[name]), name
+
+
+def offloaded(
+    context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig
+) -> list[float]:
+    """The gradient norms of two steps, between which the device has none of the state."""
+    with joined(context, parallel) as rank:
+        worker = rank.worker(config)
+        shard = rank.shard(config, worker, random_batch(LENGTHS))
+        engine: Any = worker.engine
+        norms = []
+        for _ in range(2):
+            (metrics,) = worker.train(shard, None, NllLoss())
+            norms.append(metrics["policy/grad_norm"].value)
+            engine.move_to_host()
+            state = [*engine.resident_tensors(), *engine.parameters.values()]
+            assert all(each.untyped_storage().nbytes() == 0 for each in state)
+            engine.move_to_device()
+    return norms
+
+
+def test_all_chunks_are_offloaded(model_dir, on_ranks):
+    config = of_model(CONFIG, model_dir("llama_deep"))
+    _, norms, _ = train_transformers(config)
+    for found in on_ranks(offloaded, "pp2 x v2", config):
+        assert found == pytest.approx(norms[:2], rel=10 * TOLERANCE)
 
 
 class _Recorder:
