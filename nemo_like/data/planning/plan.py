@@ -218,8 +218,8 @@ class BatchPlan:
         """Return the metrics of the plan by the names they are logged under.
 
         Bin loads are computed real tokens, so alignment padding counts as waste; dummies are not
-        bins. The shares of what common leading tokens save exist only for plans with `prefixes`, and
-        the idle share of a stage's time, for microbatches of equal time, only for pipelines.
+        bins. The shares of what common leading tokens save exist only for plans with `prefixes`,
+        and the idle share of a stage's time, for microbatches of equal time, only for pipelines.
         Without `max_tokens` the largest microbatch is the capacity. An imbalance is the max-loaded
         rank over the mean rank, weighted over steps by work.
         """

@@ -99,12 +99,7 @@ class ShardedAdamW:
         self.zero_grad()
 
     def _sub_optimizer(
-        self,
-        config: OptimizerConfig,
-        buffers: list[Any],
-        group: ProcessGroup,
-        *,
-        is_expert: bool,
+        self, config: OptimizerConfig, buffers: list[Any], group: ProcessGroup, *, is_expert: bool
     ) -> _SubOptimizer:
         parameters = [
             parameter

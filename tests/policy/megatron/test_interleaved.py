@@ -36,11 +36,7 @@ from tests.policy.megatron.ranks import (
     train_dtensor,
     train_runs,
 )
-from tests.policy.megatron.reference import (
-    assert_same_logprobs,
-    check_cases,
-    train_transformers,
-)
+from tests.policy.megatron.reference import assert_same_logprobs, check_cases, train_transformers
 from tests.policy.megatron.test_ema import saved_averages
 from tests.policy.megatron.test_optimizer import CONFIG
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS, TOLERANCE
@@ -187,9 +183,7 @@ def order_of(stage: int, pp: int, vpp: int, num_microbatches: int) -> str:
     """The order in which Megatron-Core's schedule computes on a stage."""
     group = SimpleNamespace(size=lambda: pp, rank=lambda: stage)
     size = None if vpp == 1 else vpp
-    communicator: Any = SimpleNamespace(
-        pp_group=group, virtual_pipeline_model_parallel_size=size
-    )
+    communicator: Any = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=size)
     _, _, warmup, remaining = get_pp_rank_microbatches(
         num_microbatches, vpp, pp, p2p_communicator=communicator
     )
