@@ -164,19 +164,17 @@ MIXTURES: dict[str, tuple[type, Any]] = {
 """Of experts; kept apart, as not every test holds for them: what an expert multiplies depends on
 all rows together.
 """
+_FIVE_LAYERS: dict[str, Any] = _SIZES | {"num_hidden_layers": 5}
+_FOUR_LAYERS: dict[str, Any] = {"num_hidden_layers": 4, "head_dim": 16}
+_DEEP_SIZES: dict[str, Any] = _SIZES | _FOUR_LAYERS
+_DEEP_MIXTURE: dict[str, Any] = _MIXTURE | _FOUR_LAYERS
 DEEP: dict[str, tuple[type, Any]] = {
-    "llama_deep": (
-        LlamaForCausalLM,
-        LlamaConfig(**_SIZES | {"num_hidden_layers": 5}, tie_word_embeddings=True),
-    ),
-    "qwen3_deep": (
-        Qwen3ForCausalLM,
-        Qwen3Config(**_SIZES | {"num_hidden_layers": 4}, **_WINDOW, head_dim=16),
-    ),
+    "llama_deep": (LlamaForCausalLM, LlamaConfig(**_FIVE_LAYERS, tie_word_embeddings=True)),
+    "qwen3_deep": (Qwen3ForCausalLM, Qwen3Config(**_DEEP_SIZES, **_WINDOW)),
     # Every other layer is dense.
     "qwen3_moe_deep": (
         Qwen3MoeForCausalLM,
-        Qwen3MoeConfig(**_MIXTURE | {"num_hidden_layers": 4}, mlp_only_layers=[0, 2]),
+        Qwen3MoeConfig(**_DEEP_MIXTURE, mlp_only_layers=[0, 2]),
     ),
 }
 """A layer or two for each of four virtual stages."""
