@@ -54,6 +54,8 @@ CASES = (
 MIXTURES = (
     ("qwen3_moe_deep", "packed, 4 microbatches"),
     ("qwen3_moe_deep", "packed with activation checkpointing"),
+    ("deepseek_v3_deep", "packed, 2 microbatches"),
+    ("gpt_oss_deep", "packed, selective checkpointing"),
 )
 CASES_OF = {
     "pp2 x v2": CASES,
