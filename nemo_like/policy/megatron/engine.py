@@ -77,13 +77,7 @@ class MegatronEngine(Engine[ShardedAdamW]):
         family = family_of(self.spec, config.model_name)
         # On the meta device, for its names and shapes.
         self._causal_lm = meta_model(self._model_config, dtype=torch.float32)
-        sharding = ModelSharding(
-            self.spec,
-            pp=parallel_layout.pp,
-            tp=parallel_layout.tp,
-            ep=parallel_layout.ep,
-            vpp=parallel_layout.vpp,
-        )
+        sharding = ModelSharding.of(self.spec, parallel_layout)
         stage, tp_rank, ep_rank = parallel_coords(parallel_layout, rank)
         self._dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
         self.chunks = build_model(

@@ -96,6 +96,11 @@ class ModelSharding:
     ep: int = 1
     vpp: int = 1
 
+    @classmethod
+    def of(cls, spec: ModelSpec, layout: ParallelLayout) -> ModelSharding:
+        """Return the sharding of a model over the ranks of `layout`."""
+        return cls(spec, pp=layout.pp, tp=layout.tp, ep=layout.ep, vpp=layout.vpp)
+
     @property
     def num_virtual_stages(self) -> int:
         """Model chunks of all pipeline stages."""
