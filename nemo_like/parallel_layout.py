@@ -372,12 +372,7 @@ class ParallelLayout:
 
 
 def engine_problems(
-    engine: EngineName,
-    *,
-    pp: int,
-    vpp: int = 1,
-    num_replicas: int = 1,
-    reshard: Reshard = "auto",
+    engine: EngineName, *, pp: int, vpp: int = 1, num_replicas: int = 1, reshard: Reshard = "auto"
 ) -> list[LayoutProblem]:
     """Return a problem for each of these axes and options that the engine does not have."""
     problems = []
