@@ -125,6 +125,8 @@ class ParallelLayout:
     ranks. The data-parallel ranks of a copy are consecutive.
     """
     reshard: Reshard = "auto"
+    vpp: int = 1
+    """Virtual stages (model chunks) of each pipeline stage, for the interleaved schedule."""
 
     def __post_init__(self) -> None:
         # Sizes below 1 first: the arithmetic of the other problems divides by them.
@@ -132,6 +134,7 @@ class ParallelLayout:
         if not problems:
             problems = [
                 *_sequence_problems(self.tp, self.sequence_parallel),
+                *self._virtual_problems(),
                 *self._expert_problems(),
                 *self._replica_problems(),
             ]
@@ -147,6 +150,7 @@ class ParallelLayout:
         cp: int = 1,
         tp: int = 1,
         ep: int = 1,
+        vpp: int = 1,
         sequence_parallel: bool = False,
         num_replicas: int = 1,
         reshard: Reshard = "auto",
@@ -170,7 +174,7 @@ class ParallelLayout:
             keys = ("parallel.tensor", "parallel.context", "parallel.pipeline", *_WORKERS)
             problem = LayoutProblem(keys, text)
             raise LayoutError([problem, *_sequence_problems(tp, sequence_parallel)])
-        return cls(pp, dp, cp, tp, ep, sequence_parallel, num_replicas, reshard)
+        return cls(pp, dp, cp, tp, ep, sequence_parallel, num_replicas, reshard, vpp)
 
     @property
     def shape(self) -> Coordinates:
@@ -307,6 +311,7 @@ class ParallelLayout:
             "parallel.context": self.cp,
             "parallel.tensor": self.tp,
             "parallel.expert": self.ep,
+            "parallel.virtual_pipeline": self.vpp,
             "parallel.replicas": self.num_replicas,
         }
         problems = []
@@ -331,6 +336,16 @@ class ParallelLayout:
         )
         return [LayoutProblem(("parallel.expert", "parallel.pipeline", *_WORKERS), text)]
 
+    def _virtual_problems(self) -> list[LayoutProblem]:
+        """Virtual stages need a pipeline."""
+        if self.vpp == 1 or self.pp > 1:
+            return []
+        text = (
+            f"parallel.virtual_pipeline is {self.vpp}, but it interleaves the layers of pipeline"
+            " stages and parallel.pipeline is 1: set it to 1, or parallel.pipeline to 2 or more"
+        )
+        return [LayoutProblem(("parallel.virtual_pipeline", "parallel.pipeline"), text)]
+
     def _replica_problems(self) -> list[LayoutProblem]:
         """All copies of the weights have the same number of data-parallel ranks."""
         if self.dp % self.num_replicas == 0:
@@ -345,6 +360,8 @@ class ParallelLayout:
     def __str__(self) -> str:
         sizes = [f"{axis} {getattr(self, axis)}" for axis in AXES]
         text = " x ".join(sizes)
+        if self.vpp > 1:
+            text += f", {self.vpp} virtual stages"
         if self.ep > 1:
             text += f", ep {self.ep}"
         if self.sequence_parallel:
@@ -355,7 +372,7 @@ class ParallelLayout:
 
 
 def engine_problems(
-    engine: EngineName, *, pp: int, num_replicas: int = 1, reshard: Reshard = "auto"
+    engine: EngineName, *, pp: int, vpp: int = 1, num_replicas: int = 1, reshard: Reshard = "auto"
 ) -> list[LayoutProblem]:
     """Return a problem for each of these axes and options that the engine does not have."""
     problems = []
@@ -371,11 +388,13 @@ def engine_problems(
                 f"parallel.reshard is {reshard}, but policy.engine megatron does not shard weights"
                 " over the data-parallel ranks: set it to auto, or policy.engine to dtensor"
             )
-    elif pp > 1:
-        problems.append(
-            f"parallel.pipeline is {pp}, but policy.engine dtensor has no pipeline: set it to 1, or"
-            " policy.engine to megatron"
-        )
+    else:
+        for name, size in (("pipeline", pp), ("virtual_pipeline", vpp)):
+            if size > 1:
+                problems.append(
+                    f"parallel.{name} is {size}, but policy.engine dtensor has no pipeline: set it"
+                    " to 1, or policy.engine to megatron"
+                )
     return [LayoutProblem((text.split()[0], "policy.engine"), text) for text in problems]
 
 

@@ -134,6 +134,8 @@ def test_axes_that_do_not_fit_together_are_refused_with_the_arithmetic() -> None
     assert problem.text.endswith("set parallel.expert to 3 or 6")
     with pytest.raises(LayoutError, match=r"parallel\.tensor is 1: set it to false"):
         ParallelLayout(dp=2, sequence_parallel=True)
+    with pytest.raises(LayoutError, match=r"virtual_pipeline is 2, .* parallel\.pipeline is 1"):
+        ParallelLayout(dp=2, vpp=2)
     # Both problems of one layout are reported.
     with pytest.raises(LayoutError) as refused:
         ParallelLayout.from_world_size(3, cp=2, sequence_parallel=True)
@@ -143,8 +145,8 @@ def test_axes_that_do_not_fit_together_are_refused_with_the_arithmetic() -> None
 def test_only_megatron_has_pipelines() -> None:
     assert engine_problems("megatron", pp=4) == []
     assert engine_problems("dtensor", pp=1) == []
-    (problem,) = engine_problems("dtensor", pp=2)
-    assert problem.keys[0] == "parallel.pipeline"
+    keys = [problem.keys[0] for problem in engine_problems("dtensor", pp=2, vpp=2)]
+    assert keys == ["parallel.pipeline", "parallel.virtual_pipeline"]
 
 
 def test_fsdp_divides_experts_over_the_ranks_of_a_copy_of_the_weights() -> None:

@@ -30,6 +30,7 @@ def build_layout(parallel: ParallelConfig, num_workers: int) -> ParallelLayout:
         cp=parallel.context,
         tp=parallel.tensor,
         ep=parallel.expert,
+        vpp=parallel.virtual_pipeline,
         sequence_parallel=parallel.sequence,
         num_replicas=parallel.replicas,
         reshard=parallel.reshard,
@@ -74,6 +75,7 @@ def parallel_problems(config: RunConfig) -> list[Problem]:
     problems = engine_problems(
         config.policy.engine,
         pp=parallel.pipeline,
+        vpp=parallel.virtual_pipeline,
         num_replicas=parallel.replicas,
         reshard=parallel.reshard,
     )

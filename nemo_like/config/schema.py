@@ -504,6 +504,10 @@ class ParallelConfig:
     chunks). Rows are padded to a multiple of 2 x cp tokens."""
     pipeline: Annotated[int, Ge(1)] = 1
     """Number of pipeline stages; needs `policy.engine=megatron`."""
+    virtual_pipeline: Annotated[int, Ge(1)] = 1
+    """Virtual stages of each pipeline stage (interleaved schedule): the bubble of the pipeline is
+    divided by it, and activations are sent as many times. Needs `pipeline` above 1 and a layer for
+    each of the pipeline x virtual stages."""
     expert: Annotated[int, Ge(1)] = 1
     """Expert-parallel size (MoE); must divide the number of experts and data x context / replicas,
     with `policy.engine=megatron` tensor x context x data."""

@@ -85,6 +85,13 @@ def _pipeline_problems(
             f"{model} has {spec.num_layers} layers, fewer than parallel.pipeline {layout.pp}"
             f" stages: set it to {spec.num_layers} or less",
         )
+    elif spec.num_layers < layout.pp * layout.vpp:
+        yield LayoutProblem(
+            ("parallel.virtual_pipeline",),
+            f"{model} has {spec.num_layers} layers, fewer than parallel.pipeline {layout.pp} x"
+            f" parallel.virtual_pipeline {layout.vpp} = {layout.pp * layout.vpp} virtual stages:"
+            f" set parallel.virtual_pipeline to {spec.num_layers // layout.pp} or less",
+        )
 
 
 def _expert_problems(

@@ -108,7 +108,7 @@ def tiny_config(model_config: PretrainedConfig, parallel: ParallelConfig) -> Pre
     group = min(num_heads // num_old_kv_heads, _MAX_GROUP)
     # Two key-value heads per tensor-parallel rank, so that a wrong order of heads is visible.
     num_kv_heads = 2 * parallel.tensor
-    layers = max(2, parallel.pipeline)
+    layers = max(2, parallel.pipeline * parallel.virtual_pipeline)
     max_positions = getattr(config, "max_position_embeddings", 4096)
     sizes: dict[str, Any] = {
         "hidden_size": group * num_kv_heads * _HEAD_DIM,

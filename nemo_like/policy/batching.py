@@ -47,6 +47,9 @@ def plan_spec(
         "tp_size": parallel_layout.tp,
         "sequence_parallel": parallel_layout.sequence_parallel,
         "pp_size": parallel_layout.pp,
+        "vpp_size": parallel_layout.vpp,
+        # The interleaved schedule runs groups of pp microbatches.
+        "microbatch_multiple": parallel_layout.pp if parallel_layout.vpp > 1 else 1,
         "global_batch_size": config.train_global_batch_size if purpose == "train" else None,
         "sync": parallel_layout.sync(config.engine, model.num_params if model else 0),
         # The loader drops oversize rows before it forms batches, so that every batch is full. Such

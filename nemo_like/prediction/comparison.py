@@ -88,7 +88,8 @@ class Outcome:
     plan: BatchPlan
     max_tokens: int
     """The token budget of a microbatch."""
-    pp_size: int = 1
+    bubble: float = 0.0
+    """Idle time of a stage in each step, see `PlanSpec.bubble_microbatches`."""
     min_work: float = 0.0
     """Lower limit of the work of a microbatch, because of FSDP communication."""
 
@@ -140,7 +141,7 @@ class Outcome:
     @cached_property
     def step_time(self) -> float:
         """Step time over the time of the complete rows without padding and idle time."""
-        times = step_times(self.work, self.plan, pp_size=self.pp_size, min_work=self.min_work)
+        times = step_times(self.work, self.plan, bubble=self.bubble, min_work=self.min_work)
         ideal = ideal_times(self.plan, self.plan.spec.cost)
         # A quotient of sums: a mean of ratios would weight short steps too much.
         return float(times.sum() / ideal.sum())
@@ -298,7 +299,7 @@ def compare(
     *,
     shared_prefix: SharedPrefixMode = "auto",
     stream: StreamSpec | None = None,
-    pp_size: int = 1,
+    bubble: float = 0.0,
     min_work: float = 0.0,
 ) -> Comparison:
     """Plan rows in batches of `spec.global_batch_size` with every strategy.
@@ -320,7 +321,7 @@ def compare(
             plan = strategy.plan(counts)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        outcomes.append(Outcome(strategy, plan, max_tokens, pp_size, min_work))
+        outcomes.append(Outcome(strategy, plan, max_tokens, bubble, min_work))
         if not chosen_key and strategy.plans_as(spec, stream):
             chosen_key = strategy.key
         if strategy.shares_prefixes:
@@ -495,11 +496,12 @@ def microbatch_work(plan: BatchPlan, cost: CostModel) -> np.ndarray:
 
 
 def step_times(
-    work: np.ndarray, plan: BatchPlan, *, pp_size: int = 1, min_work: float = 0.0
+    work: np.ndarray, plan: BatchPlan, *, bubble: float = 0.0, min_work: float = 0.0
 ) -> np.ndarray:
     """Return the time of each optimizer step in units of work, float64 [S].
 
-    `work` is float64 [R, M]; a microbatch takes at least `min_work`.
+    `work` is float64 [R, M]; a microbatch takes at least `min_work`. `bubble` is the idle time of
+    each step, in times of a microbatch.
     """
     work = np.maximum(work, min_work)
     starts = plan.step_offsets[:-1]
@@ -512,7 +514,7 @@ def step_times(
         by_rank = np.add.reduceat(work, starts, axis=1)
         times = by_rank.max(axis=0)
     counts = np.diff(plan.step_offsets)
-    return times * (counts + pp_size - 1) / counts
+    return times * (counts + bubble) / counts
 
 
 def ideal_times(plan: BatchPlan, cost: CostModel) -> np.ndarray:

@@ -29,6 +29,8 @@ COMPARED = (
     "packing/rank_imbalance_flops",
 )
 """Metrics that are determined by lengths and plan alone."""
+BUBBLE = "packing/pipeline_bubble_share"
+"""One more such metric, of pipelines alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,9 +209,10 @@ class PastRun:
                 planned.append(plan_counts(counts, spec, shared_prefix).metrics())
         if not logged:
             return {}
+        names = [name for name in (*COMPARED, BUBBLE) if name in logged[0] and name in planned[0]]
         return {
             name: (fmean(each[name] for each in logged), fmean(each[name] for each in planned))
-            for name in COMPARED
+            for name in names
         }
 
 

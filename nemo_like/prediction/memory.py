@@ -116,10 +116,8 @@ class MemoryModel:
         is_last = stage == parallel_layout.pp - 1
         tokens = max_tokens / parallel_layout.cp
         parts = self._stage_state(stage)
-        # 1F1B: the first stage has pp microbatches in flight, the last one has one.
-        num_in_flight = parallel_layout.pp - stage
         saved = self.activations.saved_bytes
-        parts["activations"] = tokens * self._stage_layers * saved * num_in_flight
+        parts["activations"] = tokens * self._stage_layers * saved * self.num_in_flight(stage)
         peaks = {"backward": self._backward(tokens, is_last)}
         if is_last and self.spec.head == "vocabulary":
             peaks["logits"] = self._logits(tokens)
@@ -129,7 +127,19 @@ class MemoryModel:
     @property
     def _stage_layers(self) -> int:
         """Layers of the pipeline stage that has the most."""
-        return ceil_div(self.spec.num_layers, self.placement.parallel_layout.pp)
+        layout = self.placement.parallel_layout
+        # The first virtual stages have one layer more.
+        size, remainder = divmod(self.spec.num_layers, layout.pp * layout.vpp)
+        return size * layout.vpp + ceil_div(remainder, layout.pp)
+
+    def num_in_flight(self, stage: int) -> float:
+        """Return the microbatches whose activations a pipeline stage has at its peak."""
+        pp, vpp = self.placement.parallel_layout.pp, self.placement.parallel_layout.vpp
+        if vpp == 1:
+            # 1F1B: the first stage has pp microbatches in flight, the last one has one.
+            return pp - stage
+        # Interleaved, of one chunk each: those of the warm-up and one more.
+        return (2 * (pp - stage - 1) + (vpp - 1) * pp + 1) / vpp
 
     def _stage_state(self, stage: int) -> dict[str, float]:
         """Return part -> bytes of one pipeline stage that do not depend on the tokens."""

@@ -143,7 +143,7 @@ def make_plan(request: PlanRequest) -> PlanReport:
             request.max_tokens,
             shared_prefix=request.shared_prefix,
             stream=request.stream,
-            pp_size=request.placement.parallel_layout.pp,
+            bubble=spec.bubble_microbatches,
             min_work=spec.cost.linear * request.min_microbatch_tokens,
         )
     return PlanReport(

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from nemo_like.config.errors import counted, printable
 from nemo_like.prediction.comparison import Outcome
+from nemo_like.prediction.lengths import BUBBLE
 from nemo_like.prediction.memory import GIB, usable_bytes
 from nemo_like.prediction.plan_report import PlanReport
 
@@ -149,8 +150,8 @@ def verdict(report: PlanReport) -> str:
     for tool, outcome in sorted(comparison.others.items(), key=lambda item: item[1].step_time):
         the_speed = "" if speeds else "the speed "
         speeds.append(f"{outcome.step_time / chosen.step_time:.3f}x {the_speed}of {tool}")
-    has_pipeline = report.request.placement.parallel_layout.pp > 1
-    bubble = ", the pipeline bubble included" if has_pipeline else ""
+    share = chosen.metrics.get(BUBBLE)
+    bubble = "" if share is None else f", the pipeline bubble ({share:.1%} of the step) included"
     return (
         f"{chosen.strategy.title}: {', '.join(speeds)} (the fastest layout of each),"
         f" {chosen.above_ideal:.1%} above a step without padding and idle time{bubble}"

@@ -219,7 +219,8 @@ def _check_optimizer(config: RunConfig, spec: ModelSpec) -> None:
         names["lm_head.weight"] = "model.embed_tokens.weight"
     frozen = frozen_weights(policy.freeze, names)
     if policy.engine == "megatron":
-        sharding = ModelSharding(spec, pp=config.parallel.pipeline)
+        parallel = config.parallel
+        sharding = ModelSharding(spec, pp=parallel.pipeline, vpp=parallel.virtual_pipeline)
         family = family_of(spec, policy.model_name)
         family.frozen_parameters(frozen, sharding, 0, {})
 

@@ -41,6 +41,7 @@ def problems(config: dict, engine: str = "megatron", **parallel: object) -> list
     )
     layout = ParallelLayout(
         pp=run.parallel.pipeline,
+        vpp=run.parallel.virtual_pipeline,
         tp=run.parallel.tensor,
         ep=run.parallel.expert,
         # Enough replicas for the experts.
@@ -62,6 +63,12 @@ def test_heads_and_layers_must_divide() -> None:
         ),
         "10 layers, fewer than parallel.pipeline 16 stages: set it to 10 or less",
     ]
+    assert problems(DENSE, pipeline=3, virtual_pipeline=3) == []
+    (only,) = problems(DENSE, pipeline=3, virtual_pipeline=4)
+    assert only.startswith(
+        "10 layers, fewer than parallel.pipeline 3 x parallel.virtual_pipeline 4"
+    )
+    assert only.endswith("= 12 virtual stages: set parallel.virtual_pipeline to 3 or less")
     # Megatron-Core replicates each key-value head on two ranks.
     (only,) = problems(three_heads, tensor=6, pipeline=4)
     assert "feed-forward columns" in only

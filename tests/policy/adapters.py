@@ -67,6 +67,7 @@ LORA_OF = {
     "qwen2_blocks": NF4,
     "deepseek_v3": LATENT,
     "gpt_oss": ALL_LINEAR,
+    "llama_deep": ALL_LINEAR,
 }
 """Architecture -> its adapters in these tests."""
 

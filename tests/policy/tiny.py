@@ -164,12 +164,35 @@ MIXTURES: dict[str, tuple[type, Any]] = {
 """Of experts; kept apart, as not every test holds for them: what an expert multiplies depends on
 all rows together.
 """
+_FIVE_LAYERS: dict[str, Any] = _SIZES | {"num_hidden_layers": 5}
+_FOUR_LAYERS: dict[str, Any] = {"num_hidden_layers": 4, "head_dim": 16}
+_DEEP_SIZES: dict[str, Any] = _SIZES | _FOUR_LAYERS
+_DEEP_MIXTURE: dict[str, Any] = _MIXTURE | _FOUR_LAYERS
+_DEEP_LATENT: dict[str, Any] = _LATENT | {"num_hidden_layers": 4}
+DEEP: dict[str, tuple[type, Any]] = {
+    "llama_deep": (LlamaForCausalLM, LlamaConfig(**_FIVE_LAYERS, tie_word_embeddings=True)),
+    "qwen3_deep": (Qwen3ForCausalLM, Qwen3Config(**_DEEP_SIZES, **_WINDOW)),
+    # Every other layer is dense.
+    "qwen3_moe_deep": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**_DEEP_MIXTURE, mlp_only_layers=[0, 2]),
+    ),
+    "deepseek_v3_deep": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config(**_DEEP_LATENT, q_lora_rank=None, n_group=4, topk_group=2),
+    ),
+    "gpt_oss_deep": (
+        GptOssForCausalLM,
+        GptOssConfig(**_DEEP_SIZES, sliding_window=5, num_local_experts=4, num_experts_per_tok=2),
+    ),
+}
+"""A layer or two for each of four virtual stages."""
 
 
 def save_tiny_model(directory: Path, architecture: str) -> Path:
     """A random model with a tokenizer of numbered words, as a Hugging Face directory."""
     torch.manual_seed(0)
-    model_class, config = (ARCHITECTURES | WINDOWED | MIXTURES | BLOCKS)[architecture]
+    model_class, config = (ARCHITECTURES | WINDOWED | MIXTURES | BLOCKS | DEEP)[architecture]
     model: PreTrainedModel = model_class(config)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):

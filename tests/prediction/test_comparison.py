@@ -104,7 +104,7 @@ def test_every_strategy_holds_every_row_once_and_is_told_as_it_is(
 @given(settings_of_a_plan())
 def test_a_step_takes_as_long_as_its_slowest_ranks(case: tuple[np.ndarray, PlanSpec]):
     lengths, spec = case
-    comparison = compare(TokenCounts(lengths), spec, max_tokens_of(spec), pp_size=3)
+    comparison = compare(TokenCounts(lengths), spec, max_tokens_of(spec), bubble=2.0)
     for outcome in comparison.outcomes:
         work, offsets, total = work_by_hand(outcome.plan), outcome.plan.step_offsets, 0.0
         for start, stop in pairwise(offsets):

@@ -218,7 +218,8 @@ class BatchPlan:
         """Return the metrics of the plan by the names they are logged under.
 
         Bin loads are computed real tokens, so alignment padding counts as waste; dummies are not
-        bins. The shares of what common leading tokens save exist only for plans with `prefixes`.
+        bins. The shares of what common leading tokens save exist only for plans with `prefixes`,
+        and the idle share of a stage's time, for microbatches of equal time, only for pipelines.
         Without `max_tokens` the largest microbatch is the capacity. An imbalance is the max-loaded
         rank over the mean rank, weighted over steps by work.
         """
@@ -240,6 +241,9 @@ class BatchPlan:
         num_padding = float(tokens.sum() - num_computed)
         positions = self.padded_lengths.astype(np.float64)
         saved = {}
+        if self.spec.pp_size > 1:
+            bubble = self.num_steps * self.spec.bubble_microbatches
+            saved["packing/pipeline_bubble_share"] = bubble / (self.num_microbatches + bubble)
         if self.shared is not None:
             complete = round_up(self.lengths, self.spec.row_multiple)
             separate_work = self.spec.cost.of(complete, self.num_trained).sum()

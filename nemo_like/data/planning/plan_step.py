@@ -214,13 +214,14 @@ it reads the weights, and the launches of kernels."""
 def _pipeline_microbatches(work: np.ndarray, spec: PlanSpec) -> int:
     """Return the number of microbatches with the shortest pipeline, at most one per item of a rank.
 
-    A step of M microbatches on p stages takes (M + p - 1) / M times its work, of a rank with work W
-    and an overhead o per microbatch: (M + p - 1) / M * (W + M o), minimal at sqrt((p - 1) W / o).
-    `work` is float64 [I], of the items of all ranks.
+    A step of M microbatches takes (M + b) / M times its work, with b = `bubble_microbatches`, of a
+    rank with work W and an overhead o per microbatch: (M + b) / M * (W + M o), minimal at
+    sqrt(b W / o). `work` is float64 [I], of the items of all ranks.
     """
     overhead = spec.cost.linear if spec.balance == "flops" else 1.0
     rank_work = float(work.sum()) / spec.num_ranks
-    best = math.sqrt((spec.pp_size - 1) * rank_work / max(_OVERHEAD_TOKENS * overhead, 1e-9))
+    bubble = spec.bubble_microbatches
+    best = math.sqrt(bubble * rank_work / max(_OVERHEAD_TOKENS * overhead, 1e-9))
     return max(1, min(round(best), len(work) // spec.num_ranks))
 
 

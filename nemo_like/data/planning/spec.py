@@ -208,6 +208,8 @@ class PlanSpec:
     """
     pp_size: int = 1
     """Pipeline stages; with several, `balanced` takes more microbatches for a smaller bubble."""
+    vpp_size: int = 1
+    """Virtual stages of each pipeline stage."""
     oversize: Oversize = "error"
     """Policy for a row above the token limit: raise, truncate, run it alone with a warning, or drop
     it and count it.
@@ -322,6 +324,14 @@ class PlanSpec:
         return self.num_ranks * self.microbatch_multiple
 
     @property
+    def bubble_microbatches(self) -> float:
+        """Idle time of a stage while the pipeline fills and empties, in times of a microbatch.
+
+        Each of the other stages delays a stage by a chunk, 1 / vpp of the layers of a stage.
+        """
+        return (self.pp_size - 1) / self.vpp_size
+
+    @property
     def budget_key(self) -> str:
         """Configuration key of `max_tokens`, for messages."""
         section = "sequence_packing" if self.layout == "packed" else "dynamic_batching"
@@ -364,4 +374,5 @@ _COUNTS = (
     "tp_size",
     "microbatch_multiple",
     "pp_size",
+    "vpp_size",
 )

@@ -140,7 +140,8 @@ class StreamSpec:
         if self.microbatches_per_step % self.plan.microbatch_multiple:
             raise ValueError(
                 f"microbatches_per_step is {self.microbatches_per_step}; it must be a multiple of"
-                f" microbatch_multiple={self.plan.microbatch_multiple}"
+                f" microbatch_multiple={self.plan.microbatch_multiple}, which with"
+                " parallel.virtual_pipeline is the number of pipeline stages"
             )
 
     @property

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from nemo_like.config.schema import AdapterConfig, OutputHead, PolicyConfig
@@ -47,6 +46,7 @@ from nemo_like.policy.megatron.param_map import (
     parallel_coords,
 )
 from nemo_like.policy.megatron.parameters import FullWeightGatherer, ReadBlock, frozen_blocks
+from nemo_like.policy.megatron.schedule import run_schedule
 from nemo_like.sampling_filter import SamplingFilter
 
 
@@ -77,12 +77,10 @@ class MegatronEngine(Engine[ShardedAdamW]):
         family = family_of(self.spec, config.model_name)
         # On the meta device, for its names and shapes.
         self._causal_lm = meta_model(self._model_config, dtype=torch.float32)
-        sharding = ModelSharding(
-            self.spec, pp=parallel_layout.pp, tp=parallel_layout.tp, ep=parallel_layout.ep
-        )
+        sharding = ModelSharding.of(self.spec, parallel_layout)
         stage, tp_rank, ep_rank = parallel_coords(parallel_layout, rank)
         self._dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
-        self.model = build_model(
+        self.chunks = build_model(
             family,
             sharding,
             _rotary_embedding(self._causal_lm),
@@ -95,6 +93,8 @@ class MegatronEngine(Engine[ShardedAdamW]):
         rank_params = family.rank_params(sharding, stage, tp_rank, ep_rank)
         self._param_map = rank_params.specs
         self._buffers = rank_params.buffers
+        self.model = self.chunks[0] if len(self.chunks) == 1 else nn.ModuleList(self.chunks)
+        """All chunks of this rank as one module, which gives each parameter its name."""
         self.parameters = dict(self.model.named_parameters())
         self._check_param_map()
         self._frozen: frozenset[str] = frozenset()
@@ -107,7 +107,11 @@ class MegatronEngine(Engine[ShardedAdamW]):
         if trainable:
             self._choose_trained(family, sharding, stage)
             self._optimizer = ShardedAdamW(
-                self.model, self._param_map | self.trained_map, groups, config.optimizer
+                self.chunks,
+                dict(self.model.named_parameters()),
+                self._param_map | self.trained_map,
+                groups,
+                config.optimizer,
             )
         self.gatherer = FullWeightGatherer(
             partial(_param_map, family, config.adapter if trainable else None),
@@ -118,7 +122,7 @@ class MegatronEngine(Engine[ShardedAdamW]):
         )
         self._check_names()
         # The schedules start and stop these timers around each microbatch's forward and backward.
-        self.model.config.timers = ScheduleTimers(self.clock)
+        self.chunks[0].config.timers = ScheduleTimers(self.clock)
         self._head = self._build_head(head, sharding, tp_rank)
         if self.adapters is not None and head == "scores":
             initial_weights |= stored_head(config.lora, self.spec.hidden_size)
@@ -145,7 +149,7 @@ class MegatronEngine(Engine[ShardedAdamW]):
             sequence_parallel=self.parallel_layout.sequence_parallel,
         )
         self._adapter_state = self.adapters.state
-        self.model.is_embedding_frozen = True
+        self.chunks[0].is_embedding_frozen = True
         self.trained = self.adapters.parameters
         self.trained_map = self.adapters.param_map
 
@@ -155,11 +159,11 @@ class MegatronEngine(Engine[ShardedAdamW]):
         """Return the head that computes a microbatch's outputs on the last stage."""
         if head == "vocabulary":
             chunk_size = self.config.chunk_size(self.device.type)
-            return VocabularyHead(self.model, sharding, tp_rank, self.groups, chunk_size)
+            return VocabularyHead(self.chunks[-1], sharding, tp_rank, self.groups, chunk_size)
         share = None
-        if self.model.config.sequence_parallel:
+        if self.parallel_layout.sequence_parallel:
             share = SequenceShare(self.groups.tp, tp_rank)
-        return ScoreHead(self.model, share)
+        return ScoreHead(self.chunks[-1], share)
 
     def _load_initial(self, initial_weights: Mapping[str, Tensor], seed: int) -> None:
         """Read the weights from the model's files and initialize the adapters.
@@ -208,41 +212,16 @@ class MegatronEngine(Engine[ShardedAdamW]):
             # Gradients of further microbatches would not be reduced any more.
             self.optimizer.check_not_reduced()
 
-        def forward_step(stream: Iterator[ModelInputs], module: nn.Module) -> tuple[Tensor, Any]:
-            """Return this stage's output, [T, 1, D], and the function that computes its loss.
-
-            With sequence parallelism the output is [T / tp, 1, D].
-            """
-            microbatch = next(stream)
-            return module(microbatch), partial(loss_step, microbatch)
-
-        def loss_step(microbatch: ModelInputs, hidden: Tensor) -> tuple[Tensor, Tensor, ResultT]:
-            """Return loss (scalar), token count (int scalar, not used) and result of `step_fn`.
-
-            `hidden` is [T, 1, D], with sequence parallelism [T / tp, 1, D].
-            """
+        def loss_step(microbatch: ModelInputs, hidden: Tensor) -> tuple[Tensor, ResultT]:
+            """Return loss (scalar) and result of `step_fn`; see `LossStep`."""
             outputs = self._head(hidden, microbatch, temperature, with_entropy, token_filter)
             loss, result = step_fn(microbatch, outputs)
             if backward:
                 assert loss is not None, "a step function gives a loss when run with backward"
-            if loss is None:
-                loss = hidden.new_zeros(())
-            # Given three values, the schedule differentiates the loss as it is. Given two, it
-            # would divide the loss by the number of microbatches.
-            num_tokens = torch.zeros((), dtype=torch.int)
-            return loss, num_tokens, result
+            return hidden.new_zeros(()) if loss is None else loss, result
 
-        model = self.model if self._optimizer is None else self._optimizer.ddp
-        with torch.set_grad_enabled(backward):
-            return get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iter(inputs),
-                model=[model],
-                num_microbatches=len(inputs),
-                seq_length=1,  # not used: each microbatch's shape is sent ahead of it
-                micro_batch_size=1,
-                forward_only=not backward,
-            )
+        chunks = self.chunks if self._optimizer is None else self._optimizer.chunks
+        return run_schedule(chunks, inputs, loss_step, backward=backward)
 
     def local_weights(self) -> Iterable[Tensor]:
         """Return this rank's parameters in compute precision, each with the shape of its shard."""
@@ -332,7 +311,7 @@ class MegatronEngine(Engine[ShardedAdamW]):
         self.trained_map = {name: self._param_map[name] for name in self.trained}
         # Without recomputation and later stages, no gradient of the embedding's output is needed.
         is_gradient_needed = sharding.pp > 1 or self.config.activation_checkpointing == "full"
-        self.model.is_embedding_frozen = EMBEDDING in self._frozen and is_gradient_needed
+        self.chunks[0].is_embedding_frozen = EMBEDDING in self._frozen and is_gradient_needed
 
     @property
     def _frozen_map(self) -> ParamMap:

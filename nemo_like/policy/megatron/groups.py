@@ -220,6 +220,9 @@ class Groups:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel_layout.tp,
             pipeline_model_parallel_size=parallel_layout.pp,
+            virtual_pipeline_model_parallel_size=(
+                parallel_layout.vpp if parallel_layout.vpp > 1 else None
+            ),
             context_parallel_size=parallel_layout.cp,
             expert_model_parallel_size=parallel_layout.ep,
             expert_tensor_parallel_size=1,

@@ -154,8 +154,9 @@ def adapter_map(
         name_a, name_b = adapter.parameter_names
         specs[name_a] = adapter.a
         specs[name_b] = adapter.b
-    if SCORE_WEIGHT in param_map:
-        specs[SCORE_WEIGHT] = param_map[SCORE_WEIGHT]
+    for name, spec in param_map.items():
+        if name.endswith(SCORE_WEIGHT):
+            specs[name] = spec
     return specs
 
 

@@ -49,7 +49,8 @@ def transformer_config(
     is_cuda = device.type == "cuda"
     spec = sharding.spec
     # An explicit layout, because the layers need not divide evenly by the number of stages.
-    stages = [["decoder"] * len(sharding.layers(stage)) for stage in range(sharding.pp)]
+    num_stages = sharding.num_virtual_stages
+    stages = [["decoder"] * len(sharding.layers(stage)) for stage in range(num_stages)]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
     return TransformerConfig(
@@ -75,12 +76,16 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Microbatches differ in length. Megatron-Core requires this dispatcher with the flag, even
-        # for dense models.
+        # Microbatches differ in length, see `schedule.KnownShapes`. Megatron-Core requires this
+        # dispatcher with the flag, even for dense models.
         variable_seq_lengths=sharding.pp > 1,
         moe_token_dispatcher_type="alltoall",
         **family_config,
         deallocate_pipeline_outputs=True,
+        # A batch of the interleaved schedule would have two messages in each direction between two
+        # stages of a pipeline of two, and confuse them.
+        overlap_p2p_comm=sharding.vpp > 1,
+        batch_p2p_comm=sharding.vpp == 1,
         batch_p2p_sync=is_cuda,
         # The loss is already divided by the global count; it and its gradients stay unscaled.
         calculate_per_token_loss=True,
@@ -110,8 +115,8 @@ def build_model(
     device: torch.device,
     sequence_parallel: bool,
     recompute: ActivationCheckpointing,
-) -> PackedModel:
-    """Build this rank's pipeline stage; its weights are not yet filled.
+) -> list[PackedModel]:
+    """Build the model chunks of this rank's pipeline stage; their weights are not yet filled.
 
     `padding_id` is the token whose input embedding transformers does not train.
     """
@@ -125,30 +130,35 @@ def build_model(
         recompute=recompute == "full",
     )
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    layers = [family.layer_spec(spec, layer) for layer in sharding.layers(stage)]
-    model = PackedModel(
-        rotary,
-        dtype,
-        padding_id,
-        config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=layers, layer_norm=untyped(RMSNorm)
-        ),
-        vocab_size=sharding.vocabulary_rows * sharding.tp,
-        max_sequence_length=spec.max_positions or 0,
-        position_embedding_type="none",
-        share_embeddings_and_output_weights=spec.is_tied,
-        pre_process=stage == 0,
-        post_process=stage == sharding.pp - 1,
-    )
-    if spec.head == "scores" and stage == sharding.pp - 1:
-        model.use_score_head()
-    if recompute == "selective":
-        # Megatron-Core's own granularity recomputes complete modules, with their products.
-        if sharding.tp > 1 and not sequence_parallel:
-            _keep_products_of(model.decoder)
-        checkpoint_layers(model.decoder.layers, recompute)
-    return model.to(device)
+    chunks = []
+    for chunk, virtual_stage in enumerate(sharding.chunks(stage).values()):
+        layers = [family.layer_spec(spec, layer) for layer in sharding.layers(virtual_stage)]
+        is_last = virtual_stage == sharding.num_virtual_stages - 1
+        model = PackedModel(
+            rotary,
+            dtype,
+            padding_id,
+            config=config,
+            transformer_layer_spec=TransformerBlockSubmodules(
+                layer_specs=layers, layer_norm=untyped(RMSNorm)
+            ),
+            vocab_size=sharding.vocabulary_rows * sharding.tp,
+            max_sequence_length=spec.max_positions or 0,
+            position_embedding_type="none",
+            share_embeddings_and_output_weights=spec.is_tied,
+            pre_process=virtual_stage == 0,
+            post_process=is_last,
+            vp_stage=chunk if sharding.vpp > 1 else None,
+        )
+        if spec.head == "scores" and is_last:
+            model.use_score_head()
+        if recompute == "selective":
+            # Megatron-Core's own granularity recomputes complete modules, with their products.
+            if sharding.tp > 1 and not sequence_parallel:
+                _keep_products_of(model.decoder)
+            checkpoint_layers(model.decoder.layers, recompute)
+        chunks.append(model.to(device))
+    return chunks
 
 
 def _keep_products_of(decoder: nn.Module) -> None:

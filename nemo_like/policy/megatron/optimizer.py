@@ -9,7 +9,7 @@ project's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -62,40 +62,44 @@ class ShardedAdamW:
     """Gradients and optimizer state of one trainable model."""
 
     def __init__(
-        self, model: PackedModel, param_map: ParamMap, groups: Groups, config: OptimizerConfig
+        self,
+        chunks: Sequence[PackedModel],
+        parameters: dict[str, nn.Parameter],
+        param_map: ParamMap,
+        groups: Groups,
+        config: OptimizerConfig,
     ) -> None:
-        for name, parameter in model.named_parameters():
+        """`parameters` are those of all `chunks` of the rank, by their names in `param_map`."""
+        for name, parameter in parameters.items():
             # Without this Megatron-Core would sum the gradients of unsharded experts over dp and cp
             # only, although the tokens of all tp ranks reach them.
             parameter.allreduce = not param_map[name].is_expert  # type: ignore[attr-defined]
-        self.ddp: Any = DistributedDataParallel(
-            model.config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-            model,
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True
         )
+        self.chunks: list[Any] = [
+            DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks
+        ]
         self.has_moments = False
         self._param_map = param_map
-        self._parameters = dict(model.named_parameters())
+        self._parameters = parameters
         self._is_reduced = False
-        self._device = next(model.parameters()).device
-        self._dtype = model.config.params_dtype
+        self._device = next(iter(parameters.values())).device
+        self._dtype = chunks[0].config.params_dtype
         self._dense: _SubOptimizer | None = None
         self._experts: _SubOptimizer | None = None
         # A kind of parameter without buffers does not exist on this rank, or is frozen.
-        if self.ddp.buffers:
-            self._dense = self._sub_optimizer(
-                config, self.ddp.buffers, groups.dp_cp, is_expert=False
-            )
-        expert_buffers = self.ddp.expert_parallel_buffers
-        if expert_buffers:
-            self._experts = self._sub_optimizer(
-                config, expert_buffers, groups.expert_dp, is_expert=True
-            )
+        dense = [chunk.buffers for chunk in self.chunks]
+        if any(dense):
+            self._dense = self._sub_optimizer(config, dense, groups.dp_cp, is_expert=False)
+        experts = [chunk.expert_parallel_buffers for chunk in self.chunks]
+        if any(experts):
+            self._experts = self._sub_optimizer(config, experts, groups.expert_dp, is_expert=True)
         self.sub_optimizers = [each for each in (self._dense, self._experts) if each is not None]
         self.zero_grad()
 
     def _sub_optimizer(
-        self, config: OptimizerConfig, buffers: Any, group: ProcessGroup, *, is_expert: bool
+        self, config: OptimizerConfig, buffers: list[Any], group: ProcessGroup, *, is_expert: bool
     ) -> _SubOptimizer:
         parameters = [
             parameter
@@ -117,8 +121,8 @@ class ShardedAdamW:
                 ),
                 grad_scaler=None,  # pyright: ignore[reportArgumentType]  (none for bfloat16 and float32)
                 init_state_fn=None,
-                model_chunks=[self.ddp],
-                per_model_buffers={0: buffers},
+                model_chunks=self.chunks,
+                per_model_buffers=dict(enumerate(buffers)),
                 data_parallel_group=group,
                 data_parallel_group_gloo=None,
                 data_parallel_group_idx=0,
@@ -137,7 +141,8 @@ class ShardedAdamW:
 
     def zero_grad(self) -> None:
         """Set all gradients to 0."""
-        self.ddp.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         for sub in self.sub_optimizers:
             sub.optimizer.zero_grad()
         self._is_reduced = False
@@ -152,7 +157,7 @@ class ShardedAdamW:
         """Sum gradients over all ranks that contribute to them; does nothing the second time."""
         if self._is_reduced:
             return
-        finalize_model_grads([self.ddp])
+        finalize_model_grads(self.chunks)
         for sub in self.sub_optimizers:
             sub.optimizer.prepare_grads()
         self._is_reduced = True
@@ -183,7 +188,7 @@ class ShardedAdamW:
             for group in sub.adamw.param_groups:
                 group["lr"] = lr
             sub.optimizer.step_with_ready_grads()
-        self.ddp.start_param_sync()
+        self._gather_weights()
         self.has_moments = True
         self.zero_grad()
 
@@ -238,7 +243,7 @@ class ShardedAdamW:
         """Copy the master weights to the parameters and all-gather these."""
         for sub in self.sub_optimizers:
             sub.optimizer._copy_main_params_to_model_params()
-        self.ddp.start_param_sync()
+        self._gather_weights()
 
     def set_weight(self, name: str, full: Tensor) -> None:
         """Copy this rank's shard of the parameter from `full`, float32 [*shape]."""
@@ -283,7 +288,16 @@ class ShardedAdamW:
 
     def _buffers(self) -> list[Any]:
         """Return Megatron-Core's flat buffers of weights and gradients."""
-        return [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
+        return [
+            buffer
+            for chunk in self.chunks
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+
+    def _gather_weights(self) -> None:
+        """All-gather the weights from the shards of the ranks that replicate them."""
+        for chunk in self.chunks:
+            chunk.start_param_sync()
 
     def gather_full(self, name: str, values: Tensor | None, writer: int) -> Tensor:
         """Sum all ranks' zero-padded shards to [*shape]; valid on group rank `writer` only."""

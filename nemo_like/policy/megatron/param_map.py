@@ -84,6 +84,8 @@ ParamMap = dict[str, ParamSpec]
 class ModelSharding:
     """A Llama-like model with its pipeline-, tensor- and expert-parallel sizes.
 
+    Each rank has `vpp` model chunks: chunk c of pipeline stage s is virtual stage c * pp + s.
+
     Example: with 4 query heads, 2 key-value heads, head_dim 16 and tp 2, tp rank 1 has 64 rows of
     the fused projection: rows 32-63 of q, then 16-31 of k, then 16-31 of v.
     """
@@ -92,6 +94,25 @@ class ModelSharding:
     pp: int = 1
     tp: int = 1
     ep: int = 1
+    vpp: int = 1
+
+    @classmethod
+    def of(cls, spec: ModelSpec, layout: ParallelLayout) -> ModelSharding:
+        """Return the sharding of a model over the ranks of `layout`."""
+        return cls(spec, pp=layout.pp, tp=layout.tp, ep=layout.ep, vpp=layout.vpp)
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """Model chunks of all pipeline stages."""
+        return self.pp * self.vpp
+
+    def chunks(self, stage: int) -> dict[str, int]:
+        """Return prefix of parameter names -> virtual stage, for each chunk of a pipeline stage."""
+        # As the names in a `nn.ModuleList`; a single chunk is not in a list.
+        virtual_stages = range(stage, self.num_virtual_stages, self.pp)
+        if self.vpp == 1:
+            return {"": stage}
+        return {f"{chunk}.": virtual for chunk, virtual in enumerate(virtual_stages)}
 
     @property
     def vocabulary_rows(self) -> int:
@@ -100,8 +121,8 @@ class ModelSharding:
         return ceil_div(self.spec.vocab_size, self.tp)
 
     def layers(self, stage: int) -> range:
-        """Layers of a pipeline stage; the first `num_layers % pp` stages have one more."""
-        size, remainder = divmod(self.spec.num_layers, self.pp)
+        """Layers of a virtual stage; the first `num_layers % num_virtual_stages` have one more."""
+        size, remainder = divmod(self.spec.num_layers, self.num_virtual_stages)
         start = stage * size + min(stage, remainder)
         has_extra_layer = stage < remainder
         return range(start, start + size + has_extra_layer)
@@ -221,18 +242,19 @@ class RankParams:
         hf_slice = HFSlice(hf_name, (self._tp_rank * shape[0],), shape, local_offset=(0,))
         self.specs[name] = ParamSpec(shape, (hf_slice,), is_owner=True)
 
-    def add_embedding(self) -> None:
-        """Add the input embedding, which the first pipeline stage has."""
-        self._add_vocabulary("embedding.word_embeddings.weight", EMBEDDING, is_owner=True)
+    def add_embedding(self, prefix: str) -> None:
+        """Add the input embedding, which the first virtual stage has; `prefix` is of its chunk."""
+        name = f"{prefix}embedding.word_embeddings.weight"
+        self._add_vocabulary(name, EMBEDDING, is_owner=True)
 
-    def add_output(self, *, is_first_stage: bool) -> None:
-        """Add the final norm and the output head, which the last pipeline stage has."""
-        norm_shape = (self._hidden,)
-        self.add_replicated("decoder.final_layernorm.weight", "model.norm.weight", norm_shape)
+    def add_output(self, prefix: str, *, is_first_stage: bool) -> None:
+        """Add the final norm and the output head, which the last virtual stage has."""
+        norm = f"{prefix}decoder.final_layernorm.weight"
+        self.add_replicated(norm, "model.norm.weight", (self._hidden,))
         if self.spec.head == "scores":
-            self.add_replicated(SCORE_WEIGHT, SCORE_WEIGHT, (1, self._hidden))
+            self.add_replicated(f"{prefix}{SCORE_WEIGHT}", SCORE_WEIGHT, (1, self._hidden))
             return
-        head = "output_layer.weight"
+        head = f"{prefix}output_layer.weight"
         if not self.spec.is_tied:
             self._add_vocabulary(head, HEAD, is_owner=True)
         elif not is_first_stage:

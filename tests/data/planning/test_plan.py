@@ -20,6 +20,7 @@ from nemo_like.data.packing.metrics import PackingMetrics
 from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.data.planning.plan import BatchPlan, Microbatch, PlanSpec, plan_batch
 from nemo_like.data.planning.spec import Balance, CostModel
+from nemo_like.integer_math import round_up
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import RowLayout, Sync
 
@@ -554,17 +555,23 @@ def test_wrong_numbers_of_trained_tokens_are_refused(num_trained: list):
         plan_batch([5, 6, 7], PlanSpec(max_tokens=8), num_trained=num_trained)
 
 
-@pytest.mark.parametrize("stages", [2, 4, 8])
-def test_pipelines_run_the_number_of_microbatches_with_the_shortest_step(stages: int) -> None:
+@pytest.mark.parametrize(("stages", "virtual"), [(2, 1), (4, 1), (8, 1), (8, 2)])
+def test_pipelines_run_the_number_of_microbatches_with_the_shortest_step(
+    stages: int, virtual: int
+) -> None:
     lengths = np.random.default_rng(stages).integers(64, 2048, 512)
     spec = PlanSpec(max_tokens=16384, num_ranks=4, balance="tokens")
     fewest = plan_batch(lengths, spec).num_microbatches
-    plan = plan_batch(lengths, replace(spec, pp_size=stages))
+    multiple = stages if virtual > 1 else 1
+    pipeline = replace(spec, pp_size=stages, vpp_size=virtual, microbatch_multiple=multiple)
+    plan = plan_batch(lengths, pipeline)
 
     def seconds(num_microbatches: int) -> float:
         work = lengths.sum() / 4 + 512 * num_microbatches
-        return (num_microbatches + stages - 1) / num_microbatches * work
+        return (num_microbatches + (stages - 1) / virtual) / num_microbatches * work
 
     assert fewest < plan.num_microbatches <= 128
-    assert seconds(plan.num_microbatches) <= 1.001 * min(map(seconds, range(fewest, 129)))
+    possible = range(round_up(fewest, multiple), 129, multiple)
+    assert plan.num_microbatches in possible
+    assert seconds(plan.num_microbatches) <= 1.001 * min(map(seconds, possible))
     assert all(microbatch.rows for rank in plan.ranks for microbatch in rank)

@@ -76,7 +76,12 @@ class MegatronSide:
         return {name: tensor.numpy() for name, tensor in gathered}
 
     def frozen(self, engine: Any) -> Iterable[Tensor]:
-        return [each for name, each in engine.parameters.items() if not is_trained(name)]
+        # A prefix is the number of a model chunk.
+        return [
+            each
+            for name, each in engine.parameters.items()
+            if not is_trained(name.lstrip("0123456789."))
+        ]
 
     def masters(self, engine: Any) -> Iterable[Tensor]:
         return [shard.main.detach() for _, shard in engine.optimizer.shards()]

@@ -50,6 +50,7 @@ PARALLEL: dict[str, tuple[int, ParallelConfig]] = {
     "tp2": (2, ParallelConfig(tensor=2)),
     "tp2 + sp": (2, ParallelConfig(tensor=2, sequence=True)),
     "pp2": (2, ParallelConfig(pipeline=2)),
+    "pp2 x v2": (2, ParallelConfig(pipeline=2, virtual_pipeline=2)),
     "cp2": (2, ParallelConfig(context=2)),
     "ep2": (2, ParallelConfig(expert=2)),
     "tp2 x ep2 + sp": (2, ParallelConfig(tensor=2, expert=2, sequence=True)),
@@ -59,6 +60,12 @@ PARALLEL: dict[str, tuple[int, ParallelConfig]] = {
     "tp2 x cp2 + sp": (4, ParallelConfig(tensor=2, context=2, sequence=True)),
     "pp2 x cp2": (4, ParallelConfig(pipeline=2, context=2)),
     "pp2 x ep2": (4, ParallelConfig(pipeline=2, expert=2)),
+    "pp2 x v2 x cp2": (4, ParallelConfig(pipeline=2, virtual_pipeline=2, context=2)),
+    "pp2 x v2 x ep2": (4, ParallelConfig(pipeline=2, virtual_pipeline=2, expert=2)),
+    "tp2 x pp2 x v2 + sp": (
+        4,
+        ParallelConfig(tensor=2, pipeline=2, virtual_pipeline=2, sequence=True),
+    ),
     # Each expert is on two ranks.
     "tp2 x dp2 x ep2 + sp": (4, ParallelConfig(tensor=2, expert=2, sequence=True)),
     "tp2 x cp2 x ep4 + sp": (4, ParallelConfig(tensor=2, context=2, expert=4, sequence=True)),

@@ -17,6 +17,7 @@ from nemo_like.policy.checkpoint.sharded_reader import MOMENTS, open_checkpoint
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.param_map import ModelSharding
+from tests.exhaustive import usually
 from tests.policy.megatron.ranks import (
     NUM_STEPS,
     Run,
@@ -51,6 +52,15 @@ CASES = {
         ),
         ("tp2",),
     ),
+    # Of both stages all weights of the first chunk.
+    "llama_deep": (
+        dataclasses.replace(
+            CONFIG,
+            freeze=("lm_head.*", "model.layers.[0-2].*"),
+            optimizer=dataclasses.replace(CONFIG.optimizer, lr=0.005),
+        ),
+        ("pp2 x v2",),
+    ),
 }
 
 
@@ -65,7 +75,7 @@ def names_of(model: str, config: PolicyConfig) -> tuple[set[str], set[str]]:
     return frozen, {name for name, _ in weights.named_parameters()} - frozen
 
 
-@pytest.mark.parametrize("architecture", CASES)
+@pytest.mark.parametrize("architecture", usually(CASES, "llama_tied", "qwen2"))
 def test_the_other_weights_are_trained_as_by_torch_in_every_layout(
     architecture, model_dir, on_ranks, tmp_path
 ):

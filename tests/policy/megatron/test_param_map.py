@@ -43,9 +43,11 @@ def param_map(sharding: ModelSharding, stage: int, tp_rank: int) -> ParamMap:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 4)])
-def test_the_owners_slices_cover_the_model_exactly_once(name, pp, tp):
-    sharding = ModelSharding(ModelSpec.from_config(CONFIGS[name]), pp=pp, tp=tp)
+@pytest.mark.parametrize(
+    ("pp", "tp", "vpp"), [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 2), (3, 4, 1)]
+)
+def test_the_owners_slices_cover_the_model_exactly_once(name, pp, tp, vpp):
+    sharding = ModelSharding(ModelSpec.from_config(CONFIGS[name]), pp=pp, tp=tp, vpp=vpp)
     counts = {
         weight: np.zeros(shape, dtype=int) for weight, shape in shapes_of(CONFIGS[name]).items()
     }
@@ -80,6 +82,16 @@ def test_layers_that_do_not_divide_go_to_the_first_stages():
         param_map(sharding, 2, 0)["decoder.layers.0.mlp.linear_fc2.weight"].slices[0].name
         == "model.layers.4.mlp.down_proj.weight"
     )
+
+
+def test_chunks_of_a_stage_have_layers_that_are_apart():
+    sharding = ModelSharding(ModelSpec.from_config(CONFIGS["llama"]), pp=2, vpp=2)
+    params = param_map(sharding, 0, 0)
+    for name, layer in {"0.decoder.layers.1": 1, "1.decoder.layers.0": 3}.items():
+        weight = params[f"{name}.mlp.linear_fc2.weight"].slices[0].name
+        assert weight == f"model.layers.{layer}.mlp.down_proj.weight"
+    assert "0.embedding.word_embeddings.weight" in params
+    assert "1.decoder.final_layernorm.weight" in param_map(sharding, 1, 0)
 
 
 def test_the_vocabulary_is_padded_on_the_last_ranks_and_padding_has_no_slice():

@@ -65,7 +65,7 @@ def save_models(folder: Path, tokenizer: str) -> None:
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=3,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
@@ -74,7 +74,7 @@ def save_models(folder: Path, tokenizer: str) -> None:
         num_experts_per_tok=3,
         moe_intermediate_size=24,
         norm_topk_prob=True,
-        mlp_only_layers=[1],
+        mlp_only_layers=[1, 3],
         **HEADS,
     )
     Qwen3MoeForCausalLM(config).save_pretrained(folder / "noisy")
@@ -275,6 +275,7 @@ CASES = {
     "one rank": ("packed, 4 microbatches", "shared prefixes, 1 microbatch"),
     "ep2": ("dynamic, 4 microbatches, rounded", "packed with activation checkpointing"),
     "pp2 x ep2": ("packed with activation checkpointing", "packed, selective checkpointing"),
+    "pp2 x v2": ("packed with activation checkpointing", "packed, 4 microbatches"),
     "tp2 x ep2 + sp": ("packed, 4 microbatches", "packed with activation checkpointing"),
     "tp2 x cp2 x ep4 + sp": ("packed, 4 microbatches", "shared prefixes, 1 microbatch"),
 }

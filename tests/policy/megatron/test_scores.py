@@ -30,7 +30,7 @@ from tests.policy.tiny import relative_error, saved_tensors
 
 LOSS = BradleyTerryLoss(center_coefficient=CENTER)
 BATCHING = {"packed": packed(48), "dynamic": dynamic(48), "shared": sharing(32)}
-LAYOUTS = ("one rank", "dp2", "tp2", "cp2", "pp2", "tp2 x cp2 + sp", "pp2 x ep2")
+LAYOUTS = ("one rank", "dp2", "tp2", "cp2", "pp2", "tp2 x cp2 + sp", "pp2 x ep2", "pp2 x v2")
 
 
 def program(
@@ -82,6 +82,8 @@ def test_a_layout_does_not_change_scores_and_gradient(
         models["qwen3_moe"] = model_dir("qwen3_moe")
     if layout == "pp2 x ep2":
         del models["llama_tied"]
+    if layout == "pp2 x v2":
+        models = {"llama_deep": model_dir("llama_deep")}
     results = on_ranks(program, layout, models, tmp_path)
     batch = reward_batch()
     all_rows = [row.tolist() for row in batch["input_ids"]]

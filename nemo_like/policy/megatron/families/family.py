@@ -113,13 +113,15 @@ class Family:
     ) -> RankParams:
         """Return the parameters of a rank, and its buffers with values in files."""
         params = RankParams(sharding, tp_rank, ep_rank)
-        if stage == 0:
-            params.add_embedding()
-        for index, layer in enumerate(sharding.layers(stage)):
-            # Megatron-Core counts layers from 0 on each pipeline stage.
-            self.add_layer(params, f"decoder.layers.{index}", f"model.layers.{layer}", layer)
-        if stage == sharding.pp - 1:
-            params.add_output(is_first_stage=stage == 0)
+        for prefix, virtual_stage in sharding.chunks(stage).items():
+            if virtual_stage == 0:
+                params.add_embedding(prefix)
+            for index, layer in enumerate(sharding.layers(virtual_stage)):
+                # Megatron-Core counts layers from 0 in each chunk.
+                name = f"{prefix}decoder.layers.{index}"
+                self.add_layer(params, name, f"model.layers.{layer}", layer)
+            if virtual_stage == sharding.num_virtual_stages - 1:
+                params.add_output(prefix, is_first_stage=virtual_stage == 0)
         return params
 
     def frozen_parameters(
@@ -193,4 +195,5 @@ def _check_biases(frozen: Collection[str], param_map: ParamMap) -> None:
 
 def _unsharded(family: Family, sharding: ModelSharding, stage: int) -> ParamMap:
     """Return the parameters of a stage without tensor and expert parallelism."""
-    return family.param_map(ModelSharding(sharding.spec, pp=sharding.pp), stage, 0, 0)
+    unsharded = ModelSharding(sharding.spec, pp=sharding.pp, vpp=sharding.vpp)
+    return family.param_map(unsharded, stage, 0, 0)
