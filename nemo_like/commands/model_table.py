@@ -26,12 +26,12 @@ What both engines and vLLM can do with a model type of transformers. Each cell i
 {vllm}: a tiny random model of the type, float32 on CPU, against transformers' own forward (eager
 attention, its own masks) on single unpadded rows.
 
-* `packed` to `Megatron`, with `ep 2` for models with experts only, compare loss, gradient of every parameter, log-probs of every token, four
-  optimizer steps and a resumed checkpoint, each to 1e-5, and run the isolation check. A larger
-  difference is repeated with transformers in float64: it is rounding if the engine's error is at
-  most 1e-5 plus twice that of transformers in float32. `Megatron` is the Megatron engine in two
-  pipeline stages and, for types with experts, with expert parallelism of 2; the other columns are
-  the DTensor engine.
+* `packed` to `Megatron` compare loss, gradient of every parameter, log-probs of every token, four
+  optimizer steps and a resumed checkpoint, each to 1e-5, and run the isolation check; `ep 2` is for
+  types with experts only. A larger difference is repeated with transformers in float64: it is
+  rounding if the engine's error is at most 1e-5 plus twice that of transformers in float32.
+  `Megatron` is the Megatron engine in two pipeline stages and, for types with experts, with expert
+  parallelism of 2; the other columns are the DTensor engine.
 * `export` compares the logits of the exported model to the bit, `LoRA` the gradients of adapters on
   all linear layers with PEFT's.
 * `vLLM`: the policy sends its weights to vLLM on CPU after optimizer steps, as in GRPO: all
