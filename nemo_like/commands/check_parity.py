@@ -9,11 +9,13 @@ after a resume from the layout's checkpoint in one process.
 from __future__ import annotations
 
 import argparse
+import copy
 import multiprocessing
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import gcd
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -76,11 +79,13 @@ class Comparison:
     difference: float
     """Relative; infinite if the two sides have different shapes or names."""
     detail: str = ""
+    is_rounding: bool = False
+    """A larger difference is one of rounding, as a computation in float64 shows."""
 
     @property
     def is_equal(self) -> bool:
-        """True within `LIMIT`; False for NaN."""
-        return self.difference <= LIMIT
+        """True within `LIMIT` and for rounding; False for NaN."""
+        return self.difference <= LIMIT or self.is_rounding
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,8 @@ class ParityReport:
         lines = [self.title]
         for finding in self.findings:
             verdict = "equal" if finding.is_equal else "DIFFERENT"
+            if finding.is_rounding:
+                verdict = "rounding"
             line = (
                 f"  {finding.mode:<8} {finding.what:<34} {finding.difference:8.1e} "
                 f" {verdict:<10}{finding.detail}"
@@ -122,6 +129,72 @@ class Trained(NamedTuple):
     """Log-probs of every row before the first step, float32."""
 
 
+_Selected = Mapping[str, Any]
+_QUANTITIES: dict[str, Callable[[Trained], _Selected]] = {
+    "loss": lambda trained: {"": trained.losses[:1]},
+    "gradient of every parameter": lambda trained: trained.gradients,
+    "log-probs of every token": lambda trained: {"": trained.logprobs.values},
+    f"losses of {NUM_STEPS} optimizer steps": lambda trained: {"": trained.losses},
+    f"weights after {NUM_STEPS} optimizer steps": lambda trained: trained.weights,
+}
+"""What is compared -> its values by name; a single one has no name."""
+
+
+class _InDouble(TorchFunctionMode):
+    """Computes in float64 where a model asks for float32, as in norms."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == torch.Tensor.float:
+            func = torch.Tensor.double
+        args = [torch.float64 if each is torch.float32 else each for each in args]
+        values = (kwargs or {}).items()
+        return func(*args, **{k: torch.float64 if v is torch.float32 else v for k, v in values})
+
+
+class Reference:
+    """What transformers computes, in float32 and, where that is needed, in float64."""
+
+    def __init__(self, model: PreTrainedModel, batch: BatchedDataDict, config: RunConfig) -> None:
+        """Train copies of the float32 `model`, when their results are needed."""
+        self._model = model
+        self._batch = batch
+        self._config = config
+
+    @cached_property
+    def single(self) -> Trained:
+        """The results in float32."""
+        return train_with_transformers(copy.deepcopy(self._model), self._batch, self._config)
+
+    @cached_property
+    def double(self) -> Trained:
+        """The same in float64."""
+        with _InDouble():
+            model = copy.deepcopy(self._model).double()
+            # The products of groups have no kernel in float64.
+            model.set_experts_implementation("eager")
+            return train_with_transformers(model, self._batch, self._config)
+
+    def compare(self, mode: str, what: str, found: Trained) -> Comparison:
+        """Compare one of `_QUANTITIES`; where it differs in float32, both sides with float64.
+
+        A difference is rounding if the error of `found` is at most twice that of transformers.
+        """
+        select = _QUANTITIES[what]
+        difference, name = worst(select(found), select(self.single))
+        detail = f"worst at {name}" if name else ""
+        if difference <= LIMIT or not np.isfinite(difference):
+            return Comparison(mode, what, difference, detail)
+        errors = differences(select(found), select(self.double))
+        allowed = differences(select(self.single), select(self.double))
+        is_rounding = all(errors[each] <= 2 * allowed[each] + LIMIT for each in errors)
+        detail = (
+            f"{detail}, {errors[name]:.1e} from float64, transformers {allowed[name]:.1e}"
+        ).removeprefix(", ")
+        return Comparison(mode, what, difference, detail, is_rounding)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Print the comparison; return the exit code, 1 for a difference. Raises ConfigError."""
     config = load_any_config(arguments.config, arguments.overrides, arguments.kind)
@@ -143,7 +216,7 @@ def check_parity(config: RunConfig) -> ParityReport:
         model = save_tiny_copy(model_config, parallel, Path(folder) / "model")
         tiny = tiny_run(config, Path(folder) / "model")
         batch = random_batch(model.config.vocab_size)
-        expected = train_with_transformers(model, batch, tiny)
+        expected = Reference(model, batch, tiny)
         num_workers = policy_layout(tiny).world_size
         # A forked process would inherit the threads of torch in an undefined state.
         spawn = multiprocessing.get_context("spawn")
@@ -212,7 +285,7 @@ def check_mode(
     config: RunConfig,
     mode: str,
     batch: BatchedDataDict,
-    expected: Trained,
+    expected: Reference,
     folder: Path,
     pool: ProcessPoolExecutor,
 ) -> list[Comparison]:
@@ -240,23 +313,15 @@ def check_mode(
     rendezvous = folder / f"{mode}.alone"
     resumed_loss = _resume_on_one_rank(config, batch, checkpoints / "last", rendezvous)
 
-    gradient_difference, worst_gradient = worst(gradients, expected.gradients)
-    weight_difference, worst_weight = worst(weights, expected.weights)
-    logprob_difference = _relative(logprobs.values, expected.logprobs.values)
-    compared = (
-        (ISOLATION, np.inf if leak else 0.0, leak),
-        ("loss", abs(losses[0] / expected.losses[0] - 1), ""),
-        ("gradient of every parameter", gradient_difference, f"worst at {worst_gradient}"),
-        ("log-probs of every token", logprob_difference, ""),
-        (f"losses of {NUM_STEPS} optimizer steps", _relative(losses, expected.losses), ""),
-        (
-            f"weights after {NUM_STEPS} optimizer steps",
-            weight_difference,
-            f"worst at {worst_weight}",
-        ),
-        ("resume of the checkpoint on one rank", abs(resumed_loss / losses[-1] - 1), ""),
+    found = Trained(losses, gradients, weights, logprobs)
+    resumed = Comparison(
+        mode, "resume of the checkpoint on one rank", abs(resumed_loss / losses[-1] - 1)
     )
-    return [Comparison(mode, what, difference, detail) for what, difference, detail in compared]
+    return [
+        Comparison(mode, ISOLATION, np.inf if leak else 0.0, leak),
+        *(expected.compare(mode, what, found) for what in _QUANTITIES),
+        resumed,
+    ]
 
 
 def train_rank(
@@ -337,7 +402,7 @@ def train_with_transformers(
     """Run the same steps with transformers and AdamW, one unpadded row at a time."""
     optimizer = build_optimizer(model.parameters(), config.policy.optimizer)
     rows = [_row_logprobs(model, ids).detach().numpy() for ids in batch["input_ids"]]
-    logprobs = Jagged.from_rows(rows, np.float32)
+    logprobs = Jagged.from_rows(rows, rows[0].dtype)
     # The workers return 0 for tokens that are not trained.
     is_trained = batch["token_mask"].values != 0
     masked = Jagged(logprobs.values * is_trained, logprobs.offsets)
@@ -426,22 +491,25 @@ def saved_tensors(checkpoint: Path, kind: str) -> dict[str, Tensor]:
         }
 
 
-def worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Return the max relative difference over all tensors, and the tensor's name.
+def worst(found: _Selected, expected: _Selected) -> tuple[float, str]:
+    """Return the max relative difference over all values of equal names, and the name.
 
-    Tensors of one name have the same shape.
+    The values of a name have the same shape.
     """
     if found.keys() != expected.keys():
         differing = sorted(found.keys() ^ expected.keys())
         return np.inf, f"the names differ: {differing[:3]}"
-    differences = {}
-    for name, tensor in expected.items():
-        differences[name] = _relative(found[name].numpy(), tensor.numpy())
-    worst = max(differences, key=differences.__getitem__)
-    return differences[worst], worst
+    by_name = differences(found, expected)
+    name = max(by_name, key=by_name.__getitem__)
+    return by_name[name], name
 
 
-def _relative(found: Sequence[float] | np.ndarray, expected: Sequence[float] | np.ndarray) -> float:
+def differences(found: _Selected, expected: _Selected) -> dict[str, float]:
+    """Return the relative difference by name."""
+    return {name: _relative(found[name], value) for name, value in expected.items()}
+
+
+def _relative(found: Any, expected: Any) -> float:
     """Return the L2 norm of the difference over that of `expected`.
 
     It is infinite for different shapes and for values that are not finite. Both sides have the same

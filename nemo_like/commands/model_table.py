@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,35 @@ REFUSED = "no: "
 WRONG = "WRONG: "
 
 Results = dict[str, dict[str, str]]
-"""Model type -> column -> `EQUAL`, or `REFUSED` or `WRONG` with the reason."""
+"""Model type -> column -> `EQUAL`, also with a remark; `REFUSED` or `WRONG` with the reason."""
 
+_ANY = "TYPE"
+"""Stands for the type in a reason that several types have."""
 _HEAD = """# Model types
 
-What the DTensor engine can do with a model type of transformers. Each cell is the result of
-`nemo-like check parity --model TYPE` with transformers {transformers} and PyTorch {torch}: a tiny
-random model of the type, float32 on CPU, against transformers' own forward (eager attention, its
-own masks) on single unpadded rows.
+What both engines and vLLM can do with a model type of transformers. Each cell is the result of
+`nemo-like check parity --model TYPE` with transformers {transformers}, PyTorch {torch} and vLLM
+{vllm}: a tiny random model of the type, float32 on CPU, against transformers' own forward (eager
+attention, its own masks) on single unpadded rows.
 
-The columns `packed` to `cp 2`, and `ep 2` of models with experts, compare loss, gradient of every
-parameter, log-probs of every token, four optimizer steps and a resumed checkpoint, each to 1e-5,
-and run the isolation check. `export` compares the logits of the exported model to the bit, `LoRA`
-the gradients of adapters on all linear layers with PEFT's. A cell without `yes` has its reason
-below the table.
+* `packed` to `Megatron` compare loss, gradient of every parameter, log-probs of every token, four
+  optimizer steps and a resumed checkpoint, each to 1e-5, and run the isolation check; `ep 2` is for
+  types with experts only. A larger difference is repeated with transformers in float64: it is
+  rounding if the engine's error is at most 1e-5 plus twice that of transformers in float32.
+  `Megatron` is the Megatron engine in two pipeline stages and, for types with experts, with expert
+  parallelism of 2; the other columns are the DTensor engine.
+* `export` compares the logits of the exported model to the bit, `LoRA` the gradients of adapters on
+  all linear layers with PEFT's.
+* `vLLM`: the policy sends its weights to vLLM on CPU after optimizer steps, as in GRPO: all
+  weights, then those with merged adapters. Log-probs of the tokens that vLLM then samples differ
+  from the policy's by at most 1e-4. `vLLM, adapters` sends adapters alone
+  (`policy.lora.weight_sync=adapter`).
 
-A type that is not in the table may work as well: the engine has no code for single types.
+A cell without `yes` has its reason below the table. A type that is not in the table may work as
+well: the DTensor engine has no code for single types.
 
     nemo-like check parity --model TYPE
+    nemo-like check parity --model TYPE --column vLLM --table docs/models.json
 """
 
 
@@ -45,11 +57,20 @@ def read_table(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--table {shown_path(path)} is not JSON: {error}") from error
 
 
-def update_table(path: Path, results: Results, versions: Mapping[str, str]) -> None:
-    """Add `results` to the file and write the page beside it, with the suffix `.md`."""
+def update_table(
+    path: Path, results: Results, versions: Mapping[str, str], columns: Sequence[str]
+) -> None:
+    """Add `results` to the file and write the page beside it, with the suffix `.md`.
+
+    Cells of other types and columns are kept. `columns` is the order of the columns.
+    """
     table = read_table(path)
-    table["versions"] = dict(versions)
-    types = {**table["types"], **results}
+    table["versions"] |= versions
+    table["columns"] = list(columns)
+    types: Results = table["types"]
+    for name, cells in results.items():
+        known = types.get(name, {}) | cells
+        types[name] = {column: known[column] for column in columns if column in known}
     table["types"] = {name: types[name] for name in sorted(types)}
     path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     path.with_suffix(".md").write_text(page(table), encoding="utf-8")
@@ -58,22 +79,27 @@ def update_table(path: Path, results: Results, versions: Mapping[str, str]) -> N
 def page(table: Mapping[str, Any]) -> str:
     """Return the page of a results file as Markdown."""
     types: Results = table["types"]
-    columns = list(dict.fromkeys(column for cells in types.values() for column in cells))
-    lines = [_HEAD.format(**table["versions"])]
+    known = {column for cells in types.values() for column in cells}
+    columns = [column for column in table["columns"] if column in known]
+    lines = [_HEAD.format(**{"vllm": "(not installed)"} | table["versions"])]
     lines.append("| model type | " + " | ".join(columns) + " |")
     lines.append("|---" * (len(columns) + 1) + "|")
-    reasons: dict[str, list[str]] = {}
+    groups: dict[tuple[str, str], list[str]] = {}
     for name, cells in types.items():
         shown = []
+        reasons: dict[str, list[str]] = {}
         for column in columns:
-            text = cells.get(column, "")
-            shown.append(text.partition(":")[0])
-            if text and text != EQUAL:
-                reasons.setdefault(f"`{name}`: {text.partition(': ')[2]}", []).append(column)
+            verdict, _, reason = cells.get(column, "").partition(": ")
+            shown.append(verdict)
+            if reason:
+                common = re.sub(rf"\b{re.escape(name)}\b", _ANY, reason)
+                reasons.setdefault(common, []).append(column)
         lines.append(f"| `{name}` | " + " | ".join(shown) + " |")
-    lines.append("")
-    if reasons:
-        lines.append("Reasons:\n")
-    for reason, places in reasons.items():
-        lines.append(f"* {reason} ({'; '.join(places)})")
+        for reason, places in reasons.items():
+            groups.setdefault((reason, "; ".join(places)), []).append(name)
+    if groups:
+        lines.append("\nReasons and remarks:\n")
+    for (reason, places), names in groups.items():
+        text = reason if len(names) > 1 else reason.replace(_ANY, names[0])
+        lines.append(f"* {', '.join(f'`{name}`' for name in names)}: {text} ({places})")
     return "\n".join(lines) + "\n"

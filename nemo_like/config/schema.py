@@ -303,6 +303,10 @@ class PolicyConfig:
     """Models with experts: the generator returns the experts that it chose for each token, and
     policy and reference use them in every log-prob and training pass, with weights of their own
     routers. `auto` does so where generator and engine can, `true` stops where they cannot."""
+    router_replay_gib: Annotated[float, Gt(0)] = 32.0
+    """Max GiB of the experts of one rollout in the driver's memory, if all rows of a step have
+    `policy.max_total_sequence_length` tokens. A run with router replay that may need more does not
+    start."""
     lora: AdapterConfig = field(default_factory=AdapterConfig)
     freeze: Annotated[tuple[str, ...], NO_EMPTY_TEXTS] = ()
     """Weights that are not trained: patterns on their Hugging Face names, e.g.

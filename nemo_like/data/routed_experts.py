@@ -20,7 +20,16 @@ def pack_experts(experts: np.ndarray, num_experts: int) -> np.ndarray:
 
     It is uint8 for up to 255 experts, else uint16.
     """
-    return experts.astype(np.uint8 if num_experts <= np.iinfo(np.uint8).max else np.uint16)
+    return experts.astype(_dtype(num_experts))
+
+
+def routed_bytes(num_experts: int) -> int:
+    """Return the bytes of the number of one of `num_experts` experts."""
+    return np.dtype(_dtype(num_experts)).itemsize
+
+
+def _dtype(num_experts: int) -> type[np.unsignedinteger]:
+    return np.uint8 if num_experts <= np.iinfo(np.uint8).max else np.uint16
 
 
 def join_experts(parts: Sequence[np.ndarray], num_tokens: int) -> np.ndarray:

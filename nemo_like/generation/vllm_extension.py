@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import glob
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 from vllm.config import set_current_vllm_config
 from vllm.config.lora import MaxLoRARanks
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
@@ -34,8 +39,12 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import (
+    get_layerwise_info,
+    make_online_process_loader,
+)
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from nemo_like.generation.adapters import AdapterSettings
 from nemo_like.models.adapters import PREFIX
@@ -178,8 +187,9 @@ class VLLMWorkerExtension:
     of them have come, and is then loaded and converted to the format of its kernel. Embeddings and
     output heads are copied in place, because the layerwise reload would allocate them anew.
 
-    With tensor parallelism every worker gets the full tensors and keeps its shard. Experts may be
-    stacked, as in the model in memory, or one tensor each, as in files: vLLM loads both. A failed
+    With tensor parallelism every worker gets the full tensors and keeps its shard. Weights
+    have the names and shapes of the model in memory, with stacked experts, and are converted to
+    those of files, which vLLM loads for every type. A failed
     update leaves the model unusable: the replica must be restarted.
 
     After `start_adapter` an update has either all weights or the LoRA adapters alone.
@@ -261,6 +271,8 @@ class VLLMWorkerExtension:
             for embedding in _embeddings(model).values():
                 # Puts the tensors back, to which the weights are then copied directly.
                 finalize_layerwise_reload(embedding, self.model_config)
+            self._direct_copies = _DirectCopies(model)
+            self._skeleton = _converted_model(self.model_config.hf_config)
 
     def load_bucket(self, message: BucketMessage) -> LoadedBucket:
         """See `BucketLoader.load_bucket`."""
@@ -290,14 +302,12 @@ class VLLMWorkerExtension:
     def _load_named(self, named: NamedTensors) -> None:
         """Load tensors, [*shape] each, that are views of a bucket."""
         model = self.model_runner.model
-        storages: set[int] = set()
-
-        def noted() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in named:
-                storages.add(tensor.untyped_storage().data_ptr())
-                yield name, tensor
-
-        self._loaded_parameters |= model.load_weights(noted())
+        weights = dict(named)
+        storages = {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
+        if self._skeleton is not None:
+            weights = revert_weight_conversion(self._skeleton, weights)
+        with self._direct_copies:
+            self._loaded_parameters |= model.load_weights(weights.items())
         _copy_kept_tensors(model, storages)
 
     def _refresh_packed_embeddings(self) -> None:
@@ -312,6 +322,74 @@ class VLLMWorkerExtension:
             else:
                 # Called with the weight itself. Releases the packed copy.
                 embedding.cpu_linear = nn.functional.linear  # pyright: ignore[reportArgumentType]
+
+
+_DATA: Any = torch.Tensor.data
+_GET_DATA = _DATA.__get__
+
+
+class _DirectCopies(TorchFunctionMode):
+    """Gives layers the tensors that a model copies into their parameters without a weight loader.
+
+    The layerwise reload knows only of calls of weight loaders. The parameters are on the meta
+    device, where a copy has no effect.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Watch the parameters of `model` that wait for new values."""
+        super().__init__()
+        self._is_loader_active = False
+        self._owners: dict[int, tuple[nn.Module, str, Any]] = {}
+        """By the id of a parameter, or of its data."""
+        self._data: list[Tensor] = []
+        for module in model.modules():
+            parameters: Iterator[tuple[str, Any]] = module.named_parameters(recurse=False)
+            for name, weight in parameters:
+                if weight.is_meta and name not in SKIP_LOAD_TENSORS:
+                    self._owners[id(weight)] = module, name, weight
+                    weight.weight_loader = self._marked(weight.weight_loader)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        owner = None if self._is_loader_active or not args else self._owners.get(id(args[0]))
+        if owner is None:
+            return func(*args, **(kwargs or {}))
+        module, name, weight = owner
+        if func == _GET_DATA:
+            # The caller may copy into it.
+            data = weight.data
+            self._data.append(data)
+            self._owners[id(data)] = owner
+            return data
+        if func == torch.Tensor.copy_:
+            weight.weight_loader = default_weight_loader
+            weight.weight_loader = self._marked(make_online_process_loader(module, name))
+            weight.weight_loader(weight, args[1])
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _marked(self, loader: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a weight loader whose own copies are not seen."""
+
+        # vLLM recognizes its loaders by their name, and finds what they wrap.
+        @wraps(loader)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            self._is_loader_active = True
+            try:
+                return loader(*args, **kwargs)
+            finally:
+                self._is_loader_active = False
+
+        return marked
+
+
+def _converted_model(config: PretrainedConfig) -> PreTrainedModel | None:
+    """Return a model without data if files of its type have other tensors than the model."""
+    if not get_checkpoint_conversion_mapping(config.model_type):
+        return None
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def _embeddings(model: nn.Module) -> dict[str, VocabParallelEmbedding]:

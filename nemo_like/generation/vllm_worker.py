@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
+from nemo_like.config.errors import ConfigError, error_text
 from nemo_like.config.paths import require_model_directory
 from nemo_like.config.rollout import VLLMGenerationConfig
 from nemo_like.config.schema import AdapterConfig, SwitchMode
@@ -117,8 +118,13 @@ class VLLMGenerationWorker:
         """Seconds of steps that `poll` has not reported."""
         self._moe: MoeSpec | None = None
         """The layers whose experts are returned."""
+        spec = ModelSpec.from_config(load_model_config(model_name))
         if router_replay == "true" or (router_replay == "auto" and not self._is_cpu):
-            self._moe = ModelSpec.from_config(load_model_config(model_name)).moe
+            self._moe = spec.moe
+        options: dict[str, Any] = {}
+        if self._is_cpu and spec.latent is not None:
+            # The kernel of vLLM 0.32 rotates the queries of these models wrongly.
+            options["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
         self._thread = EngineThread(self.advance)
         try:
             self._start(
@@ -130,6 +136,7 @@ class VLLMGenerationWorker:
                 dtype=precision,
                 max_model_len=max_total_length,
                 seed=seed % 2**31,
+                **options,
             )
         except BaseException:
             self._thread.close()
@@ -167,7 +174,14 @@ class VLLMGenerationWorker:
             # Imported on demand: vLLM is an optional dependency.
             from nemo_like.generation.vllm_extension import request_options
 
-            self._call_ranks("start_adapter", adapters)
+            try:
+                self._call_ranks("start_adapter", adapters)
+            except Exception as error:
+                raise ConfigError(
+                    "the generator receives LoRA adapters (policy.lora.weight_sync), and vLLM"
+                    f" cannot apply them to this model ({error_text(error)}): set"
+                    " policy.lora.weight_sync to merged"
+                ) from error
             self._request_options = request_options()
         self._set_version(0)
 

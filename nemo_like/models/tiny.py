@@ -31,21 +31,17 @@ _FACTORS: dict[str, Any] = {
     "attention_multiplier": 0.3,
     "logits_scaling": 1.5,
 }
-_LATENT: dict[str, Any] = {
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": _HEAD_DIM,
-    "qk_rope_head_dim": 2 * _HEAD_DIM,
-    "qk_head_dim": 3 * _HEAD_DIM,
-    "v_head_dim": _HEAD_DIM,
+_LATENT = {
+    "q_lora_rank": 3,
+    "kv_lora_rank": 2,
+    "qk_nope_head_dim": 1,
+    "qk_rope_head_dim": 2,
+    "qk_head_dim": 3,
+    "v_head_dim": 1,
 }
-"""Of latent attention: the head sizes of keys and values differ."""
-_LINEAR: dict[str, Any] = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": _HEAD_DIM,
-    "linear_value_head_dim": _HEAD_DIM,
-}
+"""Of latent attention, in units of the head size: the head sizes of keys and values differ."""
+_LINEAR = {"linear_key_head_dim": 1, "linear_value_head_dim": 1}
+"""Of linear attention, in units of the head size."""
 
 
 def type_config(model_type: str) -> PretrainedConfig:
@@ -68,15 +64,21 @@ def type_config(model_type: str) -> PretrainedConfig:
 
 
 def save_tiny_copy(
-    model_config: PretrainedConfig, parallel: ParallelConfig, directory: Path, seed: int = 0
+    model_config: PretrainedConfig,
+    parallel: ParallelConfig,
+    directory: Path,
+    seed: int = 0,
+    head_dim: int = _HEAD_DIM,
+    **sizes: int,
 ) -> PreTrainedModel:
     """Write a small random model of the same architecture that divides by `parallel`.
 
     It keeps the grouping of key-value heads, biases, norms, tied embeddings, positions and windows.
+    All sizes are multiples of `head_dim`, except those of `sizes`; an engine may limit them.
     Returns the model in float32 with eager attention and without dropout.
     """
     torch.manual_seed(seed)
-    config = tiny_config(model_config, parallel)
+    config = tiny_config(model_config, parallel, head_dim, **sizes)
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     )
@@ -100,7 +102,12 @@ def _state_buffers(model: PreTrainedModel) -> list[torch.Tensor]:
     ]
 
 
-def tiny_config(model_config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
+def tiny_config(
+    model_config: PretrainedConfig,
+    parallel: ParallelConfig,
+    head_dim: int = _HEAD_DIM,
+    **other_sizes: int,
+) -> PretrainedConfig:
     """Return `model_config` with few and narrow layers; what is not a size does not change."""
     config: Any = copy.deepcopy(model_config)
     num_heads = config.num_attention_heads
@@ -111,8 +118,8 @@ def tiny_config(model_config: PretrainedConfig, parallel: ParallelConfig) -> Pre
     layers = max(2, parallel.pipeline * parallel.virtual_pipeline)
     max_positions = getattr(config, "max_position_embeddings", 4096)
     sizes: dict[str, Any] = {
-        "hidden_size": group * num_kv_heads * _HEAD_DIM,
-        "intermediate_size": 24 * parallel.tensor,
+        "hidden_size": group * num_kv_heads * head_dim,
+        "intermediate_size": 3 * head_dim * parallel.tensor,
         "num_attention_heads": group * num_kv_heads,
         "num_key_value_heads": num_kv_heads,
         "num_hidden_layers": layers,
@@ -125,13 +132,15 @@ def tiny_config(model_config: PretrainedConfig, parallel: ParallelConfig) -> Pre
         "bos_token_id": None,
         "eos_token_id": None,
         # Different from hidden size / heads, so that code which confuses the two fails.
-        "head_dim": 2 * _HEAD_DIM,
+        "head_dim": 2 * head_dim,
         "sliding_window": _WINDOW,
         "no_rope_layers": [layer % 2 for layer in range(layers)],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
         **_FACTORS,
-        **_LATENT,
-        **_LINEAR,
-        **_moe_sizes(config, parallel),
+        **{name: head_dim * number for name, number in (_LATENT | _LINEAR).items()},
+        **_moe_sizes(config, parallel, head_dim),
+        **other_sizes,
     }
     kinds = ("layer_types", "mlp_layer_types")
     for name in kinds:
@@ -151,15 +160,15 @@ def tiny_config(model_config: PretrainedConfig, parallel: ParallelConfig) -> Pre
     return config
 
 
-def _moe_sizes(config: Any, parallel: ParallelConfig) -> dict[str, Any]:
+def _moe_sizes(config: Any, parallel: ParallelConfig, head_dim: int) -> dict[str, Any]:
     """Return the sizes of MoE layers: two experts per expert-parallel rank, at least four.
 
     One layer is dense if the model has dense layers. Empty for a dense model.
     """
     num_experts = max(_NUM_EXPERTS, 2 * parallel.expert)
     sizes = {
-        "moe_intermediate_size": 2 * _HEAD_DIM,
-        "shared_expert_intermediate_size": 2 * _HEAD_DIM,
+        "moe_intermediate_size": 2 * head_dim,
+        "shared_expert_intermediate_size": 2 * head_dim,
         "n_group": 2,
         "topk_group": 1,
         "first_k_dense_replace": 1,

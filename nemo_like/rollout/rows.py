@@ -174,7 +174,7 @@ def build_rollout(
     `drops_problems` rows with one are not trained.
     """
     num_rows = len(conversations)
-    batch = _training_rows(conversations)
+    batch = training_rows(conversations)
     batch["reward"] = rewards
     batch["group"] = np.repeat(np.arange(num_rows // group_size, dtype=np.int64), group_size)
     problems = problems or [None] * num_rows
@@ -235,7 +235,7 @@ def _concat_components(parts: Sequence[Rollout]) -> dict[str, np.ndarray]:
     return components
 
 
-def _training_rows(conversations: Sequence[ConversationRow]) -> BatchedDataDict:
+def training_rows(conversations: Sequence[ConversationRow]) -> BatchedDataDict:
     """Concatenate the segments of each of B rows, int32 [L] each; they become views of the columns.
 
     They alternate between given tokens (the prompt, observations) and turns of the model. Only the

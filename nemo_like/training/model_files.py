@@ -19,6 +19,7 @@ from nemo_like.config.paths import hub_name, model_directory
 from nemo_like.config.rollout import RewardModelConfig
 from nemo_like.config.schema import PolicyConfig, RunConfig, SwitchMode
 from nemo_like.data.chat import ChatEncoder
+from nemo_like.data.routed_experts import routed_bytes
 from nemo_like.models.adapters import check_adapters
 from nemo_like.models.layout_check import frozen_weights, model_problems
 from nemo_like.models.pretrained import load_model_config, load_tokenizer, with_output_head
@@ -27,7 +28,7 @@ from nemo_like.models.weight_files import read_header, weight_sizes, weights_dig
 from nemo_like.policy.batching import microbatch_budget
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.param_map import ModelSharding
-from nemo_like.prediction.memory import MemoryModel
+from nemo_like.prediction.memory import GIB, MemoryModel
 from nemo_like.prediction.placement import num_adapter_params, policy_placement
 from nemo_like.training.generation_backends import generation_backend
 
@@ -139,10 +140,32 @@ def open_model_config(config: RunConfig) -> PretrainedConfig:
         problems.append(
             Problem((key,), f"{key} is true, but {name} has no experts: set it to auto or false")
         )
+    if config.kind == "grpo" and config.policy.recorded_experts != "false":
+        problems += _routed_experts_problems(config, spec)
     raise_problems(problems)
     _check_optimizer(config, spec)
     check_adapters(config.policy, spec, config.parallel.tensor)
     return model_config
+
+
+def _routed_experts_problems(config: RunConfig, spec: ModelSpec) -> list[Problem]:
+    """Return a problem if the experts of a rollout may exceed their budget."""
+    if spec.moe is None:
+        return []
+    token_bytes = routed_bytes(spec.moe.num_experts) * len(spec.moe.layers)
+    token_bytes *= spec.moe.num_active_experts
+    num_tokens = config.rows_per_step * config.policy.max_total_sequence_length
+    gib = token_bytes * num_tokens / GIB
+    key = "policy.router_replay_gib"
+    limit = config.policy.router_replay_gib
+    if gib <= limit:
+        return []
+    text = (
+        f"the experts of a rollout may take {gib:.3g} GiB of the driver's memory: {token_bytes}"
+        f" bytes for each of {config.rows_per_step} x {config.policy.max_total_sequence_length}"
+        f" tokens. That is above {key} {limit:g}: raise it, or set policy.router_replay to false"
+    )
+    return [Problem((key, "policy.router_replay"), text)]
 
 
 def load_checked_config(name: str, key: str) -> PretrainedConfig:

