@@ -338,6 +338,13 @@ class PolicyConfig:
         is_compiled = self.compile != "none"
         return "false" if is_compiled and self.router_replay == "auto" else self.router_replay
 
+    def may_record_experts(self, *, is_on_cpu: bool) -> bool:
+        """Return False if the generator returns no experts, whatever the model is."""
+        if self.recorded_experts == "auto":
+            # vLLM's build for CPUs cannot return them.
+            return not (is_on_cpu and self.generation.backend == "vllm")
+        return self.recorded_experts == "true"
+
     def frozen(self, model_name: str) -> PolicyConfig:
         """Return the settings of `model_name` as a model that is not trained."""
         return replace(

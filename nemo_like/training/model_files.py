@@ -130,8 +130,8 @@ def open_model_config(config: RunConfig) -> PretrainedConfig:
         family_of(spec, name)
     layout_problems = model_problems(policy_layout(config), config.policy.engine, spec)
     problems = located_problems(layout_problems, config.cluster)
+    is_on_cpu = config.cluster.gpus_per_node == 0
     if config.generates:
-        is_on_cpu = config.cluster.gpus_per_node == 0
         problems += generation_backend(config.policy).problems(
             config.policy, spec, is_on_cpu=is_on_cpu
         )
@@ -140,7 +140,7 @@ def open_model_config(config: RunConfig) -> PretrainedConfig:
         problems.append(
             Problem((key,), f"{key} is true, but {name} has no experts: set it to auto or false")
         )
-    if config.kind == "grpo" and config.policy.recorded_experts != "false":
+    if config.kind == "grpo" and config.policy.may_record_experts(is_on_cpu=is_on_cpu):
         problems += _routed_experts_problems(config, spec)
     raise_problems(problems)
     _check_optimizer(config, spec)

@@ -78,12 +78,14 @@ def generation_worker(
     end_token_ids: Sequence[int],
     *,
     can_sleep: bool = False,
+    shares_process: bool = False,
     router_replay: SwitchMode = "false",
 ) -> tuple[type, dict[str, Any]]:
     """Return the worker class of `policy.generation.backend` and its keyword arguments.
 
     `end_token_ids` end a completion, in addition to those that the model's files declare.
-    `router_replay` is that of a training run.
+    `router_replay` is that of a training run; with `shares_process` its policy is in the process of
+    the worker.
     """
     generation = config.policy.generation
     kwargs: dict[str, Any] = {
@@ -96,7 +98,7 @@ def generation_worker(
     if config.policy.sends_adapters:
         kwargs["adapter"] = config.policy.adapter
     worker_class, own_kwargs = generation_backend(config.policy).worker(
-        config.policy, seed=config.seed, can_sleep=can_sleep
+        config.policy, seed=config.seed, can_sleep=can_sleep, shares_process=shares_process
     )
     return worker_class, kwargs | own_kwargs
 
@@ -108,11 +110,16 @@ def start_generator(
     progress: Progress,
     *,
     can_sleep: bool,
+    shares_process: bool = False,
     router_replay: SwitchMode = "false",
 ) -> Generator:
     """Start the replicas of the generator; see `generation_worker`."""
     worker_class, kwargs = generation_worker(
-        config, end_token_ids, can_sleep=can_sleep, router_replay=router_replay
+        config,
+        end_token_ids,
+        can_sleep=can_sleep,
+        shares_process=shares_process,
+        router_replay=router_replay,
     )
 
     # A replica with resources of its own has one bundle, a colocated one those of several workers.

@@ -149,6 +149,7 @@ def start_workers(
                 start,
                 end_token_ids,
                 progress,
+                shares_process=config.cluster.backend == "local",
                 router_replay=recorded_experts(config),
             )
             generator_start = None
