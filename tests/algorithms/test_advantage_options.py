@@ -69,10 +69,14 @@ def test_whitening_counts_every_trained_token_once(rows) -> None:
         return
     mean = statistics.fmean(tokens)
     std = statistics.pstdev(tokens) + 1e-6
-    np.testing.assert_allclose(found, [(value - mean) / std for value, _ in rows], rtol=1e-5)
+    np.testing.assert_allclose(
+        found, [(value - mean) / std for value, _ in rows], rtol=1e-5, atol=1e-12
+    )
     # The same with one value per token.
     by_token = whitened(np.array(tokens), np.ones(len(tokens)), 1e-6)
-    np.testing.assert_allclose(by_token, np.repeat(found, counts.astype(int)), rtol=1e-6)
+    np.testing.assert_allclose(
+        by_token, np.repeat(found, counts.astype(int)), rtol=1e-6, atol=1e-12
+    )
     assert abs(by_token.sum()) < 1e-4 * len(tokens)
 
 
