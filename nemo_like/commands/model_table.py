@@ -37,7 +37,8 @@ attention, its own masks) on single unpadded rows.
 * `vLLM`: the policy sends its weights to vLLM on CPU after optimizer steps, as in GRPO: all
   weights, then those with merged adapters. Log-probs of the tokens that vLLM then samples differ
   from the policy's by at most 1e-4. `vLLM, adapters` sends adapters alone
-  (`policy.lora.weight_sync=adapter`).
+  (`policy.lora.weight_sync=adapter`). A difference with the weights of the files exists before any
+  update: vLLM and transformers compute the model differently.
 
 A cell without `yes` has its reason below the table. A type that is not in the table may work as
 well: the DTensor engine has no code for single types.
