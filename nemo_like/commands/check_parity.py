@@ -400,7 +400,7 @@ def train_with_transformers(
     model: PreTrainedModel, batch: BatchedDataDict, config: RunConfig
 ) -> Trained:
     """Run the same steps with transformers and AdamW, one unpadded row at a time."""
-    optimizer = build_optimizer(model.parameters(), config.policy.optimizer)
+    optimizer = build_optimizer(model.named_parameters(), config.policy.optimizer)
     rows = [_row_logprobs(model, ids).detach().numpy() for ids in batch["input_ids"]]
     logprobs = Jagged.from_rows(rows, rows[0].dtype)
     # The workers return 0 for tokens that are not trained.

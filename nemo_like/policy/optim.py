@@ -129,16 +129,19 @@ def resolve_decay_steps(config: PolicyConfig, num_optimizer_steps: int | None) -
     return dataclasses.replace(config, scheduler=scheduler)
 
 
-def adamw_options(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> dict[str, Any]:
+def adamw_options(
+    parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig
+) -> dict[str, Any]:
     """Return the arguments of an AdamW with weight decay on matrices only.
 
-    Norms and biases are not decayed.
+    Norms and biases are not decayed; those of stacked experts, [experts, size], by their names.
     """
     matrices = []
     vectors = []
-    for parameter in parameters:
+    for name, parameter in parameters:
         if parameter.requires_grad:
-            (matrices if parameter.ndim >= 2 else vectors).append(parameter)
+            is_matrix = parameter.ndim >= 2 and not name.endswith("bias")
+            (matrices if is_matrix else vectors).append(parameter)
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
@@ -152,7 +155,7 @@ def adamw_options(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], config: OptimizerConfig
+    parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig
 ) -> torch.optim.AdamW:
     """Build AdamW with `adamw_options`."""
     # Fused: one pass over memory; ten times faster on the CPU than the unfused loops.

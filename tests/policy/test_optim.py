@@ -74,9 +74,14 @@ def test_norms_and_biases_are_not_decayed_and_frozen_weights_not_trained():
     layer, norm = torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)
     layer.weight.requires_grad_(True)
     frozen = torch.nn.Parameter(torch.ones(2, 2), requires_grad=False)
-    optimizer = build_optimizer(
-        [*layer.parameters(), *norm.parameters(), frozen], OptimizerConfig(weight_decay=0.5)
-    )
+    stacked = torch.nn.Parameter(torch.ones(3, 2))
+    named = [
+        *layer.named_parameters(),
+        *norm.named_parameters(),
+        ("experts.up_proj_bias", stacked),
+        ("frozen", frozen),
+    ]
+    optimizer = build_optimizer(named, OptimizerConfig(weight_decay=0.5))
     decayed, plain = optimizer.param_groups
     assert decayed["weight_decay"] == 0.5
     assert [id(parameter) for parameter in decayed["params"]] == [id(layer.weight)]
@@ -85,4 +90,5 @@ def test_norms_and_biases_are_not_decayed_and_frozen_weights_not_trained():
         id(layer.bias),
         id(norm.weight),
         id(norm.bias),
+        id(stacked),
     ]

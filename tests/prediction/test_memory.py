@@ -115,7 +115,7 @@ def test_named_shapes_have_their_published_sizes():
 
 def test_weights_gradients_and_optimizer_are_the_bytes_of_a_real_step():
     model = build(config_of("qwen2"))
-    optimizer = build_optimizer(model.parameters(), OptimizerConfig())
+    optimizer = build_optimizer(model.named_parameters(), OptimizerConfig())
     sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
     optimizer.step()
     moments = [

@@ -48,7 +48,7 @@ class ShardedOptimizer:
         if config.name == "adamw_8bit":
             self._eight_bit = ShardedAdamW8bit(parameters, config)
         elif others:
-            self._adamw = build_optimizer((sharded.parameter for sharded in others), config)
+            self._adamw = build_optimizer(((each.name, each.parameter) for each in others), config)
         self._hidden = hidden if self._muon is not None else ()
         self._parameters = parameters
         self._groups = groups
@@ -213,7 +213,7 @@ class ShardedAdamW8bit:
         self._shards = {
             each.name: nn.Parameter(local_shard(each.parameter)) for each in self._parameters
         }
-        self._optimizer: Any = AdamW8bit(**adamw_options(self._shards.values(), config))
+        self._optimizer: Any = AdamW8bit(**adamw_options(self._shards.items(), config))
 
     def step(self, lr: float) -> None:
         """Update the shards that have gradients."""

@@ -102,7 +102,7 @@ class ShardedAdamW:
         self, config: OptimizerConfig, buffers: list[Any], group: ProcessGroup, *, is_expert: bool
     ) -> _SubOptimizer:
         parameters = [
-            parameter
+            (name, parameter)
             for name, parameter in self._parameters.items()
             if self._param_map[name].is_expert == is_expert
         ]
