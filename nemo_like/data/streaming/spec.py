@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.data.streaming.selection import MicrobatchLimits, Selection
-from nemo_like.integer_math import check_integer
+from nemo_like.integer_math import check_integer, nearest_multiples
 
 Tail = Literal["emit", "drop", "wrap"]
 CountMode = Literal["total", "effective"]
@@ -140,8 +140,9 @@ class StreamSpec:
         if self.microbatches_per_step % self.plan.microbatch_multiple:
             raise ValueError(
                 f"microbatches_per_step is {self.microbatches_per_step}; it must be a multiple of"
-                f" microbatch_multiple={self.plan.microbatch_multiple}, which with"
-                " parallel.virtual_pipeline is the number of pipeline stages"
+                f" {self.plan.microbatch_multiple} (microbatch_multiple of the plan; with"
+                " parallel.virtual_pipeline the number of pipeline stages): set it to"
+                f" {nearest_multiples(self.microbatches_per_step, self.plan.microbatch_multiple)}"
             )
 
     @property
