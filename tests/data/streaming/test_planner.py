@@ -299,7 +299,7 @@ def test_dropped_rows_are_counted_in_the_next_step() -> None:
         ({"plan": PlanSpec(layout="padded", max_rows=2)}, "set max_tokens of the plan"),
         ({"plan": PlanSpec(layout="padded", max_rows=2, max_tokens=9)}, "max_rows of the StreamS"),
         ({"plan": PlanSpec(max_tokens=9, global_batch_size=4)}, "must be None, got 4"),
-        ({"plan": PlanSpec(max_tokens=9, microbatch_multiple=2)}, "multiple of microb"),
+        ({"plan": PlanSpec(max_tokens=9, microbatch_multiple=2)}, "multiple of 2"),
         ({"selection": "best"}, "selection is one of"),
         ({"tail": "keep"}, "tail is one of"),
         ({"count_mode": "all"}, "count_mode is one of"),
