@@ -141,7 +141,7 @@ _QUANTITIES: dict[str, Callable[[Trained], _Selected]] = {
 
 
 class _InDouble(TorchFunctionMode):
-    """Computes in float64 where a model asks for float32, as in norms."""
+    """Computes in float64 where a model converts to float32, as in norms."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

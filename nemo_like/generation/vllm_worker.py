@@ -141,15 +141,20 @@ class VLLMGenerationWorker:
                 seed=seed % 2**31,
                 **options,
             )
-            if shares_process and self._engine.model_config.using_transformers_backend():
-                raise ConfigError(
-                    "vLLM computes this model with the classes of transformers and changes them in"
-                    " its process, which is the policy's: set cluster.backend to ray, or"
-                    " policy.generation.backend to hf"
-                )
+            if shares_process:
+                self._check_classes()
         except BaseException:
             self._thread.close()
             raise
+
+    def _check_classes(self) -> None:
+        """Raise ConfigError if the engine changes classes that the policy uses."""
+        if self._engine.model_config.using_transformers_backend():
+            raise ConfigError(
+                "vLLM computes this model with the classes of transformers and changes them in its"
+                " process, which is the policy's: set cluster.backend to ray, or"
+                " policy.generation.backend to hf"
+            )
 
     @between_steps
     def _start(
