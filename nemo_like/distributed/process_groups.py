@@ -47,7 +47,8 @@ def init_process_group(context: WorkerContext) -> torch.device:
         rank=context.rank,
         world_size=context.world_size,
         timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
+        # A communicator for one rank serves nothing, and starting it can fail.
+        device_id=device if device.type == "cuda" and context.world_size > 1 else None,
     )
     return device
 
