@@ -37,7 +37,7 @@ or alone.
 """
 RowLayout = Literal["packed", "padded"]
 """Rows of a microbatch: concatenated, or padded to the longest row of their microbatch."""
-MAX_UNSHARDED_BYTES = 4 << 30
+MAX_UNSHARDED_BYTES = 8 << 30
 """Largest float32 weights, in bytes per tensor-parallel rank, that FSDP2 leaves unsharded within a
 step. That takes one all-gather and one reduce-scatter per optimizer step instead of one per
 microbatch, at the cost of memory for unsharded weights and gradients.

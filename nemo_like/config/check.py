@@ -208,7 +208,7 @@ def _router_replay(config: RunConfig) -> Iterator[Problem]:
             f"{key} is true, but only GRPO uses the experts of completions: set it to auto or"
             " false",
         )
-    if config.policy.compile != "none":
+    if config.policy.compile == "layers":
         yield Problem(
             (key, "policy.compile"),
             f"{key} is true, but compiled layers (policy.compile {config.policy.compile}) cannot"
@@ -217,7 +217,7 @@ def _router_replay(config: RunConfig) -> Iterator[Problem]:
 
 
 def _compilation(config: RunConfig) -> Iterator[Problem]:
-    if config.policy.compile != "none" and config.policy.engine == "megatron":
+    if config.policy.compile == "layers" and config.policy.engine == "megatron":
         yield Problem(
             ("policy.compile", "policy.engine"),
             f"policy.compile is {config.policy.compile}, but policy.engine megatron has its own"

@@ -282,10 +282,11 @@ class PolicyConfig:
     all of a layer but its input, for about one more forward pass. `selective`: all but the results
     of matrix products and attention, for a few percent of the time and about half of the memory.
     `none`: nothing."""
-    compile: Literal["none", "layers"] = "none"
+    compile: Literal["auto", "none", "layers"] = "auto"
     """`layers` compiles each decoder layer and the passes over the logits with torch.compile, which
-    fuses norms, rotary embedding, activation functions and softmax. The first steps take longer.
-    Needs `policy.engine=dtensor`. Not measured on a GPU yet."""
+    fuses norms, rotary embedding, activation functions and softmax. The first step takes longer.
+    Needs `policy.engine=dtensor`. `auto` is `layers` on CUDA in bfloat16 for models whose layers
+    have attention and no experts, and `none` elsewhere."""
     max_grad_norm: Annotated[float, Ge(0)] = 1.0
     """Gradients are clipped to this global L2 norm; 0 turns clipping off."""
     max_skipped_steps: Annotated[int, Ge(0)] = 3
@@ -335,7 +336,7 @@ class PolicyConfig:
     def recorded_experts(self) -> SwitchMode:
         """Whether the generator of a training run returns the experts that it chooses."""
         # Compiled layers have no given experts.
-        is_compiled = self.compile != "none"
+        is_compiled = self.compile == "layers"
         return "false" if is_compiled and self.router_replay == "auto" else self.router_replay
 
     def may_record_experts(self, *, is_on_cpu: bool) -> bool:
@@ -355,6 +356,18 @@ class PolicyConfig:
             ema=EmaConfig(),
             freeze=(),
         )
+
+    def compiles_layers(self, device_type: str, *, is_dense: bool) -> bool:
+        """Return True if the layers are compiled on a device type of torch.
+
+        `is_dense` is True for a model whose layers have attention and no experts.
+        """
+        if self.compile != "auto":
+            return self.compile == "layers"
+        # In float32 and with values in 4 bits a layer is not one graph.
+        is_quantized = self.adapter is not None and self.adapter.is_quantized
+        is_traced = self.precision == "bfloat16" and not is_quantized
+        return device_type == "cuda" and self.engine == "dtensor" and is_dense and is_traced
 
     def chunk_size(self, device_type: str) -> int:
         """Return `logprob_chunk_size`, or its default on a device type of torch."""
@@ -534,7 +547,7 @@ class ParallelConfig:
     """When FSDP2 frees gathered weights: `always` after each layer, so that every microbatch
     gathers them again and reduces gradients; `never` during a step, which gathers and reduces once
     per step and needs memory for complete weights and gradients; `auto` is `never` for models of up
-    to 4 GiB of float32 weights per tensor-parallel rank. Needs `policy.engine=dtensor`."""
+    to 8 GiB of float32 weights per tensor-parallel rank. Needs `policy.engine=dtensor`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,8 @@ layer becomes several graphs, or with activation checkpointing, which cannot be 
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -98,6 +100,11 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
     torch._dynamo.config.recompile_limit = _RECOMPILE_LIMIT
     for layer in layers:
         layer.compile(dynamic=True)
+
+
+def has_c_compiler() -> bool:
+    """Return True if there is a C compiler, which Triton needs for its kernels."""
+    return any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang"))
 
 
 class CompilationCounter:

@@ -84,7 +84,8 @@ class PolicyWorker:
         self._skipped: list[SkippedStep] = []
         self._trained_logprobs: Jagged | None = None
         self._pending_save: WorkerSave | None = None
-        self._compilations = None if config.compile == "none" else CompilationCounter()
+        is_compiled = config.compiles_layers(policy.device.type, is_dense=True)
+        self._compilations = CompilationCounter() if is_compiled else None
 
     def device_info(self) -> DeviceInfo:
         """Return the speed and memory of this worker's device."""

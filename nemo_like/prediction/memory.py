@@ -195,11 +195,12 @@ class MemoryModel:
             return parts
         if self.keeps_unsharded:
             # Gradients of an unsharded model are unsharded as well, in the precision of their
-            # reduction (float32).
+            # reduction (float32). Their shards are created after the last backward.
             layer = self.spec.layer_params / place.parallel_layout.tp
             others = self._stage_layers * (layer - place.gathered_layer_params(self.spec))
             num_gradients = trained if place.has_adapters else params - others
-            parts["gathered weights"] = size * (frozen + trained - others) + 4 * num_gradients
+            parts["gathered weights"] = size * (frozen + trained - others)
+            parts["gradients"] = 4 * num_gradients
         else:
             layer = place.gathered_layer_params(self.spec) - quantized
             parts["gathered weights"] = size * (
@@ -349,11 +350,14 @@ class Activations:
         tp = place.parallel_layout.tp
         cp = place.parallel_layout.cp
         query, key = self._widths
-        # A norm saves its input in float32, its output, and one float32 number per token.
-        norms = 2 * ((4 + size) * spec.hidden_size + 4) / self.token_shares
+        # Eager code saves the input of a norm in float32 and its output. A compiled layer saves the
+        # input as it is. Both save one float32 number per token.
+        is_compiled = place.is_compiled and spec.moe is None
+        norm_bytes = size if is_compiled else 4 + size
+        norms = 2 * (norm_bytes * spec.hidden_size + 4) / self.token_shares
         if spec.has_qk_norm:
             num_heads = (spec.num_heads + spec.num_kv_heads) / tp
-            norms += (4 + size) * (query + key) + 4 * num_heads
+            norms += norm_bytes * (query + key) + 4 * num_heads
         # The inputs of attention and feed-forward; each active expert after the first has a copy.
         num_active_experts = 0 if spec.moe is None else spec.moe.num_active_experts
         num_copies = max(num_active_experts - 1, 0)
@@ -363,8 +367,9 @@ class Activations:
         key_shares = self.keys_per_token * (1 if cp == 1 else cp + 0.5)
         # Query, output, keys and values, and the log-sum-exp of each head in float32.
         attention = size * (2 * query + 2 * key * key_shares) + 4 * spec.num_heads / tp
-        # Gate, up projection, activation and their product.
-        feed_forward = 4 * size * spec.active_mlp_size / tp
+        # Gate, up projection, activation and their product. A compiled layer computes the
+        # activation again.
+        feed_forward = (3 if is_compiled else 4) * size * spec.active_mlp_size / tp
         return norms + inputs + attention + feed_forward + self._adapter_bytes
 
     @property

@@ -61,6 +61,8 @@ class Placement:
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     activation_checkpointing: ActivationCheckpointing = "none"
     engine: EngineName = "dtensor"
+    is_compiled: bool = False
+    """Decoder layers are compiled (`policy.compile`), if they have no experts."""
     chunk_size: int = CUDA_CHUNK_TOKENS
     """Tokens per chunk in which logits are computed."""
     has_reference: bool = False
@@ -176,6 +178,7 @@ def policy_placement(
         precision=policy.precision,
         activation_checkpointing=policy.activation_checkpointing,
         engine=policy.engine,
+        is_compiled=policy.compiles_layers(device_type, is_dense=True),
         chunk_size=policy.chunk_size(device_type),
         has_reference=needs_reference and policy.adapter is None,
         adapter=policy.adapter,

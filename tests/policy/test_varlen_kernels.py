@@ -119,7 +119,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> V
     """A kernel that runs on the CPU, in the place of that of CUDA."""
     kernel = (KERNELS | INSTALLED)[request.param]()
     torch_2_13.is_fa3 = kernel.implementation is not None  # type: ignore[attr-defined]
-    monkeypatch.setattr(attention, "_has_varlen_kernel", lambda q: True)
+    monkeypatch.setattr(attention, "has_varlen_kernel", lambda q: True)
     monkeypatch.setattr(attention, "varlen_kernel", lambda: kernel)
     return kernel
 

@@ -6,6 +6,7 @@ memory, and no rank waits for another.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,12 @@ from nemo_like.models.routers import RouterReplay
 from nemo_like.models.spec import SCORE_WEIGHT, ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint.hf_reader import ModelFiles, open_model
-from nemo_like.policy.decoder_layers import checkpoint_layers, compile_layers, frozen_names
+from nemo_like.policy.decoder_layers import (
+    checkpoint_layers,
+    compile_layers,
+    frozen_names,
+    has_c_compiler,
+)
 from nemo_like.policy.device import ComputeClock
 from nemo_like.policy.dtensor.experts import ExpertLoads, distribute_all, expert_modules
 from nemo_like.policy.dtensor.lora import QuantizedParameter, add_adapters, quantize_layers
@@ -41,6 +47,8 @@ from nemo_like.policy.inputs.model_inputs import ModelInputs, TokenLogprobs
 from nemo_like.policy.inputs.stateful_layers import reset_states_between_rows
 from nemo_like.policy.lora import AdapterState
 from nemo_like.sampling_filter import SamplingFilter
+
+logger = logging.getLogger(__name__)
 
 
 class VocabularyHead:
@@ -370,8 +378,9 @@ def build_model(
     if has_vocabulary:
         check_head(causal_lm, config.model_name)
     compute_buffers(causal_lm, device)
-    reset_states_between_rows(causal_lm)
-    is_compiled = config.compile == "layers"
+    num_stateful = reset_states_between_rows(causal_lm)
+    is_dense = spec.moe is None and num_stateful == 0
+    is_compiled = _compiles_layers(config, device, is_dense=is_dense)
     # A graph with recomputation cannot change the counts.
     counted = [] if is_compiled else list(expert_modules(causal_lm).values())
     expert_loads = ExpertLoads(counted, device)
@@ -424,6 +433,18 @@ def build_model(
         _shard(model, groups, config.precision, reshard_after_forward=reshard)
     allocate(model, device)
     return model, specs, state
+
+
+def _compiles_layers(config: PolicyConfig, device: torch.device, *, is_dense: bool) -> bool:
+    """Return True if the layers are compiled; see `PolicyConfig.compiles_layers`."""
+    is_compiled = config.compiles_layers(device.type, is_dense=is_dense)
+    if is_compiled and config.compile == "auto" and not has_c_compiler():
+        logger.warning(
+            "no C compiler was found, so the layers are not compiled and steps take longer: install"
+            " gcc, or set policy.compile=none"
+        )
+        return False
+    return is_compiled
 
 
 def _meta_model(config: PolicyConfig, model_config: PretrainedConfig) -> PreTrainedModel:

@@ -256,14 +256,17 @@ def has_float32_products(device_type: str) -> bool:
     """
     if device_type != "cuda" or "dtype" not in torch.ops.aten.addmm.overloads():
         return False
-    factor = torch.zeros(16, 16, dtype=torch.bfloat16, device=device_type)
-    total = torch.zeros(16, 16, device=device_type)
+    generator = torch.Generator().manual_seed(0)
+    left, right, first = torch.randn(3, 16, 16, generator=generator).bfloat16().to(device_type)
+    total = first.float()
+    # Products of bfloat16 values and their sums of 16 are nearly exact in float32.
+    expected = left.double() @ right.double() + first.double()
     try:
-        torch.mm(factor, factor, out_dtype=torch.float32)
-        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
+        torch.mm(left, right, out_dtype=torch.float32)
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     except (RuntimeError, TypeError):
         return False
-    return True
+    return torch.allclose(total.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def _product_as(values: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:

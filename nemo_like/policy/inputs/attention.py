@@ -346,7 +346,7 @@ def varlen_attention(
             )
         k, v = select_keys_values(k, v, exchange.kv_index, cp_group)
         spans = exchange.spans
-    if _has_varlen_kernel(q):
+    if has_varlen_kernel(q):
         return varlen_kernel()(
             q, k, v, spans, scale=scale, window=window, causal=causal, extras=extras
         )
@@ -368,7 +368,7 @@ def padded_attention(
     the kernel of packed rows: SDPA needs a mask [S, S] for a window, and has no fast kernel with
     one.
     """
-    if not _has_varlen_kernel(q):
+    if not has_varlen_kernel(q):
         return sdpa(q, k, v, scale, window, causal=True, extras=extras)
     num_rows, _, length, _ = q.shape
     # From the shape, and on the device, so that the host does not wait.
@@ -439,7 +439,7 @@ def register() -> None:
     AttentionInterface.register(IMPLEMENTATION, attention_forward)  # type: ignore[arg-type]
 
 
-def _has_varlen_kernel(q: Tensor) -> bool:
+def has_varlen_kernel(q: Tensor) -> bool:
     """Return True for queries of any shape in half precision on CUDA."""
     return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
 

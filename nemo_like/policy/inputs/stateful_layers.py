@@ -17,11 +17,17 @@ from torch import Tensor, nn
 from nemo_like.config.errors import ConfigError
 
 
-def reset_states_between_rows(model: nn.Module) -> None:
-    """Change each layer of `model` that has a convolution; it must return one tensor."""
+def reset_states_between_rows(model: nn.Module) -> int:
+    """Change each layer of `model` that has a convolution; it must return one tensor.
+
+    Returns the number of these layers.
+    """
+    num_layers = 0
     for module in model.modules():
         if any(isinstance(child, nn.Conv1d) for child in module.children()):
             module.forward = partial(_compute_by_rows, module.forward)
+            num_layers += 1
+    return num_layers
 
 
 def _compute_by_rows(
