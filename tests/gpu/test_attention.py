@@ -39,7 +39,8 @@ def assert_close(
     found = run(on_cuda, "cuda", torch.bfloat16)
     expected = run(exact, "cpu", torch.float64)
     for tensor, right in zip(found, expected, strict=True):
-        largest = float(right.abs().max())
+        # A query that sees one key has no gradient but rounding: its scale is that of the inputs.
+        largest = max(float(right.abs().max()), 1e-2)
         torch.testing.assert_close(tensor, right, rtol=tolerance, atol=tolerance * largest)
 
 
