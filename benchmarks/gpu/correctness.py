@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
-import tempfile
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,14 @@ from benchmarks.gpu.machine import ROOT
 from benchmarks.gpu.step_check import step_cells
 
 _PYTEST_LIMIT_S = 240.0
+_MAX_PROCESSES = 6
+_OUTCOMES = "PASSED|FAILED|ERROR|SKIPPED"
+_LINES = (
+    # With xdist, and without.
+    re.compile(rf"^\[gw\d+\] \[ *\d+%\] (?P<outcome>{_OUTCOMES}) (?P<name>\S.*?) *$", re.MULTILINE),
+    re.compile(rf"^(?P<name>\S+::.+?) (?P<outcome>{_OUTCOMES})\b.*\[ *\d+%\]$", re.MULTILINE),
+)
+"""Lines of pytest's verbose output that have the outcome of a test."""
 
 
 def make_cells(arguments: PartArguments) -> tuple[Iterator[Cell], Callable[[], None]]:
@@ -34,7 +41,7 @@ def _cells(arguments: PartArguments) -> Iterator[Cell]:
     yield from step_cells(arguments.device, arguments.work, "dtensor", is_tiny=is_tiny)
     yield Cell(
         name="pytest tests/gpu",
-        measure=partial(run_pytest, ROOT / "tests" / "gpu"),
+        measure=partial(run_pytest, ROOT / "tests" / "gpu", arguments.out / "pytest.log"),
         expected_s=120.0 if arguments.is_cuda else 5.0,
         limit_s=_PYTEST_LIMIT_S + 20,
     )
@@ -42,56 +49,54 @@ def _cells(arguments: PartArguments) -> Iterator[Cell]:
     yield from step_cells(arguments.device, arguments.work, "megatron", is_tiny=is_tiny)
 
 
-def run_pytest(tests: Path) -> Mapping[str, Any]:
-    """Run a folder of tests in a process of its own; return the outcome of each test."""
-    require_modules("pytest")
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "junit.xml"
-        command = [sys.executable, "-m", "pytest", str(tests), f"--confcutdir={tests}", "-q"]
-        command += [f"--junitxml={report}", "-p", "no:cacheprovider"]
-        # A crash in one test must not hide the others.
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=_PYTEST_LIMIT_S,
-            check=False,
-        )
-        if not report.exists():
-            tail = (done.stdout + done.stderr)[-1500:]
-            raise RuntimeError(f"pytest ended with exit code {done.returncode}: {tail}")
-        outcomes = parse_junit(report)
+def run_pytest(tests: Path, log: Path) -> Mapping[str, Any]:
+    """Run a folder of tests in processes of their own; return the outcome of each test.
+
+    The output goes to `log`. After a time limit the outcomes so far are returned.
+    """
+    require_modules("pytest", "xdist")
+    command = [sys.executable, "-m", "pytest", str(tests), f"--confcutdir={tests}", "-v"]
+    command += ["--tb=short", "-p", "no:cacheprovider"]
+    num_processes = min(_MAX_PROCESSES, (os.cpu_count() or 1) // 2)
+    if num_processes > 1:
+        command += ["-p", "xdist", "-n", str(num_processes)]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # Each process computes references on the CPU with several threads.
+    environment = os.environ | {"PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE"}
+    is_complete = True
+    with log.open("wb") as file:
+        try:
+            # A crash in one test must not hide the others.
+            subprocess.run(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=file,
+                stderr=file,
+                timeout=_PYTEST_LIMIT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            is_complete = False
+    text = log.read_text(encoding="utf-8", errors="replace")
+    outcomes = parse_outcomes(text)
+    if not outcomes:
+        raise RuntimeError(f"pytest ran no test: {text[-1500:]}")
     counts: dict[str, int] = {}
-    for test in outcomes:
-        counts[test["outcome"]] = counts.get(test["outcome"], 0) + 1
-    not_passed = [test for test in outcomes if test["outcome"] != "passed"]
+    for outcome in outcomes.values():
+        counts[outcome] = counts.get(outcome, 0) + 1
     return {
-        "passed": not {"failed", "error"} & counts.keys() and bool(outcomes),
+        "passed": is_complete and not {"FAILED", "ERROR"} & counts.keys(),
+        "is_complete": is_complete,
         "counts": counts,
-        "not passed": not_passed,
-        "exit code": done.returncode,
+        "failed": [name for name, found in outcomes.items() if found in ("FAILED", "ERROR")],
     }
 
 
-def parse_junit(path: Path) -> list[dict[str, Any]]:
-    """Return name, outcome, seconds and message of each test of a JUnit XML file."""
-    tests = []
-    for case in ElementTree.parse(path).getroot().iter("testcase"):
-        outcome = "passed"
-        message = ""
-        for tag, name in (("failure", "failed"), ("error", "error"), ("skipped", "skipped")):
-            element = case.find(tag)
-            if element is not None:
-                outcome = name
-                message = (element.get("message") or "")[:500]
-        tests.append(
-            {
-                "name": f"{case.get('classname')}::{case.get('name')}",
-                "outcome": outcome,
-                "seconds": float(case.get("time") or 0),
-                "message": message,
-            }
-        )
-    return tests
+def parse_outcomes(text: str) -> dict[str, str]:
+    """Return test -> outcome from the verbose output of pytest, with or without xdist."""
+    outcomes = {}
+    for line in _LINES:
+        for match in line.finditer(text):
+            outcomes[match["name"]] = match["outcome"]
+    return outcomes

@@ -14,7 +14,7 @@ from torch.nn import attention
 from torch.nn.attention.varlen import varlen_attn
 
 from benchmarks.gpu.cells import SkipCell
-from benchmarks.gpu.training_steps import time_calls
+from benchmarks.gpu.training_steps import median_seconds
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.heads.logprobs import token_logprobs
 from nemo_like.policy.inputs.attention import VarlenKernel, varlen_attention, varlen_kernel
@@ -55,12 +55,12 @@ def time_attention(
 
         upstream = torch.randn_like(forward())
         with torch.no_grad():
-            forward_s = time_calls(forward, device, 10, 3)["median_s"]
+            forward_s = median_seconds(forward, device)
 
         def both() -> None:
             torch.autograd.grad(forward(), (q, k, v), upstream)
 
-        both_s = time_calls(both, device, 10, 3)["median_s"]
+        both_s = median_seconds(both, device)
     # Two products of L^2 / 2 x width multiplications and additions, causal.
     width = spec.num_heads * spec.head_dim
     flops = 2.0 * float((lengths.astype(np.float64) ** 2).sum()) * width
@@ -114,7 +114,7 @@ def time_head(
             loss = loss + 0.01 * outputs.entropy.sum()
         torch.autograd.grad(loss, leaves)
 
-    seconds = time_calls(both, device, 5, 2)["median_s"]
+    seconds = median_seconds(both, device)
     # Logits twice (the backward recomputes them), and both gradients.
     flops = 4 * 2.0 * num_tokens * spec.vocab_size * spec.hidden_size
     return {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12}

@@ -17,6 +17,8 @@ from benchmarks.gpu.machine import describe
 
 MODULES = {
     "A": ("benchmarks.gpu.correctness", "correctness"),
+    "S": ("benchmarks.gpu.short", "short measurement"),
+    "S3": ("benchmarks.gpu.short", "short measurement with FlashAttention 3"),
     "B1": ("benchmarks.gpu.step_matrix", "training steps by model, budget and checkpointing"),
     "B2": ("benchmarks.gpu.options", "options one by one, profile, loops of transformers"),
     "C": ("benchmarks.gpu.movement", "transfers, checkpoints, generation, a GRPO step"),
@@ -48,7 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     path = arguments.out / f"{parsed.part}.json"
     recorder = Recorder(path, header, resume=arguments.resume)
-    cells, free = importlib.import_module(module).make_cells(arguments)
+    make = "make_fa3_cells" if parsed.part == "S3" else "make_cells"
+    cells, free = getattr(importlib.import_module(module), make)(arguments)
+    wanted = arguments.cells or ("",)
+    cells = (cell for cell in cells if any(text in cell.name for text in wanted))
     try:
         run_cells(recorder, cells, budget, free=free)
     except DeviceLostError as error:

@@ -16,7 +16,7 @@ from nemo_like.config.schema import (
     SequencePackingConfig,
 )
 from nemo_like.distributed.local_group import LocalGroup, local_context
-from nemo_like.models.spec import load_spec
+from nemo_like.models.spec import ModelSpec, load_spec
 from nemo_like.policy.policy import Policy
 from nemo_like.prediction.memory import MemoryModel
 from nemo_like.prediction.placement import policy_placement
@@ -161,17 +161,24 @@ def worker_class(engine: str) -> Any:
 
 
 def predicted_peak_gb(
-    config: PolicyConfig, engine: Literal["dtensor", "megatron"], device: str, options: Options
+    config: PolicyConfig,
+    engine: Literal["dtensor", "megatron"],
+    device: str,
+    options: Options,
+    max_tokens: int,
+    spec: ModelSpec | None = None,
 ) -> float:
-    """Return the peak that `nemo-like plan` predicts for one GPU, in GB."""
+    """Return the peak that `nemo-like plan` predicts for one GPU, in GB.
+
+    `max_tokens` is the size of the largest microbatch. `spec` replaces the model of `config`.
+    """
     placement = policy_placement(
         dataclasses.replace(config, engine=engine),
         build_layout(parallel_config(options), 1),
         needs_reference=False,
         device_type=device.partition(":")[0],
     )
-    model = MemoryModel(load_spec(config.model_name), placement)
-    return model.peak(config.sequence_packing.train_mb_tokens) / 1e9
+    return MemoryModel(spec or load_spec(config.model_name), placement).peak(max_tokens) / 1e9
 
 
 def _section(options: Options, section: str) -> dict[str, Any]:

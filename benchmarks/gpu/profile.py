@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,12 @@ _GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of the work of the GPU in a Chrome trace of the profiler."""
 _HOST = ("cuda_runtime", "cuda_driver")
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+_MEASURED = "measured call"
+"""Event of the profiled function, without the waits of the profiler itself."""
 _NUM_KERNELS = 20
+_NUM_GAPS = 10
+_GAP_BOUNDS = (10.0, 100.0, 1000.0, math.inf)
+"""Upper bounds of the classes of idle gaps, microseconds."""
 _MAX_NAME = 120
 
 
@@ -26,7 +32,8 @@ def profile_call(
     if is_cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profiler:
-        function()
+        with torch.profiler.record_function(_MEASURED):
+            function()
         if is_cuda:
             torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
@@ -43,7 +50,7 @@ def summarize(events: Sequence[Mapping[str, Any]], num_microbatches: float) -> d
     """
     complete = [event for event in events if event.get("ph") == "X"]
     gpu = [event for event in complete if event.get("cat") in _GPU]
-    host = [event for event in complete if event.get("cat") in _HOST]
+    host = _within_call([event for event in complete if event.get("cat") in _HOST], complete)
     if not gpu:
         return {"num_events": len(complete), "note": "no GPU work in the trace"}
     spans = [(float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in gpu]
@@ -66,6 +73,7 @@ def summarize(events: Sequence[Mapping[str, Any]], num_microbatches: float) -> d
         "waits": {name: {"count": count, "ms": us / 1e3} for name, (count, us) in waits.items()},
         "copies": copies,
         "top_kernels": top_kernels(gpu),
+        "gaps": idle_gaps(gpu),
     }
 
 
@@ -77,6 +85,44 @@ def union_length(spans: Iterable[tuple[float, float]]) -> float:
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total
+
+
+def _within_call(
+    host: list[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return the events of the host that start within the profiled function."""
+    for call in events:
+        if call["name"] == _MEASURED and call.get("cat") not in _GPU:
+            start = float(call["ts"])
+            stop = start + float(call["dur"])
+            return [event for event in host if start <= float(event["ts"]) <= stop]
+    return host
+
+
+def idle_gaps(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return count and milliseconds of the GPU's idle gaps by length, and the longest of them."""
+    gaps: list[tuple[float, str, str]] = []
+    end = -math.inf
+    last = ""
+    for event in sorted(events, key=lambda event: float(event["ts"])):
+        start = float(event["ts"])
+        stop = start + float(event["dur"])
+        if last and start > end:
+            gaps.append((start - end, last, event["name"]))
+        if stop > end:
+            end = stop
+            last = event["name"]
+    by_length = {}
+    lower = 0.0
+    for upper in _GAP_BOUNDS:
+        lengths = [gap for gap, _, _ in gaps if lower <= gap < upper]
+        by_length[f"{lower:g} to {upper:g} us"] = {"count": len(lengths), "ms": sum(lengths) / 1e3}
+        lower = upper
+    longest = [
+        {"us": gap, "after": after[:_MAX_NAME], "before": before[:_MAX_NAME]}
+        for gap, after, before in sorted(gaps, reverse=True)[:_NUM_GAPS]
+    ]
+    return {"by_length": by_length, "longest": longest}
 
 
 def top_kernels(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

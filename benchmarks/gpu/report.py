@@ -1,5 +1,6 @@
 """Measure one GPU: correctness, training steps, data movement, Megatron-Core and MoE layers.
 
+    python -m benchmarks.gpu.report --parts S --out DIR                             # minutes
     python -m benchmarks.gpu.report --parts A,B,C,D --out DIR
     python -m benchmarks.gpu.report --parts A --out DIR --device cpu --size tiny    # a test
     python -m benchmarks.gpu.tables DIR                                             # tables
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ _RESERVE_S = 10.0
 _MAX_PROCESSES = 6
 """Processes of one part, counting those that continue after a failure."""
 _POLL_S = 0.2
-_EXPANDABLE_SEGMENTS = ("B1", "B2", "D")
+_EXPANDABLE_SEGMENTS = ("S", "S3", "B1", "B2", "D")
 """Parts whose models fill the memory. CUDA IPC, in part C, may not support such segments."""
 
 
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = parse_parts(parsed.parts)
     parsed.out.mkdir(parents=True, exist_ok=True)
     options = ["--device", parsed.device, "--size", parsed.size, "--columns", parsed.columns]
+    options += ["--cells", parsed.cells]
     if parsed.lengths is not None:
         options += ["--lengths", str(parsed.lengths.resolve())]
     with tempfile.TemporaryDirectory(prefix="gpu-report-") as temporary:
@@ -191,7 +193,7 @@ def note_failure(record: Path, reason: str) -> None:
 
 
 def print_part(record: Path) -> None:
-    """Print the number of cells by status, and each cell that is not ok."""
+    """Print each cell in one line, then the number of cells by status."""
     if not record.exists():
         print("  no results", flush=True)
         return
@@ -202,8 +204,46 @@ def print_part(record: Path) -> None:
         if cell["status"] != "ok":
             reason = cell.get("reason", "").partition("\n")[0]
             print(f"  {cell['status']}: {cell['name']}: {reason[:200]}", flush=True)
+        else:
+            print(f"  {cell['name']}: {shown_values(cell['values'])}", flush=True)
     shown = ", ".join(f"{count} {status}" for status, count in counts.items())
     print(f"  {shown}; {part['part_s']} s; {record}", flush=True)
+
+
+_SHOWN = (
+    "tokens_per_s",
+    "mfu",
+    "step_s",
+    "first_step_s",
+    "load_s",
+    "peak_gb",
+    "predicted_over_measured",
+    "busy_share",
+    "waits_per_microbatch",
+    "kernels_per_microbatch",
+    "logprob_s ratio",
+    "train_s ratio",
+    "product_tflops",
+    "copy_gb_per_s",
+    "attention",
+    "counts",
+    "phases_s",
+    "output",
+    "gradient error",
+    "relative difference",
+)
+"""Values that are printed, in this order."""
+
+
+def shown_values(values: Mapping[str, Any]) -> str:
+    """Return the most important values of a cell in one line."""
+    shown = []
+    for name in _SHOWN:
+        if name in values:
+            value = values[name]
+            text = f"{value:.4g}" if isinstance(value, float) else str(value)
+            shown.append(f"{name} {text}")
+    return ", ".join(shown)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,8 @@ FULL = Size(
     models={
         "1b": _preset("1b"),
         "3b": _preset("3b"),
-        "8b-6-layers": _preset("8b", num_hidden_layers=6),
+        # The output embedding has the share of the work that it has with all 32 layers.
+        "8b-shape": _preset("8b", num_hidden_layers=8, vocab_size=32768),
         "1.5b": _preset("1.5b"),
         "moe-layer": _MOE | _QWEN3_30B_LAYER,
     },
@@ -111,7 +112,7 @@ TINY = Size(
     models={
         "1b": {"model_type": "llama", **_TINY, "tie_word_embeddings": True},
         "3b": {"model_type": "llama", **_TINY, "tie_word_embeddings": True},
-        "8b-6-layers": {"model_type": "llama", **_TINY, "tie_word_embeddings": False},
+        "8b-shape": {"model_type": "llama", **_TINY, "tie_word_embeddings": False},
         "1.5b": {"model_type": "qwen2", **_TINY, "tie_word_embeddings": True},
         "moe-layer": {
             **_MOE,

@@ -108,6 +108,8 @@ def render(records: Mapping[str, Record]) -> str:
     """Return the tables of all parts as Markdown."""
     renderers: dict[str, Callable[[Record], list[str]]] = {
         "A": _correctness,
+        "S": _short,
+        "S3": _short,
         "B1": _matrix,
         "B2": _options,
         "C": _movement,
@@ -154,7 +156,7 @@ def _correctness(record: Record) -> list[str]:
         num_ok = sum(entry["status"] == "ok" for entry in entries)
         largest = f"{max(errors):.2e}" if errors else ""
         rows.append((prefix, len(entries), num_ok, largest))
-    blocks = [table(("check", "cells", "passed", "largest error"), rows)]
+    blocks = [table(("check", "cells", "passed", "largest error"), rows)] if rows else []
     for entry in record["cells"]:
         if entry["name"].startswith("pytest") and "values" in entry:
             counts = entry["values"]["counts"]
@@ -226,6 +228,47 @@ def _options(record: Record) -> list[str]:
     return blocks
 
 
+def _short(record: Record) -> list[str]:
+    blocks = _correctness(record)
+    for entry in _measured(record, "product_tflops"):
+        values = entry["values"]
+        blocks.append(
+            f"The card: {values['product_tflops']:.0f} TFLOP/s in a bfloat16 product of 8192,"
+            f" {values['copy_gb_per_s']:,.0f} GB/s in a copy (read and written). Attention:"
+            f" {values['attention']}."
+        )
+    steps = []
+    for entry in _measured(record, "tokens_per_s"):
+        values = entry["values"]
+        first_s = _optional(values.get("first_step_s"), ".1f")
+        steps.append((entry["name"], *_speed(values), first_s))
+    if steps:
+        blocks.append(table(("step", *_SPEED, "first step s"), steps))
+    prefixes = []
+    for entry in _measured(record, "train_s ratio"):
+        values = entry["values"]
+        tokens = f"{values['num_tokens']:,} / {values['true computed_tokens']:,}"
+        ratios = [f"{values[f'{kind} ratio']:.2f}x" for kind in ("logprob_s", "train_s")]
+        prefixes.append((entry["name"], tokens, *ratios))
+    if prefixes:
+        headers = ("rows", "tokens / computed", "log-prob pass", "training step")
+        blocks.append(table(headers, prefixes))
+    blocks += [_profile_block(entry) for entry in _measured(record, "busy_share")]
+    phases = _phase_rows(record)
+    return [*blocks, table(("step", "phase", "s"), phases)] if phases else blocks
+
+
+def _phase_rows(record: Record) -> list[tuple[str, str, str]]:
+    """Return cell, phase and seconds of the steps that are measured by phase."""
+    rows = []
+    for entry in _measured(record, "phases_s"):
+        values = entry["values"]
+        for name, seconds in values["phases_s"].items():
+            rows.append((entry["name"], name, f"{seconds:.3f}"))
+        rows.append((entry["name"], "sum", f"{values['step_s']:.3f}"))
+    return rows
+
+
 def _profile_block(entry: Entry) -> str:
     values = entry["values"]
     head = (
@@ -243,13 +286,10 @@ def _profile_block(entry: Entry) -> str:
 
 def _movement(record: Record) -> list[str]:
     rows = []
-    phases = []
+    phases = _phase_rows(record)
     for entry in record["cells"]:
         values = entry.get("values", {})
         if "phases_s" in values:
-            for name, seconds in values["phases_s"].items():
-                phases.append((entry["name"], name, f"{seconds:.3f}"))
-            phases.append((entry["name"], "sum", f"{values['step_s']:.3f}"))
             continue
         for name, value in values.items():
             is_shown = name.endswith(("per_s", "_s", "ms_per_token_step"))

@@ -63,7 +63,7 @@ def time_steps(case: StepCase, holder: PolicyHolder, device: str) -> dict[str, A
         longest=case.longest,
         options=case.options,
     )
-    predicted = predicted_peak_gb(config, case.engine, device, case.options)
+    predicted = predicted_peak_gb(config, case.engine, device, case.options, case.budget)
     start = time.perf_counter()
     try:
         policy = holder.get(config, options=case.options)
@@ -71,6 +71,8 @@ def time_steps(case: StepCase, holder: PolicyHolder, device: str) -> dict[str, A
         batch = random_rows(case.lengths, policy.model.vocab_size)
         plan = policy.plan(batch["length"])
         sharded = policy.shard(batch, plan)
+        largest = int(plan.num_tokens.max())
+        predicted = predicted_peak_gb(config, case.engine, device, case.options, largest)
         metrics: dict[str, Any] = {}
 
         if device.startswith("cuda"):
@@ -110,7 +112,7 @@ def time_steps(case: StepCase, holder: PolicyHolder, device: str) -> dict[str, A
 def is_compiled(options: Options) -> bool:
     """Return True if a policy with these options compiles a part of the model."""
     default, _ = option_defaults().get(COMPILE, ("none", ()))
-    return options.get(COMPILE, default) not in (None, False, "none")
+    return options.get(COMPILE, default) != "none"
 
 
 def time_loss(case: StepCase, holder: PolicyHolder, device: str, loss: Loss) -> dict[str, Any]:
@@ -168,6 +170,15 @@ def time_calls(
         "median_s": statistics.median(timed),
         "all_s": [round(each, 4) for each in timed],
     }
+
+
+def median_seconds(function: Callable[[], Any], device: str) -> float:
+    """Return the median seconds of a short function: between events on CUDA, else of the host."""
+    if device.startswith("cuda"):
+        from triton.testing import do_bench
+
+        return float(do_bench(function, return_mode="median")) / 1e3  # pyright: ignore[reportArgumentType]
+    return time_calls(function, device, 10, 3)["median_s"]
 
 
 def synchronize(device: str) -> None:

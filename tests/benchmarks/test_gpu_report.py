@@ -18,6 +18,8 @@ import torch
 from benchmarks.gpu import features, part, report, tables
 from benchmarks.gpu.attention_check import CP_LENGTHS, chunk_spans
 from benchmarks.gpu.cells import Budget, Cell, Recorder, SkipCell, read_record, run_cells
+from benchmarks.gpu.correctness import parse_outcomes
+from benchmarks.gpu.layouts import LAYOUTS
 from benchmarks.gpu.machine import ROOT
 from benchmarks.gpu.policies import check_options, option_defaults, policy_config, predicted_peak_gb
 from benchmarks.gpu.profile import summarize
@@ -86,6 +88,43 @@ def test_a_part_finishes_and_no_cell_fails(results: Path, name: str) -> None:
         assert cell["status"] == "ok" or cell["reason"]
 
 
+def test_the_short_measurement_runs_and_prints_each_cell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--parts", "S,S3", "--device", "cpu", "--size", "tiny", "--out", str(tmp_path)]
+    arguments += ["--cells", "1b 256 tokens;layout;shared prefix;GRPO", "--seconds", "200"]
+    assert report.main(arguments) == 0
+    cells = cells_of(tmp_path, "S")
+    printed = capsys.readouterr().out
+    assert {cell["status"] for cell in cells.values()} == {"ok"}
+    for name, cell in cells.items():
+        assert f"  {name}: " in printed
+        assert any(text in name for text in ("1b 256", "layout", "shared prefix", "GRPO")), cell
+    # All layouts have the same loss, and sharing changes the tokens and not the loss.
+    for lengths in ("same lengths", "GSM8K-like lengths"):
+        losses = [cells[f"layout {name}, {lengths}"]["values"]["loss"] for name in LAYOUTS]
+        assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-2)
+    prefix = cells["shared prefix 256+32, groups of 8"]["values"]
+    assert prefix["true computed_tokens"] < prefix["false computed_tokens"] / 3
+    assert prefix["true loss"] == pytest.approx(prefix["false loss"], abs=2e-2)
+    assert read_record(tmp_path / "S3.json")["finished"]
+
+
+def test_outcomes_of_tests_are_read_from_output_that_a_limit_cut() -> None:
+    text = (
+        "tests/gpu/test_a.py::test_x[a-b, c] PASSED    [ 10%]\n"
+        "tests/gpu/test_a.py::test_y SKIPPED (needs a GPU)   [ 20%]\n"
+        "[gw3] [ 30%] FAILED tests/gpu/test_b.py::test_z[1-2] \n"
+        "tests/gpu/test_a.py::test_w \n"
+        "FAILED tests/gpu/test_b.py::test_z[1-2] - AssertionError\n"
+    )
+    assert parse_outcomes(text) == {
+        "tests/gpu/test_a.py::test_x[a-b, c]": "PASSED",
+        "tests/gpu/test_a.py::test_y": "SKIPPED",
+        "tests/gpu/test_b.py::test_z[1-2]": "FAILED",
+    }
+
+
 @pytest.mark.exhaustive
 def test_kernels_log_probs_and_steps_agree_with_their_references(results: Path) -> None:
     cells = cells_of(results, "A")
@@ -100,7 +139,7 @@ def test_kernels_log_probs_and_steps_agree_with_their_references(results: Path) 
 def test_the_matrix_has_all_models_budgets_and_kinds_of_checkpointing(results: Path) -> None:
     cells = cells_of(results, "B1").values()
     settings = [cell["settings"] for cell in cells]
-    assert {each["model"] for each in settings} == {"1b", "3b", "8b-6-layers"}
+    assert {each["model"] for each in settings} == {"1b", "3b", "8b-shape"}
     assert {each["budget"] for each in settings} == {64, 128}
     assert {each["checkpointing"] for each in settings} >= {"none", "full"}
     assert all(cell["values"]["tokens_per_s"] > 0 for cell in cells)
@@ -140,7 +179,7 @@ def test_lora_distillation_and_reward_models_are_measured(results: Path) -> None
 def test_the_predicted_memory_is_that_of_the_options() -> None:
     def predicted(options: Mapping[str, Any]) -> float:
         config = policy_config(Path("1b"), budget=8192, num_rows=8, longest=2048, options=options)
-        return predicted_peak_gb(config, "dtensor", "cuda:0", options)
+        return predicted_peak_gb(config, "dtensor", "cuda:0", options, 8192)
 
     baseline = predicted({})
     # Weights, gradients and moments of all parameters, in float32.
@@ -306,7 +345,7 @@ def test_a_cell_that_hangs_ends_its_process(tmp_path: Path) -> None:
 
 def test_parts_are_named_by_letters_and_b_has_two_halves() -> None:
     assert report.parse_parts("A,B") == ["A", "B1", "B2"]
-    with pytest.raises(SystemExit, match="'X'; the parts are A, B1, B2, C, D, B"):
+    with pytest.raises(SystemExit, match="'X'; the parts are A, S, S3, B1, B2, C, D, B"):
         report.parse_parts("A,X")
 
 
@@ -383,6 +422,13 @@ def test_a_profile_counts_overlapping_kernels_once_and_all_host_waits() -> None:
     ]
     summary = summarize(events, 2)
     assert summary["busy_share"] == pytest.approx(0.6)
+    # 20 microseconds before the kernel; the copy follows 40 later.
+    gaps = summary["gaps"]
+    assert gaps["by_length"]["10 to 100 us"] == {"count": 1, "ms": pytest.approx(0.04)}
+    assert gaps["longest"][0]["after"] == "gemm"
+    # Waits outside the profiled function are those of the profiler.
+    call = event("user_annotation", "measured call", 60, 40)
+    assert summarize([*events, call], 2)["num_waits"] == 0
     assert summary["num_waits"] == 1 and summary["waits_per_microbatch"] == 0.5
     assert summary["top_kernels"][0] == {"name": "gemm", "count": 2, "ms": 0.06, "share": 60 / 70}
 
@@ -391,4 +437,4 @@ def test_the_models_of_the_matrix_have_the_shapes_of_the_presets() -> None:
     from benchmarks.gpu.sizes import FULL
 
     assert FULL.models["1b"].items() >= PRESETS["1b"][1].items()
-    assert FULL.models["8b-6-layers"]["num_hidden_layers"] == 6
+    assert FULL.models["8b-shape"]["num_hidden_layers"] == 8
