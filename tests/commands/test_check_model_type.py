@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from nemo_like.cli import main
-from nemo_like.commands.check_model_type import COLUMNS, LAYOUTS, check_type, opened_pool
+from nemo_like.commands.check_model_type import COLUMNS, LAYOUTS, Layout, check_type, opened_pool
 from nemo_like.commands.model_table import page, read_table, update_table
+from nemo_like.config.schema import ParallelConfig
 from tests.exhaustive import usually
 
 TABLE = Path(__file__).parents[2] / "docs" / "models.json"
@@ -39,6 +40,30 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 @pytest.mark.parametrize("model_type", usually(TYPES, *USUAL))
 def test_a_type_does_as_in_the_table(model_type, pool):
     _check_cells(model_type, pool, (*LAYOUTS, "export", "LoRA"))
+
+
+EXPERTS = [name for name, cells in TYPES.items() if cells.get("ep 2", "").startswith("yes")]
+CHECKPOINTED = [
+    f"{name}, {mode}, ep {expert}"
+    for name in EXPERTS
+    for mode in ("none", "selective", "full")
+    for expert in (1, 2)
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    # Biases of experts are added in place. In layers with experts after a dense one FSDP gathers
+    # their weights at other times in the recomputation.
+    usually(CHECKPOINTED, "gpt_oss, selective, ep 1", "deepseek_v3, selective, ep 2"),
+)
+def test_checkpointing_changes_nothing_for_types_with_experts(case, pool, monkeypatch):
+    model_type, mode, ep = case.split(", ")
+    parallel = ParallelConfig(expert=int(ep.removeprefix("ep ")))
+    layout = Layout(parallel, activation_checkpointing=mode)
+    monkeypatch.setitem(LAYOUTS, "checkpointing", layout)
+    found = check_type(model_type, pool, ("checkpointing",))["checkpointing"]
+    assert found.startswith("yes"), found
 
 
 @pytest.mark.parametrize(
