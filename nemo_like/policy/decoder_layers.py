@@ -21,6 +21,7 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import torch._dynamo
@@ -109,7 +110,6 @@ class _SaveResults(TorchDispatchMode):
         super().__init__()
         self.results: dict[Any, deque[Any]] = defaultdict(deque)
         """By operator, in the order of the calls: the tensors of a result."""
-        self._by_storage: dict[int, list[list[Any]]] = defaultdict(list)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -120,22 +120,19 @@ class _SaveResults(TorchDispatchMode):
             leaves, structure = tree_flatten(out)
             leaves = [each.detach() if isinstance(each, Tensor) else each for each in leaves]
             self.results[func].append((leaves, structure))
-            for leaf in leaves:
-                if isinstance(leaf, Tensor):
-                    self._by_storage[_storage(leaf)].append(leaves)
         return out
 
     def _copy_changed(self, func: Any, args: Any, kwargs: Any) -> None:
         """Copy the saved results that `func` changes in place."""
+        changed = set()
         for position, argument in enumerate(func._schema.arguments):
-            if not argument.is_write:
-                continue
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            changed = {_storage(each) for each in tree_leaves(value) if isinstance(each, Tensor)}
-            for leaves in (each for key in changed for each in self._by_storage.pop(key, ())):
-                for index, leaf in enumerate(leaves):
-                    if isinstance(leaf, Tensor) and _storage(leaf) in changed:
-                        leaves[index] = leaf.clone()
+            if argument.is_write:
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                changed |= {_storage(each) for each in tree_leaves(value)}
+        for leaves, _ in chain(*self.results.values()):
+            for index, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor) and _storage(leaf) in changed:
+                    leaves[index] = leaf.clone()
 
 
 class _ReuseResults(TorchDispatchMode):
@@ -151,8 +148,8 @@ class _ReuseResults(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _storage(value: Any) -> int | None:
+    return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else None
 
 
 logger = logging.getLogger(__name__)
