@@ -226,7 +226,7 @@ class _NearTies(TorchFunctionMode):
         return result
 
 
-def _follows_tie(model: Any, rows: BatchedDataDict) -> np.ndarray:
+def follows_tie(model: Any, rows: BatchedDataDict) -> np.ndarray:
     """Return bool [T]: True for the tokens that depend on a choice of experts by rounding.
 
     Another composition of the generator's batches may change the choice, and with it these tokens.
@@ -252,7 +252,7 @@ def _difference(policy: Policy, rows: BatchedDataDict) -> float:
     differences = np.abs(rows["generation_logprobs"].values - expected)
     if differences.max() > LIMIT:
         worker = cast("Any", policy.group).worker
-        follows = _follows_tie(worker.engine.model.causal_lm, rows)
+        follows = follows_tie(worker.engine.model.causal_lm, rows)
         if follows.mean() <= 0.5:
             differences[follows] = 0.0
     return float(differences.max())

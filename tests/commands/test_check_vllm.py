@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from nemo_like.commands.check_vllm import _follows_tie
+from nemo_like.commands.check_vllm import follows_tie
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 
@@ -37,4 +37,4 @@ def test_only_tokens_after_a_tie_of_two_experts_are_left_out():
     rows = [[1, 2, 7, 3, 4], [5, 6, 8], [0, 1], [2, 7]]
     batch = BatchedDataDict(input_ids=Jagged.from_rows([np.array(r) for r in rows], np.int32))
     expected = [0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 0, 0]
-    assert _follows_tie(model, batch).tolist() == [bool(each) for each in expected]
+    assert follows_tie(model, batch).tolist() == [bool(each) for each in expected]
