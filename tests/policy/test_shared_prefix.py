@@ -214,7 +214,8 @@ def recorded_experts(row: tuple[int, ...]) -> np.ndarray:
 def test_each_label_is_computed_with_the_experts_recorded_for_its_past(rows, cp_size, trailing):
     rows = sorted(rows)
     ranks, _ = inputs_of(rows, cp_size, trailing, [recorded_experts(row) for row in rows])
-    experts = torch.cat([inputs.routed_experts for inputs in ranks])
+    parts: list[Any] = [inputs.routed_experts for inputs in ranks]
+    experts = torch.cat(parts)
     for rank, inputs in enumerate(ranks):
         for label, hidden in zip(inputs.label_positions, inputs.hidden_positions, strict=True):
             row = rows[int(inputs.row_ids[label])]
@@ -251,7 +252,13 @@ def test_recorded_experts_with_shared_prefixes_give_the_log_probs_of_separate_ro
     ).eval()
     prompt = (5, 9, 2, 31, 7)
     # An empty completion, one that another row continues, and one that branches from both.
-    rows = sorted([prompt, (*prompt, 11, 4), (*prompt, 11, 4, 8, 3, 20), (*prompt, 11, 6, 1)])
+    rows: list[tuple[int, ...]] = [
+        prompt,
+        (*prompt, 11, 4),
+        (*prompt, 11, 4, 8, 3, 20),
+        (*prompt, 11, 6, 1),
+    ]
+    rows.sort()
     expected = torch.cat([forced_logprobs(model, row) for row in rows])
     (inputs,), _ = inputs_of(rows, experts=[recorded_experts(row) for row in rows])
     replay = RouterReplay(model)
