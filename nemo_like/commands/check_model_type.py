@@ -46,6 +46,7 @@ from nemo_like.commands.model_table import EQUAL, REFUSED, WRONG, Results, updat
 from nemo_like.commands.train import FAILED
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import (
+    ActivationCheckpointing,
     AdapterConfig,
     ClusterConfig,
     DataConfig,
@@ -73,6 +74,7 @@ class Layout(NamedTuple):
     engine: EngineName = "dtensor"
     experts: ParallelConfig | None = None
     """Types with experts are trained in this layout as well."""
+    activation_checkpointing: ActivationCheckpointing = "none"
 
 
 _TENSOR = ParallelConfig(tensor=2)
@@ -187,7 +189,12 @@ class TypeCheck:
         num_workers = parallel.tensor * parallel.context * parallel.pipeline * parallel.expert
         config = RunConfig(
             run_name="parity",
-            policy=PolicyConfig(model_name="", shared_prefix="false", engine=layout.engine),
+            policy=PolicyConfig(
+                model_name="",
+                shared_prefix="false",
+                engine=layout.engine,
+                activation_checkpointing=layout.activation_checkpointing,
+            ),
             data=DataConfig(train_path="random"),
             parallel=parallel,
             cluster=ClusterConfig(workers_per_node=num_workers),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import socket
 import struct
@@ -19,6 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from nemo_like.distributed.worker_group import IN_MEMORY, WorkerContext
 from nemo_like.parallel_layout import AXES, ParallelLayout
 
+logger = logging.getLogger(__name__)
+
+_NUM_ATTEMPTS = 3
+"""Of the connections between all ranks."""
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
@@ -38,19 +43,45 @@ def init_process_group(context: WorkerContext) -> torch.device:
     bind_gloo(context.init_method)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    _join(context, device)
+    return device
+
+
+def _join(context: WorkerContext, device: torch.device) -> None:
+    """Create the default group; all ranks try again if a connection of gloo breaks meanwhile.
+
+    That happens while many processes start on a busy machine.
+    """
     timeout = timedelta(seconds=context.collective_timeout_s)
     store = _store(context, timeout)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        init_method=context.init_method if store is None else None,
-        store=store,
-        rank=context.rank,
-        world_size=context.world_size,
-        timeout=timeout,
-        # A communicator for one rank serves nothing, and starting it can fail.
-        device_id=device if device.type == "cuda" and context.world_size > 1 else None,
-    )
-    return device
+    for attempt in range(1, _NUM_ATTEMPTS + 1):
+        # A failed attempt leaves addresses behind.
+        own = dist.PrefixStore(f"attempt{attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=own,
+                rank=context.rank,
+                world_size=context.world_size,
+                timeout=timeout,
+                # A communicator for one rank serves nothing, and starting it can fail.
+                device_id=device if device.type == "cuda" and context.world_size > 1 else None,
+            )
+        except RuntimeError as error:
+            if attempt == _NUM_ATTEMPTS or "connectFullMesh" not in str(error):
+                raise
+            logger.warning("gloo could not connect the ranks and tries again: %s", error)
+            own.add("failed", 1)
+        if attempt == _NUM_ATTEMPTS:
+            return
+        if own.add("done", 1) == context.world_size:
+            own.set("all", "done")
+        own.wait(["all"], timeout)
+        if own.add("failed", 0) == 0:
+            return
+        destroy()
+        # A group that was not created has counted; the names of the groups must agree.
+        c10d._world.group_count = 0
 
 
 def build_device_mesh(parallel_layout: ParallelLayout, device_type: str) -> DeviceMesh:
@@ -104,13 +135,14 @@ def destroy() -> None:
         dist.destroy_process_group()
 
 
-def _store(context: WorkerContext, timeout: timedelta) -> Store | None:
-    """Return the store of the rendezvous; None if torch creates it (`file://`)."""
+def _store(context: WorkerContext, timeout: timedelta) -> Store:
+    """Return the store of the rendezvous."""
     if context.init_method == IN_MEMORY:
         return HashStore()
     if context.init_method.startswith("tcp://"):
         return _tcp_store(context, timeout)
-    return None
+    path = urlsplit(context.init_method).path
+    return dist.FileStore(path, context.world_size)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _tcp_store(context: WorkerContext, timeout: timedelta) -> TCPStore:

@@ -311,6 +311,9 @@ def device_options(config: VLLMGenerationConfig, *, is_cpu: bool) -> dict[str, A
     kv_cache_gib = config.kv_cache_gib
     if is_cpu:
         options["block_size"] = _CPU_BLOCK_TOKENS
+        # Of latent attention; vLLM ignores it for other models. On processors with AMX it would
+        # choose kernels that only compute in bfloat16.
+        options["attention_config"] = {"backend": "CPU_MLA"}
         kv_cache_gib = kv_cache_gib or _CPU_KV_CACHE_GIB
     else:
         options["gpu_memory_utilization"] = config.gpu_memory_utilization

@@ -69,7 +69,7 @@ class RouteRecorder:
 
 class RouterReplay:
     """Lets the routers of a model choose given experts; their weights come from the model's own
-    logits, and so do the gradients.
+    logits, and so do the gradients. Until experts are given, the model is not changed.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -77,8 +77,7 @@ class RouterReplay:
         self.routers = router_modules(model)
         self._num_experts = 0 if moe is None else moe.num_experts
         self._experts: Tensor | None = None
-        for index, router in enumerate(self.routers):
-            router.forward = self._replaying(index, router.forward)
+        self._is_installed = False
 
     def set(self, experts: Tensor | None) -> None:
         """Choose `experts`, int [tokens, layers, top-k], until the next call; -1 and None: own.
@@ -91,17 +90,28 @@ class RouterReplay:
                 f" {len(self.routers)} routers of the model can use them: set policy.router_replay"
                 " to false, or policy.engine to megatron"
             )
+        if experts is not None and not self._is_installed:
+            self._is_installed = True
+            for index, router in enumerate(self.routers):
+                router.forward = self._replaying(index, router.forward)
         self._experts = experts
 
     def _replaying(self, index: int, forward: Any) -> Any:
         """Return `forward` of router `index` with given experts."""
 
-        def route(hidden: Tensor) -> Any:
-            """Return what the router returns for `hidden` [..., D]."""
+        def route(*args: Any, **kwargs: Any) -> Any:
+            """Return what the router returns for the same arguments, which differ by type."""
             if self._experts is None:
-                return forward(hidden)
-            with _Chosen(self._experts[:, index], self._num_experts):
-                return forward(hidden)
+                return forward(*args, **kwargs)
+            with _Chosen(self._experts[:, index], self._num_experts) as chosen:
+                output = forward(*args, **kwargs)
+            if not chosen.is_used:
+                raise ConfigError(
+                    f"{type(self.routers[index]).__name__} does not choose experts by a top-k over"
+                    f" [tokens, {self._num_experts}] scores, so it cannot use those of the"
+                    " generator: set policy.router_replay to false"
+                )
+            return output
 
         return route
 
@@ -113,6 +123,7 @@ class _Chosen(TorchFunctionMode):
         super().__init__()
         self._experts = experts
         self._num_experts = num_experts
+        self.is_used = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -121,6 +132,7 @@ class _Chosen(TorchFunctionMode):
         # Scores of groups of experts are [tokens, groups, experts of a group].
         if args[0].ndim != 2 or args[0].shape[-1] != self._num_experts:
             return result
+        self.is_used = True
         scores, indices = replayed(args[0], result.indices, self._experts)
         return torch.return_types.topk((scores, indices))
 

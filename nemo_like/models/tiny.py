@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from nemo_like.config.errors import ConfigError
+from nemo_like.config.errors import ConfigError, error_text
 from nemo_like.config.schema import ParallelConfig
 
 _HEAD_DIM = 8
@@ -51,7 +52,7 @@ def type_config(model_type: str) -> PretrainedConfig:
     """
     try:
         config = AutoConfig.for_model(model_type).get_text_config()
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, StrictDataclassError) as error:
         raise ConfigError(
             f"--model {model_type}: the installed transformers has no model of this type; the types"
             " are the values of model_type in config.json, e.g. llama"
@@ -75,20 +76,28 @@ def save_tiny_copy(
 
     It keeps the grouping of key-value heads, biases, norms, tied embeddings, positions and windows.
     All sizes are multiples of `head_dim`, except those of `sizes`; an engine may limit them.
-    Returns the model in float32 with eager attention and without dropout.
+    Returns the model in float32 with eager attention and without dropout. Raises ConfigError for a
+    type that transformers does not build with such sizes.
     """
     torch.manual_seed(seed)
-    config = tiny_config(model_config, parallel, head_dim, **sizes)
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
-    )
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *_state_buffers(model)):
-            # Norms and biases are initialized to constants, with which a mistake in their
-            # placement would not change the result.
-            if tensor.ndim == 1:
-                tensor.add_(0.1 * torch.randn_like(tensor))
-    model.save_pretrained(directory)
+    try:
+        config = tiny_config(model_config, parallel, head_dim, **sizes)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *_state_buffers(model)):
+                # Norms and biases are initialized to constants, with which a mistake in their
+                # placement would not change the result.
+                if tensor.ndim == 1:
+                    tensor.add_(0.1 * torch.randn_like(tensor))
+        model.save_pretrained(directory)
+    # Classes of transformers raise errors of any kind for sizes that they do not expect.
+    except Exception as error:
+        raise ConfigError(
+            f"a small model of the type {model_config.model_type} cannot be built"
+            f" ({error_text(error)}), so it cannot be compared with transformers: use another type"
+        ) from error
     return model.eval()
 
 
@@ -153,11 +162,32 @@ def tiny_config(
     can_be_null = ("pad_token_id", "bos_token_id", "eos_token_id")
     for name, value in sizes.items():
         # Only what the architecture has: transformers would save any other attribute as well.
-        is_computed = isinstance(getattr(type(config), name, None), property)
+        own_name = config.attribute_map.get(name, name)
+        is_computed = isinstance(getattr(type(config), own_name, None), property)
         has_value = getattr(config, name, None) is not None
         if (has_value or name in can_be_null) and not is_computed:
-            setattr(config, name, value)
+            try:
+                setattr(config, name, value)
+            except StrictDataclassError:
+                # The type requires an id.
+                setattr(config, name, 0)
+    _set_missing(config, head_dim)
     return config
+
+
+def _set_missing(config: Any, head_dim: int) -> None:
+    """Set sizes without which the classes of some types cannot be built, although they are null."""
+    missing: dict[str, Any] = {
+        "head_dim": head_dim,
+        "num_key_value_heads": config.num_attention_heads,
+        "layer_types": ["full_attention"] * config.num_hidden_layers,
+        "n_routed_experts": _NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+    }
+    for name, value in missing.items():
+        if getattr(config, name, value) is None:
+            setattr(config, name, value)
 
 
 def _moe_sizes(config: Any, parallel: ParallelConfig, head_dim: int) -> dict[str, Any]:

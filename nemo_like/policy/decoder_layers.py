@@ -20,13 +20,17 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import torch._dynamo
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.utils import counters as torch_counters
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -56,21 +60,24 @@ SAVED_OPERATORS = frozenset(
 
 def checkpoint_layers(layers: Iterable[nn.Module], kind: Literal["selective", "full"]) -> None:
     """Replace the forward of each layer by one with activation checkpointing."""
-    options: dict[str, Any] = {}
-    if kind == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     for layer in layers:
-        layer.forward = partial(_checkpointed, layer.forward, options)
+        layer.forward = partial(_checkpointed, layer.forward, kind == "selective")
 
 
 def _checkpointed(
-    forward: Callable[..., Any], options: dict[str, Any], *args: Any, **kwargs: Any
+    forward: Callable[..., Any], is_selective: bool, *args: Any, **kwargs: Any
 ) -> Any:
     """Call `forward` with activation checkpointing.
 
     torch.compile traces this function and with it the checkpoint. It would leave out a call of
     `checkpoint` itself, with all that is called inside.
     """
+    options: dict[str, Any] = {}
+    if is_selective and torch.compiler.is_compiling():
+        # The compiler reads the decisions, and needs the contexts of torch for that.
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    elif is_selective:
+        options["context_fn"] = _selective_contexts
     # Nothing draws random numbers, so the generator states need not be saved.
     return checkpoint(
         forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs
@@ -79,10 +86,72 @@ def _checkpointed(
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Decide for one call of `operator`, an OpOverload or a higher-order operator."""
+    return CheckpointPolicy.MUST_SAVE if _is_saved(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_saved(operator: Any) -> bool:
     schema = getattr(operator, "_schema", None)
-    if schema is not None and schema.name in SAVED_OPERATORS:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    return schema is not None and schema.name in SAVED_OPERATORS
+
+
+def _selective_contexts() -> tuple[_SaveResults, _ReuseResults]:
+    """Return the contexts of the forward pass and of the recomputation.
+
+    Those of torch also count the calls of all other operators, which differ where FSDP gathers the
+    weights of experts inside a layer, and refuse results that are changed in place, such as by the
+    bias of experts.
+    """
+    saved = _SaveResults()
+    return saved, _ReuseResults(saved.results)
+
+
+class _SaveResults(TorchDispatchMode):
+    """Saves the results of `SAVED_OPERATORS`, as they are before any change in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: dict[Any, deque[Any]] = defaultdict(deque)
+        """By operator, in the order of the calls: the tensors of a result."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            self._copy_changed(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if _is_saved(func):
+            leaves, structure = tree_flatten(out)
+            leaves = [each.detach() if isinstance(each, Tensor) else each for each in leaves]
+            self.results[func].append((leaves, structure))
+        return out
+
+    def _copy_changed(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Copy the saved results that `func` changes in place."""
+        changed = set()
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.is_write:
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                changed |= {_storage(each) for each in tree_leaves(value)}
+        for leaves, _ in chain(*self.results.values()):
+            for index, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor) and _storage(leaf) in changed:
+                    leaves[index] = leaf.clone()
+
+
+class _ReuseResults(TorchDispatchMode):
+    """Returns saved results in the place of calls of `SAVED_OPERATORS`."""
+
+    def __init__(self, results: dict[Any, deque[Any]]) -> None:
+        super().__init__()
+        self._results = results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _is_saved(func):
+            return tree_unflatten(*self._results[func].popleft())
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(value: Any) -> int | None:
+    return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else None
 
 
 logger = logging.getLogger(__name__)

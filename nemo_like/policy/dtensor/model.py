@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from nemo_like.config.errors import ConfigError
+from nemo_like.config.errors import ConfigError, error_text
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.distributed import activity
 from nemo_like.integer_math import block_index
@@ -148,7 +148,9 @@ def check_head(causal_lm: PreTrainedModel, model_name: str) -> None:
     try:
         backbone.forward = return_hidden
         causal_lm.set_output_embeddings(small_head)
-        logits = causal_lm(input_ids=torch.arange(8)[None], use_cache=False).logits
+        logits = causal_lm(input_ids=torch.arange(8)[None], use_cache=False).logits.cpu()
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise _not_callable(causal_lm, error) from error
     finally:
         del backbone.forward
         causal_lm.set_output_embeddings(head)
@@ -162,6 +164,14 @@ def check_head(causal_lm: PreTrainedModel, model_name: str) -> None:
             " way that its config.json does not describe, so its log-probs would be wrong; use"
             " another model"
         )
+
+
+def _not_callable(causal_lm: PreTrainedModel, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"policy.model_name: {type(causal_lm).__name__} of transformers is not a backbone that"
+        " computes hidden states without an attention mask and an output embedding after it"
+        f" ({error_text(error)}); use another model, such as a Llama- or Qwen-like one"
+    )
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
@@ -328,9 +338,15 @@ class LogprobModel(nn.Module):
             options["exchange"] = inputs.exchange
         if self.groups.cp is not None:
             options["cp_group"] = self.groups.cp
-        output = backbone(self.causal_lm)(
-            input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, **options
-        )
+        try:
+            output = backbone(self.causal_lm)(
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
+                use_cache=False,
+                **options,
+            )
+        except (AttributeError, TypeError) as error:
+            raise _not_callable(self.causal_lm, error) from error
         return self._head(output.last_hidden_state, inputs, temperature, with_entropy, token_filter)
 
 

@@ -230,7 +230,7 @@ def build_inputs(
     tensors = to_device(
         {
             **_position_arrays(grid, shard["input_ids"], pad_token_id, keys),
-            **_expert_arrays(grid, shard.get(ROUTED_EXPERTS)),
+            **_expert_arrays(grid, shard.get(ROUTED_EXPERTS), shared),
             **labels.arrays(shard["input_ids"]),
             "label_mask": has_label,
             "label_positions": label_positions,
@@ -336,16 +336,29 @@ def _position_arrays(
     return arrays
 
 
-def _expert_arrays(grid: Grid, column: Jagged | None) -> dict[str, np.ndarray]:
+def _expert_arrays(
+    grid: Grid, column: Jagged | None, shared: SharedGrid | None
+) -> dict[str, np.ndarray]:
     """Return the experts of the T positions, int16 [T, layers, top-k]; none without a column.
 
-    With shared prefixes a shared token has those of the row that computes it.
+    With shared prefixes a shared token has those of the row that computes it, or of another row
+    that contains it where that row has none: the last token of a row, which was never computed in
+    the rollout, may be followed by tokens of other rows.
     """
     if column is None:
         return {}
     is_real = grid.position < grid.length
     unknown = np.iinfo(column.dtype).max
     experts = grid.gather(ROUTED_EXPERTS, column, 0, is_real, unknown)
+    if shared is not None:
+        is_unknown = (experts == unknown).all((1, 2))
+        # A token of another rank has the source -1.
+        (others,) = np.nonzero((shared.source >= 0) & is_unknown[shared.source])
+        rows = shared.rows
+        starts = column.offsets[rows.rows[rows.segment[others]]]
+        found = column.values[starts + rows.position[others]]
+        is_known = ~(found == unknown).all((1, 2))
+        experts[shared.source[others[is_known]]] = found[is_known]
     return {ROUTED_EXPERTS: signed_experts(experts)}
 
 
