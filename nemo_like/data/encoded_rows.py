@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from io import BufferedReader
 from multiprocessing import get_context
 from pathlib import Path
-from typing import BinaryIO, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -371,7 +372,7 @@ def cache_directory() -> Path:
     return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/nemo_like").expanduser() / "rows"
 
 
-def _checksum(file: BinaryIO) -> bytes:
+def _checksum(file: BufferedReader) -> bytes:
     """Return a hash of the rest of a file. It also differs for another size."""
     return hashlib.file_digest(file, "sha256").digest()
 
