@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import math
 import os
 import shutil
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from io import BufferedReader
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
@@ -37,6 +39,8 @@ Encode = Callable[[Row], EncodedRow | None]
 """Encodes a row; None drops it."""
 Advance = Callable[[int], None]
 """Is called with the number of rows since its last call."""
+
+logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "NEMO_LIKE_CACHE"
 _BYTES_PER_TOKEN = 5
@@ -271,12 +275,8 @@ class EncodedRows:
         key = hashlib.blake2b(digest_size=16)
         key.update(repr((self.digests, __version__, _source_digest(), self._settings())).encode())
         data, index = (folder / f"{key.hexdigest()}.{kind}" for kind in ("tokens", "npz"))
-        if index.exists() and data.exists():
-            num_before = self.num_encoded
-            with np.load(index) as arrays:
-                self._starts, self._lengths = arrays["starts"], arrays["lengths"]
-            os.close(self._file)
-            self._file = os.open(data, os.O_RDONLY)
+        num_before = self.num_encoded
+        if index.exists() and data.exists() and self._open_cached(data, index):
             advance(len(self) - num_before)
             yield True
             return
@@ -290,14 +290,36 @@ class EncodedRows:
             partial = data.with_name(f"{data.name}.{os.getpid()}")
             with open(self._file, "rb", closefd=False) as own, partial.open("wb") as copied:
                 shutil.copyfileobj(own, copied)
+            with partial.open("rb") as copied:
+                checksum = _checksum(copied)
             partial.replace(data)
             # Written last: the cache has the rows if it has the index.
             partial = index.with_name(f"{index.name}.{os.getpid()}.npz")
-            np.savez(partial, starts=self._starts, lengths=self._lengths)
+            arrays = {"starts": self._starts, "lengths": self._lengths}
+            np.savez(partial, **arrays, checksum=np.frombuffer(checksum, np.uint8))
             partial.replace(index)
         except OSError:
             # The run has its rows; only a later one encodes them again.
             data.unlink(missing_ok=True)
+
+    def _open_cached(self, data: Path, index: Path) -> bool:
+        """Use the rows of an earlier run; False, with a warning, if the files are damaged."""
+        try:
+            # The archive has checksums of its own arrays.
+            with np.load(index) as arrays:
+                starts, lengths = arrays["starts"], arrays["lengths"]
+                expected = arrays["checksum"].tobytes()
+            with data.open("rb") as file:
+                if len(starts) != len(self) or _checksum(file) != expected:
+                    raise ValueError("its checksum differs")
+                own = os.dup(file.fileno())
+        # A damaged archive raises exceptions of several libraries.
+        except Exception as error:  # noqa: BLE001
+            logger.warning("cache of encoded rows %s: %s; the rows are encoded again", data, error)
+            return False
+        os.close(self._file)
+        self._file, self._starts, self._lengths = own, starts, lengths
+        return True
 
 
 class Examples(Generic[Out]):
@@ -348,6 +370,11 @@ def row_error_text(error: Exception) -> str:
 def cache_directory() -> Path:
     """Return the directory of encoded rows that runs share."""
     return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/nemo_like").expanduser() / "rows"
+
+
+def _checksum(file: BufferedReader) -> bytes:
+    """Return a hash of the rest of a file. It also differs for another size."""
+    return hashlib.file_digest(file, "sha256").digest()
 
 
 def _no_space_text(reason: str) -> str:

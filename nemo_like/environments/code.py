@@ -323,9 +323,13 @@ def _output(result: SandboxResult) -> str:
 
 
 def _reports(text: str, num_tests: int) -> list[dict[str, Any]]:
-    """Return the reported line of each test, {} where there is none; the program may forge them."""
+    """Return the reported line of each test, {} where there is none; the program may forge them.
+
+    Further lines are those of a program that writes to the report itself. They are not parsed,
+    because a million of them would take seconds.
+    """
     reports: list[dict[str, Any]] = [{} for _ in range(num_tests)]
-    for line in text.split("\n"):
+    for line in text.split("\n", num_tests)[:num_tests]:
         try:
             report = json.loads(line)
         except (ValueError, RecursionError):

@@ -109,9 +109,14 @@ def learning_rate(step: int, optimizer: OptimizerConfig, scheduler: SchedulerCon
 
 
 def learning_rate_scale(scheduler: SchedulerConfig, counts: GlobalCounts) -> float:
-    """Return the factor of the learning rate for a step with these rows and trained tokens."""
-    # A step without trained tokens has no gradient to scale.
-    if scheduler.batch_size_scaling == "none" or counts.num_tokens == 0:
+    """Return the factor of the learning rate for a step with these rows and trained tokens.
+
+    A step without trained tokens has the factor 0: weight decay and momentum must not change the
+    weights.
+    """
+    if counts.num_tokens == 0:
+        return 0.0
+    if scheduler.batch_size_scaling == "none":
         return 1.0
     assert scheduler.base_batch_size is not None, "checked with the config"
     scaling = scheduler.batch_size_scaling

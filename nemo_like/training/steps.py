@@ -97,6 +97,13 @@ def train_steps(
         if not isinstance(error.cause, NonFiniteError):
             raise
         raise NonFiniteError(f"step {trained.step}: {error.cause}") from error
+    num_untrained = sum(step["policy/num_tokens"].value == 0 for step in steps)
+    if num_untrained:
+        run.progress.print_line(
+            f"WARNING: step {trained.step}: {num_untrained} of {len(steps)} optimizer steps have no"
+            " trained token and leave the weights unchanged; check policy.oversize_rows,"
+            " policy.max_total_sequence_length and the rows"
+        )
     skipped = [step["policy/skipped_steps"].value > 0 for step in steps]
     longest = _count(run.counters, skipped)
     # A step may have several passes; `stop_if_too_many` is called once, after the last.

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from nemo_like.algorithms.grpo import data as grpo_data
 from nemo_like.algorithms.grpo.loop import run_grpo
@@ -18,6 +20,7 @@ from nemo_like.algorithms.sft import data as sft_data
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.commands.validate import validate
 from nemo_like.config.errors import ConfigError
+from tests.algorithms.test_runs import read_metrics
 from tests.recipe import Recipe
 
 NUM_ROWS = 30
@@ -181,6 +184,36 @@ def test_rows_that_truncation_leaves_without_loss_are_reported(recipe: Recipe):
     report = validate(recipe.sft(f"data.train_path={path}", "policy.oversize_rows=truncate"))
     [warning] = [text for text in report.warnings if "no token with loss" in text]
     assert warning.startswith("1 of the rows sampled") and "rows.jsonl:4" in warning
+
+
+def test_steps_without_a_trained_token_warn_and_leave_the_weights_unchanged(
+    recipe: Recipe, capsys: pytest.CaptureFixture[str]
+):
+    """The first step trains nothing; the second has one row with a trained token in 16."""
+    path = recipe.folder / "rows.jsonl"
+    rows = [{"prompt": "1+" * 90, "completion": "2"} for _ in range(32)]
+    options = (
+        f"data.train_path={path}",
+        "data.shuffle=false",
+        "policy.oversize_rows=truncate",
+        "policy.max_total_sequence_length=64",
+        "policy.optimizer.weight_decay=0.5",
+        "sft.val_at_start=false",
+        "sft.val_period=0",
+    )
+    before = load_file(recipe.demo / "model" / "model.safetensors")
+    for last_prompt, is_trained in (("1+" * 90, False), ("1+", True)):
+        rows[-1]["prompt"] = last_prompt
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        run_sft(recipe.sft(*options, "sft.max_num_steps=2", f"run_name=trained_{is_trained}"))
+        shown = capsys.readouterr()
+        warnings = re.findall(r"WARNING: step (\d): 1 of 1 optimizer steps have no", shown.out)
+        assert warnings == (["1"] if is_trained else ["1", "2"])
+        run = recipe.folder / f"trained_{is_trained}"
+        after = load_file(run / "hf" / "model.safetensors")
+        is_equal = all(torch.equal(before[name], after[name]) for name in before)
+        assert is_equal == (not is_trained)
+        assert read_metrics(run)[0]["policy/num_tokens"] == 0
 
 
 def test_a_run_with_encoding_processes_equals_one_without(recipe: Recipe):

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from nemo_like.config.errors import ConfigError
+from nemo_like.data import encoded_rows
 from nemo_like.data.encoded_rows import CACHE_VARIABLE, EncodedRows, cache_directory
 from nemo_like.data.formats import PROMPT_ROWS
 from nemo_like.data.rows import Rows, load_rows
@@ -112,6 +113,38 @@ def test_rows_whose_encoding_took_long_are_found_by_a_later_run(
             assert np.array_equal(own.input_ids, other.input_ids)
             assert np.array_equal(own.token_mask, other.token_mask)
     assert second.num_kept == 141
+
+
+@pytest.mark.parametrize("damage", ["zeros", "other ids", "half", "longer", "index", "none"])
+def test_rows_of_a_damaged_cache_are_encoded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(encoded_rows, "_LONG_S", 0.0)
+    texts = [f"row {index}" for index in range(40)]
+    rows = rows_of(tmp_path, texts)
+
+    def texts_of_a_run() -> list[str]:
+        encoded = EncodedRows(rows, encode, num_processes=1, settings=lambda: "a")
+        encoded.encode_ahead(np.arange(len(rows)))
+        found = encoded.fetch(range(len(rows)))
+        return ["".join(map(chr, row.input_ids)) for row in found if row is not None]
+
+    assert texts_of_a_run() == texts
+    index, data = sorted(cache_directory().iterdir())
+    content = data.read_bytes()
+    damaged = {
+        "zeros": bytes(len(content)),
+        "other ids": b"\xff" * len(content),
+        "half": content[: len(content) // 2],
+        "longer": content + b"x",
+    }
+    data.write_bytes(damaged.get(damage, content))
+    if damage == "index":
+        index.write_bytes(index.read_bytes()[:100])
+    assert texts_of_a_run() == texts
+    assert (str(data) in caplog.text) == (damage != "none")
+    assert data.read_bytes() == content, "the cache is repaired"
 
 
 @pytest.mark.parametrize("num_processes", [0, 1])

@@ -290,7 +290,10 @@ def test_skipped_steps_of_an_earlier_pass_over_a_rollout_count(tmp_path: Path) -
     passes = [[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0]]
 
     def train(*args: object, **kwargs: object) -> list[Metrics]:
-        return [{"policy/skipped_steps": Sum(value)} for value in passes.pop(0)]
+        return [
+            {"policy/skipped_steps": Sum(value), "policy/num_tokens": Sum(1.0)}
+            for value in passes.pop(0)
+        ]
 
     run = SimpleNamespace(
         policy=SimpleNamespace(train=train, skipped_steps=lambda sharded: []),

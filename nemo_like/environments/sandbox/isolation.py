@@ -3,9 +3,9 @@
 Every function changes the calling process and is called in a process that ends with the program.
 
 The seccomp filter refuses system calls by name, with the error "operation not permitted": sockets
-other than pairs, tracing, signals and limits of other processes, namespaces and mounts, kernel
-objects that outlive the program or do not count for its memory limit, and the administration of the
-machine.
+other than pairs of streams, tracing, signals and limits of other processes, namespaces and mounts,
+kernel objects that outlive the program or do not count for its memory limit, and the administration
+of the machine.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import errno
 import os
 import resource
 import struct
+import time
 
 from nemo_like.environments.sandbox import linux
 
@@ -29,11 +30,21 @@ _INNER_USER = 1000
 """User in a user namespace. Not 0, so that the program gets no capabilities."""
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _MAX_SCRATCH_FILES = 4096
+_MAX_DISK_ENTRIES = 1024
+"""Files and directories without a mount namespace. They are on a disk, where the removal of one can
+take milliseconds."""
+_MAX_PENDING_SIGNALS = 64
+"""The kernel counts POSIX timers as well."""
+CLEAN_UP_S = 1.0
+"""Seconds for which a caller waits for the removal of files; the rest is removed later."""
 _INET = 2
 _STREAM = 1
 
 _CLONE = (56, 220)
 _CLONE3 = (435, 435)
+_SOCKETPAIR = (53, 199)
+# SOCK_STREAM, with any of SOCK_NONBLOCK and SOCK_CLOEXEC. Datagram sockets can send to a path.
+_SOCKETPAIR_TYPES = (0x1, 0x801, 0x80001, 0x80801)
 _FCNTL = (72, 25)
 _IOCTL = (16, 29)
 # A file can be set to send a signal to a process, or to its group.
@@ -157,6 +168,7 @@ def apply_limits(limits: dict[str, int | float], num_other_tasks: int) -> None:
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
         (resource.RLIMIT_RTPRIO, 0, 0),
+        (resource.RLIMIT_SIGPENDING, _MAX_PENDING_SIGNALS, _MAX_PENDING_SIGNALS),
         (resource.RLIMIT_NOFILE, int(limits["max_open_files"]), int(limits["max_open_files"])),
     ):
         lower_limit(name, soft, hard)
@@ -196,47 +208,58 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-def remove_scratch(path: str) -> None:
+def remove_scratch(path: str, limit_s: float = float("inf")) -> bool:
     """Remove a directory with its content; nothing else, whatever links it has.
 
     The program must have ended. Directories without permissions are removed, and nested ones of any
-    depth. Does nothing if the directory does not exist.
+    depth. Does nothing if the directory does not exist. Returns False if a part is left after
+    `limit_s`, which another call removes.
     """
+    deadline = time.monotonic() + limit_s
     if not os.path.isdir(path) or os.path.islink(path):
-        return
-    num_moved = 0
+        return True
     os.chmod(path, 0o700)
     while entries := list(os.scandir(path)):
         for entry in entries:
+            if time.monotonic() > deadline:
+                return False
             if not entry.is_dir(follow_symlinks=False):
                 os.unlink(entry.path)
                 continue
             os.chmod(entry.path, 0o700)
             for inner in list(os.scandir(entry.path)):
+                if time.monotonic() > deadline:
+                    return False
                 if not inner.is_dir(follow_symlinks=False):
                     os.unlink(inner.path)
                     continue
                 # Moved up instead of entered: its path may be longer than the system allows.
                 os.chmod(inner.path, 0o700)
-                num_moved += 1
-                os.rename(inner.path, _free_name(path, num_moved))
+                # The program cannot have made a random name.
+                os.rename(inner.path, f"{path}/.moved-{os.urandom(16).hex()}")
             os.rmdir(entry.path)
     os.rmdir(path)
+    return True
 
 
 def size_bytes(path: str, max_bytes: int) -> int:
     """Return the size of the files below `path`; stops counting above `max_bytes`.
 
-    Each file and directory counts at least 4 KiB. A directory that cannot be read, which would hide
-    files, exceeds the limit. Works while the program runs.
+    Each file and directory counts at least 4 KiB. More than `_MAX_DISK_ENTRIES` of them exceed the
+    limit, as does a directory that cannot be read, which would hide files. Works while the program
+    runs.
     """
     total = 0
+    num_entries = 0
     directories = [path]
     while directories and total <= max_bytes:
         try:
             with os.scandir(directories.pop()) as entries:
                 for entry in entries:
                     total += 4096
+                    num_entries += 1
+                    if num_entries > _MAX_DISK_ENTRIES:
+                        return max_bytes + 1
                     if entry.is_dir(follow_symlinks=False):
                         directories.append(entry.path)
                     else:
@@ -249,13 +272,6 @@ def size_bytes(path: str, max_bytes: int) -> int:
         except OSError:
             return max_bytes + 1
     return total
-
-
-def _free_name(directory: str, number: int) -> str:
-    path = os.path.join(directory, f".moved-{number}")
-    while os.path.lexists(path):
-        path += "_"
-    return path
 
 
 def probe(request: dict[str, Any]) -> dict[str, str]:
@@ -405,6 +421,7 @@ def _filter(
     # The C library uses clone if clone3 does not exist; its flags are not readable by a filter.
     program += [(_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _ERROR | errno.ENOSYS)]
     program += _refuse_argument(_CLONE[column], 0, (_NAMESPACE_FLAGS,), _ANY_BIT)
+    program += _require_argument(_SOCKETPAIR[column], 1, _SOCKETPAIR_TYPES)
     program += _refuse_argument(_FCNTL[column], 1, _REFUSED_FCNTL, _EQUAL)
     program += _refuse_argument(_IOCTL[column], 1, _REFUSED_IOCTL, _EQUAL)
     for number in _of_architecture(_CALLS["own_process"], column):

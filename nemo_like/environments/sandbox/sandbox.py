@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from nemo_like.environments.sandbox.isolation import remove_scratch
+from nemo_like.environments.sandbox.isolation import CLEAN_UP_S, remove_scratch
 from nemo_like.environments.sandbox.supervisor import encode
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,8 @@ _ENVIRONMENT = {
 }
 _END_MARGIN_S = 60.0
 """Max seconds that a supervisor may take in addition to the program."""
+CLEAN_UP = "sandbox clean-up"
+"""Name of the threads that remove files which a program left."""
 _STOP_CHECK_S = 0.1
 _LIMIT_NAMES = {"timeout": "time", "memory": "memory", "output": "output", "disk": "files"}
 
@@ -194,7 +196,9 @@ class Sandbox:
         message: str = "",
         stop: threading.Event | None = None,
     ) -> SandboxResult:
-        """Run a Python program and return its result; nothing of it is left then.
+        """Run a Python program and return its result; no process of it is left then.
+
+        The removal of its files may continue in a thread, which the end of this process waits for.
 
         `message` is what the program can read from file descriptor 4; what it writes to 3 is
         `SandboxResult.report`. `stop` ends the program from another thread. Raises SandboxError if
@@ -205,7 +209,8 @@ class Sandbox:
             request = self._request(source, stdin, message, scratch)
             reply = _call_supervisor(request, self.limits.wall_s + _END_MARGIN_S, stop)
         finally:
-            remove_scratch(scratch)
+            if not remove_scratch(scratch, CLEAN_UP_S):
+                threading.Thread(target=remove_scratch, args=(scratch,), name=CLEAN_UP).start()
         if "setup_error" in reply:
             raise SandboxError(f"the sandbox could not be set up: {reply['setup_error']}")
         if reply["reason"] == "abandoned":

@@ -122,7 +122,9 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         monitor.end()
     finally:
         if has_namespaces or user_id is None:
-            isolation.remove_scratch(scratch)
+            # A caller that has ended cannot remove the rest.
+            limit_s = float("inf") if monitor.is_abandoned else isolation.CLEAN_UP_S
+            isolation.remove_scratch(scratch, limit_s)
     return monitor.result()
 
 
@@ -249,6 +251,11 @@ class _Monitor:
         self._left = False
         for output in outputs:
             os.set_blocking(output, False)
+
+    @property
+    def is_abandoned(self) -> bool:
+        """True if the caller has ended, or has stopped the program."""
+        return self._reason == "abandoned"
 
     def watch(self) -> None:
         """Wait until the program ends or exceeds a limit, or the caller ends."""

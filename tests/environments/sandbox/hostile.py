@@ -139,6 +139,42 @@ libc = ctypes.CDLL(None, use_errno=True)
 if libc.shmget(0, 1 << 20, 0o1600) < 0 and libc.memfd_create(b"x", 0) < 0:
     raise OSError(ctypes.get_errno())
 """,
+    "datagram_pair": """
+import socket
+pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+pair[0].sendto(b"x", "/run/systemd/journal/socket")
+""",
+    "packet_pair": """
+import socket
+socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+""",
+    "binds_pair": """
+import socket
+socket.socketpair()[0].bind("file")
+""",
+    "connects_pair": """
+import socket
+try:
+    socket.socketpair()[0].connect("/run/systemd/journal/stdout")
+except PermissionError:
+    raise
+except OSError:
+    pass  # The call reached the kernel.
+""",
+    "asynchronous_io": """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+number = {"x86_64": 206, "aarch64": 0}[os.uname().machine]
+if libc.syscall(number, 100, ctypes.byref(ctypes.c_ulong())) != 0:
+    raise OSError(ctypes.get_errno())
+""",
+    "many_directories": """
+import os
+number = 0
+while True:
+    number += 1
+    os.mkdir(str(number))
+""",
     "changes_modes": """
 import os
 os.chmod(HOME, 0)

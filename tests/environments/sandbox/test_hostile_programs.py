@@ -6,16 +6,24 @@ import asyncio
 import os
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from nemo_like.environments import code
 from nemo_like.environments.code import check_code, parse_tests
 from nemo_like.environments.sandbox import linux
 from nemo_like.environments.sandbox.isolation import remove_scratch
-from nemo_like.environments.sandbox.sandbox import Mechanism, Sandbox, SandboxError, SandboxLimits
+from nemo_like.environments.sandbox.sandbox import (
+    CLEAN_UP,
+    Mechanism,
+    Sandbox,
+    SandboxError,
+    SandboxLimits,
+)
 from tests.environments.sandbox.hostile import ISSUE, MORE
 
 _WALL_S = 2.0
@@ -42,6 +50,7 @@ _REASONS = {
     "many_allocations": {"memory"},
     "recursion": {"signal", "memory", "error", "timeout"},
     "many_files": {"error", "disk"},
+    "many_directories": {"error", "disk"},
     "deep_directories": {"error", "disk", "timeout"},
 }
 """How a program ends; the others raise an exception of their own."""
@@ -127,6 +136,9 @@ def test_a_hostile_program_scores_0_and_leaves_nothing_behind(
     assert len(result.stdout) + len(result.stderr) <= 2 * _LIMITS.max_kept_bytes
     assert set(linux.descendants(os.getpid())) == before
     assert sorted(home.rglob("*")) == files_before
+    for thread in threading.enumerate():
+        if thread.name == CLEAN_UP:
+            thread.join()
     assert list(scratch_parent.iterdir()) == []
     assert not (Path("/tmp") / _MARKER).exists() and not (Path.home() / _MARKER).exists()
     with socket.socket() as listener:
@@ -171,3 +183,31 @@ print(os.getuid() == 0, os.getgroups(), data.raw == bytes(24), sorted(os.environ
     assert user == "False" and capabilities == "True"
     assert groups == "[]" or os.geteuid() != 0
     assert "PATH" in names and "NEMO_LIKE" not in names and "PYTHONPATH" not in names
+
+
+@pytest.mark.parametrize("mode", ["namespaces", "landlock"])
+def test_a_pair_of_stream_sockets_works_and_few_signals_can_be_pending(mode: str) -> None:
+    source = """
+import asyncio, resource, socket
+first, second = socket.socketpair()
+first.sendall(b"x")
+assert second.recv(1) == b"x"
+asyncio.run(asyncio.sleep(0))
+print(resource.getrlimit(resource.RLIMIT_SIGPENDING)[1] <= 64)
+"""
+    result = _sandbox(mode).run(source)
+    assert result.is_ok and result.stdout == "True\n", result
+
+
+def test_a_removal_that_takes_long_is_continued(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    (scratch / "a" / "b" / "c").mkdir(parents=True)
+    assert not remove_scratch(str(scratch), -1.0)
+    assert remove_scratch(str(scratch))
+    assert not scratch.exists()
+
+
+def test_only_as_many_report_lines_as_tests_are_parsed() -> None:
+    first, last = '{"test": 0}\n', '{"test": 1}\n'
+    assert code._reports(first + "\n" * (1 << 20) + last, 2) == [{"test": 0}, {}]
+    assert code._reports(first + last, 2) == [{"test": 0}, {"test": 1}]
