@@ -404,6 +404,12 @@ def attention_forward(
     wrong.
     """
     _check_supported(module, attention_mask, dropout, kwargs)
+    if sliding_window is None and _window_kind(module) is not None:
+        raise ConfigError(
+            f"{type(module).__name__} has a window ({_window_kind(module)} in layer_types of"
+            " config.json), which its code leaves to a mask that packed rows do not have; set"
+            " policy.model_name to a model of a type in docs/models.md, or train it without windows"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     extras = AttentionExtras(softcap, s_aux)
     if cu_seqlens is None:
@@ -442,6 +448,18 @@ def register() -> None:
 def _has_varlen_kernel(q: Tensor) -> bool:
     """Return True for queries of any shape in half precision on CUDA."""
     return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
+
+
+def _window_kind(module: nn.Module) -> str | None:
+    """Return the entry of `layer_types` for the layer if it is one with a window."""
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    if kinds is None or index is None or not index < len(kinds):
+        return None
+    kind = kinds[index]
+    size = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    return kind if kind in size and getattr(config, size[kind], None) is not None else None
 
 
 def _check_supported(
