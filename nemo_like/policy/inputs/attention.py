@@ -20,6 +20,7 @@ causal attention a real token never sees the padding after it.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -404,11 +405,11 @@ def attention_forward(
     wrong.
     """
     _check_supported(module, attention_mask, dropout, kwargs)
-    if sliding_window is None and _window_kind(module) is not None:
+    if sliding_window is None and _has_window(module):
         raise ConfigError(
-            f"{type(module).__name__} has a window ({_window_kind(module)} in layer_types of"
-            " config.json), which its code leaves to a mask that packed rows do not have; set"
-            " policy.model_name to a model of a type in docs/models.md, or train it without windows"
+            f"{type(module).__name__} has a window in its config.json (sliding_window or"
+            " layer_types), which its code leaves to a mask that packed rows do not have; set"
+            " policy.model_name to a model of a type in docs/models.md, or to one without windows"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     extras = AttentionExtras(softcap, s_aux)
@@ -450,16 +451,20 @@ def _has_varlen_kernel(q: Tensor) -> bool:
     return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
 
 
-def _window_kind(module: nn.Module) -> str | None:
-    """Return the entry of `layer_types` for the layer if it is one with a window."""
+def _has_window(module: nn.Module) -> bool:
+    """Return True if the configuration of a layer says that it attends to some positions only."""
     config: Any = getattr(module, "config", None)
-    kinds = getattr(config, "layer_types", None)
     index = getattr(module, "layer_idx", None)
-    if kinds is None or index is None or not index < len(kinds):
-        return None
-    kind = kinds[index]
-    size = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-    return kind if kind in size and getattr(config, size[kind], None) is not None else None
+    kinds = getattr(config, "layer_types", None)
+    size = "sliding_window"
+    if kinds is not None and index is not None and index < len(kinds):
+        sizes = {"sliding_attention": size, "chunked_attention": "attention_chunk_size"}
+        size = sizes.get(kinds[index], "")
+    # A key of another type is kept by transformers and ignored.
+    elif size not in getattr(type(config), "__dataclass_fields__", {}):
+        return False
+    window = getattr(config, size, None) if size else None
+    return window is not None and window < getattr(config, "max_position_embeddings", math.inf)
 
 
 def _check_supported(
