@@ -38,7 +38,7 @@ class RowRope:
         if not found:
             raise ConfigError(
                 "policy.model_name has rotary frequencies that depend on the length of a row, in"
-                f" code of {type(model).__name__} that does not say where: set"
+                f" code of {type(model).__name__} that does not show where: set"
                 f" policy.max_total_sequence_length to {threshold} or less and rope_type in its"
                 " config.json to default, or use another model"
             )
@@ -75,6 +75,7 @@ class RowRope:
         positions = position_ids.minimum((row_lengths - 1).clamp(min=0))
         kind = args[0] if args else kwargs.get("layer_type")
         rows_above = row_lengths > (self._threshold or 0)
+        outputs: Any = None
         result: tuple[Tensor, ...] = ()
         for length in self._lengths or (1,):
             is_own = row_lengths == length if length > 1 else ~rows_above
@@ -88,7 +89,7 @@ class RowRope:
                 pairs = zip(found, result, strict=True)
                 found = tuple(torch.where(is_own[..., None], new, old) for new, old in pairs)
             result = found
-        return result if isinstance(outputs, tuple) else result[0]
+        return result if isinstance(outputs, tuple) else next(iter(result))
 
 
 def _parts(outputs: Any) -> tuple[Tensor, ...]:

@@ -452,7 +452,7 @@ def _has_varlen_kernel(q: Tensor) -> bool:
 
 
 def _has_window(module: nn.Module) -> bool:
-    """Return True if the configuration of a layer says that it attends to some positions only."""
+    """Return True if the configuration gives a layer a window."""
     config: Any = getattr(module, "config", None)
     index = getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)

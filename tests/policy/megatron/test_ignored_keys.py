@@ -100,7 +100,7 @@ KEYS: list[tuple[str, Any]] = [
     ("ffn_dim", 64),
     ("num_kv_heads", 1),
 ]
-"""Every key that changes what `ModelSpec` says about the computation of some model."""
+"""Every key that changes what `ModelSpec` has of the computation of some model."""
 _NOT_COMPUTED = {"attention_dropout": 0.0, "name": ""}
 
 
