@@ -45,6 +45,7 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict, unshard
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import metric_values
+from nemo_like.models.spec import ModelSpec
 from nemo_like.models.tiny import save_tiny_copy
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
@@ -440,6 +441,10 @@ def transformers_loss(model: PreTrainedModel, batch: BatchedDataDict) -> Tensor:
 def _row_logprobs(model: PreTrainedModel, ids: np.ndarray) -> Tensor:
     """Return the log-prob of each token of one row int [L], float32 [L]; 0 for the first token."""
     input_ids = torch.from_numpy(ids.astype(np.int64))[None]
+    if ModelSpec.from_config(model.config).rope_threshold is not None:
+        # transformers keeps the dynamic rotary frequencies of a longer row until a short one.
+        with torch.no_grad():
+            model(input_ids=input_ids[:, :1], use_cache=False)
     # The logits at a position predict the next token.
     logits = model(input_ids=input_ids, use_cache=False).logits[0, :-1]
     labels = input_ids[0, 1:, None]

@@ -21,7 +21,7 @@ from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.models.layout_check import model_problems
 from nemo_like.models.pretrained import import_transformers_without_torch
 from nemo_like.models.spec import ModelSpec, load_spec
-from nemo_like.policy.batching import plan_spec, stream_spec
+from nemo_like.policy.batching import plan_spec, shared_prefix_mode, stream_spec
 from nemo_like.prediction.lengths import PastRun, RowLengths, read_lengths, read_run
 from nemo_like.prediction.placement import policy_placement
 from nemo_like.prediction.plan_report import PlanRequest, make_plan
@@ -71,6 +71,7 @@ def plan_request(arguments: argparse.Namespace) -> PlanRequest:
     model = _open_spec("policy.model_name", config.policy.model_name)
     model = model.with_output_head(config.output_head)
     layout = policy_layout(config)
+    shared_prefix = shared_prefix_mode(config.policy, model)
     problems = model_problems(layout, config.policy.engine, model)
     raise_problems(located_problems(problems, config.cluster))
     spec = plan_spec(
@@ -101,8 +102,8 @@ def plan_request(arguments: argparse.Namespace) -> PlanRequest:
         budget_name=budget_name,
         stream=_stream_spec(config, spec),
         memory_gib=arguments.memory_gb,
-        shared_prefix=config.policy.shared_prefix,
-        logged={} if past is None else past.compare(spec, config.policy.shared_prefix),
+        shared_prefix=shared_prefix,
+        logged={} if past is None else past.compare(spec, shared_prefix),
         notes=_notes(config),
     )
 

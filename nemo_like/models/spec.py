@@ -15,63 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_like.config.errors import ConfigError, shown_path, shown_value
+from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.paths import model_directory
 from nemo_like.config.schema import OutputHead
+from nemo_like.models.config_fields import ConfigFields
 from nemo_like.models.family_traits import TRAITS, FamilyTraits
-
-_REQUIRED = object()
-
-
-class ConfigFields:
-    """Reads a configuration by any of the names that architectures use for one property."""
-
-    def __init__(self, config: Mapping[str, Any] | object, name: str) -> None:
-        if config is None or isinstance(config, (str, bytes)):
-            raise ConfigError(
-                "a model configuration is a mapping or an object with its attributes; got"
-                f" {shown_value(config)}"
-            )
-        self._config = config
-        own_name = self._lookup("_name_or_path") or self._lookup("model_type") or ""
-        self.name = name or str(own_name)
-        text_config = self._lookup("text_config")
-        # Multimodal configurations nest the language model.
-        if text_config is not None:
-            self._config = text_config
-
-    def get(self, *names: str, default: Any = _REQUIRED) -> Any:
-        """The first of `names` that is set, else `default`. Raises ConfigError without either."""
-        for name in names:
-            value = self._lookup(name)
-            if value is not None:
-                return value
-        if default is _REQUIRED:
-            spellings = " / ".join(names)
-            raise ConfigError(f"{self.model} has no {spellings} in its config.json")
-        return default
-
-    def size(self, *names: str, default: Any = _REQUIRED) -> int:
-        """As `get`. Raises ConfigError for a value that is not a positive integer."""
-        value = self.get(*names, default=default)
-        # bool is a subclass of int.
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        if not is_integer or value < 1:
-            raise ConfigError(
-                f"{self.model} gives {names[0]} {shown_value(value)} in its config.json; it must"
-                " be a positive integer"
-            )
-        return value
-
-    @property
-    def model(self) -> str:
-        return f"the model {self.name}" if self.name else "the model"
-
-    def _lookup(self, name: str) -> Any:
-        if isinstance(self._config, Mapping):
-            return self._config.get(name)
-        return getattr(self._config, name, None)
-
 
 SCORE_WEIGHT = "score.weight"
 """Name of the score head of a reward model, [1, hidden size]."""
@@ -163,6 +111,8 @@ class ModelSpec:
     """Factor of the logits."""
     logit_softcap: float | None = None
     """Logits x, after `logit_scale`, become logit_softcap * tanh(x / logit_softcap)."""
+    rope_threshold: int | None = None
+    """Rows of more tokens have other rotary frequencies (LongRoPE, dynamic NTK); None: no row."""
     head: OutputHead = "vocabulary"
     """`scores` for a reward model, whose input embedding is not tied to anything."""
 
@@ -223,6 +173,7 @@ class ModelSpec:
             latent=_latent(fields),
             logit_scale=_logit_scale(fields),
             logit_softcap=fields.get("final_logit_softcapping", "logits_soft_cap", default=None),
+            rope_threshold=_rope_threshold(fields),
             head=head,
         )
 
@@ -409,6 +360,23 @@ def _logit_scale(fields: ConfigFields) -> float:
     """Cohere multiplies the logits, Granite divides them."""
     factor = fields.get("logit_scale", "lm_head_multiplier", default=1.0)
     return float(factor) / float(fields.get("logits_scaling", default=1.0))
+
+
+def _rope_threshold(fields: ConfigFields) -> int | None:
+    """Return the shortest original length of the rotary embeddings that depend on the length."""
+    rope = fields.get(*_ROPE, default=None) or {}
+    # Layers may have different ones, by their kind.
+    by_kind = [value for value in rope.values() if isinstance(value, Mapping)]
+    thresholds = []
+    for each in by_kind or [rope]:
+        kind = str(each.get("rope_type") or each.get("type", "default"))
+        original = each.get("original_max_position_embeddings")
+        if "dynamic" in kind:
+            thresholds.append(fields.size("max_position_embeddings"))
+        elif kind in ("longrope", "su"):
+            key = "original_max_position_embeddings"
+            thresholds.append(original or fields.get(key, "max_position_embeddings"))
+    return min(thresholds, default=None)
 
 
 def _linear_attention_layers(fields: ConfigFields) -> frozenset[int]:

@@ -16,12 +16,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from nemo_like.config.errors import ConfigError, error_text
 from nemo_like.config.schema import ParallelConfig
+from nemo_like.models.spec import ModelSpec
 
 _HEAD_DIM = 8
 _MAX_GROUP = 4
 _VOCABULARY = 251
 """A prime: no number of workers divides it, as with many real vocabularies."""
 _WINDOW = 8
+_ORIGINAL_LENGTH = 16
+"""Above which rotary frequencies differ, where they depend on the length of a row."""
 _NUM_EXPERTS = 4
 _FACTORS: dict[str, Any] = {
     # Soft caps that matter at the size of tiny activations, factors that are not neutral.
@@ -142,7 +145,7 @@ def tiny_config(
         "eos_token_id": None,
         # Different from hidden size / heads, so that code which confuses the two fails.
         "head_dim": 2 * head_dim,
-        "sliding_window": _WINDOW,
+        "sliding_window": _WINDOW if _has_short_window(config) else 4096,
         "no_rope_layers": [layer % 2 for layer in range(layers)],
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
@@ -172,6 +175,7 @@ def tiny_config(
                 # The type requires an id.
                 setattr(config, name, 0)
     _set_missing(config, head_dim)
+    _shorten_rope(config, model_config)
     return config
 
 
@@ -188,6 +192,40 @@ def _set_missing(config: Any, head_dim: int) -> None:
     for name, value in missing.items():
         if getattr(config, name, value) is None:
             setattr(config, name, value)
+
+
+def _has_short_window(config: Any) -> bool:
+    """Return False for a window as long as the longest row, such as Phi-3.5's."""
+    window = getattr(config, "sliding_window", None) or 0
+    return window < getattr(config, "max_position_embeddings", 4096)
+
+
+def _shorten_rope(config: Any, model_config: Any) -> None:
+    """Set the lengths and factors of rotary frequencies that depend on the length of a row.
+
+    The original length is then short enough for rows on both sides of it, and there are as many
+    factors as `config` has frequencies; `model_config` is that of the real model.
+    """
+    original = ModelSpec.from_config(model_config).rope_threshold
+    if original is None:
+        return
+    factor = max(model_config.max_position_embeddings // original, 1)
+    config.max_position_embeddings = factor * _ORIGINAL_LENGTH
+    if hasattr(config, "original_max_position_embeddings"):
+        config.original_max_position_embeddings = _ORIGINAL_LENGTH
+    rope = config.rope_parameters
+    by_kind = [value for value in rope.values() if isinstance(value, dict)]
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    for each in by_kind or [rope]:
+        if "original_max_position_embeddings" in each:
+            each["original_max_position_embeddings"] = _ORIGINAL_LENGTH
+        num_frequencies = int(head_dim * each.get("partial_rotary_factor", 1.0)) // 2
+        for name in ("short_factor", "long_factor"):
+            if name in each:
+                factors = each[name]
+                step = len(factors) / num_frequencies
+                each[name] = [factors[int(index * step)] for index in range(num_frequencies)]
 
 
 def _moe_sizes(config: Any, parallel: ParallelConfig, head_dim: int) -> dict[str, Any]:

@@ -96,6 +96,24 @@ def plan_columns(
     return plan_counts(counts, spec, shared_prefix, pairs)
 
 
+def shared_prefix_mode(config: PolicyConfig, model: ModelSpec | None) -> SharedPrefixMode:
+    """Return `policy.shared_prefix`, or `false` where rows of different lengths cannot share.
+
+    With rotary frequencies that depend on the length of a row, the hidden states of its first
+    tokens do too. Raises ConfigError for `true` there.
+    """
+    threshold = None if model is None else model.rope_threshold
+    if threshold is None or config.max_total_sequence_length <= threshold:
+        return config.shared_prefix
+    if config.shared_prefix == "true":
+        raise ConfigError(
+            "policy.shared_prefix is true, but the rotary frequencies of policy.model_name depend"
+            f" on the length of rows above {threshold} tokens: set it to auto or false, or set"
+            f" policy.max_total_sequence_length to {threshold} or less"
+        )
+    return "false"
+
+
 def stream_spec(batching: BatchingConfig, plan: PlanSpec) -> StreamSpec:
     """Build the input of the streaming planner for a `data.batching.kind` other than fixed.
 

@@ -23,6 +23,8 @@ from nemo_like.policy.heads.row_outputs import compute_row_logprobs, compute_row
 from nemo_like.policy.inputs.model_inputs import build_inputs
 
 _LENGTHS = (11, 24, 3, 17)
+_NUM_BEYOND = 6
+"""Tokens of a row beyond the length above which rotary frequencies differ."""
 _ROUND = 4
 """Rows are padded to a multiple of this at least, so that padding inside a pack is checked."""
 _MAX_MEAN_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.1}
@@ -56,6 +58,7 @@ def probe_isolation(
     layout: Literal["packed", "padded"],
     vocab_size: int,
     precision: str,
+    max_length: int = 0,
     with_shared_prefixes: bool = False,
 ) -> IsolationReport:
     """Check three properties; raises IsolationError for the first that fails. Every rank calls.
@@ -66,6 +69,9 @@ def probe_isolation(
     2. Changing the token id of the padding leaves all log-probs bit-equal.
     3. A row has the same log-probs, up to rounding, in the microbatch and alone.
 
+    Where the rotary frequencies of rows above a length differ and `max_length`, that of the run's
+    rows, is above it, one of the rows is.
+
     `with_shared_prefixes`, in the packed layout, the same holds for rows of which two and two have
     a common prefix, and changing a token of a prefix changes the log-probs of its own rows alone.
 
@@ -74,9 +80,13 @@ def probe_isolation(
     whose cores have other work, where a library may use fewer threads for one of the GEMMs. A
     failed check is therefore repeated: rows that see each other fail every time.
     """
+    lengths = _LENGTHS
+    threshold = engine.spec.rope_threshold
+    if threshold is not None and threshold < max_length:
+        lengths = (*_LENGTHS, min(threshold + _NUM_BEYOND, max_length))
     findings: list[str] = []
     for _ in range(_NUM_ATTEMPTS):
-        finding, difference = _measure(engine, layout, vocab_size, precision)
+        finding, difference = _measure(engine, layout, vocab_size, precision, lengths)
         if with_shared_prefixes:
             # On every rank: pipeline stages but the last have no finding, and compute as many.
             finding_shared = _measure_shared(engine, vocab_size, precision)
@@ -84,7 +94,7 @@ def probe_isolation(
         # Ranks may have different findings, and all of them have to compute again.
         findings = [each for each in engine.gather_over_world(finding) if each]
         if not findings:
-            return IsolationReport(layout, len(_LENGTHS), difference)
+            return IsolationReport(layout, len(lengths), difference)
     if _NOT_FINITE in findings:
         raise ConfigError(
             f"policy.model_name gives log-probs that are not finite in {precision}, although its"
@@ -94,11 +104,15 @@ def probe_isolation(
 
 
 def _measure(
-    engine: Engine, layout: Literal["packed", "padded"], vocab_size: int, precision: str
+    engine: Engine,
+    layout: Literal["packed", "padded"],
+    vocab_size: int,
+    precision: str,
+    lengths: Sequence[int],
 ) -> tuple[str, float]:
     """Return the property that fails, or "", and `IsolationReport.mean_difference`."""
     limit = _limit(engine, precision)
-    rows = random_rows(vocab_size)
+    rows = random_rows(vocab_size, lengths)
     changes = [_with_other_token(rows, [row], 2, vocab_size) for row in (0, 1)]
     together = _compute_logprobs(engine, rows, layout)
     changed = [_compute_logprobs(engine, other, layout) for other in changes]
@@ -174,12 +188,12 @@ def _mean_difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]
     return float(np.abs(difference).mean())
 
 
-def random_rows(vocab_size: int) -> list[np.ndarray]:
-    """Draw rows of `_LENGTHS`, int32 [length] each."""
+def random_rows(vocab_size: int, lengths: Sequence[int] = _LENGTHS) -> list[np.ndarray]:
+    """Draw rows of `lengths`, int32 [length] each."""
     # A fixed seed: every rank must compute the same rows.
     generator = np.random.default_rng(0)
     rows = []
-    for length in _LENGTHS:
+    for length in lengths:
         row = generator.integers(0, vocab_size, length)
         rows.append(row.astype(np.int32))
     return rows

@@ -32,7 +32,13 @@ from nemo_like.distributed.worker_group import (
 from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics
 from nemo_like.models.spec import ModelSpec
-from nemo_like.policy.batching import Purpose, microbatch_budget, plan_columns, plan_spec
+from nemo_like.policy.batching import (
+    Purpose,
+    microbatch_budget,
+    plan_columns,
+    plan_spec,
+    shared_prefix_mode,
+)
 from nemo_like.policy.device import DeviceInfo
 from nemo_like.policy.heads.targets import TargetSettings
 from nemo_like.policy.isolation import IsolationReport
@@ -110,7 +116,8 @@ class Policy:
 
         See `batching.plan_columns` for the columns and `policy.shared_prefix`.
         """
-        return plan_columns(batch, self._plan_spec(purpose), self.config.shared_prefix)
+        shared_prefix = shared_prefix_mode(self.config, self.model)
+        return plan_columns(batch, self._plan_spec(purpose), shared_prefix)
 
     def _plan_spec(self, purpose: Purpose) -> PlanSpec:
         return plan_spec(

@@ -22,6 +22,7 @@ from nemo_like.data.planning.plan import Microbatch, PlanSpec, RankPlan
 from nemo_like.distributed.batched_data_dict import SlicedDataDict
 from nemo_like.losses import GlobalCounts, Loss, LossInputs, fetch_metrics
 from nemo_like.metrics import Max, Mean, Metrics, Sum, merge_metrics
+from nemo_like.policy.batching import shared_prefix_mode
 from nemo_like.policy.decoder_layers import CompilationCounter
 from nemo_like.policy.device import DeviceInfo, peak_flops, reset_peak_memory, total_memory_bytes
 from nemo_like.policy.engine import Engine
@@ -269,10 +270,12 @@ class PolicyWorker:
     def probe_isolation(self) -> IsolationReport:
         """Check that rows of a microbatch do not see each other; raises IsolationError."""
         is_packed = self.config.sequence_packing.enabled
+        shares = shared_prefix_mode(self.config, self.engine.spec) != "false"
         return probe_isolation(
             self.engine,
             layout="packed" if is_packed else "padded",
-            with_shared_prefixes=is_packed and self.config.shared_prefix != "false",
+            max_length=self.config.max_total_sequence_length,
+            with_shared_prefixes=is_packed and shares,
             vocab_size=self.engine.spec.vocab_size,
             precision=self.config.precision,
         )

@@ -26,7 +26,7 @@ from nemo_like.data.row_files import Row
 from nemo_like.data.rows import BadRows, Rows
 from nemo_like.data.token_counts import TokenCounts, plan_counts
 from nemo_like.models.spec import ModelSpec
-from nemo_like.policy.batching import plan_spec
+from nemo_like.policy.batching import plan_spec, shared_prefix_mode
 from nemo_like.run.progress import Progress, Sample
 from nemo_like.training.reporting import step_warnings
 from nemo_like.training.row_sample import NUM_SAMPLES, length_lines, sampled_rows
@@ -160,7 +160,7 @@ def _plan_metrics(
     # The rows of a preference pair must share a microbatch.
     if config.rows_per_example > 1:
         groups = np.arange(len(counts.lengths)) // config.rows_per_example
-    return plan_counts(counts, spec, policy.shared_prefix, groups).metrics()
+    return plan_counts(counts, spec, shared_prefix_mode(policy, model), groups).metrics()
 
 
 def check_num_steps(source: ExampleSource[Any], diagnostics: Diagnostics) -> None:

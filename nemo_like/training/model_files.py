@@ -25,7 +25,7 @@ from nemo_like.models.layout_check import frozen_weights, model_problems
 from nemo_like.models.pretrained import load_model_config, load_tokenizer, with_output_head
 from nemo_like.models.spec import ModelSpec
 from nemo_like.models.weight_files import read_header, weight_sizes, weights_digest
-from nemo_like.policy.batching import microbatch_budget
+from nemo_like.policy.batching import microbatch_budget, shared_prefix_mode
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.param_map import ModelSharding
 from nemo_like.prediction.memory import GIB, MemoryModel
@@ -143,6 +143,8 @@ def open_model_config(config: RunConfig) -> PretrainedConfig:
     if config.kind == "grpo" and config.policy.may_record_experts(is_on_cpu=is_on_cpu):
         problems += _routed_experts_problems(config, spec)
     raise_problems(problems)
+    # Raises for a model whose rows cannot share prefixes.
+    shared_prefix_mode(config.policy, spec)
     _check_optimizer(config, spec)
     check_adapters(config.policy, spec, config.parallel.tensor)
     return model_config

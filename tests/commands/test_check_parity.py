@@ -4,12 +4,20 @@ what matters of a model.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    LlamaConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from nemo_like.cli import main
 from nemo_like.commands import check_parity as parity
@@ -147,3 +155,40 @@ def test_a_tiny_copy_divides_by_the_layout_and_keeps_the_architecture(
     saved = save_tiny_copy(model, parallel, tmp_path)
     assert saved.num_parameters() < 2_000_000
     assert AutoConfig.from_pretrained(tmp_path).model_type == model.model_type
+
+
+@pytest.mark.parametrize("partial", [1.0, 0.75])
+def test_a_tiny_copy_has_rows_on_both_sides_of_the_original_length(partial: float, tmp_path: Path):
+    """The sizes of Phi-3.5-mini (heads of 96) and, with partial rotation, Phi-4-mini (of 128)."""
+    head_dim = 96 if partial == 1.0 else 128
+    num_frequencies = int(head_dim * partial) // 2
+    heads = 32 if partial == 1.0 else 24
+    config = Phi3Config(
+        hidden_size=head_dim * heads,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=131072,
+        original_max_position_embeddings=4096,
+        sliding_window=262144,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": partial,
+            "short_factor": [1.0 + 0.02 * index for index in range(num_frequencies)],
+            "long_factor": [1.0 + 1.3 * index for index in range(num_frequencies)],
+        },
+    )
+    model: Any = save_tiny_copy(config, ParallelConfig(), tmp_path)
+    tiny = model.config
+    assert tiny.rope_parameters["original_max_position_embeddings"] == 16
+    assert tiny.max_position_embeddings / 16 == 131072 / 4096
+    assert tiny.sliding_window >= tiny.max_position_embeddings, "no window, as the real model"
+    assert config.rope_parameters["original_max_position_embeddings"] == 4096
+    rotary = model.model.rotary_emb
+    hidden = torch.zeros(1, 1)
+    short, long = (rotary(hidden, torch.arange(length)[None])[0][0, 9] for length in (16, 17))
+    assert not torch.equal(short, long)
+    scale = (1 + math.log(32) / math.log(16)) ** 0.5
+    assert rotary.attention_scaling == pytest.approx(scale)
+    lengths = parity.random_batch(251)["length"]
+    assert min(lengths) < 16 < max(lengths)

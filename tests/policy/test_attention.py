@@ -10,11 +10,15 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from nemo_like.config.errors import ConfigError
 from nemo_like.policy.inputs.attention import (
+    IMPLEMENTATION,
     attention_forward,
     padded_attention,
     plan_exchange,
+    register,
     varlen_attention,
 )
 from nemo_like.policy.inputs.grid import cp_gather_positions, cp_shard_positions
@@ -232,3 +236,44 @@ def test_attention_of_another_kind_is_refused(extra):
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in random_qkv(5))
     with pytest.raises(ValueError, match=r"policy\.model_name"):
         attention_forward(torch.nn.Linear(1, 1), q, k, v, None, scaling=0.3, **extra)
+
+
+@pytest.mark.parametrize("window", [None, 5, 4096])
+@pytest.mark.parametrize("model_type", ["phimoe", "qwen2_moe", "qwen3_moe"])
+def test_a_window_that_only_a_mask_has_is_refused(model_type, window):
+    """Otherwise the logits are those of transformers, which applies the window by its mask."""
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=31,
+        hidden_size=32,
+        intermediate_size=16,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=4096,
+        initializer_range=0.2,
+        use_sliding_window=window is not None,
+        max_window_layers=1,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+        sliding_window=window,
+    )
+    register()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+        model.set_attn_implementation(IMPLEMENTATION)
+        if window == 5 and model_type != "qwen3_moe":
+            with pytest.raises(ConfigError, match="has a window in its config"):
+                model(input_ids=ids, use_cache=False)
+        else:
+            found = model(input_ids=ids, use_cache=False).logits
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -27,7 +27,7 @@ from nemo_like.data.routed_experts import ROUTED_EXPERTS
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import rollout_loss
 from nemo_like.metrics import metric_values
-from nemo_like.policy.batching import plan_columns, plan_spec
+from nemo_like.policy.batching import plan_columns, plan_spec, shared_prefix_mode
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
 from nemo_like.rollout.records import RolloutRecord, recorded_steps
 from nemo_like.run.checkpoint import Checkpointer, incomplete_reason
@@ -245,11 +245,13 @@ def _measure(
 
 def _packing_metrics(config: GrpoRunConfig, record: RolloutRecord) -> dict[str, float]:
     """Return `packing/*` of the rollout in the config's own parallel layout."""
+    model = open_model_spec(config)
     spec = plan_spec(
         config.policy_in_rows,
         purpose="train",
         parallel_layout=policy_layout(config),
-        model=open_model_spec(config),
+        model=model,
         seed=config.seed,
     )
-    return plan_columns(record.columns, spec, config.policy.shared_prefix).metrics()
+    shared_prefix = shared_prefix_mode(config.policy, model)
+    return plan_columns(record.columns, spec, shared_prefix).metrics()

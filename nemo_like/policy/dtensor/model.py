@@ -37,6 +37,7 @@ from nemo_like.policy.dtensor.experts import ExpertLoads, distribute_all, expert
 from nemo_like.policy.dtensor.lora import QuantizedParameter, add_adapters, quantize_layers
 from nemo_like.policy.dtensor.parallel import Groups, ShardSpec, Specs
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
+from nemo_like.policy.dtensor.row_rope import RowRope
 from nemo_like.policy.dtensor.tensor_plan import check_sizes, parallelize
 from nemo_like.policy.heads.logit_chunks import VocabShard, capped
 from nemo_like.policy.heads.logprobs import label_logprobs
@@ -312,6 +313,7 @@ class LogprobModel(nn.Module):
         self.expert_loads = expert_loads
         self._head = head
         self._replay = RouterReplay(causal_lm)
+        self._rope = RowRope(causal_lm, ModelSpec.from_config(causal_lm.config).rope_threshold)
 
     def forward(
         self,
@@ -330,6 +332,7 @@ class LogprobModel(nn.Module):
         if tensor is not None and tensor.sequence:
             # Sequence parallelism shards the tokens along one dim.
             inputs = inputs.flattened()
+        self._rope.set(inputs)
         options: dict[str, Any] = {}
         if inputs.cu_seqlens is not None:
             options["cu_seqlens"] = inputs.cu_seqlens

@@ -20,6 +20,7 @@ causal attention a real token never sees the padding after it.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -404,6 +405,12 @@ def attention_forward(
     wrong.
     """
     _check_supported(module, attention_mask, dropout, kwargs)
+    if sliding_window is None and _has_window(module):
+        raise ConfigError(
+            f"{type(module).__name__} has a window in its config.json (sliding_window or"
+            " layer_types), which its code leaves to a mask that packed rows do not have; set"
+            " policy.model_name to a model of a type in docs/models.md, or to one without windows"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     extras = AttentionExtras(softcap, s_aux)
     if cu_seqlens is None:
@@ -442,6 +449,22 @@ def register() -> None:
 def has_varlen_kernel(q: Tensor) -> bool:
     """Return True for queries of any shape in half precision on CUDA."""
     return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
+
+
+def _has_window(module: nn.Module) -> bool:
+    """Return True if the configuration gives a layer a window."""
+    config: Any = getattr(module, "config", None)
+    index = getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    size = "sliding_window"
+    if kinds is not None and index is not None and index < len(kinds):
+        sizes = {"sliding_attention": size, "chunked_attention": "attention_chunk_size"}
+        size = sizes.get(kinds[index], "")
+    # A key of another type is kept by transformers and ignored.
+    elif size not in getattr(type(config), "__dataclass_fields__", {}):
+        return False
+    window = getattr(config, size, None) if size else None
+    return window is not None and window < getattr(config, "max_position_embeddings", math.inf)
 
 
 def _check_supported(

@@ -113,6 +113,10 @@ class ModelInputs:
     """int64, packed [1, T]; padded [R, T / R] on one context-parallel rank, else [1, T] as well."""
     position_ids: Tensor
     """int64, the shape of `input_ids`."""
+    row_lengths: Tensor
+    """int64, the shape of `input_ids`: real tokens of the complete row, 0 on trailing padding; the
+    same on all context-parallel ranks.
+    """
     cu_seqlens: Tensor | None
     """int32 [R+1], longer with trailing padding: segment bounds over all cp ranks. None where
     `input_ids` is [R, T / R]: rows are right-padded then and causal attention needs no mask.
@@ -189,6 +193,7 @@ class ModelInputs:
             self,
             input_ids=self.input_ids.reshape(1, -1),
             position_ids=self.position_ids.reshape(1, -1),
+            row_lengths=self.row_lengths.reshape(1, -1),
             cu_seqlens=bounds,
         )
 
@@ -243,6 +248,7 @@ def build_inputs(
     return ModelInputs(
         input_ids=tensors["input_ids"],
         position_ids=tensors["position_ids"],
+        row_lengths=tensors["row_lengths"],
         cu_seqlens=tensors.get("cu_seqlens"),
         max_seqlen=int(np.diff(grid.bounds).max()),
         labels=tensors["labels"],
@@ -325,6 +331,7 @@ def _position_arrays(
         "input_ids": input_ids.astype(np.int64, copy=False).reshape(grid.shape),
         # A dummy may be longer than any row, and a model may have no embedding of such positions.
         "position_ids": (grid.position * (grid.num_rows > 0)).reshape(grid.shape),
+        "row_lengths": grid.length.reshape(grid.shape),
     }
     # Bounds are int32, as the attention kernels require.
     if grid.is_packed:
