@@ -132,7 +132,8 @@ def nemo_rl(tree: Tree, kind: str) -> Values:
             "grpo.num_prompts_per_step": at(tree, "grpo.num_prompts_per_step"),
             "grpo.num_generations_per_prompt": at(tree, "grpo.num_generations_per_prompt"),
             "policy.generation.max_new_tokens": at(tree, "policy.generation.max_new_tokens"),
-            **_clip(at(tree, "loss_fn.ratio_clip_min"), at(tree, "loss_fn.ratio_clip_max")),
+            "loss_fn.ratio_clip_min": at(tree, "loss_fn.ratio_clip_min", 0.2),
+            "loss_fn.ratio_clip_max": at(tree, "loss_fn.ratio_clip_max", 0.2),
         }
     return {key: value for key, value in values.items() if value is not None}
 
@@ -241,7 +242,10 @@ def _limit(steps: Any) -> Any:
 
 
 def _clip(low: Any, high: Any) -> Values:
-    values = {"loss_fn.ratio_clip_min": low, "loss_fn.ratio_clip_max": low if high is None else high}
+    values = {
+        "loss_fn.ratio_clip_min": low,
+        "loss_fn.ratio_clip_max": low if high is None else high,
+    }
     # Both are 0.2 by default, here and there.
     return {key: value for key, value in values.items() if value is not None}
 
