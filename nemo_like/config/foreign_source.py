@@ -172,7 +172,7 @@ def _replaced(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _expanded(word: str, variables: Mapping[str, str]) -> list[str]:
-    """Return the words that the shell makes of one with variables, which may be several arguments."""
+    """Return the words that the shell makes of one with variables, perhaps several arguments."""
     text = _replaced(word, variables)
     parts = text.split()
     is_list = text != word and parts[1:] and all(_ARGUMENT.fullmatch(part) for part in parts)
