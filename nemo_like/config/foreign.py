@@ -35,7 +35,7 @@ _FORMS = {"scalar": str | int | float, "list": list, "dict": dict}
 _OFF = ("null", "false", "0", "no")
 _NULL = "null or empty: not set"
 _OFF_SECTION = "a section that is switched off"
-_NO_EFFECT = "with this value it is off, or does what is always done here"
+NO_EFFECT = "with this value it is off, or does what is always done here"
 _REFERENCE = "a reference to a key that is listed itself"
 _CLASS = "the class that Hydra creates"
 
@@ -73,13 +73,20 @@ class _Source:
         return _sections_of(self.entries)
 
 
-def recognized_tool(tree: Mapping[str, Any]) -> Tool | None:
-    """Return the tool whose config it is, by keys that only one tool has; None if none is known."""
+def recognized_tool(tree: Mapping[str, Any], *, is_fragment: bool = False) -> Tool | None:
+    """Return the tool whose config it is, by keys that only one tool has; None if none is known.
+
+    With `is_fragment` a part of a config is enough: one such key, or else most keys in a table.
+    """
     signs = {each: sum(_has_key(tree, sign) for sign in each.signs) for each in tools()}
     likeliest = max(signs, key=lambda each: signs[each])
     if signs[likeliest] >= _MIN_SIGNS:
         return likeliest
     keys = list(key_paths(tree))
+    if is_fragment:
+        counts = {each: sum(_in_table(key) in each.entries for key in keys) for each in tools()}
+        likeliest = max(counts, key=lambda each: (signs[each], counts[each]))
+        return likeliest if signs[likeliest] + counts[likeliest] else None
     if len(keys) <= _MIN_SIGNS or not set(_SECTIONS).isdisjoint(tree):
         return None
     shares = {
@@ -223,7 +230,12 @@ def _unknown(source: _Source, path: str, value: Any) -> Iterator[Finding]:
     # A section with a plain value, or a plain key with a section, is another key than the one of
     # the table.
     is_plain_section = entry is not None and entry.kind == "obsolete" and has_inner
-    is_nested_key = entry is not None and entry.kind == "renamed" and isinstance(value, Mapping)
+    is_nested_key = (
+        entry is not None
+        and entry.kind == "renamed"
+        and isinstance(value, Mapping)
+        and not is_open_section(type_at(source.job.run_config, entry.targets[0]))
+    )
     if entry is None or is_plain_section or is_nested_key:
         yield Finding(path, "unknown")
         return
@@ -245,7 +257,7 @@ def _judged(source: _Source, path: str, value: Any, entry: Entry) -> Finding:
         return Finding(path, "deletable", text=entry.note)
     if entry.kind == "unsupported":
         if _are_all_off(value, entry.no_effect):
-            return Finding(path, "deletable", text=_NO_EFFECT)
+            return Finding(path, "deletable", text=NO_EFFECT)
         return Finding(path, "unsupported", text=entry.note)
     targets = " and ".join(entry.targets)
     if entry.unless is not None and not _is_switched_off(source, entry.unless):
@@ -257,6 +269,9 @@ def _judged(source: _Source, path: str, value: Any, entry: Entry) -> Finding:
             return Finding(path, "unsupported", text=text)
         if _is_switched_off(source, entry.switch):
             return Finding(path, "deletable", text=f"{entry.switch} is off")
+    for key, switched in (entry.switched or {}).items():
+        if not _is_switched_off(source, key):
+            entry = replace(entry, targets=tuple(switched))
     old = canonical(value)
     notes = [entry.note] if entry.note else []
     new: str | None = "*"

@@ -100,7 +100,12 @@ def _read_script(text: str) -> ForeignSource:
         if is_list and words and words[-1].endswith(")"):
             is_list = False
             words[-1] = words[-1][:-1]
-        replaced = [_replaced(word, variables) for word in words if not _SPREAD.fullmatch(word)]
+        replaced = [
+            part
+            for word in words
+            if not _SPREAD.fullmatch(word)
+            for part in _expanded(word, variables)
+        ]
         _add_arguments(source, [word for word in replaced if word])
     return source
 
@@ -130,7 +135,9 @@ def _add_arguments(source: ForeignSource, words: list[str]) -> None:
     if words and not words[0].startswith("-") and _ARGUMENT.fullmatch(words[0]) is None:
         start = len(words)
         for index, word in enumerate(words):
-            if _PROGRAM.fullmatch(word) or words[index - 1] in ("-m", "--module"):
+            is_program = _PROGRAM.fullmatch(word) or words[index - 1] in ("-m", "--module")
+            # Without arguments a file may be the object of another command, such as `rm`.
+            if is_program and words[index + 1 :]:
                 start = index + 1
                 stem = word.removesuffix(".py").rpartition("/")[2].rpartition(".")[2]
                 # `trl grpo` has the job in the next word.
@@ -162,6 +169,14 @@ def _replaced(text: str, variables: Mapping[str, str]) -> str:
         return variables.get(match[1] or match[3], default)
 
     return _VARIABLE.sub(value, text)
+
+
+def _expanded(word: str, variables: Mapping[str, str]) -> list[str]:
+    """Return the words that the shell makes of one with variables, perhaps several arguments."""
+    text = _replaced(word, variables)
+    parts = text.split()
+    is_list = text != word and parts[1:] and all(_ARGUMENT.fullmatch(part) for part in parts)
+    return parts if is_list else [text]
 
 
 def _value(text: str) -> Any:

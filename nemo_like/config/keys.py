@@ -263,6 +263,8 @@ class Entry:
     """A foreign key that must be on, or this one has no effect."""
     unless: str | None = None
     """A foreign key that must be off, or this one has no effect."""
+    switched: Mapping[str, Sequence[str]] | None = None
+    """Foreign key -> the keys in place of `targets` where that key is on."""
     off_values: Sequence[str] = ()
     """Canonical values with which this key as a switch is off, besides null, false, 0 and no."""
     when_null: str = ""

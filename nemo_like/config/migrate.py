@@ -23,6 +23,7 @@ from nemo_like.config.build import build_config, register_arithmetic, resolve_in
 from nemo_like.config.check import find_problems
 from nemo_like.config.errors import ConfigError, Problem, counted, shown_path
 from nemo_like.config.foreign import (
+    NO_EFFECT,
     Finding,
     find_foreign,
     guess_job,
@@ -39,6 +40,7 @@ from nemo_like.config.schema import RunConfig
 
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 _SETS = {"data.train_path": "data.train_sets", "data.validation_path": "data.validation_sets"}
+_WARMUP = "policy.scheduler.warmup_steps"
 _SAMPLING_JOBS = ("grpo", "distill")
 _LAYOUT = "policy.generation.vllm."
 """Keys that change no training; a value that is not possible here is dropped."""
@@ -73,9 +75,6 @@ class Migration:
 
     def put(self, key: str, value: Any, origin: str) -> bool:
         """Set a key; return False if it has another value already."""
-        if key == "policy.scheduler.warmup_steps" and isinstance(value, float):
-            # The product of a share and the steps; transformers rounds up.
-            value = math.ceil(round(value, 6))
         value = _fitting(type_at(self.job.run_config, key), value)
         if key in _SETS and isinstance(value, str) and not _FILE.fullmatch(value):
             # The name of a data set of the hub.
@@ -96,7 +95,7 @@ def migrate(jobs: Mapping[str, type[RunConfig]], path: Path, kind: str | None = 
     """
     any_job = JobSchema(next(iter(jobs)), jobs)
     source = read_source(any_job, path)
-    tool = recognized_tool(source.tree)
+    tool = recognized_tool(source.tree, is_fragment=kind is not None)
     if tool is None:
         known = ", ".join(each.name for each in tools() if each.signs)
         raise ConfigError(f"{shown_path(path)} has the keys of no known tool ({known})")
@@ -138,20 +137,29 @@ def _computed(formula: str, tree: Mapping[str, Any]) -> float | None:
             return None
         total = value if total is None else apply(total, value)
     # Negative numbers turn a limit off.
-    return total if total is not None and total >= 0 else None
+    if total is None or total < 0:
+        return None
+    # Without the rounding errors of a quotient such as 7e-7 / 7e-6.
+    return float(f"{total:.12g}")
 
 
 def _translate(result: Migration, tree: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Carry the keys over that have a place here, and list the others."""
     job = result.job
     found = find_foreign(job, tree, result.tool)
-    without_effect = {one.path for one in found if one.group == "deletable"}
+    # A key is part of a formula also with a value that has no effect by itself, such as 1.
+    without_effect = {
+        one.path for one in found if one.group == "deletable" and one.text != NO_EFFECT
+    }
     for target, formulas in result.tool.computed.items():
         if type_at(job.run_config, target) is None:
             continue
         for formula in [formulas] if isinstance(formulas, str) else formulas:
             value = _computed(formula, tree)
             if value is not None and without_effect.isdisjoint(formula.split()):
+                if target == _WARMUP:
+                    # The product of a share and the steps; transformers rounds up.
+                    value = math.ceil(round(value, 6))
                 result.put(target, value, formula)
                 for word in formula.split():
                     if value_at(tree, word) is not None and word not in defaults:
@@ -203,10 +211,14 @@ def _carry(
         return
     if one.text:
         origin += f" ({one.text})"
-    values = [value] * len(one.targets)
-    if len(one.targets) > 1 and isinstance(value, list) and len(value) == len(one.targets):
+    targets = one.targets
+    values = [value] * len(targets)
+    if isinstance(value, Mapping):
+        targets = tuple(f"{targets[0]}.{name}" for name in value)
+        values = list(value.values())
+    elif len(one.targets) > 1 and isinstance(value, list) and len(value) == len(one.targets):
         values = value
-    _set(result, "" if one.path in defaults else one.path, one.targets, values, origin)
+    _set(result, "" if one.path in defaults else one.path, targets, values, origin)
 
 
 def _set(
@@ -240,6 +252,7 @@ def _complete(result: Migration, path: Path) -> None:
     if "run_name" not in result.values:
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.stem).strip("-.") or "run"
         result.put("run_name", name, "the name of the file")
+    _set_warmup(result)
     _set_layout(result)
     result.missing = missing_keys(result.job, result.tree())
     if "reward.functions" in result.missing:
@@ -272,6 +285,20 @@ def _complete(result: Migration, path: Path) -> None:
     result.problems = problems
 
 
+def _set_warmup(result: Migration) -> None:
+    """Replace a warm-up that is a share of the steps by its number of steps."""
+    share = result.values.get(_WARMUP)
+    if not isinstance(share, float) or share >= 1:
+        return
+    num_steps = result.values.get(f"{result.job.kind}.max_num_steps")
+    if num_steps is not None:
+        result.values[_WARMUP] = math.ceil(round(share * num_steps, 6))
+        result.origins[_WARMUP] += f": {share} of {num_steps} steps"
+        return
+    text = f"{share} is a share of the steps, whose number is not known; set {_WARMUP}"
+    _drop_value(result, result.values, Problem((_WARMUP,), text))
+
+
 def _set_layout(result: Migration) -> None:
     """Set the token budgets and the engine that the carried keys need."""
     values = result.values
@@ -294,8 +321,11 @@ def _set_layout(result: Migration) -> None:
 def _drop_value(result: Migration, values: dict[str, Any], problem: Problem) -> None:
     """Drop a value that is not legal here."""
     key = problem.keys[0].partition("[")[0]
-    values.pop(key, None)
+    value = values.pop(key, None)
     result.values.pop(key, None)
+    if key in result.tool.computed and value is not None:
+        # Its keys may have other uses, in which they are carried over.
+        result.notes.append(f"{key} is left out: {problem.text}")
     for path in [old for old, targets in result.carried.items() if key in targets]:
         result.carried[path].remove(key)
         if result.carried[path]:

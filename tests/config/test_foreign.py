@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -137,8 +137,17 @@ def check_entry(tool: Tool, entry: Entry) -> None:
         assert targets and all(is_key(target) for target in targets)
         assert entry.switch is None or entry.switch in tool.entries
         assert entry.unless is None or entry.unless in tool.entries
+        for switch, others in (entry.switched or {}).items():
+            assert switch in tool.entries and all(is_key(target) for target in others)
         for value in (entry.values or {}).values():
-            if value not in (None, "*") and "${" not in value:
+            if value in (None, "*") or "${" in value:
+                continue
+            items = yaml.safe_load(value)
+            if isinstance(items, list) and len(items) == len(targets) > 1:
+                # One value for each key.
+                for target, item in zip(targets, items, strict=True):
+                    assert is_known_value(target, item), item
+            else:
                 assert any(is_legal(target, value) for target in targets), value
 
 
@@ -146,6 +155,12 @@ def is_key(path: str) -> bool:
     if path in ("reward.functions", "reward.functions.NAME"):
         return True
     return any(type_at(config, path) is not None for config in RUN_CONFIGS.values())
+
+
+def is_known_value(path: str, value: Any) -> bool:
+    """Whether the type of the key has the value; other keys may have to fit it."""
+    (annotation,) = {type_at(config, path) for config in RUN_CONFIGS.values()} - {None}
+    return value in get_args(annotation) if isinstance(value, str) else annotation is type(value)
 
 
 def is_legal(path: str, value: str) -> bool:
