@@ -58,7 +58,7 @@ def test_a_resumed_run_logs_the_metrics_of_the_uninterrupted_one(
     assert [line["step"] for line in expected] == [1, 2, 3, 4]
     for line in expected:
         assert line["packing/num_microbatches"] == 2
-        assert line["packing/num_deferred"] <= 24
+        assert line["packing/num_deferred"] <= (24 if layout == "packed" else 64)
 
 
 @pytest.mark.parametrize("tail", ["emit", "drop"])

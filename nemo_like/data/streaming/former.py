@@ -64,7 +64,8 @@ class MicrobatchFormer:
         """Rows between the last two steps."""
         self._counts_at_step = StreamCounts()
         self.is_closed = False
-        self._warned_of_window = False
+        self._warned: set[str] = set()
+        """Kinds of warnings that were given. The others of a kind are only counted."""
         self.window = Window()
         self.bins: list[Bin] = []
         """Microbatches of the current step."""
@@ -137,14 +138,25 @@ class MicrobatchFormer:
         self.counts.num_oversize += 1
         if plan.oversize == "drop":
             self.counts.num_dropped += 1
-            warnings.warn(f"{problem}; it is left out", OversizeWarning, stacklevel=3)
+            self._warn_of_row(f"{problem}; it is left out")
             return None
         if plan.oversize == "truncate":
             self.counts.num_truncated += 1
-            warnings.warn(f"{problem}; it is truncated", OversizeWarning, stacklevel=3)
+            self._warn_of_row(f"{problem}; it is truncated")
             return plan.max_row_tokens
-        warnings.warn(f"{problem}; it runs alone", OversizeWarning, stacklevel=3)
+        self._warn_of_row(f"{problem}; it runs alone")
         return length
+
+    def _warn_of_row(self, text: str) -> None:
+        """Warn of the first oversize row."""
+        if "oversize" in self._warned:
+            return
+        self._warned.add("oversize")
+        warnings.warn(
+            f"{text}; further such rows are counted (packing/num_oversize) without a warning",
+            OversizeWarning,
+            stacklevel=4,
+        )
 
     def close(self) -> None:
         """Mark the end of the stream: the window is emptied without waiting for further rows."""
@@ -188,7 +200,7 @@ class MicrobatchFormer:
         """Form microbatches while rows suffice; return True if the step has all of them."""
         while len(self.bins) < self.num_bins and self.is_ready:
             self.form_now()
-            if not (self.window or self.is_closed or self._warned_of_window):
+            if not (self.window or self.is_closed or "window" in self._warned):
                 self._warn_if_limited(self.bins[-1])
         return len(self.bins) == self.num_bins
 
@@ -211,7 +223,7 @@ class MicrobatchFormer:
         used = positions(rows, self._limits.layout)
         if fill.is_full or used > _MAX_LIMITED_SHARE * self._limits.max_tokens:
             return
-        self._warned_of_window = True
+        self._warned.add("window")
         warnings.warn(
             f"a microbatch has all {len(rows)} rows of the window and uses {used} of"
             f" {self._limits.max_tokens} tokens: the window limits it. Raise window_rows"

@@ -519,3 +519,15 @@ def _push_until_step(planner: StreamingPlanner) -> int:
     for number in range(4):
         planner.push(number, 3)
     return len(steps_now(planner))
+
+
+@pytest.mark.parametrize("oversize", ["drop", "truncate", "singleton"])
+def test_oversize_rows_give_one_warning_and_are_counted(oversize: Oversize) -> None:
+    planner = StreamingPlanner(StreamSpec(plan=PlanSpec(max_tokens=8, oversize=oversize)))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for number in range(5):
+            planner.push(number, 9 + number)
+    assert len(seen) == 1
+    assert "row 0 has 9 tokens" in str(seen[0].message)
+    assert planner.counts.num_oversize == 5
