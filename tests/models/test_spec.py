@@ -183,9 +183,10 @@ _FLOPS_CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("model_type", _FLOPS_CONFIGS)
 def test_linear_flops_are_those_that_torch_counts(model_type: str, is_file: bool) -> None:
     sizes = {**SIZES, "num_key_value_heads": 4, "pad_token_id": 0, "bos_token_id": 1}
-    config = AutoConfig.for_model(model_type, **sizes, eos_token_id=2, **_FLOPS_CONFIGS[model_type])
-    config._attn_implementation = "eager"
-    config._experts_implementation = "eager"
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    config = AutoConfig.for_model(
+        model_type, **sizes, eos_token_id=2, **eager, **_FLOPS_CONFIGS[model_type]
+    )
     model = AutoModelForCausalLM.from_config(config)
     num_tokens = 16
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
