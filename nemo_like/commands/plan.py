@@ -18,6 +18,7 @@ from nemo_like.config.schema import RunConfig
 from nemo_like.console import say
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.data.streaming.spec import StreamSpec
+from nemo_like.integer_math import round_up
 from nemo_like.models.layout_check import model_problems
 from nemo_like.models.pretrained import import_transformers_without_torch
 from nemo_like.models.spec import ModelSpec, load_spec
@@ -32,6 +33,11 @@ from nemo_like.training.run_data import RunData, load_training
 
 _DEFAULTS = Path(__file__).with_name("plan.yaml")
 """The config without --config."""
+_BUDGET_KEY = "policy.sequence_packing.train_mb_tokens"
+_ROW_KEYS = (_BUDGET_KEY, "policy.oversize_rows", "policy.max_total_sequence_length")
+"""Keys that say what becomes of rows above the budget."""
+_BUDGET_MULTIPLE = 256
+"""A budget that is raised to the longest row is a multiple of this."""
 _MAX_ROWS = 65_536
 """Rows of a file of lengths that are planned without --limit."""
 _NUM_STEPS = 16
@@ -64,10 +70,15 @@ def plan_request(arguments: argparse.Namespace) -> PlanRequest:
     """Return the request that the arguments describe. Raises ConfigError for wrong input."""
     _check_sources(arguments)
     past = None if arguments.metrics is None else read_run(arguments.metrics)
+    is_default = arguments.config is None and past is None
     if arguments.model is None and arguments.data is None:
         arguments.config = arguments.config or (past and past.config) or _DEFAULTS
     config = open_config(arguments, prints=arguments.json != "-")
     rows = _row_lengths(config, past, arguments)
+    notes: tuple[str, ...] = ()
+    if is_default and arguments.config is not None:
+        notes = _raise_budget(arguments, config, rows)
+        config = open_config(arguments, prints=False)
     model = _open_spec("policy.model_name", config.policy.model_name)
     model = model.with_output_head(config.output_head)
     layout = policy_layout(config)
@@ -104,7 +115,7 @@ def plan_request(arguments: argparse.Namespace) -> PlanRequest:
         memory_gib=arguments.memory_gb,
         shared_prefix=shared_prefix,
         logged={} if past is None else past.compare(spec, shared_prefix),
-        notes=_notes(config),
+        notes=(*notes, *_notes(config)),
     )
 
 
@@ -170,6 +181,27 @@ def first_lengths(config: RunConfig, num_rows: int | None, num_steps: int) -> Ro
     if num_rows is not None:
         num_steps = num_rows // config.rows_per_step
     return algorithm.first_lengths(config, data, num_steps, progress)
+
+
+def _raise_budget(
+    arguments: argparse.Namespace, config: RunConfig, rows: RowLengths
+) -> tuple[str, ...]:
+    """Add the smallest usual budget to the overrides if the default one is below the longest row.
+
+    Return the note about it. A budget or a treatment of such rows that the user gave is kept.
+    """
+    longest = int(rows.counts.lengths.max(initial=0))
+    budget = config.policy.sequence_packing.train_mb_tokens
+    is_given = any(text.partition("=")[0].strip("+") in _ROW_KEYS for text in arguments.overrides)
+    if longest <= budget or is_given or not config.policy.sequence_packing.enabled:
+        return ()
+    raised = round_up(longest, _BUDGET_MULTIPLE)
+    arguments.overrides = [*arguments.overrides, f"{_BUDGET_KEY}={raised}"]
+    note = (
+        f"{_BUDGET_KEY} is {raised} instead of the default {budget}: the longest row has {longest}"
+        " tokens; policy.oversize_rows=truncate, drop or singleton plans with the default"
+    )
+    return (note,)
 
 
 def _open_spec(key: str, name: str) -> ModelSpec:

@@ -43,11 +43,12 @@ class BatchingConfig:
     microbatches_per_step: Annotated[int, Ge(1)] = 1
     """Microbatches of each data-parallel rank in one optimizer step (not `fixed`)."""
     window_rows: Annotated[int | None, Ge(1)] = None
-    """Max rows per data-parallel rank that wait for a microbatch; null is 32 for `pool`, 200 for
-    `dyn_bsz` and 256 for the others."""
+    """Rows per data-parallel rank from which a microbatch is formed, if they also have the tokens
+    of a full one, or if `window_tokens` is 0; null is 32 for `pool`, 200 for `dyn_bsz` and 256 for
+    the others."""
     window_tokens: Annotated[int | None, Ge(0)] = None
     """Tokens per data-parallel rank from which a microbatch is formed although fewer than
-    `window_rows` wait; 0 always waits for `window_rows`. null is 0 for `pool`, and else 4 x
+    `window_rows` wait; with 0 only rows count. null is 0 for `pool`, and else 4 x
     `train_mb_tokens` with packing and 16 x with dynamic batching."""
     strategy: Literal["prefer_closest", "prefer_first"] = "prefer_closest"
     """`pool` with dynamic batching: among rows that add equal padding, take the one of the closest

@@ -214,7 +214,8 @@ class SequencePackingConfig:
     therefore fits more tokens than training."""
     algorithm: PackingName = "balanced"
     """Algorithm that forms the microbatches. `balanced` assigns rows to microbatches and ranks
-    jointly; the bins of the other algorithms are assigned to ranks without changing them."""
+    jointly; the bins of the other algorithms are assigned to ranks. If their number is no multiple
+    of the ranks, the fullest ones, up to all of them, are first repacked into more bins."""
     sequence_length_round: Annotated[int, Ge(1)] = 1
     """Pad each row to a multiple of this many tokens, combined (least common multiple) with the
     multiple that context and sequence parallelism require."""

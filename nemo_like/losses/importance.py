@@ -66,7 +66,8 @@ def mismatch_metrics(
     log_weight, is_finite = log_weights(prev_logprobs, generation_logprobs, mask)
     measured = mask & is_finite
     weight = torch.exp(log_weight)
-    kl_k3 = weight - 1 - log_weight
+    # `expm1`: for small differences exp(d) - 1 has no digits left.
+    kl_k3 = torch.expm1(log_weight) - log_weight
     metrics = mean_metrics(
         {
             "mismatch/gen_kl_k3": kl_k3,

@@ -117,8 +117,9 @@ def reinforce_surrogate(logprobs: Tensor, advantages: Tensor) -> SurrogateTerms:
 def divergence_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
     """Return estimates of KL(previous, policy), [T] each, from l - l_prev, float32 [T]."""
     log_ratio = log_ratio.detach()
-    ratio = torch.exp(log_ratio.clamp(-MAX_EXPONENT, MAX_EXPONENT))
-    return {"policy/approx_kl_k1": -log_ratio, "policy/approx_kl_k3": ratio - 1 - log_ratio}
+    # `expm1`: for small differences exp(d) - 1 has no digits left.
+    kl_k3 = torch.expm1(log_ratio.clamp(-MAX_EXPONENT, MAX_EXPONENT)) - log_ratio
+    return {"policy/approx_kl_k1": -log_ratio, "policy/approx_kl_k3": kl_k3}
 
 
 def _outside(ratio: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
@@ -173,7 +174,7 @@ def reference_kl(
         elif kind == "k2":
             value = difference.square() / 2
         else:
-            value = torch.exp(difference) - 1 - difference
+            value = torch.expm1(difference) - difference
         value = value.clamp(-_MAX_KL, _MAX_KL)
     return _WithGradient.apply(policy_logprobs, value, gradient)  # type: ignore[return-value]
 

@@ -20,6 +20,7 @@ class FamilyTraits:
 
 _UNGATED = FamilyTraits(num_mlp_matrices=2)
 TRAITS = {
+    "apertus": _UNGATED,
     "arcee": _UNGATED,
     "bloom": _UNGATED,
     "codegen": _UNGATED,
@@ -33,8 +34,10 @@ TRAITS = {
     "gptj": _UNGATED,
     "mixtral": FamilyTraits(normalizes_weights=True),
     "mpt": _UNGATED,
+    "nanochat": _UNGATED,
     "nemotron": _UNGATED,
     "opt": _UNGATED,
+    "persimmon": _UNGATED,
     "phi": _UNGATED,
     "qwen2": FamilyTraits(has_qkv_bias=True),
     "qwen3": FamilyTraits(has_qk_norm=True),

@@ -409,18 +409,20 @@ def _score_factor(rope: Mapping[str, Any]) -> float:
 
 
 def _moe(fields: ConfigFields, traits: FamilyTraits, num_layers: int) -> MoeSpec | None:
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     # 0 experts mean a dense model.
     if not fields.get(*names, default=0):
         return None
     expert_size = fields.size("moe_intermediate_size", "intermediate_size")
-    # Qwen gives the size of the shared expert, DeepSeek the number of shared experts.
-    shared_size = fields.get("shared_expert_intermediate_size", default=0)
+    # Qwen and Granite give the size of the shared expert, DeepSeek and ERNIE the number of them.
+    sizes = ("shared_expert_intermediate_size", "shared_intermediate_size")
+    shared_size = fields.get(*sizes, default=0)
     if not shared_size:
-        shared_size = expert_size * fields.get("n_shared_experts", default=0)
+        num_shared = fields.get("n_shared_experts", "moe_num_shared_experts", default=0)
+        shared_size = expert_size * num_shared
     return MoeSpec(
         num_experts=fields.size(*names),
-        num_active_experts=fields.size("num_experts_per_tok"),
+        num_active_experts=fields.size("num_experts_per_tok", "moe_k"),
         expert_size=expert_size,
         shared_size=shared_size,
         layers=_moe_layers(fields, num_layers),
@@ -434,7 +436,10 @@ def _moe(fields: ConfigFields, traits: FamilyTraits, num_layers: int) -> MoeSpec
 
 
 def _moe_layers(fields: ConfigFields, num_layers: int) -> frozenset[int]:
-    first = fields.get("first_k_dense_replace", default=0)
+    kinds = fields.get("mlp_layer_types", default=None)
+    if kinds is not None:
+        return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+    first = fields.get("first_k_dense_replace", "moe_layer_start_index", default=0)
     period = fields.get("decoder_sparse_step", "moe_layer_freq", default=1)
     dense = set(fields.get("mlp_only_layers", default=()))
     # Qwen counts layers from 1 (`(layer + 1) % step == 0`), DeepSeek from 0. With a period of 1

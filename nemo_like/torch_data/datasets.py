@@ -117,7 +117,10 @@ class ShardedIterableDataset(_ResumableDataset, Generic[Sample]):
 
         `drop_last` leaves out rows so that all ranks have equally many. `allow_empty` permits ranks
         and workers without rows. `seed_rows` seeds the random augmentation of each row, see
-        `feeds.RowGenerators`. Raises ValueError for a rank out of range and fewer rows than ranks.
+        `feeds.RowGenerators`. Every rank gives the same dataset, seed and shuffle: of rows that
+        only one rank has, the others' parts would be lost. A `coordinator` of LoadBalancedDataset
+        raises AlignmentError for different ones. Raises ValueError for a rank out of range and
+        fewer rows than ranks.
         """
         super().__init__()
         check_rank(dp_rank, dp_world_size)

@@ -209,6 +209,14 @@ class MapFeed(Generic[Sample]):
         return len(self._order.order) - self._num_unused
 
     @property
+    def source(self) -> tuple[int, ...]:
+        """The rows that the ranks divide: their number, and the seed and shuffling of the order."""
+        num_rows = len(self._dataset)
+        if isinstance(self._order, SamplerOrder):
+            return (num_rows,)
+        return num_rows, self._order.seed, int(self._order.shuffle)
+
+    @property
     def epoch(self) -> int:
         """The epoch whose rows are fetched."""
         return self._order.epoch
@@ -307,6 +315,9 @@ class IterableFeed(Generic[Sample]):
     resume the dataset needs `state_dict` and `load_state_dict`, and with workers torchdata's
     StatefulDataLoader; `set_epoch` is called if it exists.
     """
+
+    source: tuple[int, ...] = ()
+    """Empty: the ranks have rows of their own."""
 
     def __init__(
         self,

@@ -42,6 +42,16 @@ def batch_size_scale(batch_size: float, base_batch_size: float, method: Method) 
     raise ValueError(f"method is {method!r}: give linear, sqrt or none")
 
 
+def scale_lr(
+    base_batch_size: float, batch_size: float, base_lr: float = 1.0, method: Method = "linear"
+) -> float:
+    """Return the learning rate for a batch size, from that for the base batch size (DeepSpeed).
+
+    See `batch_size_scale`, which raises ValueError.
+    """
+    return base_lr * batch_size_scale(batch_size, base_batch_size, method)
+
+
 class VariableBatchSizeLR(LRScheduler):
     """Multiplies the learning rates of a base scheduler by the scale of each step's batch size.
 
@@ -148,13 +158,24 @@ class VariableBatchSizeLR(LRScheduler):
         self._first_step = self.last_epoch
         self._choose_batch_size()
 
-    def step(self, metrics: float | None = None) -> None:  # type: ignore[override]
+    def step(self, metrics: float | None = None, epoch: int | None = None) -> None:  # type: ignore[override]
         """Set the learning rates of the next optimizer step. Called after an optimizer step.
 
-        `metrics` is for `ReduceLROnPlateau`, which requires it. Raises ValueError if it is missing
-        there or given for another scheduler, and RuntimeError for a stream in which
-        `set_next_batch_size` was not called for this step.
+        `metrics` is for `ReduceLROnPlateau`, which requires it. For other schedulers the argument
+        is `epoch`, the number of the next optimizer step, as in DeepSpeed: the present one changes
+        nothing. Raises ValueError if `metrics` are missing, or for another value or step than the
+        next, and RuntimeError for a stream in which `set_next_batch_size` was not called for this
+        step.
         """
+        if not isinstance(self.base_scheduler, ReduceLROnPlateau) and epoch is None:
+            metrics, epoch = None, self._checked_step(metrics)
+        if epoch == self.last_epoch:
+            return
+        if epoch not in (None, self.last_epoch + 1):
+            raise ValueError(
+                f"step was called for step {epoch} after step {self.last_epoch}: give"
+                f" {self.last_epoch + 1}, or restore a position with load_state_dict"
+            )
         if self.batch_size is None:
             raise RuntimeError(
                 f"the batch size of step {self.last_epoch} is unknown: call set_next_batch_size "
@@ -164,15 +185,20 @@ class VariableBatchSizeLR(LRScheduler):
         needs_metrics = isinstance(base, ReduceLROnPlateau)
         if needs_metrics and metrics is None:
             raise ValueError("ReduceLROnPlateau was called without metrics: give the metric")
-        if not needs_metrics and metrics is not None:
-            raise ValueError(
-                f"{type(base).__name__} was called with metrics={metrics}: leave it out"
-            )
         self._set_lrs(self.unscaled_lrs)
         base.step(*([metrics] if needs_metrics else []))  # pyright: ignore[reportArgumentType]
         self.unscaled_lrs = self._current_lrs()
         self.last_epoch += 1
         self._choose_batch_size()
+
+    def _checked_step(self, value: float | None) -> int | None:
+        """Return `value` as the number of a step. Raises ValueError if it is none."""
+        if value is not None and value != int(value):
+            raise ValueError(
+                f"{type(self.base_scheduler).__name__} was called with metrics={value}: leave it"
+                " out"
+            )
+        return None if value is None else int(value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the complete state, a copy, with the state of the base scheduler."""

@@ -86,8 +86,9 @@ class OnlineBatchLoader(Generic[Sample, Batch]):
     """Optimizer steps of one rank, one epoch per iteration.
 
     Every row of the epoch is in one step of one rank (with `join`), and all ranks have the same
-    number of steps and microbatches, for any number of rows per rank. At most
-    `spec.window_rows` rows wait, and `num_workers * prefetch_factor` are fetched in advance.
+    number of steps and microbatches, for any number of rows per rank. At most `spec.window_rows`
+    rows wait, or as many as a full microbatch needs, and `num_workers * prefetch_factor` are
+    fetched in advance.
 
     `state_dict` restores the position exactly. Only waiting rows are fetched again. A map-style
     dataset may continue with another number of workers, or on another number of ranks

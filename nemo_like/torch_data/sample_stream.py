@@ -114,6 +114,7 @@ class SampleStream(Generic[Sample]):
         self._infinite_loop = infinite_loop
         self.planner = AlignedPlanner(spec, coordinator or SingleCoordinator(), join=join)
         self.planner.shard_rows = self._shard_rows()
+        self.planner.source = feed.source
         self.samples: dict[int, Sample] = {}
         """The waiting samples, and the spare one."""
         self.spare: int | None = None

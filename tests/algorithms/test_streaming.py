@@ -46,6 +46,8 @@ def test_a_resumed_run_logs_the_metrics_of_the_uninterrupted_one(
     changes = options(kind, "data.batching.window_rows=24")
     if layout == "padded":
         changes += ("policy.sequence_packing.enabled=false", "policy.dynamic_batching.enabled=true")
+        # The rows of the window, of about 60 tokens, have the tokens of four microbatches.
+        changes += ("policy.dynamic_batching.train_mb_tokens=320",)
     run = run_sft(recipe.sft(*changes)).directory
     expected = read_metrics(run.path)
     lengths = run.lengths.read_bytes()
@@ -56,7 +58,7 @@ def test_a_resumed_run_logs_the_metrics_of_the_uninterrupted_one(
     assert [line["step"] for line in expected] == [1, 2, 3, 4]
     for line in expected:
         assert line["packing/num_microbatches"] == 2
-        assert line["packing/num_deferred"] <= 24
+        assert line["packing/num_deferred"] <= (24 if layout == "packed" else 64)
 
 
 @pytest.mark.parametrize("tail", ["emit", "drop"])

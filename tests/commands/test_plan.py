@@ -323,6 +323,18 @@ def test_wrong_input_is_one_message(
         assert word in said
 
 
+def test_the_default_budget_is_raised_to_the_longest_row(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text("12\n9000\n")
+    record = plan(capsys, "--lengths", path)
+    # 9,000 rounded up to a multiple of 256.
+    note = f"{BUDGET} is 9216 instead of the default 8192: the longest row has 9000 tokens"
+    assert any(text.startswith(note) for text in record["notes"])
+    assert "is above" in message(capsys, "--lengths", path, f"{BUDGET}=8192").replace("are", "is")
+    truncated = plan(capsys, "--lengths", path, "policy.oversize_rows=truncate")
+    assert not any(BUDGET in text and "instead" in text for text in truncated["notes"])
+
+
 def test_a_source_must_be_given_and_must_hold_lengths(tmp_path: Path, demo: Path, capsys):
     assert "--lengths" in message(capsys, f"{GPUS}=2")
     assert "no row lengths" in message(capsys, "--metrics", tmp_path)

@@ -19,6 +19,8 @@ from nemo_like.config.loss import (
     PolicyGradientLossConfig,
 )
 from nemo_like.losses import ClippedPolicyGradientLoss, GlobalCounts, LossInputs
+from nemo_like.losses.importance import mismatch_metrics
+from nemo_like.losses.policy_gradient import divergence_metrics
 from nemo_like.metrics import merge_metrics, metric_values
 from tests.policy.thread_ranks import run_thread_ranks
 
@@ -392,3 +394,17 @@ def test_the_bounds_of_the_config_replace_the_defaults() -> None:
     metrics = metric_values(loss(to_inputs(below, [leaf_of(row) for row in below])).fetch_metrics())
     assert metrics["importance/weight_mean"] == pytest.approx(0.5)
     assert metrics["importance/out_of_bounds_share"] == 1.0
+
+
+def test_small_differences_of_log_probs_have_the_right_kl_k3():
+    """exp(d) - 1 - d in float32 is negative, or has no right digit, below d = 1e-4."""
+    generation = torch.full((6,), -2.5)
+    difference = torch.tensor([1e-3, -1e-3, 1e-4, -1e-4, 2e-5, 0.5])
+    policy = generation + difference
+    exact = (policy.double() - generation.double()).numpy()
+    expected = np.expm1(exact) - exact
+    metrics = mismatch_metrics(policy, generation, torch.ones(6, dtype=torch.bool))
+    total = metrics["mismatch/gen_kl_k3"].total
+    assert float(total) == pytest.approx(expected.sum(), rel=1e-4)
+    k3 = divergence_metrics(policy - generation)["policy/approx_kl_k3"]
+    np.testing.assert_allclose(k3.numpy(), expected, rtol=2e-2)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from nemo_like.config.errors import ConfigError
@@ -148,3 +149,50 @@ def test_presets_have_their_size(tmp_path: Any) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="contains list, not a model configuration"):
         load_spec(str(tmp_path))
+
+
+_FLOPS_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "apertus": {},
+    "nanochat": {},
+    "persimmon": {},
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "moe_layer_start_index": 1,
+    },
+    "granitemoeshared": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 40,
+    },
+    "glm4_moe_lite": {
+        **LATENT,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 24,
+        "num_nextn_predict_layers": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+@pytest.mark.parametrize("model_type", _FLOPS_CONFIGS)
+def test_linear_flops_are_those_that_torch_counts(model_type: str, is_file: bool) -> None:
+    sizes = {**SIZES, "num_key_value_heads": 4, "pad_token_id": 0, "bos_token_id": 1}
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    config = AutoConfig.for_model(
+        model_type, **sizes, eos_token_id=2, **eager, **_FLOPS_CONFIGS[model_type]
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    num_tokens = 16
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.arange(num_tokens)[None], use_cache=False)
+    # Attention multiplies batches of matrices; what is linear in the tokens has a weight matrix.
+    operators = counter.get_flop_counts()["Global"].items()
+    linear = sum(flops for operator, flops in operators if "bmm" not in str(operator))
+    spec = ModelSpec.from_config(config.to_dict() if is_file else config)
+    assert 2 * num_tokens * spec.num_active_params == pytest.approx(linear, rel=1e-3)

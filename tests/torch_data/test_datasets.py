@@ -22,6 +22,7 @@ from nemo_like.data.row_order import ShardedOrder
 from nemo_like.data.streaming.alignment import AlignmentError, Coordinator, SingleCoordinator
 from nemo_like.data.streaming.former import OversizeRowError
 from nemo_like.torch_data.datasets import LoadBalancedDataset, ShardedIterableDataset
+from nemo_like.torch_data.drop_in import online_batches
 from tests.torch_data.online_ranks import run_ranks
 from tests.torch_data.row_datasets import (
     AugmentedRows,
@@ -672,3 +673,25 @@ def test_what_is_no_epoch_is_an_error(epoch: Any) -> None:
     for dataset in (shard, LoadBalancedDataset(shard, max_tokens_for_batch=4)):
         with pytest.raises(ValueError, match="epoch is"):
             dataset.set_epoch(epoch)
+
+
+@pytest.mark.parametrize("uses_online_batches", [True, False])
+def test_ranks_with_different_datasets_are_an_error_of_all_ranks(uses_online_batches: bool) -> None:
+    def work(coordinator: Coordinator) -> str:
+        rows = Rows([3] * (12, 4)[coordinator.rank])
+        if uses_online_batches:
+            loader = DataLoader(rows, batch_size=1, collate_fn=list)
+            steps = online_batches(loader, 8, collate_fn=list, coordinator=coordinator).loader
+        else:
+            steps = LoadBalancedDataset(
+                ShardedIterableDataset(rows, coordinator.rank, 2),
+                coordinator=coordinator,
+                max_tokens_for_batch=8,
+                infinite_loop=False,
+            )
+        with pytest.raises(AlignmentError, match="so must a map-style dataset") as error:
+            next(iter(steps))
+        return str(error.value)
+
+    first, second = run_ranks(2, work)
+    assert first == second

@@ -17,7 +17,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from nemo_like.data.planning.token_batches import batch_by_tokens
-from nemo_like.torch_data.learning_rate import Method, VariableBatchSizeLR, batch_size_scale
+from nemo_like.torch_data.learning_rate import (
+    Method,
+    VariableBatchSizeLR,
+    batch_size_scale,
+    scale_lr,
+)
 
 LRS = (1e-3, 0.02)
 
@@ -246,8 +251,10 @@ def test_errors() -> None:
         listed.set_next_batch_size(2)
     with pytest.raises(ValueError, match="streams call set_next_batch_size instead"):
         stream.start_epoch([2])
-    with pytest.raises(ValueError, match="ExponentialLR was called with metrics=0: leave it out"):
-        listed.step(0)
+    with pytest.raises(ValueError, match=r"ExponentialLR was called with metrics=0\.5"):
+        listed.step(0.5)
+    with pytest.raises(ValueError, match="for step 2 after step 0: give 1, or restore"):
+        listed.step(2)
     with pytest.raises(ValueError, match="ReduceLROnPlateau was called without metrics"):
         wrapped("plateau", [3]).step()
     with pytest.raises(ValueError, match="batch_sizes is empty"):
@@ -279,3 +286,25 @@ def test_a_batch_size_is_an_integer_and_the_base_a_scheduler() -> None:
         VariableBatchSizeLR(optimizer, base_batch_size=2)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="the state has no unit"):
         wrapped("exponential", None).load_state_dict({})
+
+
+def test_steps_may_be_numbered_as_in_deepspeed() -> None:
+    """`step(0)` after the construction, and then `step(i)` after optimizer step i - 1."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    base = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    scheduler = VariableBatchSizeLR(base, 10, [10, 4], None, "linear")
+    scheduler.step(0)
+    rates = []
+    for step in range(1, 5):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step(epoch=step) if step % 2 else scheduler.step(step)
+    assert rates == pytest.approx([1.0, 0.5 * 0.4, 0.25, 0.125 * 0.4])
+
+
+def test_scale_lr_has_the_arguments_of_deepspeed() -> None:
+    assert scale_lr(10, 4, 5e-3, "linear") == pytest.approx(2e-3)
+    assert scale_lr(16, 4, 1.0, "sqrt") == pytest.approx(0.5)
+    assert scale_lr(16, 4, 3.0, "none") == 3.0
+    assert scale_lr(2, 4) == pytest.approx(2.0)

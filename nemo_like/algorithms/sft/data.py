@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from nemo_like.data.loader import BatchLoader
 from nemo_like.data.row_files import Row
 from nemo_like.data.row_order import Curriculum
 from nemo_like.data.rows import Rows
+from nemo_like.data.streaming.former import WindowWarning
 from nemo_like.data.streaming.planner import RowNumbers, StreamLoader
 from nemo_like.data.token_counts import count_tokens
 from nemo_like.models.spec import ModelSpec
@@ -211,7 +213,8 @@ def _describe_first_step(
 ) -> None:
     """Form the first step of a stream; warn if the window is too small to fill a microbatch."""
     loader = diagnostics.check(lambda: open_stream(config, source, model))
-    rows = None if loader is None else diagnostics.check(lambda: next(loader))
+    with warnings.catch_warnings(category=WindowWarning, action="ignore"):
+        rows = None if loader is None else diagnostics.check(lambda: next(loader))
     if loader is None or rows is None:
         return
     step = loader.planned
@@ -227,7 +230,9 @@ def _describe_first_step(
     max_tokens = step.plan.spec.max_tokens or 0
     window_rows = config.data.batching.num_window_rows
     mean_length = float(step.plan.lengths.mean())
-    if window_rows * mean_length < max_tokens and len(source.data.train) > window_rows:
+    counts_rows = loader.spec.window_tokens == 0
+    is_small = window_rows * mean_length < max_tokens and len(source.data.train) > window_rows
+    if counts_rows and is_small:
         diagnostics.warnings.append(
             f"data.batching.window_rows is {window_rows}, which at {mean_length:.0f} tokens per row"
             f" cannot fill a microbatch of {max_tokens:,} tokens; set it to"

@@ -132,7 +132,7 @@ class SequencePacker:
         return self.split_fullest(packing, lengths, num_bins)
 
     def split_fullest(self, packing: Packing, lengths: np.ndarray, num_bins: int) -> Packing:
-        """Split the fullest bins of `packing` until there are `num_bins`, at most one per row.
+        """Repack the fullest bins of `packing` into more, `num_bins` in total, at most one per row.
 
         Applies `packers.split_fullest` under this packer's limits. `lengths` is int64 [n].
         """
@@ -195,8 +195,9 @@ def get_packer(
 ) -> SequencePacker:
     """Return a packer by name; with `collect_metrics` its `.metrics` aggregates calls of `pack`.
 
-    The number of bins is at least `min_bin_count` and a multiple of `bin_count_multiple`: the
-    fullest bins are split for that. A bin has at most `max_items` rows, which `balanced` does not
+    The number of bins is at least `min_bin_count` and a multiple of `bin_count_multiple`: for that
+    the fullest bins, up to all of them, are repacked into more bins of similar load, longest row
+    first. A bin has at most `max_items` rows, which `balanced` does not
     support. A row counts as its length rounded up to `pad_multiple`. `seed` is used by
     `first_fit_shuffle`. Raises ValueError for an unknown name or a number out of range.
     """

@@ -243,7 +243,9 @@ class BatchPlan:
         saved = {}
         if self.spec.pp_size > 1:
             bubble = self.num_steps * self.spec.bubble_microbatches
-            saved["packing/pipeline_bubble_share"] = bubble / (self.num_microbatches + bubble)
+            # An empty plan has neither.
+            num_slots = max(self.num_microbatches + bubble, 1)
+            saved["packing/pipeline_bubble_share"] = bubble / num_slots
         if self.shared is not None:
             complete = round_up(self.lengths, self.spec.row_multiple)
             separate_work = self.spec.cost.of(complete, self.num_trained).sum()

@@ -179,7 +179,8 @@ class PlanSpec:
     """Rows per optimizer step; None: the batch is one step. Only the last step may have fewer."""
     algorithm: PackingAlgorithm | str = PackingAlgorithm.BALANCED
     """Packed layout: `balanced` packs rows and assigns them to ranks jointly. The bins of any other
-    algorithm are unchanged and assigned to ranks by work.
+    algorithm are assigned to ranks by work. Where their number is no multiple of the ranks (and of
+    `microbatch_multiple`), the fullest ones, up to all of them, are first repacked into more bins.
     """
     balance: Balance = "flops"
     """Measure of work by which ranks are balanced. `none` assigns bins round-robin: bin b to rank

@@ -173,6 +173,8 @@ class AlignedPlanner(MicrobatchFormer):
         """True after `next_step` returned None, on all ranks."""
         self.shard_rows: int | None = None
         """Rows of this rank's shard until the next `clear`; None if it is not known."""
+        self.source: tuple[int, ...] = ()
+        """What tells the rows that the ranks divide: their number, and the seed of their order."""
         self._num_before = 0
         """Rows pushed before the last `clear`."""
         self._num_pushed_tokens = 0
@@ -418,6 +420,7 @@ class AlignedPlanner(MicrobatchFormer):
             self.spec.microbatches_per_step,
             self.spec.plan.microbatch_multiple,
             self._ends_incomplete,
+            self.source,
         )
         return zlib.crc32(repr(settings).encode())
 
@@ -452,6 +455,7 @@ def _failure_of(ranks: np.ndarray) -> str | None:
     if len(set(ranks[:, 6].tolist())) > 1:
         return (
             "the ranks have different settings; microbatches_per_step, microbatch_multiple, join"
-            " and tail must be the same on all ranks"
+            " and tail must be the same on all ranks, and so must a map-style dataset, of which"
+            " each rank takes its part (number of rows, seed, shuffle)"
         )
     return None

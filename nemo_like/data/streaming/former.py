@@ -16,9 +16,15 @@ from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.integer_math import check_integer, round_up
 
 _VERSION = 1
+_MAX_LIMITED_SHARE = 0.95
+"""Share of the token limit below which a microbatch that emptied the window gives a warning."""
 
 Bin = list[WaitingRow]
 """The rows of one microbatch, the oldest first."""
+
+
+class WindowWarning(UserWarning):
+    """The rows of the window do not fill a microbatch."""
 
 
 class OversizeRowError(ValueError):
@@ -58,6 +64,8 @@ class MicrobatchFormer:
         """Rows between the last two steps."""
         self._counts_at_step = StreamCounts()
         self.is_closed = False
+        self._warned: set[str] = set()
+        """Kinds of warnings that were given. The others of a kind are only counted."""
         self.window = Window()
         self.bins: list[Bin] = []
         """Microbatches of the current step."""
@@ -130,14 +138,25 @@ class MicrobatchFormer:
         self.counts.num_oversize += 1
         if plan.oversize == "drop":
             self.counts.num_dropped += 1
-            warnings.warn(f"{problem}; it is left out", OversizeWarning, stacklevel=3)
+            self._warn_of_row(f"{problem}; it is left out")
             return None
         if plan.oversize == "truncate":
             self.counts.num_truncated += 1
-            warnings.warn(f"{problem}; it is truncated", OversizeWarning, stacklevel=3)
+            self._warn_of_row(f"{problem}; it is truncated")
             return plan.max_row_tokens
-        warnings.warn(f"{problem}; it runs alone", OversizeWarning, stacklevel=3)
+        self._warn_of_row(f"{problem}; it runs alone")
         return length
+
+    def _warn_of_row(self, text: str) -> None:
+        """Warn of the first oversize row."""
+        if "oversize" in self._warned:
+            return
+        self._warned.add("oversize")
+        warnings.warn(
+            f"{text}; further such rows are counted (packing/num_oversize) without a warning",
+            OversizeWarning,
+            stacklevel=4,
+        )
 
     def close(self) -> None:
         """Mark the end of the stream: the window is emptied without waiting for further rows."""
@@ -152,16 +171,25 @@ class MicrobatchFormer:
         """True if the next microbatch can be formed from the window."""
         if self.is_closed:
             return len(self.window) > 0
-        if len(self.window) >= self._max_window_rows:
+        if len(self.window) >= self._max_window_rows and self._is_enough:
             return True
         min_tokens = self._min_window_tokens
         return min_tokens is not None and self.window.num_tokens >= min_tokens
+
+    @property
+    def _is_enough(self) -> bool:
+        """True if the window has rows for a full microbatch, or if only their number counts."""
+        max_rows = self._limits.max_rows
+        if max_rows is not None and len(self.window) >= max_rows:
+            return True
+        return self.window.num_tokens >= self._min_full_tokens
 
     def _set_limits(self) -> None:
         """Set the limits of the present step."""
         self._limits = self.spec.limits(self.num_steps)
         self._max_window_rows = self.spec.plan.num_ranks * self.spec.window_rows
         self._min_window_tokens = self.spec.min_window_tokens(self._limits)
+        self._min_full_tokens = self.spec.min_full_tokens(self._limits)
 
     def drop_row(self) -> None:
         """Count a row that the caller leaves out."""
@@ -172,6 +200,8 @@ class MicrobatchFormer:
         """Form microbatches while rows suffice; return True if the step has all of them."""
         while len(self.bins) < self.num_bins and self.is_ready:
             self.form_now()
+            if not (self.window or self.is_closed or "window" in self._warned):
+                self._warn_if_limited(self.bins[-1])
         return len(self.bins) == self.num_bins
 
     def form_now(self) -> None:
@@ -184,6 +214,24 @@ class MicrobatchFormer:
             raise ValueError("the step has all its microbatches; call `take_step` first")
         numbers = select_rows(self.window, self._limits, self.spec.selection)
         self.bins.append([self.window.remove(number) for number in numbers])
+
+    def _warn_if_limited(self, rows: Bin) -> None:
+        """Warn once of a microbatch that has all rows of the window, and positions left."""
+        fill = Fill(self._limits)
+        for number, row in enumerate(rows):
+            fill.add(number, row)
+        used = positions(rows, self._limits.layout)
+        if fill.is_full or used > _MAX_LIMITED_SHARE * self._limits.max_tokens:
+            return
+        self._warned.add("window")
+        warnings.warn(
+            f"a microbatch has all {len(rows)} rows of the window and uses {used} of"
+            f" {self._limits.max_tokens} tokens: the window limits it. Raise window_rows"
+            " (data.batching.window_rows, pool_size of LoadBalancedDataset), or set window_tokens"
+            " to the budget or more",
+            WindowWarning,
+            stacklevel=3,
+        )
 
     def take_step(self) -> list[Bin]:
         """Return the microbatches formed so far as a step, and begin the next one."""

@@ -379,7 +379,7 @@ class StreamLoader(BatchLoader[Out]):
         # A source may repeat its rows within an epoch, also within a microbatch.
         if self.spec.tail != "wrap" or self.mixture is not None:
             return False
-        return int(self.order.left[0]) in self._planner.in_window
+        return int(self.order.left[0]) in self._planner.window.ids
 
     def _no_step_text(self) -> str:
         if self._planner.counts.num_pushed == 0:

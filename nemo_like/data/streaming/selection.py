@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
@@ -29,8 +30,9 @@ from nemo_like.parallel_layout import RowLayout
 Selection = Literal["prefer_closest", "prefer_first", "first_fit", "in_order", "best_fit"]
 
 _MAX_COMBINED_ROWS = 96
-"""Oldest rows of the window among which `best_fit` looks for the best combination of packed rows.
-The time for one microbatch is proportional to it, and more rows leave no less space unused.
+"""Rows of the window among which `best_fit` looks for the best combination of packed rows: the
+oldest ones, after those that fit in any case. The time of a search is proportional to it, and more
+rows leave no less space unused.
 """
 
 
@@ -66,6 +68,8 @@ class Window:
         """
         self.num_tokens = 0
         """Sum of `size` over the rows."""
+        self.ids: Counter[int] = Counter()
+        """How often the window has each id of a row."""
         self._next_number = 0
         for row in rows:
             self.add(row)
@@ -76,6 +80,7 @@ class Window:
         window = copy.copy(self)
         window.rows = dict(self.rows)
         window.by_size = list(self.by_size)
+        window.ids = self.ids.copy()
         return window
 
     def __len__(self) -> int:
@@ -92,12 +97,16 @@ class Window:
         self.rows[number] = row
         insort(self.by_size, (row.size, number))
         self.num_tokens += row.size
+        self.ids[row.row] += 1
 
     def remove(self, number: int) -> WaitingRow:
         """Remove and return the row with an arrival number."""
         row = self.rows.pop(number)
         del self.by_size[bisect_left(self.by_size, (row.size, number))]
         self.num_tokens -= row.size
+        self.ids[row.row] -= 1
+        if not self.ids[row.row]:
+            del self.ids[row.row]
         return row
 
 
@@ -305,19 +314,18 @@ def _first_fit_decreasing(window: Window, fill: Fill, stop: int) -> list[int]:
 def _best_sum(window: Window, fill: Fill) -> list[int]:
     """Packed rows: return the rows whose sum is the largest up to the limit (subset sum).
 
-    Bit s of `reachable` is set if rows of total size s exist. Adding a row is one shift of an
+    Where more rows fit than are combined, the oldest are added first, and the combination fills the
+    rest. Bit s of `reachable` is set if rows of total size s exist. Adding a row is one shift of an
     integer, so a microbatch takes microseconds. Of several best combinations it is one of the
     oldest rows: preferring long rows would train them first, and leave no more space unused.
     """
+    nearby = _add_oldest(window, fill)
     remaining = fill.limits.max_tokens - fill.sum_size
     mask = (1 << (remaining + 1)) - 1
     reachable = 1
     # The sums that are reachable before each row, to find the rows of the best sum again.
     before: list[tuple[int, int, int]] = []
-    # The oldest row is in the microbatch already.
-    for number, row in islice(window.rows.items(), 1, _MAX_COMBINED_ROWS + 1):
-        if row.size > remaining:
-            continue
+    for number, row in nearby:
         before.append((reachable, row.size, number))
         reachable |= (reachable << row.size) & mask
         if reachable >> remaining:
@@ -329,3 +337,29 @@ def _best_sum(window: Window, fill: Fill) -> list[int]:
             fill.add(number, window.rows[number])
             total -= size
     return fill.numbers
+
+
+def _add_oldest(window: Window, fill: Fill) -> list[tuple[int, WaitingRow]]:
+    """Add the oldest rows while `_MAX_COMBINED_ROWS` rows do not fill the microbatch.
+
+    Return (arrival number, row) of the next rows that fit: at most twice `_MAX_COMBINED_ROWS`, more
+    than fit together, or all others of the window.
+    """
+    remaining = fill.limits.max_tokens - fill.sum_size
+    # The oldest row is in the microbatch already.
+    rows = islice(window.rows.items(), 1, None)
+    nearby: list[tuple[int, WaitingRow]] = []
+    while more := list(islice(rows, _MAX_COMBINED_ROWS)):
+        nearby += [entry for entry in more if entry[1].size <= remaining]
+        if sum(row.size for _, row in nearby) > remaining:
+            if len(fill.numbers) > 1:
+                # With few rows more than fit, little can be chosen.
+                nearby += islice(rows, _MAX_COMBINED_ROWS // 2)
+            break
+        # All of them fit. The newer ones are left for a choice.
+        num_added = max(len(nearby) - _MAX_COMBINED_ROWS // 2, 0)
+        for number, row in nearby[:num_added]:
+            fill.add(number, row)
+            remaining -= row.size
+        del nearby[:num_added]
+    return [entry for entry in nearby if entry[1].size <= remaining]

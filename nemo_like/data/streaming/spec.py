@@ -18,6 +18,8 @@ _WINDOW_BUDGETS = {"packed": 4, "padded": 16}
 """Default `window_tokens` as a multiple of the token limit. Packed microbatches are full with few
 rows to choose from; padded ones need rows of similar length.
 """
+_FULL_BUDGETS = {"packed": 1, "padded": 4}
+"""Tokens that `window_rows` rows must have, as a multiple of the token limit."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,10 @@ class StreamSpec:
     microbatches_per_step: int = 1
     """Microbatches of each rank in one optimizer step."""
     window_rows: int = 256
-    """Rows per rank that may wait. A microbatch is formed when the window has this many."""
+    """Rows per rank from which a microbatch is formed. Unless `window_tokens` is 0, the window then
+    also has rows for a full microbatch: their tokens reach the token limit (4 times the limit where
+    a rule looks for padded rows of similar length), or they are `max_rows`.
+    """
     window_tokens: int | None = None
     """Positions per rank from which a microbatch is formed although the window has fewer rows. None
     is 4 times the token limit in the packed layout and 16 times in the padded layout; 0 waits for
@@ -190,3 +195,12 @@ class StreamSpec:
         if tokens is None:
             tokens = _WINDOW_BUDGETS[self.plan.layout] * limits.max_tokens
         return tokens * self.plan.num_ranks or None
+
+    def min_full_tokens(self, limits: MicrobatchLimits) -> int:
+        """Return the positions that `window_rows` rows must have; 0 if only rows count."""
+        if self.window_tokens == 0:
+            return 0
+        if self.selection in ("first_fit", "in_order"):
+            # They take the oldest rows, so further ones do not help.
+            return limits.max_tokens
+        return _FULL_BUDGETS[self.plan.layout] * limits.max_tokens

@@ -387,8 +387,10 @@ def test_an_empty_batch_is_a_plan_without_steps() -> None:
     for spec in (
         PlanSpec(max_tokens=16, num_ranks=2),
         PlanSpec(layout="padded", max_rows=2, num_ranks=2),
+        PlanSpec(max_tokens=16, num_ranks=2, pp_size=2),
     ):
         plan = plan_batch([], spec)
+        assert plan.metrics().get("packing/pipeline_bubble_share", 0.0) == 0.0
         assert (plan.num_steps, plan.num_microbatches, plan.ranks) == (0, 0, ((), ()))
         assert plan.rank_plan(1).microbatches == () and len(plan.rows_of_rank(1)) == 0
         assert plan.metrics()["packing/padding_share"] == 0.0

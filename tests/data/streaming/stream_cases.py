@@ -116,13 +116,16 @@ def is_window_ready(spec: StreamSpec, step: int, lengths: list[int]) -> bool:
     """True if a window of rows of `lengths` has enough of them for a microbatch of `step`."""
     plan = spec.plan
     row, total = multiples(spec)
+    limit = max(max_positions(spec, token_limit(spec, step)) // total, 1) * total
+    size = sum(-(-length // row) * row for length in lengths)
     if len(lengths) >= plan.num_ranks * spec.window_rows:
-        return True
+        seeks_similar = plan.layout == "padded" and spec.selection not in ("first_fit", "in_order")
+        has_max_rows = spec.max_rows is not None and len(lengths) >= spec.max_rows
+        if spec.window_tokens == 0 or has_max_rows or size >= (4 if seeks_similar else 1) * limit:
+            return True
     min_tokens = spec.window_tokens
     if min_tokens is None:
-        positions = max_positions(spec, token_limit(spec, step))
-        min_tokens = (4 if plan.layout == "packed" else 16) * max(positions // total, 1) * total
-    size = sum(-(-length // row) * row for length in lengths)
+        min_tokens = (4 if plan.layout == "packed" else 16) * limit
     return min_tokens > 0 and size >= plan.num_ranks * min_tokens
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.data.planning.plan_step import form_padded
 from nemo_like.data.planning.spec import PlanSpec
-from nemo_like.data.streaming.former import OversizeRowError
-from nemo_like.data.streaming.planner import PlannedStep, StreamingPlanner
+from nemo_like.data.streaming.former import OversizeRowError, WindowWarning
+from nemo_like.data.streaming.planner import PlannedStep, StreamingPlanner, plan_stream
 from nemo_like.data.streaming.selection import Selection
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.parallel_layout import Oversize
@@ -475,3 +475,59 @@ def test_a_length_that_is_no_integer_is_an_error(length: Any) -> None:
 def test_settings_of_another_type_are_errors(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(change))} is .*; give a"):
         StreamSpec(**{"plan": PlanSpec(max_tokens=8), **change})
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("kind", ["best_fit", "first_fit", "in_order"])
+@pytest.mark.parametrize(
+    ("mean_length", "max_tokens", "min_fill"), [(177, 32_768, 0.99), (20, 65_536, 0.97)]
+)
+def test_short_rows_fill_a_large_budget(
+    kind: Selection, num_ranks: int, mean_length: int, max_tokens: int, min_fill: float
+) -> None:
+    """The window and the rule have enough rows for a microbatch of any budget."""
+    num_rows = 12 * max_tokens // mean_length
+    lengths = np.random.default_rng(0).exponential(mean_length, num_rows).astype(np.int64) + 1
+    window_rows = 200 if kind == "first_fit" else 256
+    spec = StreamSpec(
+        plan=PlanSpec(max_tokens=max_tokens, num_ranks=num_ranks),
+        selection=kind,
+        window_rows=window_rows,
+    )
+    with warnings.catch_warnings(category=WindowWarning, action="error"):
+        plan = plan_stream(lengths, spec)
+    fills = [
+        lengths[list(microbatch.rows)].sum() / max_tokens
+        for microbatches in plan.ranks
+        # The last step has what is left.
+        for microbatch in microbatches[:-1]
+    ]
+    assert len(fills) >= 8
+    assert np.mean(fills) >= min_fill
+
+
+def test_a_window_of_rows_alone_that_limits_microbatches_gives_one_warning() -> None:
+    spec = StreamSpec(plan=PlanSpec(max_tokens=100), window_rows=4, window_tokens=0)
+    planner = StreamingPlanner(spec)
+    with pytest.warns(WindowWarning, match="has all 4 rows of the window and uses 12 of 100"):
+        assert _push_until_step(planner) == 1
+    with warnings.catch_warnings(category=WindowWarning, action="error"):
+        _push_until_step(planner)
+
+
+def _push_until_step(planner: StreamingPlanner) -> int:
+    for number in range(4):
+        planner.push(number, 3)
+    return len(steps_now(planner))
+
+
+@pytest.mark.parametrize("oversize", ["drop", "truncate", "singleton"])
+def test_oversize_rows_give_one_warning_and_are_counted(oversize: Oversize) -> None:
+    planner = StreamingPlanner(StreamSpec(plan=PlanSpec(max_tokens=8, oversize=oversize)))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for number in range(5):
+            planner.push(number, 9 + number)
+    assert len(seen) == 1
+    assert "row 0 has 9 tokens" in str(seen[0].message)
+    assert planner.counts.num_oversize == 5

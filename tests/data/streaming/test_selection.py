@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -157,3 +158,24 @@ def test_the_best_padded_run_has_the_largest_sum(lengths: list[int], capacity: i
             if 0 in by_size[start:stop] and len(run) * max(run) <= capacity:
                 best = max(best, sum(run))
     assert chosen == best
+
+
+def test_a_packed_microbatch_can_have_hundreds_of_rows() -> None:
+    window = window_of([1] * 200)
+    assert len(select_rows(window, MicrobatchLimits("packed", 200), "best_fit")) == 200
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), num_rows=st.integers(200, 500), capacity=st.integers(12, 4000))
+def test_of_many_rows_the_best_packed_combination_fills_the_microbatch(
+    seed: int, num_rows: int, capacity: int
+) -> None:
+    lengths = np.random.default_rng(seed).integers(1, 13, num_rows).tolist()
+    numbers = select_rows(window_of(lengths), MicrobatchLimits("packed", capacity), "best_fit")
+    assert numbers[0] == 0
+    assert len(set(numbers)) == len(numbers)
+    sums = 1 << lengths[0]
+    for length in lengths[1:]:
+        sums |= sums << length
+    best = (sums & ((1 << (capacity + 1)) - 1)).bit_length() - 1
+    assert sum(lengths[number] for number in numbers) == best
