@@ -374,8 +374,9 @@ class DataConfig:
     """Training and validation files. The row format is detected from the columns."""
 
     train_path: Annotated[str, NOT_EMPTY]
-    """A .jsonl, .csv (each also as .gz or .zst), .json or .parquet file, a directory written by
-    `datasets.save_to_disk`, or a data set of the Hugging Face hub as `hf://NAME?split=SPLIT`."""
+    """A .jsonl, .ndjson, .csv (each also as .gz or .zst), .json or .parquet file, a pattern such as
+    `data/train-*.jsonl`, a directory of such files or one written by `datasets.save_to_disk`, or a
+    data set of the Hugging Face hub as `hf://NAME?split=SPLIT`."""
     train_sets: dict[str, str] = field(default_factory=dict)
     """Further training files by name, e.g. `{code: code.jsonl}`, mixed with `train_path` by
     `train_weights`. Names are of lower-case letters, digits and '_'; `train` is `train_path`."""
