@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from nemo_like.config.constraints import (
     DIRECTORY_NAME,
@@ -411,6 +411,9 @@ class DataConfig:
     """Format string applied to the user's text, e.g. "Solve: {prompt}"."""
     system_prompt: str | None = None
     """System message put in front of every conversation that has none."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further variables of the chat template, e.g. `{enable_thinking: false}`, for the rows of
+    training, the prompts of rollouts and evaluation, and `nemo-like chat` alike."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
     """Tokens that contribute to the SFT loss: of all assistant turns (`assistant`), of all turns
     (`all`), or of the last assistant turn (`last`).
