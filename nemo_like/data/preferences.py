@@ -139,9 +139,9 @@ def _check_preference(row: Row, columns: tuple[str, ...]) -> None:
             )
         if "prompt" not in columns and not isinstance(row[column], list):
             guesses = column_guesses(row, [("prompt",)])
-            mapping = f"; set data.columns={shown_columns(guesses[0])}" if guesses else ""
+            mapping = f"set data.columns={shown_columns(guesses[0])}, or " if guesses else ""
             raise ConfigError(
-                f"column {column!r} is a text, and there is no column 'prompt'{mapping}; add it, or"
+                f"column {column!r} is a text, and there is no column 'prompt'; {mapping}add it, or"
                 " write the conversation as a list of messages"
             )
     texts = preference(row)

@@ -47,13 +47,12 @@ from nemo_like.training.health import Health
 from nemo_like.training.model_files import check_frozen_models, frozen_models, open_model_spec
 from nemo_like.training.reporting import (
     StepWork,
-    config_warnings,
     full_length_metrics,
     header_lines,
     start_line,
+    start_warnings,
     step_line,
     step_note,
-    step_warnings,
     throughput_metrics,
 )
 from nemo_like.training.rollout_workers import open_collector
@@ -456,10 +455,7 @@ def open_training_run(
         log_file.note_start()
         checkpointer = Checkpointer(directory.path, config.checkpointing)
         check_logger(config.logger)
-        warnings = [*config_warnings(config)]
-        if num_optimizer_steps is not None:
-            warnings += step_warnings(config, num_optimizer_steps)
-        for warning in warnings:
+        for warning in start_warnings(config, data.encoder, num_optimizer_steps):
             logger.warning(warning)  # on the console and in driver.log
         spec = open_model_spec(config)
         for line in header_lines(config, directory.path, spec, len(data.train), num_steps):
@@ -520,9 +516,6 @@ def check_workers(
     difference = encoder.prompt_difference()
     if difference is not None:
         logger.warning("the chat template makes rollouts and SFT rows differ: %s", difference)
-    if not config.generates:
-        for warning in encoder.sft_warnings():
-            logger.warning(warning)
     if config.checkpointing.enabled or config.checkpointing.export_hf:
         workers.policy.check_shared_directory(directory.path)
     with (
