@@ -195,6 +195,7 @@ def described_settings(config: AnswerRunConfig) -> dict[str, Any]:
         "seed": config.seed,
         "system_prompt": config.data.system_prompt,
         "prompt_template": config.data.prompt_template,
+        "chat_template_kwargs": config.data.chat_template_kwargs,
         "environment": to_dict(config.environment),
         "weights": weight_files(config.policy.model_name),
     }

@@ -388,8 +388,9 @@ class DataConfig:
     """Training and validation files. The row format is detected from the columns."""
 
     train_path: Annotated[str, NOT_EMPTY]
-    """A .jsonl, .csv (each also as .gz or .zst), .json or .parquet file, a directory written by
-    `datasets.save_to_disk`, or a data set of the Hugging Face hub as `hf://NAME?split=SPLIT`."""
+    """A .jsonl, .ndjson, .csv (each also as .gz or .zst), .json or .parquet file, a pattern such as
+    `data/train-*.jsonl`, a directory of such files or one written by `datasets.save_to_disk`, or a
+    data set of the Hugging Face hub as `hf://NAME?split=SPLIT`."""
     train_sets: dict[str, str] = field(default_factory=dict)
     """Further training files by name, e.g. `{code: code.jsonl}`, mixed with `train_path` by
     `train_weights`. Names are of lower-case letters, digits and '_'; `train` is `train_path`."""
@@ -425,7 +426,8 @@ class DataConfig:
     system_prompt: str | None = None
     """System message put in front of every conversation that has none."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, e.g. `{enable_thinking: false}`."""
+    """Further variables of the chat template, e.g. `{enable_thinking: false}`, for the rows of
+    training, the prompts of rollouts and evaluation, and `nemo-like chat` alike."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
     """Tokens that contribute to the SFT loss: of all assistant turns (`assistant`), of all turns
     (`all`), or of the last assistant turn (`last`).

@@ -12,7 +12,7 @@ token after an assistant turn; the beginning-of-sequence token comes first if th
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +27,7 @@ from nemo_like.data.messages import Message, Tool, check_roles, template_roles
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_CLOSED_THOUGHT = re.compile(r"\s*(</\w+>|\[/\w+\])\s*")
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -46,14 +47,17 @@ class ChatEncoder:
         prompt_template: str | None = None,
         train_on: Literal["assistant", "all"] = "assistant",
         vocab_size: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """Initialize with the prompts of the configuration.
 
         `system_prompt` is the first turn of conversations without a system turn; `prompt_template`
         is a format string applied to every user turn. `vocab_size` is the number of token
-        ids of the model; None accepts all.
+        ids of the model; None accepts all. `chat_template_kwargs` are further variables of the chat
+        template, e.g. `{"enable_thinking": False}`.
 
-        Raises ConfigError for a tokenizer without an end-of-sequence token.
+        Raises ConfigError for a tokenizer without an end-of-sequence token, and for variables that
+        the chat template does not use.
         """
         if tokenizer.eos_token_id is None:
             raise ConfigError(
@@ -65,11 +69,15 @@ class ChatEncoder:
         self.vocab_size = vocab_size
         self._system_prompt = system_prompt
         self._prompt_template = prompt_template
-        self.template = ChatTemplate(tokenizer)
+        self.template = ChatTemplate(tokenizer, chat_template_kwargs)
         self._structures = Structures(self.template)
-        self._marks_generation = bool(
-            tokenizer.chat_template and _GENERATION_BLOCK.search(str(tokenizer.chat_template))
-        )
+        self._marked = {
+            has_tools: bool(
+                _GENERATION_BLOCK.search(self.template.source([] if has_tools else None))
+            )
+            for has_tools in (False, True)
+        }
+        """Whether the template of rows with tools has `{% generation %}` blocks."""
         self._bos_text = _bos_text(tokenizer)
         self._roles = template_roles(tokenizer.chat_template)
 
@@ -109,7 +117,7 @@ class ChatEncoder:
         refuses or drops messages or tools.
         """
         messages = self._prepare(messages)
-        if self._marks_generation and self.train_on == "assistant":
+        if self._marked[tools is not None] and self.train_on == "assistant":
             return self._encode_marked(messages, tools)
         if not any(message["role"] == "assistant" for message in messages):
             raise ConfigError("there is no assistant turn to learn from")
@@ -200,6 +208,27 @@ class ChatEncoder:
             f" follows {shown[1]}"
         )
 
+    def sft_warnings(self) -> Iterator[str]:
+        """Yield how SFT rows of the chat template differ from what a model generates with it."""
+        try:
+            row = self.encode_sft((*PROBE, *PROBE))
+        except ConfigError:
+            return
+        parts = [text for text, is_trained in self.segments(row) if is_trained]
+        if len(parts) == 2 and not parts[0].endswith(self.template.special_texts):
+            yield (
+                "the chat template ends only the last answer of a conversation with a token, so the"
+                " end of earlier answers is not trained; mark the answers and their ends in a"
+                " policy.chat_template with {% generation %}, or give one that ends every answer"
+            )
+        closed = _CLOSED_THOUGHT.match(parts[-1]) if parts else None
+        if closed is not None:
+            yield (
+                f"the generation prompt opens a thought, and answers without reasoning are trained"
+                f" to close it at once ({closed.group()!r}); for rows without reasoning set"
+                " data.chat_template_kwargs={enable_thinking: false}, if the template has it"
+            )
+
     def segments(self, row: EncodedRow) -> tuple[tuple[str, bool], ...]:
         """Decode the row in segments of equal mask: (text, is trained)."""
         edges = np.flatnonzero(np.diff(row.token_mask)) + 1
@@ -286,6 +315,7 @@ class ChatEncoder:
         """Encode with the spans of the template's `{% generation %}` blocks."""
         text, spans = self.template.render_marked(messages, tools)
         self._check(messages, tools, trains=True)
+        text, spans = self._with_ends(text, spans)
         encoding: Any = self.tokenizer(text, add_special_tokens=False)
         ids = self.checked_ids(encoding["input_ids"])
         mask = np.zeros(len(ids), dtype=np.uint8)
@@ -301,6 +331,27 @@ class ChatEncoder:
             )
         end = trained[-1] + 1
         return EncodedRow(ids[:end], mask[:end])
+
+    def _with_ends(self, text: str, spans: list[Span]) -> tuple[str, list[Span]]:
+        """Extend marked spans by the end of the turn where it directly follows the block.
+
+        A model does not learn to stop from answers without it. Without any end after the last
+        answer it is the eos token, as in `_render_with_spans`.
+        """
+        ended = []
+        for start, end in spans:
+            behind = text[end:].lstrip()
+            found = [each for each in self.template.ends if behind.startswith(each)]
+            has_end = text[start:end].endswith(self.template.ends)
+            outer_end = len(text) - len(behind) + len(max(found, key=len, default=""))
+            ended.append((start, outer_end if found and not has_end else end))
+        if ended:
+            start, end = ended[-1]
+            is_open = not text[start:end].endswith(self.template.special_texts)
+            if is_open and not text[end:].strip():
+                text = text[:end] + str(self.tokenizer.eos_token)
+                ended[-1] = (start, len(text))
+        return text, ended
 
     def _render_with_spans(
         self, messages: list[Message], tools: Sequence[Tool] | None
@@ -340,7 +391,8 @@ class ChatEncoder:
                 f"the chat template drops {dropped} in a conversation of {roles}; give a"
                 " policy.chat_template that renders it, or remove it from the row"
             )
-        needs_spans = trains and self.train_on == "assistant" and not self._marks_generation
+        is_marked = self._marked[tools is not None]
+        needs_spans = trains and self.train_on == "assistant" and not is_marked
         if needs_spans and facts.misplaced is not None:
             raise ConfigError(
                 f"the chat template writes {facts.misplaced} into another turn in a conversation of"

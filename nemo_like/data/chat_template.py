@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from inspect import signature
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -32,16 +33,46 @@ PROBE: tuple[Message, ...] = (_USER, {"role": "assistant", "content": _ANSWER})
 class ChatTemplate:
     """Chat template of a tokenizer.
 
-    Properties from probe conversations are computed on first use and depend on the tokenizer alone.
+    Properties from probe conversations are computed on first use and depend on the tokenizer and
+    the arguments alone.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None
+    ) -> None:
+        """Initialize with the values of further variables of the template.
+
+        Raises ConfigError for a variable that the template does not use, or that is not free.
+        """
         self.tokenizer = tokenizer
+        self._arguments = dict(arguments or {})
+        reserved = {*signature(tokenizer.apply_chat_template).parameters, "messages"}
+        sources = json.dumps(tokenizer.chat_template or "")
+        for name in self._arguments:
+            problem = "" if re.search(rf"\b{re.escape(name)}\b", sources) else "does not use"
+            if name in {*reserved, *tokenizer.special_tokens_map}:
+                problem = "gets from nemo_like"
+            if problem:
+                raise ConfigError(
+                    f"data.chat_template_kwargs has {name!r}, which the chat template of"
+                    f" {tokenizer.name_or_path!r} {problem}; remove it, or correct its name"
+                )
 
     @property
     def exists(self) -> bool:
         """True if the tokenizer has a chat template."""
         return bool(self.tokenizer.chat_template)
+
+    def source(self, tools: Sequence[Tool] | None = None) -> str:
+        """Return the template of rows with or without tools; empty if there is none.
+
+        A tokenizer may have several templates by name, one of them for tools.
+        """
+        tool_list: Any = None if tools is None else list(tools)
+        try:
+            return self.tokenizer.get_chat_template(None, tool_list)
+        except ValueError:
+            return ""
 
     def render(
         self,
@@ -77,6 +108,7 @@ class ChatTemplate:
                 chat_template=self.tokenizer.get_chat_template(None, tool_list),
                 return_assistant_tokens_mask=True,
                 **special_tokens,
+                **self._arguments,
             )
         except Exception as error:
             raise self._refusal(messages, error) from error
@@ -328,6 +360,7 @@ class ChatTemplate:
                 tools=None if tools is None else list(tools),  # type: ignore[arg-type]
                 tokenize=False,
                 add_generation_prompt=opening,
+                **self._arguments,
             )
         except TemplateError:
             raise

@@ -27,6 +27,9 @@ _OTHER_NAMES = {
     "text": ("content", "document", "body", "passage"),
 }
 """Known column -> names that files have for it, in lower case."""
+_SYSTEM = "system"
+_CONTEXTS = ("context", "passage")
+"""Names of a column to which the prompt refers, in lower case."""
 _MISSING = object()
 _WORD = re.compile(r"[^\W_]+")
 
@@ -48,6 +51,7 @@ def column_guesses(
                 found[column] = name
         if len(found) == len(columns):
             num_equal = sum(name.lower() == column for column, name in found.items())
+            found |= _context(found, names)
             renamed = {column: name for column, name in found.items() if name != column}
             guesses.append((-num_equal, -len(columns), renamed))
     return [renamed for _, _, renamed in sorted(guesses, key=lambda guess: guess[:2]) if renamed]
@@ -55,12 +59,36 @@ def column_guesses(
 
 def _likeliest(column: str, names: Sequence[str]) -> str | None:
     """Return the name that probably means `column`; None if there is none."""
-    for other in (column, *_OTHER_NAMES.get(column, ())):
+    meanings = (column, *_OTHER_NAMES.get(column, ()))
+    by_size = sorted(names, key=len)
+    for meaning in meanings:
+        for name in by_size:
+            if name.lower() == meaning:
+                return name
+    for meaning in meanings:
         # `question` before `question_id`
-        for name in sorted(names, key=len):
-            if other in (name.lower(), *_WORD.findall(name.lower())):
+        for name in by_size:
+            words = _WORD.findall(name.lower())
+            if meaning in words and _SYSTEM not in words:
                 return name
     return None
+
+
+def _context(found: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
+    """Return the columns with the system prompt and the context of a prompt, unless they are named
+    as here.
+    """
+    context: dict[str, str] = {}
+    if not {"prompt", "completion", "chosen", "answer", "conversations"}.isdisjoint(found):
+        for name in names:
+            words = _WORD.findall(name.lower())
+            if _SYSTEM in words and _SYSTEM not in names and name not in found.values():
+                context.setdefault(_SYSTEM, name)
+    if "prompt" in found or "prompt" in names:
+        for name in names:
+            if name.lower() in _CONTEXTS and "input" not in names and name not in found.values():
+                context.setdefault("input", name)
+    return context
 
 
 class MissingColumnError(ConfigError):

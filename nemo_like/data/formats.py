@@ -6,16 +6,14 @@ A `RowSchema` has the formats that a job understands. The formats of SFT and of 
 call. Rows are converted to a conversation (for SFT) or a question (for a rollout). Nothing is
 tokenized here; `rows` reads the files.
 
-Columns of other tools become columns of this project: `data.columns` renames columns, ShareGPT's
-`conversations` become `messages`, and Alpaca's `instruction`, `input` and `output` become `prompt`
-and `completion`. Rows that have the columns of this project are not changed.
+`known_rows` makes the columns of other tools columns of this project.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +21,10 @@ from typing import Any
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.column_names import column_guesses, renamed_columns, shown_columns, shown_names
+from nemo_like.data.column_names import column_guesses, shown_columns, shown_names
+from nemo_like.data.known_rows import MESSAGE_COLUMNS, known_row
 from nemo_like.data.messages import (
-    MEANT,
     ROLES_FIX,
-    SPEAKERS,
     Message,
     Tool,
     clean_message,
@@ -40,8 +37,6 @@ UNDERSTOOD = (
     "messages [+ answer]; prompt + completion; prompt + answer; question + answer with"
     " '#### result' (GSM8K)"
 )
-MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
-"""Columns that may have a list of messages."""
 _ASSISTANT_COLUMNS = ("completion", "answer", "text", "chosen", "rejected")
 """Columns whose text is a turn of the assistant."""
 _PROMPT_FORMATS = (
@@ -231,6 +226,11 @@ def _other_job(row: Row, formats: Sequence[tuple[str, ...]]) -> str:
             "The columns chosen and rejected are for `nemo-like dpo` and `nemo-like rm`;"
             " data.columns={completion: chosen} trains on the chosen completion alone"
         )
+    if isinstance(row.get("label"), bool) and row.get("completion") is not None:
+        return (
+            "Rows of one completion and a label (KTO) have no loss here; write pairs with columns"
+            " chosen and rejected, or the rows whose label is true for `nemo-like sft`"
+        )
     if formats[0][-1] == "rejected" and SFT_ROWS.guess(row) == {}:
         return "Rows of this form are for `nemo-like sft`"
     return ""
@@ -350,33 +350,6 @@ def trained_tokens(row: Row) -> np.ndarray:
     return np.ones(len(row["input_ids"]), dtype=np.uint8)
 
 
-_LIST_COLUMNS = ("messages", "conversations", "input_ids", "labels", "token_mask", "history")
-"""Columns that are always lists, which a CSV file has as JSON text."""
-
-
-def known_row(row: Row, columns: Mapping[str, str]) -> Row:
-    """Return `row` with the columns of this project.
-
-    `columns` maps a known column to the name that the file has for it. Raises ConfigError without
-    a location for a conversation that is not ShareGPT's, and MissingColumnError for a column that
-    the row does not have.
-    """
-    if columns:
-        row = renamed_columns(row, columns)
-    for column in {*_LIST_COLUMNS, *MESSAGE_COLUMNS}:
-        value = row.get(column)
-        if isinstance(value, str) and value.lstrip().startswith("["):
-            row = {**row, column: _parsed_list(value, column)}
-    is_known = row.get("messages") is not None or row.get("prompt") is not None
-    if is_known or (row.get("question") is not None and row.get("answer") is not None):
-        return row
-    if row.get("conversations") is not None:
-        return _from_sharegpt(row)
-    if row.get("instruction") is not None:
-        return _from_alpaca(row)
-    return row
-
-
 def check_missing_values(row: Row, names: tuple[str, ...]) -> None:
     """Raise ConfigError for a missing value in one of the columns `names` of a CSV file."""
     for name in names:
@@ -386,121 +359,3 @@ def check_missing_values(row: Row, names: tuple[str, ...]) -> None:
                 f"column {name!r} is {value!r}, as tables write a missing value; remove the row, or"
                 " write the text otherwise"
             )
-
-
-def _parsed_list(text: str, column: str) -> Any:
-    """Return the list of a JSON text, in a column that may be a text only one of messages; the text
-    itself if it is not one.
-    """
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    # A prompt may be a text that begins with a bracket.
-    if column in _LIST_COLUMNS or (value and all(map(_is_message, value))):
-        return value
-    return text
-
-
-def _is_message(value: object) -> bool:
-    """Return True for an object with the role of a message, also as ShareGPT names it."""
-    return isinstance(value, dict) and not value.keys().isdisjoint(("role", "from"))
-
-
-def _from_sharegpt(row: Row) -> Row:
-    """Convert `conversations` to `messages`, or to `prompt` if there are two completions."""
-    others = _without(row, "conversations", "system")
-    messages = _with_system(row, _sharegpt_messages(row["conversations"], "conversations"))
-    if row.get("chosen") is None or row.get("rejected") is None:
-        return {**others, "messages": messages}
-    others["prompt"] = messages
-    for column in ("chosen", "rejected"):
-        value = row[column]
-        if isinstance(value, dict):
-            value = [value]
-        if isinstance(value, list):
-            others[column] = _sharegpt_messages(value, column)
-    return others
-
-
-def _sharegpt_messages(value: Any, column: str) -> list[Message]:
-    """Convert a list of turns with `from` and `value`; turns with `role` are kept."""
-    if not isinstance(value, list):
-        raise ConfigError(
-            f"column {column!r} is {shown_json(value)}, not a list of turns with 'from' and 'value'"
-        )
-    messages = []
-    for index, turn in enumerate(value):
-        if isinstance(turn, dict) and "from" in turn:
-            messages.append(_sharegpt_message(turn, f"{column}[{index}]"))
-        elif isinstance(turn, dict) and turn.get("role") in SPEAKERS:
-            messages.append({**turn, "role": MEANT[turn["role"]]})
-        else:
-            # With role and content; anything else is reported as a bad message.
-            messages.append(turn)
-    return messages
-
-
-def _sharegpt_message(turn: dict[str, Any], place: str) -> Message:
-    """Convert one turn. Raises ConfigError for an unknown role or without a text."""
-    name = turn["from"]
-    role = MEANT.get(name) if isinstance(name, str) else None
-    if role is None:
-        raise ConfigError(
-            f"{place}.from is {shown_json(name)}; understood: {', '.join(sorted(MEANT))}"
-        )
-    content = turn.get("value")
-    if not isinstance(content, str):
-        raise ConfigError(f"{place}.value is {shown_json(content)}, not a text")
-    others = _without(turn, "from", "value")
-    if name != "function_call":
-        return {**others, "role": role, "content": content}
-    # The text of such a turn is the JSON of one call or of a list of them.
-    try:
-        calls = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{place}.value is a function_call that is not JSON: {error}") from error
-    calls = calls if isinstance(calls, list) else [calls]
-    return {**others, "role": role, "content": None, "tool_calls": calls}
-
-
-def _from_alpaca(row: Row) -> Row:
-    """Convert `instruction`, `input` and `output` to `prompt` and `completion`.
-
-    The input follows the instruction in a line of its own. Earlier turns are in `history`, a list
-    of [instruction, output].
-    """
-    others = _without(row, "instruction", "input", "output", "system", "history")
-    prompt = row["instruction"]
-    addition = row.get("input")
-    if addition is not None and not isinstance(addition, str):
-        raise ConfigError(f"column 'input' is {shown_json(addition)}, not a text")
-    if addition and isinstance(prompt, str):
-        prompt = f"{prompt}\n{addition}"
-    if row.get("output") is not None:
-        others["completion"] = row["output"]
-    if not row.get("system") and not row.get("history"):
-        return {**others, "prompt": prompt}
-    messages: list[Message] = []
-    for index, turn in enumerate(row.get("history") or []):
-        if not isinstance(turn, list) or len(turn) != 2:
-            raise ConfigError(
-                f"history[{index}] is {shown_json(turn)}, not a list [instruction, output]"
-            )
-        messages.append({"role": "user", "content": turn[0]})
-        messages.append({"role": "assistant", "content": turn[1]})
-    messages.append({"role": "user", "content": prompt})
-    return {**others, "prompt": _with_system(row, messages)}
-
-
-def _with_system(row: Row, messages: list[Message]) -> list[Message]:
-    """Put the text of the column `system` in front, unless it is empty."""
-    system = row.get("system")
-    if not system:
-        return messages
-    return [{"role": "system", "content": system}, *messages]
-
-
-def _without(row: Mapping[str, Any], *columns: str) -> Row:
-    """Return a copy without some columns."""
-    return {name: value for name, value in row.items() if name not in columns}

@@ -60,10 +60,12 @@ _QUOTED = re.compile(r"""(['"])([\w-]+)\1""")
 def template_roles(chat_template: object) -> frozenset[str]:
     """Return the roles that messages may have: `ROLES` and the quoted words of the template.
 
-    A template names the roles that it renders in a special way, such as `developer` or `ipython`;
-    it writes any other role as it is, which no model has seen.
+    `chat_template` may be several templates by name. A template names the roles that it renders in
+    a special way, such as `developer` or `ipython`; it writes any other role as it is, which no
+    model has seen.
     """
-    source = chat_template if isinstance(chat_template, str) else ""
+    named = chat_template.values() if isinstance(chat_template, dict) else [chat_template]
+    source = "\n".join(each for each in named if isinstance(each, str))
     return frozenset((*ROLES, *(match.group(2) for match in _QUOTED.finditer(source))))
 
 
@@ -107,6 +109,7 @@ def row_tools(row: Mapping[str, Any]) -> list[Tool] | None:
             raise ConfigError(f"column 'tools' is not {wanted}: {error}") from error
     if not tools:
         return None
+    tools = parsed_items(tools) if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ConfigError(f"column 'tools' is not {wanted} but {type(tools).__name__}")
     for index, tool in enumerate(tools):
@@ -117,6 +120,21 @@ def row_tools(row: Mapping[str, Any]) -> list[Tool] | None:
                 f" {{'name': ...}}}}"
             )
     return list(tools)
+
+
+def parsed_items(items: list[Any]) -> list[Any]:
+    """Return a list whose items that are JSON texts of objects are parsed.
+
+    The type `List(Json())` of `datasets` writes the items as texts.
+    """
+    parsed = []
+    for item in items:
+        value = item
+        if isinstance(item, str) and item.lstrip().startswith("{"):
+            with suppress(ValueError, RecursionError):
+                value = json.loads(item)
+        parsed.append(value)
+    return parsed
 
 
 def clean_message(message: Any, place: str) -> Message:
@@ -133,6 +151,8 @@ def clean_message(message: Any, place: str) -> Message:
         _check_flags(message)
     except ConfigError as error:
         raise ConfigError(f"{place}.{error}") from error
+    if isinstance(cleaned.get("content"), list):
+        cleaned["content"] = _joined_parts(cleaned["content"], place)
     # A message with tool calls may have no content.
     has_content = "content" in cleaned or not calls
     if has_content and not isinstance(cleaned.get("content"), str):
@@ -140,6 +160,20 @@ def clean_message(message: Any, place: str) -> Message:
     if calls:
         cleaned["tool_calls"] = calls
     return cleaned
+
+
+def _joined_parts(parts: list[Any], place: str) -> str:
+    """Join the text parts of a content in OpenAI's format. Raises ConfigError for other parts."""
+    texts = []
+    for index, part in enumerate(parsed_items(parts)):
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str) or part.get("type", "text") != "text":
+            raise ConfigError(
+                f"{place}.content[{index}] is {shown_json(part)}, not a part with a text:"
+                ' {"type": "text", "text": ...}; remove the row or the part'
+            )
+        texts.append(text)
+    return "".join(texts)
 
 
 def _clean_calls(calls: Any, role: str) -> list[dict[str, Any]]:
@@ -159,6 +193,7 @@ def _clean_calls(calls: Any, role: str) -> list[dict[str, Any]]:
         raise ConfigError(
             f"tool_calls stand in a message of role {role!r}; only an assistant calls tools"
         )
+    calls = parsed_items(calls)
     return [_clean_call(call, f"tool_calls[{index}]") for index, call in enumerate(calls)]
 
 

@@ -1,7 +1,8 @@
 """Preference pairs: a prompt with a chosen and a rejected completion.
 
 Formats: `prompt`, `chosen` and `rejected`, each a text or a list of messages; or `chosen` and
-`rejected` alone, two conversations as lists of messages that begin with the same prompt.
+`rejected` alone, two conversations that begin with the same prompt: lists of messages, or texts
+with turns of `Human:` and `Assistant:`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
+from nemo_like.data.column_names import column_guesses, shown_columns
 from nemo_like.data.formats import RowSchema, turns
 from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.messages import Message, is_trained, row_tools, unknown_roles
@@ -136,9 +138,11 @@ def _check_preference(row: Row, columns: tuple[str, ...]) -> None:
                 " completions are compared; remove the flag"
             )
         if "prompt" not in columns and not isinstance(row[column], list):
+            guesses = column_guesses(row, [("prompt",)])
+            mapping = f"set data.columns={shown_columns(guesses[0])}, or " if guesses else ""
             raise ConfigError(
-                f"column {column!r} is a text, and there is no column 'prompt'; add it, or write"
-                " the conversation as a list of messages"
+                f"column {column!r} is a text, and there is no column 'prompt'; {mapping}add it, or"
+                " write the conversation as a list of messages"
             )
     texts = preference(row)
     if not texts.prompt:

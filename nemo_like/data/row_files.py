@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from glob import glob, has_magic
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 from urllib.parse import parse_qsl
@@ -43,10 +44,30 @@ LocatedRow = tuple[Location, Row | ConfigError, bytes | None]
 """(location of the row, the row or why it cannot be used, its JSON if the file has it)"""
 
 SUPPORTED_FILES = (
-    ".jsonl, .csv (each also as .gz or .zst), .json, .parquet, or a directory with an Arrow dataset"
-    " (datasets.save_to_disk) or parquet files"
+    ".jsonl, .ndjson, .csv (each also as .gz or .zst), .json, .parquet, a pattern such as"
+    " data/train-*.jsonl, or a directory with an Arrow dataset (datasets.save_to_disk) or files of"
+    " one of these formats"
 )
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_LINES = (".jsonl", ".ndjson", ".csv")
+"""Formats that may be compressed."""
+_IN_DIRECTORIES = ((".parquet",), (".jsonl", ".ndjson"), (".csv",))
+"""Formats of the files of a directory. A .json file may be a description of the data set."""
+_SPLITS = {
+    "train": "train",
+    "training": "train",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+}
+"""Word in the name of a file -> the split, by the names that `datasets` recognizes
+(https://huggingface.co/docs/hub/datasets-file-names-and-splits).
+"""
 _MAX_SHOWN_CHARACTERS = 60
 _ROWS_PER_BATCH = 1000
 """Rows of a parquet or Arrow file that are converted to Python objects at once."""
@@ -63,23 +84,53 @@ _FORM = (
 
 
 def read_rows(path: Path, key: str) -> Iterator[LocatedRow]:
-    """Read the rows of a file or directory in order.
+    """Read the rows of a file in order, or of the files of a directory or pattern, by name.
 
     Raises ConfigError that names `key` for an unsupported suffix, and the file for unreadable data.
     """
-    if path.is_dir():
-        return _read_directory(path)
     readers = {
         ".jsonl": _read_jsonl,
+        ".ndjson": _read_jsonl,
         ".csv": _read_csv,
         ".json": _read_json,
         ".parquet": _read_table,
+        ".arrow": _read_table,
     }
-    suffix = format_suffix(path)
-    plain = Path(path.stem).suffix if path.suffix in _COMPRESSIONS else suffix
-    if plain not in readers or (plain != suffix and plain not in (".jsonl", ".csv")):
-        raise ConfigError(f"{key}: {shown_path(path)} ends in {suffix!r}; give {SUPPORTED_FILES}")
-    return readers[plain](path)
+    for file in data_files(path, key):
+        plain = _plain_suffix(file)
+        suffix = format_suffix(file)
+        is_readable = plain in readers and (plain == suffix or plain in _LINES)
+        if not is_readable or (plain == ".arrow" and not path.is_dir()):
+            raise ConfigError(
+                f"{key}: {shown_path(file)} ends in {suffix!r}; give {SUPPORTED_FILES}"
+            )
+        yield from readers[plain](file)
+
+
+def is_pattern(path: Path) -> bool:
+    """Return True for a pattern of file names: `*`, `?` and `[...]`, and no file of that name."""
+    return has_magic(str(path)) and not path.exists()
+
+
+def data_files(path: Path, key: str) -> list[Path]:
+    """Return the file `path`, or the files of a directory or pattern, by name.
+
+    Raises ConfigError if there are none, or they are of several splits or formats.
+    """
+    if path.is_dir():
+        return _directory_files(path)
+    if not is_pattern(path):
+        return [path]
+    found = (Path(name) for name in sorted(glob(str(path), recursive=True)))
+    files = [file for file in found if file.is_file()]
+    if not files:
+        raise ConfigError(f"{key}: no file matches {shown_path(path)}; correct the pattern")
+    return files
+
+
+def _plain_suffix(path: Path) -> str:
+    """Return the suffix that names the format, without that of a compression."""
+    return Path(path.stem).suffix if path.suffix in _COMPRESSIONS else path.suffix
 
 
 def format_suffix(path: Path) -> str:
@@ -227,23 +278,52 @@ def _read_csv(path: Path) -> Iterator[LocatedRow]:
             yield location, dict(zip(names, values, strict=True)), None
 
 
-def _read_directory(path: Path) -> Iterator[LocatedRow]:
-    """Read what `datasets.save_to_disk` writes, or the parquet files of a directory, by name."""
+def _directory_files(path: Path) -> list[Path]:
+    """Return the files of `datasets.save_to_disk`, or all files of a format, by name."""
+    shown = shown_path(path)
     if (path / "dataset_dict.json").exists():
         # A DatasetDict: the run must not choose a split by itself.
         splits = sorted(file.parent for file in path.glob("*/state.json"))
         raise ConfigError(
-            f"{shown_path(path)} has several splits; name one: "
-            + ", ".join(map(shown_path, splits))
+            f"{shown} has several splits; name one: " + ", ".join(map(shown_path, splits))
         )
-    files = sorted(path.glob("*.arrow")) or sorted(path.glob("*.parquet"))
-    if not files:
+    if (path / "state.json").exists():
+        # The directory may have files of the cache of `map` as well.
+        state = _parse((path / "state.json").read_bytes(), shown_path(path / "state.json"))
+        try:
+            return [path / str(file["filename"]) for file in state["_data_files"]]
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{shown_path(path / 'state.json')}: has no list of data files; write the data set"
+                " again with datasets.save_to_disk"
+            ) from error
+    visible = sorted(file for file in path.glob("*") if not file.name.startswith("."))
+    groups = [[file for file in visible if file.suffix == ".arrow"]]
+    for suffixes in _IN_DIRECTORIES:
+        groups.append([file for file in visible if _plain_suffix(file) in suffixes])
+    groups = [files for files in groups if files]
+    if not groups:
         raise ConfigError(
-            f"{shown_path(path)} is a directory without Arrow files (datasets.save_to_disk) or"
-            f" parquet files"
+            f"{shown} is a directory without Arrow files (datasets.save_to_disk), .parquet, .jsonl,"
+            " .ndjson or .csv files"
         )
-    for file in files:
-        yield from _read_table(file)
+    if len(groups) > 1:
+        suffixes = ", ".join(sorted({f"*{format_suffix(files[0])}" for files in groups}))
+        raise ConfigError(f"{shown} has files of several formats; name one: {suffixes}")
+    splits = {_split(file): file for file in reversed(groups[0])}
+    if len(splits) > 1 and splits.keys() - {"", "train"}:
+        examples = ", ".join(splits[split].name for split in sorted(splits))
+        raise ConfigError(
+            f"{shown} has files of several splits ({examples}); name those of one by a pattern,"
+            f" such as {shown_path(path)}/train-*{format_suffix(groups[0][0])}"
+        )
+    return groups[0]
+
+
+def _split(path: Path) -> str:
+    """Return the split that the name of a file has; empty without one."""
+    words = re.split(r"[^a-z]+", path.name.lower())
+    return next((_SPLITS[word] for word in words if word in _SPLITS), "")
 
 
 def _read_table(path: Path) -> Iterator[LocatedRow]:

@@ -29,15 +29,18 @@ from nemo_like.config.errors import (
 )
 from nemo_like.config.schema import MAIN_SET, VALIDATION_SET
 from nemo_like.data.column_names import MissingColumnError, shown_columns
-from nemo_like.data.formats import RowSchema, check_missing_values, known_row
+from nemo_like.data.formats import RowSchema, check_missing_values
+from nemo_like.data.known_rows import check_columns_used, known_row
 from nemo_like.data.row_files import (
     SUPPORTED_FILES,
     LocatedRow,
     Location,
     Row,
+    data_files,
     fetch_hub_data,
     format_suffix,
     is_hub_data,
+    is_pattern,
     read_rows,
     shown_json,
 )
@@ -246,9 +249,8 @@ def load_rows(
     bad rows; with `skips_bad` only if no other row is left.
     """
     file = _local_path(path, key)
-    check = _RowCheck(
-        schema, columns or {}, selection, ".csv" in format_suffix(file), set_name or VALIDATION_SET
-    )
+    is_csv = any(".csv" in format_suffix(each) for each in data_files(file, key))
+    check = _RowCheck(schema, columns or {}, selection, is_csv, set_name or VALIDATION_SET)
     located = check.usable_rows(islice(read_rows(file, key), max_rows), advance)
     try:
         rows = _store_rows(located)
@@ -322,6 +324,7 @@ class _RowCheck:
             ) from error
         columns = self.format or self.schema.recognize(row)
         self.schema.check(row, columns)
+        check_columns_used(row, columns, self.columns)
         if self.is_csv:
             check_missing_values(row, columns)
         # Of the first row that can be used.
@@ -334,7 +337,7 @@ def _local_path(path: str | Path, key: str) -> Path:
     if is_hub_data(str(path)):
         path = fetch_hub_data(str(path), key)
     file = Path(path).expanduser()
-    if not is_possible_path(str(file)) or not file.exists():
+    if not is_possible_path(str(file)) or not (file.exists() or is_pattern(file)):
         place = "" if file.is_absolute() else f" in the working directory {Path.cwd()}"
         raise ConfigError(
             f"{key}: there is no {shortened(repr(str(file)), 300)}{place}{similar_path_text(file)};"

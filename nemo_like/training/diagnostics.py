@@ -250,6 +250,7 @@ def check_conversations(
     lengths = {index: len(row.input_ids) for index, row in encoded.items()}
     check_lengths(config, rows, lengths, diagnostics)
     if rows is data.train:
+        diagnostics.warnings += data.encoder.sft_warnings()
         trained = {index: row.num_trained for index, row in encoded.items()}
         diagnostics.add_lines("lengths", *length_lines(rows, lengths, config.policy, trained))
         for index in sorted(encoded)[:NUM_SAMPLES]:

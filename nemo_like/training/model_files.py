@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_like.config.errors import ConfigError, Problem, raise_problems, shown_path
 from nemo_like.config.parallel import located_problems, policy_layout
@@ -51,6 +51,7 @@ def open_encoder(config: RunConfig, vocab_size: int | None) -> ChatEncoder:
         prompt_template=data.prompt_template,
         # The encoding of SFT rows selects the last turn from all of the assistant.
         train_on="all" if data.train_on == "all" else "assistant",
+        chat_template_kwargs=data.chat_template_kwargs,
     )
 
 
@@ -62,6 +63,7 @@ def load_encoder(
     system_prompt: str | None = None,
     prompt_template: str | None = None,
     train_on: Literal["assistant", "all"] = "assistant",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatEncoder:
     """Load the tokenizer and the chat template that a section names; see `open_encoder`.
 
@@ -87,6 +89,7 @@ def load_encoder(
             prompt_template=prompt_template,
             train_on=train_on,
             vocab_size=vocab_size,
+            chat_template_kwargs=chat_template_kwargs,
         )
     except ConfigError:
         raise

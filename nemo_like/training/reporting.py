@@ -12,6 +12,7 @@ import numpy as np
 from nemo_like.config.errors import counted
 from nemo_like.config.parallel import num_policy_workers, policy_layout
 from nemo_like.config.schema import PolicyConfig, RunConfig
+from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.data.planning.spec import CostModel
 from nemo_like.data.rows import Rows
@@ -270,6 +271,15 @@ def rows_warnings(config: RunConfig, rows: Rows) -> Iterator[str]:
             f"{training_name(config)} has {counted(num_rows, 'row')}, fewer than one"
             f" batch ({key} {batch_size}); set {key} to at most {num_rows}, or add rows"
         )
+
+
+def start_warnings(config: RunConfig, encoder: ChatEncoder, num_steps: int | None) -> Iterator[str]:
+    """Yield the warnings of a run before its first step; `num_steps` is None if it is not known."""
+    yield from config_warnings(config)
+    if num_steps is not None:
+        yield from step_warnings(config, num_steps)
+    if not config.generates:
+        yield from encoder.sft_warnings()
 
 
 def step_warnings(config: RunConfig, num_steps: int) -> Iterator[str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.data.formats import MESSAGE_COLUMNS
+from nemo_like.data.known_rows import MESSAGE_COLUMNS
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import MAX_LISTED, Rows
 from nemo_like.integer_math import ceil_div

@@ -47,10 +47,10 @@ from nemo_like.training.health import Health
 from nemo_like.training.model_files import check_frozen_models, frozen_models, open_model_spec
 from nemo_like.training.reporting import (
     StepWork,
-    config_warnings,
     full_length_metrics,
     header_lines,
     start_line,
+    start_warnings,
     step_line,
     step_note,
     throughput_metrics,
@@ -455,7 +455,7 @@ def open_training_run(
         log_file.note_start()
         checkpointer = Checkpointer(directory.path, config.checkpointing)
         check_logger(config.logger)
-        for warning in config_warnings(config):
+        for warning in start_warnings(config, data.encoder, num_optimizer_steps):
             logger.warning(warning)  # on the console and in driver.log
         spec = open_model_spec(config)
         for line in header_lines(config, directory.path, spec, len(data.train), num_steps):

@@ -89,6 +89,21 @@ def test_rows_that_cannot_be_encoded_are_skipped_but_not_those_too_long(
         (SFT_ROWS, {"dialog": SHAREGPT}, "conversations: dialog"),
         (SFT_ROWS, {"prompt": "1+1", "model_reply": "2"}, "completion: model_reply"),
         (PROMPT_ROWS, {"problem": "1+1", "solution": "2"}, "prompt: problem, answer: solution"),
+        (
+            SFT_ROWS,
+            {"id": 1, "system_prompt": "s", "question": "1+1", "response": "2"},
+            "prompt: question, completion: response, system: system_prompt",
+        ),
+        (
+            SFT_ROWS,
+            {"query": "1+1", "response": "2", "type": "a", "original_question": "0+1"},
+            "prompt: query, completion: response",
+        ),
+        (
+            SFT_ROWS,
+            {"instruction": "1+1", "context": "sums", "response": "2", "category": "qa"},
+            "completion: response, input: context",
+        ),
         (PREFERENCE_ROWS, PAIR, "prompt: question, chosen: better, rejected: worse"),
     ],
 )

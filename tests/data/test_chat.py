@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -346,3 +346,102 @@ def test_a_role_is_one_of_four_or_one_that_the_template_names() -> None:
     assert "developer" in marked_text(encoder, encoder.encode_sft([developer, USER, ASSISTANT]))
     with pytest.raises(ConfigError, match=r"unknown roles 'gpt' .write assistant., 'narrator';"):
         encoder.encode_sft([{**USER, "role": "gpt"}, {**USER, "role": "narrator"}, ASSISTANT])
+
+
+OPEN_BLOCKS = GENERATION_BLOCKS.replace(
+    "{{ message.content + '<|im_end|>' }}{% endgeneration %}",
+    "{{ message.content }}{% endgeneration %}{{ '<|im_end|>' }}",
+)
+"""Blocks without the end of the turn."""
+
+
+def test_the_end_of_a_turn_behind_a_generation_block_is_trained() -> None:
+    expected = [f"{turn['content']}<|im_end|>" for turn in TWO_TURNS[1::2]]
+    encoder = ChatEncoder(tiny_tokenizer(OPEN_BLOCKS))
+    assert trained_parts(encoder, TWO_TURNS) == expected
+    inside = ChatEncoder(tiny_tokenizer(GENERATION_BLOCKS)).encode_sft(TWO_TURNS)
+    row = encoder.encode_sft(TWO_TURNS)
+    assert row.input_ids.tolist() == inside.input_ids.tolist()
+    assert row.token_mask.tolist() == inside.token_mask.tolist()
+    # A template without any end.
+    without = OPEN_BLOCKS.replace("{% endgeneration %}{{ '<|im_end|>' }}", "{% endgeneration %}")
+    encoder = ChatEncoder(tiny_tokenizer(without))
+    assert trained_parts(encoder, TWO_TURNS[:2]) == [f"{ASSISTANT['content']}<|eos|>"]
+
+
+OPTIONAL_THOUGHT = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
+    "{% if message.role == 'assistant' %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    "{{ message.content + '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\\n<think>\\n' }}"
+    "{% if enable_thinking is defined and enable_thinking is false %}"
+    "{{ '\\n</think>\\n\\n' }}{% endif %}{% endif %}"
+)
+"""As Qwen3.5: the prompt opens a thought, unless a variable of the template closes it."""
+
+
+def test_variables_of_the_template_apply_to_prompts_and_rows() -> None:
+    tokenizer = tiny_tokenizer(OPTIONAL_THOUGHT)
+    encoder = ChatEncoder(tokenizer, chat_template_kwargs={"enable_thinking": False})
+    rendered = tokenizer.apply_chat_template(
+        [USER], tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    expected = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    assert encoder.encode_prompt([USER]).tolist() == expected
+    row = encoder.encode_sft([USER, ASSISTANT])
+    assert row.input_ids[: len(expected)].tolist() == expected
+    assert trained_parts(encoder, [USER, ASSISTANT]) == [f"{ASSISTANT['content']}<|im_end|>"]
+    assert list(encoder.sft_warnings()) == []
+    (warning,) = ChatEncoder(tokenizer).sft_warnings()
+    assert "close it at once ('\\n</think>\\n\\n')" in warning
+    marked = GENERATION_BLOCKS.replace("{{ message.content", "{{ prefix + message.content")
+    encoder = ChatEncoder(tiny_tokenizer(marked), chat_template_kwargs={"prefix": "12 "})
+    assert trained_parts(encoder, [USER, ASSISTANT]) == [f"12 {ASSISTANT['content']}<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("enable_thinkin", "does not use"),
+        ("add_generation_prompt", "gets from nemo_like"),
+        ("messages", "gets from nemo_like"),
+        ("eos_token", "gets from nemo_like"),
+    ],
+)
+def test_variables_that_a_template_does_not_have_are_named(name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=rf"data.chat_template_kwargs has '{name}', .*{problem}"):
+        ChatEncoder(tiny_tokenizer(OPTIONAL_THOUGHT), chat_template_kwargs={name: 1})
+
+
+def test_a_template_that_ends_only_the_last_answer_is_named() -> None:
+    template = (
+        "{% for message in messages %}{{ '<|' + message.role.capitalize() + '|>' +"
+        " message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|Assistant|>' }}{% endif %}"
+    )
+    encoder = ChatEncoder(tiny_tokenizer(template))
+    assert trained_parts(encoder, TWO_TURNS)[0] == ASSISTANT["content"]
+    (warning,) = encoder.sft_warnings()
+    assert "ends only the last answer of a conversation with a token" in warning
+    for name in ("chatml", "llama", "generation_blocks"):
+        assert not list(ChatEncoder(tiny_tokenizer(TEMPLATES[name])).sft_warnings())
+
+
+def test_named_templates_have_their_own_roles_and_generation_blocks() -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    tool_use = "{{ tools | tojson }}" + GENERATION_BLOCKS
+    default = CHATML.replace(
+        "message.role +", "('system' if message.role == 'developer' else message.role) +"
+    )
+    named: Any = {"default": default, "tool_use": tool_use}
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = named
+    encoder = ChatEncoder(tokenizer)
+    messages = [{"role": "developer", "content": "Be brief."}, USER, ASSISTANT]
+    same = ChatEncoder(tiny_tokenizer(default))
+    for tools, single in ((None, same), ([tool], ChatEncoder(tiny_tokenizer(tool_use)))):
+        turns = messages if tools is None else messages[1:]
+        expected = single.encode_sft(turns, tools)
+        row = encoder.encode_sft(turns, tools)
+        assert row.input_ids.tolist() == expected.input_ids.tolist()
+        assert row.token_mask.tolist() == expected.token_mask.tolist()

@@ -213,7 +213,7 @@ def test_what_templates_rewrite_is_accepted(template: str) -> None:
         ),
         (
             {"messages": [USER, {**CALL, "content": ["x"]}]},
-            r"messages\[1\]\.content is .*, not a text",
+            r"messages\[1\]\.content\[0\] is .*, not a part with a text",
         ),
     ],
 )

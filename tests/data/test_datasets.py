@@ -267,3 +267,57 @@ def test_a_changed_row_is_another_digest(tmp_path: Path) -> None:
     after = load_rows(path, PROMPT_ROWS)
     assert after.digests != before.digests
     assert [after.digest(row) == before.digest(row) for row in range(3)] == [True, True, False]
+
+
+def test_cache_files_of_map_are_no_rows_of_a_directory(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": str(number), "completion": "4"} for number in range(10)]
+    saved = tmp_path / "saved"
+    datasets.Dataset.from_list(rows).save_to_disk(str(saved))
+    datasets.load_from_disk(str(saved)).map(lambda row: {"completion": row["prompt"]})
+    datasets.load_from_disk(str(saved)).shuffle(seed=0)
+    assert len(list(saved.glob("*.arrow"))) > 1
+    assert list(load_rows(saved, SFT_ROWS)) == rows
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".parquet", ".csv"])
+def test_files_of_a_directory_or_pattern_are_read_by_name(tmp_path: Path, suffix: str) -> None:
+    directory = tmp_path / "data"
+    directory.mkdir()
+
+    def write(name: str, prompt: str) -> None:
+        path = directory / f"{name}{suffix}"
+        if suffix == ".parquet":
+            table = pyarrow.table({"prompt": [prompt], "completion": ["4"]})
+            pyarrow.parquet.write_table(table, path)
+        elif suffix == ".csv":
+            path.write_text(f"prompt,completion\n{prompt},4\n")
+        else:
+            write_jsonl(path, [{"prompt": prompt, "completion": "4"}])
+
+    write("train-00001", "b")
+    write("train-00000", "a")
+    write(".hidden", "c")
+    (directory / "README.md").write_text("About")
+    for source in (directory, f"{directory}/train-*{suffix}", f"{tmp_path}/**/*[0-9]{suffix}"):
+        loaded = load_rows(source, SFT_ROWS)
+        assert [row["prompt"] for row in loaded] == ["a", "b"]
+    # Two splits are never mixed.
+    write("test-00000", "t")
+    with pytest.raises(ConfigError, match=rf"several splits .*data/train-\*\{suffix}"):
+        load_rows(directory, SFT_ROWS)
+    assert len(load_rows(f"{directory}/train-*{suffix}", SFT_ROWS)) == 2
+    with pytest.raises(ConfigError, match=r"data\.train_path: no file matches .*valid-\*"):
+        load_rows(f"{directory}/valid-*", SFT_ROWS)
+
+
+def test_a_directory_of_several_formats_is_refused(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b"}])
+    (tmp_path / "b.csv").write_text("prompt,completion\na,b\n")
+    with pytest.raises(ConfigError, match=r"several formats; name one: \*\.csv, \*\.jsonl"):
+        load_rows(tmp_path, SFT_ROWS)
+
+
+def test_a_name_with_brackets_is_a_file(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a[1].jsonl", [{"prompt": "a", "completion": "b"}])
+    assert len(load_rows(path, SFT_ROWS)) == 1

@@ -20,14 +20,9 @@ from hypothesis import strategies as st
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.column_names import KNOWN_COLUMNS, check_columns
-from nemo_like.data.formats import (
-    PROMPT_ROWS,
-    SFT_ROWS,
-    RowSchema,
-    conversation,
-    known_row,
-    question,
-)
+from nemo_like.data.formats import PROMPT_ROWS, SFT_ROWS, RowSchema, conversation, question
+from nemo_like.data.known_rows import known_row
+from nemo_like.data.messages import row_tools
 from nemo_like.data.preferences import PREFERENCE_ROWS, preference
 from nemo_like.data.rows import load_rows
 
@@ -190,6 +185,9 @@ def test_renamed_columns_are_other_rows_to_a_resumed_run(tmp_path: Path) -> None
 @given(st.dictionaries(st.sampled_from(KNOWN_COLUMNS), st.text(alphabet="ab", max_size=5)))
 def test_rows_with_own_columns_are_not_changed(values: dict[str, str]) -> None:
     row = {**values, "prompt": "a"}
+    # They become the first turns of the conversation.
+    row.pop("system", None)
+    row.pop("history", None)
     assert known_row(row, {}) == row
 
 
@@ -452,7 +450,7 @@ def test_a_damaged_compressed_file_is_named(tmp_path: Path, suffix: str, damage:
             b'{"prompt": "a"}\n{"prompt": "a", "answer": "1"}\n',
             "jsonl:2: columns .* are another format than prompt, which the rows before have",
         ),
-        ("rows.txt", b"text\n", r"data\.train_path: .*ends in '\.txt'; give \.jsonl, \.csv"),
+        ("rows.txt", b"text\n", r"data\.train_path: .*ends in '\.txt'; give \.jsonl"),
         ("rows.json.gz", gzip.compress(b"[]", mtime=0), r"ends in '\.json\.gz'; give \.jsonl"),
     ],
 )
@@ -527,3 +525,93 @@ def test_tables_keep_the_order_of_keys_and_have_only_values_of_json(tmp_path: Pa
     assert second.pop("day") == "2026-01-02"
     assert float(second.pop("half")) == 1.5
     assert json.dumps(second) == expected
+
+
+FIRST = [SYSTEM, {"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "2"}]
+BEFORE = {"system": "Be brief.", "history": [["1+1=?", "2"]]}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, ASSISTANT]},
+        {"prompt": "2+2=?", "completion": "4"},
+        {"prompt": [USER], "completion": [ASSISTANT]},
+        {"prompt": [SYSTEM, USER], "answer": "4"},
+        {"instruction": "2+2=?", "input": "", "output": "4"},
+        {"conversations": [{"from": "human", "value": "2+2=?"}, {"from": "gpt", "value": "4"}]},
+    ],
+)
+def test_system_and_history_come_first_in_every_format(tmp_path: Path, row: dict) -> None:
+    assert conversation(load_one(tmp_path, {**row, **BEFORE})) == [*FIRST, USER, ASSISTANT]
+    prompts = load_one(tmp_path, {**row, **BEFORE}, PROMPT_ROWS)
+    assert question(prompts).messages == [*FIRST, USER]
+
+
+def test_system_of_other_names_and_jobs(tmp_path: Path) -> None:
+    gsm8k = {"question": "2+2=?", "answer": "2+2 is #### 4", **BEFORE}
+    assert question(load_one(tmp_path, gsm8k, PROMPT_ROWS)).messages == [*FIRST, USER]
+    assert question(load_one(tmp_path, gsm8k, PROMPT_ROWS)).answer == "4"
+    columns = {"prompt": "question", "completion": "response", "system": "system_prompt"}
+    orca = {"system_prompt": "Be brief.", "question": "2+2=?", "response": "4"}
+    assert conversation(load_one(tmp_path, orca, columns=columns)) == [SYSTEM, USER, ASSISTANT]
+    other = {"role": "assistant", "content": "5"}
+    pair = {"system": "Be brief.", "question": "2+2=?", "chosen": "4", "rejected": "5"}
+    texts = preference(load_one(tmp_path, pair, PREFERENCE_ROWS, {"prompt": "question"}))
+    assert texts == ([SYSTEM, USER], [ASSISTANT], [other])
+    for extra in ({}, {"prompt": "2+2=?"}):
+        pair = {**BEFORE, **extra, "chosen": [USER, ASSISTANT], "rejected": [USER, other]}
+        texts = preference(load_one(tmp_path, pair, PREFERENCE_ROWS))
+        assert texts == ([*FIRST, USER], [ASSISTANT], [other])
+
+
+def test_no_text_of_a_mapped_column_is_lost(tmp_path: Path) -> None:
+    row = {"prompt": "Sum?", "context": "2 and 2", "completion": "4"}
+    prompt = {"role": "user", "content": "Sum?\n2 and 2"}
+    loaded = load_one(tmp_path, row, columns={"input": "context"})
+    assert conversation(loaded) == [prompt, ASSISTANT]
+    row = {"text": "2+2=4", "about": "Be brief."}
+    with pytest.raises(ConfigError, match=r"maps 'system', but rows of the format text do not use"):
+        load_one(tmp_path, row, columns={"system": "about"})
+    two = {"system": "Be long.", "messages": [SYSTEM, USER, ASSISTANT]}
+    with pytest.raises(ConfigError, match=r"'messages' begins with a system turn, and column 'sys"):
+        load_one(tmp_path, two)
+
+
+def test_pairs_of_dialogue_texts_have_their_common_turns_as_prompt(tmp_path: Path) -> None:
+    start = "\n\nHuman: 1+1=?\n\nAssistant: 2\n\nHuman: 2+2=?\n\nAssistant: "
+    row = {"chosen": f"{start}It is 4", "rejected": f"{start}It is 5"}
+    prompt, chosen, rejected = preference(load_one(tmp_path, row, PREFERENCE_ROWS))
+    assert prompt == [*FIRST[1:], USER]
+    assert chosen == [{"role": "assistant", "content": "It is 4"}]
+    assert rejected == [{"role": "assistant", "content": "It is 5"}]
+    row = {"question": "2+2=?", "chosen": "It is 4", "rejected": "It is 5"}
+    with pytest.raises(ConfigError, match=r"no column 'prompt'; set data.columns=\{prompt: quest"):
+        load_one(tmp_path, row, PREFERENCE_ROWS)
+
+
+def test_rows_of_one_completion_and_a_label_are_not_sent_to_sft(tmp_path: Path) -> None:
+    row = {"prompt": "2+2=?", "completion": "5", "label": False}
+    with pytest.raises(ConfigError, match=r"a label \(KTO\) have no loss here; write pairs"):
+        load_one(tmp_path, row, PREFERENCE_ROWS)
+
+
+def test_messages_and_tools_may_be_lists_of_json_texts(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    messages = [USER, {"role": "assistant", "tool_calls": [call]}]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    as_texts = {"messages": list(map(json.dumps, messages)), "tools": list(map(json.dumps, tools))}
+    row = load_one(tmp_path, as_texts)
+    assert conversation(row) == messages
+    assert row_tools(row) == tools
+    calls = [USER, {"role": "assistant", "tool_calls": [json.dumps(call)]}]
+    assert conversation(load_one(tmp_path, {"messages": calls})) == messages
+
+
+def test_content_may_be_a_list_of_text_parts(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "2+2"}, {"type": "text", "text": "=?", "image_url": None}]
+    row = {"messages": [{"role": "user", "content": parts}, ASSISTANT]}
+    assert conversation(load_one(tmp_path, row)) == [USER, ASSISTANT]
+    parts.append({"type": "image_url", "image_url": "x"})
+    with pytest.raises(ConfigError, match=r"messages\[0\]\.content\[2\] is .*not a part with a te"):
+        load_one(tmp_path, row)
