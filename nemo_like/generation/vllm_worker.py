@@ -125,9 +125,6 @@ class VLLMGenerationWorker:
         if router_replay == "true" or (router_replay == "auto" and not self._is_cpu):
             self._moe = spec.moe
         options: dict[str, Any] = {}
-        if not spec.is_tied:
-            # config.json may tie embeddings that differ in the files; see `has_own_head`.
-            options["hf_overrides"] = {"tie_word_embeddings": False}
         if self._is_cpu and spec.latent is not None:
             # The kernel of vLLM 0.32 rotates the queries of these models wrongly.
             options["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}

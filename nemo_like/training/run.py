@@ -26,6 +26,7 @@ from nemo_like.data.planning.spec import CostModel
 from nemo_like.data.token_counts import TokenCounts
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.metrics import Metrics, Sum, Timers, metric_values, start_timers
+from nemo_like.models.pretrained import load_model_config
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
 from nemo_like.policy.optim import resolve_decay_steps
 from nemo_like.policy.policy import Policy, ShardedBatch
@@ -45,6 +46,7 @@ from nemo_like.run.sinks import Media
 from nemo_like.run.tracking import RunLog, Tracker, check_logger, run_log
 from nemo_like.training.health import Health
 from nemo_like.training.model_files import check_frozen_models, frozen_models, open_model_spec
+from nemo_like.training.model_warnings import model_warnings
 from nemo_like.training.reporting import (
     StepWork,
     config_warnings,
@@ -455,7 +457,8 @@ def open_training_run(
         log_file.note_start()
         checkpointer = Checkpointer(directory.path, config.checkpointing)
         check_logger(config.logger)
-        for warning in config_warnings(config):
+        model_config = load_model_config(config.policy.model_name)
+        for warning in (*config_warnings(config), *model_warnings(config, model_config)):
             logger.warning(warning)  # on the console and in driver.log
         spec = open_model_spec(config)
         for line in header_lines(config, directory.path, spec, len(data.train), num_steps):

@@ -82,7 +82,10 @@ def write_hf(
     if skeleton is not None:
         kept = _unloaded(skeleton, config.model_name)
     kept_files = split_by_bytes({each.key: each.shape for each in kept}, 8, MAX_FILE_BYTES)
-    num_files = len(files) + len(kept_files)
+    last_bytes = sum(prod(shapes[name]) for name in files[-1]) * dtype.itemsize
+    # Small models stay in one file.
+    is_joined = last_bytes + 8 * sum(prod(each.shape) for each in kept) <= MAX_FILE_BYTES
+    num_files = len(files) + (0 if is_joined else len(kept_files))
     stored: list[dict[str, int]] = []
     for index, names in enumerate(files):
         tensors = {}
@@ -95,9 +98,11 @@ def write_hf(
             if index == 0:
                 tensors |= _buffers(skeleton, config.model_name)
             tensors = _to_stored_format(skeleton, tensors)
+            if is_joined and index == len(files) - 1:
+                tensors |= _read_all(kept)
             stored.append({name: tensor.nbytes for name, tensor in tensors.items()})
             _write_file(directory / _file_name(index, num_files), tensors)
-    for keys in kept_files:
+    for keys in () if is_joined else kept_files:
         tensors = _read_all([each for each in kept if each.key in keys])
         _write_file(directory / _file_name(len(stored), num_files), tensors)
         stored.append({name: tensor.nbytes for name, tensor in tensors.items()})

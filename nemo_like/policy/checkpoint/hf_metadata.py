@@ -60,7 +60,7 @@ def write_config(model_config: PretrainedConfig, source: Path, directory: Path) 
     for section, stored in pairs:
         # What the source says is what other tools read of it.
         legacy = {name: stored[name] for name in _ROPE_KEYS if name in stored}
-        section |= _legacy_rope(section) | legacy
+        section.update(_legacy_rope(section) | legacy)
     write_json(path, content)
 
 
