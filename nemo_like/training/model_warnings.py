@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_like.config.errors import ConfigError, counted
-from nemo_like.config.schema import RunConfig
+from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.models.pretrained import load_tokenizer
+from nemo_like.models.pretrained import load_model_config, load_tokenizer
 from nemo_like.models.weight_files import has_own_head
 
 if TYPE_CHECKING:
@@ -32,10 +32,11 @@ _NOISE = (
 """Random noise of transformers in training mode."""
 
 
-def model_warnings(config: RunConfig, model_config: PretrainedConfig) -> Iterator[str]:
+def model_warnings(policy: PolicyConfig, *, needs_reference: bool) -> Iterator[str]:
     """Yield what the run does not do as the model's files say, and which model is the reference."""
+    name = policy.model_name
+    model_config = load_model_config(name)
     text = model_config.get_text_config()
-    name = config.policy.model_name
     noise = {key: getattr(text, key, None) for key in _NOISE}
     for key, value in noise.items():
         if isinstance(value, float) and value > 0:
@@ -56,8 +57,8 @@ def model_warnings(config: RunConfig, model_config: PretrainedConfig) -> Iterato
             f"config.json of {name} ties the embeddings, but its files have an lm_head.weight of"
             " other values: both are trained and exported, as in transformers"
         )
-    adapter = config.policy.adapter
-    if config.needs_reference and adapter is not None and adapter.adapter_path is not None:
+    adapter = policy.adapter
+    if needs_reference and adapter is not None and adapter.adapter_path is not None:
         yield (
             f"policy.lora.adapter_path is {adapter.adapter_path!r}, and the reference is the model"
             " without adapters: the first step already has a margin. For the model with this"
@@ -72,12 +73,11 @@ def _ties_embeddings(directory: Path, model_config: PretrainedConfig) -> bool:
     return bool(content.get("tie_word_embeddings", type(model_config)().tie_word_embeddings))
 
 
-def check_new_tokens(config: RunConfig, encoder: ChatEncoder) -> None:
+def check_new_tokens(policy: PolicyConfig, encoder: ChatEncoder) -> None:
     """Raise ConfigError if adapters would leave the embeddings of new tokens untrained.
 
     New are tokens of `policy.tokenizer_name` that the model's own tokenizer does not have.
     """
-    policy = config.policy
     if policy.adapter is None or policy.tokenizer_name is None:
         return
     try:

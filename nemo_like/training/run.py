@@ -26,7 +26,6 @@ from nemo_like.data.planning.spec import CostModel
 from nemo_like.data.token_counts import TokenCounts
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.metrics import Metrics, Sum, Timers, metric_values, start_timers
-from nemo_like.models.pretrained import load_model_config
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
 from nemo_like.policy.optim import resolve_decay_steps
 from nemo_like.policy.policy import Policy, ShardedBatch
@@ -457,8 +456,8 @@ def open_training_run(
         log_file.note_start()
         checkpointer = Checkpointer(directory.path, config.checkpointing)
         check_logger(config.logger)
-        model_config = load_model_config(config.policy.model_name)
-        for warning in (*config_warnings(config), *model_warnings(config, model_config)):
+        from_files = model_warnings(config.policy, needs_reference=config.needs_reference)
+        for warning in (*config_warnings(config), *from_files):
             logger.warning(warning)  # on the console and in driver.log
         spec = open_model_spec(config)
         for line in header_lines(config, directory.path, spec, len(data.train), num_steps):

@@ -225,7 +225,7 @@ def open_data(config: RunConfig, train_schema: RowSchema, validation_schema: Row
     train = load_training(config, train_schema, Progress())
     validation = load_validation(config, validation_schema)
     encoder = open_encoder(config, model.get_text_config().vocab_size)
-    check_new_tokens(config, encoder)
+    check_new_tokens(config.policy, encoder)
     return RunData(encoder, train, validation)
 
 

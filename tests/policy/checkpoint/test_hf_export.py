@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from nemo_like.config.schema import ParallelConfig, PolicyConfig
+from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.pretrained import load_model_config
-from nemo_like.models.tiny import save_tiny_copy, type_config
 from nemo_like.policy.checkpoint import hf_export
 from nemo_like.policy.checkpoint.hf_metadata import write_config
+from tests.policy.tiny import save_tiny_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -83,11 +83,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Path:
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A deepseek_v3 with the layer for multi-token prediction that transformers does not load."""
     directory = tmp_path_factory.mktemp("source")
-    save_tiny_copy(type_config("deepseek_v3"), ParallelConfig(), directory, vocab_size=512)
-    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(directory)
+    save_tiny_model(directory, "deepseek_v3")
     config = read_json(directory / "config.json") | {"num_nextn_predict_layers": 1}
     (directory / "config.json").write_text(json.dumps(config))
     weights = load_file(directory / "model.safetensors")
