@@ -35,6 +35,7 @@ from nemo_like.data.rows import Rows
 from nemo_like.environments.environment_workers import load_environment
 from nemo_like.environments.reward_worker import load_reward_functions
 from nemo_like.generation.requests import SamplingParams
+from nemo_like.models.weight_files import weight_paths
 from nemo_like.rollout.answers import Answer, answer_prompts
 from nemo_like.run.files import AppendedFile, reporting_write_errors, write_json, write_json_lines
 from nemo_like.run.progress import Progress
@@ -204,7 +205,7 @@ def described_settings(config: AnswerRunConfig) -> dict[str, Any]:
 def weight_files(directory: str) -> dict[str, list[int]]:
     """Return size and time of change of the weight files of a local model, by name."""
     files = {}
-    for path in sorted(Path(directory).glob("*.safetensors")):
+    for path in weight_paths(Path(directory)):
         status = path.stat()
         files[path.name] = [status.st_size, status.st_mtime_ns]
     return files

@@ -51,6 +51,7 @@ from nemo_like.training.model_files import (
     open_reward_model,
     policy_memory,
 )
+from nemo_like.training.model_warnings import check_new_tokens, model_warnings
 from nemo_like.training.reporting import config_warnings, device_line, rows_warnings
 from nemo_like.training.run_data import (
     RunData,
@@ -113,11 +114,16 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
     model = diagnostics.check(lambda: open_model_config(config))
     if model is not None:
         _describe_model(config, model, diagnostics)
+        diagnostics.warnings += model_warnings(
+            config.policy, needs_reference=config.needs_reference
+        )
     encoder = None
     # Without a model the tokenizer's name is only known if the config sets it.
     if model is not None or config.policy.tokenizer_name is not None:
         vocab_size = None if model is None else model.get_text_config().vocab_size
         encoder = diagnostics.check(lambda: open_encoder(config, vocab_size))
+        if encoder is not None:
+            diagnostics.check(partial(check_new_tokens, config.policy, encoder))
     if encoder is not None and train is not None:
         data = RunData(encoder, train, validation)
         algorithm.check_rows(config, data, model, diagnostics)

@@ -92,7 +92,9 @@ class ChatEncoder:
                 f"the tokenizer makes token {ids.max()}"
                 f" ({self.tokenizer.convert_ids_to_tokens(int(ids.max()))!r}), but the model's"
                 f" vocabulary ends at {self.vocab_size - 1}; tokenizer and model do not belong"
-                " together (tokenizer_name, model_name)"
+                " together (tokenizer_name, model_name), or the tokenizer has new tokens: then"
+                " enlarge the model with resize_token_embeddings of transformers, and train all"
+                " weights"
             )
         return ids
 

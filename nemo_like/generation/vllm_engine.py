@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from nemo_like.generation.adapters import AdapterSettings
 from nemo_like.generation.hf_decoding import check_finite
 from nemo_like.generation.requests import Completions, FinishReason, SamplingParams
 from nemo_like.models.spec import MoeSpec
+from nemo_like.models.weight_files import has_own_head
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -173,6 +175,9 @@ def start_engine(
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    if has_own_head(Path(options["model"])):
+        # config.json may tie the embeddings all the same.
+        options["hf_overrides"] = {"tie_word_embeddings": False}
     # INFO lines of every engine would be repeated in the driver's output.
     logging.getLogger("vllm").setLevel(logging.ERROR)
     try:

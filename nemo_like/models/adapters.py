@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from nemo_like.config.errors import ConfigError, shown_path, similar_path_text
 from nemo_like.config.schema import ALL_LINEAR, AdapterConfig, OutputHead, PolicyConfig
 from nemo_like.models.spec import SCORE_WEIGHT, ModelSpec
-from nemo_like.models.weight_files import Shape, read_shapes
+from nemo_like.models.weight_files import INDEX_NAME, Shape, read_shapes, weight_paths
 
 
 class AdapterNames(NamedTuple):
@@ -150,7 +150,12 @@ def stored_layers(directory: Path, spec: ModelSpec) -> dict[str, Shape]:
     damaged file.
     """
     layers = {}
-    for file in sorted(directory.glob("*.safetensors")):
+    try:
+        files = weight_paths(directory)
+    except ValueError as error:
+        index = shown_path(directory / INDEX_NAME)
+        raise ConfigError(f"policy.model_name: {index} {error}") from error
+    for file in files:
         for name, shape in _read_shapes("policy.model_name", file).items():
             layer = name.removesuffix(".weight")
             is_linear = len(shape) == 2 and layer != name
@@ -180,6 +185,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "target_parameters": ([],),
     "trainable_token_indices": ([], {}),
     "layer_replication": ([],),
+    "layers_to_transform": (),
+    "layers_pattern": ([], ""),
+    "alora_invocation_tokens": ([],),
     "rank_pattern": ({},),
     "alpha_pattern": ({},),
 }

@@ -10,11 +10,13 @@ import copy
 import logging
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import OutputHead
 from nemo_like.models.spec import ModelSpec
+from nemo_like.models.weight_files import has_own_head
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -55,12 +57,17 @@ def import_transformers_without_torch() -> None:
 def load_model_config(directory: str) -> PretrainedConfig:
     """Return the configuration of the model in a directory.
 
-    Raises OSError for files that are missing and ValueError for files that cannot be used, with a
-    text of one line.
+    It does not tie the embeddings of a model whose files have two different ones. Raises OSError
+    for files that are missing and ValueError for files that cannot be used, with a text of one
+    line.
     """
     from transformers import AutoConfig
 
-    return _open(AutoConfig.from_pretrained, directory)
+    config = _open(AutoConfig.from_pretrained, directory)
+    for section in (config, config.get_text_config()):
+        if getattr(section, "tie_word_embeddings", False) and has_own_head(Path(directory)):
+            section.tie_word_embeddings = False
+    return config
 
 
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +16,31 @@ MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
 Shape = tuple[int, ...]
+
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+
+def weight_paths(directory: Path) -> list[Path]:
+    """Return the weight files of a model: model.safetensors, or the files that its index names.
+
+    As in transformers, other files in the directory are not part of the model, for example
+    consolidated.safetensors or an adapter. The list is empty without both files. Raises ValueError,
+    with a text that continues the name of the index, for a damaged index.
+    """
+    if (directory / WEIGHTS_NAME).is_file():
+        return [directory / WEIGHTS_NAME]
+    index = directory / INDEX_NAME
+    if not index.is_file():
+        return []
+    try:
+        names = {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"is not an index of weight files ({type(error).__name__}: {error})"
+        ) from error
+    return [directory / name for name in sorted(names)]
 
 
 def read_shapes(path: Path) -> dict[str, Shape]:
@@ -56,19 +83,66 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
     return header
 
 
+HEADS = ("lm_head.weight", "embed_out.weight")
+"""Ends of the names of output embeddings."""
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+_CHUNK_BYTES = 2**24
+
+
+def has_own_head(directory: Path) -> bool:
+    """Return True if the files have an output embedding with other values than the input embedding.
+
+    transformers does not tie such a model, whatever its config.json says. The result is False if
+    one of the two is missing or a file cannot be read.
+    """
+    try:
+        paths = weight_paths(directory)
+        return _has_own_head(tuple((path, path.stat().st_mtime_ns) for path in paths))
+    except (OSError, ValueError):
+        return False
+
+
+@lru_cache(maxsize=16)
+def _has_own_head(files: tuple[tuple[Path, int], ...]) -> bool:
+    """See `has_own_head`; `files` are (path, time of the last change)."""
+    found: dict[str, tuple[Path, dict[str, Any]]] = {}
+    for path, _ in files:
+        for name, entry in read_header(path).items():
+            for kind, ends in (("head", HEADS), ("embedding", _EMBEDDINGS)):
+                # Layers for multi-token prediction have copies of both.
+                if name.endswith(ends) and re.search(r"\.\d+\.", name) is None:
+                    found.setdefault(kind, (path, entry))
+    if len(found) < 2:
+        return False
+    head, embedding = found["head"], found["embedding"]
+    if any(head[1][key] != embedding[1][key] for key in ("dtype", "shape")):
+        return True
+    with head[0].open("rb") as head_file, embedding[0].open("rb") as embedding_file:
+        num_bytes = 0
+        for file, (_, entry) in ((head_file, head), (embedding_file, embedding)):
+            start, end = entry["data_offsets"]
+            num_bytes = end - start
+            file.seek(8 + int.from_bytes(file.read(8), "little") + start)
+        for start in range(0, num_bytes, _CHUNK_BYTES):
+            size = min(_CHUNK_BYTES, num_bytes - start)
+            if head_file.read(size) != embedding_file.read(size):
+                return True
+    return False
+
+
 _NUM_SAMPLES = 32
 """Samples of each file; values of a model that was trained differ in all of them."""
 _SAMPLE_BYTES = 4096
 
 
 def weights_digest(directory: Path) -> str:
-    """Return a hash of the sizes and of evenly spaced samples of the *.safetensors files.
+    """Return a hash of the sizes and of evenly spaced samples of the weight files.
 
     It does not depend on names and dates, so a copy of the directory has the same one. Raises
-    OSError for a file that cannot be read.
+    OSError for a file that cannot be read, and ValueError as `weight_paths`.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in weight_paths(directory):
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(size.to_bytes(8, "little"))

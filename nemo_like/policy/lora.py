@@ -168,17 +168,9 @@ class MergedWeights:
             require_library()
             self._quantized = {f"{layer}.weight" for layer in quantized_layers(model)}
         self._shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-        self._stored_names: dict[str, str] = {}
-        by_weight: dict[nn.Parameter, list[str]] = {}
-        for name, weight in model.named_parameters(remove_duplicate=False):
-            by_weight.setdefault(weight, []).append(name)
-        for names in by_weight.values():
-            # A tied weight may be stored under any of its names; `shapes` has the first.
-            self._stored_names[names[0]] = next((name for name in names if name in files), names[0])
-        for name in reader.shapes:
-            # A score head is in the checkpoint, and may not be in the files of the model.
-            self._stored_names.pop(name, None)
-        files.check({stored: self._shapes[name] for name, stored in self._stored_names.items()})
+        # A score head is in the checkpoint, and may not be in the files of the model.
+        self._stored = self._shapes.keys() - reader.shapes.keys()
+        files.check({name: self._shapes[name] for name in self._stored})
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the full shape of each weight by Hugging Face name."""
@@ -187,12 +179,12 @@ class MergedWeights:
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield each name with W + scale B A, float32 [*shape] as in `weight_shapes`."""
         for name in names:
-            if name not in self._stored_names:
+            if name not in self._stored:
                 yield from self._reader.full_weights([name])
                 continue
             shape = self._shapes[name]
             start = (0,) * len(shape)
-            weight = self._files.read(self._stored_names[name], start, shape).float()
+            weight = self._files.read(name, start, shape).float()
             if name in self._quantized:
                 weight = rounded(weight)
             pair = adapter_names(name)

@@ -7,7 +7,6 @@ and reward models. It continues only with the models that it was trained with.
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,14 @@ from nemo_like.models.adapters import check_adapters
 from nemo_like.models.layout_check import frozen_weights, model_problems
 from nemo_like.models.pretrained import load_model_config, load_tokenizer, with_output_head
 from nemo_like.models.spec import ModelSpec
-from nemo_like.models.weight_files import read_header, weight_sizes, weights_digest
+from nemo_like.models.weight_files import (
+    INDEX_NAME,
+    WEIGHTS_NAME,
+    read_header,
+    weight_paths,
+    weight_sizes,
+    weights_digest,
+)
 from nemo_like.policy.batching import microbatch_budget, shared_prefix_mode
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.param_map import ModelSharding
@@ -183,7 +189,9 @@ def load_checked_config(name: str, key: str) -> PretrainedConfig:
     # The library checks the size of a download, and a command may not have needed the weights.
     if hub_name(directory) is None:
         _check_model_directory(Path(directory), subject)
-    return _load_model_config(directory, subject)
+    model_config = _load_model_config(directory, subject)
+    _check_not_quantized(Path(directory), model_config, subject)
+    return model_config
 
 
 @dataclass(frozen=True)
@@ -293,40 +301,59 @@ def _require_config_file(path: Path, subject: str) -> None:
 def _check_model_directory(path: Path, subject: str) -> None:
     """Raise ConfigError for missing or damaged files. `subject` begins the message."""
     _require_config_file(path, subject)
-    if not any(path.glob("*.safetensors")):
+    try:
+        files = weight_paths(path)
+    except ValueError as error:
+        raise ConfigError(
+            f"{subject}but its file {shown_path(path / INDEX_NAME)} {error}"
+        ) from error
+    if not files:
         gguf = next(path.glob("*.gguf"), None)
         solution = "save the model as safetensors"
         if gguf is not None:
             solution = f"nemo-like convert {gguf} --out DIR makes some of the GGUF file"
+        elif any(path.glob("*.safetensors")):
+            solution = f"it has others than {WEIGHTS_NAME}, and no {INDEX_NAME}"
         raise ConfigError(f"{subject}a directory without *.safetensors weights; {solution}")
-    # An index comes with a downloaded model: it must not direct reads to other directories.
-    names = {file.name for file in path.glob("*.safetensors")} | _indexed_names(path, subject)
-    for name in sorted(names):
+    for file in files:
         try:
-            if name != Path(name).name:
+            # An index comes with a downloaded model: it must not direct reads elsewhere.
+            if file.parent != path or file.name == "..":
                 raise ValueError("is outside of the directory")
-            read_header(path / name)
+            read_header(file)
         except ValueError as error:
             raise ConfigError(
-                f"{subject}but its file {shown_path(path / name)} {error}; download or export the"
+                f"{subject}but its file {shown_path(file)} {error}; download or export the"
                 " model again"
             ) from error
 
 
-def _indexed_names(directory: Path, subject: str) -> set[str]:
-    """Return the file names in the index of the weights, if there is one. Raises ConfigError."""
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        return set()
+def _check_not_quantized(path: Path, model_config: PretrainedConfig, subject: str) -> None:
+    """Raise ConfigError for weights in a quantized format. `subject` begins the message.
+
+    A `quantization_config` that another tool left in a model with plain weights has no effect.
+    """
     try:
-        return {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            f"{subject}but its file {shown_path(index)} is not an index of weight files"
-            f" ({type(error).__name__}: {error})"
-        ) from error
+        headers = [read_header(file) for file in weight_paths(path)]
+    except ValueError:
+        # Files of a download that is not complete.
+        headers = []
+    dtypes = {entry["dtype"] for header in headers for entry in header.values()}
+    settings = getattr(model_config, "quantization_config", None)
+    is_quantized = any(dtype.startswith("F8") for dtype in dtypes)
+    if settings is not None:
+        is_quantized |= not headers or not dtypes <= _FLOATING_POINT
+    if not is_quantized:
+        return
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings
+    raise ConfigError(
+        f"{subject}a model with quantized weights (quantization_config in its config.json:"
+        f" {method}), which cannot be trained; use the original model in bfloat16 or"
+        " float32 (policy.lora.quantization=nf4 trains adapters on it in 4 bits)"
+    )
 
 
+_FLOATING_POINT = {"F64", "F32", "F16", "BF16"}
 _POLICY = "policy.model_name"
 _ADAPTER = "policy.lora."
 
@@ -349,7 +376,7 @@ def frozen_models(config: RunConfig, *, policy_only: bool = False) -> dict[str, 
             continue
         try:
             identities[key] = weights_digest(directory)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{key}: {shown_path(directory)} cannot be read: {error}") from error
     return identities
 

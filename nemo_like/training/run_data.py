@@ -35,6 +35,7 @@ from nemo_like.rollout.conversations import Prompt
 from nemo_like.run.checkpoint import Checkpoint, CheckpointError
 from nemo_like.run.progress import Progress
 from nemo_like.training.model_files import open_encoder, open_model_config
+from nemo_like.training.model_warnings import check_new_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +225,7 @@ def open_data(config: RunConfig, train_schema: RowSchema, validation_schema: Row
     train = load_training(config, train_schema, Progress())
     validation = load_validation(config, validation_schema)
     encoder = open_encoder(config, model.get_text_config().vocab_size)
+    check_new_tokens(config.policy, encoder)
     return RunData(encoder, train, validation)
 
 

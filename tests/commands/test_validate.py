@@ -334,6 +334,14 @@ def test_a_model_of_the_hub_is_checked_without_its_weights(
 
 
 Break = Callable[[Path], object]
+
+
+def index_only(path: Path, index: str) -> None:
+    """Replace the single weight file, which has precedence, by an index."""
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(index)
+
+
 DAMAGED: dict[str, tuple[Break, str]] = {
     "tokenizer cut": (
         lambda path: (path / "tokenizer.json").write_text('{"version": "1.0", "tru'),
@@ -364,19 +372,15 @@ DAMAGED: dict[str, tuple[Break, str]] = {
         r"its file .*model\.safetensors is damaged",
     ),
     "shard missing": (
-        lambda path: (path / "model.safetensors.index.json").write_text(
-            '{"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}'
-        ),
+        lambda path: index_only(path, '{"weight_map": {"b": "model-00002.safetensors"}}'),
         r"its file .*model-00002\.safetensors cannot be read: No such file",
     ),
     "index": (
-        lambda path: (path / "model.safetensors.index.json").write_text('{"weight_map": []}'),
+        lambda path: index_only(path, '{"weight_map": []}'),
         r"index\.json is not an index of weight files",
     ),
     "index outside": (
-        lambda path: (path / "model.safetensors.index.json").write_text(
-            '{"weight_map": {"a": "../b.safetensors"}}'
-        ),
+        lambda path: index_only(path, '{"weight_map": {"a": "../b.safetensors"}}'),
         r"b\.safetensors is outside of the directory",
     ),
     "size": (

@@ -84,6 +84,9 @@ def test_an_adapter_with_the_settings_of_the_config_is_accepted_and_read(tmp_pat
         ({"modules_to_save": ["classifier", "score"]}, "the adapter of a reward model"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
         ({"bias": "all"}, "bias 'all'"),
+        ({"layers_to_transform": [1]}, r"layers_to_transform \[1\], which is not supported"),
+        ({"layers_pattern": "h"}, "layers_pattern 'h', which is not supported"),
+        ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
         (
             {"r": 8, "lora_alpha": 32},
             r"set policy.lora.rank to 8 \(now 2\), policy.lora.alpha to 32 \(now 4.0\)",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -30,7 +31,9 @@ from nemo_like.distributed import activity
 from nemo_like.models.output_head import meta_model
 from nemo_like.models.pretrained import load_tokenizer
 from nemo_like.models.spec import ModelSpec
-from nemo_like.policy.checkpoint.hf_reader import open_model
+from nemo_like.models.weight_files import HEADS
+from nemo_like.policy.checkpoint.hf_metadata import write_config, write_tokenizer
+from nemo_like.policy.checkpoint.hf_reader import StoredTensor, open_model
 from nemo_like.policy.optim import NonFiniteError, all_within
 from nemo_like.run.files import finish_library_file, reporting_write_errors, write_json
 
@@ -75,7 +78,15 @@ def write_hf(
         _write_configuration(model_config, config, dtype, directory)
     # On the meta device; transformers derives the format of files from it.
     skeleton = meta_model(model_config) if is_writer else None
-    stored: list[list[str]] = []
+    kept: list[StoredTensor] = []
+    if skeleton is not None:
+        kept = _unloaded(skeleton, config.model_name)
+    kept_files = split_by_bytes({each.key: each.shape for each in kept}, 8, MAX_FILE_BYTES)
+    last_bytes = sum(prod(shapes[name]) for name in files[-1]) * dtype.itemsize
+    # Small models stay in one file.
+    is_joined = last_bytes + 8 * sum(prod(each.shape) for each in kept) <= MAX_FILE_BYTES
+    num_files = len(files) + (0 if is_joined else len(kept_files))
+    stored: list[dict[str, int]] = []
     for index, names in enumerate(files):
         tensors = {}
         # Every rank iterates to the end: gathering a weight is a collective.
@@ -87,10 +98,40 @@ def write_hf(
             if index == 0:
                 tensors |= _buffers(skeleton, config.model_name)
             tensors = _to_stored_format(skeleton, tensors)
-            stored.append(list(tensors))
-            _write_file(directory / _file_name(index, len(files)), tensors)
-    if is_writer and len(files) > 1:
-        _write_index(stored, shapes, dtype.itemsize, directory)
+            if is_joined and index == len(files) - 1:
+                tensors |= _read_all(kept)
+            stored.append({name: tensor.nbytes for name, tensor in tensors.items()})
+            _write_file(directory / _file_name(index, num_files), tensors)
+    for keys in () if is_joined else kept_files:
+        tensors = _read_all([each for each in kept if each.key in keys])
+        _write_file(directory / _file_name(len(stored), num_files), tensors)
+        stored.append({name: tensor.nbytes for name, tensor in tensors.items()})
+    if is_writer and num_files > 1:
+        _write_index(stored, directory)
+
+
+def _unloaded(skeleton: PreTrainedModel, model_name: str) -> list[StoredTensor]:
+    """Return the tensors in the files of the trained model that its class does not load.
+
+    Layers for multi-token prediction are such, which config.json announces to other tools. Left out
+    are frequencies of rotary embeddings, which are computed, and for a model without an output
+    embedding that of the language model that it was.
+    """
+    with open_model(model_name, skeleton) as files:
+        found = files.unloaded(skeleton)
+    left_out = ["rotary_emb.inv_freq"]
+    if not hasattr(skeleton, "lm_head"):
+        left_out += HEADS
+    return [each for each in found if not each.key.endswith(tuple(left_out))]
+
+
+def _read_all(stored: Sequence[StoredTensor]) -> dict[str, Tensor]:
+    """Return the tensors [*shape] as they are stored, by their names in the files."""
+    tensors = {}
+    for each in stored:
+        with safe_open(each.path, framework="pt") as file:
+            tensors[each.key] = file.get_tensor(each.key)
+    return tensors
 
 
 def _buffers(skeleton: PreTrainedModel, model_name: str) -> dict[str, Tensor]:
@@ -182,9 +223,19 @@ def _write_configuration(
     if not is_causal:
         model_config.pad_token_id = padding_token_id(tokenizer)
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model_config.pad_token_id)
+    pad_token = None if is_causal else str(tokenizer.pad_token)
+    if hasattr(model_config, "quantization_config"):
+        # Left by another tool: a quantized model cannot be trained.
+        del model_config.quantization_config
     with reporting_write_errors(directory):
-        model_config.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
+        write_config(model_config, Path(config.model_name), directory)
+        write_tokenizer(
+            tokenizer,
+            Path(name),
+            directory,
+            replaces_template=config.chat_template is not None,
+            pad_token=pad_token,
+        )
     if is_causal:
         end_ids: list[Any] = [tokenizer.eos_token_id, *ChatTemplate(tokenizer).end_token_ids]
         _write_generation_config(model_config, config.model_name, end_ids, directory)
@@ -230,18 +281,13 @@ def _write_generation_config(
     write_json(directory / GENERATION_CONFIG_NAME, content)
 
 
-def _write_index(
-    files: Sequence[Sequence[str]],
-    shapes: Mapping[str, Sequence[int]],
-    itemsize: int,
-    directory: Path,
-) -> None:
-    """Write the index of a model in several files: the file of each stored tensor."""
+def _write_index(files: Sequence[Mapping[str, int]], directory: Path) -> None:
+    """Write the index of a model in several files; each of `files` is tensor -> bytes."""
     weight_map = {}
-    for number, names in enumerate(files):
-        for name in names:
+    for number, sizes in enumerate(files):
+        for name in sizes:
             weight_map[name] = _file_name(number, len(files))
-    total_size = sum(prod(shape) for shape in shapes.values()) * itemsize
+    total_size = sum(sum(sizes.values()) for sizes in files)
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     write_json(directory / "model.safetensors.index.json", index)
 

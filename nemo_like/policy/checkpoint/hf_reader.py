@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -24,10 +23,10 @@ from transformers.core_model_loading import (
     WeightRenaming,
     rename_source_key,
 )
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.integer_math import block_index
+from nemo_like.models.weight_files import INDEX_NAME, WEIGHTS_NAME, Shape, weight_paths
 from nemo_like.policy.optim import LARGEST, all_within
 from nemo_like.run.files import (
     WriteError,
@@ -102,8 +101,6 @@ def check_values(tensor: Tensor, path: Path, key: str) -> None:
             f" {LARGEST:.2g}; download or save the model again, or use another one"
         )
 
-
-Shape = tuple[int, ...]
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _STACKING = (MergeModulelist, Concatenate)
@@ -190,6 +187,15 @@ class ModelFiles:
         else:
             target.copy_(self.read(name, offset, tuple(target.shape)))
 
+    def unloaded(self, model: PreTrainedModel) -> list[StoredTensor]:
+        """Return the tensors that are no parameter and no buffer of `model`."""
+        weights = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+        loaded = set()
+        for name, weight in weights:
+            for stored, _ in self._stored_tensors(name, tuple(weight.shape)):
+                loaded.add(self._key(stored))
+        return [tensor for key, tensor in self._tensors.items() if key not in loaded]
+
     def close(self) -> None:
         """Close the files."""
         self._files.close()
@@ -215,15 +221,15 @@ class ModelFiles:
 
     def _check_tensor(self, name: str, expected: Shape) -> None:
         stored = self._tensors[self._key(name)]
-        if stored.shape != expected:
-            raise ConfigError(
-                f"the files of policy.model_name={self.model_name} have {name} in shape"
-                f" {list(stored.shape)}; its config.json requires {list(expected)}"
-            )
         if stored.dtype not in _DTYPES:
             raise ConfigError(
                 f"the files of policy.model_name={self.model_name} have {name} as {stored.dtype}, a"
                 " quantized format; use the model in bfloat16 or float32"
+            )
+        if stored.shape != expected:
+            raise ConfigError(
+                f"the files of policy.model_name={self.model_name} have {name} in shape"
+                f" {list(stored.shape)}; its config.json requires {list(expected)}"
             )
 
     def _stored_tensors(self, name: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
@@ -260,6 +266,7 @@ def open_model(model_name: str, model: PreTrainedModel | None = None) -> Iterato
     stacks: dict[str, Sequence[str]] = {}
     if model is not None:
         tensors, stacks = _renamed(model_name, model, tensors)
+        _add_tied_names(model, tensors)
     files = ModelFiles(model_name, tensors, stacks)
     try:
         yield files
@@ -299,6 +306,18 @@ def _renamed(
     return renamed, stacks
 
 
+def _add_tied_names(model: PreTrainedModel, tensors: dict[str, StoredTensor]) -> None:
+    """Add to `tensors` all names of each tied weight, which files have under any of them."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for tied in names.values():
+        stored = next((tensors[name] for name in tied if name in tensors), None)
+        if len(tied) > 1 and stored is not None:
+            for name in tied:
+                tensors.setdefault(name, stored)
+
+
 def _expert_templates(name: str) -> list[str]:
     """Return the names of the tensors of an expert, with {} for its number, of a stacked weight.
 
@@ -313,27 +332,21 @@ def _expert_templates(name: str) -> list[str]:
 
 
 def _weight_files(model_name: str) -> list[Path]:
-    directory = Path(model_name)
-    single = directory / SAFE_WEIGHTS_NAME
-    if single.is_file():
-        return [single]
-    index = directory / SAFE_WEIGHTS_INDEX_NAME
-    if not index.is_file():
+    """Return the weight files of a model. Raises ConfigError if one is missing."""
+    try:
+        paths = weight_paths(Path(model_name))
+    except ValueError as error:
+        raise ConfigError(f"policy.model_name={model_name}: its {INDEX_NAME} {error}") from error
+    if not paths:
         raise ConfigError(
-            f"policy.model_name={model_name} has neither {SAFE_WEIGHTS_NAME} nor"
-            f" {SAFE_WEIGHTS_INDEX_NAME};"
+            f"policy.model_name={model_name} has neither {WEIGHTS_NAME} nor {INDEX_NAME};"
             " only safetensors files are read: save the model as such"
         )
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    paths = []
-    for name in names:
-        path = directory / name
+    for path in paths:
         if not path.is_file():
             raise ConfigError(
-                f"policy.model_name={model_name} lacks {name}, which its"
-                f" {SAFE_WEIGHTS_INDEX_NAME} names"
+                f"policy.model_name={model_name} lacks {path.name}, which its {INDEX_NAME} names"
             )
-        paths.append(path)
     return paths
 
 

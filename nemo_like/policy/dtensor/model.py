@@ -239,28 +239,20 @@ def load_weights(
     weight or have it in another shape, or if a buffer is neither in the files nor computed by
     transformers.
     """
-    names = _names_of_parameters(causal_lm)
     for sharded in parameters:
         if sharded.name in initial:
             index = block_index(*sharded.block())
             local_shard(sharded.parameter).copy_(initial[sharded.name][index])
     parameters = [sharded for sharded in parameters if sharded.name not in initial]
     with open_model(model_name, causal_lm) as files:
-        stored_names = {}
-        for sharded in parameters:
-            candidates = names.get(sharded.parameter, [sharded.name])
-            # A tied weight may be stored under any of its names.
-            stored = next((name for name in candidates if name in files), sharded.name)
-            stored_names[sharded.name] = stored
-        shapes = {stored_names[sharded.name]: sharded.spec.full_shape for sharded in parameters}
-        files.check(shapes)
+        files.check({sharded.name: sharded.spec.full_shape for sharded in parameters})
         for sharded in parameters:
             activity.note(f"reading {sharded.name}")
             if isinstance(sharded, QuantizedParameter):
-                sharded.read(files, stored_names[sharded.name])
+                sharded.read(files, sharded.name)
                 continue
             offset, _ = sharded.block()
-            files.read_into(local_shard(sharded.parameter), stored_names[sharded.name], offset)
+            files.read_into(local_shard(sharded.parameter), sharded.name, offset)
         _load_buffers(causal_lm, files)
 
 
@@ -275,14 +267,6 @@ def _load_buffers(causal_lm: PreTrainedModel, files: ModelFiles) -> None:
                 f" {type(causal_lm).__name__} is neither in its files nor computed by transformers,"
                 " so the model cannot be loaded; use a Llama- or Qwen-like model"
             )
-
-
-def _names_of_parameters(causal_lm: PreTrainedModel) -> dict[nn.Parameter, list[str]]:
-    """Return all names of each parameter; a tied weight has several."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in causal_lm.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return names
 
 
 def _unknown_like(buffer: Tensor, device: torch.device) -> Tensor:

@@ -1,0 +1,94 @@
+"""Warnings about what a model's files say and a run does not do as they say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_like.config.errors import ConfigError, counted
+from nemo_like.config.schema import PolicyConfig
+from nemo_like.data.chat import ChatEncoder
+from nemo_like.models.pretrained import load_model_config, load_tokenizer
+from nemo_like.models.weight_files import has_own_head
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_NOISE = (
+    "attention_dropout",
+    "hidden_dropout",
+    "embedding_dropout",
+    "activation_dropout",
+    "resid_dropout",
+    "dropout",
+    "attn_pdrop",
+    "embd_pdrop",
+    "resid_pdrop",
+    "router_jitter_noise",
+    "input_jitter_noise",
+)
+"""Random noise of transformers in training mode."""
+
+
+def model_warnings(policy: PolicyConfig, *, needs_reference: bool) -> Iterator[str]:
+    """Yield what the run does not do as the model's files say, and which model is the reference."""
+    name = policy.model_name
+    model_config = load_model_config(name)
+    text = model_config.get_text_config()
+    noise = {key: getattr(text, key, None) for key in _NOISE}
+    for key, value in noise.items():
+        if isinstance(value, float) and value > 0:
+            yield (
+                f"config.json of {name} has {key} {value:g}, which is not applied: log-probs of one"
+                " policy must be equal in all passes"
+            )
+    coefficient = getattr(text, "router_aux_loss_coef", None) or 0.0
+    if getattr(text, "output_router_logits", False) and coefficient > 0:
+        yield (
+            f"config.json of {name} asks for the auxiliary loss of its routers"
+            f" (output_router_logits true, router_aux_loss_coef {coefficient:g}), which is not"
+            " added to the loss; watch policy/expert_load_max"
+        )
+    directory = Path(name)
+    if has_own_head(directory) and _ties_embeddings(directory, model_config):
+        yield (
+            f"config.json of {name} ties the embeddings, but its files have an lm_head.weight of"
+            " other values: both are trained and exported, as in transformers"
+        )
+    adapter = policy.adapter
+    if needs_reference and adapter is not None and adapter.adapter_path is not None:
+        yield (
+            f"policy.lora.adapter_path is {adapter.adapter_path!r}, and the reference is the model"
+            " without adapters: the first step already has a margin. For the model with this"
+            " adapter as the reference, merge the adapter (its run exported the merged model) and"
+            " set policy.model_name to that"
+        )
+
+
+def _ties_embeddings(directory: Path, model_config: PretrainedConfig) -> bool:
+    """Return what config.json says, or the default of its type where it does not."""
+    content = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return bool(content.get("tie_word_embeddings", type(model_config)().tie_word_embeddings))
+
+
+def check_new_tokens(policy: PolicyConfig, encoder: ChatEncoder) -> None:
+    """Raise ConfigError if adapters would leave the embeddings of new tokens untrained.
+
+    New are tokens of `policy.tokenizer_name` that the model's own tokenizer does not have.
+    """
+    if policy.adapter is None or policy.tokenizer_name is None:
+        return
+    try:
+        known = load_tokenizer(policy.model_name).get_vocab()
+    except (OSError, ValueError):
+        return
+    new = sorted(encoder.tokenizer.get_vocab().keys() - known.keys())
+    if new:
+        raise ConfigError(
+            f"policy.tokenizer_name has {counted(len(new), 'token')} that the tokenizer of"
+            f" policy.model_name does not have, such as {new[0]!r}. Adapters do not train"
+            " embeddings, so these tokens would stay random: set policy.lora.enabled=false, or"
+            " train them first without adapters and continue from that model"
+        )
