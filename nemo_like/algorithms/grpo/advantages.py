@@ -45,8 +45,8 @@ def group_advantages(
     * `group_std` divides A by the standard deviation plus eps.
     * `leave_one_out_std` divides A by the standard deviation of the other completions plus eps, and
       does not divide where that is 0 (as NeMo RL does with a leave-one-out baseline).
-    * `batch_std` divides A by the standard deviation of all rewards plus eps, also those of groups that
-      are too small.
+    * `batch_std` divides A by the standard deviation of all rewards plus eps, also those of
+      groups that are too small.
 
     With a baseline, a group whose rewards are all equal gets exactly 0. Raises ValueError for a
     group of one with a baseline, and with `leave_one_out_std` for a group of two, whose others have
