@@ -412,7 +412,8 @@ def test_the_samples_of_a_group_stay_on_one_worker(kept: None, sizes: list[int])
         texts = [chr(97 + index) for index in range(size)]
         samples += [RewardSample(prompt="p", completion=text, group=number) for text in texts]
         expected += [100 * size + index for index in range(size)]
-    rewards, _ = _score(environment, samples)
+    environment.submit(range(len(samples)), samples)
+    rewards, _ = _collected(environment, len(samples))
     assert rewards.tolist() == expected
 
 

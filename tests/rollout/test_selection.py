@@ -7,6 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.grpo.loop import dropped_records
+from nemo_like.algorithms.grpo.rollouts import KeptGroups
 from nemo_like.demo.task import build_tokenizer
 from nemo_like.generation.requests import Completions
 from nemo_like.rollout.conversations import ConversationRow, Prompt
@@ -104,3 +107,22 @@ def test_only_the_text_of_selected_rows_is_decoded() -> None:
     for row in rollout.conversations:
         assert np.shares_memory(row.last_turn, rollout.batch["input_ids"].values)
         assert np.shares_memory(row.logprobs[0], rollout.batch["generation_logprobs"].values)
+
+
+def test_dropped_groups_are_recorded_with_their_number_in_the_step() -> None:
+    """Prompts 1 and 2 of four have unequal rewards, prompt 3 is of a refill."""
+    first, refill = rollout_of(0, [1] * 6), rollout_of(0, [1] * 2)
+    first.batch["reward"] = np.array([5.0, 5.0, 0.0, 1.0, 1.0, 0.0])
+    refill.batch["reward"] = np.array([2.0, 2.0])
+    kept = KeptGroups(GrpoRunConfig())
+    kept.add(first, ["a:1", "a:2", "a:3"])
+    kept.add(refill, ["a:4"])
+    taken = kept.result()
+    assert taken.rollout.batch["group"].tolist() == [1, 1, 2, 2]
+    assert taken.locations == ["a:2", "a:3"]
+    for max_rows, groups in ((None, [0, 0, 3, 3]), (6, [0, 0]), (5, []), (4, [])):
+        records = dropped_records(taken, max_rows, 4)
+        assert [record["group"] for record in records] == groups
+        assert [record["source"] for record in records] == [f"a:{group + 1}" for group in groups]
+        assert not any(record["kept"] for record in records)
+    assert [record["group"] for record in dropped_records(taken, 1, 0)] == [0, 0]

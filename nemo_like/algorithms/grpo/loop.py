@@ -341,7 +341,7 @@ def save_rollout(run: TrainingRun, trained: TrainedRollout, step: int) -> None:
         added = row_values(columns if is_complete else columns.select_indices(rows), locations)
         for row, values in zip(records, added, strict=True):
             row.update(values)
-        records += _dropped_records(trained.taken, config.max_rollout_rows, len(records))
+        records += dropped_records(trained.taken, config.max_rollout_rows, len(records))
         path = run.directory.rollouts(step)
         write_json_lines(path, records, f"the rollouts of step {step}")
         # A step that trained nothing has nothing to replay, and a replay needs every row.
@@ -362,7 +362,7 @@ def save_rollout(run: TrainingRun, trained: TrainedRollout, step: int) -> None:
             remove_old_tokens(path.parent, config.keep_rollout_tokens, run.saver.saved_steps())
 
 
-def _dropped_records(
+def dropped_records(
     taken: StepRollout, max_rows: int | None, num_recorded: int
 ) -> list[dict[str, Any]]:
     """Return the records of complete groups that dynamic sampling dropped, as far as they fit.
