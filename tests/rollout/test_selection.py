@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.grpo.config import GrpoConfig
 from nemo_like.algorithms.grpo.loop import dropped_records
 from nemo_like.algorithms.grpo.rollouts import KeptGroups
 from nemo_like.demo.task import build_tokenizer
@@ -114,7 +116,7 @@ def test_dropped_groups_are_recorded_with_their_number_in_the_step() -> None:
     first, refill = rollout_of(0, [1] * 6), rollout_of(0, [1] * 2)
     first.batch["reward"] = np.array([5.0, 5.0, 0.0, 1.0, 1.0, 0.0])
     refill.batch["reward"] = np.array([2.0, 2.0])
-    kept = KeptGroups(GrpoRunConfig())
+    kept = KeptGroups(SimpleNamespace(grpo=GrpoConfig()))  # type: ignore[arg-type]
     kept.add(first, ["a:1", "a:2", "a:3"])
     kept.add(refill, ["a:4"])
     taken = kept.result()

@@ -1,4 +1,4 @@
-"""Reward workers on Ray that hang or are stopped while `RewardEnvironment` asks for their results."""
+"""Reward workers on Ray that hang or are stopped while their results are awaited."""
 
 from __future__ import annotations
 
