@@ -14,7 +14,6 @@ from ray.cluster_utils import Cluster
 from nemo_like.config.rollout import RewardConfig, RewardFunctionConfig
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed.errors import WorkerHung
-from nemo_like.distributed.ray.failures import ProgressMonitor
 from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
 from nemo_like.distributed.ray.worker_group import RayWorkerGroup
 from nemo_like.environments.reward import RewardSample
@@ -79,24 +78,3 @@ def test_a_stopped_reward_worker_is_found(
     environment.submit([2, 3], [_sample("0"), _sample("0")])
     with pytest.raises(WorkerHung, match=r"worker 0 .* it is stopped"):
         _collect(environment, 2)
-
-
-def test_calls_of_other_workers_do_not_delay_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits that start every second for other workers, or for none, leave the next check."""
-    clock = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(
-        "nemo_like.distributed.ray.failures.internal_kv._internal_kv_get", lambda key: None
-    )
-    monitor = ProgressMonitor("reward", 15.0)
-    monitor.start_waiting([0])
-    found_s = None
-    for second in range(1, 60):
-        clock[0] = 100.0 + second
-        monitor.start_waiting([1] if second % 2 else [])
-        silence = monitor.check([0, 1])
-        if silence is not None:
-            assert silence.rank == 0
-            found_s = second
-            break
-    assert found_s is not None and 15 <= found_s <= 15 + monitor.poll_s + 1
