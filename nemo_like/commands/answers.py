@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.grpo.loop import answer_sampling
 from nemo_like.algorithms.registry import load_any_config
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.commands.start import model_of
@@ -144,7 +145,7 @@ def answer_config(arguments: argparse.Namespace) -> AnswerRunConfig:
         base = load_any_config(source, overrides, arguments.kind)
     config = _without_training(base)
     if arguments.command == "eval":
-        generation = replace(config.policy.generation, temperature=config.sampling.temperature)
+        generation = config.sampling.applied(config.policy.generation)
         config = replace(config, policy=replace(config.policy, generation=generation))
     return config
 
@@ -157,11 +158,7 @@ def _without_training(base: RunConfig) -> AnswerRunConfig:
     models = {name: replace(model, num_workers=0) for name, model in base.reward.models.items()}
     sampling = AnswerSampling()
     if isinstance(base, GrpoRunConfig):
-        sampling = AnswerSampling(
-            temperature=base.grpo.val_temperature,
-            num_samples=base.grpo.val_num_samples,
-            pass_reward=base.grpo.val_pass_reward,
-        )
+        sampling = answer_sampling(base.grpo)
     config = resolve_paths(
         AnswerRunConfig(
             run_name=base.run_name,

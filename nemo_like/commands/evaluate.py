@@ -34,7 +34,7 @@ from nemo_like.console import say
 from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.formats import SFT_ROWS
 from nemo_like.data.jagged import EncodedRow
-from nemo_like.environments.reward import RewardSample
+from nemo_like.environments.reward import RewardSample, finite_number
 from nemo_like.generation.requests import SamplingParams
 from nemo_like.metrics import metric_values
 from nemo_like.rollout.answers import Answer, Estimate, ScoredAnswers, answer_means, estimates
@@ -183,7 +183,9 @@ def _record(prompts: PromptSet, index: int, answers: Sequence[Answer]) -> Record
     record = prompt_record(prompts, index, answers)
     record["rewards"] = [answer.reward for answer in answers]
     names = answers[0].components
-    record["components"] = {name: [answer.components[name] for answer in answers] for name in names}
+    record["components"] = {
+        name: [finite_number(answer.components[name]) for answer in answers] for name in names
+    }
     record["is_scored"] = [answer.is_scored for answer in answers]
     problems = [answer.problem for answer in answers]
     if any(problem is not None for problem in problems):
@@ -247,7 +249,7 @@ def _add_scores(record: Record, job: RolloutJob, rows: range, names: Sequence[st
         if job.drops_problems:
             record["is_scored"][position] = False
     for name in names:
-        record["components"][name] = [float(job.components[name][row]) for row in rows]
+        record["components"][name] = [finite_number(job.components[name][row]) for row in rows]
 
 
 def scored_answers(records: Sequence[Record]) -> ScoredAnswers:

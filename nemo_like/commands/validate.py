@@ -14,6 +14,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import isnan
 from typing import TYPE_CHECKING
 
 from nemo_like.algorithms.registry import ALGORITHMS
@@ -34,8 +35,8 @@ from nemo_like.environments.environment import (
     StepTask,
 )
 from nemo_like.environments.environment_workers import EnvironmentWorker
-from nemo_like.environments.reward import RewardError, RewardProblem, RewardSample
-from nemo_like.environments.reward_worker import BadReward, load_reward_functions, score_each
+from nemo_like.environments.reward import RewardError, RewardSample
+from nemo_like.environments.reward_worker import RewardWorker, load_reward_functions
 from nemo_like.models.pretrained import import_transformers_without_torch
 from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.memory import GIB
@@ -249,20 +250,21 @@ class _ScoringChecks:
 
         The functions are called as in a run, so a function that raises is a problem here as well.
         """
-        configs = self.config.reward.functions
-        functions = self.diagnostics.check(lambda: load_reward_functions(configs))
+        reward = self.config.reward
+        functions = self.diagnostics.check(lambda: load_reward_functions(reward.functions))
         if not functions or self.sample is None:
             return
-        for name, function in functions.items():
-            path = configs[name].path
-            score = score_each(function, [self.sample])[0]
-            if isinstance(score, BadReward):
-                problem = RewardProblem(name, path, score.kind, score.text)
-                error = RewardError.from_problem(problem, self.sample)
+        worker = RewardWorker(None, functions=reward.functions, timeout_s=reward.timeout_s)
+        for name, config in reward.functions.items():
+            try:
+                score = float(worker.values(name, [self.sample], [None])[0])
+            except RewardError as error:
                 self.diagnostics.problems.append(str(error))
             else:
-                text = f"{name} ({path}): {score:g} for the answer of {self.place} itself"
+                shown = "does not apply to" if isnan(score) else f"{score:g} for"
+                text = f"{name} ({config.path}): {shown} the answer of {self.place} itself"
                 self.diagnostics.add_lines("rewards", text)
+        worker.close()
 
     def check_model(self, name: str) -> None:
         """Open the files of a reward model, encode the row and describe the model.

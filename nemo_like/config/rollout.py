@@ -145,11 +145,16 @@ class RewardFunctionConfig:
     path: Annotated[str, IMPORT_PATH]
     """Import path of a function `(RewardSample) -> float`, e.g. `my_package.rewards.brevity`. A
     function with the attribute `batched = True` takes a list of samples and returns one number for
-    each."""
+    each. None means that the function does not apply to the completion."""
     weight: float = 1.0
     """Weight of the function in the sum; may be negative."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function, e.g. `{time_limit_s: 5}`."""
+    grouped: bool = False
+    """Call the function once with the list of all completions of a prompt, when they are complete,
+    for rewards that compare them; it returns one number for each."""
+    keep_special_tokens: bool = False
+    """Keep special tokens in the text of the completion."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -615,8 +615,9 @@ class LoggerConfig:
     save_rollouts: bool = True
     """Write every GRPO rollout to `rollouts/step_<N>.jsonl`."""
     max_rollout_rows: Annotated[int | None, Ge(1)] = 512
-    """Max rows per step that `save_rollouts` writes. Of a larger rollout these are groups that are
-    spread evenly over it, and it has no token ids to replay. null writes all rows."""
+    """Max rows per step that `save_rollouts` writes. Of a larger rollout these are complete groups
+    that are spread evenly over it, at least one, and it has no token ids to replay. null writes
+    all rows."""
     keep_rollout_tokens: Annotated[int | None, Ge(0)] = 10
     """With `save_rollouts` the token ids, log-probs and advantages of every step are written to
     `rollouts/step_<N>.safetensors`, for `nemo-like replay`, about 20 bytes per token. So many of

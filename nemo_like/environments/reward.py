@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+import numpy as np
+
 from nemo_like.config.errors import shown_value
 from nemo_like.data.messages import Message
 
@@ -23,8 +25,12 @@ BadRewardKind = Literal["raised", "timeout", "value", "ended"]
 sys.exit, or its process `ended`."""
 
 _MAX_TEXT_SHOWN = 500
-_MAX_NUMBER = 3.4028234e38
-"""Rewards are stored in float32, where larger ones are infinite."""
+MAX_NUMBER = 3.4028234e38
+"""Advantages are float32, in which larger rewards are infinite."""
+
+
+def _no_ids() -> np.ndarray:
+    return np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +44,19 @@ class RewardSample:
     prompt: str
     """The question as the data file has it, without the chat template."""
     completion: str
-    """The text that the model generated, special tokens removed."""
+    """The text that the model generated; special tokens are removed unless the function has
+    `keep_special_tokens`."""
     answer: str | None = None
     """The data row's answer, if it has one."""
     row: Mapping[str, Any] = field(default_factory=dict)
-    """All columns of the row in the data file."""
+    """All columns of the row in the data file; a copy for this call."""
+    completion_ids: np.ndarray = field(default_factory=_no_ids, compare=False, repr=False)
+    """Token ids of the completion, int32 [L], with the end token if it was sampled."""
+    finish_reason: Literal["stop", "length"] = "stop"
+    """`length` if the completion reached a token limit, or the conversation had no room for another
+    turn."""
+    group: int = 0
+    """Equal for the completions of one prompt that are compared, and for no others of the run."""
     messages: Sequence[Message] = ()
     """All turns of a conversation with an environment, whose `completion` is the last turn of the
     model; empty for one completion of a prompt."""
@@ -103,6 +117,6 @@ def finite_number(value: Any) -> float | None:
         # An int may be too large.
         with suppress(OverflowError):
             number = float(cast(float, value))
-            if abs(number) <= _MAX_NUMBER:
+            if abs(number) <= MAX_NUMBER:
                 return number
     return None

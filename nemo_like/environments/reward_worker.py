@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence, Set
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from inspect import isawaitable, iscoroutinefunction, signature
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, cast
+from math import nan
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import numpy as np
 
@@ -30,6 +32,7 @@ from nemo_like.distributed.worker_group import (
     submit_one,
 )
 from nemo_like.environments.reward import (
+    MAX_NUMBER,
     BadRewardKind,
     RewardError,
     RewardFunction,
@@ -41,6 +44,8 @@ from nemo_like.environments.user_process import Handler, ProcessEnded, ProcessHu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+ResultT = TypeVar("ResultT")
 
 _MAX_CONCURRENT = 32
 """Maximum number of concurrent calls of an async function."""
@@ -60,6 +65,7 @@ class BadReward:
 
 
 Score = float | BadReward
+"""NaN for a function that does not apply to the sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +75,10 @@ class ScoredSamples:
     keys: Sequence[int]
     """The keys that `RewardEnvironment.submit` got."""
     rewards: np.ndarray
-    """float32 [n]: weighted sums."""
+    """float64 [n]: weighted sums."""
     components: dict[str, np.ndarray]
-    """float32 [n] each: unweighted values of every function, by name; 0 where it failed."""
+    """float64 [n] each: unweighted values of every function, by name; 0 where it failed, NaN where
+    it does not apply."""
     problems: list[RewardProblem | None]
     """The first problem of each sample."""
 
@@ -84,7 +91,7 @@ class RewardWorker:
 
     def __init__(
         self,
-        context: WorkerContext,
+        context: WorkerContext | None,
         *,
         functions: Mapping[str, RewardFunctionConfig],
         timeout_s: float | None = None,
@@ -106,19 +113,31 @@ class RewardWorker:
         """Return the values of every function for n samples, and their weighted sum.
 
         The completions are those of the samples, or the texts of `completion_ids` (int32, n rows).
-        Raises RewardError with the sample if one fails and `on_error` is `stop`. Otherwise a failed
-        function has the value 0, and the first problem of each sample is returned as well.
+        The samples of a group are consecutive if a function is grouped. Raises RewardError with the
+        sample if one fails and `on_error` is `stop`. Otherwise a failed function has the value 0,
+        and the first problem of each sample is returned as well.
         """
         if completion_ids is not None:
             samples = self._decoded(samples, completion_ids)
         components = {}
         problems: list[RewardProblem | None] = [None] * len(samples)
-        # Summed in float64; the components stay unweighted for the metrics.
+        # In float64, in which equal sums of other components differ by rounding errors only; the
+        # components stay unweighted for the metrics.
         rewards = np.zeros(len(samples))
         for name, config in self._configs.items():
-            components[name] = self._values(name, config.path, samples, problems)
-            rewards = rewards + config.weight * components[name]
-        return ScoredSamples(keys, rewards.astype(np.float32), components, problems)
+            components[name] = self.values(name, samples, problems)
+            total = rewards + config.weight * np.nan_to_num(components[name])
+            for index in np.flatnonzero(np.abs(total) > MAX_NUMBER).tolist():
+                text = f"makes the reward {total[index]:g}, which is not finite in float32"
+                self._add_problem(name, BadReward("value", text), samples, index, problems)
+                components[name][index] = 0.0
+                total[index] = rewards[index]
+            rewards = total
+        for index in np.flatnonzero(_has_no_value(components, len(samples))).tolist():
+            text = "returned None, which is not a finite number, and no other function applies"
+            self._add_problem(name, BadReward("value", text), samples, index, problems)
+            components[name][index] = 0.0
+        return ScoredSamples(keys, rewards, components, problems)
 
     def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Decode the completions that arrive as token ids with `tokenizer`."""
@@ -136,19 +155,23 @@ class RewardWorker:
         decoded = []
         for sample, token_ids in zip(samples, completion_ids, strict=True):
             text = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
-            decoded.append(replace(sample, completion=text))
+            decoded.append(replace(sample, completion=text, completion_ids=token_ids))
         return decoded
 
-    def _values(
-        self,
-        name: str,
-        path: str,
-        samples: Sequence[RewardSample],
-        problems: list[RewardProblem | None],
+    def values(
+        self, name: str, samples: Sequence[RewardSample], problems: list[RewardProblem | None]
     ) -> np.ndarray:
-        """Return the values of a function, float32 [n]; the first of the `problems` are kept."""
-        values = np.zeros(len(samples), dtype=np.float32)
-        label = f"reward.functions.{name} ({path})"
+        """Return the values of a function, float64 [n]; the first of the `problems` are kept.
+
+        NaN where it does not apply. Raises RewardError as `score` does.
+        """
+        config = self._configs[name]
+        if config.keep_special_tokens:
+            samples = [self._with_special_tokens(sample) for sample in samples]
+        # A function may change its row, which is shared by the completions of a prompt.
+        samples = [replace(sample, row=deepcopy(sample.row)) for sample in samples]
+        values = np.zeros(len(samples))
+        label = f"reward.functions.{name} ({config.path})"
         num_scored = 0
 
         def add(index: int, score: Score) -> None:
@@ -159,22 +182,42 @@ class RewardWorker:
             if not isinstance(score, BadReward):
                 values[index] = score
                 return
-            problem = RewardProblem(name, path, score.kind, score.text)
-            if self._on_error == "stop":
-                raise RewardError.from_problem(problem, samples[index])
-            problems[index] = problems[index] or problem
+            self._add_problem(name, score, samples, index, problems)
 
         activity.note(f"{label}, 0 of {len(samples)} samples done")
-        if self._timeout_s is None:
-            score_each(self._functions[name], samples, report=add)
-        else:
-            try:
-                self._score_in_process(name, samples, self._timeout_s, add)
-            except RewardError:
-                # It still scores the other samples.
-                self._process.close()
-                raise
+        try:
+            for indices in _parts(samples) if config.grouped else [range(len(samples))]:
+                part = [samples[index] for index in indices]
+                report = partial(_add_at, add, indices)
+                if self._timeout_s is None:
+                    score_each(self._functions[name], part, report=report)
+                else:
+                    self._score_in_process(name, part, self._timeout_s, report)
+        except RewardError:
+            # A child process still scores the other samples.
+            self._process.close()
+            raise
         return values
+
+    def _add_problem(
+        self,
+        name: str,
+        bad: BadReward,
+        samples: Sequence[RewardSample],
+        index: int,
+        problems: list[RewardProblem | None],
+    ) -> None:
+        """Keep the first problem of a sample. Raises RewardError if `on_error` is `stop`."""
+        problem = RewardProblem(name, self._configs[name].path, bad.kind, bad.text)
+        if self._on_error == "stop":
+            raise RewardError.from_problem(problem, samples[index])
+        problems[index] = problems[index] or problem
+
+    def _with_special_tokens(self, sample: RewardSample) -> RewardSample:
+        if self._tokenizer is None or len(sample.completion_ids) == 0:
+            return sample
+        text = self._tokenizer.decode(sample.completion_ids.tolist(), skip_special_tokens=False)
+        return replace(sample, completion=text)
 
     def _score_in_process(
         self,
@@ -230,6 +273,8 @@ class RewardEnvironment:
             )
         self.group = group
         self.config = config
+        self.is_grouped = any(function.grouped for function in config.functions.values())
+        """The samples of a group are submitted together."""
         self._waiting: list[tuple[int, RewardSample, np.ndarray | None]] = []
         """Key, sample and token ids of its completion, int32 [L]."""
         self._running: dict[int, Handle] = {}
@@ -290,6 +335,8 @@ class RewardEnvironment:
         if not idle or not self._waiting:
             return
         bounds = np.linspace(0, len(self._waiting), len(idle) + 1).astype(int).tolist()
+        if self.is_grouped:
+            bounds = [self._group_start(bound) for bound in bounds]
         for rank, (start, stop) in zip(idle, pairwise(bounds), strict=True):
             chunk = self._waiting[start:stop]
             if chunk:
@@ -301,6 +348,13 @@ class RewardEnvironment:
                     self.group, rank, RewardWorker.score, samples, keys, completion_ids
                 )
         self._waiting = []
+
+    def _group_start(self, index: int) -> int:
+        """Return the first of the waiting samples from `index` on that begins a group."""
+        samples = [sample for _, sample, _ in self._waiting]
+        while 0 < index < len(samples) and samples[index].group == samples[index - 1].group:
+            index += 1
+        return index
 
 
 def load_reward_functions(
@@ -338,10 +392,15 @@ def _import_reward(name: str, config: RewardFunctionConfig) -> RewardFunction:
     example = "nemo_like.environments.math.answer_reward"
     key = f"reward.functions.{name}.path"
     imported = import_function(key, config.path, example, "RewardSample")
-    if not config.options:
+    if config.options:
+        _check_options(f"reward.functions.{name}.options", imported, config)
+    if not config.options and not config.grouped:
         return cast(RewardFunction, imported)
-    _check_options(f"reward.functions.{name}.options", imported, config)
-    return cast(RewardFunction, partial(imported, **config.options))
+    function = partial(imported, **config.options)
+    if config.grouped:
+        # Called once with the samples of a group.
+        setattr(function, "batched", True)  # noqa: B010 (a partial declares no attributes)
+    return cast(RewardFunction, function)
 
 
 def _check_options(key: str, function: Callable[..., Any], config: RewardFunctionConfig) -> None:
@@ -385,7 +444,7 @@ def score_each(
 
     kind = function_kind(function)
     if kind == "async":
-        asyncio.run(_score_concurrently(function, samples, timeout_s, max_concurrent, add))
+        _run(_score_concurrently(function, samples, timeout_s, max_concurrent, add))
     elif kind == "sync":
         for index, sample in enumerate(samples):
             add(index, _guarded(_reward, function, sample, timeout_s))
@@ -403,7 +462,10 @@ def function_kind(function: RewardFunction) -> Literal["sync", "async", "batched
     # A function with options is a partial of the user's.
     if any(getattr(each, "batched", False) for each in (function, getattr(function, "func", None))):
         return "batched"
-    return "async" if iscoroutinefunction(function) else "sync"
+    called = getattr(function, "func", function)
+    # Also an object with an async `__call__`.
+    is_async = iscoroutinefunction(called) or iscoroutinefunction(type(called).__call__)
+    return "async" if is_async else "sync"
 
 
 def _timed_out(timeout_s: float | None) -> BadReward:
@@ -434,8 +496,14 @@ async def _score_concurrently(
                 result = _failure(error)
         add(index, result)
 
-    # `asyncio.run` cancels the others if one raises.
-    await asyncio.gather(*(score(index, sample) for index, sample in enumerate(samples)))
+    tasks = [asyncio.ensure_future(score(index, sample)) for index, sample in enumerate(samples)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        # The others if one raises.
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _reward(function: RewardFunction, sample: RewardSample, timeout_s: float | None) -> Score:
@@ -467,7 +535,21 @@ def _batch_rewards(
 def _called(function: RewardFunction, argument: Any, timeout_s: float | None) -> Any:
     value = function(argument)
     # Also a plain function may return a coroutine.
-    return asyncio.run(_awaited(value, timeout_s)) if isawaitable(value) else value
+    return _run(_awaited(value, timeout_s)) if isawaitable(value) else value
+
+
+@cache
+def _runner() -> asyncio.Runner:
+    """Return the event loop of this process.
+
+    Clients and semaphores that a module keeps belong to the loop that first used them, so all calls
+    run in one.
+    """
+    return asyncio.Runner()
+
+
+def _run(call: Coroutine[Any, Any, ResultT]) -> ResultT:
+    return _runner().run(call)
 
 
 async def _awaited(value: Awaitable[Any], timeout_s: float | None) -> Any:
@@ -502,13 +584,38 @@ def _failure(error: BaseException) -> BadReward:
 
 
 def _checked(value: Any) -> Score:
-    """Return a reward as float, or the failure of a value that is not one finite number."""
-    number = finite_number(value)
+    """Return a reward as float, or the failure of a value that is not one finite number.
+
+    None means that the function does not apply, which is NaN.
+    """
+    number = nan if value is None else finite_number(value)
     if number is not None:
         return number
     count = f" ({len(value)} values)" if isinstance(value, list | tuple) else ""
     text = f"returned {shown_value(value, 200)}{count}, which is not a finite number"
     return BadReward("value", text)
+
+
+def _has_no_value(components: Mapping[str, np.ndarray], num_samples: int) -> np.ndarray:
+    """Return True for samples to which no function applies, bool [n]."""
+    is_missing = np.ones(num_samples, dtype=bool)
+    for values in components.values():
+        is_missing &= np.isnan(values)
+    return is_missing
+
+
+def _parts(samples: Sequence[RewardSample]) -> list[list[int]]:
+    """Return the indices of the samples of each group."""
+    parts: dict[int, list[int]] = {}
+    for index, sample in enumerate(samples):
+        parts.setdefault(sample.group, []).append(index)
+    return list(parts.values())
+
+
+def _add_at(
+    add: Callable[[int, Score], None], indices: Sequence[int], position: int, score: Score
+) -> None:
+    add(indices[position], score)
 
 
 class _TimedOut(Exception):

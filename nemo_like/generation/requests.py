@@ -38,18 +38,11 @@ class SamplingParams:
         return SamplingFilter(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
 
     @classmethod
-    def from_config(
-        cls, config: GenerationConfig, *, temperature: float | None = None
-    ) -> SamplingParams:
-        """Return the sampling keys of `config`; `temperature` overrides its temperature.
-
-        Validation usually samples greedily.
-        """
-        if temperature is None:
-            temperature = config.temperature
+    def from_config(cls, config: GenerationConfig) -> SamplingParams:
+        """Return the sampling keys of `config`."""
         return cls(
             max_new_tokens=config.max_new_tokens,
-            temperature=temperature,
+            temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
             min_p=config.min_p,

@@ -118,7 +118,10 @@ def _read_step(run: RunFiles, number: int, decode: Decode | None) -> Step:
     rows = []
     # Highest first; equal rewards stay in the order of the batch.
     for index in spread(np.argsort(-rewards, kind="stable").tolist(), _NUM_ROWS):
-        tokens = _tokens(columns, index, decode) if columns and decode is not None else []
+        tokens: list[Token] = []
+        # A group that dynamic sampling dropped has no tokens in the batch.
+        if columns and decode is not None and records[index].get("kept", True):
+            tokens = _tokens(columns, index, decode)
         left_out = max(len(tokens) - _MAX_TOKENS, 0)
         notes, turns = _notes(records[index]), _turns(records[index])
         rows.append(Row(float(rewards[index]), notes, turns, tokens[:_MAX_TOKENS], left_out))

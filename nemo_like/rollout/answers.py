@@ -44,7 +44,7 @@ class Answer:
     finish_reason: FinishReason
     reward: float = 0.0
     components: dict[str, float] = field(default_factory=dict)
-    """Unweighted value of each reward function."""
+    """Unweighted value of each reward function; NaN if it does not apply."""
     problem: str | None = None
     """Why a reward function failed."""
     is_scored: bool = True
@@ -154,8 +154,11 @@ def answer_means(answers: ScoredAnswers, *, pass_reward: float) -> dict[str, Pro
         rewards = np.where(is_scored, answers.rewards, 0.0)
         means["reward_mean"] = PromptMeans(totals=rewards.sum(axis=1), weights=scored)
         for name, values in answers.components.items():
-            totals = np.where(is_scored, values, 0.0).sum(axis=1)
-            means[f"{name}_mean"] = PromptMeans(totals=totals, weights=scored)
+            is_valued = is_scored & ~np.isnan(values)
+            totals = np.where(is_valued, values, 0.0).sum(axis=1)
+            num_values = is_valued.sum(axis=1).astype(np.float64)
+            if is_valued.any():
+                means[f"{name}_mean"] = PromptMeans(totals=totals, weights=num_values)
         is_correct = is_scored & (answers.rewards >= pass_reward - _ROUNDING)
         num_correct = is_correct.sum(axis=1)
         share = num_correct / num_samples

@@ -49,9 +49,10 @@ class RolloutJob:
     num_ended: int = 0
     """Rows whose completion or conversation has ended."""
     rewards: np.ndarray = field(init=False)
-    """float32 [B]; valid for the rows that are scored."""
+    """float64 [B]; valid for the rows that are scored."""
     components: dict[str, np.ndarray] = field(default_factory=dict)
-    """float32 [B] each: unweighted values of reward functions and models."""
+    """float64 [B] each: unweighted values of reward functions and models; NaN in rows to which a
+    function does not apply."""
     reward_problems: dict[int, RewardProblem] = field(default_factory=dict)
     """By row: why a reward function or model failed."""
     drops_problems: bool = False
@@ -67,7 +68,7 @@ class RolloutJob:
     """Seconds from the last completion to the last reward of a function."""
 
     def __post_init__(self) -> None:
-        self.rewards = np.zeros(len(self.prompts), dtype=np.float32)
+        self.rewards = np.zeros(len(self.prompts))
 
     def add_ended(self) -> None:
         """Count a row whose last turn has ended."""
@@ -77,7 +78,7 @@ class RolloutJob:
 
     def add_component(self, name: str, row: int, value: float) -> None:
         """Set a component of the reward of a row; it is 0 in rows without it."""
-        column = self.components.setdefault(name, np.zeros(len(self.prompts), np.float32))
+        column = self.components.setdefault(name, np.zeros(len(self.prompts)))
         column[row] = value
 
     def add_scored(self, row: int) -> None:
@@ -139,9 +140,13 @@ class RolloutCollector:
         self._rewards = rewards
         self._tokenizer = tokenizer
         self._conversations = conversations
-        if rewards is not None and conversations is None:
+        if rewards is not None:
             # The workers get token ids.
             rewards.set_tokenizer(tokenizer)
+        self._num_groups = 0
+        """Groups that were started."""
+        self._incomplete: dict[int, list[int]] = {}
+        """By group: requests that ended, while others of the group have not."""
         self._jobs: dict[int, tuple[RolloutJob, int]] = {}
         """By request id: the job and the row of requests without a reward."""
         self._next_turns: list[int] = []
@@ -175,10 +180,12 @@ class RolloutCollector:
             job.drops_problems = self._rewards.config.on_error == "drop"
         if self._conversations is not None:
             check_prompt_lengths(prompts, max_total_length)
-        for prompt, seed in zip(repeated, seeds, strict=True):
+        for index, (prompt, seed) in enumerate(zip(repeated, seeds, strict=True)):
             messages = [] if self._conversations is None else prompt_messages(prompt)
             row = ConversationRow.start(prompt, int(seed), messages, self._tokenizer)
+            row.group = self._num_groups + index // group_size
             job.rows.append(row)
+        self._num_groups += len(prompts)
         if self.generator.num_unfinished == 0:
             self.generator.start_rollout()
         self._request(job, range(len(repeated)))
@@ -305,11 +312,9 @@ class RolloutCollector:
 
     def _end_rows(self, request_ids: Sequence[int]) -> None:
         """Submit rows that ended for rewards of functions, if there are any."""
-        ended: list[ConversationRow] = []
         for request_id in request_ids:
             job, row = self._jobs[request_id]
             conversation = job.rows[row]
-            ended.append(conversation)
             job.add_ended()
             job.rewards[row] = sum(conversation.rewards.values())
             for name, value in conversation.rewards.items():
@@ -317,14 +322,29 @@ class RolloutCollector:
             if self._rewards is None:
                 del self._jobs[request_id]
                 job.add_scored(row)
-        if self._rewards is None or not ended:
+        if self._rewards is not None and self._rewards.is_grouped:
+            request_ids = self._complete_groups(request_ids)
+        if self._rewards is None or not request_ids:
             return
-        if self._conversations is None:
-            # The workers decode.
-            samples = [row.sample(has_text=False) for row in ended]
-            self._rewards.submit(request_ids, samples, [row.last_turn for row in ended])
-        else:
-            self._rewards.submit(request_ids, [row.sample() for row in ended])
+        ended = []
+        for request_id in request_ids:
+            job, row = self._jobs[request_id]
+            ended.append(job.rows[row])
+        # The workers decode.
+        samples = [row.sample(has_text=False) for row in ended]
+        self._rewards.submit(request_ids, samples, [row.last_turn for row in ended])
+
+    def _complete_groups(self, request_ids: Sequence[int]) -> list[int]:
+        """Return the requests of the groups whose last rows are `request_ids`, in row order."""
+        complete: list[int] = []
+        for request_id in request_ids:
+            job, row = self._jobs[request_id]
+            ended = self._incomplete.setdefault(job.rows[row].group, [])
+            ended.append(request_id)
+            if len(ended) == job.group_size:
+                del self._incomplete[job.rows[row].group]
+                complete += sorted(ended, key=lambda each: self._jobs[each][1])
+        return complete
 
     def _collect_rewards(self, timeout_s: float) -> None:
         if self._rewards is None:

@@ -34,6 +34,9 @@ EndReason = Literal["done", "turns", "tokens", "timeout"]
 max_turns`, `policy.max_total_sequence_length` and `environment.timeout_s`."""
 
 
+_NO_IDS = np.zeros(0, dtype=np.int32)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """The encoded prompt of one row: the input of the policy in a rollout."""
@@ -76,6 +79,8 @@ class ConversationRow:
     """Of the environment, summed over turns."""
     step_s: float = 0.0
     """Seconds of the environment's steps."""
+    group: int = 0
+    """Equal for the completions of one prompt in a rollout, and for no others of the run."""
     ended_by: EndReason | None = None
     """None while the conversation goes on, and without an environment."""
 
@@ -193,12 +198,15 @@ class ConversationRow:
         self.messages += messages
 
     def sample(self, *, has_text: bool = True) -> RewardSample:
-        """Return the input of reward functions; without `has_text` the completion is empty."""
+        """Return the input of reward functions; without `has_text` no completion is in it."""
         return RewardSample(
             prompt=self.prompt.text,
             completion=self.text if has_text else "",
             answer=self.prompt.answer,
             row=self.prompt.row,
+            completion_ids=self.last_turn if has_text else _NO_IDS,
+            finish_reason=self.finish_reason,
+            group=self.group,
             messages=tuple(self.messages),
         )
 

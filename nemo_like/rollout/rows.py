@@ -18,8 +18,9 @@ from nemo_like.environments.reward import BadRewardKind, RewardProblem
 from nemo_like.metrics import Max, Mean, Metrics, Min, Sum
 from nemo_like.rollout.conversations import ConversationRow
 
-_TOLERANCE = 1e-8
-"""Rewards that differ by less count as equal."""
+_TOLERANCE = 1e-12
+"""Rewards whose difference, relative to their size, is smaller count as equal: sums of equal
+components in another order differ by rounding errors of float64."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Rollout:
 
     batch: BatchedDataDict
     components: dict[str, np.ndarray]
-    """The named parts of the reward, float [B] each."""
+    """The named parts of the reward, float [B] each; NaN in rows to which one does not apply."""
     conversations: Sequence[ConversationRow]
     """The B rows as they were sampled; their texts are decoded when they are read."""
     reward_problems: Sequence[RewardProblem | None]
@@ -93,7 +94,7 @@ class Rollout:
     def recorded_rows(self, max_rows: int | None) -> np.ndarray:
         """Return the rows of a record of at most `max_rows`, int64 [n]; None: all.
 
-        Above the limit they are groups that are spread evenly over the rollout.
+        Above the limit they are groups that are spread evenly over the rollout, at least one.
         """
         num_rows = len(self.conversations)
         if max_rows is None or num_rows <= max_rows:
@@ -101,7 +102,7 @@ class Rollout:
         groups, sizes = np.unique(self.batch["group"], return_counts=True)
         num_groups = max(1, max_rows // int(sizes.max()))
         chosen = groups[np.linspace(0, len(groups) - 1, num_groups).astype(np.int64)]
-        return np.flatnonzero(np.isin(self.batch["group"], chosen))[:max_rows]
+        return np.flatnonzero(np.isin(self.batch["group"], chosen))
 
     def records(
         self, advantages: np.ndarray | None = None, rows: Sequence[int] | np.ndarray | None = None
@@ -125,7 +126,8 @@ class Rollout:
                 "reward": float(rewards[i]),
             }
             for name, values in self.components.items():
-                record[f"reward_{name}"] = float(values[i])
+                # JSON has no NaN.
+                record[f"reward_{name}"] = None if np.isnan(values[i]) else float(values[i])
             problem = self.reward_problems[i]
             if problem is not None:
                 record["error"] = str(problem)
@@ -170,7 +172,7 @@ def build_rollout(
     """Build the training rows of B scored rows, prompt-major.
 
     The arrays of the rows become views of the columns, so that each token is in memory once.
-    `rewards` and each of the `components` are float32 [B]. `problems` has B entries, or none. With
+    `rewards` and each of the `components` are float64 [B]. `problems` has B entries, or none. With
     `drops_problems` rows with one are not trained.
     """
     num_rows = len(conversations)
@@ -196,18 +198,12 @@ def select_rows(rollout: Rollout, rows: np.ndarray) -> Rollout:
 
 
 def concat_rollouts(parts: Sequence[Rollout]) -> Rollout:
-    """Concatenate the rows of rollouts; each prompt of the result has its own `group`.
+    """Concatenate the rows of rollouts, whose values of `group` are different.
 
     A component of the reward that a part lacks is 0 in its rows. Raises ValueError for no parts.
     """
     if not parts:
         raise ValueError("concat_rollouts needs at least one rollout")
-    batches = []
-    num_groups = 0
-    for part in parts:
-        groups = part.batch["group"]
-        batches.append({**part.batch, "group": groups + num_groups})
-        num_groups += int(groups.max(initial=-1)) + 1
     conversations = []
     problems = []
     for part in parts:
@@ -217,19 +213,19 @@ def concat_rollouts(parts: Sequence[Rollout]) -> Rollout:
         parts[0],
         conversations=conversations,
         reward_problems=problems,
-        batch=BatchedDataDict.from_batches(batches),
+        batch=BatchedDataDict.from_batches([part.batch for part in parts]),
         components=_concat_components(parts),
     )
 
 
 def _concat_components(parts: Sequence[Rollout]) -> dict[str, np.ndarray]:
-    """Return the components of the reward of all rows, float32 [B] each."""
+    """Return the components of the reward of all rows, float64 [B] each."""
     names = dict.fromkeys(name for part in parts for name in part.components)
     components = {}
     for name in names:
         columns = []
         for part in parts:
-            missing = np.zeros(part.batch.size, dtype=np.float32)
+            missing = np.zeros(part.batch.size)
             columns.append(part.components.get(name, missing))
         components[name] = np.concatenate(columns)
     return components
@@ -335,30 +331,40 @@ def reward_metrics(
     group_sums = np.bincount(group_of_row, weights=rewards)
     means = group_sums / sizes
     deviations = np.abs(rewards - means[group_of_row])
-    group_deviations = np.bincount(group_of_row, weights=deviations)
-    has_spread = group_deviations > _TOLERANCE * sizes
-    equal_rewards = means[~has_spread]
+    is_spread = has_spread(np.bincount(group_of_row, weights=deviations) / sizes, means)
+    equal_rewards = means[~is_spread]
     best = rewards.max(initial=-np.inf)
     worst = rewards.min(initial=np.inf)
     # In a batch of equal rewards every group would be both best and worst.
-    has_range = bool(best - worst > _TOLERANCE)
-    is_best = has_range & (equal_rewards >= best - _TOLERANCE)
-    is_worst = has_range & (equal_rewards <= worst + _TOLERANCE)
+    tolerance = _TOLERANCE * max(1.0, float(np.abs(rewards).max(initial=0.0)))
+    has_range = bool(best - worst > tolerance)
+    is_best = has_range & (equal_rewards >= best - tolerance)
+    is_worst = has_range & (equal_rewards <= worst + tolerance)
     is_zero = np.abs(equal_rewards) <= _TOLERANCE
     metrics: Metrics = {
         "reward/mean": _mean(rewards),
         "reward/std": _std(rewards),
         "reward/max": Max(float(best)),
         "reward/min": Min(float(worst)),
-        "reward/frac_groups_zero_std": _share(~has_spread, num_groups),
+        "reward/frac_groups_zero_std": _share(~is_spread, num_groups),
         "reward/frac_groups_all_best": _share(is_best, num_groups),
         "reward/frac_groups_all_worst": _share(is_worst, num_groups),
         "reward/frac_groups_all_zero": _share(is_zero, num_groups),
     }
-    for name, values in components.items():
+    for name, column in components.items():
+        values = column[~np.isnan(column)]
         metrics[f"reward/{name}_mean"] = _mean(values)
         metrics[f"reward/{name}_std"] = _std(values)
     return metrics
+
+
+def has_spread(deviation: np.ndarray | float, mean: np.ndarray | float) -> np.ndarray:
+    """Return True where values with this mean are not all equal, [...].
+
+    `deviation` is their standard deviation or their mean absolute deviation. Values that differ by
+    less than 1e-12 of their size, or of 1, count as equal.
+    """
+    return np.asarray(deviation > _TOLERANCE * np.maximum(1.0, np.abs(mean)))
 
 
 def problem_metrics(problems: Sequence[RewardProblem | None], mask: np.ndarray) -> Metrics:

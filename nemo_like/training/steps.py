@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from nemo_like.config.errors import counted
+from nemo_like.config.rollout import GenerationConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.loader import BatchLoader, Position
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
@@ -220,6 +221,20 @@ class AnswerSampling:
     """Answers per prompt."""
     pass_reward: float = 1.0
     """An answer with at least this reward is correct, for avg@n and pass@k."""
+    top_p: float | None = None
+    """None, here and below: as in training."""
+    top_k: int | None = None
+    max_new_tokens: int | None = None
+
+    def applied(self, config: GenerationConfig) -> GenerationConfig:
+        """Return the config of generation with the values of validation answers."""
+        return replace(
+            config,
+            temperature=self.temperature,
+            top_p=config.top_p if self.top_p is None else self.top_p,
+            top_k=config.top_k if self.top_k is None else self.top_k,
+            max_new_tokens=self.max_new_tokens or config.max_new_tokens,
+        )
 
 
 def is_due(step: int, period: int, *, is_last: bool) -> bool:
@@ -257,9 +272,7 @@ def score_answers(
         job = run.rollouts.start(
             prompts,
             group_size=sampling.num_samples,
-            sampling=SamplingParams.from_config(
-                config.policy.generation, temperature=sampling.temperature
-            ),
+            sampling=SamplingParams.from_config(sampling.applied(config.policy.generation)),
             max_total_length=config.policy.max_total_sequence_length,
             seeds=answer_seeds(config.seed, step, len(prompts) * sampling.num_samples),
         )

@@ -156,3 +156,14 @@ def test_rows_without_a_reward_are_no_part_of_their_group(rows, normalize) -> No
         else:
             alone = group_advantages(rewards[kept], groups[kept], config)
             np.testing.assert_array_equal(advantages[kept], alone)
+
+
+def test_batch_std_counts_rewards_of_groups_that_became_too_small() -> None:
+    """The standard deviation is that of 0, 1 and 10, although the last one has no group left."""
+    mask = np.array([True, True, True, False])
+    config = AdvantageConfig(normalize="batch_std")
+    rewards = np.array([0.0, 1.0, 10.0, 0.0])
+    advantages = group_advantages(rewards, np.array([0, 0, 1, 1]), config, mask)
+    value = 0.5 / (statistics.stdev([0.0, 1.0, 10.0]) + EPS)
+    np.testing.assert_allclose(advantages, [-value, value, 0.0, 0.0], rtol=1e-6)
+    assert value == pytest.approx(0.0908, abs=1e-4)

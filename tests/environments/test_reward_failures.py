@@ -59,7 +59,7 @@ def ends(sample):
     if is_bad(sample): os._exit(3)
     return 1.0
 def nan(sample): return float("nan") if is_bad(sample) else 1.0
-def none(sample): return None if is_bad(sample) else 1.0
+def nearly_infinite(sample): return 3e38 if is_bad(sample) else 1.0
 def tensor(sample):
     import torch
     return torch.tensor([1.0, 2.0]) if is_bad(sample) else torch.tensor(1.0)
@@ -85,7 +85,6 @@ async def is_cancelled(sample):
     if is_bad(sample): raise asyncio.CancelledError
     return 1.0
 def batch_mapping(samples): return {1: 1.0, 2: 1.0, 3: 1.0}
-def batch(samples): return [None if is_bad(sample) else 1.0 for sample in samples]
 def batch_array(samples): return np.array([np.nan if is_bad(s) else 1 for s in samples])
 def batch_tensor(samples):
     import torch
@@ -98,7 +97,7 @@ def batch_raises(samples): return [1 / (not is_bad(sample)) for sample in sample
 async def batch_async(samples):
     await asyncio.sleep(0)
     return [len(sample.completion) for sample in samples]
-for function in (batch_mapping, batch, batch_array, batch_tensor, batch_hangs, batch_too_short,
+for function in (batch_mapping, batch_array, batch_tensor, batch_hangs, batch_too_short,
                  batch_raises, batch_async):
     function.batched = True
 """
@@ -138,12 +137,12 @@ _FAILURES = [
     ("raises", "raised", "raised KeyError: 'tests'"),
     ("raises_timeout", "raised", "raised TimeoutError: of its own"),
     ("nan", "value", "returned nan, which is not a finite number"),
-    ("none", "value", "returned None, which is not a finite number"),
     ("tensor", "value", "returned tensor([1., 2.]), which is not a finite number"),
     ("array", "value", "returned array([1.]), which is not a finite number"),
     ("leaves", "ended", "called sys.exit(3), which would end the run"),
     ("too_large", "value", f"returned {'1' + 199 * '0'}... (401 characters), which is not"),
     ("infinite_float32", "value", "returned 1e+39, which is not a finite number"),
+    ("nearly_infinite", "value", "makes the reward 6e+38, which is not finite in float32"),
     ("raises_base", "raised", "raised BaseException: no Exception"),
     ("is_cancelled", "raised", "raised CancelledError"),
     ("raises_unreadable", "raised", "raised Unreadable: (its text raises IndexError)"),
@@ -187,7 +186,6 @@ def test_a_bool_is_0_or_1_and_a_scalar_of_a_library_a_number() -> None:
         ("blocks", "timeout", "exceeded reward.timeout_s 1"),
         ("crashes", "ended", "ended its process (signal SIGSEGV)"),
         ("ends", "ended", "ended its process (exit status 3)"),
-        ("none", "value", "returned None, which is not a finite number"),
     ],
 )
 def test_calls_with_a_timeout_fail_alone(function: str, kind: BadRewardKind, text: str) -> None:
@@ -211,7 +209,6 @@ def test_a_timeout_stops_the_run_with_the_sample() -> None:
 @pytest.mark.parametrize(
     ("function", "values", "text"),
     [
-        ("batch", [1.0, 0.0, 1.0], "returned None"),
         ("batch_array", [1.0, 0.0, 1.0], "returned nan"),
         ("batch_tensor", [2.0, 2.0, 2.0], ""),
         ("batch_too_short", [0.0, 0.0, 0.0], "returned 1 values for a batch of 3 samples"),

@@ -4,6 +4,7 @@ be.
 
 from __future__ import annotations
 
+import math
 import pickle
 import sys
 from collections.abc import Sequence
@@ -13,8 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_like.algorithms.grpo.advantages import group_advantages
+from nemo_like.algorithms.grpo.config import AdvantageConfig
+from nemo_like.algorithms.grpo.rollouts import rows_with_spread
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.rollout import RewardConfig, RewardFunctionConfig
+from nemo_like.data.jagged import Jagged
 from nemo_like.demo.task import build_tokenizer
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.worker_group import Handle
@@ -24,6 +29,8 @@ from nemo_like.environments.reward_worker import (
     RewardWorker,
     load_reward_functions,
 )
+from nemo_like.metrics import metric_values
+from nemo_like.rollout.rows import reward_metrics
 
 _CONTEXT = local_context(num_threads=1)
 _SOURCE = """
@@ -88,7 +95,7 @@ def _collected(
     environment: RewardEnvironment, num_samples: int
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Rewards and values of the functions of samples with the keys 0, 1, ..."""
-    rewards = np.full(num_samples, np.nan, dtype=np.float32)
+    rewards = np.full(num_samples, np.nan)
     components: dict[str, np.ndarray] = {}
     num_scored = 0
     while num_scored < num_samples:
@@ -111,7 +118,7 @@ def test_every_function_scores_every_sample() -> None:
         ),
     )
     scores = worker.score([_sample("abc", "4", weight=0.5), _sample("", weight=-2)]).components
-    assert scores["length"].dtype == np.float32
+    assert scores["length"].dtype == np.float64
     assert {name: values.tolist() for name, values in scores.items()} == {
         "length": [3, 0],
         "answered": [1, 0],
@@ -157,7 +164,7 @@ def test_the_reward_is_the_weighted_sum() -> None:
         RewardConfig(functions=functions),
     )
     reward, components = _score(environment, [_sample("abcd", "4"), _sample("ab")])
-    assert reward.dtype == np.float32 and reward.tolist() == [1.0, 1.0]
+    assert reward.dtype == np.float64 and reward.tolist() == [1.0, 1.0]
     assert components["length"].tolist() == [4, 2] and components["answered"].tolist() == [1, 0]
     environment.shutdown()
 
@@ -268,3 +275,167 @@ def test_a_failure_names_the_key_and_the_path_of_the_function() -> None:
     worker = RewardWorker(_CONTEXT, functions=_functions(mine="user_rewards.leaves"))
     with pytest.raises(RewardError, match=r"^reward.functions.mine \(user_rewards.leaves\) called"):
         worker.score([_sample("a")])
+
+
+_KEPT = """
+import asyncio, os
+slots = asyncio.Semaphore(1)
+async def judge(sample):
+    async with slots:
+        await asyncio.sleep(0.001)
+        return float(sample.completion)
+def hands_over(sample): return judge(sample)
+class Judge:
+    running = 0
+    async def __call__(self, sample):
+        self.running += 1
+        await asyncio.sleep(0.05)
+        return self.running
+judge_object = Judge()
+def part(sample, *, name): return sample.row[name]
+def pops(sample): return sample.row.pop("weight") + sample.row["list"].pop()
+def applies(sample): return None if sample.completion == "other" else 0.25
+def never(sample): return None
+def rank(samples):
+    assert len({sample.group for sample in samples}) == 1
+    texts = [sample.completion for sample in samples]
+    return [100 * len(texts) + sorted(texts).index(text) for text in texts]
+def is_cut(sample): return sample.finish_reason == "length"
+def num_ids(sample): return len(sample.completion_ids)
+def ends(sample): return sample.completion.count("<")
+def sees(sample): return len(sample.completion)
+"""
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kept_rewards.py").write_text(_KEPT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("kept_rewards", None)
+
+
+def _worker(timeout_s: float | None = None, **functions: RewardFunctionConfig) -> RewardWorker:
+    return RewardWorker(_CONTEXT, functions=functions, timeout_s=timeout_s)
+
+
+def _kept(name: str, **keys: Any) -> RewardFunctionConfig:
+    return RewardFunctionConfig(path=f"kept_rewards.{name}", **keys)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 20.0])
+@pytest.mark.parametrize("function", ["judge", "hands_over"])
+def test_a_semaphore_of_the_module_serves_every_batch(
+    kept: None, function: str, timeout_s: float | None
+) -> None:
+    """A semaphore belongs to the event loop in which a call first waited for it."""
+    worker = _worker(timeout_s, mine=_kept(function))
+    for first in (0, 5):
+        texts = [str(number) for number in range(first, first + 5)]
+        scored = worker.score([_sample(text) for text in texts])
+        assert scored.rewards.tolist() == list(map(float, texts))
+    worker.close()
+
+
+def test_an_object_with_an_async_call_is_called_concurrently(kept: None) -> None:
+    """Every call sees that all calls have started."""
+    worker = _worker(mine=_kept("judge_object"))
+    assert worker.score([_sample("a")] * 4).rewards.tolist() == [4.0] * 4
+
+
+def test_equal_sums_of_other_components_have_no_advantage(kept: None) -> None:
+    """0.3 + 0.6 and 0.9 + 0 differ by 1e-16 in float64 and by 6e-8 in float32."""
+    worker = _worker(
+        first=_kept("part", options={"name": "first"}),
+        second=_kept("part", options={"name": "second"}),
+    )
+    tenths = [(a, b) for a in range(1, 60) for b in range(1, 40)]
+    samples = []
+    for a, b in tenths:
+        samples += [_sample("", first=a / 10, second=b / 10)]
+        samples += [_sample("", first=(a + b) / 10, second=0.0)]
+    rewards = worker.score(samples).rewards
+    groups = np.repeat(np.arange(len(tenths)), 2)
+    assert not group_advantages(rewards, groups, AdvantageConfig()).any()
+    assert not rows_with_spread(rewards, groups, np.ones(len(groups), dtype=bool)).any()
+
+
+def test_large_rewards_keep_their_differences(kept: None) -> None:
+    worker = _worker(ns=_kept("part", options={"name": "ns"}, weight=2.0))
+    rewards = worker.score([_sample("", ns=10**9 + k) for k in range(20)]).rewards
+    assert rewards.tolist() == [2.0 * (10**9 + k) for k in range(20)]
+    deviations = [2.0 * (k - 9.5) for k in range(20)]
+    std = math.sqrt(sum(value**2 for value in deviations) / 19)
+    found = group_advantages(rewards, np.zeros(20, dtype=int), AdvantageConfig())
+    np.testing.assert_allclose(found, [value / std for value in deviations], rtol=1e-5)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 20.0])
+def test_a_function_gets_a_separate_copy_of_the_row(kept: None, timeout_s: float | None) -> None:
+    row = {"weight": 2, "list": [1, 3]}
+    samples = [RewardSample(prompt="", completion="", row=row) for _ in range(3)]
+    worker = _worker(timeout_s, one=_kept("pops"), two=_kept("pops"))
+    assert worker.score(samples).rewards.tolist() == [10.0] * 3
+    assert row == {"weight": 2, "list": [1, 3]}
+    worker.close()
+
+
+def test_none_is_no_value_and_no_failure(kept: None) -> None:
+    worker = _worker(mine=_kept("applies", weight=4.0), length=_kept("sees"))
+    scored = worker.score([_sample("other"), _sample("ab")])
+    assert scored.rewards.tolist() == [5.0, 3.0] and scored.problems == [None, None]
+    assert math.isnan(scored.components["mine"][0]) and scored.components["mine"][1] == 0.25
+    metrics = reward_metrics(scored.rewards, np.zeros(2, dtype=int), scored.components)
+    assert metric_values(metrics)["reward/mine_mean"] == 0.25
+    with pytest.raises(RewardError, match=r"returned None, .* and no other function applies"):
+        _worker(mine=_kept("never"), other=_kept("applies")).score([_sample("other")])
+
+
+@pytest.mark.parametrize("timeout_s", [None, 20.0])
+def test_a_grouped_function_gets_the_completions_of_one_prompt(
+    kept: None, timeout_s: float | None
+) -> None:
+    worker = _worker(timeout_s, rank=_kept("rank", grouped=True))
+    texts = [("b", 7), ("a", 7), ("d", 3), ("c", 7), ("e", 3)]
+    samples = [RewardSample(prompt="p", completion=text, group=group) for text, group in texts]
+    assert worker.score(samples).rewards.tolist() == [301, 300, 200, 302, 201]
+    worker.close()
+
+
+@pytest.mark.parametrize("sizes", [[4], [2, 2, 2], [3, 1, 5]])
+def test_the_samples_of_a_group_stay_on_one_worker(kept: None, sizes: list[int]) -> None:
+    functions = {"rank": _kept("rank", grouped=True)}
+    group = _InProcessGroup([RewardWorker(_CONTEXT, functions=functions) for _ in range(3)])
+    environment = RewardEnvironment(group, RewardConfig(functions=functions))  # type: ignore[arg-type]
+    samples = []
+    expected = []
+    for number, size in enumerate(sizes):
+        texts = [chr(97 + index) for index in range(size)]
+        samples += [RewardSample(prompt="p", completion=text, group=number) for text in texts]
+        expected += [100 * size + index for index in range(size)]
+    environment.submit(range(len(samples)), samples)
+    rewards, _ = _collected(environment, len(samples))
+    assert rewards.tolist() == expected
+
+
+def test_a_function_sees_token_ids_finish_reason_and_special_tokens(kept: None) -> None:
+    worker = _worker(
+        cut=_kept("is_cut"),
+        ids=_kept("num_ids"),
+        plain=_kept("ends"),
+        special=_kept("ends", keep_special_tokens=True),
+    )
+    tokenizer = build_tokenizer()
+    worker.set_tokenizer(tokenizer)
+    ids = [*tokenizer("12+7", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    rows = Jagged.from_rows([np.array(ids, np.int32), np.array(ids[:-1], np.int32)], np.int32)
+    samples = [
+        RewardSample(prompt="", completion=""),
+        RewardSample(prompt="", completion="", finish_reason="length"),
+    ]
+    components = worker.score(samples, [0, 1], rows).components
+    assert {name: values.tolist() for name, values in components.items()} == {
+        "cut": [0, 1],
+        "ids": [len(ids), len(ids) - 1],
+        "plain": [0, 0],
+        "special": [1, 0],
+    }

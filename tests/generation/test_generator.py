@@ -149,7 +149,6 @@ def test_sampling_follows_the_config() -> None:
     assert sampling == SamplingParams(
         max_new_tokens=7, temperature=0.8, top_p=0.9, top_k=5, min_p=0.02, stop_strings=("\n\n",)
     )
-    assert SamplingParams.from_config(config, temperature=0.0).temperature == 0.0
 
 
 class _DyingGroup:

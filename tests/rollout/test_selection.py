@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_like.algorithms.grpo.config import GrpoConfig
+from nemo_like.algorithms.grpo.loop import dropped_records
+from nemo_like.algorithms.grpo.rollouts import KeptGroups
 from nemo_like.demo.task import build_tokenizer
 from nemo_like.generation.requests import Completions
 from nemo_like.rollout.conversations import ConversationRow, Prompt
@@ -26,7 +31,9 @@ def rollout_of(first: int, lengths: list[int]) -> Rollout:
         row.weight_versions.append(np.zeros(length, dtype=np.int32))
         rows.append(row)
     rewards = np.array(numbers, dtype=np.float32)
-    return build_rollout(rows, 2, rewards, {"value": rewards * 2})
+    rollout = build_rollout(rows, 2, rewards, {"value": rewards * 2})
+    rollout.batch["group"] += first // 2
+    return rollout
 
 
 def check_rows(rollout: Rollout, numbers: list[int]) -> None:
@@ -58,10 +65,7 @@ def test_rows_keep_their_columns_and_groups_stay_apart(parts, data) -> None:
     rows = data.draw(st.lists(st.sampled_from(numbers), unique=True))
     selected = select_rows(joined, np.array(rows, dtype=np.int64))
     check_rows(selected, rows)
-    again = concat_rollouts([selected, joined])
-    check_rows(again, rows + numbers)
-    first = set(again.batch["group"][: len(rows)].tolist())
-    assert not first & set(again.batch["group"][len(rows) :].tolist())
+    assert selected.batch["group"].tolist() == [row // 2 for row in rows]
 
 
 def test_no_rollouts_are_an_error() -> None:
@@ -78,11 +82,10 @@ def test_a_record_has_complete_groups_spread_over_the_rollout(
     if max_rows is None or max_rows >= num_rows:
         assert rows == list(range(num_rows))
         return
-    assert rows == sorted(set(rows)) and len(rows) == max(max_rows - max_rows % 2, 1)
-    if max_rows >= 2:
-        firsts = rows[::2]
-        assert [row + 1 for row in firsts] == rows[1::2]
-        assert all(row % 2 == 0 for row in firsts)
+    assert rows == sorted(set(rows)) and len(rows) == max(max_rows - max_rows % 2, 2)
+    firsts = rows[::2]
+    assert [row + 1 for row in firsts] == rows[1::2]
+    assert all(row % 2 == 0 for row in firsts)
     if max_rows >= 4:
         assert rows[0] == 0 and rows[-1] == num_rows - 1
 
@@ -106,3 +109,22 @@ def test_only_the_text_of_selected_rows_is_decoded() -> None:
     for row in rollout.conversations:
         assert np.shares_memory(row.last_turn, rollout.batch["input_ids"].values)
         assert np.shares_memory(row.logprobs[0], rollout.batch["generation_logprobs"].values)
+
+
+def test_dropped_groups_are_recorded_with_their_number_in_the_step() -> None:
+    """Prompts 1 and 2 of four have unequal rewards, prompt 3 is of a refill."""
+    first, refill = rollout_of(0, [1] * 6), rollout_of(0, [1] * 2)
+    first.batch["reward"] = np.array([5.0, 5.0, 0.0, 1.0, 1.0, 0.0])
+    refill.batch["reward"] = np.array([2.0, 2.0])
+    kept = KeptGroups(SimpleNamespace(grpo=GrpoConfig()))  # type: ignore[arg-type]
+    kept.add(first, ["a:1", "a:2", "a:3"])
+    kept.add(refill, ["a:4"])
+    taken = kept.result()
+    assert taken.rollout.batch["group"].tolist() == [1, 1, 2, 2]
+    assert taken.locations == ["a:2", "a:3"]
+    for max_rows, groups in ((None, [0, 0, 3, 3]), (6, [0, 0]), (5, []), (4, [])):
+        records = dropped_records(taken, max_rows, 4)
+        assert [record["group"] for record in records] == groups
+        assert [record["source"] for record in records] == [f"a:{group + 1}" for group in groups]
+        assert not any(record["kept"] for record in records)
+    assert [record["group"] for record in dropped_records(taken, 1, 0)] == [0, 0]

@@ -16,7 +16,7 @@ from nemo_like.algorithms.grpo.config import AdvantageConfig, GrpoRunConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.metrics import Mean, Metrics, Sum
-from nemo_like.rollout.rows import Rollout
+from nemo_like.rollout.rows import Rollout, has_spread
 
 EPS = 1e-6
 """Added to every standard deviation before the division."""
@@ -45,7 +45,8 @@ def group_advantages(
     * `group_std` divides A by the standard deviation plus eps.
     * `leave_one_out_std` divides A by the standard deviation of the other completions plus eps, and
       does not divide where that is 0 (as NeMo RL does with a leave-one-out baseline).
-    * `batch_std` divides A by the standard deviation of all B rewards plus eps.
+    * `batch_std` divides A by the standard deviation of all rewards plus eps, also those of
+      groups that are too small.
 
     With a baseline, a group whose rewards are all equal gets exactly 0. Raises ValueError for a
     group of one with a baseline, and with `leave_one_out_std` for a group of two, whose others have
@@ -54,8 +55,19 @@ def group_advantages(
     if reward_mask is not None and not reward_mask.all():
         rows = _rows_of_large_groups(groups, reward_mask, config)
         advantages = np.zeros(len(rewards), dtype=np.float32)
-        advantages[rows] = group_advantages(rewards[rows], groups[rows], config)
+        if len(rows) > 0:
+            # The spread of the batch includes the rewards of groups that are too small.
+            batch_std = float(rewards[reward_mask].astype(np.float64).std(ddof=1))
+            advantages[rows] = _group_advantages(rewards[rows], groups[rows], config, batch_std)
         return advantages
+    batch_std = float(rewards.astype(np.float64).std(ddof=1)) if len(rewards) > 1 else 0.0
+    return _group_advantages(rewards, groups, config, batch_std)
+
+
+def _group_advantages(
+    rewards: np.ndarray, groups: np.ndarray, config: AdvantageConfig, batch_std: float
+) -> np.ndarray:
+    """Return `group_advantages` of rows that all have a reward."""
     if len(rewards) == 0:
         return np.zeros(0, dtype=np.float32)
     rewards = rewards.astype(np.float64)
@@ -76,7 +88,7 @@ def group_advantages(
         others_std = _std_of_others(rewards, means, std, sizes, group_of_row)
         centred = np.where(others_std > 0, centred / (others_std + EPS), centred)
     elif config.normalize == "batch_std":
-        centred = centred / (rewards.std(ddof=1) + EPS)
+        centred = centred / (batch_std + EPS)
     return np.where(is_spread[group_of_row], centred, 0.0).astype(np.float32)
 
 
@@ -89,7 +101,8 @@ def separate_advantages(
 ) -> np.ndarray:
     """Return sum_k w_k A_k, float32 [B], the advantage of GDPO before whitening.
 
-    `components` are the unweighted values of each part of the reward, float [B] by name;
+    `components` are the unweighted values of each part of the reward, float [B] by name, NaN in
+    rows to which it does not apply;
     `groups` int [B] and `reward_mask` bool [B] are as in `group_advantages`, which computes A_k
     from component k alone. `weights` are the w_k. Raises ValueError for a component without one.
     """
@@ -101,7 +114,11 @@ def separate_advantages(
         )
     total = np.zeros(len(groups))
     for name, values in components.items():
-        advantages = group_advantages(values, groups, config, reward_mask)
+        # NaN: the component does not apply to the row, whatever the others are.
+        is_valued = ~np.isnan(values)
+        if reward_mask is not None:
+            is_valued &= reward_mask
+        advantages = group_advantages(values, groups, config, is_valued)
         total += weights[name] * advantages.astype(np.float64)
     return total.astype(np.float32)
 
@@ -159,14 +176,6 @@ def token_advantages(
     if kl_sums is None:
         return values
     return values - kl_penalty * kl_sums
-
-
-def has_spread(std: np.ndarray | float, mean: np.ndarray | float) -> np.ndarray:
-    """Return True where values of this standard deviation and mean, [...] each, are not all equal.
-
-    Equal values can differ from their computed mean by a rounding error.
-    """
-    return np.asarray(std > 1e-8 * np.maximum(1.0, np.abs(mean)))
 
 
 def _rows_of_large_groups(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from nemo_like.config.check import batching_section
-from nemo_like.config.constraints import Ge, Gt
+from nemo_like.config.constraints import Ge, Gt, Le
 from nemo_like.config.errors import Problem, counted, either, quotient
 from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.parallel import is_colocated, policy_layout
@@ -141,6 +141,13 @@ class GrpoConfig:
     """Validate before the first step as well."""
     val_temperature: Annotated[float, Ge(0)] = 0.0
     """Sampling temperature of validation answers; 0 is greedy decoding."""
+    val_top_p: Annotated[float | None, Gt(0), Le(1)] = None
+    """`policy.generation.top_p` of validation answers; null is the value of training."""
+    val_top_k: Annotated[int | None, Ge(-1)] = None
+    """`policy.generation.top_k` of validation answers; null is the value of training, 0 and -1 turn
+    the filter off."""
+    val_max_new_tokens: Annotated[int | None, Ge(1)] = None
+    """`policy.generation.max_new_tokens` of validation answers; null is the value of training."""
     val_num_samples: Annotated[int, Ge(1)] = 1
     """Validation answers per prompt. Above 1 avg@n and pass@k are logged; needs
     `grpo.val_temperature` above 0."""
@@ -280,6 +287,15 @@ def _sampling_problems(config: GrpoRunConfig) -> Iterator[Problem]:
 
 def _validation_problems(config: GrpoRunConfig) -> Iterator[Problem]:
     num_samples = config.grpo.val_num_samples
+    max_new_tokens = config.grpo.val_max_new_tokens or 0
+    longest = config.policy.max_total_sequence_length
+    if max_new_tokens >= longest:
+        key = "grpo.val_max_new_tokens"
+        yield Problem(
+            (key, "policy.max_total_sequence_length"),
+            f"{key} is {max_new_tokens} and policy.max_total_sequence_length {longest}, which"
+            f" includes the prompt: lower {key}, or raise policy.max_total_sequence_length",
+        )
     if num_samples > 1 and config.grpo.val_temperature == 0:
         yield Problem(
             ("grpo.val_num_samples", "grpo.val_temperature"),

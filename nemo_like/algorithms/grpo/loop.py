@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from nemo_like.algorithms.grpo.advantages import rollout_advantages, without_truncated
-from nemo_like.algorithms.grpo.config import GrpoRunConfig, asynchronous_warnings
+from nemo_like.algorithms.grpo.config import GrpoConfig, GrpoRunConfig, asynchronous_warnings
 from nemo_like.algorithms.grpo.data import num_optimizer_steps, open_source
 from nemo_like.algorithms.grpo.rollouts import RolloutPipeline, StepRollout
 from nemo_like.config.loss import LogprobName
@@ -32,7 +33,7 @@ from nemo_like.rollout.records import (
     remove_old_tokens,
     row_values,
 )
-from nemo_like.rollout.rows import Rollout
+from nemo_like.rollout.rows import Rollout, select_rows
 from nemo_like.run.files import write_json_lines
 from nemo_like.training.reporting import StepWork, plan_metrics
 from nemo_like.training.run import RunResult, TrainingRun, open_training_run
@@ -59,6 +60,18 @@ def run_grpo(config: GrpoRunConfig) -> RunResult:
     return _train(config, source, loader)
 
 
+def answer_sampling(config: GrpoConfig) -> AnswerSampling:
+    """Return how validation answers are sampled and counted."""
+    return AnswerSampling(
+        temperature=config.val_temperature,
+        num_samples=config.val_num_samples,
+        pass_reward=config.val_pass_reward,
+        top_p=config.val_top_p,
+        top_k=config.val_top_k,
+        max_new_tokens=config.val_max_new_tokens,
+    )
+
+
 def _max_num_prompts(config: GrpoRunConfig) -> int:
     """Return the number of prompts that a run may need."""
     tries = 1
@@ -72,11 +85,7 @@ def _train(
 ) -> RunResult:
     total = config.grpo.max_num_steps
     val_sets = prompt_sets(config, source.data.encoder, source.data.validation)
-    sampling = AnswerSampling(
-        temperature=config.grpo.val_temperature,
-        num_samples=config.grpo.val_num_samples,
-        pass_reward=config.grpo.val_pass_reward,
-    )
+    sampling = answer_sampling(config.grpo)
     loss = rollout_loss(config.loss_fn, config.policy.generation.max_new_tokens)
     with open_training_run(
         config,
@@ -172,6 +181,7 @@ def train_on_rollout(
             advantages=np.zeros(0, dtype=np.float32),
             optimizer_steps=[],
             work=StepWork(lengths=no_tokens, num_trained=no_tokens),
+            taken=taken,
         )
     num_epochs = config.grpo.num_epochs_per_rollout
     plan, sharded = run.plan_and_shard(batch, step)
@@ -210,6 +220,7 @@ def train_on_rollout(
         advantages=advantages.rows,
         optimizer_steps=steps,
         work=StepWork.of(plan, num_logprob_passes=len(names), num_epochs=num_epochs),
+        taken=taken,
     )
 
 
@@ -286,6 +297,8 @@ class TrainedRollout:
     """Metrics of each optimizer step."""
     work: StepWork
     """What was computed before and in training."""
+    taken: StepRollout
+    """As it was sampled, with the groups that dynamic sampling dropped."""
 
 
 def fetch_logprobs(
@@ -328,6 +341,7 @@ def save_rollout(run: TrainingRun, trained: TrainedRollout, step: int) -> None:
         added = row_values(columns if is_complete else columns.select_indices(rows), locations)
         for row, values in zip(records, added, strict=True):
             row.update(values)
+        records += dropped_records(trained.taken, config.max_rollout_rows, len(records))
         path = run.directory.rollouts(step)
         write_json_lines(path, records, f"the rollouts of step {step}")
         # A step that trained nothing has nothing to replay, and a replay needs every row.
@@ -346,3 +360,28 @@ def save_rollout(run: TrainingRun, trained: TrainedRollout, step: int) -> None:
         record.save(run.directory.rollout_tokens(step))
         if config.keep_rollout_tokens is not None:
             remove_old_tokens(path.parent, config.keep_rollout_tokens, run.saver.saved_steps())
+
+
+def dropped_records(
+    taken: StepRollout, max_rows: int | None, num_recorded: int
+) -> list[dict[str, Any]]:
+    """Return the records of complete groups that dynamic sampling dropped, as far as they fit.
+
+    `num_recorded` rows count for `max_rows` already. A step without a recorded row has at least one
+    group.
+    """
+    if taken.sampled is None:
+        return []
+    is_dropped = ~np.isin(taken.sampled.batch["group"], taken.rollout.batch["group"])
+    dropped = select_rows(taken.sampled, np.flatnonzero(is_dropped))
+    groups = dropped.batch["group"]
+    max_left = None if max_rows is None else max_rows - num_recorded
+    group_size = int((groups == groups[:1]).sum())
+    if len(groups) == 0 or (max_left is not None and num_recorded and max_left < group_size):
+        return []
+    rows = dropped.recorded_rows(max_left)
+    records = dropped.records(rows=rows)
+    for record in records:
+        record["source"] = taken.sampled_locations[record["group"]]
+        record["kept"] = False
+    return records

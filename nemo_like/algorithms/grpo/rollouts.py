@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nemo_like.algorithms.grpo.advantages import has_spread
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.loader import RowLoader
@@ -22,7 +21,14 @@ from nemo_like.generation.requests import SamplingParams
 from nemo_like.metrics import Mean, Metrics, Sum
 from nemo_like.rollout.collector import RolloutJob
 from nemo_like.rollout.conversations import Prompt
-from nemo_like.rollout.rows import Rollout, concat_rollouts, rollout_metrics, row_seeds, select_rows
+from nemo_like.rollout.rows import (
+    Rollout,
+    concat_rollouts,
+    has_spread,
+    rollout_metrics,
+    row_seeds,
+    select_rows,
+)
 from nemo_like.training.run import TrainingRun
 from nemo_like.training.run_data import loader_metrics
 
@@ -212,6 +218,8 @@ class StepRollout:
     """File and line of each prompt."""
     sampled: Rollout | None = None
     """With dynamic sampling all completions of the step, those of dropped groups included."""
+    sampled_locations: list[str] = field(default_factory=list)
+    """File and line of each prompt of `sampled`."""
     sampling_metrics: Metrics = field(default_factory=dict)
     """Of dynamic sampling."""
 
@@ -246,13 +254,17 @@ class KeptGroups:
         self._num_groups = config.grpo.num_prompts_per_step
         self._sampled: list[Rollout] = []
         self._kept: list[Rollout] = []
-        self._locations: list[str] = []
-        self._num_sampled = 0
+        self._kept_groups: list[int] = []
+        self._sampled_locations: list[str] = []
 
     @property
     def num_missing(self) -> int:
         """Groups that the step still lacks."""
-        return self._num_groups - len(self._locations)
+        return self._num_groups - len(self._kept_groups)
+
+    @property
+    def _num_sampled(self) -> int:
+        return len(self._sampled_locations)
 
     def add(self, rollout: Rollout, locations: list[str]) -> None:
         """Add a rollout of the prompts at `locations`; its groups with equal rewards are dropped.
@@ -260,15 +272,17 @@ class KeptGroups:
         The rewards are those of reward functions and models, without penalties. With separate
         components a group is kept if one of them is unequal, also where their sum is equal.
         """
+        # The index of a prompt among all prompts of the step.
+        rollout.batch["group"] = rollout.batch["group"] + self._num_sampled
         groups = rollout.batch["group"]
         is_kept = np.zeros(len(groups), dtype=bool)
         for values in self._compared_rewards(rollout):
-            is_kept |= rows_with_spread(values, groups, rollout.batch["reward_mask"])
+            mask = rollout.batch["reward_mask"] & ~np.isnan(values)
+            is_kept |= rows_with_spread(np.nan_to_num(values), groups, mask)
         self._sampled.append(rollout)
-        self._num_sampled += len(locations)
         self._kept.append(select_rows(rollout, np.flatnonzero(is_kept)))
-        # The groups of a rollout are numbered in the order of its prompts.
-        self._locations += [locations[group] for group in np.unique(groups[is_kept]).tolist()]
+        self._sampled_locations += locations
+        self._kept_groups += np.unique(groups[is_kept]).tolist()
 
     def _compared_rewards(self, rollout: Rollout) -> list[np.ndarray]:
         """Return the rewards that have an advantage of their own, float [B] each."""
@@ -282,7 +296,7 @@ class KeptGroups:
 
     def result(self) -> StepRollout:
         """Return the kept groups as the rollout of the step; it may have none."""
-        num_kept = len(self._locations)
+        num_kept = len(self._kept_groups)
         metrics: Metrics = {
             "dynamic_sampling/num_refills": Sum(float(len(self._sampled) - 1)),
             "dynamic_sampling/num_sampled_groups": Sum(float(self._num_sampled)),
@@ -291,7 +305,8 @@ class KeptGroups:
         }
         return StepRollout(
             concat_rollouts(self._kept),
-            self._locations,
+            [self._sampled_locations[group] for group in self._kept_groups],
             sampled=concat_rollouts(self._sampled),
+            sampled_locations=self._sampled_locations,
             sampling_metrics=metrics,
         )

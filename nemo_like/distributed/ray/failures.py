@@ -204,6 +204,11 @@ class ProgressMonitor:
             return _MAX_POLL_S
         return min(_MAX_POLL_S, period_s(self.timeout_s))
 
+    @property
+    def _check_interval_s(self) -> float:
+        # A check reads one record per rank from the head, so it is not made at every poll.
+        return max(self.poll_s, _CHECK_S * len(self._reports))
+
     def key(self, rank: int) -> str:
         """Return the key under which the worker of `rank` reports."""
         return f"{_PREFIX}{self.group}-{self.token}/{rank}"
@@ -216,14 +221,14 @@ class ProgressMonitor:
             report = self._reports.setdefault(rank, _LastReport())
             report.progressed_s = now
             report.beat_s = now
-        self._next_check_s = now + self.poll_s
+        # Never later: calls of some workers, or of none, must not delay the check of the others.
+        self._next_check_s = min(self._next_check_s, now + self._check_interval_s)
 
     def check(self, ranks: Iterable[int]) -> Silence | None:
         """Return the worker that most likely hangs, if one of `ranks` is past the deadline."""
-        # A check reads one record per rank from the head, so it is not made at every poll.
         if self.timeout_s <= 0 or time.monotonic() < self._next_check_s:
             return None
-        self._next_check_s = time.monotonic() + max(self.poll_s, _CHECK_S * len(self._reports))
+        self._next_check_s = time.monotonic() + self._check_interval_s
         return self.longest_silence(ranks, min_silent_s=self.timeout_s)
 
     def longest_silence(self, ranks: Iterable[int], *, min_silent_s: float) -> Silence | None:
