@@ -34,7 +34,7 @@ from nemo_like.config.schema import ParallelConfig, PolicyConfig, RunConfig
 from nemo_like.data.formats import PROMPT_ROWS, RowSchema
 from nemo_like.data.rows import Rows
 from nemo_like.environments.environment_workers import load_environment
-from nemo_like.environments.reward_worker import load_reward_functions
+from nemo_like.environments.reward_calls import load_reward_functions
 from nemo_like.generation.requests import SamplingParams
 from nemo_like.models.weight_files import weight_paths
 from nemo_like.rollout.answers import Answer, answer_prompts

@@ -36,7 +36,8 @@ from nemo_like.environments.environment import (
 )
 from nemo_like.environments.environment_workers import EnvironmentWorker
 from nemo_like.environments.reward import RewardError, RewardSample
-from nemo_like.environments.reward_worker import RewardWorker, load_reward_functions
+from nemo_like.environments.reward_calls import load_reward_functions
+from nemo_like.environments.reward_worker import RewardWorker
 from nemo_like.models.pretrained import import_transformers_without_torch
 from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.memory import GIB

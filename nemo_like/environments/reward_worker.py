@@ -6,21 +6,17 @@ Reward functions are code of the user, which may be async; their failures become
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from inspect import isawaitable, iscoroutinefunction, signature
+from functools import partial
 from itertools import pairwise
-from math import nan
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nemo_like.config.errors import ConfigError, shown_value
-from nemo_like.config.import_path import import_function, user_error_text
+from nemo_like.config.errors import ConfigError
 from nemo_like.config.rollout import OnError, RewardConfig, RewardFunctionConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
@@ -31,41 +27,26 @@ from nemo_like.distributed.worker_group import (
     submit_all,
     submit_one,
 )
-from nemo_like.environments.reward import (
-    MAX_NUMBER,
-    BadRewardKind,
-    RewardError,
-    RewardFunction,
-    RewardProblem,
-    RewardSample,
-    finite_number,
+from nemo_like.environments.reward import MAX_NUMBER, RewardError, RewardProblem, RewardSample
+from nemo_like.environments.reward_calls import (
+    MAX_CONCURRENT,
+    BadReward,
+    Score,
+    function_kind,
+    load_reward_functions,
+    score_each,
+    timed_out,
 )
 from nemo_like.environments.user_process import Handler, ProcessEnded, ProcessHung, UserProcess
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ResultT = TypeVar("ResultT")
 
-_MAX_CONCURRENT = 32
-"""Maximum number of concurrent calls of an async function."""
 _CHECK_S = 1.0
 """Time between two checks of the workers: each costs a call per worker."""
 _MARGIN_S = 2.0
 """An async call is cancelled in the process first, and the process killed so much later."""
-
-
-@dataclass(frozen=True, slots=True)
-class BadReward:
-    """Why a reward function has no reward for a sample."""
-
-    kind: BadRewardKind
-    text: str
-    """Example: `returned None, which is not a finite number`."""
-
-
-Score = float | BadReward
-"""NaN for a function that does not apply to the sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +114,7 @@ class RewardWorker:
                 components[name][index] = 0.0
                 total[index] = rewards[index]
             rewards = total
+        name = next(reversed(components), "")
         for index in np.flatnonzero(_has_no_value(components, len(samples))).tolist():
             text = "returned None, which is not a finite number, and no other function applies"
             self._add_problem(name, BadReward("value", text), samples, index, problems)
@@ -234,7 +216,7 @@ class RewardWorker:
         """
         kind = function_kind(self._functions[name])
         limit_s = timeout_s if kind == "sync" else timeout_s + _MARGIN_S
-        max_concurrent = _MAX_CONCURRENT
+        max_concurrent = MAX_CONCURRENT
         waiting = list(range(len(samples)))
         while waiting:
             sent = list(waiting)
@@ -246,7 +228,7 @@ class RewardWorker:
                     add(sent[position], score)
                 return
             except ProcessHung:
-                failure = _timed_out(timeout_s)
+                failure = timed_out(timeout_s)
             except ProcessEnded as error:
                 failure = BadReward("ended", f"ended its process ({error})")
             if kind == "async" and max_concurrent > 1:
@@ -357,17 +339,6 @@ class RewardEnvironment:
         return index
 
 
-def load_reward_functions(
-    functions: Mapping[str, RewardFunctionConfig],
-) -> dict[str, RewardFunction]:
-    """Import every function of `reward.functions`.
-
-    Raises ConfigError, with the key, for a path that cannot be imported or called, and for options
-    that the function does not have.
-    """
-    return {name: _import_reward(name, function) for name, function in functions.items()}
-
-
 def _prepare_scoring(functions: Mapping[str, RewardFunctionConfig], timeout_s: float) -> Handler:
     """Load the functions in the child process; it replies (index, score) for each sample."""
     loaded = load_reward_functions(functions)
@@ -387,218 +358,9 @@ def _prepare_scoring(functions: Mapping[str, RewardFunctionConfig], timeout_s: f
     return handle
 
 
-def _import_reward(name: str, config: RewardFunctionConfig) -> RewardFunction:
-    """Import a reward function. Raises ConfigError that begins with its key."""
-    example = "nemo_like.environments.math.answer_reward"
-    key = f"reward.functions.{name}.path"
-    imported = import_function(key, config.path, example, "RewardSample")
-    if config.options:
-        _check_options(f"reward.functions.{name}.options", imported, config)
-    if not config.options and not config.grouped:
-        return cast(RewardFunction, imported)
-    function = partial(imported, **config.options)
-    if config.grouped:
-        # Called once with the samples of a group.
-        setattr(function, "batched", True)  # noqa: B010 (a partial declares no attributes)
-    return cast(RewardFunction, function)
-
-
-def _check_options(key: str, function: Callable[..., Any], config: RewardFunctionConfig) -> None:
-    """Raise ConfigError if the function cannot be called with a sample and its options."""
-    try:
-        parameters = signature(function)
-    except (TypeError, ValueError):
-        # Functions of C extensions may have none; the first call shows a mistake.
-        return
-    try:
-        parameters.bind("sample", **config.options)
-    except TypeError as error:
-        raise ConfigError(
-            f"{key} is {config.options}, but {config.path}{parameters} cannot be called with a"
-            f" sample and these: {error}"
-        ) from error
-
-
-def score_each(
-    function: RewardFunction,
-    samples: Sequence[RewardSample],
-    *,
-    timeout_s: float | None = None,
-    max_concurrent: int = _MAX_CONCURRENT,
-    report: Callable[[int, Score], None] | None = None,
-) -> dict[int, Score]:
-    """Return the score of each sample by its index.
-
-    Failures are exceptions of the function, calls of sys.exit, and a value that is not one finite
-    number; True and False are 1 and 0. An async function is called for several samples
-    concurrently, and a call is cancelled after `timeout_s`; other functions cannot be interrupted
-    here. A batched function is called once with all samples. `report` is called for each sample
-    when its score is known; an exception of it ends the scoring.
-    """
-    scores: dict[int, Score] = {}
-
-    def add(index: int, score: Score) -> None:
-        scores[index] = score
-        if report is not None:
-            report(index, score)
-
-    kind = function_kind(function)
-    if kind == "async":
-        _run(_score_concurrently(function, samples, timeout_s, max_concurrent, add))
-    elif kind == "sync":
-        for index, sample in enumerate(samples):
-            add(index, _guarded(_reward, function, sample, timeout_s))
-    elif samples:
-        values = _guarded(_batch_rewards, function, samples, timeout_s)
-        if isinstance(values, BadReward):
-            values = [values] * len(samples)
-        for index, score in enumerate(values):
-            add(index, score)
-    return scores
-
-
-def function_kind(function: RewardFunction) -> Literal["sync", "async", "batched"]:
-    """Return how a function is called: per sample, concurrently, or once with many samples."""
-    # A function with options is a partial of the user's.
-    if any(getattr(each, "batched", False) for each in (function, getattr(function, "func", None))):
-        return "batched"
-    called = getattr(function, "func", function)
-    # Also an object with an async `__call__`.
-    is_async = iscoroutinefunction(called) or iscoroutinefunction(type(called).__call__)
-    return "async" if is_async else "sync"
-
-
-def _timed_out(timeout_s: float | None) -> BadReward:
-    """Return the failure of a call that exceeded the timeout."""
-    return BadReward("timeout", f"exceeded reward.timeout_s {timeout_s:g}")
-
-
-async def _score_concurrently(
-    function: Callable[[RewardSample], Any],
-    samples: Sequence[RewardSample],
-    timeout_s: float | None,
-    max_concurrent: int,
-    add: Callable[[int, Score], None],
-) -> None:
-    slots = asyncio.Semaphore(max_concurrent)
-
-    async def score(index: int, sample: RewardSample) -> None:
-        async with slots:
-            try:
-                result = _checked(await _awaited(function(sample), timeout_s))
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
-                task = asyncio.current_task()
-                if isinstance(error, asyncio.CancelledError) and task and task.cancelling():
-                    # The scoring has ended.
-                    raise
-                result = _failure(error)
-        add(index, result)
-
-    tasks = [asyncio.ensure_future(score(index, sample)) for index, sample in enumerate(samples)]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        # The others if one raises.
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _reward(function: RewardFunction, sample: RewardSample, timeout_s: float | None) -> Score:
-    return _checked(_called(function, sample, timeout_s))
-
-
-def _batch_rewards(
-    function: RewardFunction, samples: Sequence[RewardSample], timeout_s: float | None
-) -> list[Score] | BadReward:
-    """Call a batched function; return the score of each sample, or the failure of all."""
-    values = _called(function, list(samples), timeout_s)
-    if getattr(values, "ndim", None) == 0:
-        values = [values]
-    elif hasattr(values, "tolist"):
-        # A NumPy array or a torch tensor.
-        values = values.tolist()
-    if isinstance(values, Mapping | Set):
-        text = f"returned a {type(values).__name__}, which is not a list of numbers"
-        return BadReward("value", text)
-    if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
-        values = [values]
-    values = list(values)
-    if len(values) != len(samples):
-        text = f"returned {len(values)} values for a batch of {len(samples)} samples"
-        return BadReward("value", text)
-    return [_guarded(_checked, value) for value in values]
-
-
-def _called(function: RewardFunction, argument: Any, timeout_s: float | None) -> Any:
-    value = function(argument)
-    # Also a plain function may return a coroutine.
-    return _run(_awaited(value, timeout_s)) if isawaitable(value) else value
-
-
-@cache
-def _runner() -> asyncio.Runner:
-    """Return the event loop of this process.
-
-    Clients and semaphores that a module keeps belong to the loop that first used them, so all calls
-    run in one.
-    """
-    return asyncio.Runner()
-
-
-def _run(call: Coroutine[Any, Any, ResultT]) -> ResultT:
-    return _runner().run(call)
-
-
-async def _awaited(value: Awaitable[Any], timeout_s: float | None) -> Any:
-    """Await a result. Raises _TimedOut after `timeout_s`, but not for its own TimeoutError."""
-    limit = asyncio.timeout(timeout_s)
-    try:
-        async with limit:
-            return await value
-    except TimeoutError as error:
-        if limit.expired():
-            raise _TimedOut(timeout_s) from error
-        raise
-
-
-def _guarded(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a call returns, or a BadReward for its exception, but not for Ctrl-C."""
-    try:
-        return call(*arguments)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # noqa: BLE001 (code of the user raises anything)
-        return _failure(error)
-
-
-def _failure(error: BaseException) -> BadReward:
-    """Return the failure of a call that raised `error`."""
-    if isinstance(error, _TimedOut):
-        return _timed_out(error.args[0])
-    if isinstance(error, SystemExit):
-        return BadReward("ended", f"called sys.exit({error.code!r}), which would end the run")
-    return BadReward("raised", f"raised {user_error_text(error)}")
-
-
-def _checked(value: Any) -> Score:
-    """Return a reward as float, or the failure of a value that is not one finite number.
-
-    None means that the function does not apply, which is NaN.
-    """
-    number = nan if value is None else finite_number(value)
-    if number is not None:
-        return number
-    count = f" ({len(value)} values)" if isinstance(value, list | tuple) else ""
-    text = f"returned {shown_value(value, 200)}{count}, which is not a finite number"
-    return BadReward("value", text)
-
-
 def _has_no_value(components: Mapping[str, np.ndarray], num_samples: int) -> np.ndarray:
     """Return True for samples to which no function applies, bool [n]."""
-    is_missing = np.ones(num_samples, dtype=bool)
+    is_missing = np.full(num_samples, bool(components))
     for values in components.values():
         is_missing &= np.isnan(values)
     return is_missing
@@ -616,7 +378,3 @@ def _add_at(
     add: Callable[[int, Score], None], indices: Sequence[int], position: int, score: Score
 ) -> None:
     add(indices[position], score)
-
-
-class _TimedOut(Exception):
-    """An async call exceeded the timeout, its argument."""

@@ -92,7 +92,7 @@ _CHUNK_BYTES = 2**24
 def has_own_head(directory: Path) -> bool:
     """Return True if the files have an output embedding with other values than the input embedding.
 
-    transformers does not tie such a model, whatever its config.json says. The result is False if
+    transformers does not tie such a model, whatever its config.json has. The result is False if
     one of the two is missing or a file cannot be read.
     """
     try:

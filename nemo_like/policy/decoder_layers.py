@@ -37,6 +37,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.layout_check import frozen_weights
 
 SAVED_OPERATORS = frozenset(
@@ -171,9 +172,20 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
         layer.compile(dynamic=True)
 
 
-def has_c_compiler() -> bool:
-    """Return True if there is a C compiler, which Triton needs for its kernels."""
-    return any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang"))
+def layers_are_compiled(config: PolicyConfig, device_type: str, *, is_dense: bool) -> bool:
+    """Return True if a worker compiles its layers; see `PolicyConfig.compiles_layers`.
+
+    With `policy.compile=auto` this needs the C compiler with which Triton builds its kernels.
+    """
+    is_compiled = config.compiles_layers(device_type, is_dense=is_dense)
+    names = (os.environ.get("CC", "cc"), "gcc", "clang")
+    if is_compiled and config.compile == "auto" and not any(map(shutil.which, names)):
+        logger.warning(
+            "no C compiler was found, so the layers are not compiled and steps take longer: install"
+            " gcc, or set policy.compile=none"
+        )
+        return False
+    return is_compiled
 
 
 class CompilationCounter:

@@ -47,7 +47,7 @@ def model_warnings(policy: PolicyConfig, *, needs_reference: bool) -> Iterator[s
     coefficient = getattr(text, "router_aux_loss_coef", None) or 0.0
     if getattr(text, "output_router_logits", False) and coefficient > 0:
         yield (
-            f"config.json of {name} asks for the auxiliary loss of its routers"
+            f"config.json of {name} requests the auxiliary loss of its routers"
             f" (output_router_logits true, router_aux_loss_coef {coefficient:g}), which is not"
             " added to the loss; watch policy/expert_load_max"
         )
@@ -68,7 +68,7 @@ def model_warnings(policy: PolicyConfig, *, needs_reference: bool) -> Iterator[s
 
 
 def _ties_embeddings(directory: Path, model_config: PretrainedConfig) -> bool:
-    """Return what config.json says, or the default of its type where it does not."""
+    """Return the value in config.json, or the default of its type without one."""
     content = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     return bool(content.get("tie_word_embeddings", type(model_config)().tie_word_embeddings))
 

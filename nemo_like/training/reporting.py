@@ -21,6 +21,7 @@ from nemo_like.metrics import Mean, Metrics, Timers
 from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.placement import frozen_share
 from nemo_like.training.model_files import adapter_line
+from nemo_like.training.model_warnings import model_warnings
 from nemo_like.training.run_data import training_name
 
 if TYPE_CHECKING:
@@ -276,6 +277,7 @@ def rows_warnings(config: RunConfig, rows: Rows) -> Iterator[str]:
 def start_warnings(config: RunConfig, encoder: ChatEncoder, num_steps: int | None) -> Iterator[str]:
     """Yield the warnings of a run before its first step; `num_steps` is None if it is not known."""
     yield from config_warnings(config)
+    yield from model_warnings(config.policy, needs_reference=config.needs_reference)
     if num_steps is not None:
         yield from step_warnings(config, num_steps)
     if not config.generates:

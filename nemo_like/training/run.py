@@ -45,7 +45,6 @@ from nemo_like.run.sinks import Media
 from nemo_like.run.tracking import RunLog, Tracker, check_logger, run_log
 from nemo_like.training.health import Health
 from nemo_like.training.model_files import check_frozen_models, frozen_models, open_model_spec
-from nemo_like.training.model_warnings import model_warnings
 from nemo_like.training.reporting import (
     StepWork,
     full_length_metrics,
@@ -456,9 +455,7 @@ def open_training_run(
         log_file.note_start()
         checkpointer = Checkpointer(directory.path, config.checkpointing)
         check_logger(config.logger)
-        warnings = start_warnings(config, data.encoder, num_optimizer_steps)
-        from_files = model_warnings(config.policy, needs_reference=config.needs_reference)
-        for warning in (*warnings, *from_files):
+        for warning in start_warnings(config, data.encoder, num_optimizer_steps):
             logger.warning(warning)  # on the console and in driver.log
         spec = open_model_spec(config)
         for line in header_lines(config, directory.path, spec, len(data.train), num_steps):

@@ -26,7 +26,8 @@ from nemo_like.distributed.activity import set_variables
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.worker_group import WorkerGroup, call_all
 from nemo_like.environments.environment_workers import EnvironmentWorkers, load_environment
-from nemo_like.environments.reward_worker import RewardEnvironment, load_reward_functions
+from nemo_like.environments.reward_calls import load_reward_functions
+from nemo_like.environments.reward_worker import RewardEnvironment
 from nemo_like.metrics import start_timers
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker

@@ -180,6 +180,7 @@ def test_a_tiny_copy_has_rows_on_both_sides_of_the_original_length(partial: floa
     )
     model: Any = save_tiny_copy(config, ParallelConfig(), tmp_path)
     tiny = model.config
+    assert config.rope_parameters is not None
     assert tiny.rope_parameters["original_max_position_embeddings"] == 16
     assert tiny.max_position_embeddings / 16 == 131072 / 4096
     assert tiny.sliding_window >= tiny.max_position_embeddings, "no window, as the real model"

@@ -386,7 +386,7 @@ def test_variables_of_the_template_apply_to_prompts_and_rows() -> None:
     rendered = tokenizer.apply_chat_template(
         [USER], tokenize=False, add_generation_prompt=True, enable_thinking=False
     )
-    expected = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    expected = tokenizer(str(rendered), add_special_tokens=False)["input_ids"]
     assert encoder.encode_prompt([USER]).tolist() == expected
     row = encoder.encode_sft([USER, ASSISTANT])
     assert row.input_ids[: len(expected)].tolist() == expected

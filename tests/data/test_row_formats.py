@@ -613,5 +613,7 @@ def test_content_may_be_a_list_of_text_parts(tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": parts}, ASSISTANT]}
     assert conversation(load_one(tmp_path, row)) == [USER, ASSISTANT]
     parts.append({"type": "image_url", "image_url": "x"})
-    with pytest.raises(ConfigError, match=r"messages\[0\]\.content\[2\] is .*not a part with a te"):
+    with pytest.raises(
+        ConfigError, match=r"messages\[0\]\.content\[2\] is .*not a part with a text"
+    ):
         load_one(tmp_path, row)

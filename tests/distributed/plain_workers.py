@@ -136,6 +136,6 @@ class PlainWorker:
 
 
 def sleeping_reward(sample: Any) -> float:
-    """Take as many seconds as the completion says."""
+    """Take as many seconds as the completion states."""
     time.sleep(float(sample.completion))
     return 1.0

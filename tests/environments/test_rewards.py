@@ -24,11 +24,8 @@ from nemo_like.demo.task import build_tokenizer
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.worker_group import Handle
 from nemo_like.environments.reward import RewardError, RewardSample
-from nemo_like.environments.reward_worker import (
-    RewardEnvironment,
-    RewardWorker,
-    load_reward_functions,
-)
+from nemo_like.environments.reward_calls import load_reward_functions
+from nemo_like.environments.reward_worker import RewardEnvironment, RewardWorker
 from nemo_like.metrics import metric_values
 from nemo_like.rollout.rows import reward_metrics
 

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_like.algorithms.registry import load_config
 from nemo_like.environments.reward import RewardSample
-from nemo_like.environments.reward_worker import load_reward_functions
+from nemo_like.environments.reward_calls import load_reward_functions
 from tests.recipe import Recipe
 from tests.test_docs import documented_names, matches
 

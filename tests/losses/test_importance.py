@@ -404,7 +404,8 @@ def test_small_differences_of_log_probs_have_the_right_kl_k3():
     exact = (policy.double() - generation.double()).numpy()
     expected = np.expm1(exact) - exact
     metrics = mismatch_metrics(policy, generation, torch.ones(6, dtype=torch.bool))
-    total = metrics["mismatch/gen_kl_k3"].total
+    metric: Any = metrics["mismatch/gen_kl_k3"]
+    total = metric.total
     assert float(total) == pytest.approx(expected.sum(), rel=1e-4)
     k3 = divergence_metrics(policy - generation)["policy/approx_kl_k3"]
     np.testing.assert_allclose(k3.numpy(), expected, rtol=2e-2)

@@ -52,7 +52,7 @@ def gradients_of_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `attend`."""
     group = q.shape[1] // k.shape[1]
-    found = tuple(torch.zeros_like(each) for each in (q, k, v))
+    found = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
     for part, (queries, keys, values, upstream) in rows_of(bounds, group, q, k, v, grad):
         weights = weights_of_row(queries, keys, scale)
         of_weights = torch.einsum("qhd,khd->hqk", upstream, values)

@@ -224,9 +224,8 @@ def _write_configuration(
         model_config.pad_token_id = padding_token_id(tokenizer)
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model_config.pad_token_id)
     pad_token = None if is_causal else str(tokenizer.pad_token)
-    if hasattr(model_config, "quantization_config"):
-        # Left by another tool: a quantized model cannot be trained.
-        del model_config.quantization_config
+    # Left by another tool: a quantized model cannot be trained.
+    vars(model_config).pop("quantization_config", None)
     with reporting_write_errors(directory):
         write_config(model_config, Path(config.model_name), directory)
         write_tokenizer(

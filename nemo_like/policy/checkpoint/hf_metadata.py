@@ -58,7 +58,7 @@ def write_config(model_config: PretrainedConfig, source: Path, directory: Path) 
     if isinstance(content.get("text_config"), dict):
         pairs.append((content["text_config"], original.get("text_config") or {}))
     for section, stored in pairs:
-        # What the source says is what other tools read of it.
+        # Other tools read these values of the source.
         legacy = {name: stored[name] for name in _ROPE_KEYS if name in stored}
         section.update(_legacy_rope(section) | legacy)
     write_json(path, content)

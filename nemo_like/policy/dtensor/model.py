@@ -6,7 +6,6 @@ memory, and no rank waits for another.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,7 +29,7 @@ from nemo_like.policy.decoder_layers import (
     checkpoint_layers,
     compile_layers,
     frozen_names,
-    has_c_compiler,
+    layers_are_compiled,
 )
 from nemo_like.policy.device import ComputeClock
 from nemo_like.policy.dtensor.experts import ExpertLoads, distribute_all, expert_modules
@@ -48,8 +47,6 @@ from nemo_like.policy.inputs.model_inputs import ModelInputs, TokenLogprobs
 from nemo_like.policy.inputs.stateful_layers import reset_states_between_rows
 from nemo_like.policy.lora import AdapterState
 from nemo_like.sampling_filter import SamplingFilter
-
-logger = logging.getLogger(__name__)
 
 
 class VocabularyHead:
@@ -383,7 +380,7 @@ def build_model(
     compute_buffers(causal_lm, device)
     num_stateful = reset_states_between_rows(causal_lm)
     is_dense = spec.moe is None and num_stateful == 0
-    is_compiled = _compiles_layers(config, device, is_dense=is_dense)
+    is_compiled = layers_are_compiled(config, device.type, is_dense=is_dense)
     # A graph with recomputation cannot change the counts.
     counted = [] if is_compiled else list(expert_modules(causal_lm).values())
     expert_loads = ExpertLoads(counted, device)
@@ -436,18 +433,6 @@ def build_model(
         _shard(model, groups, config.precision, reshard_after_forward=reshard)
     allocate(model, device)
     return model, specs, state
-
-
-def _compiles_layers(config: PolicyConfig, device: torch.device, *, is_dense: bool) -> bool:
-    """Return True if the layers are compiled; see `PolicyConfig.compiles_layers`."""
-    is_compiled = config.compiles_layers(device.type, is_dense=is_dense)
-    if is_compiled and config.compile == "auto" and not has_c_compiler():
-        logger.warning(
-            "no C compiler was found, so the layers are not compiled and steps take longer: install"
-            " gcc, or set policy.compile=none"
-        )
-        return False
-    return is_compiled
 
 
 def _meta_model(config: PolicyConfig, model_config: PretrainedConfig) -> PreTrainedModel:

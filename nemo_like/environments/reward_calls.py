@@ -1,0 +1,262 @@
+"""Calls of reward functions, which are code of the user: one by one, concurrently or in batches.
+
+A failure of a function becomes a `BadReward`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cache, partial
+from inspect import isawaitable, iscoroutinefunction, signature
+from math import nan
+from typing import Any, Literal, TypeVar, cast
+
+from nemo_like.config.errors import ConfigError, shown_value
+from nemo_like.config.import_path import import_function, user_error_text
+from nemo_like.config.rollout import RewardFunctionConfig
+from nemo_like.environments.reward import BadRewardKind, RewardFunction, RewardSample, finite_number
+
+ResultT = TypeVar("ResultT")
+
+
+MAX_CONCURRENT = 32
+"""Maximum number of concurrent calls of an async function."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadReward:
+    """Why a reward function has no reward for a sample."""
+
+    kind: BadRewardKind
+    text: str
+    """Example: `returned None, which is not a finite number`."""
+
+
+Score = float | BadReward
+"""NaN for a function that does not apply to the sample."""
+
+
+def score_each(
+    function: RewardFunction,
+    samples: Sequence[RewardSample],
+    *,
+    timeout_s: float | None = None,
+    max_concurrent: int = MAX_CONCURRENT,
+    report: Callable[[int, Score], None] | None = None,
+) -> dict[int, Score]:
+    """Return the score of each sample by its index.
+
+    Failures are exceptions of the function, calls of sys.exit, and a value that is not one finite
+    number; True and False are 1 and 0. An async function is called for several samples
+    concurrently, and a call is cancelled after `timeout_s`; other functions cannot be interrupted
+    here. A batched function is called once with all samples. `report` is called for each sample
+    when its score is known; an exception of it ends the scoring.
+    """
+    scores: dict[int, Score] = {}
+
+    def add(index: int, score: Score) -> None:
+        scores[index] = score
+        if report is not None:
+            report(index, score)
+
+    kind = function_kind(function)
+    if kind == "async":
+        _run(_score_concurrently(function, samples, timeout_s, max_concurrent, add))
+    elif kind == "sync":
+        for index, sample in enumerate(samples):
+            add(index, _guarded(_reward, function, sample, timeout_s))
+    elif samples:
+        values = _guarded(_batch_rewards, function, samples, timeout_s)
+        if isinstance(values, BadReward):
+            values = [values] * len(samples)
+        for index, score in enumerate(values):
+            add(index, score)
+    return scores
+
+
+def function_kind(function: RewardFunction) -> Literal["sync", "async", "batched"]:
+    """Return how a function is called: per sample, concurrently, or once with many samples."""
+    # A function with options is a partial of the user's.
+    if any(getattr(each, "batched", False) for each in (function, getattr(function, "func", None))):
+        return "batched"
+    called = getattr(function, "func", function)
+    # Also an object with an async `__call__`.
+    is_async = iscoroutinefunction(called) or iscoroutinefunction(type(called).__call__)
+    return "async" if is_async else "sync"
+
+
+def timed_out(timeout_s: float | None) -> BadReward:
+    """Return the failure of a call that exceeded the timeout."""
+    return BadReward("timeout", f"exceeded reward.timeout_s {timeout_s:g}")
+
+
+async def _score_concurrently(
+    function: Callable[[RewardSample], Any],
+    samples: Sequence[RewardSample],
+    timeout_s: float | None,
+    max_concurrent: int,
+    add: Callable[[int, Score], None],
+) -> None:
+    slots = asyncio.Semaphore(max_concurrent)
+
+    async def score(index: int, sample: RewardSample) -> None:
+        async with slots:
+            try:
+                result = _checked(await _awaited(function(sample), timeout_s))
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                task = asyncio.current_task()
+                if isinstance(error, asyncio.CancelledError) and task and task.cancelling():
+                    # The scoring has ended.
+                    raise
+                result = _failure(error)
+        add(index, result)
+
+    tasks = [asyncio.ensure_future(score(index, sample)) for index, sample in enumerate(samples)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        # The others if one raises.
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _reward(function: RewardFunction, sample: RewardSample, timeout_s: float | None) -> Score:
+    return _checked(_called(function, sample, timeout_s))
+
+
+def _batch_rewards(
+    function: RewardFunction, samples: Sequence[RewardSample], timeout_s: float | None
+) -> list[Score] | BadReward:
+    """Call a batched function; return the score of each sample, or the failure of all."""
+    values = _called(function, list(samples), timeout_s)
+    if getattr(values, "ndim", None) == 0:
+        values = [values]
+    elif hasattr(values, "tolist"):
+        # A NumPy array or a torch tensor.
+        values = values.tolist()
+    if isinstance(values, Mapping | Set):
+        text = f"returned a {type(values).__name__}, which is not a list of numbers"
+        return BadReward("value", text)
+    if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
+        values = [values]
+    values = list(values)
+    if len(values) != len(samples):
+        text = f"returned {len(values)} values for a batch of {len(samples)} samples"
+        return BadReward("value", text)
+    return [_guarded(_checked, value) for value in values]
+
+
+def _called(function: RewardFunction, argument: Any, timeout_s: float | None) -> Any:
+    value = function(argument)
+    # Also a plain function may return a coroutine.
+    return _run(_awaited(value, timeout_s)) if isawaitable(value) else value
+
+
+@cache
+def _runner() -> asyncio.Runner:
+    """Return the event loop of this process.
+
+    Clients and semaphores that a module keeps belong to the loop that first used them, so all calls
+    run in one.
+    """
+    return asyncio.Runner()
+
+
+def _run(call: Coroutine[Any, Any, ResultT]) -> ResultT:
+    return _runner().run(call)
+
+
+async def _awaited(value: Awaitable[Any], timeout_s: float | None) -> Any:
+    """Await a result. Raises _TimedOut after `timeout_s`, but not for its own TimeoutError."""
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            return await value
+    except TimeoutError as error:
+        if limit.expired():
+            raise _TimedOut(timeout_s) from error
+        raise
+
+
+def _guarded(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a call returns, or a BadReward for its exception, but not for Ctrl-C."""
+    try:
+        return call(*arguments)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 (code of the user raises anything)
+        return _failure(error)
+
+
+def _failure(error: BaseException) -> BadReward:
+    """Return the failure of a call that raised `error`."""
+    if isinstance(error, _TimedOut):
+        return timed_out(error.args[0])
+    if isinstance(error, SystemExit):
+        return BadReward("ended", f"called sys.exit({error.code!r}), which would end the run")
+    return BadReward("raised", f"raised {user_error_text(error)}")
+
+
+def _checked(value: Any) -> Score:
+    """Return a reward as float, or the failure of a value that is not one finite number.
+
+    None means that the function does not apply, which is NaN.
+    """
+    number = nan if value is None else finite_number(value)
+    if number is not None:
+        return number
+    count = f" ({len(value)} values)" if isinstance(value, list | tuple) else ""
+    text = f"returned {shown_value(value, 200)}{count}, which is not a finite number"
+    return BadReward("value", text)
+
+
+class _TimedOut(Exception):
+    """An async call exceeded the timeout, its argument."""
+
+
+def load_reward_functions(
+    functions: Mapping[str, RewardFunctionConfig],
+) -> dict[str, RewardFunction]:
+    """Import every function of `reward.functions`.
+
+    Raises ConfigError, with the key, for a path that cannot be imported or called, and for options
+    that the function does not have.
+    """
+    return {name: _import_reward(name, function) for name, function in functions.items()}
+
+
+def _import_reward(name: str, config: RewardFunctionConfig) -> RewardFunction:
+    """Import a reward function. Raises ConfigError that begins with its key."""
+    example = "nemo_like.environments.math.answer_reward"
+    key = f"reward.functions.{name}.path"
+    imported = import_function(key, config.path, example, "RewardSample")
+    if config.options:
+        _check_options(f"reward.functions.{name}.options", imported, config)
+    if not config.options and not config.grouped:
+        return cast(RewardFunction, imported)
+    function = partial(imported, **config.options)
+    if config.grouped:
+        # Called once with the samples of a group.
+        setattr(function, "batched", True)  # noqa: B010 (a partial declares no attributes)
+    return cast(RewardFunction, function)
+
+
+def _check_options(key: str, function: Callable[..., Any], config: RewardFunctionConfig) -> None:
+    """Raise ConfigError if the function cannot be called with a sample and its options."""
+    try:
+        parameters = signature(function)
+    except (TypeError, ValueError):
+        # Functions of C extensions may have none; the first call shows a mistake.
+        return
+    try:
+        parameters.bind("sample", **config.options)
+    except TypeError as error:
+        raise ConfigError(
+            f"{key} is {config.options}, but {config.path}{parameters} cannot be called with a"
+            f" sample and these: {error}"
+        ) from error
