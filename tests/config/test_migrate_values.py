@@ -310,7 +310,7 @@ def test_a_warmup_below_one_is_a_share_of_the_steps(
     tree: dict[str, Any] = {"train": {"train_policy": {"type": "sft"}, "optm_warmup_steps": 0.1}}
     if steps is not None:
         tree["train"]["max_num_steps"] = steps
-    result = migrated(tree)
+    result = migrated(tree, "sft")
     assert result.values.get("policy.scheduler.warmup_steps") == expected
     if expected is None:
         dropped = {one.path: one.text for one in result.dropped}
