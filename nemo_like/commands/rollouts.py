@@ -33,6 +33,7 @@ _DETAILS = {
     "logprob_difference_max": "max log-prob difference",
     "weight_versions": "weight versions",
     "source": "source",
+    "kept": "kept by dynamic sampling",
 }
 """Values of a record that are shown besides its rewards, with their labels."""
 _FIRST = ("policy/grad_norm", "policy/loss")
@@ -117,9 +118,7 @@ def _read_records(directory: RunDirectory, step: int) -> Iterator[dict[str, Any]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{shown_path(path)} cannot be read: {error}") from error
     if not lines:
-        raise ConfigError(
-            f"step {step} trained no rows: dynamic sampling found no group with unequal rewards"
-        )
+        raise ConfigError(f"{shown_path(path)} has no rows: step {step} sampled none")
     for number, line in enumerate(lines, start=1):
         try:
             yield json.loads(line)
@@ -176,6 +175,10 @@ def _with_tokens(
         ) from error
     decoded = []
     for sample, row in zip(samples, rows, strict=True):
+        if row >= record.columns.size:
+            # Of a group that dynamic sampling dropped: its tokens are not in the batch.
+            decoded.append(sample)
+            continue
         segments = tuple(_segments(record, row, tokenizer))
         decoded.append(Sample(segments, reward=sample.reward, notes=sample.notes))
     return decoded

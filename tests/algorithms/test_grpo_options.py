@@ -46,7 +46,7 @@ def rollout_of(run: Path, step: int) -> list[dict]:
 
 def check_groups(run: Path, line: dict[str, float], max_refills: int) -> None:
     """The groups of a step have unequal rewards, and the metrics count them."""
-    rows = rollout_of(run, int(line["step"]))
+    rows = [row for row in rollout_of(run, int(line["step"])) if row.get("kept", True)]
     sizes = Counter(row["group"] for row in rows)
     assert all(size == 4 for size in sizes.values())
     for group in sizes:
@@ -107,7 +107,9 @@ def test_a_step_without_unequal_rewards_trains_nothing(
     assert [line["dynamic_sampling/num_missing_groups"] for line in metrics] == [4, 4]
     assert [line["reward/mean"] for line in metrics] == [1, 1]
     assert all("policy/loss" not in line for line in metrics)
-    assert rollout_of(result.directory.path, 1) == []
+    dropped = rollout_of(result.directory.path, 1)
+    assert [row["group"] for row in dropped] == [group for group in range(8) for _ in range(4)]
+    assert {(row["reward"], row["kept"]) for row in dropped} == {(1.0, False)}
     shown = capsys.readouterr().out
     model = AutoModelForCausalLM.from_pretrained(recipe.demo / "model")
     assert shown.startswith(f"grpo run in {result.directory.path}\n")
@@ -115,8 +117,8 @@ def test_a_step_without_unequal_rewards_trains_nothing(
     assert "2 steps; 4 prompts x 4 generations = 16 rows per step\n" in shown
     assert re.search(r"step 1/2  reward 1.000  equal rewards 100%  truncated \d+%  length", shown)
     assert min(line["generation/truncated_share"] for line in metrics) > 0.5
-    assert main(["show", str(result.directory.path), "--step", "1"]) == 2
-    assert "step 1 trained no rows: dynamic sampling found no" in capsys.readouterr().err
+    assert main(["show", str(result.directory.path), "--step", "1", "--rows", "0"]) == 0
+    assert "kept by dynamic sampling False" in capsys.readouterr().out
 
 
 def test_truncated_completions_have_no_loss_but_stay_in_the_baseline(recipe: Recipe) -> None:
