@@ -77,7 +77,7 @@ def test_one_key_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     ("key", "expected"),
     [
         ("grpo.advantage", ["baseline", "normalize", "whiten", "components"]),
-        ("reward.functions", ["path", "weight", "options"]),
+        ("reward.functions", ["path", "weight", "options", "grouped", "keep_special_tokens"]),
         ("reward.functions.answer.weight", ["weight"]),
     ],
 )
