@@ -344,10 +344,10 @@ class ChatEncoder:
         for start, end in spans:
             behind = text[end:].lstrip()
             found = [each for each in self.template.ends if behind.startswith(each)]
-            has_end = text[start:end].endswith(self.template.ends)
+            is_open = start < end and not text[start:end].endswith(self.template.ends)
             outer_end = len(text) - len(behind) + len(max(found, key=len, default=""))
-            ended.append((start, outer_end if found and not has_end else end))
-        if ended:
+            ended.append((start, outer_end if found and is_open else end))
+        if ended and ended[-1][0] < ended[-1][1]:
             start, end = ended[-1]
             is_open = not text[start:end].endswith(self.template.special_texts)
             if is_open and not text[end:].strip():
