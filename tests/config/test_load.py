@@ -253,7 +253,7 @@ def test_the_job_is_told_from_its_sections(write: Write) -> None:
             "reward: {functions: {a: m.f}}\n",
             (
                 "reward.functions.a is 'm.f'; it is a section with keys (path, weight,"
-                " options) (run.yaml:7)"
+                " options, grouped, ...) (run.yaml:7)"
             ),
         ),
         (
