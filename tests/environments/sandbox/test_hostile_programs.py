@@ -47,7 +47,7 @@ _REASONS = {
     "stops_itself": {"timeout"},
     "ignores_signals": {"timeout"},
     "forks_and_sleeps": {"timeout"},
-    "many_allocations": {"memory"},
+    "many_allocations": {"memory", "timeout"},
     "recursion": {"signal", "memory", "error", "timeout"},
     "many_files": {"error", "disk"},
     "many_directories": {"error", "disk"},
