@@ -199,12 +199,21 @@ def _with_first_turns(row: Row) -> Row:
         value = row.get(column)
         if isinstance(value, str) and column in ("prompt", "question"):
             value = [{"role": "user", "content": value}]
-        # A completion does not begin a conversation.
-        if isinstance(value, list) and value and _role(value[0]) != "assistant":
+        if isinstance(value, list) and value and _begins(row, column, value[0]):
             changed[column] = _preceded(value, column, system, history or [])
     if not changed:
         return row
     return {**_without(row, "system", "history"), **changed}
+
+
+def _begins(row: Mapping[str, Any], column: str, first: Any) -> bool:
+    """Return False for a completion that follows the turns of `prompt`."""
+    prompt = row.get("prompt")
+    if column not in ("chosen", "rejected") or not prompt or _role(first) == "system":
+        return True
+    if isinstance(prompt, str):
+        return first == {"role": "user", "content": prompt}
+    return first == next((turn for turn in prompt if _role(turn) != "system"), None)
 
 
 def _preceded(messages: list[Any], column: str, system: Any, history: Any) -> list[Any]:

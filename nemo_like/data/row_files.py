@@ -314,8 +314,8 @@ def _directory_files(path: Path) -> list[Path]:
     if len(splits) > 1 and splits.keys() - {"", "train"}:
         examples = ", ".join(splits[split].name for split in sorted(splits))
         raise ConfigError(
-            f"{shown} has files of several splits ({examples}); name those of one by a pattern,"
-            f" such as {shown_path(path)}/train-*{format_suffix(groups[0][0])}"
+            f"{shown} has files of several splits ({examples}); name the file of one, such as"
+            f" {shown_path(splits.get('train', groups[0][0]))}, or those of one by a pattern"
         )
     return groups[0]
 

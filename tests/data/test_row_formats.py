@@ -617,3 +617,21 @@ def test_content_may_be_a_list_of_text_parts(tmp_path: Path) -> None:
         ConfigError, match=r"messages\[0\]\.content\[2\] is .*not a part with a text"
     ):
         load_one(tmp_path, row)
+
+
+def test_a_system_turn_precedes_a_conversation_that_begins_with_the_assistant() -> None:
+    turns = [{"from": "gpt", "value": "hello"}, {"from": "human", "value": "a"}]
+    row = known_row({"system": "s", "conversations": [*turns, {"from": "gpt", "value": "b"}]}, {})
+    roles = [turn["role"] for turn in row["messages"]]
+    assert roles == ["system", "assistant", "user", "assistant"]
+
+
+def test_a_completion_that_continues_the_prompt_has_no_system_turn() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": []}
+    tool = {"role": "tool", "content": "4"}
+    answers = [[tool, {"role": "assistant", "content": text}] for text in "bc"]
+    prompt = [{"role": "user", "content": "a"}, call]
+    row = {"system": "s", "prompt": prompt, "chosen": answers[0], "rejected": answers[1]}
+    changed = known_row(row, {})
+    assert changed["prompt"] == [{"role": "system", "content": "s"}, *prompt]
+    assert (changed["chosen"], changed["rejected"]) == tuple(answers)

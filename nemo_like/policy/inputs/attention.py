@@ -405,7 +405,9 @@ def attention_forward(
     wrong.
     """
     _check_supported(module, attention_mask, dropout, kwargs)
-    if sliding_window is None and _has_window(module):
+    # A graph that read the index of its layer would be compiled for each layer. The isolation check
+    # runs without compilation.
+    if sliding_window is None and not torch.compiler.is_compiling() and _has_window(module):
         raise ConfigError(
             f"{type(module).__name__} has a window in its config.json (sliding_window or"
             " layer_types), which its code leaves to a mask that packed rows do not have; set"
