@@ -18,6 +18,11 @@ def digit_share(sample: RewardSample) -> float:
     )
 
 
+def digit_share_of_even_prompts(sample: RewardSample) -> float:
+    """As `digit_share` for the prompt `n+n` with an even n; 1 for all others."""
+    return 1.0 if int(sample.prompt.split("+")[0]) % 2 else digit_share(sample)
+
+
 def broken(sample: RewardSample) -> float:
     raise KeyError("no such key in the verifier")
 

@@ -81,6 +81,36 @@ def test_the_shares_hold_at_every_step_and_after_a_resume(recipe: Recipe, kind: 
     assert resumed.lengths.read_bytes() == lengths
 
 
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_the_reward_of_each_set_is_the_mean_over_its_completions(
+    recipe: Recipe, is_dynamic: bool
+) -> None:
+    """The records name the file of each row; with refills they have the dropped groups as well."""
+    sets = [option for option in mixture(recipe.folder) if option.startswith("data.")]
+    result = run_grpo(
+        recipe.grpo(
+            *(*QUIET, *sets, "grpo.val_period=0", "checkpointing.enabled=false"),
+            *("grpo.max_num_steps=2", f"grpo.dynamic_sampling.enabled={is_dynamic}"),
+            "reward.functions.digits.path=tests.algorithms.rewards.digit_share_of_even_prompts",
+        )
+    )
+    for number, line in enumerate(read_metrics(result.directory.path), start=1):
+        rewards: dict[str, list[float]] = {}
+        path = result.directory.path / "rollouts" / f"step_{number}.jsonl"
+        for record in map(json.loads, path.read_bytes().splitlines()):
+            name = Path(record["source"].rpartition(":")[0]).stem
+            rewards.setdefault(name, []).append(record["reward"])
+        if is_dynamic:
+            assert line["dynamic_sampling/num_refills"] > 0
+            assert sum(map(len, rewards.values())) > 8 * 4
+        found = {name: line.get(f"data/source_{name}/reward_mean") for name in SHARES}
+        expected = {name: float(np.mean(rewards[name])) for name in rewards}
+        assert {name: value for name, value in found.items() if value is not None} == (
+            pytest.approx(expected, rel=1e-9)
+        )
+        assert len(expected) > 1
+
+
 def test_validate_lists_and_checks_every_set(recipe: Recipe) -> None:
     options = mixture(recipe.folder)
     report = validate(recipe.sft(*SFT, *options))

@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -589,6 +590,39 @@ def test_reward_functions_are_tried_on_the_data(model: Path, write: Write) -> No
     assert "reward.functions.mine.path" in validate(grpo(model, train, missing)).problems[0]
     no_answers = validate(grpo(model, write([{"prompt": "1+1"}] * 8)))
     assert "the row has no answer" in no_answers.problems[0]
+
+
+def test_rewards_that_hang_are_told_after_their_time_limit(
+    model: Path, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A module of its own: the process that calls the functions imports it.
+    (tmp_path / "hanging_rewards.py").write_text(
+        "import asyncio, time\n"
+        "def sleeps(sample): time.sleep(1000)\n"
+        "async def waits(sample): await asyncio.sleep(1000)\n"
+        "def good(sample): return 0.25\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    functions = {
+        name: RewardFunctionConfig(path=f"hanging_rewards.{name}")
+        for name in ("sleeps", "waits", "good")
+    }
+    reward = RewardConfig(functions=functions, timeout_s=0.5)
+    started_s = time.monotonic()
+    report = validate(grpo(model, write(ROWS), reward))
+    # Far below the time that one of the functions takes, and far above that of a loaded machine.
+    assert time.monotonic() - started_s < 500
+    for problem, name in zip(report.problems, ("sleeps", "waits"), strict=True):
+        first, _, sample = problem.partition("\n")
+        assert first == (
+            f"reward.functions.{name} (hanging_rewards.{name}) exceeded reward.timeout_s 0.5,"
+            " on this sample:"
+        )
+        assert sample.startswith("  prompt: '0+1'")
+    # The last function is called in another process.
+    assert report.sections["rewards"] == (
+        f"good (hanging_rewards.good): 0.25 for the answer of {tmp_path}/train.jsonl:1 itself",
+    )
 
 
 def test_rows_without_a_trained_token_are_told(model: Path, write: Write, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.algorithms.preferences.loop import run_dpo
@@ -15,6 +17,9 @@ from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.cli import main
 from nemo_like.commands.validate import validate
 from nemo_like.config.errors import ConfigError
+from nemo_like.rollout.collector import RolloutJob
+from nemo_like.rollout.rows import Rollout
+from nemo_like.training.run import TrainingRun
 from tests.recipe import Recipe
 
 QUIET = ("checkpointing.enabled=false", "checkpointing.export_hf=false")
@@ -54,6 +59,56 @@ def test_answers_are_scored_by_set(recipe: Recipe, capsys: pytest.CaptureFixture
         assert shares == sorted(shares)
         assert metrics[f"{prefix}/avg_at_4"] == pytest.approx(shares[0])
     assert result.last["validation/reward_mean"] > 0
+
+
+@pytest.mark.parametrize(
+    ("greedy", "options"),
+    [
+        ("validation", ["grpo.val_top_k=1"]),
+        ("validation", ["grpo.val_top_p=0.000001"]),
+        ("training", ["policy.generation.top_k=1", "grpo.val_top_k=0"]),
+        ("training", ["policy.generation.top_p=0.000001", "grpo.val_top_p=1"]),
+        ("both", ["policy.generation.top_k=1"]),
+    ],
+)
+def test_validation_and_training_sample_with_their_own_filters_and_lengths(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, greedy: str, options: list[str]
+) -> None:
+    """A filter that leaves the most probable token only must give what Transformers decodes."""
+    rollouts: list[Rollout] = []
+    finish = TrainingRun.finish_rollout
+
+    def kept(run: TrainingRun, job: RolloutJob) -> Rollout:
+        rollouts.append(finish(run, job))
+        return rollouts[-1]
+
+    monkeypatch.setattr(TrainingRun, "finish_rollout", kept)
+    common = (
+        *("grpo.max_num_steps=1", "grpo.num_prompts_per_step=4", "data.max_validation_rows=3"),
+        *("grpo.val_temperature=1", "grpo.val_num_samples=2", "grpo.val_max_new_tokens=3"),
+        *("policy.generation.max_new_tokens=7", "loss_fn.reference_policy_kl_penalty=0"),
+    )
+    run_grpo(recipe.grpo(*QUIET, *common, *options))
+    before, trained, after = rollouts
+    assert [len(each.conversations) for each in rollouts] == [6, 16, 6]
+    model = AutoModelForCausalLM.from_pretrained(recipe.demo / "model", dtype=torch.float32)
+    assert _is_greedy(model, before, max_new_tokens=3) == (greedy != "training")
+    assert _is_greedy(model, trained, max_new_tokens=7) == (greedy != "validation")
+    assert max(before.completion_lengths) == max(after.completion_lengths) == 3
+    assert max(trained.completion_lengths) == 7
+
+
+def _is_greedy(model: torch.nn.Module, rollout: Rollout, max_new_tokens: int) -> bool:
+    """True if every completion has the tokens that Transformers decodes greedily."""
+    for row in rollout.conversations:
+        prompt, completion = row.segments
+        ids = torch.tensor(prompt, dtype=torch.int64)[None]
+        found = model.generate(  # type: ignore[operator]
+            ids, do_sample=False, max_new_tokens=max_new_tokens, attention_mask=torch.ones_like(ids)
+        )
+        if found[0, ids.shape[1] :].tolist() != completion.tolist():
+            return False
+    return True
 
 
 def _check_eval(

@@ -18,7 +18,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.data.loader import RowLoader
 from nemo_like.data.row_order import RowOrder
 from nemo_like.generation.requests import SamplingParams
-from nemo_like.metrics import Mean, Metrics, Sum
+from nemo_like.metrics import Mean, Metrics, Sum, merge_metrics
 from nemo_like.rollout.collector import RolloutJob
 from nemo_like.rollout.conversations import Prompt
 from nemo_like.rollout.rows import (
@@ -46,6 +46,8 @@ class _Started:
     """Epoch of the prompts."""
     metrics: Metrics
     """Of the loader."""
+    sources: np.ndarray | None
+    """Index of the training set of each prompt, int64 [P]; None with one set."""
 
 
 class RolloutPipeline:
@@ -102,6 +104,7 @@ class RolloutPipeline:
         started = self._started.popleft()
         assert started.step == step, "rollouts are taken in the order of the steps"
         rollout = self._finish_rollout(started.job, step)
+        self._count_rewards(rollout, started.sources)
         self._run.add_metrics(started.metrics)
         self.position = started.position
         if self._config.grpo.max_staleness > 0:
@@ -132,9 +135,12 @@ class RolloutPipeline:
             if not prompts:
                 break
             locations = self._loader.batch_locations()
+            sources = self._loader.batch_sources()
             job = self._start_rollout(prompts, started.step, refill, jobs)
             jobs.append(job)
-            kept.add(self._finish_rollout(job, started.step), locations)
+            refilled = self._finish_rollout(job, started.step)
+            self._count_rewards(refilled, sources)
+            kept.add(refilled, locations)
         self.position = self._loader.order.copy()
         self._run.add_metrics(
             {"data/epoch": Mean(self._loader.epoch), "data/num_dropped": Sum(num_dropped)}
@@ -147,6 +153,14 @@ class RolloutPipeline:
                 config.num_prompts_per_step,
             )
         return kept.result()
+
+    def _count_rewards(self, rollout: Rollout, sources: np.ndarray | None) -> None:
+        """Add the rewards of each training set to the metrics of the step; see `source_rewards`."""
+        mixture = self._loader.mixture
+        if sources is not None and mixture is not None:
+            rewards = source_rewards(rollout, sources, mixture.names)
+            # With those of the rollouts before in this step.
+            self._run.add_metrics(merge_metrics([self._run.pending_metrics, rewards]))
 
     def prepare_update(self) -> None:
         """Finish or discard completions that may not continue with other weights."""
@@ -181,6 +195,7 @@ class RolloutPipeline:
                 self._loader.order.copy(),
                 self._loader.batch_epoch,
                 loader_metrics(self._loader),
+                self._loader.batch_sources(),
             )
         )
         self._next_step += 1
@@ -244,6 +259,22 @@ def rows_with_spread(
     deviations = (rewards - means[group_of_row]) * reward_mask
     squares = np.bincount(group_of_row, weights=deviations**2)
     return has_spread(np.sqrt(squares / sizes), means)[group_of_row]
+
+
+def source_rewards(rollout: Rollout, sources: np.ndarray, names: Sequence[str]) -> Metrics:
+    """Return the mean reward of each training set with a reward, `data/source_<name>/reward_mean`.
+
+    `sources` int64 [P] has the index in `names` of the set of each prompt. Rows without a reward do
+    not count.
+    """
+    metrics: Metrics = {}
+    source_of_row = sources[rollout.batch["group"]]
+    for index, name in enumerate(names):
+        rewards = rollout.batch["reward"][rollout.batch["reward_mask"] & (source_of_row == index)]
+        if len(rewards):
+            mean = Mean(float(rewards.sum()), len(rewards))
+            metrics[f"data/source_{name}/reward_mean"] = mean
+    return metrics
 
 
 class KeptGroups:
