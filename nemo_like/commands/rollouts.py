@@ -175,7 +175,7 @@ def _with_tokens(
         ) from error
     decoded = []
     for sample, row in zip(samples, rows, strict=True):
-        if row >= record.columns.size:
+        if row >= len(record.columns["input_ids"]):
             # Of a group that dynamic sampling dropped: its tokens are not in the batch.
             decoded.append(sample)
             continue

@@ -48,7 +48,8 @@ class Generator:
         self.num_unfinished -= len(ids)
         tokens = [[each] for each in ids]
         logprobs = [[-1.0] for _ in ids]
-        return ids, Completions.from_rows(tokens, logprobs, [[0] for _ in ids], ["stop"] * len(ids))
+        reasons: list[Any] = ["stop"] * len(ids)
+        return ids, Completions.from_rows(tokens, logprobs, [[0] for _ in ids], reasons)
 
 
 class Rewards:
