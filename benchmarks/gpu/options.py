@@ -16,19 +16,12 @@ from benchmarks.gpu.arguments import PartArguments
 from benchmarks.gpu.cells import Cell, SkipCell
 from benchmarks.gpu.kernel_speed import time_attention, time_head
 from benchmarks.gpu.models import model_folder
-from benchmarks.gpu.policies import (
-    Options,
-    PolicyHolder,
-    check_options,
-    option_defaults,
-    policy_config,
-)
-from benchmarks.gpu.profile import profile_call
-from benchmarks.gpu.rows import full_lengths, random_rows
-from benchmarks.gpu.training_steps import COMPILE, StepCase, time_loss, time_steps
+from benchmarks.gpu.policies import Options, PolicyHolder, check_options, option_defaults
+from benchmarks.gpu.rows import full_lengths
+from benchmarks.gpu.training_steps import COMPILE, StepCase, profile_steps, time_loss, time_steps
 from benchmarks.gpu.transformers_loops import LoopCase, time_loop
 from nemo_like.config.loss import PolicyGradientLossConfig
-from nemo_like.losses import ClippedPolicyGradientLoss, NllLoss
+from nemo_like.losses import ClippedPolicyGradientLoss
 from nemo_like.models.spec import load_spec
 from nemo_like.policy.heads.targets import TargetSettings
 
@@ -261,24 +254,7 @@ class _Part:
     def _profile(self, model: str, options: Options) -> Mapping[str, Any]:
         self._check_compilation(options)
         case = self._case(model, options, "mixed")
-        config = policy_config(
-            case.folder,
-            budget=case.budget,
-            num_rows=len(case.lengths),
-            longest=case.longest,
-            options=options,
-        )
-        policy = self._holder.get(config, options=options)
-        batch = random_rows(case.lengths, policy.model.vocab_size)
-        plan = policy.plan(batch["length"])
-        sharded = policy.shard(batch, plan)
-        for _ in range(case.num_warmup_steps):
-            policy.train(sharded, None, NllLoss())
-        return profile_call(
-            lambda: policy.train(sharded, None, NllLoss()),
-            plan.metrics()["packing/num_microbatches"],
-            is_cuda=self._arguments.is_cuda,
-        )
+        return profile_steps(case, self._holder, is_cuda=self._arguments.is_cuda)
 
     def _attention(self, rows: str, kernel: Any) -> Mapping[str, Any]:
         size = self._size

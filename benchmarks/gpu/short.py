@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.gpu.arguments import PartArguments
@@ -28,13 +29,17 @@ from benchmarks.gpu.layouts import (
 from benchmarks.gpu.logprob_check import logprob_cells
 from benchmarks.gpu.machine import ROOT
 from benchmarks.gpu.models import model_folder
-from benchmarks.gpu.policies import Options, PolicyHolder, policy_config
-from benchmarks.gpu.profile import profile_call
-from benchmarks.gpu.rows import full_lengths, random_rows
+from benchmarks.gpu.policies import Options, PolicyHolder
+from benchmarks.gpu.rows import full_lengths
 from benchmarks.gpu.step_check import step_cells
-from benchmarks.gpu.training_steps import COMPILE, StepCase, median_seconds, time_steps
+from benchmarks.gpu.training_steps import (
+    COMPILE,
+    StepCase,
+    median_seconds,
+    profile_steps,
+    time_steps,
+)
 from benchmarks.gpu.transformers_loops import LoopCase, time_loop
-from nemo_like.losses import NllLoss
 
 _EAGER: Options = {COMPILE: "none"}
 _UNSHARDED: Options = {"parallel.reshard": "never"}
@@ -82,7 +87,7 @@ class _Short:
         yield self._step("8b-shape", budget, {}, 45)
         yield self._step("8b-shape", budget, {}, 12, rows="full")
         yield self._profile("8b-shape", budget)
-        yield self._cell("GRPO step hf", self._measure_grpo, 60)
+        yield self._cell("GRPO step hf", self._measure_grpo, 60, model="1.5b")
         yield self._step("1b", budget, _UNSHARDED, 20)
         yield self._cell("pytest tests/gpu", self._run_pytest, 130, limit_s=260.0)
         yield self._step("1b", budget, _EAGER, 12)
@@ -225,22 +230,9 @@ class _Short:
         if not self._arguments.is_cuda:
             raise SkipCell("a profile needs a GPU")
         case = self._case(model, budget, {}, "mixed")
-        config = policy_config(
-            case.folder, budget=budget, num_rows=len(case.lengths), longest=case.longest, options={}
-        )
-        policy = self._holder.get(config)
-        batch = random_rows(case.lengths, policy.model.vocab_size)
-        plan = policy.plan(batch["length"])
-        sharded = policy.shard(batch, plan)
-        for _ in range(case.num_warmup_steps):
-            policy.train(sharded, None, NllLoss())
-        return profile_call(
-            lambda: policy.train(sharded, None, NllLoss()),
-            plan.metrics()["packing/num_microbatches"],
-            is_cuda=True,
-        )
+        return profile_steps(case, self._holder, is_cuda=True)
 
-    def _measure_layout(self, layout: str, lengths: Any, budget: int) -> Mapping[str, Any]:
+    def _measure_layout(self, layout: str, lengths: np.ndarray, budget: int) -> Mapping[str, Any]:
         folder = self._folder("1b")
         return time_layout(folder, layout, lengths, budget, self._holder, self._device)
 

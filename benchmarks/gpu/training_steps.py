@@ -19,11 +19,14 @@ from benchmarks.gpu.policies import (
     policy_config,
     predicted_peak_gb,
 )
+from benchmarks.gpu.profile import profile_call
 from benchmarks.gpu.rows import random_rows
+from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.data.planning.spec import CostModel
 from nemo_like.losses import Loss, NllLoss
 from nemo_like.models.spec import load_spec
 from nemo_like.policy.device import peak_flops
+from nemo_like.policy.policy import Policy
 
 COMPILE = "policy.compile"
 """Key of the compilation of layers, in versions that have it."""
@@ -109,14 +112,20 @@ def time_steps(case: StepCase, holder: PolicyHolder, device: str) -> dict[str, A
     return values
 
 
-def is_compiled(options: Options) -> bool:
-    """Return True if a policy with these options compiles a part of the model."""
-    default, _ = option_defaults().get(COMPILE, ("none", ()))
-    return options.get(COMPILE, default) != "none"
+def profile_steps(case: StepCase, holder: PolicyHolder, *, is_cuda: bool) -> dict[str, Any]:
+    """Return the profile of one step after warm-up; see `profile.summarize`."""
+    policy, plan, sharded = _opened(case, holder)
+
+    def step() -> None:
+        policy.train(sharded, None, NllLoss())
+
+    for _ in range(case.num_warmup_steps):
+        step()
+    return profile_call(step, plan.metrics()["packing/num_microbatches"], is_cuda=is_cuda)
 
 
-def time_loss(case: StepCase, holder: PolicyHolder, device: str, loss: Loss) -> dict[str, Any]:
-    """Return the median seconds of a policy's steps with another loss, and of a log-prob pass."""
+def _opened(case: StepCase, holder: PolicyHolder) -> tuple[Policy, BatchPlan, Any]:
+    """Return the policy of a case, the plan of its rows, and their shards."""
     config = policy_config(
         case.folder,
         budget=case.budget,
@@ -126,7 +135,19 @@ def time_loss(case: StepCase, holder: PolicyHolder, device: str, loss: Loss) -> 
     )
     policy = holder.get(config, options=case.options)
     batch = random_rows(case.lengths, policy.model.vocab_size)
-    sharded = policy.shard(batch, policy.plan(batch["length"]))
+    plan = policy.plan(batch["length"])
+    return policy, plan, policy.shard(batch, plan)
+
+
+def is_compiled(options: Options) -> bool:
+    """Return True if a policy with these options compiles a part of the model."""
+    default, _ = option_defaults().get(COMPILE, ("none", ()))
+    return options.get(COMPILE, default) != "none"
+
+
+def time_loss(case: StepCase, holder: PolicyHolder, device: str, loss: Loss) -> dict[str, Any]:
+    """Return the median seconds of a policy's steps with another loss, and of a log-prob pass."""
+    policy, _, sharded = _opened(case, holder)
     train = time_calls(lambda: policy.train(sharded, None, loss), device, case.num_steps, 1)
     score = time_calls(lambda: policy.compute_logprobs(sharded), device, case.num_steps, 1)
     num_tokens = float(case.lengths.sum())
