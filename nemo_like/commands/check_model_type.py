@@ -191,7 +191,7 @@ class TypeCheck:
             run_name="parity",
             policy=PolicyConfig(
                 model_name="",
-                shared_prefix="false",
+                shared_prefix=False,
                 engine=layout.engine,
                 activation_checkpointing=layout.activation_checkpointing,
             ),

@@ -16,7 +16,7 @@ from nemo_like.config.errors import ConfigError, Problem, raise_problems, shown_
 from nemo_like.config.parallel import located_problems, policy_layout
 from nemo_like.config.paths import hub_name, model_directory
 from nemo_like.config.rollout import RewardModelConfig
-from nemo_like.config.schema import PolicyConfig, RunConfig, SwitchMode
+from nemo_like.config.schema import PolicyConfig, RunConfig, Switch
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.routed_experts import routed_bytes
 from nemo_like.models.adapters import check_adapters
@@ -144,7 +144,7 @@ def open_model_config(config: RunConfig) -> PretrainedConfig:
         problems += generation_backend(config.policy).problems(
             config.policy, spec, is_on_cpu=is_on_cpu
         )
-    if config.policy.router_replay == "true" and spec.moe is None:
+    if config.policy.router_replay is True and spec.moe is None:
         key = "policy.router_replay"
         problems.append(
             Problem((key,), f"{key} is true, but {name} has no experts: set it to auto or false")
@@ -442,18 +442,18 @@ def adapter_line(policy: PolicyConfig, spec: ModelSpec) -> str | None:
     return line
 
 
-def recorded_experts(config: RunConfig) -> SwitchMode:
+def recorded_experts(config: RunConfig) -> Switch:
     """Return `policy.router_replay` for the generator: `false` where no policy uses the experts."""
     mode = config.policy.recorded_experts
     if config.kind != "grpo" or open_model_spec(config).moe is None:
-        return "false"
+        return False
     if mode == "auto" and config.policy.engine == "dtensor":
         # Imported on demand: `validate` does not load torch.
         from nemo_like.models.output_head import meta_model
         from nemo_like.models.routers import router_modules
 
         model = meta_model(load_model_config(config.policy.model_name))
-        return "auto" if router_modules(model) else "false"
+        return "auto" if router_modules(model) else False
     return mode
 
 

@@ -14,13 +14,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.parallel import is_colocated, policy_layout, workers_per_replica
-from nemo_like.config.schema import ClusterConfig, ParallelConfig, RunConfig
+from nemo_like.config.schema import ClusterConfig, ParallelConfig, RunConfig, Switch
 from nemo_like.data.planning.balance import compile_kernels, needs_kernels
 from nemo_like.distributed.activity import set_variables
 from nemo_like.distributed.local_group import LocalGroup, local_context
@@ -469,11 +469,7 @@ def run_offload_decision(config: RunConfig, policy: Policy) -> OffloadDecision:
 
 
 def decide_offload(
-    mode: Literal["auto", "always", "never"],
-    *,
-    policy_bytes: float,
-    generator_bytes: float,
-    device_bytes: float,
+    mode: Switch, *, policy_bytes: float, generator_bytes: float, device_bytes: float
 ) -> OffloadDecision:
     """Return the decision of `cluster.offload` for one GPU.
 
@@ -483,7 +479,7 @@ def decide_offload(
     keeps the memory of activations.
     """
     if mode != "auto":
-        return OffloadDecision(mode == "always", f"cluster.offload is {mode}")
+        return OffloadDecision(mode, f"cluster.offload is {str(mode).lower()}")
     usable = max(0.0, (device_bytes - 2 * CONTEXT_BYTES) * (1.0 - SAFETY_SHARE))
     needed = policy_bytes + generator_bytes
     text = (
