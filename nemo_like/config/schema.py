@@ -600,13 +600,9 @@ class LoggerConfig:
     """Weights & Biases project; null turns it off. Needs the extra `wandb`."""
     mlflow_experiment: str | None = None
     """MLflow experiment; null turns it off. Needs the extra `mlflow`."""
-    trackio_project: str | None = None
-    """trackio project; null turns it off. Needs the extra `trackio`."""
-    swanlab_project: str | None = None
-    """SwanLab project; null turns it off. Needs the extra `swanlab`."""
-    prometheus_port: Annotated[int | None, Ge(1), Le(65535)] = None
-    """Port of loopback that serves the metrics of the last step at `/metrics`, in the text format
-    of Prometheus; null serves nothing."""
+    tracker: str | None = None
+    """Import path of a class for any other tracker, e.g. `my_trackers.Trackio`; see
+    docs/metrics.md. null uses none."""
     verbose: bool = False
     """Print a line per step. Without it a terminal shows the progress bar only, and a log has one
     line per step at most every 10 s."""
