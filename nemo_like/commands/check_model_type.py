@@ -1,7 +1,8 @@
 """`nemo-like check parity --model TYPE`: what a model type of transformers can be trained with.
 
-A tiny random model of the type is trained in several layouts and compared with transformers as in
-`check_parity`. With `--table` the results are added to a file, of which the documentation is made.
+A tiny random model of the type is trained in several layouts and compared with transformers, see
+`training.parity`. With `--table` the results are added to a file, of which the documentation is
+made.
 """
 
 from __future__ import annotations
@@ -27,28 +28,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.utils import logging as transformers_logging
 
 from nemo_like.commands import check_parity
-from nemo_like.commands.check_parity import (
-    ISOLATION,
-    LIMIT,
-    Comparison,
-    Reference,
-    check_mode,
-    contexts,
-    in_mode,
-    random_batch,
-    saved_tensors,
-    tiny_run,
-    train_rank,
-    transformers_loss,
-    worst,
-)
 from nemo_like.commands.model_table import EQUAL, REFUSED, WRONG, Results, update_table
 from nemo_like.commands.train import FAILED
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import (
     ActivationCheckpointing,
     AdapterConfig,
-    ClusterConfig,
     DataConfig,
     ParallelConfig,
     PolicyConfig,
@@ -62,6 +47,22 @@ from nemo_like.models.tiny import save_tiny_copy, type_config
 from nemo_like.parallel_layout import EngineName, LayoutError
 from nemo_like.policy.dtensor.model import decoder_layers
 from nemo_like.policy.isolation import IsolationError
+from nemo_like.training.parity import (
+    ISOLATION,
+    LIMIT,
+    Comparison,
+    Reference,
+    TinyRun,
+    check_mode,
+    contexts,
+    in_mode,
+    random_batch,
+    saved_tensors,
+    tiny_run,
+    train_rank,
+    transformers_loss,
+    worst,
+)
 from nemo_like.training.workers import policy_worker_class
 
 
@@ -70,7 +71,7 @@ class Layout(NamedTuple):
 
     parallel: ParallelConfig = ParallelConfig()
     mode: str = "packed"
-    """Of the rows, see `check_parity.MODES`."""
+    """Of the rows, see `parity.in_mode`."""
     engine: EngineName = "dtensor"
     experts: ParallelConfig | None = None
     """Types with experts are trained in this layout as well."""
@@ -159,7 +160,7 @@ class TypeCheck:
 
     @cached_property
     def _expected(self) -> Reference:
-        return Reference(self._model, self._batch, self._config(Layout()))
+        return Reference(self._model, self._batch, self._tiny_run(Layout()))
 
     def run(self, column: str) -> str:
         """Return the result of a column as in `model_table.Results`."""
@@ -184,22 +185,14 @@ class TypeCheck:
             return difference
         return EQUAL if not difference else WRONG + difference
 
-    def _config(self, layout: Layout) -> RunConfig:
-        parallel = layout.parallel
-        num_workers = parallel.tensor * parallel.context * parallel.pipeline * parallel.expert
-        config = RunConfig(
-            run_name="parity",
-            policy=PolicyConfig(
-                model_name="",
-                shared_prefix="false",
-                engine=layout.engine,
-                activation_checkpointing=layout.activation_checkpointing,
-            ),
-            data=DataConfig(train_path="random"),
-            parallel=parallel,
-            cluster=ClusterConfig(workers_per_node=num_workers),
+    def _tiny_run(self, layout: Layout) -> TinyRun:
+        policy = PolicyConfig(
+            model_name="",
+            shared_prefix="false",
+            engine=layout.engine,
+            activation_checkpointing=layout.activation_checkpointing,
         )
-        return tiny_run(config, self._model_dir)
+        return tiny_run(policy, layout.parallel, layout.parallel.expert, self._model_dir)
 
     def _check_layout(self, column: str) -> str:
         """Return the first difference, or "", or that there is one of rounding only."""
@@ -212,7 +205,7 @@ class TypeCheck:
             folder = self._directory / f"layout{list(LAYOUTS).index(column)}x{position}"
             folder.mkdir()
             found += check_mode(
-                self._config(layout), layout.mode, self._batch, self._expected, folder, self._pool
+                self._tiny_run(layout), layout.mode, self._batch, self._expected, folder, self._pool
             )
         different = [each for each in found if not each.is_equal]
         if not different:
@@ -234,15 +227,16 @@ class TypeCheck:
         if not self._vllm_dir.exists():
             save_vllm_copy(self._model_type, self._vllm_dir)
             self._tokenizer.save_pretrained(self._vllm_dir)
-        config = self._config(Layout())
-        policy = replace(config.policy, model_name=str(self._vllm_dir))
-        return compare_vllm(replace(config, policy=policy), sends_adapters=sends_adapters)
+        policy = replace(self._tiny_run(Layout()).policy, model_name=str(self._vllm_dir))
+        data = DataConfig(train_path="random")
+        config = RunConfig(run_name="parity", policy=policy, data=data)
+        return compare_vllm(config, sends_adapters=sends_adapters)
 
     def _check_export(self) -> str:
         """Compare the logits of a loaded export with those of the model to the bit."""
-        config = self._config(Layout())
+        policy = self._tiny_run(Layout()).policy
         (context,) = contexts(1, self._directory / "export.rendezvous")
-        worker = policy_worker_class(config)(context, config=config.policy)  # type: ignore[call-arg]
+        worker = policy_worker_class("dtensor")(context, config=policy)  # type: ignore[call-arg]
         worker.export_hf(self._directory / "hf")
         ids = torch.arange(16)[None]
         with torch.no_grad():
@@ -274,7 +268,7 @@ class TypeCheck:
             for name, weight in adapted.named_parameters()
             if weight.requires_grad
         }
-        config = in_mode(self._config(Layout()), "packed")
+        run = self._tiny_run(Layout())
         adapter = AdapterConfig(
             enabled=True,
             rank=_RANK,
@@ -282,10 +276,11 @@ class TypeCheck:
             target_modules=tuple(targets),
             adapter_path=str(self._directory / "adapter"),
         )
-        config = replace(config, policy=replace(config.policy, lora=adapter))
+        policy = replace(in_mode(run.policy, "packed"), lora=adapter)
         (context,) = contexts(1, self._directory / "lora.rendezvous")
         folder = self._directory / "lora"
-        *_, leak = self._pool.submit(train_rank, context, config, self._batch, folder).result()
+        run = replace(run, policy=policy)
+        *_, leak = self._pool.submit(train_rank, context, run, self._batch, folder).result()
         if leak:
             raise IsolationError(leak)
         difference, name = worst(saved_tensors(folder / "first", "exp_avg"), expected)

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from nemo_like.commands.check_parity import in_mode
 from nemo_like.config.errors import ConfigError, error_text
 from nemo_like.config.rollout import GenerationConfig, VLLMGenerationConfig
 from nemo_like.config.schema import AdapterConfig, OptimizerConfig, ParallelConfig, RunConfig
@@ -33,6 +32,7 @@ from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.policy import Policy
 from nemo_like.rollout.conversations import ConversationRow, Prompt
 from nemo_like.rollout.rows import training_rows
+from nemo_like.training.parity import in_mode
 from nemo_like.training.rollout_workers import generation_worker
 from nemo_like.training.workers import local_policy
 from nemo_like.weight_sync.sync import WeightSync
@@ -189,7 +189,7 @@ def _with_vllm(config: RunConfig, adapter: AdapterConfig) -> RunConfig:
         train_global_batch_size=_NUM_PROMPTS,
         optimizer=OptimizerConfig(lr=_LR),
     )
-    return in_mode(replace(config, policy=policy), "dynamic")
+    return replace(config, policy=in_mode(policy, "dynamic"))
 
 
 def _sample(generator: Generator, seed: int) -> BatchedDataDict:
