@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from nemo_like.config.errors import counted
 from nemo_like.config.load import to_dict
+from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.columns import num_trained_tokens
@@ -45,6 +46,7 @@ from nemo_like.run.sinks import Media
 from nemo_like.run.tracking import RunLog, Tracker, check_logger, run_log
 from nemo_like.training.health import Health
 from nemo_like.training.model_files import check_frozen_models, frozen_models, open_model_spec
+from nemo_like.training.parity_check import ParityCheck
 from nemo_like.training.reporting import (
     StepWork,
     full_length_metrics,
@@ -473,10 +475,12 @@ def open_training_run(
             log_config_changes(directory, plain)
         else:
             write_config(directory, plain)
+        parity = ParityCheck(config.policy, config.parallel, policy_layout(config).dp, closing)
         with start_workers(
             config, progress, logs=directory.logs / "ray", end_token_ids=data.encoder.end_token_ids
         ) as workers:
             check_workers(config, data.encoder, workers, directory, progress)
+            parity.finish(progress)
             run = TrainingRun(
                 config=config,
                 directory=directory,
