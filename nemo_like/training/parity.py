@@ -225,18 +225,9 @@ def tiny_run(
 
 def in_mode(policy: PolicyConfig, mode: str) -> PolicyConfig:
     """Return `policy` with the microbatches of `packed` or `dynamic`, or those of neither."""
-    packing = replace(
-        policy.sequence_packing,
-        enabled=mode == "packed",
-        train_mb_tokens=_BUDGET,
-        logprob_mb_tokens=_BUDGET,
-    )
-    dynamic = replace(
-        policy.dynamic_batching,
-        enabled=mode == "dynamic",
-        train_mb_tokens=_BUDGET,
-        logprob_mb_tokens=_BUDGET,
-    )
+    budgets: dict[str, int] = {"train_mb_tokens": _BUDGET, "logprob_mb_tokens": _BUDGET}
+    packing = replace(policy.sequence_packing, **budgets, enabled=mode == "packed")
+    dynamic = replace(policy.dynamic_batching, **budgets, enabled=mode == "dynamic")
     return replace(policy, sequence_packing=packing, dynamic_batching=dynamic)
 
 
@@ -259,20 +250,6 @@ def check_mode(
         *(expected.compare(mode, what, found) for what in _QUANTITIES),
         Comparison(mode, "resume of the checkpoint on one rank", resumed),
     ]
-
-
-def compare_first_step(
-    run: TinyRun,
-    batch: BatchedDataDict,
-    expected: Reference,
-    folder: Path,
-    pool: ProcessPoolExecutor,
-) -> list[Comparison]:
-    """Train one step in the layout and the batching mode of `run` and compare with `expected`."""
-    found, leak = train_layout(run, batch, folder, pool, num_steps=1)
-    # Last, because rows that are computed wrongly together need not see each other.
-    isolation = Comparison("", ISOLATION, np.inf if leak else 0.0, leak)
-    return [*(expected.compare("", what, found) for what in FIRST_STEP), isolation]
 
 
 def train_layout(

@@ -24,32 +24,22 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from transformers.utils import logging as transformers_logging
-
-import nemo_like
 from nemo_like.config.build import build_config
 from nemo_like.config.errors import ConfigError
+from nemo_like.config.parallel import build_layout, num_policy_workers
 from nemo_like.config.paths import model_directory
-from nemo_like.config.schema import ParallelConfig, PolicyConfig
+from nemo_like.config.schema import ClusterConfig, ParallelConfig, PolicyConfig
 from nemo_like.data.encoded_rows import cache_directory
 from nemo_like.models.pretrained import load_model_config
 from nemo_like.models.tiny import save_tiny_copy
 from nemo_like.parallel_layout import LayoutError
-from nemo_like.run.files import WriteError, write_text
+from nemo_like.run.files import write_json
 from nemo_like.run.progress import Progress
 from nemo_like.run.versions import installed_versions
-from nemo_like.training.parity import (
-    ISOLATION,
-    LIMIT,
-    Reference,
-    TinyRun,
-    compare_first_step,
-    in_mode,
-    random_batch,
-    tiny_run,
-)
+from nemo_like.training import parity
+from nemo_like.training.parity import Reference, TinyRun, in_mode, tiny_run
 from nemo_like.training.workers import policy_worker_class
 
 logger = logging.getLogger(__name__)
@@ -58,24 +48,22 @@ LIMIT_S = 20.0
 """A run does not wait for the process when it has run for so long."""
 _MAX_SIZE = 2
 """Size of each axis of the layout, which shows what a larger one does."""
-_MAX_ROUND = 8
 _KEY = "policy.parity_check"
 
 
-class Outcome(NamedTuple):
-    """What the process writes."""
-
-    kind: str
-    """`equal`, `different`, or `unknown` if there is no tiny copy in this layout."""
-    text: str = ""
-    """The message of another kind than `equal`."""
-
-
 class ParityCheck:
-    """The check of one run, in a process or with the outcome of an earlier run."""
+    """The check of one run, in a process or with the outcome of an earlier run.
+
+    An outcome is a file with its kind, `equal`, `different` or `unknown` (there is no tiny copy in
+    this layout), and a text for the user.
+    """
 
     def __init__(
-        self, policy: PolicyConfig, parallel: ParallelConfig, num_replicas: int, closing: ExitStack
+        self,
+        policy: PolicyConfig,
+        parallel: ParallelConfig,
+        cluster: ClusterConfig,
+        closing: ExitStack,
     ) -> None:
         """Start the process, where one is needed; it ends with `closing` at the latest."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -83,15 +71,14 @@ class ParityCheck:
         if not policy.parity_check:
             logger.info("%s is false: the layout is not compared with transformers", _KEY)
             return
-        run = checked_run(policy, parallel, num_replicas)
-        self._record = cache_directory("parity") / f"{_digest(run)}.json"
-        if self._record.exists():
-            self._report(self._record, "in an earlier run")
+        run = checked_run(policy, parallel, build_layout(parallel, num_policy_workers(cluster)).dp)
+        self._kept = cache_directory("parity") / f"{_digest(run)}.json"
+        if self._kept.exists():
+            self._report(self._kept, "in an earlier run")
             return
         folder = tempfile.TemporaryDirectory(prefix="nemo_like_parity_", ignore_cleanup_errors=True)
         self._folder = Path(closing.enter_context(folder))
-        (self._folder / "run.json").write_text(json.dumps(asdict(run)))
-        self._process = _start_process(self._folder)
+        self._process = _start_process(run, self._folder)
         closing.callback(self._stop)
 
     def finish(self, progress: Progress) -> None:
@@ -120,19 +107,15 @@ class ParityCheck:
 
     def _report(self, path: Path, when: str) -> None:
         """Log the outcome in a file and keep it. Raises ConfigError for a difference."""
-        content = path.read_text()
-        outcome = Outcome(**json.loads(content))
-        if outcome.kind == "different":
-            raise ConfigError(outcome.text)
-        if outcome.kind == "unknown":
-            logger.warning("%s: %s", _KEY, outcome.text)
-        else:
-            logger.info("%s: equal to transformers %s", _KEY, when)
-        if path != self._record:
-            # Without a cache the next run checks again.
-            with suppress(OSError, WriteError):
-                self._record.parent.mkdir(parents=True, exist_ok=True)
-                write_text(self._record, content)
+        kind, text = json.loads(path.read_text())
+        if kind == "different":
+            raise ConfigError(text)
+        level = logging.INFO if kind == "equal" else logging.WARNING
+        logger.log(level, "%s: %s %s", _KEY, text, when)
+        # Without a cache the next run checks again.
+        with suppress(OSError):
+            self._kept.parent.mkdir(parents=True, exist_ok=True)
+            self._kept.write_text(path.read_text())
 
     def _stop(self) -> None:
         """Kill the process and its ranks, if they run. Only once: another could get its number."""
@@ -154,57 +137,39 @@ def checked_run(policy: PolicyConfig, parallel: ParallelConfig, num_replicas: in
     small = replace(parallel, replicas=1, **sizes)
     if small.tensor * small.context * small.pipeline > _MAX_SIZE:
         num_replicas = 1
-    packing = replace(
-        policy.sequence_packing,
-        sequence_length_round=min(policy.sequence_packing.sequence_length_round, _MAX_ROUND),
-        microbatch_length_round=min(policy.sequence_packing.microbatch_length_round, _MAX_ROUND),
-    )
-    dynamic = replace(
-        policy.dynamic_batching,
-        sequence_length_round=min(policy.dynamic_batching.sequence_length_round, _MAX_ROUND),
-    )
+    packs = policy.sequence_packing.enabled
+    mode = "packed" if packs else "dynamic" if policy.dynamic_batching.enabled else "padded"
     # Other keys do not change what is compared, and would be new outcomes.
     kept = PolicyConfig(
         model_name=policy.model_name,
         engine=policy.engine,
         activation_checkpointing=policy.activation_checkpointing,
         shared_prefix=policy.shared_prefix,
-        sequence_packing=packing,
-        dynamic_batching=dynamic,
-        train_micro_batch_size=min(policy.train_micro_batch_size, _MAX_ROUND),
-        logprob_batch_size=min(policy.logprob_batch_size, _MAX_ROUND),
     )
-    mode = "packed" if packing.enabled else "dynamic" if dynamic.enabled else "padded"
     directory = Path(model_directory("policy.model_name", policy.model_name, weights=False))
     return tiny_run(in_mode(kept, mode), small, num_replicas, directory)
 
 
 def _digest(run: TinyRun) -> str:
     """Return a hash of everything that the outcome depends on."""
-    key = hashlib.blake2b(digest_size=16)
     model_config = load_model_config(run.policy.model_name).to_dict()
     anywhere = replace(run, policy=replace(run.policy, model_name="-"))
-    key.update(repr((sorted(model_config.items()), anywhere, installed_versions())).encode())
-    package = Path(nemo_like.__file__).parent
+    key = repr((sorted(model_config.items()), anywhere, installed_versions())).encode()
     for part in ("models", "policy", "training"):
-        for path in sorted(package.glob(f"{part}/**/*.py")):
-            key.update(path.read_bytes())
-    return key.hexdigest()
+        for path in sorted(Path(__file__).parents[1].glob(f"{part}/**/*.py")):
+            key += path.read_bytes()
+    return hashlib.blake2b(key, digest_size=16).hexdigest()
 
 
-def _start_process(folder: Path) -> subprocess.Popen[bytes]:
-    environment = {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        # The same modules as here, and none of the working directory.
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "PYTHONSAFEPATH": "1",
-    }
+def _start_process(run: TinyRun, folder: Path) -> subprocess.Popen[bytes]:
+    write_json(folder / "run.json", asdict(run))
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    # The same modules as here, and none of the working directory.
+    modules = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
     with (folder / "output").open("wb") as output:
         return subprocess.Popen(
             [sys.executable, "-m", __name__, str(folder)],
-            env=environment,
+            env={**os.environ, **hidden, **modules},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -215,69 +180,70 @@ def _start_process(folder: Path) -> subprocess.Popen[bytes]:
 
 def main(folder: Path) -> None:
     """Compare the run in `folder` and write the outcome there. The main function of the process."""
-    _limit_time()
-    transformers_logging.disable_progress_bar()
     run, _ = build_config(TinyRun, json.loads((folder / "run.json").read_text()))
     assert run is not None, "it was written from a run"
     # Before the ranks are forked, so that it is imported once.
     policy_worker_class(run.policy.engine)
+    fork = multiprocessing.get_context("fork")
     try:
-        _compare(run, folder)
+        with ProcessPoolExecutor(run.num_workers, fork) as pool:
+            for outcome in _outcomes(run, folder, pool):
+                write_json(folder / "outcome.json", outcome)
     except (ConfigError, LayoutError) as error:
-        _write(folder, Outcome("unknown", f"nothing is compared with transformers: {error}"))
+        outcome = "unknown", f"nothing is compared with transformers: {error}"
+        write_json(folder / "outcome.json", outcome)
 
 
-def _compare(run: TinyRun, folder: Path) -> None:
-    """Write whether a tiny copy in the layout of `run` is equal, and if not, the cause.
+def _outcomes(run: TinyRun, folder: Path, pool: ProcessPoolExecutor) -> Iterator[tuple[str, str]]:
+    """Yield the outcome for a tiny copy in the layout of `run`; of a difference then its cause.
 
     Raises ConfigError or LayoutError if there is no such copy.
     """
     model_config = load_model_config(run.policy.model_name).get_text_config()
     model = save_tiny_copy(model_config, run.parallel, folder / "model")
     run = replace(run, policy=replace(run.policy, model_name=str(folder / "model")))
-    batch = random_batch(model.config.vocab_size)
+    batch = parity.random_batch(model.config.vocab_size)
     expected = Reference(model, batch, run, num_steps=1)
-    fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(run.num_workers, fork, _limit_time) as pool:
-        difference = partial(_first_difference, batch=batch, expected=expected, pool=pool)
-        found = difference(run, folder=folder / "run")
-        if not found:
-            _write(folder, Outcome("equal"))
-            return
-        begin = (
-            f"a tiny copy of policy.model_name (model type {model_config.model_type}), trained for"
-            f" one step on {run.layout} with policy.engine={run.policy.engine}, differs from"
-            f" transformers: {found}. "
-        )
-        end = f"use another model, or train in spite of it with {_KEY}=false"
-        _write(folder, Outcome("different", f"{begin}To continue, {end}"))
-        for index, (part, keys, reduced) in enumerate(reductions(run)):
-            with suppress(ConfigError, LayoutError):
-                if not difference(reduced, folder=folder / f"reduced{index}"):
-                    cause = f"The cause is {part}: set {keys}, {end}"
-                    _write(folder, Outcome("different", begin + cause))
-                    return
-        cause = f"The cause is the model type itself, which this engine computes wrongly: {end}"
-        _write(folder, Outcome("different", begin + cause))
+    difference = partial(_first_difference, batch=batch, expected=expected, pool=pool)
+    found = difference(run, folder=folder / "run")
+    if not found:
+        yield "equal", "equal to transformers"
+        return
+    begin = (
+        f"a tiny copy of policy.model_name (model type {model_config.model_type}), trained for"
+        f" one step on {run.layout} with policy.engine={run.policy.engine}, differs from"
+        f" transformers: {found}. "
+    )
+    end = f"use another model, or train in spite of it with {_KEY}=false"
+    yield "different", f"{begin}To continue, {end}"
+    for part, keys, reduced in _reductions(run):
+        with suppress(ConfigError, LayoutError):
+            if not difference(reduced, folder=folder / part.replace(" ", "_")):
+                yield "different", f"{begin}The cause is {part}: set {keys}, {end}"
+                return
+    yield "different", f"{begin}The cause is the model type, which the engine computes wrong: {end}"
 
 
-def reductions(run: TinyRun) -> Iterator[tuple[str, str, TinyRun]]:
+_AXES: dict[str, Any] = {
+    "expert": 1, "virtual_pipeline": 1, "pipeline": 1, "context": 1, "sequence": False, "tensor": 1,
+}  # fmt: skip
+"""Axis of a layout -> its value without it, in the order in which they are left out."""
+
+
+def _reductions(run: TinyRun) -> Iterator[tuple[str, str, TinyRun]]:
     """Yield a part of a run, the keys that turn it off, and the run without it and those before."""
+    model = Path(run.policy.model_name)
     if run.policy.activation_checkpointing != "none":
         run = replace(run, policy=replace(run.policy, activation_checkpointing="none"))
         yield "activation checkpointing", "policy.activation_checkpointing=none", run
-    axes: dict[str, Any] = {
-        "expert": 1, "virtual_pipeline": 1, "pipeline": 1, "context": 1, "sequence": False,
-        "tensor": 1,
-    }  # fmt: skip
-    for axis, off in axes.items():
+    for axis, off in _AXES.items():
         if getattr(run.parallel, axis) != off:
             parallel = replace(run.parallel, **{axis: off})
-            run = _with_layout(run, parallel, run.layout.dp)
+            run = tiny_run(run.policy, parallel, run.layout.dp, model)
             yield f"{axis} parallelism", f"parallel.{axis}={str(off).lower()}", run
     if run.layout.dp > 1:
-        run = _with_layout(run, run.parallel, 1)
-        yield "data parallelism", "one worker (cluster)", run
+        run = tiny_run(run.policy, run.parallel, 1, model)
+        yield "data parallelism", "one worker", run
     if run.policy.sequence_packing.enabled:
         run = replace(run, policy=in_mode(run.policy, "dynamic"))
         keys = "policy.sequence_packing.enabled=false and policy.dynamic_batching.enabled=true"
@@ -287,30 +253,18 @@ def reductions(run: TinyRun) -> Iterator[tuple[str, str, TinyRun]]:
     yield "padding of rows in a microbatch", keys, replace(run, policy=single)
 
 
-def _with_layout(run: TinyRun, parallel: ParallelConfig, num_replicas: int) -> TinyRun:
-    return tiny_run(run.policy, parallel, num_replicas, Path(run.policy.model_name))
-
-
 def _first_difference(
     run: TinyRun, *, batch: Any, expected: Reference, folder: Path, pool: ProcessPoolExecutor
 ) -> str:
     """Return the first difference of one step from transformers, or ""."""
-    for each in compare_first_step(run, batch, expected, folder, pool):
-        if each.what == ISOLATION and not each.is_equal:
-            return each.detail
+    found, leak = parity.train_layout(run, batch, folder, pool, num_steps=1)
+    for what in parity.FIRST_STEP:
+        each = expected.compare("", what, found)
         if not each.is_equal:
             detail = f", {each.detail}" if each.detail else ""
-            return f"{each.what}: {each.difference:.1e} relative, limit {LIMIT:g}{detail}"
-    return ""
-
-
-def _write(folder: Path, outcome: Outcome) -> None:
-    write_text(folder / "outcome.json", json.dumps(outcome._asdict()))
-
-
-def _limit_time() -> None:
-    """End this process after a while, should nobody be left to kill it."""
-    signal.alarm(int(10 * LIMIT_S))
+            return f"{what}: {each.difference:.1e} relative, limit {parity.LIMIT:g}{detail}"
+    # Last, because rows that are computed wrongly together need not see each other.
+    return leak
 
 
 if __name__ == "__main__":

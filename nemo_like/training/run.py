@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from nemo_like.config.errors import counted
 from nemo_like.config.load import to_dict
-from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.columns import num_trained_tokens
@@ -469,13 +468,12 @@ def open_training_run(
                 lambda path: checkpoint_problem(policy_directory(path))
             )
             if resumed is not None:
-                saved = resumed.state().model
-                check_frozen_models(saved, identities, config, resumed.path)
+                check_frozen_models(resumed.state().model, identities, config, resumed.path)
             # config.yaml itself is replaced in `start_run_directory`, after the last check.
             log_config_changes(directory, plain)
         else:
             write_config(directory, plain)
-        parity = ParityCheck(config.policy, config.parallel, policy_layout(config).dp, closing)
+        parity = ParityCheck(config.policy, config.parallel, config.cluster, closing)
         with start_workers(
             config, progress, logs=directory.logs / "ray", end_token_ids=data.encoder.end_token_ids
         ) as workers:

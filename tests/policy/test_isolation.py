@@ -173,6 +173,7 @@ def test_a_model_that_cannot_be_called_is_refused_at_the_start_and_an_error_late
     def fails(**inputs: Any) -> None:
         raise TypeError("forward() got an unexpected keyword argument 'cu_seqlens'")
 
+    assert isinstance(worker.engine, DTensorEngine)
     worker.engine.model.causal_lm.base_model.forward = fails
     with pytest.raises(ConfigError, match="Qwen3ForCausalLM of transformers is not a backbone"):
         worker.probe_isolation()

@@ -21,7 +21,13 @@ from transformers import LlamaConfig
 
 from nemo_like.cli import main
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.schema import ParallelConfig, PolicyConfig, SequencePackingConfig
+from nemo_like.config.schema import (
+    ActivationCheckpointing,
+    ClusterConfig,
+    ParallelConfig,
+    PolicyConfig,
+    SequencePackingConfig,
+)
 from nemo_like.data.encoded_rows import CACHE_VARIABLE
 from nemo_like.policy.dtensor import model as dtensor_model
 from nemo_like.policy.inputs import attention
@@ -77,8 +83,8 @@ def nothing() -> None:
 
 def compare(
     folder: Path, policy: PolicyConfig, parallel: ParallelConfig, fault: Callable[[], None]
-) -> dict[str, str]:
-    """Return the outcome of the process of a check, in which `fault` is called first."""
+) -> tuple[str, str]:
+    """Return kind and text of the outcome of a check, in whose process `fault` is called first."""
     run = checked_run(policy, parallel, 1)
     (folder / "run.json").write_text(json.dumps(asdict(run)))
     # Forked from a process that has imported torch.
@@ -95,7 +101,7 @@ def compare_with_fault(folder: Path, fault: Callable[[], None]) -> None:
     parity_check.main(folder)
 
 
-FAULTS: dict[str, tuple[Callable[[], None], ParallelConfig, str, str]] = {
+FAULTS: dict[str, tuple[Callable[[], None], ParallelConfig, ActivationCheckpointing, str]] = {
     "packing": (
         packed_scale,
         ParallelConfig(),
@@ -117,7 +123,7 @@ FAULTS: dict[str, tuple[Callable[[], None], ParallelConfig, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", usually(FAULTS, "packing", "context"))
 def test_a_difference_has_its_cause_its_size_and_how_to_turn_it_off(
     name: str, model: str, tmp_path: Path
 ):
@@ -125,26 +131,27 @@ def test_a_difference_has_its_cause_its_size_and_how_to_turn_it_off(
     policy = PolicyConfig(
         model_name=model, sequence_packing=PACKED, activation_checkpointing=recomputation
     )
-    outcome = compare(tmp_path, policy, parallel, fault)
-    assert outcome["kind"] == "different"
-    assert cause in outcome["text"]
-    assert "a tiny copy of policy.model_name (model type llama)" in outcome["text"]
-    assert "relative, limit 1e-05" in outcome["text"]
-    assert outcome["text"].endswith("or train in spite of it with policy.parity_check=false")
+    kind, text = compare(tmp_path, policy, parallel, fault)
+    assert kind == "different"
+    assert cause in text
+    assert "a tiny copy of policy.model_name (model type llama)" in text
+    assert "relative, limit 1e-05" in text
+    assert text.endswith("or train in spite of it with policy.parity_check=false")
 
 
 def test_a_right_layout_is_equal(model: str, tmp_path: Path):
     policy = PolicyConfig(
         model_name=model, sequence_packing=PACKED, activation_checkpointing="selective"
     )
-    assert compare(tmp_path, policy, ParallelConfig(), nothing) == {"kind": "equal", "text": ""}
+    kind, _ = compare(tmp_path, policy, ParallelConfig(), nothing)
+    assert kind == "equal"
 
 
 def test_a_model_without_a_tiny_copy_is_unknown_with_the_reason(model: str, tmp_path: Path):
     LlamaConfig(hidden_act="unheard").save_pretrained(model)
-    outcome = compare(tmp_path, PolicyConfig(model_name=model), ParallelConfig(), nothing)
-    assert outcome["kind"] == "unknown"
-    assert "small model of the type llama cannot be built (KeyError: 'unheard')" in outcome["text"]
+    kind, text = compare(tmp_path, PolicyConfig(model_name=model), ParallelConfig(), nothing)
+    assert kind == "unknown"
+    assert "small model of the type llama cannot be built (KeyError: 'unheard')" in text
 
 
 class Started:
@@ -162,7 +169,7 @@ class Started:
             "import json, os, pathlib, sys, time\n"
             "def write(kind, text=''):\n"
             "    path = pathlib.Path(sys.orig_argv[-1], 'outcome.json')\n"
-            "    path.write_text(json.dumps({'kind': kind, 'text': text}))\n"
+            "    path.write_text(json.dumps([kind, text]))\n"
             "if 'nemo_like.training.parity_check' in sys.orig_argv:\n"
             f"    with open({str(self._folder / 'pids')!r}, 'a') as file:\n"
             "        print(os.getpid(), os.environ['CUDA_VISIBLE_DEVICES'] == '', file=file)\n"
@@ -187,7 +194,9 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
 
 def check(policy: PolicyConfig, parallel: ParallelConfig | None = None) -> None:
     with ExitStack() as closing:
-        started = ParityCheck(policy, parallel or ParallelConfig(), 1, closing)
+        started = ParityCheck(
+            policy, parallel or ParallelConfig(), ClusterConfig(workers_per_node=2), closing
+        )
         started.finish(Progress(StringIO()))
 
 
@@ -195,7 +204,7 @@ def test_an_equal_outcome_is_kept_for_this_model_and_layout(
     model: str, started: Started, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.INFO)
-    started.does("write('equal')")
+    started.does("write('equal', 'equal to transformers')")
     policy = PolicyConfig(model_name=model, sequence_packing=PACKED)
     for _ in range(2):
         check(policy)
@@ -224,7 +233,10 @@ def test_a_difference_is_measured_again_and_a_missing_copy_is_not(
     for _ in range(2):
         check(policy)
     assert len(started.pids) == 3
-    assert [record.message for record in caplog.records] == 2 * ["policy.parity_check: the reason"]
+    assert [record.message for record in caplog.records] == [
+        "policy.parity_check: the reason in this run",
+        "policy.parity_check: the reason in an earlier run",
+    ]
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
