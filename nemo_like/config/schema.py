@@ -315,6 +315,10 @@ class PolicyConfig:
     `[model.embed_tokens.*, "model.layers.[0-7].*"]`. They have no gradient and no optimizer state,
     and are stored in `policy.precision`."""
     ema: EmaConfig = field(default_factory=EmaConfig)
+    parity_check: bool = True
+    """While the workers start, train a tiny copy of the model for one step on CPU, in the run's
+    engine, batching mode, layout and recomputation, and compare it with transformers. A difference
+    ends the run before its first step. The check takes at most 20 s, and its outcome is cached."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
     @property

@@ -45,6 +45,7 @@ from nemo_like.run.sinks import Media
 from nemo_like.run.tracking import RunLog, Tracker, check_logger, run_log
 from nemo_like.training.health import Health
 from nemo_like.training.model_files import check_frozen_models, frozen_models, open_model_spec
+from nemo_like.training.parity_check import ParityCheck
 from nemo_like.training.reporting import (
     StepWork,
     full_length_metrics,
@@ -467,16 +468,17 @@ def open_training_run(
                 lambda path: checkpoint_problem(policy_directory(path))
             )
             if resumed is not None:
-                saved = resumed.state().model
-                check_frozen_models(saved, identities, config, resumed.path)
+                check_frozen_models(resumed.state().model, identities, config, resumed.path)
             # config.yaml itself is replaced in `start_run_directory`, after the last check.
             log_config_changes(directory, plain)
         else:
             write_config(directory, plain)
+        parity = ParityCheck(config.policy, config.parallel, config.cluster, closing)
         with start_workers(
             config, progress, logs=directory.logs / "ray", end_token_ids=data.encoder.end_token_ids
         ) as workers:
             check_workers(config, data.encoder, workers, directory, progress)
+            parity.finish(progress)
             run = TrainingRun(
                 config=config,
                 directory=directory,

@@ -29,6 +29,7 @@ from nemo_like.environments.environment_workers import EnvironmentWorkers, load_
 from nemo_like.environments.reward_calls import load_reward_functions
 from nemo_like.environments.reward_worker import RewardEnvironment
 from nemo_like.metrics import start_timers
+from nemo_like.parallel_layout import EngineName
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, SAFETY_SHARE
@@ -246,10 +247,10 @@ def _report_offload(offload: OffloadDecision, progress: Progress) -> None:
     progress.print_line(f"offload: policy and generator {state} ({offload.reason})")
 
 
-def policy_worker_class(config: RunConfig) -> type[PolicyWorker]:
-    """Return the worker class of `policy.engine`."""
+def policy_worker_class(engine: EngineName) -> type[PolicyWorker]:
+    """Return the worker class of an engine."""
     # Imported on demand: megatron-core is an optional dependency.
-    if config.policy.engine == "dtensor":
+    if engine == "dtensor":
         from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 
         return DTensorPolicyWorker
@@ -263,7 +264,7 @@ def _start_policy(config: RunConfig, start: StartGroup, *, needs_reference: bool
         GroupPlacement(
             kind="policy", name="policy", bundles="policy", parallel_layout=policy_layout(config)
         ),
-        policy_worker_class(config),
+        policy_worker_class(config.policy.engine),
         config=config.policy,
         parallel=config.parallel,
         seed=config.seed,

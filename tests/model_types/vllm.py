@@ -20,10 +20,15 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from nemo_like.commands.check_model_type import Layout, TypeCheck
-from nemo_like.commands.check_parity import in_mode
 from nemo_like.config.errors import ConfigError, error_text
 from nemo_like.config.rollout import GenerationConfig, VLLMGenerationConfig
-from nemo_like.config.schema import AdapterConfig, OptimizerConfig, ParallelConfig, RunConfig
+from nemo_like.config.schema import (
+    AdapterConfig,
+    DataConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+)
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import local_context
@@ -36,6 +41,7 @@ from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.policy import Policy
 from nemo_like.rollout.conversations import ConversationRow, Prompt
 from nemo_like.rollout.rows import training_rows
+from nemo_like.training.parity import in_mode
 from nemo_like.training.rollout_workers import generation_worker
 from nemo_like.training.workers import local_policy
 from nemo_like.weight_sync.sync import WeightSync
@@ -87,9 +93,9 @@ class VLLMTypeCheck(TypeCheck):
         if not directory.exists():
             save_vllm_copy(self.model_type, directory)
             self.tokenizer.save_pretrained(directory)
-        config = self.config(Layout())
-        policy = replace(config.policy, model_name=str(directory))
-        return compare_vllm(replace(config, policy=policy), sends_adapters=sends_adapters)
+        policy = replace(self.tiny_run(Layout()).policy, model_name=str(directory))
+        config = RunConfig(run_name="parity", policy=policy, data=DataConfig(train_path="random"))
+        return compare_vllm(config, sends_adapters=sends_adapters)
 
 
 class _VLLMGroup:
@@ -216,7 +222,7 @@ def _with_vllm(config: RunConfig, adapter: AdapterConfig) -> RunConfig:
         train_global_batch_size=_NUM_PROMPTS,
         optimizer=OptimizerConfig(lr=_LR),
     )
-    return in_mode(replace(config, policy=policy), "dynamic")
+    return replace(config, policy=in_mode(policy, "dynamic"))
 
 
 def _sample(generator: Generator, seed: int) -> BatchedDataDict:
