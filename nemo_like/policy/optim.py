@@ -209,12 +209,32 @@ Masters = Iterable[tuple[str, Tensor]]
 """Name and float32 shard [...] of each trained weight, in a fixed order."""
 
 
-class WeightEma:
+class WeightCopy:
+    """Copies of the shards of one rank, float32."""
+
+    def __init__(self, masters: Masters, device: torch.device | None = None) -> None:
+        """Copy `masters`, [...] each, to `device`; None keeps each on its own."""
+        self.shards = {}
+        for name, weight in masters:
+            self.shards[name] = weight.detach().to(device or weight.device, copy=True)
+
+    @torch.no_grad()
+    def swap(self, masters: Masters) -> None:
+        """Exchange the copies and the weights `masters`, [...] each, bit by bit."""
+        for name, weight in masters:
+            shard = self.shards[name]
+            # One copy at a time.
+            current = weight.detach().clone()
+            weight.detach().copy_(shard)
+            shard.copy_(current)
+
+
+class WeightEma(WeightCopy):
     """Averages of the shards of one rank, float32."""
 
     def __init__(self, masters: Masters, config: EmaConfig) -> None:
         """Start with the values of `masters`, [...] each."""
-        self.shards = {name: weight.detach().clone() for name, weight in masters}
+        super().__init__(masters)
         self._decay = config.decay
 
     @torch.no_grad()
@@ -222,13 +242,3 @@ class WeightEma:
         """Include `masters`, [...] each, the weights after an applied optimizer step."""
         for name, weight in masters:
             self.shards[name].lerp_(weight.detach(), 1.0 - self._decay)
-
-    @torch.no_grad()
-    def swap(self, masters: Masters) -> None:
-        """Exchange the averages and the weights `masters`, [...] each, bit by bit."""
-        for name, weight in masters:
-            average = self.shards[name]
-            # One copy at a time.
-            current = weight.detach().clone()
-            weight.detach().copy_(average)
-            average.copy_(current)

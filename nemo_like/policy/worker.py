@@ -26,7 +26,7 @@ from nemo_like.policy.batching import shared_prefix_mode
 from nemo_like.policy.decoder_layers import CompilationCounter
 from nemo_like.policy.device import DeviceInfo, peak_flops, reset_peak_memory, total_memory_bytes
 from nemo_like.policy.engine import Engine
-from nemo_like.policy.frozen_models import BaseModelReference, ReferenceModel, Teachers, WorkerSave
+from nemo_like.policy.frozen_models import ReferenceModel, SharedReference, Teachers, WorkerSave
 from nemo_like.policy.heads.row_outputs import (
     compute_row_logprobs,
     keeping_logprobs,
@@ -69,13 +69,13 @@ class PolicyWorker:
         reference: Engine | None,
         teachers: Sequence[Engine] = (),
     ) -> None:
-        """`reference` is `policy` itself if the reference is the policy without adapters."""
+        """`reference` is `policy` itself if the reference shares its frozen weights."""
         self.config = config
         self.engine = policy
-        self._reference: ReferenceModel | BaseModelReference | None = None
+        self._reference: ReferenceModel | SharedReference | None = None
         self.engines = [policy]
         if reference is policy:
-            self._reference = BaseModelReference(policy)
+            self._reference = SharedReference(policy, config.lora)
         elif reference is not None:
             self._reference = ReferenceModel(reference)
             self.engines.append(reference)

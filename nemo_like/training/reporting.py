@@ -170,7 +170,7 @@ def header_lines(
     elif config.policy.adapter is None:
         sizes += ", all trained"
     yield f"model: {config.policy.model_name}, {sizes}"
-    adapters = adapter_line(config.policy, model)
+    adapters = adapter_line(config, model)
     if adapters is not None:
         yield adapters
     yield device_line(config)
