@@ -340,7 +340,13 @@ class _ScoringChecks:
             worker.close()
 
     def _described(self, outcome: StepOutcome, encoder: ChatEncoder | None) -> str:
-        """Describe an outcome. Raises ConfigError if its observation cannot be encoded."""
+        """Describe an outcome.
+
+        Raises EnvironmentFailure for a failed step, and ConfigError if its observation cannot be
+        encoded.
+        """
+        if outcome.failure is not None:
+            raise outcome.failure
         if outcome.is_timeout:
             section = self.config.environment
             raise ConfigError(

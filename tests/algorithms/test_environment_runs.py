@@ -5,6 +5,7 @@ worker of the environment that dies.
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.cli import main
 from nemo_like.commands.validate import validate
+from nemo_like.environments.reward import RewardError
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.recipe import Recipe
 
@@ -104,6 +106,79 @@ def test_an_asynchronous_run_on_ray_survives_a_worker_of_the_environment(
         assert line["staleness/max"] <= 1
 
 
+FLAKY = (
+    *GAME[2:],
+    "environment.path=tests.environments.user_environments.Flaky",
+    "~reward.functions.digits",
+    "reward.max_error_share=0.9",
+    "grpo.max_num_steps=1",
+    "grpo.val_period=0",
+    "grpo.val_at_start=false",
+    "data.validation_path=null",
+)
+
+
+@pytest.mark.parametrize("on_error", ["zero", "drop"])
+def test_a_run_goes_on_without_the_conversations_whose_environment_failed(
+    recipe: Recipe, on_error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run_grpo(recipe.grpo(*FLAKY, f"environment.on_error={on_error}"))
+    _check_failures(result.directory.path, result.last, is_dropped=on_error == "drop")
+    output = capsys.readouterr().out
+    assert output.count("warning: environment.path tests.environments.user_environments.Flaky") == 1
+    assert "step raised KeyError: 'city'" in output
+    with pytest.raises(RewardError, match=r"max_error_share 0\.1(.|\n)*Flaky step raised KeyError"):
+        run_grpo(
+            recipe.grpo(
+                *FLAKY,
+                f"environment.on_error={on_error}",
+                "reward.max_error_share=0.1",
+                "run_name=limited",
+            )
+        )
+
+
+def test_an_environment_on_ray_fails_in_some_conversations(
+    recipe: Recipe, joined_ray: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = [*FLAKY, "environment.on_error=drop", "cluster.backend=ray"]
+    options += ["environment.num_workers=2", "cluster.cpus_per_worker=0.5"]
+    recipe.grpo(*options)
+    code = main(["grpo", "--config", str(recipe.folder / "grpo.yaml"), *options])
+    output, errors = capfd.readouterr()
+    assert code == 0, output[-3000:] + errors[-3000:]
+    run = recipe.folder / "grpo"
+    _check_failures(run, read_metrics(run)[-1], is_dropped=True)
+
+
+def _check_failures(run: Path, metrics: dict[str, float], *, is_dropped: bool) -> None:
+    """Of `Flaky`: by the texts of the records, and their rewards by definition."""
+    records = _rollout(run, 1)
+    rewards = []
+    num_failed = 0
+    for record in records:
+        turns = [each["content"] for each in record["messages"] if each["role"] == "assistant"]
+        # Every turn but the last was answered.
+        assert all(zlib.crc32(turn.encode()) % 4 for turn in turns[:-1])
+        has_failed = zlib.crc32(turns[-1].encode()) % 4 == 0
+        assert has_failed == ("error" in record) == (record["ended_by"] == "error")
+        if has_failed:
+            num_failed += 1
+            assert "Flaky step raised KeyError: 'city'" in record["error"]
+            assert record["dropped"] == is_dropped and record["reward"] == 0
+            assert not is_dropped or record["advantage"] == 0
+        else:
+            assert record["reward"] == 0.5 * len(turns)
+        if not has_failed or not is_dropped:
+            rewards.append(record["reward"])
+    assert 0 < num_failed < len(records) == 32
+    assert metrics["reward/num_errors"] == metrics["reward/num_errors_raised"] == num_failed
+    assert metrics["reward/num_dropped"] == num_failed * is_dropped
+    assert metrics["conversation/ended_by_error_share"] == num_failed / 32
+    assert metrics["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
+    assert metrics["policy/grad_norm"] > 0
+
+
 def test_validate_steps_the_environment_with_the_first_row(recipe: Recipe) -> None:
     report = validate(recipe.grpo(*GAME))
     assert report.problems == ()
@@ -112,4 +187,5 @@ def test_validate_steps_the_environment_with_the_first_row(recipe: Recipe) -> No
     scripted = "environment.path=tests.environments.user_environments.Scripted"
     (problem,) = validate(recipe.grpo(scripted)).problems
     assert "Scripted step raised KeyError: 'num_turns'" in problem
+    assert validate(recipe.grpo(scripted, "environment.on_error=zero")).problems == (problem,)
     assert "grpo_train.jsonl" in problem

@@ -6,7 +6,9 @@ import asyncio
 import os
 import threading
 import time
+import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +151,15 @@ class Sleeping:
     def step(self, conversation: Conversation) -> StepResult:
         time.sleep(float(conversation.row["seconds"]))
         return StepResult(done=True)
+
+
+class Flaky(GuessingGame):
+    """Fails in one of four turns, by their texts; every turn has a reward."""
+
+    def step(self, conversation: Conversation) -> StepResult:
+        if zlib.crc32(conversation.completion.encode()) % 4 == 0:
+            raise KeyError("city")
+        return replace(super().step(conversation), reward=0.5)
 
 
 class DiesOnce(GuessingGame):
