@@ -162,8 +162,8 @@ class Flaky(GuessingGame):
         return replace(super().step(conversation), reward=0.5)
 
 
-class DiesOnce(GuessingGame):
-    """Ends its process at the first step of a run, and plays afterwards."""
+class DiesOnce(Flaky):
+    """Ends its process at the first step of a run, and fails sometimes afterwards."""
 
     def __init__(self, marker: str) -> None:
         super().__init__()
