@@ -111,8 +111,7 @@ def learning_rate(step: int, optimizer: OptimizerConfig, scheduler: SchedulerCon
 def learning_rate_scale(scheduler: SchedulerConfig, counts: GlobalCounts) -> float:
     """Return the factor of the learning rate for a step with these rows and trained tokens.
 
-    A step without trained tokens has the factor 0: weight decay and momentum must not change the
-    weights.
+    A step without trained tokens, which changes nothing, has the factor 0.
     """
     if counts.num_tokens == 0:
         return 0.0

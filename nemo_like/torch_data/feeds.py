@@ -10,7 +10,7 @@ import copy
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
@@ -202,6 +202,9 @@ class MapFeed(Generic[Sample]):
         self._generators = RowGenerators()
         self._may_repeat = True
         """True if rows of an earlier epoch may wait."""
+        self.compares_rows = False
+        """The ranks compare the contents of a few rows; not after a state was loaded."""
+        self._fingerprint: tuple[int, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -210,11 +213,13 @@ class MapFeed(Generic[Sample]):
 
     @property
     def source(self) -> tuple[int, ...]:
-        """The rows that the ranks divide: their number, and the seed and shuffling of the order."""
-        num_rows = len(self._dataset)
+        """The rows that the ranks divide: their number, the contents of two of them once rows were
+        fetched, and seed and shuffling of the order.
+        """
+        source = (len(self._dataset), *self._fingerprint)
         if isinstance(self._order, SamplerOrder):
-            return (num_rows,)
-        return num_rows, self._order.seed, int(self._order.shuffle)
+            return source
+        return *source, self._order.seed, int(self._order.shuffle)
 
     @property
     def epoch(self) -> int:
@@ -260,16 +265,32 @@ class MapFeed(Generic[Sample]):
         first = self.epoch * self._order.num_rows if self._is_endless else 0
         rest = self._order.left[: self._order.num_left - self._num_unused]
         numbers = [*waiting, *(rest + first).tolist()]
-        fetched = self._fetched(numbers)
+        compared = self._compared_rows()
+        fetched = self._fetched(numbers, compared)
+        if compared:
+            found = [int(next(fetched)) for _ in compared]
+            # Not of rows with random numbers that `RowGenerators` does not seed.
+            is_stable = found[::2] == found[1::2]
+            self._fingerprint = tuple(found[::2]) if is_stable else ()
+            self.compares_rows = False
         yield from map(Numbered, waiting, fetched)
         for number, sample in zip(numbers[len(waiting) :], fetched, strict=True):
             self._order.take(1)
             yield Numbered(number, sample)
 
-    def _fetched(self, numbers: list[int]) -> Iterator[Sample]:
+    def _compared_rows(self) -> list[_Key]:
+        """Return the keys of the first and the last row of the dataset, each twice."""
+        num_rows = len(self._dataset)
+        if not (self.compares_rows and self._seed_rows and num_rows):
+            return []
+        return [_Key(0, _COMPARED, row) for row in (0, 0, num_rows - 1, num_rows - 1)]
+
+    def _fetched(self, numbers: list[int], compared: list[_Key]) -> Iterator[Any]:
+        """Fetch the fingerprints of `compared`, and then the rows with these numbers."""
         num_rows = self._order.num_rows
         epochs = [number // num_rows if self._is_endless else self.epoch for number in numbers]
-        self._batches.keys = list(map(_Key, epochs, numbers, map(self.row_of, numbers)))
+        keys = map(_Key, epochs, numbers, map(self.row_of, numbers))
+        self._batches.keys = [*compared, *keys]
         seed = self._order.seed if self._seed_rows else None
         rows = _Rows(self._dataset, seed, self._generators)
         if self._options.num_workers == 0:
@@ -291,6 +312,7 @@ class MapFeed(Generic[Sample]):
             raise ValueError("the state belongs to an iterable dataset, but this one is map-style")
         self._order.load_state_dict(state["order"])
         self._may_repeat = True
+        self.compares_rows = False
 
     def load_global_state(
         self, states: Sequence[Mapping[str, Any]], waiting: Sequence[Sequence[int]]
@@ -306,6 +328,7 @@ class MapFeed(Generic[Sample]):
                 " DataLoader instead of a sampler"
             )
         self._order.load_global_state([state["order"] for state in states], waiting)
+        self.compares_rows = False
 
 
 class IterableFeed(Generic[Sample]):
@@ -434,6 +457,10 @@ class IterableFeed(Generic[Sample]):
             )
 
 
+_COMPARED = -1
+"""Number of a row of which only the fingerprint is fetched."""
+
+
 class _Key(NamedTuple):
     """What a worker needs to fetch a row: everything that varies is in the key."""
 
@@ -472,6 +499,11 @@ class _Rows(Dataset[Any]):
         return list(map(self.__getitem__, keys))
 
     def __getitem__(self, key: _Key) -> Any:
+        if key.number == _COMPARED:
+            # A row that cannot be read is an error of the rank that trains on it.
+            with suppress(Exception):
+                return fingerprint(self[key._replace(number=0)])
+            return 0
         try:
             if self._seed is None:
                 return self._dataset[key.row]
@@ -481,6 +513,23 @@ class _Rows(Dataset[Any]):
         except StopIteration as error:
             # It would end the epoch without a message.
             raise RuntimeError(f"the dataset raised StopIteration for row {key.row}") from error
+
+
+def fingerprint(sample: Any) -> int:
+    """Return a checksum of the numbers, texts, arrays and tensors in a sample."""
+    checksum = 0
+
+    def add(value: Any) -> Any:
+        nonlocal checksum
+        if isinstance(value, str | bytes | int | float | np.ndarray | torch.Tensor):
+            array = np.asarray(value)
+            # The bytes of objects are their addresses.
+            if array.dtype != object:
+                checksum = zlib.crc32(array.tobytes(), checksum)
+        return value
+
+    _replaced(sample, add)
+    return checksum
 
 
 class RowGenerators:

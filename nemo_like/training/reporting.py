@@ -127,6 +127,27 @@ def full_length_metrics(work: StepWork, config: PolicyConfig) -> Metrics:
     return {"data/full_length_share": Mean(num_full, float(len(work.lengths)))}
 
 
+def untrained_text(config: RunConfig, metrics: Mapping[str, float]) -> str:
+    """Return the error of a run that has not trained a token; `metrics` are those of a step."""
+    policy = config.policy
+    cause = (
+        f"the rows have no token that data.train_on={config.data.train_on} selects: check their"
+        " columns and messages, and the chat template"
+    )
+    if config.generates:
+        cause = (
+            "all completions were left out: check reward.on_error, environment.on_error,"
+            " grpo.overlong.filter and grpo.dynamic_sampling"
+        )
+    elif metrics.get("data/full_length_share"):
+        cause = (
+            f"rows are truncated before the first token with loss (policy.oversize_rows=truncate):"
+            f" raise policy.max_total_sequence_length (now {policy.max_total_sequence_length}), or"
+            " set policy.oversize_rows to error or drop"
+        )
+    return f"no step of this run has trained a token, so there is no model to export; {cause}"
+
+
 def plan_metrics(plan: BatchPlan) -> Metrics:
     """Return the metrics of the step's packing and balance."""
     return {name: Mean(value) for name, value in plan.metrics().items()}

@@ -676,9 +676,15 @@ def test_what_is_no_epoch_is_an_error(epoch: Any) -> None:
 
 
 @pytest.mark.parametrize("uses_online_batches", [True, False])
-def test_ranks_with_different_datasets_are_an_error_of_all_ranks(uses_online_batches: bool) -> None:
+@pytest.mark.parametrize("differ", ["size", "contents"])
+def test_ranks_with_different_datasets_are_an_error_of_all_ranks(
+    uses_online_batches: bool, differ: str
+) -> None:
     def work(coordinator: Coordinator) -> str:
-        rows = Rows([3] * (12, 4)[coordinator.rank])
+        rows: Any = Rows([3] * (12, 4)[coordinator.rank])
+        if differ == "contents":
+            # Of one length: each rank has rows of its own already.
+            rows = [{"input_ids": [coordinator.rank] * 3} for _ in range(12)]
         if uses_online_batches:
             loader = DataLoader(rows, batch_size=1, collate_fn=list)
             steps = online_batches(loader, 8, collate_fn=list, coordinator=coordinator).loader
