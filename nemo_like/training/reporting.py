@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nemo_like.config.errors import counted
+from nemo_like.config.errors import ConfigError, counted
 from nemo_like.config.parallel import num_policy_workers, policy_layout
 from nemo_like.config.schema import PolicyConfig, RunConfig
 from nemo_like.data.chat import ChatEncoder
@@ -127,25 +127,34 @@ def full_length_metrics(work: StepWork, config: PolicyConfig) -> Metrics:
     return {"data/full_length_share": Mean(num_full, float(len(work.lengths)))}
 
 
-def untrained_text(config: RunConfig, metrics: Mapping[str, float]) -> str:
-    """Return the error of a run that has not trained a token; `metrics` are those of a step."""
+TRAINED = "num_trained_tokens"
+"""Counter of the trained tokens of a run."""
+
+
+def new_counters() -> dict[str, float]:
+    """Return the counters of a new run, which are logged as `progress/<name>`."""
+    return {"num_tokens": 0.0, "num_rows": 0.0, TRAINED: 0.0}
+
+
+def check_trained(config: RunConfig, counters: Mapping[str, float]) -> None:
+    """Raise ConfigError if no step of a run has trained a token.
+
+    Checkpoints of earlier versions have no such counter.
+    """
+    if counters.get(TRAINED) != 0:
+        return
     policy = config.policy
     cause = (
-        f"the rows have no token that data.train_on={config.data.train_on} selects: check their"
-        " columns and messages, and the chat template"
+        "the rows have no token with loss within policy.max_total_sequence_length"
+        f" {policy.max_total_sequence_length}, to which policy.oversize_rows={policy.oversize_rows}"
+        " cuts them: raise it, or set policy.oversize_rows to error or drop"
     )
     if config.generates:
         cause = (
             "all completions were left out: check reward.on_error, environment.on_error,"
             " grpo.overlong.filter and grpo.dynamic_sampling"
         )
-    elif metrics.get("data/full_length_share"):
-        cause = (
-            f"rows are truncated before the first token with loss (policy.oversize_rows=truncate):"
-            f" raise policy.max_total_sequence_length (now {policy.max_total_sequence_length}), or"
-            " set policy.oversize_rows to error or drop"
-        )
-    return f"no step of this run has trained a token, so there is no model to export; {cause}"
+    raise ConfigError(f"no step of this run has trained a token, so nothing is exported; {cause}")
 
 
 def plan_metrics(plan: BatchPlan) -> Metrics:

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nemo_like.config.errors import ConfigError, counted
+from nemo_like.config.errors import counted
 from nemo_like.config.load import to_dict
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
@@ -49,12 +49,12 @@ from nemo_like.training.reporting import (
     StepWork,
     full_length_metrics,
     header_lines,
+    new_counters,
     start_line,
     start_warnings,
     step_line,
     step_note,
     throughput_metrics,
-    untrained_text,
 )
 from nemo_like.training.rollout_workers import open_collector
 from nemo_like.training.run_data import RunData, load_position, loader_metrics
@@ -64,8 +64,6 @@ from nemo_like.training.weights import GeneratorWeights
 from nemo_like.training.workers import RunWorkers, start_workers
 
 logger = logging.getLogger(__name__)
-TRAINED = "num_trained_tokens"
-"""Counter of the trained tokens of a run."""
 Value = TypeVar("Value")
 
 
@@ -118,9 +116,7 @@ class TrainingRun:
     findings: AppendedFile = field(init=False)
     tracker: Tracker = field(init=False)
     lengths: AppendedFile = field(init=False)
-    counters: dict[str, float] = field(
-        default_factory=lambda: {"num_tokens": 0.0, "num_rows": 0.0, TRAINED: 0.0}
-    )
+    counters: dict[str, float] = field(default_factory=new_counters)
     last_logged_s: float = field(default_factory=time.monotonic)
     opened_s: float = field(default_factory=time.monotonic)
     num_skipped_in_a_row: int = 0
@@ -196,7 +192,7 @@ class TrainingRun:
                 "resume: the training rows changed since the checkpoint; the run continues in epoch"
                 f" {loader.epoch + 1} with the new rows (data.allow_changed_rows)"
             )
-        self.counters.update(state.counters)
+        self.counters = dict(state.counters)
         self.selection.load_state_dict(state.selection)
         self.progress.print_line(f"resumed from {checkpoint.path}")
         return state.step
@@ -407,20 +403,12 @@ class TrainingRun:
             hint = "resume=true continues the run"
         raise RunStopped(f"stopped by {reason} after step {step}: {hint}", self.stop.exit_code)
 
-    def check_trained(self) -> None:
-        """Raise ConfigError if no optimizer step of the run has trained a token."""
-        if self.counters[TRAINED] == 0:
-            raise ConfigError(untrained_text(self.config, self.last))
-
     def finalize(self, step: int) -> RunResult:
         """Export the model if configured and return the result of the run.
 
-        Raises ConfigError if no step has trained a token, and RunStopped after a stop request if
-        there is an export to write: it can take longer than the time that a scheduler grants after
-        a signal.
+        Raises RunStopped after a stop request if there is an export to write: it can take longer
+        than the time that a scheduler grants after a signal.
         """
-        if step > 0:
-            self.check_trained()
         exports = self.config.checkpointing.export_hf
         if self.stop.reason is not None and exports:
             raise RunStopped(

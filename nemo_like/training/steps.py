@@ -35,8 +35,8 @@ from nemo_like.rollout.conversations import Prompt
 from nemo_like.rollout.records import record_sample
 from nemo_like.rollout.rows import Rollout, row_seeds
 from nemo_like.run.files import AppendedFile, reporting_write_errors
-from nemo_like.training.reporting import StepWork
-from nemo_like.training.run import TRAINED, RunResult, TrainingRun, open_training_run
+from nemo_like.training.reporting import TRAINED, StepWork, check_trained
+from nemo_like.training.run import RunResult, TrainingRun, open_training_run
 from nemo_like.training.run_data import ExampleSource, ExampleT, PromptSet, named_metrics
 
 TOTAL = "num_skipped_steps"
@@ -380,12 +380,13 @@ def _train(
             if is_due(step, run.config.epoch_loop.val_period, is_last=is_last):
                 run.add_metrics(task.validate(run, step))
             run.log_step(step, work)
+            # With a mixture an epoch need not have every row.
             if loader.epoch > 0 and loader.mixture is None:
-                # Every row was visited.
-                run.check_trained()
+                check_trained(run.config, run.counters)
             # After the log, because it can end the run.
             stop_if_too_many(run, step, loader)
             run.save_if_due(step, loader, is_last=is_last)
+    check_trained(run.config, run.counters)
     num_left_out = loader.num_left_out(source.rows.is_kept)
     if num_left_out:
         run.progress.print_line(

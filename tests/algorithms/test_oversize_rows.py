@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from nemo_like.algorithms.grpo import data as grpo_data
 from nemo_like.algorithms.grpo.loop import run_grpo
-from nemo_like.algorithms.preferences.loop import run_dpo, run_rm
+from nemo_like.algorithms.preferences.loop import run_rm
 from nemo_like.algorithms.sft import data as sft_data
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.commands.validate import validate
@@ -236,48 +236,31 @@ def test_steps_without_a_trained_token_warn_and_change_nothing(
         assert (found[name] - weight).norm() < 0.05 * change, name
 
 
-def test_a_run_without_a_trained_token_is_an_error(
-    recipe: Recipe, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_without_a_trained_token_is_an_error(recipe: Recipe):
     path = recipe.folder / "rows.jsonl"
-    row = {"prompt": "1+" * 90, "completion": "2", "chosen": "2", "rejected": "3"}
-    path.write_text((json.dumps(row) + "\n") * 16)
-    options = [
+    path.write_text(f'{{"prompt": "{"1+" * 90}", "completion": "2"}}\n' * 32)
+    options = (
         f"data.train_path={path}",
-        f"data.validation_path={recipe.demo}/dpo_validation.jsonl",
+        "data.validation_path=null",
+        "sft.val_period=0",
+        "sft.val_at_start=false",
         "policy.oversize_rows=truncate",
         "policy.max_total_sequence_length=64",
-    ]
-    text = r"no step .* trained a token.*: raise policy\.max_total_sequence_length \(now 64\)"
-    with pytest.raises(ConfigError, match=text):
-        run_dpo(recipe.dpo(*options, "dpo.max_num_steps=1"))
-    assert not (recipe.folder / "dpo" / "hf").exists()
-    options[1] = "data.validation_path=null"
-    # At the end of the first epoch.
-    steps = ("sft.max_num_epochs=9", "sft.max_num_steps=9", "checkpointing.enabled=false")
-    with pytest.raises(ConfigError, match=text):
-        run_sft(recipe.sft(*options, *steps))
-    assert [line["step"] for line in read_metrics(recipe.folder / "sft")] in ([1], [1, 2])
-    # No row is cut: a template marks nothing as an answer.
-    path.write_text((json.dumps(row | {"prompt": "1+"}) + "\n") * 16)
-    template = recipe.folder / "template.jinja"
-    template.write_text(
-        "{% for m in messages %}{{ m.content }}{% generation %}{% endgeneration %}{% endfor %}"
     )
-    with pytest.raises(ConfigError, match=r"trained a token.*no token that data\.train_on=assist"):
-        run_sft(recipe.sft(*options, *steps, f"policy.chat_template={template}", "run_name=b"))
+    text = r"no step .* trained a token.* within policy\.max_total_sequence_length 64, to which pol"
+    with pytest.raises(ConfigError, match=text):
+        run_sft(recipe.sft(*options, "sft.max_num_steps=1", "run_name=short"))
+    assert not (recipe.folder / "short" / "hf").exists()
+    # At the end of the first epoch.
+    with pytest.raises(ConfigError, match=text):
+        run_sft(recipe.sft(*options, "sft.max_num_epochs=9", "sft.max_num_steps=9"))
+    assert len(read_metrics(recipe.folder / "sft")) == 2
     # Every completion is as long as the limit, and left out.
+    options = ("policy.generation.max_new_tokens=1", "grpo.overlong.filter=true")
+    options += ("data.validation_path=null", "grpo.val_period=0", "grpo.val_at_start=false")
     with pytest.raises(ConfigError, match=r"all completions were left out: check reward\.on_er"):
-        run_grpo(
-            recipe.grpo(
-                "grpo.max_num_steps=1",
-                "grpo.overlong.filter=true",
-                "policy.generation.max_new_tokens=1",
-                "data.validation_path=null",
-                "grpo.val_period=0",
-                "grpo.val_at_start=false",
-            )
-        )
+        run_grpo(recipe.grpo("grpo.max_num_steps=1", *options))
+    assert not (recipe.folder / "grpo" / "hf").exists()
 
 
 def test_a_run_with_encoding_processes_equals_one_without(recipe: Recipe):
