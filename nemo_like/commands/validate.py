@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _POLL_S = 1.0
-_LIMIT_S = 60.0
+MAX_CALL_S = 60.0
 """Time limit of a call of a user's code for which the config sets none."""
 
 
@@ -258,7 +258,7 @@ class _ScoringChecks:
         functions = self.diagnostics.check(lambda: load_reward_functions(reward.functions))
         if not functions or self.sample is None:
             return
-        timeout_s = reward.timeout_s or _LIMIT_S
+        timeout_s = reward.timeout_s or MAX_CALL_S
         worker = RewardWorker(None, functions=reward.functions, timeout_s=timeout_s)
         for name, config in reward.functions.items():
             try:
@@ -324,7 +324,7 @@ class _ScoringChecks:
     def check_environment(self, encoder: ChatEncoder | None) -> None:
         """Import the environment; reset it, step it once, and encode its observation."""
         section = self.config.environment
-        section = replace(section, timeout_s=section.timeout_s or _LIMIT_S)
+        section = replace(section, timeout_s=section.timeout_s or MAX_CALL_S)
         worker = self.diagnostics.check(lambda: EnvironmentWorker(None, config=section))
         if worker is None:
             return
@@ -358,7 +358,7 @@ class _ScoringChecks:
             raise outcome.failure
         if outcome.is_timeout:
             section = self.config.environment
-            limit = f"the {_LIMIT_S:g} s that `validate` waits without environment.timeout_s"
+            limit = f"the {MAX_CALL_S:g} s that `validate` waits without environment.timeout_s"
             if section.timeout_s is not None:
                 limit = f"environment.timeout_s {section.timeout_s:g}; raise it"
             raise ConfigError(

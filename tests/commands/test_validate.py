@@ -608,7 +608,7 @@ def test_rewards_that_hang_are_told_after_their_time_limit(
         name: RewardFunctionConfig(path=f"hanging_rewards.{name}")
         for name in ("sleeps", "waits", "good")
     }
-    monkeypatch.setattr(validate_module, "_LIMIT_S", 0.5)
+    monkeypatch.setattr(validate_module, "MAX_CALL_S", 0.5)
     for timeout_s, limit in (
         (0.5, "reward.timeout_s 0.5"),
         (None, "the 0.5 s that `validate` waits without reward.timeout_s"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 import random
 from collections import Counter
 from typing import Any
@@ -701,3 +702,22 @@ def test_ranks_with_different_datasets_are_an_error_of_all_ranks(
 
     first, second = run_ranks(2, work)
     assert first == second
+
+
+def test_rows_with_random_numbers_of_their_own_are_not_compared() -> None:
+    class Noisy(Rows):
+        """Of one length, with contents that no generator determines."""
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {**super().__getitem__(index), "noise": os.urandom(8)}
+
+    def work(coordinator: Coordinator) -> list[int]:
+        dataset = LoadBalancedDataset(
+            ShardedIterableDataset(Noisy([3] * 12), coordinator.rank, 2),
+            coordinator=coordinator,
+            max_tokens_for_batch=8,
+            infinite_loop=False,
+        )
+        return [row["number"] for group in dataset for batch in group for row in batch]
+
+    assert sorted(itertools.chain(*run_ranks(2, work))) == list(range(12))
