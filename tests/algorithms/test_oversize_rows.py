@@ -188,9 +188,16 @@ def test_rows_that_truncation_leaves_without_loss_are_reported(recipe: Recipe):
     assert warning.startswith("1 of the rows sampled") and "rows.jsonl:4" in warning
 
 
-@pytest.mark.parametrize("optimizer", usually(["adamw", "muon"], "adamw"))
+@pytest.mark.parametrize(
+    "engine",
+    usually(
+        ["optimizer.name=adamw", "optimizer.name=muon", "engine=megatron"],
+        "optimizer.name=adamw",
+        "engine=megatron",
+    ),
+)
 def test_steps_without_a_trained_token_warn_and_change_nothing(
-    recipe: Recipe, optimizer: str, capsys: pytest.CaptureFixture[str]
+    recipe: Recipe, engine: str, capsys: pytest.CaptureFixture[str]
 ):
     """The first step trains nothing; the second has one row with a trained token in 16."""
     path = recipe.folder / "rows.jsonl"
@@ -201,7 +208,7 @@ def test_steps_without_a_trained_token_warn_and_change_nothing(
         "policy.oversize_rows=truncate",
         "policy.max_total_sequence_length=64",
         "policy.optimizer.weight_decay=0.5",
-        f"policy.optimizer.name={optimizer}",
+        f"policy.{engine}",
         "policy.scheduler.warmup_steps=0",
         "policy.scheduler.kind=constant",
         "sft.val_at_start=false",
