@@ -50,7 +50,7 @@ class AdapterConfig:
 
     enabled: bool = False
     """Train adapters only. Weights are stored in `policy.precision`, and checkpoints have the
-    adapters. The reference policy is the model without adapters, which needs no second copy."""
+    adapters. The reference policy needs no second copy of the model."""
     rank: Annotated[int, Ge(1)] = 16
     """Rank of the update of each layer."""
     alpha: Annotated[float, Gt(0)] = 32.0
@@ -78,7 +78,10 @@ class AdapterConfig:
     """Directory of an adapter in the format of PEFT with which training starts, e.g. `hf/adapter`
     of another run. Its rank, alpha and layers must be those set here. null starts with new
     adapters."""
-
+    reference: Literal["base", "adapter"] = "base"
+    """The reference policy of DPO, IPO and a KL penalty. `base`: the model without adapters.
+    `adapter`: the model with the adapter of `adapter_path`, also after a resume, so that a run
+    starts at its reference; every rank keeps a copy of its shard in host memory."""
     weight_sync: Literal["auto", "merged", "adapter"] = "auto"
     """What the generator receives after each step. `merged`: all weights, W + scale B A, rounded to
     `policy.precision`. `adapter`: A and B alone, and the generator computes W x + scale B A x like

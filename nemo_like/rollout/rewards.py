@@ -184,7 +184,6 @@ class ModelRewards:
         more failed than `reward.max_error_share` allows.
         """
         conversations = [scored_conversation(sample, self._data) for sample in samples]
-        job.drops_problems = self._config.on_error == "drop"
         for model in self._models:
             values, problems = model.score(conversations)
             self._add_problems(job, samples, model, problems)
@@ -211,5 +210,4 @@ class ModelRewards:
                 continue
             if self._config.on_error == "stop":
                 raise RewardError.from_problem(problem, samples[row])
-            if row not in job.reward_problems:
-                job.add_problem(row, problem, self._config)
+            job.add_problem(row, problem, self._config)

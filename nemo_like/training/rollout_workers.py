@@ -197,7 +197,7 @@ def open_collector(
     conversations = None
     if workers.environment is not None:
         conversations = ConversationDriver(
-            workers.environment, ObservationEncoder(encoder), config.environment
+            workers.environment, ObservationEncoder(encoder), config.environment, config.reward
         )
     return RolloutCollector(workers.generator, workers.rewards, encoder.tokenizer, conversations)
 

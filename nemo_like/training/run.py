@@ -50,6 +50,7 @@ from nemo_like.training.reporting import (
     StepWork,
     full_length_metrics,
     header_lines,
+    new_counters,
     start_line,
     start_warnings,
     step_line,
@@ -116,7 +117,7 @@ class TrainingRun:
     findings: AppendedFile = field(init=False)
     tracker: Tracker = field(init=False)
     lengths: AppendedFile = field(init=False)
-    counters: dict[str, float] = field(default_factory=lambda: {"num_tokens": 0.0, "num_rows": 0.0})
+    counters: dict[str, float] = field(default_factory=new_counters)
     last_logged_s: float = field(default_factory=time.monotonic)
     opened_s: float = field(default_factory=time.monotonic)
     num_skipped_in_a_row: int = 0
@@ -192,7 +193,7 @@ class TrainingRun:
                 "resume: the training rows changed since the checkpoint; the run continues in epoch"
                 f" {loader.epoch + 1} with the new rows (data.allow_changed_rows)"
             )
-        self.counters.update(state.counters)
+        self.counters = dict(state.counters)
         self.selection.load_state_dict(state.selection)
         self.progress.print_line(f"resumed from {checkpoint.path}")
         return state.step

@@ -594,6 +594,12 @@ def test_rows_of_one_completion_and_a_label_are_not_sent_to_sft(tmp_path: Path) 
     row = {"prompt": "2+2=?", "completion": "5", "label": False}
     with pytest.raises(ConfigError, match=r"a label \(KTO\) have no loss here; write pairs"):
         load_one(tmp_path, row, PREFERENCE_ROWS)
+    messages = [USER, {"role": "assistant", "content": "5"}]
+    for undesirable in (row, {"messages": messages, "label": "False"}):
+        with pytest.raises(ConfigError, match=r"label is false.*\(KTO\).*data\.on_bad_row=skip"):
+            load_one(tmp_path, undesirable, SFT_ROWS)
+    for value in (True, None, "false positive", 0):
+        load_one(tmp_path, {**row, "label": value}, SFT_ROWS)
 
 
 def test_messages_and_tools_may_be_lists_of_json_texts(tmp_path: Path) -> None:

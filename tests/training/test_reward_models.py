@@ -166,7 +166,7 @@ def test_a_conversation_above_the_limit_is_a_failure_or_loses_its_beginning(
     errors: list[OnError] = ["zero", "drop"]
     for on_error in errors:
         job = score(model, ANSWERS, on_error=on_error, max_error_share=0.5)
-        assert job.drops_problems == (on_error == "drop")
+        assert job.dropped_rows == ({2, 3} if on_error == "drop" else set())
         assert list(job.reward_problems) == [2, 3]
         assert job.components["quality"][3] == 0 and job.components["quality"][0] != 0
     with pytest.raises(RewardError, match=r"1 of 5 completions failed, above reward.max_error"):
