@@ -641,15 +641,15 @@ def test_a_completion_that_continues_the_prompt_has_no_system_turn() -> None:
     ("row", "message"),
     [
         ({**BEFORE, "messages": [USER, {"role": "assistant"}]}, r"messages\[1\]\.content is null"),
-        ({**BEFORE, "prompt": [USER, 5], "completion": "4"}, r"prompt\[1\] is 5, not an object"),
-        ({"system": 5, "prompt": "a", "completion": "b"}, r" system is 5, not a text"),
+        ({**BEFORE, "prompt": [USER, 5], "completion": "4"}, r"prompt\[1\] is 5 .*, not an object"),
+        ({"system": 5, "prompt": "a", "completion": "b"}, r" system is 5 .*, not a text"),
         (
             {"system": [{"type": "image"}], "prompt": "a", "completion": "b"},
             r" system\[0\] is .*not a part with a text",
         ),
         (
             {"history": [["a", "b"], ["a", 5]], "prompt": "a", "completion": "b"},
-            r" history\[1\]\.content is 5, not a text",
+            r" history\[1\]\.content is 5 .*, not a text",
         ),
         (
             {"history": [["a", "b"], {"from": "x", "value": "a"}], "prompt": "a", "answer": "b"},
