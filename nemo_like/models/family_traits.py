@@ -64,7 +64,7 @@ _COUNTED = """
     ernie4_5 ernie4_5_moe exaone4 flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite
     gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared hunyuan_v1_dense
     hunyuan_v1_moe hyperclovax jamba llama mellum minicpm3 minimax_m2 minimax_m3_vl_text ministral
-    ministral3 mistral mixtral mpt nanochat nemotron olmo olmo2 olmo3 olmo_hybrid olmoe persimmon
+    ministral3 mistral mixtral nanochat nemotron olmo olmo2 olmo3 olmoe persimmon
     phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
     seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
 """

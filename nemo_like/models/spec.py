@@ -20,13 +20,12 @@ from nemo_like.config.paths import model_directory
 from nemo_like.config.schema import OutputHead
 from nemo_like.models.config_fields import ConfigFields
 from nemo_like.models.family_traits import COUNTED_TYPES, TRAITS, FamilyTraits
+from nemo_like.models.linear_attention import linear_attention_layers, linear_attention_params
 
 SCORE_WEIGHT = "score.weight"
 """Name of the score head of a reward model, [1, hidden size]."""
 _ROPE = ("rope_parameters", "rope_scaling")
 """transformers 5 has the first, older files the second, which may be null."""
-_SOFTMAX_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-"""Values of `layer_types` with softmax attention; any other is linear in the length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +168,8 @@ class ModelSpec:
             has_mlp_bias=bool(fields.get("mlp_bias", default=False)),
             has_qk_norm=traits.has_qk_norm,
             windows=_windows(fields, traits, num_layers),
-            linear_attention_layers=_linear_attention_layers(fields, num_layers),
-            linear_attention_params=_linear_attention_params(fields, hidden_size),
+            linear_attention_layers=linear_attention_layers(fields, num_layers),
+            linear_attention_params=linear_attention_params(fields, hidden_size),
             num_attentions=traits.num_attentions,
             has_query_gate=traits.has_query_gate,
             rope_type=str(rope.get("rope_type") or rope.get("type", "default")),
@@ -398,35 +397,6 @@ def _rope_threshold(fields: ConfigFields) -> int | None:
             key = "original_max_position_embeddings"
             thresholds.append(original or fields.get(key, "max_position_embeddings"))
     return min(thresholds, default=None)
-
-
-def _linear_attention_layers(fields: ConfigFields, num_layers: int) -> frozenset[int]:
-    period = fields.get("attn_layer_period", default=None)
-    if period is not None:
-        # Jamba: all other layers are state space models (Mamba).
-        offset = fields.get("attn_layer_offset", default=0)
-        return frozenset(layer for layer in range(num_layers) if layer % period != offset)
-    kinds = fields.get("layer_types", default=None) or ()
-    return frozenset(layer for layer, kind in enumerate(kinds) if kind not in _SOFTMAX_KINDS)
-
-
-def _linear_attention_params(fields: ConfigFields, hidden_size: int) -> int:
-    """Return the parameters of a gated delta net (Qwen3-Next) or a Mamba layer (Jamba)."""
-    if fields.get("linear_key_head_dim", default=None) is not None:
-        num_value_heads = fields.size("linear_num_value_heads")
-        key = fields.size("linear_num_key_heads") * fields.size("linear_key_head_dim")
-        value = num_value_heads * fields.size("linear_value_head_dim")
-        # Queries, keys, values, their gate, two numbers per head, the output; a convolution.
-        projected = 2 * key + 2 * value + 2 * num_value_heads + value
-        return hidden_size * projected + (2 * key + value) * fields.size("linear_conv_kernel_dim")
-    rank = fields.get("mamba_dt_rank", default=None)
-    if rank is None:
-        return 0
-    rank = math.ceil(hidden_size / 16) if rank == "auto" else rank
-    inner = fields.size("mamba_expand") * hidden_size
-    # Input with its gate and output; the step size, B and C; the step size again; a convolution.
-    projected = 3 * hidden_size + (rank + 2 * fields.size("mamba_d_state")) + rank
-    return inner * (projected + fields.size("mamba_d_conv"))
 
 
 def _latent(fields: ConfigFields) -> LatentAttention | None:
