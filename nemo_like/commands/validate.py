@@ -196,6 +196,7 @@ def _describe_model(config: RunConfig, model: PretrainedConfig, diagnostics: Dia
     if max_positions:
         sizes += f", positions up to {max_positions:,}"
     diagnostics.add_lines("model", f"{config.policy.model_name}: {model.model_type}, {sizes}")
+    diagnostics.warnings += spec.estimate_warnings
     line = adapter_line(config, spec)
     if line is not None:
         diagnostics.add_lines("model", line)
