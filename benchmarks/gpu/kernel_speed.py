@@ -19,6 +19,7 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.heads.logprobs import token_logprobs
 from nemo_like.policy.inputs.attention import VarlenKernel, varlen_attention, varlen_kernel
 from nemo_like.policy.inputs.segment_attention import Spans
+from nemo_like.policy.outputs import LogitOptions, OutputEmbedding, TokenDistribution
 
 
 def time_attention(
@@ -108,7 +109,11 @@ def time_head(
     leaves = (hidden.requires_grad_(), weight.requires_grad_())
 
     def both() -> None:
-        outputs = token_logprobs(*leaves, labels, chunk_size=chunk_size, with_entropy=with_entropy)
+        embedding = OutputEmbedding(
+            hidden=leaves[0], weight=leaves[1], options=LogitOptions(chunk_size=chunk_size)
+        )
+        distribution = TokenDistribution(with_entropy=with_entropy)
+        outputs = token_logprobs(embedding, labels, distribution)
         loss = outputs.logprobs.sum()
         if outputs.entropy is not None:
             loss = loss + 0.01 * outputs.entropy.sum()

@@ -34,10 +34,10 @@ from nemo_like.policy.collectives import (
     sum_over,
 )
 from nemo_like.policy.device import ComputeClock, HostMemory, keep_freed_memory
-from nemo_like.policy.inputs.model_inputs import ModelInputs, TokenLogprobs
+from nemo_like.policy.inputs.model_inputs import ModelInputs
 from nemo_like.policy.lora import ADAPTER_DIRECTORY, AdapterState, write_adapter
 from nemo_like.policy.optim import LARGEST, Masters, WeightEma, all_within, clip_factor
-from nemo_like.sampling_filter import SamplingFilter
+from nemo_like.policy.outputs import PLAIN, TokenDistribution, TokenLogprobs
 
 ResultT = TypeVar("ResultT")
 
@@ -155,11 +155,9 @@ class Engine(ABC, Generic[OptimizerT]):
         self,
         microbatches: Iterable[ModelInputs],
         step_fn: StepFunction[ResultT],
+        distribution: TokenDistribution = PLAIN,
         *,
         backward: bool,
-        temperature: float = 1.0,
-        with_entropy: bool = False,
-        token_filter: SamplingFilter | None = None,
     ) -> list[ResultT]:
         """Run forward (and backward) of each microbatch; results in the given order.
 

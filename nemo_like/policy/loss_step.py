@@ -14,7 +14,8 @@ from nemo_like.losses import GlobalCounts, HostRows, Loss, LossInputs, LossMetri
 from nemo_like.metrics import Max, Mean, Metrics, Sum
 from nemo_like.policy.device import peak_memory_bytes
 from nemo_like.policy.engine import Engine
-from nemo_like.policy.inputs.model_inputs import NUM_TRAINED, ModelInputs, TokenLogprobs
+from nemo_like.policy.inputs.model_inputs import NUM_TRAINED, ModelInputs
+from nemo_like.policy.outputs import TokenLogprobs
 
 
 @dataclass

@@ -45,6 +45,7 @@ from nemo_like.policy.frozen_models import Teachers
 from nemo_like.policy.heads.targets import Targets, TargetSettings
 from nemo_like.policy.inputs.model_inputs import ModelInputs
 from nemo_like.policy.loss_step import LossStep
+from nemo_like.policy.outputs import TokenDistribution
 from nemo_like.policy.shard_rows import ShardRows
 from tests.policy.preferences import pair_batch
 from tests.policy.test_gradient_equality import dynamic
@@ -105,7 +106,9 @@ def take_step(
     rows = ShardRows(shard, shard.plan.spec, 0, engine.device, targets)
     step = LossStep(loss, 8.0, engine.sum_over_cp)
     inputs = inputs_of(rows, shard)
-    results = engine.run(inputs, step, backward=True, with_entropy=loss.needs_entropy)
+    results = engine.run(
+        inputs, step, TokenDistribution(with_entropy=loss.needs_entropy), backward=True
+    )
     assert len(results) == len(shard.plan.microbatches)
     engine.optimizer.scale_gradients(0.5)
     engine.optimizer.step(1e-3)

@@ -38,7 +38,7 @@ from nemo_like.policy.dtensor.parameters import ShardedParameter, gather_paramet
 from nemo_like.policy.engine import Engine, ResultT, StepFunction
 from nemo_like.policy.inputs.model_inputs import ModelInputs
 from nemo_like.policy.lora import stored_head
-from nemo_like.sampling_filter import SamplingFilter
+from nemo_like.policy.outputs import PLAIN, TokenDistribution
 
 
 class DTensorEngine(Engine[ShardedOptimizer]):
@@ -120,11 +120,9 @@ class DTensorEngine(Engine[ShardedOptimizer]):
         self,
         microbatches: Iterable[ModelInputs],
         step_fn: StepFunction[ResultT],
+        distribution: TokenDistribution = PLAIN,
         *,
         backward: bool,
-        temperature: float = 1.0,
-        with_entropy: bool = False,
-        token_filter: SamplingFilter | None = None,
     ) -> list[ResultT]:
         """See `Engine.run`."""
         results = []
@@ -134,7 +132,7 @@ class DTensorEngine(Engine[ShardedOptimizer]):
             for inputs, is_last in _mark_last(microbatches):
                 if backward:
                     self._set_gradient_sync(is_last)
-                outputs = self.model(inputs, temperature, with_entropy, token_filter)
+                outputs = self.model(inputs, distribution)
                 loss, result = step_fn(inputs, outputs)
                 if backward:
                     assert loss is not None, "a step function gives a loss when run with backward"

@@ -6,6 +6,7 @@ memory, and no rank waits for another.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,15 +39,21 @@ from nemo_like.policy.dtensor.parallel import Groups, ShardSpec, Specs
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
 from nemo_like.policy.dtensor.row_rope import RowRope
 from nemo_like.policy.dtensor.tensor_plan import check_sizes, parallelize
-from nemo_like.policy.heads.logit_chunks import VocabShard, capped
+from nemo_like.policy.heads.logit_chunks import capped
 from nemo_like.policy.heads.logprobs import label_logprobs
 from nemo_like.policy.heads.row_outputs import ScoreHead, SequenceShare
 from nemo_like.policy.inputs import attention
 from nemo_like.policy.inputs.attention import varlen_kernel
-from nemo_like.policy.inputs.model_inputs import ModelInputs, TokenLogprobs
+from nemo_like.policy.inputs.model_inputs import ModelInputs
 from nemo_like.policy.inputs.stateful_layers import reset_states_between_rows
 from nemo_like.policy.lora import AdapterState
-from nemo_like.sampling_filter import SamplingFilter
+from nemo_like.policy.outputs import (
+    LogitOptions,
+    OutputEmbedding,
+    TokenDistribution,
+    TokenLogprobs,
+    VocabShard,
+)
 
 
 class VocabularyHead:
@@ -57,37 +64,27 @@ class VocabularyHead:
     ) -> None:
         self._causal_lm = causal_lm
         self._tensor = groups.tensor
-        self._chunk_size = chunk_size
-        self._compile = compile
-        self._spec = ModelSpec.from_config(causal_lm.config)
+        spec = ModelSpec.from_config(causal_lm.config)
+        self._options = LogitOptions(
+            chunk_size=chunk_size,
+            scale=spec.logit_scale,
+            softcap=spec.logit_softcap,
+            is_compiled=compile,
+        )
 
     def __call__(
-        self,
-        hidden: Tensor,
-        inputs: ModelInputs,
-        temperature: float,
-        with_entropy: bool,
-        token_filter: SamplingFilter | None,
+        self, hidden: Tensor, inputs: ModelInputs, distribution: TokenDistribution
     ) -> TokenLogprobs:
         """See `label_logprobs`; `hidden` is [B, S, D], with sequence parallelism [1, T / tp, D]."""
         if self._tensor is not None and self._tensor.sequence:
             hidden = self._tensor.gather_input(hidden)
         # Looked up in each call: FSDP replaces the parameters of its modules.
         head = output_head(self._causal_lm)
-        return label_logprobs(
-            hidden.flatten(0, 1),
-            head.weight,
-            inputs,
-            temperature=temperature,
-            chunk_size=self._chunk_size,
-            with_entropy=with_entropy,
-            token_filter=token_filter,
-            bias=head.bias,
-            vocab=self._vocab_shard(head),
-            scale=self._spec.logit_scale,
-            softcap=self._spec.logit_softcap,
-            compile=self._compile,
+        options = dataclasses.replace(self._options, vocab=self._vocab_shard(head))
+        embedding = OutputEmbedding(
+            hidden=hidden.flatten(0, 1), weight=head.weight, bias=head.bias, options=options
         )
+        return label_logprobs(embedding, inputs, distribution)
 
     def _vocab_shard(self, head: nn.Linear) -> VocabShard | None:
         tensor = self._tensor
@@ -296,13 +293,7 @@ class LogprobModel(nn.Module):
         self._replay = RouterReplay(causal_lm)
         self._rope = RowRope(causal_lm, ModelSpec.from_config(causal_lm.config).rope_threshold)
 
-    def forward(
-        self,
-        inputs: ModelInputs,
-        temperature: float,
-        with_entropy: bool,
-        token_filter: SamplingFilter | None,
-    ) -> TokenLogprobs:
+    def forward(self, inputs: ModelInputs, distribution: TokenDistribution) -> TokenLogprobs:
         """See `TokenLogprobs`; logits are computed only where `inputs.label_mask` is True."""
         tensor = self.groups.tensor
         experts = inputs.routed_experts
@@ -331,7 +322,7 @@ class LogprobModel(nn.Module):
             )
         except (AttributeError, TypeError) as error:
             raise _not_callable(self.causal_lm, error) from error
-        return self._head(output.last_hidden_state, inputs, temperature, with_entropy, token_filter)
+        return self._head(output.last_hidden_state, inputs, distribution)
 
 
 def backbone(causal_lm: PreTrainedModel) -> Callable[..., Any]:

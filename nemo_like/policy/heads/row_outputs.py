@@ -18,21 +18,12 @@ from nemo_like.distributed.batched_data_dict import SlicedDataDict
 from nemo_like.policy.collectives import sum_over
 from nemo_like.policy.engine import Engine, ResultT, StepFunction
 from nemo_like.policy.inputs.grid import cp_gather_positions, segment_lengths
-from nemo_like.policy.inputs.model_inputs import (
-    ModelInputs,
-    TokenLogprobs,
-    build_inputs,
-    unpack_tokens,
-)
-from nemo_like.sampling_filter import SamplingFilter
+from nemo_like.policy.inputs.model_inputs import ModelInputs, build_inputs, unpack_tokens
+from nemo_like.policy.outputs import PLAIN, TokenDistribution, TokenLogprobs
 
 
 def compute_row_logprobs(
-    engine: Engine,
-    microbatches: Iterable[ModelInputs],
-    *,
-    temperature: float = 1.0,
-    token_filter: SamplingFilter | None = None,
+    engine: Engine, microbatches: Iterable[ModelInputs], distribution: TokenDistribution = PLAIN
 ) -> list[Jagged]:
     """Return one Jagged [T] of float32 log-probs per microbatch; 0 where `label_mask` is False.
 
@@ -43,10 +34,7 @@ def compute_row_logprobs(
         """Return None as loss, and the log-probs gathered from each rank's share [T]."""
         return None, Outputs(inputs, _gather_in_order(engine, inputs, outputs.logprobs))
 
-    parts = engine.run(
-        microbatches, in_order, backward=False, temperature=temperature, token_filter=token_filter
-    )
-    return unpack_outputs(parts)
+    return unpack_outputs(engine.run(microbatches, in_order, distribution, backward=False))
 
 
 def keeping_logprobs(
@@ -113,16 +101,11 @@ class ScoreHead:
         self._share = share
 
     def __call__(
-        self,
-        hidden: Tensor,
-        inputs: ModelInputs,
-        temperature: float,
-        with_entropy: bool,
-        token_filter: SamplingFilter | None,
+        self, hidden: Tensor, inputs: ModelInputs, distribution: TokenDistribution
     ) -> TokenLogprobs:
         """See `row_scores`; `hidden` is [B, S, D] or [T, 1, D], with sequence parallelism T / tp.
 
-        The other arguments belong to a distribution, which scores do not have.
+        Scores have no `distribution`.
         """
         # Looked up in each call: FSDP replaces the parameters of its modules.
         return row_scores(hidden.flatten(0, 1), self._model.score.weight, inputs, self._share)

@@ -47,7 +47,7 @@ from nemo_like.policy.megatron.param_map import (
 )
 from nemo_like.policy.megatron.parameters import FullWeightGatherer, ReadBlock, frozen_blocks
 from nemo_like.policy.megatron.schedule import run_schedule
-from nemo_like.sampling_filter import SamplingFilter
+from nemo_like.policy.outputs import PLAIN, TokenDistribution
 
 
 class MegatronEngine(Engine[ShardedAdamW]):
@@ -197,11 +197,9 @@ class MegatronEngine(Engine[ShardedAdamW]):
         self,
         microbatches: Iterable[ModelInputs],
         step_fn: StepFunction[ResultT],
+        distribution: TokenDistribution = PLAIN,
         *,
         backward: bool,
-        temperature: float = 1.0,
-        with_entropy: bool = False,
-        token_filter: SamplingFilter | None = None,
     ) -> list[ResultT]:
         """See `Engine.run`."""
         # A list, because the schedule needs the number of microbatches in advance.
@@ -214,7 +212,7 @@ class MegatronEngine(Engine[ShardedAdamW]):
 
         def loss_step(microbatch: ModelInputs, hidden: Tensor) -> tuple[Tensor, ResultT]:
             """Return loss (scalar) and result of `step_fn`; see `LossStep`."""
-            outputs = self._head(hidden, microbatch, temperature, with_entropy, token_filter)
+            outputs = self._head(hidden, microbatch, distribution)
             loss, result = step_fn(microbatch, outputs)
             if backward:
                 assert loss is not None, "a step function gives a loss when run with backward"

@@ -19,9 +19,9 @@ from nemo_like.config.parallel import build_layout
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
-from nemo_like.policy.inputs.model_inputs import TokenLogprobs
 from nemo_like.policy.megatron.engine import MegatronEngine
 from nemo_like.policy.megatron.layers import SegmentAttention
+from nemo_like.policy.outputs import TokenLogprobs
 from tests.exhaustive import usually
 from tests.policy.megatron.ranks import (
     PARALLEL,
