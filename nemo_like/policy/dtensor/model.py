@@ -43,9 +43,9 @@ from nemo_like.policy.heads.logit_chunks import capped
 from nemo_like.policy.heads.logprobs import label_logprobs
 from nemo_like.policy.heads.row_outputs import ScoreHead, SequenceShare
 from nemo_like.policy.inputs import attention
-from nemo_like.policy.inputs.attention import varlen_kernel
 from nemo_like.policy.inputs.model_inputs import ModelInputs
 from nemo_like.policy.inputs.stateful_layers import reset_states_between_rows
+from nemo_like.policy.inputs.varlen_kernels import varlen_kernel
 from nemo_like.policy.lora import AdapterState
 from nemo_like.policy.outputs import (
     LogitOptions,

@@ -39,6 +39,7 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
 from nemo_like.data.routed_experts import ROUTED_EXPERTS, signed_experts
 from nemo_like.device_transfer import tensor_to_device, to_device
+from nemo_like.policy.inputs.exchange import Exchange
 from nemo_like.policy.inputs.grid import (
     Grid,
     KeyIndex,
@@ -46,7 +47,7 @@ from nemo_like.policy.inputs.grid import (
     segment_positions,
     segment_starts,
 )
-from nemo_like.policy.inputs.segment_attention import Exchange, Spans
+from nemo_like.policy.inputs.segment_attention import Spans
 from nemo_like.policy.outputs import OutputEmbedding, TokenLogprobs
 
 NUM_TRAINED = "num_trained_tokens"
