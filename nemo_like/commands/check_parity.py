@@ -49,6 +49,7 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.models.tiny import save_tiny_copy
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.isolation import IsolationError
 from nemo_like.policy.optim import build_optimizer
 from nemo_like.policy.worker import PolicyWorker
@@ -338,9 +339,7 @@ def train_rank(
     torch.use_deterministic_algorithms(True)
     try:
         worker = policy_worker_class(config)(
-            context,
-            config=config.policy,  # type: ignore[call-arg]
-            parallel=config.parallel,  # type: ignore[call-arg]
+            context, config=config.policy, start=PolicyStart(parallel=config.parallel)
         )
         dp_rank = policy_layout(config).dp_rank(context.rank)
         shard = batch.shard(_plan(config, batch))[dp_rank]

@@ -174,7 +174,7 @@ class Teachers:
             if is_kept.any():
                 mixed.append(microbatch)
                 own.append(_only_rows(microbatch, is_kept, rows.spec))
-        num_microbatches = max(self.engines[teacher].gather_over_dp_cp(len(own)))
+        num_microbatches = max(self.engines[teacher].ranks.gather_over_dp_cp(len(own)))
         dummy = Microbatch((), (), (), rows.spec.dummy_tokens)
         own += [dummy] * (num_microbatches - len(own))
         return mixed, own

@@ -163,7 +163,7 @@ def memory_metrics(engine: Engine) -> Metrics:
     peak = peak_memory_bytes(engine.device)
     if peak is None:
         return {}
-    peaks = engine.gather_over_world(peak)
+    peaks = engine.ranks.gather_over_world(peak)
     return {
         "policy/peak_memory_gb": Max(max(peaks) / 1e9),
         "policy/peak_memory_mean_gb": Mean(sum(peaks) / 1e9, len(peaks)),

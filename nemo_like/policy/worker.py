@@ -234,7 +234,7 @@ class PolicyWorker:
         results = self.engine.run(inputs, step_fn, self._distribution(loss), backward=True)
         grad_norm = self.engine.gradient_norm(is_loss_finite=step_fn.is_finite())
         local_metrics = merge_metrics(fetch_metrics([metrics for metrics, _ in results]))
-        metrics = self.engine.reduce_over_dp_cp(local_metrics, merge_metrics)
+        metrics = self.engine.ranks.reduce_over_dp_cp(local_metrics, merge_metrics)
         return metrics | gradient_metrics(grad_norm, counts)
 
     def skipped_steps(self) -> list[SkippedStep]:
@@ -254,11 +254,11 @@ class PolicyWorker:
         plan = _logprob_plan(shard)
         rows = self.rows({**shard, **self._kept_logprobs(shard, logprobs)}, plan.spec, logprobs)
         # Only the metrics are used, so the loss is not normalized.
-        step_fn = LossStep(loss, 1.0, self.engine.sum_over_cp)
+        step_fn = LossStep(loss, 1.0, self.engine.ranks.sum_over_cp)
         inputs = map(rows.inputs, plan.microbatches)
         results = self.engine.run(inputs, step_fn, self._distribution(loss), backward=False)
         local_metrics = merge_metrics(fetch_metrics([metrics for metrics, _ in results]))
-        return self.engine.reduce_over_dp_cp(local_metrics, merge_metrics)
+        return self.engine.ranks.reduce_over_dp_cp(local_metrics, merge_metrics)
 
     def probe_isolation(self) -> IsolationReport:
         """Check that rows of a microbatch do not see each other; raises IsolationError."""
@@ -405,7 +405,7 @@ class PolicyWorker:
     def rows(
         self, columns: Mapping[str, Any], spec: PlanSpec, handle: LogprobHandle | None = None
     ) -> ShardRows:
-        cp_rank = self.engine.parallel_layout.coordinates(self.engine.rank).cp
+        cp_rank = self.engine.ranks.cp_rank
         targets = self._logprobs.targets(handle)
         return ShardRows(columns, spec, cp_rank, self.engine.device, targets)
 
@@ -464,7 +464,7 @@ class PolicyWorker:
         local_metrics = merge_metrics(fetch_metrics([metrics for metrics, _ in results]))
         if self._compilations is not None:
             local_metrics["policy/recompilations"] = Max(self._compilations.pop())
-        metrics = engine.reduce_over_dp_cp((local_metrics, seconds), _merge_ranks)
+        metrics = engine.ranks.reduce_over_dp_cp((local_metrics, seconds), _merge_ranks)
         metrics |= gradient_metrics(grad_norm, counts)
         metrics["policy/skipped_steps"] = Sum(float(is_skipped))
         metrics["policy/lr"] = Mean(lr)
@@ -474,8 +474,8 @@ class PolicyWorker:
         self, rows: ShardRows, microbatches: Sequence[Microbatch], loss: Loss
     ) -> tuple[GlobalCounts, LossStep]:
         """Count the optimizer step over the dp ranks; return the counts and the step function."""
-        counts = GlobalCounts(*self.engine.sum_over_dp(rows.count(microbatches)))
-        return counts, LossStep(loss, loss.denominator(counts), self.engine.sum_over_cp)
+        counts = GlobalCounts(*self.engine.ranks.sum_over_dp(rows.count(microbatches)))
+        return counts, LossStep(loss, loss.denominator(counts), self.engine.ranks.sum_over_cp)
 
     def _record_skipped(
         self,
@@ -492,8 +492,8 @@ class PolicyWorker:
         for microbatch, inputs in zip(microbatches, loss_inputs, strict=bool(loss_inputs)):
             losses |= dict(zip(microbatch.rows, row_loss_sums(loss, inputs), strict=False))
             is_coupled |= loss.coupled_rows(inputs) is not None
-        dp_rank = self.engine.parallel_layout.dp_rank(self.engine.rank)
-        gathered = self.engine.gather_over_dp_cp((dp_rank, losses))
+        dp_rank = self.engine.ranks.dp_rank
+        gathered = self.engine.ranks.gather_over_dp_cp((dp_rank, losses))
         # Each context-parallel rank has the loss of its share of every row, or the loss of coupled
         # rows in full.
         shares = [rank_losses for rank, rank_losses in gathered if rank == dp_rank]

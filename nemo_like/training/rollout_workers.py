@@ -14,13 +14,7 @@ from nemo_like.config.parallel import (
     workers_per_replica,
 )
 from nemo_like.config.rollout import RewardModelConfig
-from nemo_like.config.schema import (
-    ParallelConfig,
-    PolicyConfig,
-    RunConfig,
-    SequencePackingConfig,
-    SwitchMode,
-)
+from nemo_like.config.schema import PolicyConfig, RunConfig, SequencePackingConfig, SwitchMode
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.observations import ObservationEncoder
 from nemo_like.distributed.worker_group import WorkerGroup, call_all
@@ -29,6 +23,7 @@ from nemo_like.environments.reward_worker import RewardEnvironment, RewardWorker
 from nemo_like.generation.generator import Generator
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.rollout.collector import RolloutCollector
@@ -304,10 +299,7 @@ def _start_model(
         placement,
         DTensorPolicyWorker,
         config=serving,
-        parallel=ParallelConfig(),
-        seed=seed,
-        head="scores",
-        trainable=False,
+        start=PolicyStart(seed=seed, head="scores", trainable=False),
     )
     if offloads:
         # Policy, generator or another reward model is loaded onto the same devices next.

@@ -29,6 +29,7 @@ from nemo_like.environments.environment_workers import EnvironmentWorkers, load_
 from nemo_like.environments.reward_calls import load_reward_functions
 from nemo_like.environments.reward_worker import RewardEnvironment
 from nemo_like.metrics import start_timers
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, SAFETY_SHARE
@@ -265,11 +266,13 @@ def _start_policy(config: RunConfig, start: StartGroup, *, needs_reference: bool
         ),
         policy_worker_class(config),
         config=config.policy,
-        parallel=config.parallel,
-        seed=config.seed,
-        needs_reference=needs_reference,
-        teachers=config.teacher_names,
-        head=config.output_head,
+        start=PolicyStart(
+            parallel=config.parallel,
+            seed=config.seed,
+            needs_reference=needs_reference,
+            teachers=config.teacher_names,
+            head=config.output_head,
+        ),
     )
     return Policy(group, config.policy_in_rows, open_model_spec(config), seed=config.seed)
 

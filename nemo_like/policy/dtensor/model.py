@@ -347,21 +347,16 @@ def decoder_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
 
 
 def build_model(
-    config: PolicyConfig,
-    model_config: PretrainedConfig,
-    parallel_layout: ParallelLayout,
-    groups: Groups,
-    device: torch.device,
-    *,
-    trainable: bool,
+    config: PolicyConfig, model_config: PretrainedConfig, groups: Groups, *, trainable: bool
 ) -> tuple[LogprobModel, dict[str, ShardSpec], AdapterState | None]:
-    """Build the model of `model_config` with float32 weights on `device`, sharded over `groups`.
+    """Build the model of `model_config` with float32 weights, sharded over `groups`.
 
     Returns the model, the tensor-parallel spec of each parameter by Hugging Face name, and the
     state of the adapters of a trainable model. Nothing is initialized: `load_weights` reads the
     weights, `lora.initialize` sets the adapters.
     Raises ConfigError for a model whose log-probs are not the softmax of its output embedding.
     """
+    device = groups.device
     attention.register()
     causal_lm = _meta_model(config, model_config)
     spec = ModelSpec.from_config(model_config)
@@ -378,7 +373,7 @@ def build_model(
     # A teacher in the layout of a policy with experts may be dense.
     expert = None if spec.moe is None else groups.expert
     if expert is not None:
-        check_sizes(parallel_layout, causal_lm, config.model_name)
+        check_sizes(groups.layout, causal_lm, config.model_name)
     if groups.tensor is not None:
         specs = parallelize(groups.tensor, causal_lm, config.model_name, expert)
     else:
@@ -420,7 +415,7 @@ def build_model(
             varlen_kernel()
         compile_layers(decoder_layers(model.causal_lm))
     if groups.fsdp_mesh is not None:
-        reshard = not keep_unsharded(model, parallel_layout)
+        reshard = not keep_unsharded(model, groups.layout)
         _shard(model, groups, config.precision, reshard_after_forward=reshard)
     allocate(model, device)
     return model, specs, state

@@ -15,7 +15,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import OptimizerConfig
 from nemo_like.integer_math import ceil_div
 from nemo_like.policy.checkpoint.sharded_reader import MOMENTS, States
-from nemo_like.policy.collectives import gather_rows, sum_floats
+from nemo_like.policy.collectives import gather_rows
 from nemo_like.policy.dtensor.experts import expert_modules
 from nemo_like.policy.dtensor.parallel import Groups
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
@@ -29,7 +29,6 @@ class ShardedOptimizer:
         self,
         parameters: Sequence[ShardedParameter],
         groups: Groups,
-        device: torch.device,
         config: OptimizerConfig,
         hidden: Collection[nn.Parameter],
     ) -> None:
@@ -52,7 +51,6 @@ class ShardedOptimizer:
         self._hidden = hidden if self._muon is not None else ()
         self._parameters = parameters
         self._groups = groups
-        self._device = device
         self.has_moments = False
         """True after the first step."""
 
@@ -80,7 +78,7 @@ class ShardedOptimizer:
         norm = math.nan
         if is_loss_finite:
             norm = float(torch.nn.utils.get_total_norm(gradients, foreach=True))
-        (square,) = sum_floats([norm**2], self._groups.world, self._device)
+        (square,) = self._groups.sum_over_world([norm**2])
         return math.sqrt(square)
 
     def scale_gradients(self, factor: float) -> None:

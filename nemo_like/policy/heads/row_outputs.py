@@ -78,12 +78,12 @@ def _gather_in_order(engine: Engine, inputs: ModelInputs, values: Tensor) -> Ten
         return values
     if inputs.exchange is not None:
         # Every rank has all tokens of the rows, with 0 for those of other ranks.
-        return engine.sum_over_cp(values)
+        return engine.ranks.sum_over_cp(values)
     # Context parallelism splits each segment, trailing padding included, in zig-zag order.
     segments = segment_lengths(inputs.padded_lengths, inputs.num_tokens)
     positions = cp_gather_positions(segments, inputs.cp_size)
     index = tensor_to_device(torch.from_numpy(positions), values.device)
-    return engine.gather_over_cp(values).index_select(0, index)
+    return engine.ranks.gather_over_cp(values).index_select(0, index)
 
 
 class SequenceShare(NamedTuple):
@@ -146,7 +146,7 @@ def shard_scores(engine: Engine, shard: SlicedDataDict, plan: RankPlan) -> np.nd
     Of the columns only `input_ids` is read. A row that `plan` does not contain gets 0. Every rank
     calls. Raises ValueError for an engine without a score head.
     """
-    cp_rank = engine.parallel_layout.coordinates(engine.rank).cp
+    cp_rank = engine.ranks.cp_rank
     columns = {"input_ids": shard["input_ids"]}
 
     def inputs() -> Iterable[ModelInputs]:
@@ -182,7 +182,7 @@ def compute_row_scores(engine: Engine, microbatches: Iterable[ModelInputs]) -> l
     def gathered(inputs: ModelInputs, outputs: TokenLogprobs) -> tuple[None, Tensor]:
         """Return None as loss, and the scores [R]: each is on one context-parallel rank."""
         assert outputs.scores is not None, "an engine with a score head returns scores"
-        return None, engine.sum_over_cp(outputs.scores.detach())
+        return None, engine.ranks.sum_over_cp(outputs.scores.detach())
 
     parts = engine.run(microbatches, gathered, backward=False)
     if not parts:

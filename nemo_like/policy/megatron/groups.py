@@ -28,6 +28,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.distributed.process_groups import share_timeout
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.device import ComputeClock
+from nemo_like.policy.rank_groups import RankGroups
 
 _COMPUTE = ("forward-compute", "backward-compute")
 
@@ -189,15 +190,14 @@ def _on_cpu(factory: Any) -> Any:
     return make
 
 
-@dataclass(frozen=True)
-class Groups:
-    """Process groups of this rank, named by the axes along which their ranks differ."""
+@dataclass(frozen=True, kw_only=True)
+class Groups(RankGroups):
+    """Process groups of this rank, named by the axes along which their ranks differ.
 
-    world: ProcessGroup | None
+    Megatron-Core has each of them, even those of one rank.
+    """
+
     tp: ProcessGroup
-    cp: ProcessGroup
-    dp: ProcessGroup
-    dp_cp: ProcessGroup
     ep: ProcessGroup
     """Expert-parallel group: consecutive ranks of one pipeline stage."""
     expert_dp: ProcessGroup
@@ -205,7 +205,13 @@ class Groups:
 
     @classmethod
     def join(
-        cls, parallel_layout: ParallelLayout, device: torch.device, *, seed: int, timeout_s: float
+        cls,
+        parallel_layout: ParallelLayout,
+        rank: int,
+        device: torch.device,
+        *,
+        seed: int,
+        timeout_s: float,
     ) -> Groups:
         """Create the groups of `parallel_layout` in the default process group; every rank calls.
 
@@ -235,12 +241,11 @@ class Groups:
         # Nothing draws random numbers: weights are read from files and dropout is off. The
         # inference tracker keeps no CUDA generator states, which do not exist on the CPU.
         model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True)
-        return cls._from_parallel_state()
-
-    @classmethod
-    def _from_parallel_state(cls) -> Groups:
         state: Any = parallel_state
         return cls(
+            layout=parallel_layout,
+            rank=rank,
+            device=device,
             world=dist.group.WORLD,
             tp=state.get_tensor_model_parallel_group(),
             cp=state.get_context_parallel_group(),

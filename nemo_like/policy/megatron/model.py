@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequenc
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from nemo_like.config.schema import ActivationCheckpointing
 from nemo_like.policy.decoder_layers import checkpoint_layers
@@ -113,18 +114,22 @@ def transformer_config(
 def build_model(
     family: Family,
     sharding: ModelSharding,
-    rotary: nn.Module,
+    groups: Groups,
+    causal_lm: PreTrainedModel,
     *,
-    padding_id: int | None,
     dtype: torch.dtype,
-    device: torch.device,
-    sequence_parallel: bool,
     recompute: ActivationCheckpointing,
 ) -> list[PackedModel]:
     """Build the model chunks of this rank's pipeline stage; their weights are not yet filled.
 
-    `padding_id` is the token whose input embedding transformers does not train.
+    `causal_lm` is the Hugging Face model on the meta device.
     """
+    device = groups.device
+    sequence_parallel = groups.layout.sequence_parallel
+    # With real buffers in place of those on the meta device.
+    rotary = type(causal_lm.base_model.rotary_emb)(config=causal_lm.config)
+    # transformers does not train the input embedding of this token.
+    padding_id = getattr(causal_lm.get_input_embeddings(), "padding_idx", None)
     spec = sharding.spec
     config = transformer_config(
         sharding,

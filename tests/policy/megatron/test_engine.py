@@ -232,7 +232,7 @@ def train_beside_a_slow_rank(
         (metrics,) = worker.train(
             rank.shard(config, worker, random_batch(LENGTHS[:4])), None, NllLoss()
         )
-        assert engine.gather_over_world(context.rank) == [0, 1]
+        assert engine.ranks.gather_over_world(context.rank) == [0, 1]
     return metrics["policy/rank_time_worst_over_mean"].value
 
 

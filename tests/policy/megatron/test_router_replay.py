@@ -30,6 +30,7 @@ from nemo_like.losses.policy_gradient import ClippedPolicyGradientLoss
 from nemo_like.models.spec import load_spec
 from nemo_like.policy.batching import plan_columns, plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.rollout.conversations import ConversationRow, Prompt
 from nemo_like.rollout.rows import build_rollout, rollout_metrics
@@ -243,7 +244,7 @@ def replay_dtensor(
     out: Path,
 ) -> Found:
     """Compute `batch` with the other engine, whose checkpoint has the gradient as `exp_avg`."""
-    worker = DTensorPolicyWorker(context, config=config, parallel=parallel)
+    worker = DTensorPolicyWorker(context, config=config, start=PolicyStart(parallel=parallel))
     layout = build_layout(parallel, context.world_size)
     spec = plan_spec(
         config, purpose="train", parallel_layout=layout, model=load_spec(config.model_name)
