@@ -21,6 +21,7 @@ from nemo_like.distributed.worker_group import WorkerGroup, call_all
 from nemo_like.environments.environment_workers import EnvironmentWorker, EnvironmentWorkers
 from nemo_like.environments.reward_worker import RewardEnvironment, RewardWorker
 from nemo_like.generation.generator import Generator
+from nemo_like.generation.requests import GenerationStart
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.engine_worker import PolicyStart
@@ -92,10 +93,11 @@ def generation_worker(
     }
     if config.policy.sends_adapters:
         kwargs["adapter"] = config.policy.adapter
-    worker_class, own_kwargs = generation_backend(config.policy).worker(
-        config.policy, seed=config.seed, can_sleep=can_sleep, shares_process=shares_process
+    worker_class, options = generation_backend(config.policy).worker(config.policy)
+    common = GenerationStart(
+        **kwargs, seed=config.seed, can_sleep=can_sleep, shares_process=shares_process
     )
-    return worker_class, kwargs | own_kwargs
+    return worker_class, {"start": common, **options}
 
 
 def start_generator(

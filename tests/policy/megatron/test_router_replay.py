@@ -24,7 +24,7 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import local_context
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.generation.hf_worker import HFGenerationWorker
-from nemo_like.generation.requests import SamplingParams
+from nemo_like.generation.requests import GenerationStart, SamplingParams
 from nemo_like.losses import NllLoss
 from nemo_like.losses.policy_gradient import ClippedPolicyGradientLoss
 from nemo_like.models.spec import load_spec
@@ -110,7 +110,8 @@ def sampled(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[str],
     folder = tmp_path_factory.mktemp("replay")
     save_models(folder, model_dir("qwen3_moe"))
     worker = HFGenerationWorker(
-        local_context(num_threads=1), model_name=str(folder / "equal"), router_replay="true"
+        local_context(num_threads=1),
+        start=GenerationStart(model_name=str(folder / "equal"), router_replay="true"),
     )
     random = np.random.default_rng(0)
     prompts = [
