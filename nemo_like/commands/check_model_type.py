@@ -59,10 +59,11 @@ from nemo_like.distributed.errors import WorkerError
 from nemo_like.models.adapters import can_have_adapter
 from nemo_like.models.spec import ModelSpec
 from nemo_like.models.tiny import save_tiny_copy, type_config
-from nemo_like.parallel_layout import EngineName, LayoutError
+from nemo_like.parallel_layout import LayoutError
 from nemo_like.policy.dtensor.model import decoder_layers
 from nemo_like.policy.isolation import IsolationError
-from nemo_like.training.workers import policy_worker_class
+from nemo_like.training.policy_backends import policy_backend
+from nemo_like.training_engines import EngineName
 
 
 class Layout(NamedTuple):
@@ -242,7 +243,7 @@ class TypeCheck:
         """Compare the logits of a loaded export with those of the model to the bit."""
         config = self._config(Layout())
         (context,) = contexts(1, self._directory / "export.rendezvous")
-        worker = policy_worker_class(config)(context, config=config.policy)  # type: ignore[call-arg]
+        worker = policy_backend(config.policy).worker()(context, config=config.policy)
         worker.export_hf(self._directory / "hf")
         ids = torch.arange(16)[None]
         with torch.no_grad():

@@ -54,7 +54,8 @@ from nemo_like.policy.isolation import IsolationError
 from nemo_like.policy.optim import build_optimizer
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.training.model_files import open_model_config
-from nemo_like.training.workers import policy_worker_class
+from nemo_like.training.policy_backends import policy_backend
+from nemo_like.training_engines import ENGINES
 
 LIMIT = 1e-5
 """Max relative difference that counts as equal: some hundred float32 roundings."""
@@ -243,7 +244,8 @@ def tiny_run(config: RunConfig, model: Path) -> RunConfig:
     parallel = config.parallel
     # Expert parallelism divides context x data, with Megatron-Core also tensor, so it may need more
     # than two replicas.
-    tensor = parallel.tensor if config.policy.engine == "megatron" else 1
+    spans_tensor = ENGINES[config.policy.engine].experts_span_tensor
+    tensor = parallel.tensor if spans_tensor else 1
     min_replicas = parallel.expert // gcd(parallel.expert, tensor * parallel.context)
     num_tiny_replicas = max(min(2, policy_layout(config).dp), min_replicas)
     policy = replace(
@@ -338,7 +340,7 @@ def train_rank(
     # The differences are to come from the layout, not from the order of atomic additions.
     torch.use_deterministic_algorithms(True)
     try:
-        worker = policy_worker_class(config)(
+        worker = policy_backend(config.policy).worker()(
             context, config=config.policy, start=PolicyStart(parallel=config.parallel)
         )
         dp_rank = policy_layout(config).dp_rank(context.rank)
@@ -371,7 +373,7 @@ def _resume_on_one_rank(
         cluster=ClusterConfig(),
     )
     (context,) = contexts(1, rendezvous)
-    worker = policy_worker_class(alone)(context, config=alone.policy)  # type: ignore[call-arg]
+    worker = policy_backend(alone.policy).worker()(context, config=alone.policy)
     worker.load(checkpoint)
     return _loss(worker, batch.shard(_plan(alone, batch))[0], train=False)
 

@@ -36,6 +36,7 @@ from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, SAFETY_SHARE
 from nemo_like.run.progress import Progress
 from nemo_like.training.generation_backends import generation_backend
 from nemo_like.training.model_files import open_model_spec, policy_memory, recorded_experts
+from nemo_like.training.policy_backends import policy_backend
 from nemo_like.training.rollout_workers import (
     GroupPlacement,
     RewardModelFiles,
@@ -247,24 +248,12 @@ def _report_offload(offload: OffloadDecision, progress: Progress) -> None:
     progress.print_line(f"offload: policy and generator {state} ({offload.reason})")
 
 
-def policy_worker_class(config: RunConfig) -> type[PolicyWorker]:
-    """Return the worker class of `policy.engine`."""
-    # Imported on demand: megatron-core is an optional dependency.
-    if config.policy.engine == "dtensor":
-        from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
-
-        return DTensorPolicyWorker
-    from nemo_like.policy.megatron.worker import MegatronPolicyWorker
-
-    return MegatronPolicyWorker
-
-
 def _start_policy(config: RunConfig, start: StartGroup, *, needs_reference: bool) -> Policy:
     group = start(
         GroupPlacement(
             kind="policy", name="policy", bundles="policy", parallel_layout=policy_layout(config)
         ),
-        policy_worker_class(config),
+        policy_backend(config.policy).worker(),
         config=config.policy,
         start=PolicyStart(
             parallel=config.parallel,
