@@ -1,6 +1,6 @@
 """Relations between keys that can be checked without data, and the batch arithmetic in words.
 
-Unknown keys are checked in `yaml_files`, types and single values in `build`, files, models
+Unknown keys are checked in `config.load`, types and single values in `build`, files, models
 and rows of data in `commands.validate`.
 """
 

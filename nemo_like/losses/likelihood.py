@@ -155,7 +155,7 @@ class DistillationLoss:
         return
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Compute from the columns that the teachers' targets add; see `policy.teachers`.
+        """Compute from the columns that the teachers' targets add; see `policy.frozen_models`.
 
         Raises ValueError without them.
         """

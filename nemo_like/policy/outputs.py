@@ -99,13 +99,13 @@ class TokenLogprobs(NamedTuple):
     """
 
     logprobs: Tensor
-    """float32 [T]: log-prob of `inputs.labels`, under the filtered distribution where sampling is
-    filtered.
+    """float32 [T]: log-prob of `ModelInputs.labels`, under the filtered distribution where
+    sampling is filtered.
     """
     entropy: Tensor | None
     """float32 [T], with `with_entropy`: entropy of the unfiltered distribution."""
     unfiltered_logprobs: Tensor | None = None
-    """float32 [T], with a token filter: log-prob of `inputs.labels` under the unfiltered
+    """float32 [T], with a token filter: log-prob of `ModelInputs.labels` under the unfiltered
     distribution.
     """
     is_argmax: Tensor | None = None

@@ -45,7 +45,7 @@ class ChunkKept(NamedTuple):
     scaled_logsumexp: Tensor
     """Of the student's logits, or of those that the teacher has as well, at the temperature."""
     slope_sum: Tensor
-    """The sum of s of `losses.divergence`."""
+    """The sum of s of `losses.likelihood`."""
     target_logsumexp: Tensor
     """Of the teacher's logits at its temperature; with top-k of the student's logits outside."""
     rest_slope: Tensor | None = None
@@ -360,7 +360,7 @@ class _Call:
 
 
 class _ChunkedDivergence(torch.autograd.Function):
-    """Divergence and log-prob of the label; see `losses.divergence` for the gradients."""
+    """Divergence and log-prob of the label; see `losses.likelihood` for the gradients."""
 
     @staticmethod
     def forward(
