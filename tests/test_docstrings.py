@@ -52,6 +52,7 @@ def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
             yield node.value
 
 
+@cache
 def exists(name: str) -> bool:
     """A module, or what one defines, by the end of its path: `planning.plan`, `plan.plan_batch`."""
     parts = name.removeprefix("nemo_like.").split(".")

@@ -22,6 +22,9 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.sampling_filter import SamplingFilter
 from nemo_like.weight_sync.channel import WeightTarget
 
+FinishReason = Literal["stop", "length"]
+"""`stop`: an end token or a stop string. `length`: the token limit was reached."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -50,10 +53,6 @@ class SamplingParams:
             min_p=config.min_p,
             stop_strings=tuple(config.stop_strings),
         )
-
-
-FinishReason = Literal["stop", "length"]
-"""`stop`: an end token or a stop string. `length`: the token limit was reached."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,9 @@ from nemo_like.weight_sync.transfer import NamedTensors, WeightReceiver
 
 ADAPTER_ID = 1
 
+_MAX_NAMES = 5
+"""Names that an error message lists."""
+
 
 def request_options() -> dict[str, Any]:
     """Return the options of a request that uses the adapter; vLLM reads no file for it."""
@@ -155,10 +158,6 @@ class WorkerAdapter:
                 f"vLLM's model has no layer {unknown[0]} that can have an adapter"
                 f" ({len(unknown)} such layers): set policy.lora.weight_sync to merged"
             )
-
-
-_MAX_NAMES = 5
-"""Names that an error message lists."""
 
 
 _init_segments = _CPUSHMDistributed._init_cpu_shm

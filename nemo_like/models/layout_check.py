@@ -21,6 +21,8 @@ VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _SCALED_ROPE = ("linear", "dynamic")
 """Types of rotary embeddings for which vLLM multiplies the positions of config.json by a factor."""
 
+_KEY = "policy.freeze"
+
 
 def model_problems(
     layout: ParallelLayout, engine: EngineName, spec: ModelSpec
@@ -178,9 +180,6 @@ def _vllm_cpu_problems(spec: ModelSpec, model: str, *, is_on_cpu: bool) -> Itera
         f"{key} is vllm without GPUs, and {model} has heads of size {spec.head_dim}; vLLM has"
         f" attention on CPU for sizes {sizes}: set {key} to hf",
     )
-
-
-_KEY = "policy.freeze"
 
 
 def frozen_weights(patterns: Sequence[str], names: Mapping[str, str]) -> frozenset[str]:

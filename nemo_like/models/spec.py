@@ -28,6 +28,9 @@ _ROPE = ("rope_parameters", "rope_scaling")
 _SOFTMAX_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 """Values of `layer_types` with softmax attention; any other is linear in the length."""
 
+_TIED = {"tie_word_embeddings": True}
+_QWEN2: dict[str, Any] = {"model_type": "qwen2", "use_sliding_window": False}
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:
@@ -468,9 +471,6 @@ def _llama(
         **more,
     }
 
-
-_TIED = {"tie_word_embeddings": True}
-_QWEN2: dict[str, Any] = {"model_type": "qwen2", "use_sliding_window": False}
 
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "135m": ("SmolLM2-135M", _llama(576, 30, 9, 3, 1536, 49152, **_TIED)),

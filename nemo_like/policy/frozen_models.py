@@ -1,15 +1,10 @@
-"""Models on the ranks of the policy that are not trained: the reference and the teachers of
+"""Models on the ranks of the policy that are not trained: the reference, and the teachers of
 distillation.
 
-The reference of a policy worker: a model that is not trained, but may be updated.
-
-A checkpoint has the weights of an updated reference beside the policy's, because they are
-not the initial weights any more.
-
-The teachers of distillation: frozen models on the ranks of the policy, in its parallel layout.
-
-A teacher may have any size; tokenizer and vocabulary are the policy's, up to padding. It is
-on the device only while it computes.
+The reference may be updated from the policy; a checkpoint then has its weights beside the policy's,
+because they are not the initial ones any more. A teacher may have any size; its tokenizer and
+vocabulary are the policy's, up to padding. It is in the policy's parallel layout, and on the device
+only while it computes.
 """
 
 from __future__ import annotations

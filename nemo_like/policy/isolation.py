@@ -36,6 +36,12 @@ and bfloat16 has a precision of 8 bits.
 _NUM_ATTEMPTS = 3
 _NOT_FINITE = "the log-probs of a row alone are not finite"
 
+_SHARED = (0, 9, 0, 2)
+"""Leading tokens that each row of `_measure_shared` has in common with the row before it."""
+
+_CHANGES = ((2, (0, 1), "a prefix"), (12, (1,), "a row after its prefix"), (1, (2, 3), "a prefix"))
+"""(Position of the changed token, rows that have it, what it is a part of)."""
+
 
 class IsolationError(ValueError):
     """Rows of one microbatch influence each other, so training would be wrong."""
@@ -148,12 +154,6 @@ def _measure(
 def _limit(engine: Engine, precision: str) -> float:
     """Largest mean difference of rows that must not change."""
     return 0.0 if engine.spec.moe is None else _MAX_MEAN_DIFFERENCE[precision]
-
-
-_SHARED = (0, 9, 0, 2)
-"""Leading tokens that each row of `_measure_shared` has in common with the row before it."""
-_CHANGES = ((2, (0, 1), "a prefix"), (12, (1,), "a row after its prefix"), (1, (2, 3), "a prefix"))
-"""(Position of the changed token, rows that have it, what it is a part of)."""
 
 
 def _measure_shared(engine: Engine, vocab_size: int, precision: str) -> str:

@@ -47,6 +47,9 @@ _SYNC_BYTES = 2**26
 """Bytes after which the file is synchronized and leaves the page cache."""
 _LOWEST_PRIORITY = 19
 
+_FILES = "rank_*.safetensors"
+MAX_FILE_BYTES = 2 * 2**30
+
 
 class HostBuffers:
     """Host memory in chunks of one size, float32 [n] each.
@@ -247,10 +250,6 @@ def _sync_and_drop(descriptor: int) -> None:
     os.fsync(descriptor)
     if sys.platform == "linux":
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-_FILES = "rank_*.safetensors"
-MAX_FILE_BYTES = 2 * 2**30
 
 
 class Block(NamedTuple):

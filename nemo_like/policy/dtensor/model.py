@@ -55,6 +55,9 @@ from nemo_like.policy.outputs import (
     VocabShard,
 )
 
+_CHECKED_LOGIT_STD = 30.0
+"""Large enough that a soft cap, such as 30, changes the logits of `check_head`."""
+
 
 class VocabularyHead:
     """The output embedding, tied or not."""
@@ -110,10 +113,6 @@ def output_head(causal_lm: PreTrainedModel) -> nn.Linear:
             f"{type(causal_lm).__name__} has no linear output embedding but {type(head).__name__}"
         )
     return head
-
-
-_CHECKED_LOGIT_STD = 30.0
-"""Large enough that a soft cap, such as 30, changes the logits of `check_head`."""
 
 
 @torch.no_grad()

@@ -21,6 +21,19 @@ from nemo_like.policy.dtensor.parallel import Groups
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
 from nemo_like.policy.optim import adamw_options, build_optimizer
 
+_SMALLEST_SCALE = 1e-12
+"""As in torchao, so that a block of zeros has a scale."""
+
+DECAY = 0.95
+"""Decay of Muon's Nesterov momentum."""
+
+LR_ADJUST = "match_rms_adamw"
+"""Factor 0.2 sqrt(max(m, n)) of the learning rate of a matrix [m, n] (Moonlight, arXiv
+2502.16982)."""
+
+MOMENTUM = "momentum_buffer"
+"""State of Muon of one parameter."""
+
 
 class ShardedOptimizer:
     """Gradients and optimizer state of one trainable model."""
@@ -184,10 +197,6 @@ class ShardedOptimizer:
                 yield sharded, local_shard(sharded.parameter.grad)
 
 
-_SMALLEST_SCALE = 1e-12
-"""As in torchao, so that a block of zeros has a scale."""
-
-
 class ShardedAdamW8bit:
     """AdamW with 8-bit moments by torchao, of this rank's shards as plain tensors.
 
@@ -309,15 +318,6 @@ def _quantize(moment: Any, values: Tensor) -> None:
         codes[chosen] = found[chosen]
         moment.scale[chosen] = scale[chosen]
         exact |= chosen
-
-
-DECAY = 0.95
-"""Decay of Muon's Nesterov momentum."""
-LR_ADJUST = "match_rms_adamw"
-"""Factor 0.2 sqrt(max(m, n)) of the learning rate of a matrix [m, n] (Moonlight, arXiv
-2502.16982)."""
-MOMENTUM = "momentum_buffer"
-"""State of Muon of one parameter."""
 
 
 def hidden_matrices(layers: Sequence[nn.Module]) -> set[nn.Parameter]:

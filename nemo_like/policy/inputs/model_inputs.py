@@ -1,9 +1,6 @@
 """One microbatch of a plan as model inputs: rows to tensors and back, packed or padded, positions
 and labels.
 
-With context parallelism of c ranks each segment is split into 2c chunks. Rank r has chunks r and
-2c-1-r in this order (zig-zag), which balances the work of causal attention.
-
 Nothing is decided here: the rows, their padded lengths and their order come from the plan.
 
 Everything is aligned on the predicting position: position i of a row has the label (token i+1) and,
@@ -13,9 +10,9 @@ tokens (causal attention does not see it), and then segments of trailing padding
 rounded up. Position ids start at 0 in every segment; those of a dummy are 0.
 
 Context parallelism (`cp_size` c > 1): each segment is split into 2c chunks, rank r has chunks r and
-2c-1-r in this order (zig-zag), and these shares are packed, in the padded layout too, where a
-segment is a row with its padding. Labels and columns are aligned before the split; `cu_seqlens`
-stays global.
+2c-1-r in this order (zig-zag), which balances the work of causal attention. These shares are
+packed, in the padded layout too, where a segment is a row with its padding. Labels and columns are
+aligned before the split; `cu_seqlens` stays global.
 
 Shared prefixes (`Microbatch.shared`): the model computes the T positions of the segments, and each
 of the T_r tokens of the complete rows has its label, its columns and its outputs in a sequence of

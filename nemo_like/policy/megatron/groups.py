@@ -1,10 +1,9 @@
-"""Megatron-Core's process groups, its use on CPU, and its timers.
+"""Megatron-Core's process groups, its timers, and its use on a machine without CUDA.
 
-Megatron-Core on a machine without CUDA: its real code over gloo. Not used on CUDA devices.
-
-A few modules of Megatron-Core call `torch.cuda.current_device()` and allocate with `device="cuda"`.
-Their global name `torch` is replaced by a proxy that returns the CPU. torch itself and every other
-library of the process stay as they are.
+On the CPU its real code runs over gloo. A few modules of Megatron-Core call
+`torch.cuda.current_device()` and allocate with `device="cuda"`; their global name `torch` is
+replaced by a proxy that returns the CPU. torch itself and every other library of the process stay
+as they are. On CUDA devices nothing is replaced.
 """
 
 from __future__ import annotations
@@ -31,6 +30,24 @@ from nemo_like.policy.device import ComputeClock
 from nemo_like.policy.rank_groups import RankGroups
 
 _COMPUTE = ("forward-compute", "backward-compute")
+
+VERSION = "0.16.1"
+"""The release to which MODULES applies; other releases use CUDA in other modules."""
+
+MODULES = (
+    "megatron.core.utils",
+    "megatron.core.tensor_parallel.mappings",
+    "megatron.core.tensor_parallel.layers",
+    "megatron.core.pipeline_parallel.p2p_communication",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.distributed.param_and_grad_buffer",
+    "megatron.core.optimizer.optimizer",
+    "megatron.core.optimizer.distrib_optimizer",
+    "megatron.core.transformer.moe.token_dispatcher",
+)
+"""Modules of Megatron-Core that use CUDA during a training step."""
+
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "empty_like")
 
 
 class ScheduleTimers:
@@ -59,25 +76,6 @@ class _Timer:
     def stop(self, *_: Any, **__: Any) -> None:
         if self._clock is not None:
             self._clock.stop()
-
-
-VERSION = "0.16.1"
-"""The release to which MODULES applies; other releases use CUDA in other modules."""
-
-MODULES = (
-    "megatron.core.utils",
-    "megatron.core.tensor_parallel.mappings",
-    "megatron.core.tensor_parallel.layers",
-    "megatron.core.pipeline_parallel.p2p_communication",
-    "megatron.core.pipeline_parallel.schedules",
-    "megatron.core.distributed.param_and_grad_buffer",
-    "megatron.core.optimizer.optimizer",
-    "megatron.core.optimizer.distrib_optimizer",
-    "megatron.core.transformer.moe.token_dispatcher",
-)
-"""Modules of Megatron-Core that use CUDA during a training step."""
-
-_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "empty_like")
 
 
 def install() -> None:
