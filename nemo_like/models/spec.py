@@ -28,6 +28,14 @@ _ROPE = ("rope_parameters", "rope_scaling")
 _SOFTMAX_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 """Values of `layer_types` with softmax attention; any other is linear in the length."""
 
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+)
 _TIED = {"tie_word_embeddings": True}
 _QWEN2: dict[str, Any] = {"model_type": "qwen2", "use_sliding_window": False}
 
@@ -456,20 +464,10 @@ def _moe_layers(fields: ConfigFields, num_layers: int) -> frozenset[int]:
     return frozenset(layers)
 
 
-def _llama(
-    hidden: int, layers: int, heads: int, kv_heads: int, width: int, vocab: int, **more: Any
-) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": width,
-        "vocab_size": vocab,
-        "tie_word_embeddings": False,
-        **more,
-    }
+def _llama(*sizes: int, **more: Any) -> dict[str, Any]:
+    """Return the keys of a config.json; `sizes` are in the order of `_SIZES`."""
+    named = dict(zip(_SIZES, sizes, strict=True))
+    return {"model_type": "llama", **named, "tie_word_embeddings": False, **more}
 
 
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -16,7 +16,7 @@ from nemo_like.metrics import Metrics
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.checkpoint import sharded
 from nemo_like.policy.checkpoint.hf_export import write_hf
-from nemo_like.policy.checkpoint.sharded import Block, HostBuffers, PendingSave
+from nemo_like.policy.checkpoint.sharded import Block, Contents, HostBuffers, PendingSave
 from nemo_like.policy.checkpoint.sharded_reader import (
     EMA,
     MOMENTS,
@@ -345,12 +345,13 @@ class Engine(ABC, Generic[OptimizerT]):
         return sharded.save(
             directory,
             self._blocks(),
-            rank=self.rank,
-            num_optimizer_steps=self.num_optimizer_steps,
-            barrier=self.ranks.barrier,
-            has_moments=has_moments,
-            shapes=self.saved_shapes(),
-            states=states,
+            Contents(
+                num_optimizer_steps=self.num_optimizer_steps,
+                has_moments=has_moments,
+                shapes=self.saved_shapes(),
+                states=states,
+            ),
+            self.ranks,
             buffers=self.save_buffers,
             in_background=in_background,
         )
