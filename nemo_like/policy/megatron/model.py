@@ -19,7 +19,6 @@ from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequenc
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from nemo_like.config.schema import ActivationCheckpointing
 from nemo_like.policy.decoder_layers import checkpoint_layers
@@ -115,7 +114,7 @@ def build_model(
     family: Family,
     sharding: ModelSharding,
     groups: Groups,
-    causal_lm: PreTrainedModel,
+    causal_lm: Any,
     *,
     dtype: torch.dtype,
     recompute: ActivationCheckpointing,
