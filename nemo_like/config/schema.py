@@ -34,6 +34,7 @@ from nemo_like.config.rollout import (
     RewardConfig,
 )
 from nemo_like.parallel_layout import Oversize
+from nemo_like.training_engines import ENGINES
 
 Switch = Literal["auto", True, False]
 """`auto` is true where it is possible or pays off."""
@@ -374,8 +375,9 @@ class PolicyConfig:
             return self.compile == "layers"
         # In float32 and with values in 4 bits a layer is not one graph.
         is_quantized = self.adapter is not None and self.adapter.is_quantized
+        has_compiler = ENGINES[self.engine].compiles_layers
         is_traced = self.precision == "bfloat16" and not is_quantized
-        return device_type == "cuda" and self.engine == "dtensor" and is_dense and is_traced
+        return device_type == "cuda" and has_compiler and is_dense and is_traced
 
     def chunk_size(self, device_type: str) -> int:
         """Return `logprob_chunk_size`, or its default on a device type of torch."""

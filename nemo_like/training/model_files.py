@@ -32,11 +32,10 @@ from nemo_like.models.weight_files import (
     weights_digest,
 )
 from nemo_like.policy.batching import microbatch_budget, shared_prefix_mode
-from nemo_like.policy.megatron.families import family_of
-from nemo_like.policy.megatron.param_map import ModelSharding
 from nemo_like.prediction.memory import GIB, MemoryModel
 from nemo_like.prediction.placement import num_adapter_params, policy_placement
 from nemo_like.training.generation_backends import generation_backend
+from nemo_like.training.policy_backends import policy_backend
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -129,14 +128,7 @@ def open_model_config(config: RunConfig) -> PretrainedConfig:
         load_checked_config(name, "policy.model_name"), config.output_head, name
     )
     spec = ModelSpec.from_config(model_config, name)
-    if config.policy.engine == "megatron":
-        # megatron-core is an optional dependency.
-        if importlib.util.find_spec("megatron") is None:
-            raise ConfigError(
-                "policy.engine is megatron, but megatron-core is not installed: pip install"
-                " 'nemo-like[megatron]'"
-            )
-        family_of(spec, name)
+    policy_backend(config.policy).check_model(spec, name)
     layout_problems = model_problems(policy_layout(config), config.policy.engine, spec)
     problems = located_problems(layout_problems, config.cluster)
     is_on_cpu = config.cluster.gpus_per_node == 0
@@ -254,11 +246,7 @@ def _check_optimizer(config: RunConfig, spec: ModelSpec) -> None:
     if spec.is_tied:
         names["lm_head.weight"] = "model.embed_tokens.weight"
     frozen = frozen_weights(policy.freeze, names)
-    if policy.engine == "megatron":
-        parallel = config.parallel
-        sharding = ModelSharding(spec, pp=parallel.pipeline, vpp=parallel.virtual_pipeline)
-        family = family_of(spec, policy.model_name)
-        family.frozen_parameters(frozen, sharding, 0, {})
+    policy_backend(policy).check_frozen(frozen, spec, policy.model_name, config.parallel)
 
 
 def open_model_spec(config: RunConfig) -> ModelSpec:
@@ -455,14 +443,7 @@ def recorded_experts(config: RunConfig) -> Switch:
     mode = config.policy.recorded_experts
     if config.kind != "grpo" or open_model_spec(config).moe is None:
         return False
-    if mode == "auto" and config.policy.engine == "dtensor":
-        # Imported on demand: `validate` does not load torch.
-        from nemo_like.models.output_head import meta_model
-        from nemo_like.models.routers import router_modules
-
-        model = meta_model(load_model_config(config.policy.model_name))
-        return "auto" if router_modules(model) else False
-    return mode
+    return policy_backend(config.policy).recorded_experts(mode, config.policy.model_name)
 
 
 def policy_memory(config: RunConfig, spec: ModelSpec) -> tuple[int, dict[str, float]]:

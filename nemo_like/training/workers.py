@@ -29,13 +29,14 @@ from nemo_like.environments.environment_workers import EnvironmentWorkers, load_
 from nemo_like.environments.reward_calls import load_reward_functions
 from nemo_like.environments.reward_worker import RewardEnvironment
 from nemo_like.metrics import start_timers
-from nemo_like.parallel_layout import EngineName
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, SAFETY_SHARE
 from nemo_like.run.progress import Progress
 from nemo_like.training.generation_backends import generation_backend
 from nemo_like.training.model_files import open_model_spec, policy_memory, recorded_experts
+from nemo_like.training.policy_backends import policy_backend
 from nemo_like.training.rollout_workers import (
     GroupPlacement,
     RewardModelFiles,
@@ -247,30 +248,20 @@ def _report_offload(offload: OffloadDecision, progress: Progress) -> None:
     progress.print_line(f"offload: policy and generator {state} ({offload.reason})")
 
 
-def policy_worker_class(engine: EngineName) -> type[PolicyWorker]:
-    """Return the worker class of an engine."""
-    # Imported on demand: megatron-core is an optional dependency.
-    if engine == "dtensor":
-        from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
-
-        return DTensorPolicyWorker
-    from nemo_like.policy.megatron.worker import MegatronPolicyWorker
-
-    return MegatronPolicyWorker
-
-
 def _start_policy(config: RunConfig, start: StartGroup, *, needs_reference: bool) -> Policy:
     group = start(
         GroupPlacement(
             kind="policy", name="policy", bundles="policy", parallel_layout=policy_layout(config)
         ),
-        policy_worker_class(config.policy.engine),
+        policy_backend(config.policy).worker(),
         config=config.policy,
-        parallel=config.parallel,
-        seed=config.seed,
-        needs_reference=needs_reference,
-        teachers=config.teacher_names,
-        head=config.output_head,
+        start=PolicyStart(
+            parallel=config.parallel,
+            seed=config.seed,
+            needs_reference=needs_reference,
+            teachers=config.teacher_names,
+            head=config.output_head,
+        ),
     )
     return Policy(group, config.policy_in_rows, open_model_spec(config), seed=config.seed)
 
