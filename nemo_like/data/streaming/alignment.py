@@ -16,7 +16,7 @@ integers per step tells every rank how many microbatches, rows and trained token
 All ranks compute the end and the number of microbatches from the same integers, so all take part in
 the same number of exchanges and no rank waits for another at the end. In each step a rank that has
 rows left emits at least one, so there are at most as many exchanges as rows of the largest shard,
-plus one. docs/batching_online.md has the proof.
+plus one. docs/batching_methods.md has the proof.
 """
 
 from __future__ import annotations
