@@ -44,8 +44,8 @@ class BatchingConfig:
     """Microbatches of each data-parallel rank in one optimizer step (not `fixed`)."""
     window_rows: Annotated[int | None, Ge(1)] = None
     """Rows per data-parallel rank from which a microbatch is formed, if they also have the tokens
-    of a full one, or if `window_tokens` is 0; null is 32 for `pool`, 200 for `dyn_bsz` and 256 for
-    the others."""
+    of a full one, or if `window_tokens` is 0; null is 32 for `pool`, 200 for `dyn_bsz`, else
+    256."""
     window_tokens: Annotated[int | None, Ge(0)] = None
     """Tokens per data-parallel rank from which a microbatch is formed although fewer than
     `window_rows` wait; with 0 only rows count. null is 0 for `pool`, and else 4 x

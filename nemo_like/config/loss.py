@@ -34,10 +34,9 @@ class ImportanceCorrectionConfig:
 
     kind: CorrectionKind = "none"
     """`token_truncate` uses min(w, upper) (TIS), `sequence_truncate` the product of the row's
-    weights, at most upper (sequence-level TIS); `token_mask` leaves tokens with w outside [lower,
-    upper] out (IcePop, MIS), `sequence_mask` rows with exp(mean log w) outside of it (Geo-RS), and
-    both keep w otherwise. `bypass` corrects in the ratio: l_prev is the generator's log-prob, and
-    the policy's own is not computed. `none` only measures."""
+    weights, at most upper; `token_mask` leaves out tokens with w outside [lower, upper] (IcePop,
+    MIS), `sequence_mask` rows with exp(mean log w) outside of it (Geo-RS). `bypass` takes the
+    generator's log-prob as l_prev. `none` only measures."""
     upper: Annotated[float | None, Ge(1)] = None
     """Upper bound; null is 2 for the truncated kinds, 5 for `token_mask` and 1.002 for
     `sequence_mask`."""
@@ -147,12 +146,11 @@ class PolicyGradientLossConfig:
     """Estimator of the reported KL divergence; all three have the gradient of k2."""
     reference_policy_kl_in: Literal["loss", "reward"] = "loss"
     """`loss` adds the KL divergence to the loss of each token. `reward` subtracts its k1 estimate,
-    without gradient, from the reward of each token, so that the advantage of a token has the sum up
-    to the end of the completion (PPO, REINFORCE++); this needs a log-prob pass of the policy."""
+    without gradient, from the reward of each token (PPO, REINFORCE++), which needs a log-prob pass
+    of the policy."""
     entropy_coefficient: Annotated[float, Ge(0)] = 0.0
-    """Weight of the entropy bonus. Above 0 the exact entropy over the complete vocabulary is
-    computed and logged as `policy/entropy`, which takes about three more passes over the logits of
-    each chunk. `policy/entropy_estimate` costs nothing and is always logged."""
+    """Weight of the entropy bonus. Above 0 the exact entropy over the vocabulary is computed and
+    logged as `policy/entropy`, which takes about three more passes over the logits."""
     path: Annotated[str | None, IMPORT_PATH] = None
     """Import path of a custom loss, a class or function that returns one, e.g.
     `my_package.losses.MyLoss`; null is the built-in loss. Excludes the other keys of `loss_fn` but

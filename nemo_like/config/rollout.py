@@ -197,17 +197,15 @@ class RewardConfig:
     num_workers: Annotated[int, Ge(1)] = 1
     """Processes that compute rewards."""
     timeout_s: Annotated[float | None, Gt(0)] = None
-    """Max seconds of one call of a reward function, which then failed: an async call is cancelled,
-    and the process of another one is ended and replaced. null sets no limit, and functions run in
-    the reward worker itself, where `cluster.progress_timeout_s` ends the run if one hangs."""
+    """Max seconds of one call of a reward function, after which it counts as failed. null sets no
+    limit; a function that hangs then ends the run at `cluster.progress_timeout_s`."""
     on_error: Literal["stop", "zero", "drop"] = "stop"
-    """A reward function that fails: it raises, exceeds `timeout_s`, ends its process, or returns
-    something else than one finite number. `stop` ends the run with the sample, `zero` takes 0 as
-    its value, `drop` leaves the completion out of training and of the statistics of its group."""
+    """Treatment of completions on which a reward function fails (raises, exceeds `timeout_s`, ends
+    its process, or does not return one finite number): `stop` ends the run, `zero` takes 0 as its
+    value, `drop` leaves the completion out of training and of the statistics of its group."""
     max_error_share: Annotated[float, Ge(0), Le(1)] = 0.1
     """Max share of the completions of a rollout with a failed function, for `on_error` `zero` and
-    `drop`; above it the run stops. The refills of dynamic sampling count with the rollout of their
-    step."""
+    `drop`; above it the run stops."""
 
     @property
     def weights(self) -> dict[str, float]:

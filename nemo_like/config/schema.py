@@ -81,10 +81,9 @@ class AdapterConfig:
 
     weight_sync: Literal["auto", "merged", "adapter"] = "auto"
     """What the generator receives after each step. `merged`: all weights, W + scale B A, rounded to
-    `policy.precision`. `adapter`: A and B alone, and the generator computes W x + scale B A x like
-    the policy. An update then has far fewer bytes, and small changes are not lost in the rounding
-    of bfloat16 weights; decoding computes the adapters as well. `auto` is `adapter` in bfloat16,
-    and `merged` in float32, with `quantization`, and above rank 512."""
+    `policy.precision`. `adapter`: A and B alone, so that updates are small and no change is lost in
+    rounding; decoding computes the adapters as well. `auto` is `adapter` in bfloat16, and `merged`
+    in float32, with `quantization`, and above rank 512."""
 
     @property
     def scale(self) -> float:
@@ -214,8 +213,7 @@ class SequencePackingConfig:
     therefore fits more tokens than training."""
     algorithm: PackingName = "balanced"
     """Algorithm that forms the microbatches. `balanced` assigns rows to microbatches and ranks
-    jointly; the bins of the other algorithms are assigned to ranks. If their number is no multiple
-    of the ranks, the fullest ones, up to all of them, are first repacked into more bins."""
+    jointly; the others form bins first, which are then assigned to ranks."""
     sequence_length_round: Annotated[int, Ge(1)] = 1
     """Pad each row to a multiple of this many tokens, combined (least common multiple) with the
     multiple that context and sequence parallelism require."""
@@ -279,15 +277,13 @@ class PolicyConfig:
     """Tokens per chunk in which logits are computed; null is 4096 on CUDA and 1024 elsewhere. The
     full [tokens, vocabulary] matrix is never materialized."""
     activation_checkpointing: ActivationCheckpointing = "none"
-    """Activations that are computed again in the backward pass instead of being stored. `full`:
-    all of a layer but its input, for about one more forward pass. `selective`: all but the results
-    of matrix products and attention, for a few percent of the time and about half of the memory.
-    `none`: nothing."""
+    """Activations that are computed again in the backward pass instead of being stored: all of a
+    layer but its input (`full`), all but the results of matrix products and attention
+    (`selective`), or nothing (`none`)."""
     compile: Literal["auto", "none", "layers"] = "auto"
-    """`layers` compiles each decoder layer and the passes over the logits with torch.compile, which
-    fuses norms, rotary embedding, activation functions and softmax. The first step takes longer.
-    Needs `policy.engine=dtensor`. `auto` is `layers` on CUDA in bfloat16 for models whose layers
-    have attention and no experts, and `none` elsewhere."""
+    """`layers` compiles each decoder layer and the passes over the logits with torch.compile; the
+    first step takes longer. Needs `policy.engine=dtensor`. `auto` is `layers` on CUDA in bfloat16
+    for models whose layers have attention and no experts, and `none` elsewhere."""
     max_grad_norm: Annotated[float, Ge(0)] = 1.0
     """Gradients are clipped to this global L2 norm; 0 turns clipping off."""
     max_skipped_steps: Annotated[int, Ge(0)] = 3
@@ -298,13 +294,13 @@ class PolicyConfig:
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
     shared_prefix: SwitchMode = "auto"
-    """Compute the leading tokens that rows of a group have in common once per microbatch: the
-    prompt of the completions of a prompt, or of a preference pair. Needs sequence packing. `auto`
-    does so in steps where the plan has at least 3 % less work, `true` in every step."""
+    """Compute the leading tokens that rows of a group have in common once per microbatch, such as
+    the prompt of several completions. Needs sequence packing. `auto` does so in steps where the
+    plan has at least 3 % less work."""
     router_replay: SwitchMode = "auto"
-    """Models with experts: the generator returns the experts that it chose for each token, and
-    policy and reference use them in every log-prob and training pass, with weights of their own
-    routers. `auto` does so where generator and engine can, `true` stops where they cannot."""
+    """For models with experts: policy and reference use the experts that the generator chose for
+    each token, with weights of their own routers. `auto` does so where generator and engine can,
+    `true` stops where they cannot."""
     router_replay_gib: Annotated[float, Gt(0)] = 32.0
     """Max GiB of the experts of one rollout in the driver's memory, if all rows of a step have
     `policy.max_total_sequence_length` tokens. A run with router replay that may need more does not
@@ -435,8 +431,8 @@ class DataConfig:
     shuffle: bool = True
     """Visit the rows in a new random order in every epoch, derived from `seed`."""
     allow_changed_rows: bool = False
-    """Resume although the training rows changed since the checkpoint, which is otherwise an error.
-    If the number of rows changed, or with `data.batching`, the epoch begins again."""
+    """Resume although the training rows changed since the checkpoint. If their number changed, or
+    with `data.batching`, the epoch begins again."""
     last_batch: Literal["keep", "drop"] = "keep"
     """Rows left at the end of an epoch that do not fill a batch: train a smaller step on them, or
     leave them out."""
@@ -489,18 +485,18 @@ class ClusterConfig:
     """Generation workers with separate resources; 0 colocates generation with the policy
     workers."""
     offload: Literal["auto", "always", "never"] = "auto"
-    """Whether policy and generator that share GPUs move to host memory while the other runs. `auto`
-    moves them only if both together are predicted not to fit in the memory of a GPU."""
+    """Move policy and generator that share GPUs to host memory while the other runs. `auto` does so
+    only if both together are predicted not to fit in the memory of a GPU."""
     placement_timeout_s: Annotated[float, Gt(0)] = 120.0
     """Max seconds to wait until the cluster has the requested resources."""
     progress_timeout_s: Annotated[float, Ge(0)] = 1800.0
-    """Max seconds without progress (microbatch, decoding step or reward sample) of a worker; the
-    run then ends with an error that names the worker. A worker waits a third of it for the other
-    ranks in a collective operation. 0 turns the check off, and a worker waits 600 s."""
+    """Max seconds without progress (microbatch, decoding step or reward sample) of a worker, after
+    which the run ends with an error. In a collective a worker waits a third of it for the other
+    ranks. 0 turns the check off, and a worker waits 600 s."""
     max_restarts: Annotated[int, Ge(0)] = 10
-    """Number of times in a run that workers without state of the training are restarted after their
-    process died or hung: replicas of the generator, processes of the environment, and the workers
-    of each reward model. Nothing is lost; the next failure of the same kind stops the run."""
+    """Max restarts in a run of workers without state of the training, whose process died or hung:
+    replicas of the generator, processes of the environment, and workers of each reward model. The
+    next failure of the same kind stops the run."""
     env: dict[str, str | None] = field(default_factory=dict)
     """Environment variables of all workers, e.g. `{NCCL_IB_HCA: mlx5_0}`; null takes the driver's
     value, which keeps a secret out of config files. `NCCL_*`, `GLOO_*` and `HF_*` of the driver are
@@ -508,7 +504,7 @@ class ClusterConfig:
     only."""
     time_limit: Annotated[str | None, DURATION] = None
     """Time since the start of the process after which the run finishes the current step, saves a
-    checkpoint and exits with code 75: seconds, "H:MM:SS" or "D-HH:MM:SS"; null is no limit."""
+    checkpoint and exits with code 75; null is no limit."""
 
     @property
     def collective_timeout_s(self) -> float:
@@ -534,9 +530,8 @@ class ParallelConfig:
     pipeline: Annotated[int, Ge(1)] = 1
     """Number of pipeline stages; needs `policy.engine=megatron`."""
     virtual_pipeline: Annotated[int, Ge(1)] = 1
-    """Virtual stages of each pipeline stage (interleaved schedule): the bubble of the pipeline is
-    divided by it, and activations are sent as many times. Needs `pipeline` above 1 and a layer for
-    each of the pipeline x virtual stages."""
+    """Virtual stages of each pipeline stage (interleaved schedule), by which the bubble is divided.
+    Needs `pipeline` above 1 and at least pipeline x virtual layers."""
     expert: Annotated[int, Ge(1)] = 1
     """Expert-parallel size (MoE); must divide the number of experts and data x context / replicas,
     with `policy.engine=megatron` tensor x context x data."""
@@ -544,15 +539,14 @@ class ParallelConfig:
     """Sequence parallelism: also shard LayerNorm and residual activations over the tensor-parallel
     group; needs `tensor` above 1. Required for MoE models with `tensor` above 1."""
     replicas: Annotated[int, Ge(1)] = 1
-    """Copies of the weights (HSDP): each is sharded over data x context / `replicas` workers, and
-    gradients are summed over the copies once per optimizer step. Must divide the data-parallel
-    size; with one copy per node the weights never travel between nodes. Needs
+    """Copies of the weights (HSDP), each sharded over data x context / `replicas` workers. Must
+    divide the data-parallel size; with one copy per node weights are gathered within a node. Needs
     `policy.engine=dtensor`."""
     reshard: Literal["auto", "always", "never"] = "auto"
     """When FSDP2 frees gathered weights: `always` after each layer, so that every microbatch
-    gathers them again and reduces gradients; `never` during a step, which gathers and reduces once
-    per step and needs memory for complete weights and gradients; `auto` is `never` for models of up
-    to 8 GiB of float32 weights per tensor-parallel rank. Needs `policy.engine=dtensor`."""
+    gathers them again; `never` during a step, which needs memory for complete weights and
+    gradients; `auto` is `never` for models of up to 8 GiB of float32 weights per tensor-parallel
+    rank. Needs `policy.engine=dtensor`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -585,9 +579,8 @@ class EarlyStoppingConfig:
     """
 
     patience: Annotated[int | None, Ge(1)] = None
-    """The run ends after so many values of `checkpointing.keep_best` in a row that are no
-    improvement; null turns early stopping off. Steps that do not log the metric do not count; a
-    validation before the first step does."""
+    """Number of values of `checkpointing.keep_best` in a row without an improvement after which the
+    run ends; null turns early stopping off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -615,14 +608,12 @@ class LoggerConfig:
     save_rollouts: bool = True
     """Write every GRPO rollout to `rollouts/step_<N>.jsonl`."""
     max_rollout_rows: Annotated[int | None, Ge(1)] = 512
-    """Max rows per step that `save_rollouts` writes. Of a larger rollout these are complete groups
-    that are spread evenly over it, at least one, and it has no token ids to replay. null writes
-    all rows."""
+    """Max rows per step that `save_rollouts` writes, as complete groups. A larger rollout has no
+    token ids to replay. null writes all rows."""
     keep_rollout_tokens: Annotated[int | None, Ge(0)] = 10
-    """With `save_rollouts` the token ids, log-probs and advantages of every step are written to
-    `rollouts/step_<N>.safetensors`, for `nemo-like replay`, about 20 bytes per token. So many of
-    the newest of these files are kept, and those of steps that start with the weights of a kept
-    checkpoint or of the initial model; null keeps all, 0 writes none."""
+    """Number of newest files `rollouts/step_<N>.safetensors` that are kept, in addition to those of
+    steps that can be replayed. They have the token ids, log-probs and advantages of a step for
+    `nemo-like replay`, about 20 bytes per token. null keeps all, 0 writes none."""
 
 
 @dataclass(frozen=True, kw_only=True)
