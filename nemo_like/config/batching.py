@@ -48,14 +48,14 @@ class BatchingConfig:
     256."""
     window_tokens: Annotated[int | None, Ge(0)] = None
     """Tokens per data-parallel rank from which a microbatch is formed although fewer than
-    `window_rows` wait; with 0 only rows count. null is 0 for `pool`, and else 4 x
-    `train_mb_tokens` with packing and 16 x with dynamic batching."""
+    `window_rows` wait; 0 is no such limit. null is 0 for `pool`, else 4 x `train_mb_tokens` with
+    packing and 16 x with dynamic batching."""
     strategy: Literal["prefer_closest", "prefer_first"] = "prefer_closest"
     """`pool` with dynamic batching: among rows that add equal padding, take the one of the closest
     length or the oldest."""
     tail: Literal["emit", "drop", "wrap"] = "emit"
-    """Rows at the end of an epoch that do not fill a step: train a smaller step on them, leave them
-    out, or fill the step with rows of the next epoch (not `fixed`, see `data.last_batch`)."""
+    """Treatment of rows at the end of an epoch that do not fill a step (not `fixed`): a smaller
+    step, left out, or filled with rows of the next epoch."""
     max_rows: Annotated[int | None, Ge(1)] = None
     """Max rows of a microbatch (not `fixed`); null is no limit."""
     count_mode: Literal["total", "effective"] = "total"

@@ -132,16 +132,15 @@ class PolicyGradientLossConfig:
     """Dual clip of `ppo`, `gspo` and `gspo_token`: for negative advantages the loss of a token is
     at most this x |advantage|; null turns it off."""
     normalization: LossNormalization | None = None
-    """Denominator of the loss: `token` is the mean over all completion tokens of the global batch,
-    `sequence` the mean over rows of each row's token mean, `constant` the sum over tokens divided
-    by rows x `constant_length` (Dr. GRPO). null is `sequence` for `gspo` and `gspo_token`, else
-    `token`."""
+    """Denominator of the loss: `token` is the mean over all trained tokens, `sequence` the mean
+    over rows of each row's token mean, `constant` the sum over tokens divided by rows x
+    `constant_length` (Dr. GRPO). null is `sequence` for `gspo` and `gspo_token`, else `token`."""
     constant_length: Annotated[int | None, Ge(1)] = None
     """Tokens per row in the denominator of `loss_fn.normalization=constant`; null is
     `policy.generation.max_new_tokens`."""
     reference_policy_kl_penalty: Annotated[float, Ge(0)] = 0.0
-    """Weight of the KL divergence to the frozen initial policy. Above 0 the workers keep a copy of
-    that model and run one more log-prob pass per step."""
+    """Weight of the KL divergence to the frozen initial policy; above 0 a step has one more
+    log-prob pass."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the reported KL divergence; all three have the gradient of k2."""
     reference_policy_kl_in: Literal["loss", "reward"] = "loss"
@@ -152,15 +151,13 @@ class PolicyGradientLossConfig:
     """Weight of the entropy bonus. Above 0 the exact entropy over the vocabulary is computed and
     logged as `policy/entropy`, which takes about three more passes over the logits."""
     path: Annotated[str | None, IMPORT_PATH] = None
-    """Import path of a custom loss, a class or function that returns one, e.g.
-    `my_package.losses.MyLoss`; null is the built-in loss. Excludes the other keys of `loss_fn` but
-    `options`, `logprobs` and those of a KL penalty in the reward."""
+    """Import path of a custom loss, e.g. `my_package.losses.MyLoss`; null is the built-in loss.
+    Excludes the other keys of `loss_fn` but `options`, `logprobs` and those of a KL penalty in the
+    reward."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class or function at `loss_fn.path`."""
     logprobs: Annotated[tuple[str, ...], subset_of(LOGPROB_NAMES)] = ()
-    """Columns that the loss at `loss_fn.path` reads and that a pass before training computes:
-    `prev_logprobs` of the policy before the first optimizer step, `reference_logprobs` of the
-    frozen initial policy."""
+    """Columns that a pass before training computes for the loss at `loss_fn.path`."""
     importance_correction: ImportanceCorrectionConfig = field(
         default_factory=ImportanceCorrectionConfig
     )

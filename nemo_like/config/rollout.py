@@ -39,8 +39,8 @@ class VLLMGenerationConfig:
     """Devices per replica, all on one node. Must divide the number of generation workers and the
     model's attention heads."""
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.6
-    """Share of the GPU memory for weights, activations and KV cache. A GPU that is shared with the
-    policy needs room for what the policy keeps there while it is offloaded."""
+    """Share of the GPU memory for weights, activations and KV cache; on a shared GPU the policy
+    needs some room as well."""
     kv_cache_gib: Annotated[float | None, Gt(0)] = None
     """GiB of the KV cache per device; null takes what `gpu_memory_utilization` leaves on a GPU, and
     1 on CPU."""
@@ -143,9 +143,8 @@ class RewardFunctionConfig:
     """One reward function."""
 
     path: Annotated[str, IMPORT_PATH]
-    """Import path of a function `(RewardSample) -> float`, e.g. `my_package.rewards.brevity`. A
-    function with the attribute `batched = True` takes a list of samples and returns one number for
-    each. None means that the function does not apply to the completion."""
+    """Import path of a function `(RewardSample) -> float`, or with the attribute `batched = True`
+    of a list of samples. It returns None where it does not apply."""
     weight: float = 1.0
     """Weight of the function in the sum; may be negative."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -168,9 +167,9 @@ class RewardModelConfig:
     chat_template: str | None = None
     """Path of a Jinja file that replaces the tokenizer's chat template."""
     conversation_end: Literal["turn", "template"] = "turn"
-    """Last token of a conversation, where the score is read: `turn` is the end token of its last
-    turn, as `nemo-like rm` trains; `template` is the last token that the chat template writes, e.g.
-    a line break after that token, for models that other tools trained."""
+    """Token at which the score is read: the end token of the last turn (`turn`), as `nemo-like rm`
+    trains, or the last token that the chat template writes (`template`), for models of other
+    tools."""
     weight: float = 1.0
     """Weight of the score in the sum; may be negative, and 0 logs the score only."""
     precision: Literal["float32", "bfloat16"] = "float32"

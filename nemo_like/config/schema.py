@@ -76,8 +76,7 @@ class AdapterConfig:
     without experts."""
     adapter_path: str | None = None
     """Directory of an adapter in the format of PEFT with which training starts, e.g. `hf/adapter`
-    of another run. Its rank, alpha and layers must be those set here. null starts with new
-    adapters."""
+    of another run; its rank, alpha and layers must be those set here."""
 
     weight_sync: Literal["auto", "merged", "adapter"] = "auto"
     """What the generator receives after each step. `merged`: all weights, W + scale B A, rounded to
@@ -156,7 +155,7 @@ class SchedulerConfig:
     """Cycles of `cosine_restarts` of equal length between warm-up and `decay_steps`."""
     batch_size_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply the learning rate of each step by its number of rows over `base_batch_size`, or by
-    the square root of that ratio; for steps of different size."""
+    the square root of that ratio."""
     base_batch_size: Annotated[int | None, Ge(1)] = None
     """Rows of a step for which `policy.optimizer.lr` was chosen; needed by `batch_size_scaling`."""
 
@@ -302,9 +301,8 @@ class PolicyConfig:
     each token, with weights of their own routers. `auto` does so where generator and engine can,
     `true` stops where they cannot."""
     router_replay_gib: Annotated[float, Gt(0)] = 32.0
-    """Max GiB of the experts of one rollout in the driver's memory, if all rows of a step have
-    `policy.max_total_sequence_length` tokens. A run with router replay that may need more does not
-    start."""
+    """Max GiB of the experts of one rollout in the driver's memory, for rows of
+    `policy.max_total_sequence_length` tokens; a run that may need more does not start."""
     lora: AdapterConfig = field(default_factory=AdapterConfig)
     freeze: Annotated[tuple[str, ...], NO_EMPTY_TEXTS] = ()
     """Weights that are not trained: patterns on their Hugging Face names, e.g.
@@ -400,8 +398,7 @@ class DataConfig:
     and `validation_sets`. Example: `{validation: {}}` if only the training file has other names."""
     on_bad_row: Literal["error", "skip"] = "error"
     """Treatment of rows that cannot be read, have another format, or that the chat template
-    refuses: `error` stops before the first step, `skip` leaves them out and counts them. Rows that
-    are too long are subject to `policy.oversize_rows`."""
+    refuses: `error` stops before the first step, `skip` leaves them out and counts them."""
     validation_path: str | None = None
     """Validation rows in the same formats; null turns validation off."""
     validation_sets: dict[str, str] = field(default_factory=dict)
@@ -500,8 +497,7 @@ class ClusterConfig:
     env: dict[str, str | None] = field(default_factory=dict)
     """Environment variables of all workers, e.g. `{NCCL_IB_HCA: mlx5_0}`; null takes the driver's
     value, which keeps a secret out of config files. `NCCL_*`, `GLOO_*` and `HF_*` of the driver are
-    passed on without being named here. Settings of torch's memory allocator reach policy workers
-    only."""
+    always passed on."""
     time_limit: Annotated[str | None, DURATION] = None
     """Time since the start of the process after which the run finishes the current step, saves a
     checkpoint and exits with code 75; null is no limit."""
@@ -560,12 +556,11 @@ class CheckpointingConfig:
     keep_latest: Annotated[int, Ge(1)] = 2
     """Number of checkpoints that are kept; older ones are removed."""
     async_save: bool = True
-    """Write checkpoints while training continues. Every worker copies its weights and optimizer
-    state to host memory (12 bytes per parameter of its shard) and writes the copy."""
+    """Write checkpoints while training continues, from a copy in host memory (12 bytes per
+    parameter)."""
     keep_best: Annotated[str | None, NOT_EMPTY] = None
-    """Name of a logged metric, e.g. `validation/reward_mean`. The checkpoint of the step with its
-    best value is saved at once and kept in addition to `keep_latest`; the file `best` names it.
-    null keeps none."""
+    """Name of a logged metric, e.g. `validation/reward_mean`, whose best checkpoint is kept in
+    addition to `keep_latest`; the file `best` names it."""
     best_mode: Literal["max", "min"] = "max"
     """Whether a larger or a smaller value of `keep_best` is better."""
     export_hf: bool = True
@@ -598,8 +593,8 @@ class LoggerConfig:
     swanlab_project: str | None = None
     """SwanLab project; null turns it off. Needs the extra `swanlab`."""
     prometheus_port: Annotated[int | None, Ge(1), Le(65535)] = None
-    """Port of loopback that serves the metrics of the last step at `/metrics`, in the text format
-    of Prometheus; null serves nothing."""
+    """Port of loopback that serves the metrics of the last step at `/metrics` for Prometheus; null
+    serves nothing."""
     verbose: bool = False
     """Print a line per step. Without it a terminal shows the progress bar only, and a log has one
     line per step at most every 10 s."""

@@ -16,13 +16,11 @@ class DistillConfig(EpochLoopConfig):
     """Distillation: the teachers, the divergence from them, and the loop."""
 
     teacher: str | None = None
-    """Directory of the teacher, a Hugging Face model with the tokenizer of the policy, or the
-    name of one on the hub. It is frozen and has the policy's engine, layout and precision. Excludes
+    """Directory or hub name of the teacher, a model with the tokenizer of the policy. Excludes
     `distill.teachers`."""
     teachers: dict[str, str] = field(default_factory=dict)
-    """One teacher for each training set, e.g. `{train: runs/a/hf, code: runs/b/hf}`, where `train`
-    is `data.train_path`. Validation sets have the teacher of their name, `data.validation_path` has
-    the teacher `train`."""
+    """One teacher for each training set, e.g. `{train: runs/a/hf, code: runs/b/hf}`. Validation
+    sets have the teacher of their name, `data.validation_path` has the teacher `train`."""
     divergence: Literal["reverse_kl", "forward_kl", "mixed_kl", "jsd"] = "reverse_kl"
     """Divergence of the student p from the teacher q per token: `reverse_kl` is KL(p || q),
     `forward_kl` KL(q || p), `mixed_kl` a weighted sum of both, `jsd` the generalized

@@ -67,9 +67,8 @@ class AdvantageConfig:
     other completions (RLOO), or nothing (REINFORCE++ without a baseline; set
     `grpo.advantage.whiten`)."""
     normalize: Literal["group_std", "leave_one_out_std", "batch_std", "none"] = "group_std"
-    """Divisor of the advantage: sample standard deviation (n-1) of the group, of the group's other
-    completions (NeMo RL with a leave-one-out baseline), or of all rewards of the step, or `none`
-    (Dr. GRPO). The advantages of a group with equal rewards are 0 before whitening."""
+    """Divisor of the advantage: sample standard deviation of the group, of the group's other
+    completions, or of all rewards of the step, or `none` (Dr. GRPO)."""
     whiten: Literal["none", "tokens", "rows"] = "none"
     """Subtract the mean and divide by the standard deviation of the advantages of the step, over
     all trained `tokens` (REINFORCE++), or over its `rows` (GDPO)."""
