@@ -85,9 +85,8 @@ class StreamableDataConfig(DataConfig):
 
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     curriculum: str | None = None
-    """Visit the rows of every epoch by increasing difficulty: `length` (tokens, which must all be
-    encoded before the first step), `column:NAME` (a number of each row) or the import path of a
-    function `(row) -> float`. null turns it off."""
+    """Visit the rows of every epoch by increasing difficulty: `length`, `column:NAME` (a number of
+    each row) or the import path of a function `(row) -> float`."""
 
 
 def batching_problems(

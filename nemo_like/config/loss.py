@@ -122,12 +122,11 @@ class PolicyGradientLossConfig:
     `cispo` multiplies the log-prob by the clipped ratio as a constant, so that no token loses its
     gradient. `reinforce` is log-prob times advantage, without a ratio (RLOO, REINFORCE++)."""
     ratio_clip_min: Annotated[float | None, Ge(0), Le(1)] = None
-    """Lower clip: the ratio of policy to previous probability is clipped at 1 - this. null is 0.2
-    for `ppo`, 3e-4 for `gspo` and `gspo_token`, and no lower bound for `cispo`. Must be null for
-    `reinforce`."""
+    """Lower clip of the ratio, at 1 - this. null is 0.2 for `ppo`, 3e-4 for `gspo` and
+    `gspo_token`, and no lower bound for `cispo`. Must be null for `reinforce`."""
     ratio_clip_max: Annotated[float | None, Ge(0)] = None
-    """Upper clip: the ratio is clipped at 1 + this. null is 0.2 for `ppo` (DAPO uses 0.28), 4e-4
-    for `gspo` and `gspo_token`, and 4 for `cispo`. Must be null for `reinforce`."""
+    """Upper clip of the ratio, at 1 + this. null is 0.2 for `ppo` (DAPO uses 0.28), 4e-4 for `gspo`
+    and `gspo_token`, and 4 for `cispo`. Must be null for `reinforce`."""
     ratio_clip_c: Annotated[float | None, Gt(1)] = None
     """Dual clip of `ppo`, `gspo` and `gspo_token`: for negative advantages the loss of a token is
     at most this x |advantage|; null turns it off."""

@@ -118,8 +118,8 @@ class EnvironmentConfig:
     """Max turns of the model in one conversation. `policy.generation.max_new_tokens` limits each
     turn, and `policy.max_total_sequence_length` all of them with prompt and observations."""
     timeout_s: Annotated[float | None, Gt(0)] = 60.0
-    """Max seconds of the environment's steps in one conversation together. The conversation ends
-    at this limit; others are not affected. null sets no limit."""
+    """Max seconds of the environment's steps in one conversation together, at which it ends. null
+    sets no limit."""
     num_workers: Annotated[int, Ge(1)] = 1
     """Processes that run the environment; each runs the steps of many conversations at the same
     time."""
@@ -178,13 +178,12 @@ class RewardModelConfig:
     """Max tokens of a conversation in the reward model's own tokenizer; null is the number of
     positions of the model."""
     oversize_rows: Literal["error", "truncate"] = "error"
-    """Conversations above `max_length`: `error` is a failed reward, for which `reward.on_error`
-    decides; `truncate` removes the beginning, because the score is read at the last token."""
+    """Treatment of conversations above `max_length`: `error` is a failed reward
+    (`reward.on_error`), `truncate` removes the beginning."""
     mb_tokens: Annotated[int, Ge(1)] = 8192
     """Max tokens per packed microbatch; a longer conversation has a separate microbatch."""
     num_workers: Annotated[int, Ge(0)] = 0
-    """Separate workers over which the model is sharded; 0 runs it on the policy's workers and keeps
-    it in host memory while it does not score."""
+    """Separate workers over which the model is sharded; 0 runs it on the policy's workers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,7 @@ class AdapterConfig:
 
     enabled: bool = False
     """Train adapters only. Weights are stored in `policy.precision`, and checkpoints have the
-    adapters. The reference policy is the model without adapters, which needs no second copy."""
+    adapters. The reference policy is the model without adapters."""
     rank: Annotated[int, Ge(1)] = 16
     """Rank of the update of each layer."""
     alpha: Annotated[float, Gt(0)] = 32.0
@@ -67,9 +67,8 @@ class AdapterConfig:
         "up_proj",
         "down_proj",
     )
-    """Linear layers with an adapter, by the end of their name, as in PEFT: `q_proj`, or
-    `self_attn.q_proj`; `all-linear` are all linear layers. The output embedding, experts and
-    routers have none."""
+    """Linear layers with an adapter, by the end of their name, as in PEFT; `all-linear` are all
+    linear layers except the output embedding."""
     quantization: Literal["none", "nf4"] = "none"
     """QLoRA: `nf4` stores the frozen linear layers in 4 bits per value, by bitsandbytes (extra
     `qlora`); every data-parallel rank has all of them. Only with the DTensor engine, and for models
@@ -167,8 +166,8 @@ class EmaConfig:
     """
 
     enabled: bool = False
-    """Keep the average, in float32 and sharded like the weights, save it in checkpoints, and export
-    it at the end of the run to `hf_ema` beside `hf`."""
+    """Keep the average in float32, save it in checkpoints, and export it at the end of the run to
+    `hf_ema` beside `hf`."""
     decay: Annotated[float, Ge(0), Lt(1)] = 0.999
     """Weight of the previous average; 0.999 averages over about 1000 steps."""
 
@@ -208,8 +207,7 @@ class SequencePackingConfig:
     """Max tokens per packed training microbatch. With context parallelism this counts the tokens of
     all context ranks together."""
     logprob_mb_tokens: Annotated[int, Ge(1)] = 4096
-    """Max tokens per packed microbatch of the log-prob pass, which saves no activations and
-    therefore fits more tokens than training."""
+    """Max tokens per packed microbatch of the log-prob pass, which saves no activations."""
     algorithm: PackingName = "balanced"
     """Algorithm that forms the microbatches. `balanced` assigns rows to microbatches and ranks
     jointly; the others form bins first, which are then assigned to ranks."""
@@ -217,8 +215,8 @@ class SequencePackingConfig:
     """Pad each row to a multiple of this many tokens, combined (least common multiple) with the
     multiple that context and sequence parallelism require."""
     microbatch_length_round: Annotated[int, Ge(1)] = 1
-    """Pad each microbatch to a multiple of this many tokens; with the value of `train_mb_tokens`
-    all microbatches have that length. For kernels and compilers that need few shapes."""
+    """Pad each microbatch to a multiple of this many tokens, for few shapes; with the value of
+    `train_mb_tokens` all microbatches have that length."""
     balance: Literal["flops", "tokens", "none"] = "flops"
     """Work measure that is balanced over data-parallel ranks: FLOPs (attention included) or tokens;
     `none` assigns bins round-robin and needs an algorithm other than `balanced`."""
@@ -271,7 +269,7 @@ class PolicyConfig:
     oversize_rows: Oversize = "error"
     """Treatment of rows above `max_total_sequence_length`: `error` stops, `truncate` removes the
     end of a conversation or the beginning of a prompt, `drop` leaves the row out, `singleton` runs
-    it in a separate microbatch with a warning (needs sequence packing or dynamic batching)."""
+    it in a separate microbatch (needs packing or dynamic batching)."""
     logprob_chunk_size: Annotated[int | None, Ge(1)] = None
     """Tokens per chunk in which logits are computed; null is 4096 on CUDA and 1024 elsewhere. The
     full [tokens, vocabulary] matrix is never materialized."""
@@ -306,8 +304,7 @@ class PolicyConfig:
     lora: AdapterConfig = field(default_factory=AdapterConfig)
     freeze: Annotated[tuple[str, ...], NO_EMPTY_TEXTS] = ()
     """Weights that are not trained: patterns on their Hugging Face names, e.g.
-    `[model.embed_tokens.*, "model.layers.[0-7].*"]`. They have no gradient and no optimizer state,
-    and are stored in `policy.precision`."""
+    `[model.embed_tokens.*, "model.layers.[0-7].*"]`."""
     ema: EmaConfig = field(default_factory=EmaConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
@@ -419,8 +416,8 @@ class DataConfig:
     system_prompt: str | None = None
     """System message put in front of every conversation that has none."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further variables of the chat template, e.g. `{enable_thinking: false}`, for the rows of
-    training, the prompts of rollouts and evaluation, and `nemo-like chat` alike."""
+    """Further variables of the chat template, e.g. `{enable_thinking: false}`, in training,
+    rollouts and evaluation alike."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
     """Tokens that contribute to the SFT loss: of all assistant turns (`assistant`), of all turns
     (`all`), or of the last assistant turn (`last`).

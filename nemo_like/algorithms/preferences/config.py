@@ -34,7 +34,7 @@ class PreferenceLossConfig:
     """Target margin of rewards for `simpo`; the other kinds do not use it."""
     sft_loss_weight: Annotated[float, Ge(0)] = 0.0
     """Weight of the negative log-likelihood of the chosen completion, averaged over its tokens
-    (RPO), which keeps its probability from falling."""
+    (RPO)."""
 
 
 @dataclass(frozen=True, kw_only=True)
