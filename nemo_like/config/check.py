@@ -183,7 +183,7 @@ def _batching_modes(config: RunConfig) -> Iterator[Problem]:
 
 
 def _shared_prefix(config: RunConfig) -> Iterator[Problem]:
-    if config.policy.shared_prefix != "true":
+    if config.policy.shared_prefix is not True:
         return
     key = "policy.shared_prefix"
     if not config.policy.sequence_packing.enabled:
@@ -200,7 +200,7 @@ def _shared_prefix(config: RunConfig) -> Iterator[Problem]:
 
 def _router_replay(config: RunConfig) -> Iterator[Problem]:
     key = "policy.router_replay"
-    if config.policy.router_replay != "true":
+    if config.policy.router_replay is not True:
         return
     if config.kind != "grpo":
         yield Problem(

@@ -104,6 +104,17 @@ def adapter_problems(config: RunConfig) -> Iterator[Problem]:
             " so the adapter would not be used: set policy.lora.enabled to true, or"
             " policy.lora.adapter_path to null",
         )
+    if lora.reference == "adapter" and (lora.adapter_path is None or not config.needs_reference):
+        reason = "this run has no reference policy: set policy.lora.reference to base"
+        if config.needs_reference:
+            reason = (
+                "there is no initial adapter: set policy.lora.adapter_path to the directory of one,"
+                " or policy.lora.reference to base"
+            )
+        yield Problem(
+            ("policy.lora.reference", "policy.lora.adapter_path"),
+            f"policy.lora.reference is adapter, but {reason}",
+        )
     yield from _weight_sync(config)
 
 

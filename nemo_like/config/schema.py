@@ -35,8 +35,8 @@ from nemo_like.config.rollout import (
 )
 from nemo_like.parallel_layout import Oversize
 
-SwitchMode = Literal["auto", "true", "false"]
-"""`auto` is where it is possible or pays off."""
+Switch = Literal["auto", True, False]
+"""`auto` is true where it is possible or pays off."""
 
 ALL_LINEAR = "all-linear"
 """Target that stands for every linear layer that can have an adapter, as in PEFT."""
@@ -50,7 +50,7 @@ class AdapterConfig:
 
     enabled: bool = False
     """Train adapters only. Weights are stored in `policy.precision`, and checkpoints have the
-    adapters. The reference policy is the model without adapters."""
+    adapters. The reference policy needs no second copy of the model."""
     rank: Annotated[int, Ge(1)] = 16
     """Rank of the update of each layer."""
     alpha: Annotated[float, Gt(0)] = 32.0
@@ -76,7 +76,10 @@ class AdapterConfig:
     adapter_path: str | None = None
     """Directory of an adapter in the format of PEFT with which training starts, e.g. `hf/adapter`
     of another run; its rank, alpha and layers must be those set here."""
-
+    reference: Literal["base", "adapter"] = "base"
+    """The reference policy of DPO, IPO and a KL penalty. `base`: the model without adapters.
+    `adapter`: the model with the adapter of `adapter_path`, also after a resume, so that a run
+    starts at its reference; every rank keeps a copy of its shard in host memory."""
     weight_sync: Literal["auto", "merged", "adapter"] = "auto"
     """What the generator receives after each step. `merged`: all weights, W + scale B A, rounded to
     `policy.precision`. `adapter`: A and B alone, so that updates are small and no change is lost in
@@ -290,11 +293,11 @@ class PolicyConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
-    shared_prefix: SwitchMode = "auto"
+    shared_prefix: Switch = "auto"
     """Compute the leading tokens that rows of a group have in common once per microbatch, such as
     the prompt of several completions. Needs sequence packing. `auto` does so in steps where the
     plan has at least 3 % less work."""
-    router_replay: SwitchMode = "auto"
+    router_replay: Switch = "auto"
     """For models with experts: policy and reference use the experts that the generator chose for
     each token, with weights of their own routers. `auto` does so where generator and engine can,
     `true` stops where they cannot."""
@@ -306,6 +309,10 @@ class PolicyConfig:
     """Weights that are not trained: patterns on their Hugging Face names, e.g.
     `[model.embed_tokens.*, "model.layers.[0-7].*"]`."""
     ema: EmaConfig = field(default_factory=EmaConfig)
+    parity_check: bool = True
+    """While the workers start, train a tiny copy of the model for one step on CPU, in the run's
+    engine, batching mode, layout and recomputation, and compare it with transformers. A difference
+    ends the run before its first step. The check takes at most 20 s, and its outcome is cached."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
     @property
@@ -325,18 +332,18 @@ class PolicyConfig:
         return self.precision == "bfloat16" and is_possible
 
     @property
-    def recorded_experts(self) -> SwitchMode:
+    def recorded_experts(self) -> Switch:
         """Whether the generator of a training run returns the experts that it chooses."""
         # Compiled layers have no given experts.
         is_compiled = self.compile == "layers"
-        return "false" if is_compiled and self.router_replay == "auto" else self.router_replay
+        return False if is_compiled and self.router_replay == "auto" else self.router_replay
 
     def may_record_experts(self, *, is_on_cpu: bool) -> bool:
         """Return False if the generator returns no experts, whatever the model is."""
         if self.recorded_experts == "auto":
             # vLLM's build for CPUs cannot return them.
             return not (is_on_cpu and self.generation.backend == "vllm")
-        return self.recorded_experts == "true"
+        return self.recorded_experts is True
 
     def frozen(self, model_name: str) -> PolicyConfig:
         """Return the settings of `model_name` as a model that is not trained."""
@@ -478,7 +485,7 @@ class ClusterConfig:
     generation_workers: Annotated[int, Ge(0)] = 0
     """Generation workers with separate resources; 0 colocates generation with the policy
     workers."""
-    offload: Literal["auto", "always", "never"] = "auto"
+    offload: Switch = "auto"
     """Move policy and generator that share GPUs to host memory while the other runs. `auto` does so
     only if both together are predicted not to fit in the memory of a GPU."""
     placement_timeout_s: Annotated[float, Gt(0)] = 120.0
@@ -535,11 +542,11 @@ class ParallelConfig:
     """Copies of the weights (HSDP), each sharded over data x context / `replicas` workers. Must
     divide the data-parallel size; with one copy per node weights are gathered within a node. Needs
     `policy.engine=dtensor`."""
-    reshard: Literal["auto", "always", "never"] = "auto"
-    """When FSDP2 frees gathered weights: `always` after each layer, so that every microbatch
-    gathers them again; `never` during a step, which needs memory for complete weights and
-    gradients; `auto` is `never` for models of up to 8 GiB of float32 weights per tensor-parallel
-    rank. Needs `policy.engine=dtensor`."""
+    reshard: Switch = "auto"
+    """Whether FSDP2 frees gathered weights after each layer. `true`: every microbatch gathers them
+    again and reduces gradients. `false`: both happen once per step, which needs memory for complete
+    weights and gradients. `auto` is `false` for models of up to 8 GiB of float32 weights per
+    tensor-parallel rank. Needs `policy.engine=dtensor`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -585,13 +592,9 @@ class LoggerConfig:
     """Weights & Biases project; null turns it off. Needs the extra `wandb`."""
     mlflow_experiment: str | None = None
     """MLflow experiment; null turns it off. Needs the extra `mlflow`."""
-    trackio_project: str | None = None
-    """trackio project; null turns it off. Needs the extra `trackio`."""
-    swanlab_project: str | None = None
-    """SwanLab project; null turns it off. Needs the extra `swanlab`."""
-    prometheus_port: Annotated[int | None, Ge(1), Le(65535)] = None
-    """Port of loopback that serves the metrics of the last step at `/metrics` for Prometheus; null
-    serves nothing."""
+    tracker: str | None = None
+    """Import path of a class for any other tracker, e.g. `my_trackers.Trackio`; see
+    docs/metrics.md. null uses none."""
     verbose: bool = False
     """Print a line per step. Without it a terminal shows the progress bar only, and a log has one
     line per step at most every 10 s."""

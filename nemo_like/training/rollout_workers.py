@@ -19,7 +19,7 @@ from nemo_like.config.schema import (
     PolicyConfig,
     RunConfig,
     SequencePackingConfig,
-    SwitchMode,
+    Switch,
 )
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.observations import ObservationEncoder
@@ -79,7 +79,7 @@ def generation_worker(
     *,
     can_sleep: bool = False,
     shares_process: bool = False,
-    router_replay: SwitchMode = "false",
+    router_replay: Switch = False,
 ) -> tuple[type, dict[str, Any]]:
     """Return the worker class of `policy.generation.backend` and its keyword arguments.
 
@@ -111,7 +111,7 @@ def start_generator(
     *,
     can_sleep: bool,
     shares_process: bool = False,
-    router_replay: SwitchMode = "false",
+    router_replay: Switch = False,
 ) -> Generator:
     """Start the replicas of the generator; see `generation_worker`."""
     worker_class, kwargs = generation_worker(
@@ -197,7 +197,7 @@ def open_collector(
     conversations = None
     if workers.environment is not None:
         conversations = ConversationDriver(
-            workers.environment, ObservationEncoder(encoder), config.environment
+            workers.environment, ObservationEncoder(encoder), config.environment, config.reward
         )
     return RolloutCollector(workers.generator, workers.rewards, encoder.tokenizer, conversations)
 

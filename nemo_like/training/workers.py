@@ -14,13 +14,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.parallel import is_colocated, policy_layout, workers_per_replica
-from nemo_like.config.schema import ClusterConfig, ParallelConfig, RunConfig
+from nemo_like.config.schema import ClusterConfig, ParallelConfig, RunConfig, Switch
 from nemo_like.data.planning.balance import compile_kernels, needs_kernels
 from nemo_like.distributed.activity import set_variables
 from nemo_like.distributed.local_group import LocalGroup, local_context
@@ -29,6 +29,7 @@ from nemo_like.environments.environment_workers import EnvironmentWorkers, load_
 from nemo_like.environments.reward_calls import load_reward_functions
 from nemo_like.environments.reward_worker import RewardEnvironment
 from nemo_like.metrics import start_timers
+from nemo_like.parallel_layout import EngineName
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, SAFETY_SHARE
@@ -246,10 +247,10 @@ def _report_offload(offload: OffloadDecision, progress: Progress) -> None:
     progress.print_line(f"offload: policy and generator {state} ({offload.reason})")
 
 
-def policy_worker_class(config: RunConfig) -> type[PolicyWorker]:
-    """Return the worker class of `policy.engine`."""
+def policy_worker_class(engine: EngineName) -> type[PolicyWorker]:
+    """Return the worker class of an engine."""
     # Imported on demand: megatron-core is an optional dependency.
-    if config.policy.engine == "dtensor":
+    if engine == "dtensor":
         from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 
         return DTensorPolicyWorker
@@ -263,7 +264,7 @@ def _start_policy(config: RunConfig, start: StartGroup, *, needs_reference: bool
         GroupPlacement(
             kind="policy", name="policy", bundles="policy", parallel_layout=policy_layout(config)
         ),
-        policy_worker_class(config),
+        policy_worker_class(config.policy.engine),
         config=config.policy,
         parallel=config.parallel,
         seed=config.seed,
@@ -469,11 +470,7 @@ def run_offload_decision(config: RunConfig, policy: Policy) -> OffloadDecision:
 
 
 def decide_offload(
-    mode: Literal["auto", "always", "never"],
-    *,
-    policy_bytes: float,
-    generator_bytes: float,
-    device_bytes: float,
+    mode: Switch, *, policy_bytes: float, generator_bytes: float, device_bytes: float
 ) -> OffloadDecision:
     """Return the decision of `cluster.offload` for one GPU.
 
@@ -483,7 +480,7 @@ def decide_offload(
     keeps the memory of activations.
     """
     if mode != "auto":
-        return OffloadDecision(mode == "always", f"cluster.offload is {mode}")
+        return OffloadDecision(mode, f"cluster.offload is {str(mode).lower()}")
     usable = max(0.0, (device_bytes - 2 * CONTEXT_BYTES) * (1.0 - SAFETY_SHARE))
     needed = policy_bytes + generator_bytes
     text = (

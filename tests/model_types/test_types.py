@@ -6,17 +6,16 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 from nemo_like.cli import main
-from nemo_like.commands.check_model_type import COLUMNS, LAYOUTS, Layout, check_type, opened_pool
-from nemo_like.commands.model_table import page, read_table, update_table
+from nemo_like.commands.check_model_type import LAYOUTS, Layout, check_type, opened_pool
 from nemo_like.config.schema import ParallelConfig
 from tests.exhaustive import usually
+from tests.model_types.table import TABLE, TABLE_COLUMNS, page, read_table, update_table
+from tests.model_types.vllm import VLLMTypeCheck
 
-TABLE = Path(__file__).parents[2] / "docs" / "models.json"
 TYPES = read_table(TABLE)["types"]
 USUAL = (
     "cohere2",
@@ -83,6 +82,13 @@ def test_a_model_of_another_structure_is_refused_with_one_message(model_type, po
     assert "use another model" in text
 
 
+def test_a_type_with_keys_of_several_tokens_is_refused_for_that(pool):
+    (text,) = check_type("deepseek_v4", pool, ("packed",)).values()
+    assert text.startswith("no: policy.model_name=deepseek_v4: models of the type deepseek_v4 ")
+    assert "(heavily_compressed_attention in layer_types)" in text
+    assert "use another model" in text
+
+
 EXPERTS = [name for name, cells in TYPES.items() if cells.get("ep 2", "").startswith("yes")]
 CHECKPOINTED = [
     f"{name}, {mode}, ep {expert}"
@@ -132,7 +138,7 @@ def test_vllm_has_the_weights_of_the_policy_as_in_the_table(cell, pool):
 
 
 def _check_cells(model_type: str, pool: ProcessPoolExecutor, columns: tuple[str, ...]) -> None:
-    found = check_type(model_type, pool, columns)
+    found = check_type(model_type, pool, columns, check_class=VLLMTypeCheck)
     for column, text in found.items():
         assert text.partition(":")[0] == TYPES[model_type][column].partition(":")[0], found
 
@@ -140,7 +146,7 @@ def _check_cells(model_type: str, pool: ProcessPoolExecutor, columns: tuple[str,
 def test_the_table_has_every_column_of_every_type():
     for model_type, cells in TYPES.items():
         # Models without experts have no column of expert parallelism.
-        columns = [column for column in COLUMNS if column != "ep 2" or column in cells]
+        columns = [column for column in TABLE_COLUMNS if column != "ep 2" or column in cells]
         assert list(cells) == columns, model_type
     assert sum(cells.get("ep 2") == "yes" for cells in TYPES.values()) >= 8
     assert sum(cells["packed"] == cells["padded"] == "yes" for cells in TYPES.values()) >= 24
