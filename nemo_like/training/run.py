@@ -465,9 +465,7 @@ def open_training_run(
         identities = frozen_models(config)
         resumed = None
         if config.resume:
-            resumed = checkpointer.find_latest(
-                lambda path: checkpoint_problem(policy_directory(path))
-            )
+            resumed = checkpointer.find_latest(lambda p: checkpoint_problem(policy_directory(p)))
             if resumed is not None:
                 check_frozen_models(resumed.state().model, identities, config, resumed.path)
             # config.yaml itself is replaced in `start_run_directory`, after the last check.
