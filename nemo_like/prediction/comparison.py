@@ -17,8 +17,8 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.packing.algorithms import PackingAlgorithm
+from nemo_like.data.packing.bounds import l2_bound, lockstep_bound, rank_bound
 from nemo_like.data.packing.packers import Packing, prefix_sums
-from nemo_like.data.planning.bounds import l2_bound, lockstep_bound, rank_bound
 from nemo_like.data.planning.oversize import FittedRows, fit_rows
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec, join_steps, plan_batch
 from nemo_like.data.planning.plan_step import join_ranks

@@ -22,8 +22,8 @@ from nemo_like.policy.heads.divergence import (
     token_divergence,
     top_k_logprobs,
 )
-from nemo_like.policy.heads.logit_chunks import VocabShard
 from nemo_like.policy.heads.logprobs import token_logprobs
+from nemo_like.policy.vocab_shard import VocabShard
 from tests.losses.divergence_definition import divergence_of, outcomes, softmax
 from tests.policy.test_logprobs import Recorder
 from tests.policy.thread_ranks import run_thread_ranks

@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 import nemo_like.policy.heads.logprobs as logprobs_module
-from nemo_like.policy.heads.logit_chunks import VocabShard, scaled_logits
+from nemo_like.policy.heads.logit_chunks import scaled_logits
 from nemo_like.policy.heads.logprobs import token_logprobs
+from nemo_like.policy.vocab_shard import VocabShard
 from nemo_like.sampling_filter import SamplingFilter
 from tests.filter_definition import kept_tokens
 from tests.policy.thread_ranks import run_thread_ranks

@@ -16,8 +16,8 @@ import numpy as np
 import yaml
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
-from nemo_like.algorithms.registry import load_config
 from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.config.load import JobSchema, load_config
 from nemo_like.config.loss import LogprobName
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.paths import resolve_paths
@@ -137,11 +137,15 @@ def _sorted_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _load_config(record: RolloutRecord, overrides: Sequence[str]) -> GrpoRunConfig:
     """Return the config that the run had at the recorded step, with `overrides`."""
+    # Not from the registry, which imports this package. The record has keys of this job only.
+    job = JobSchema(GrpoRunConfig.kind, {GrpoRunConfig.kind: GrpoRunConfig})
     # A file, because the loader composes files and overrides.
     with TemporaryDirectory(prefix="nemo_like_replay_") as folder:
         path = Path(folder) / "config.yaml"
         path.write_text(yaml.safe_dump(dict(record.config)), encoding="utf-8")
-        return resolve_paths(load_config(GrpoRunConfig, path, overrides))
+        config = load_config(job, path, overrides)
+    assert isinstance(config, GrpoRunConfig)
+    return resolve_paths(config)
 
 
 def _check_reward_kl(config: GrpoRunConfig, changed: GrpoRunConfig) -> None:

@@ -14,8 +14,8 @@ from itertools import pairwise
 import numpy as np
 
 from nemo_like.data.packing.algorithms import PackingAlgorithm, SequencePacker
+from nemo_like.data.packing.balance import assign_bins, schedule
 from nemo_like.data.packing.packers import Packing, concatenative, longest_first, prefix_sums
-from nemo_like.data.planning.balance import assign_bins, schedule
 from nemo_like.data.planning.oversize import FittedRows, group_rows
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.integer_math import ceil_div, round_up

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nemo_like.data.packing.algorithms import PackingAlgorithm
+from nemo_like.data.packing.bounds import shared_bound
 from nemo_like.data.packing.packers import Packing, prefix_sums
-from nemo_like.data.planning.bounds import shared_bound
 from nemo_like.data.planning.oversize import FittedRows, group_rows
 from nemo_like.data.planning.plan_step import (
     Items,

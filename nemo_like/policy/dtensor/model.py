@@ -38,7 +38,7 @@ from nemo_like.policy.dtensor.parallel import Groups, ShardSpec, Specs
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
 from nemo_like.policy.dtensor.row_rope import RowRope
 from nemo_like.policy.dtensor.tensor_plan import check_sizes, parallelize
-from nemo_like.policy.heads.logit_chunks import VocabShard, capped
+from nemo_like.policy.heads.logit_chunks import capped
 from nemo_like.policy.heads.logprobs import label_logprobs
 from nemo_like.policy.heads.row_outputs import ScoreHead, SequenceShare
 from nemo_like.policy.inputs import attention
@@ -46,6 +46,7 @@ from nemo_like.policy.inputs.attention import varlen_kernel
 from nemo_like.policy.inputs.model_inputs import ModelInputs, TokenLogprobs
 from nemo_like.policy.inputs.stateful_layers import reset_states_between_rows
 from nemo_like.policy.lora import AdapterState
+from nemo_like.policy.vocab_shard import VocabShard
 from nemo_like.sampling_filter import SamplingFilter
 
 

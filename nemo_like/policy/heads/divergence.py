@@ -28,11 +28,11 @@ from nemo_like.policy.collectives import gather_rows
 from nemo_like.policy.heads.logit_chunks import (
     LOWEST,
     ChunkLabels,
-    VocabShard,
     projection_gradients,
     scaled_logits,
     token_chunks,
 )
+from nemo_like.policy.vocab_shard import VocabShard
 
 Combine = Callable[[Tensor], Tensor]
 """Combines the values [m, chunk] of the ranks that share the vocabulary."""

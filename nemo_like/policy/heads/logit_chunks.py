@@ -14,13 +14,14 @@ again in the backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from nemo_like.policy.vocab_shard import VocabShard
 
 LOWEST = torch.finfo(torch.float32).min / 4
 """Replaces -inf where a difference is taken: its exp is 0 too, and -inf - -inf would be NaN."""
@@ -278,22 +279,6 @@ def _product_as(values: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
     if values.dtype == dtype:
         return values.mul_(factors)
     return torch.mul(values, factors, out=torch.empty_like(values, dtype=dtype))
-
-
-@dataclass(frozen=True)
-class VocabShard:
-    """Rows of the output embedding on this rank; each row is on one rank of `group`.
-
-    Shards may differ in size and may be empty.
-    """
-
-    group: dist.ProcessGroup
-    start: int
-    """First vocabulary row of this rank."""
-    partial_hidden_grad: bool = False
-    """Do not all-reduce the gradient of the hidden states, because the caller does: the backward of
-    sequence parallelism reduce-scatters it.
-    """
 
 
 def token_chunks(num_tokens: int, chunk_size: int) -> Iterator[slice]:

@@ -26,7 +26,6 @@ from nemo_like.policy.heads.logit_chunks import (
     ChunkLabels,
     EntropyGradient,
     KeptGradient,
-    VocabShard,
     capped,
     capped_gradient,
     compiled,
@@ -37,6 +36,7 @@ from nemo_like.policy.heads.logit_chunks import (
     token_chunks,
 )
 from nemo_like.policy.inputs.model_inputs import ModelInputs, OutputEmbedding, TokenLogprobs
+from nemo_like.policy.vocab_shard import VocabShard
 from nemo_like.sampling_filter import SamplingFilter
 
 

@@ -26,9 +26,9 @@ from nemo_like.losses.likelihood import (
 )
 from nemo_like.policy.collectives import gather_objects
 from nemo_like.policy.heads.divergence import TopKTarget, VocabularyTarget, token_divergence
-from nemo_like.policy.heads.logit_chunks import VocabShard
 from nemo_like.policy.heads.logprobs import token_logprobs
 from nemo_like.policy.inputs.model_inputs import ModelInputs, OutputEmbedding, TokenLogprobs
+from nemo_like.policy.vocab_shard import VocabShard
 
 TEACHER = "teacher"
 """Row column: index of the teacher of each row, int64 [B]; needed with several teachers."""

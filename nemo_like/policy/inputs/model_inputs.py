@@ -39,7 +39,6 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
 from nemo_like.data.routed_experts import ROUTED_EXPERTS, signed_experts
 from nemo_like.device_transfer import tensor_to_device, to_device
-from nemo_like.policy.heads.logit_chunks import VocabShard
 from nemo_like.policy.inputs.grid import (
     Grid,
     KeyIndex,
@@ -48,6 +47,7 @@ from nemo_like.policy.inputs.grid import (
     segment_starts,
 )
 from nemo_like.policy.inputs.segment_attention import Exchange, Spans
+from nemo_like.policy.vocab_shard import VocabShard
 
 NUM_TRAINED = "num_trained_tokens"
 """Row column of training inputs: float32 [R], trained tokens of each row."""

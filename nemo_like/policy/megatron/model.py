@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from nemo_like.config.schema import ActivationCheckpointing
 from nemo_like.policy.decoder_layers import checkpoint_layers
-from nemo_like.policy.heads.logit_chunks import VocabShard
 from nemo_like.policy.heads.logprobs import label_logprobs
 from nemo_like.policy.inputs.model_inputs import ModelInputs, TokenLogprobs
 from nemo_like.policy.megatron.families.family import Family
 from nemo_like.policy.megatron.groups import Groups
 from nemo_like.policy.megatron.layers import RMSNorm, Segments, untyped
 from nemo_like.policy.megatron.param_map import ModelSharding
+from nemo_like.policy.vocab_shard import VocabShard
 from nemo_like.sampling_filter import SamplingFilter
 
 

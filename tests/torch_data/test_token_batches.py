@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.data.planning.token_batches import TokenBatches, batch_by_tokens
+from nemo_like.torch_data.token_batches import TokenBatches, batch_by_tokens
 
 
 def form(lengths: list[int], max_tokens: int, **options: Any) -> TokenBatches:

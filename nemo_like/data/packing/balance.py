@@ -20,10 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from nemo_like.data.packing import packers
+from nemo_like.data.packing import balance_kernels, packers
+from nemo_like.data.packing.bounds import l2_bound, microbatch_limits, rank_bound
 from nemo_like.data.packing.packers import Packing, prefix_sums
-from nemo_like.data.planning import balance_kernels
-from nemo_like.data.planning.bounds import l2_bound, microbatch_limits, rank_bound
 from nemo_like.integer_math import ceil_div, round_up
 from nemo_like.parallel_layout import Sync
 
