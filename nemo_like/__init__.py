@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from nemo_like.data.planning.plan import BatchPlan, plan_batch
     from nemo_like.data.planning.prefixes import SharedPrefixes
     from nemo_like.data.planning.spec import CostModel, PlanSpec
+    from nemo_like.data.planning.token_counts import TokenCounts
     from nemo_like.distributed.batched_data_dict import (
         BatchedDataDict,
         DynamicBatchingArgs,
@@ -47,6 +48,7 @@ _NAMES = {
     "data.planning.plan": "BatchPlan plan_batch",
     "data.planning.prefixes": "SharedPrefixes",
     "data.planning.spec": "CostModel PlanSpec",
+    "data.planning.token_counts": "TokenCounts",
     "distributed.batched_data_dict": "BatchedDataDict DynamicBatchingArgs"
     " SequencePackingArgs SlicedDataDict",
     "losses.importance": "importance_weights",

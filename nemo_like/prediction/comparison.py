@@ -22,10 +22,11 @@ from nemo_like.data.packing.packers import Packing, prefix_sums
 from nemo_like.data.planning.oversize import FittedRows, fit_rows
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec, join_steps, plan_batch
 from nemo_like.data.planning.plan_step import join_ranks
+from nemo_like.data.planning.prefixes import MIN_SHARED_WORK, SharedPrefixMode
 from nemo_like.data.planning.spec import Balance, CostModel
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.data.streaming.planner import plan_stream
 from nemo_like.data.streaming.spec import StreamSpec
-from nemo_like.data.token_counts import MIN_SHARED_WORK, SharedPrefixMode, TokenCounts
 from nemo_like.integer_math import ceil_div, round_up
 from nemo_like.prediction.placement import Placement
 
@@ -72,8 +73,8 @@ class Strategy:
             return plan_stream(lengths, replace(self.stream, plan=step_spec), num_trained)
         if self.tool == "verl":
             return plan_verl(lengths, self.spec, num_trained)
-        prefixes = counts.prefixes if self.shares_prefixes else None
-        return plan_batch(lengths, self.spec, None, num_trained, prefixes)
+        mode = "true" if self.shares_prefixes else "false"
+        return plan_batch(counts, self.spec, shared_prefix=mode)
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,10 +325,9 @@ def compare(
         outcomes.append(Outcome(strategy, plan, max_tokens, bubble, min_work))
         if not chosen_key and strategy.plans_as(spec, stream):
             chosen_key = strategy.key
-        if strategy.shares_prefixes:
-            saved = plan.metrics()["packing/shared_work_share"]
-            if shared_prefix == "true" or saved >= MIN_SHARED_WORK:
-                chosen_key = strategy.key
+        is_enough = shared_prefix == "true" or plan.shared_work_share >= MIN_SHARED_WORK
+        if strategy.shares_prefixes and is_enough:
+            chosen_key = strategy.key
     batches = [lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size)]
     bounds = min_microbatches(packed_spec(spec, max_tokens), batches)
     return Comparison(batch_size, tuple(outcomes), chosen_key, float(bounds.mean()))
@@ -361,13 +361,13 @@ def plan_verl(
 
     `num_trained` int64 [B] are the tokens with loss of each row; verl does not use them.
     """
-    fitted = fit_rows(lengths, None, spec, num_trained)
+    fitted = fit_rows(TokenCounts(lengths, num_trained), None, spec)
     rows_per_step = spec.global_batch_size or max(len(lengths), 1)
     steps = []
     for start in range(0, len(lengths), rows_per_step):
         rows = np.arange(start, min(start + rows_per_step, len(lengths)))
         steps.append(_plan_verl_step(rows, fitted, spec))
-    return join_steps(spec, fitted, steps, ())
+    return join_steps(spec, fitted, steps)
 
 
 def _plan_verl_step(rows: np.ndarray, fitted: FittedRows, spec: PlanSpec) -> Packing:
@@ -380,7 +380,7 @@ def _plan_verl_step(rows: np.ndarray, fitted: FittedRows, spec: PlanSpec) -> Pac
     num_microbatches = 1
     for rank in ranks:
         num_tokens = int(fitted.padded_lengths[rows[rank]].sum())
-        num_microbatches = max(num_microbatches, ceil_div(num_tokens, spec.capacity or 1))
+        num_microbatches = max(num_microbatches, ceil_div(num_tokens, spec.capacity))
     num_microbatches = round_up(num_microbatches, spec.microbatch_multiple)
     rank_bins = []
     for rank in ranks:
@@ -537,7 +537,7 @@ def min_microbatches(spec: PlanSpec, batches: list[np.ndarray]) -> np.ndarray:
 
     `batches` are the row lengths of each step, int [B]. The bound holds for packed rows.
     """
-    capacity = spec.capacity or 1
+    capacity = spec.capacity
     bins = []
     for lengths in batches:
         padded = round_up(lengths, spec.row_multiple)
@@ -553,7 +553,7 @@ def time_bounds(plan: BatchPlan, cost: CostModel) -> np.ndarray:
     The token budget comes from the plan. The bound is proven and may be unreachable.
     """
     spec = plan.spec
-    capacity = spec.capacity or 1
+    capacity = spec.capacity
     is_dummy = (np.diff(plan.offsets) == 0).reshape(plan.num_tokens.shape)
     bounds = []
     for step, (start, stop) in enumerate(pairwise(plan.step_offsets)):

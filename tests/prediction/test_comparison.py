@@ -15,7 +15,7 @@ from nemo_like.config.schema import AdapterConfig
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec
 from nemo_like.data.planning.prefixes import SharedPrefixes
 from nemo_like.data.planning.spec import CostModel
-from nemo_like.data.token_counts import TokenCounts
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.integer_math import round_up
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout

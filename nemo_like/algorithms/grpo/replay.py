@@ -23,11 +23,13 @@ from nemo_like.config.parallel import policy_layout
 from nemo_like.config.paths import resolve_paths
 from nemo_like.config.schema import CheckpointingConfig
 from nemo_like.data.columns import take_rows
+from nemo_like.data.planning.plan import plan_batch
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.data.routed_experts import ROUTED_EXPERTS
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import rollout_loss
 from nemo_like.metrics import metric_values
-from nemo_like.policy.batching import plan_columns, plan_spec, shared_prefix_mode
+from nemo_like.policy.batching import plan_spec, shared_prefix_mode
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
 from nemo_like.rollout.records import RolloutRecord, recorded_steps
 from nemo_like.run.checkpoint import Checkpointer, incomplete_reason
@@ -258,4 +260,7 @@ def _packing_metrics(config: GrpoRunConfig, record: RolloutRecord) -> dict[str, 
         seed=config.seed,
     )
     shared_prefix = shared_prefix_mode(config.policy, model)
-    return plan_columns(record.columns, spec, shared_prefix).metrics()
+    may_share = shared_prefix != "false" and spec.layout == "packed"
+    counts = TokenCounts.of_batch(record.columns, with_prefixes=may_share)
+    groups = record.columns.get("pair")
+    return plan_batch(counts, spec, groups, shared_prefix=shared_prefix).metrics()

@@ -85,7 +85,7 @@ def schedule(
     if len(lengths) == 0:
         return Packing(np.empty(0, np.int64), np.zeros(1, np.int64))
     order = np.argsort(-work, kind="stable")
-    items = Items(lengths[order], work[order])
+    items = SearchItems(lengths[order], work[order])
     kernels = _kernels(len(items), compiled=compiled)
     num_needed = ceil_div(l2_bound(items.tokens, max_tokens), num_ranks)
     num_microbatches = round_up(max(min_microbatches, num_needed), microbatch_multiple)
@@ -136,7 +136,7 @@ def assign_bins(
     order = np.argsort(-work, kind="stable")
     # Local search expects items by decreasing work; `order` maps them back to bin ids.
     # Each bin becomes an item of one token in a bin of capacity one, so local search can only swap.
-    items = Items(np.ones(len(work), dtype=np.int64), work[order])
+    items = SearchItems(np.ones(len(work), dtype=np.int64), work[order])
     search = AssignmentSearch(
         items,
         capacity=1,
@@ -247,7 +247,7 @@ _MIN_RELATIVE_IMPROVEMENT = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
-class Items:
+class SearchItems:
     """Units of assignment, each a row or a group of rows, sorted by decreasing work."""
 
     tokens: np.ndarray
@@ -267,7 +267,7 @@ class AssignmentSearch:
     rows, K bins, R ranks, M microbatches.
     """
 
-    items: Items
+    items: SearchItems
     capacity: int
     """Maximum tokens of a bin."""
     num_ranks: int
@@ -383,7 +383,7 @@ class AssignmentSearch:
         """
         bin_work = self.bin_work(bin_of)
         order = np.argsort(-bin_work, kind="stable")
-        bins_as_items = Items(np.ones(len(order), dtype=np.int64), bin_work[order])
+        bins_as_items = SearchItems(np.ones(len(order), dtype=np.int64), bin_work[order])
         search = AssignmentSearch(bins_as_items, 1, self.num_ranks, len(order), self.kernels)
         position_of, steps = search.balance_ranks(np.arange(len(order)), rank_of[order], max_steps)
         sorted_rank_of = rank_of[order]
