@@ -38,6 +38,9 @@ _MAX_EQUAL_ROWS = _MAX_INTERPRETED_STEPS // _STEPS_PER_ROW
 """Number of rows up to which the interpreted search has the same step limit as the compiled one and
 so returns the same schedule. It takes at most about 0.03 s, and the compilation 20 s.
 """
+_MIN_RELATIVE_IMPROVEMENT = 1e-6
+"""Local search is repeated as long as a pass improves the objective by more than this share."""
+
 
 Assignment = tuple[np.ndarray, np.ndarray]
 """(bin of each item, int64 [n]; rank of each bin, int64 [K])"""
@@ -240,10 +243,6 @@ def _kernels(num_rows: int, *, compiled: bool | None = None) -> Any | None:
     """Return the compiled kernels, or None to interpret."""
     compiled = needs_kernels(num_rows) if compiled is None else compiled
     return balance_kernels.compiled() if compiled else None
-
-
-_MIN_RELATIVE_IMPROVEMENT = 1e-6
-"""Local search is repeated as long as a pass improves the objective by more than this share."""
 
 
 @dataclass(frozen=True, eq=False)

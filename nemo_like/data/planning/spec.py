@@ -20,6 +20,26 @@ from nemo_like.parallel_layout import Oversize, PaddingMultiples, ParallelLayout
 
 Balance = Literal["flops", "tokens", "none"]
 MicrobatchOrder = Literal["packer", "largest_first"]
+_CHOICES = {
+    "layout": RowLayout,
+    "balance": Balance,
+    "sync": Sync,
+    "microbatch_order": MicrobatchOrder,
+    "oversize": Oversize,
+}
+_COUNTS = (
+    "max_tokens",
+    "max_rows",
+    "num_ranks",
+    "global_batch_size",
+    "sequence_length_round",
+    "microbatch_length_round",
+    "cp_size",
+    "tp_size",
+    "microbatch_multiple",
+    "pp_size",
+    "vpp_size",
+)
 
 
 @dataclass(frozen=True)
@@ -365,25 +385,3 @@ class PlanSpec:
     def from_dict(cls, values: dict[str, Any]) -> PlanSpec:
         """Return the spec that `to_dict` converted."""
         return cls(**{**values, "cost": CostModel(**values["cost"])})
-
-
-_CHOICES = {
-    "layout": RowLayout,
-    "balance": Balance,
-    "sync": Sync,
-    "microbatch_order": MicrobatchOrder,
-    "oversize": Oversize,
-}
-_COUNTS = (
-    "max_tokens",
-    "max_rows",
-    "num_ranks",
-    "global_batch_size",
-    "sequence_length_round",
-    "microbatch_length_round",
-    "cp_size",
-    "tp_size",
-    "microbatch_multiple",
-    "pp_size",
-    "vpp_size",
-)
