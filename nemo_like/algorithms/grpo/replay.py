@@ -262,5 +262,4 @@ def _packing_metrics(config: GrpoRunConfig, record: RolloutRecord) -> dict[str, 
     shared_prefix = shared_prefix_mode(config.policy, model)
     may_share = shared_prefix != "false" and spec.layout == "packed"
     counts = TokenCounts.of_batch(record.columns, with_prefixes=may_share)
-    groups = record.columns.get("pair")
-    return plan_batch(counts, spec, groups, shared_prefix=shared_prefix).metrics()
+    return plan_batch(counts, spec, shared_prefix=shared_prefix).metrics()
