@@ -183,7 +183,7 @@ def open_policy(arguments: argparse.Namespace, batch: BatchedDataDict) -> Policy
         ),
         optimizer=OptimizerConfig(lr=0.0),
     )
-    kwargs = {"config": config, "seed": 0, "needs_reference": False}
+    kwargs = {"config": config}
     group = LocalGroup(DTensorPolicyWorker, kwargs, local_context())
     return Policy(group, config, load_spec(config.model_name))
 
@@ -215,7 +215,9 @@ def _gsm8k(arguments: argparse.Namespace) -> tuple[list[np.ndarray], np.ndarray]
 
 def _with_sharing(policy: Policy, variant: Literal["false", "true"]) -> Policy:
     """The same worker; only the plans differ."""
-    return Policy(policy.group, replace(policy.config, shared_prefix=variant), policy.model)
+    return Policy(
+        policy.group, replace(policy.config, shared_prefix=variant == "true"), policy.model
+    )
 
 
 def _line(case: str, kind: str, records: dict[str, Any]) -> str:

@@ -71,7 +71,7 @@ def _row(
     groups = np.arange(len(chosen)).repeat(group_size)
     prefixes = SharedPrefixes.of_groups(groups, prompt_of)
     counts = TokenCounts(lengths, num_trained, prefixes)
-    separate = plan_batch(counts, spec, shared_prefix="false")
+    separate = plan_batch(counts, spec, shared_prefix=False)
     within = _shared_within(separate, prefixes)
     # The first plan may compile.
     shared = plan_batch(counts, spec)

@@ -28,7 +28,7 @@ LEVELS = {
     "run": 3,
     "config": 2, "metrics": 2,
     "parallel_layout": 1,
-    "integer_math": 0, "learning_rate": 0, "__init__": 0,
+    "integer_math": 0, "learning_rate": 0, "training_engines": 0, "__init__": 0,
 }  # fmt: skip
 TOP = 12
 
@@ -44,11 +44,8 @@ LIBRARY_PLACES = {
     "megatron": ("policy/megatron/",),
     "numba": ("data/packing/",),
     "tensorboard": ("run/sinks.py",),
-    "prometheus_client": ("run/prometheus.py",),
     "wandb": ("run/services.py",),
     "mlflow": ("run/services.py",),
-    "trackio": ("run/services.py",),
-    "swanlab": ("run/services.py",),
     "math_verify": ("environments/expressions.py",),
     "pint": ("environments/expressions.py",),
     "bokeh": ("reports/charts.py",),
@@ -107,7 +104,7 @@ FOREIGN_NAMES = {
 MAX_FILE_LINES = 400
 """Code lines: without blank lines, comments and docstrings."""
 MAX_FUNCTION_LINES = 80
-MAX_CODE_LINES = 52_300
+MAX_CODE_LINES = 52_325
 """Code lines of the package. A change that needs more raises this number; lower it with each
 merge that leaves at least a hundred lines of room.
 """

@@ -42,7 +42,7 @@ from benchmarks.gpu.training_steps import (
 from benchmarks.gpu.transformers_loops import LoopCase, time_loop
 
 _EAGER: Options = {COMPILE: "none"}
-_UNSHARDED: Options = {"parallel.reshard": "never"}
+_UNSHARDED: Options = {"parallel.reshard": False}
 _HEAD_SIZES = ("d=64", "d=128", "d=16")
 _GSM8K_LENGTHS = {"mean": 190, "longest": 1024}
 _PREFIXES = ((512, 64, 16), (8192, 1024, 8))
@@ -251,7 +251,7 @@ class _Short:
         """Measure a bfloat16 product and a copy, and name the attention kernel."""
         if not self._arguments.is_cuda:
             raise SkipCell("needs a GPU")
-        from nemo_like.policy.inputs.attention import varlen_kernel
+        from nemo_like.policy.inputs.varlen_kernels import varlen_kernel
 
         size = 8192
         left, right = (

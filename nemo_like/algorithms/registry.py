@@ -45,7 +45,7 @@ class AlgorithmData(Protocol):
         ...
 
     def encode_row(self, encoder: ChatEncoder, config: Any, row: Row) -> EncodedRow | None:
-        """Encode one row of the training file; see `training.encoding.EncodeRow`."""
+        """Encode one row of the training file; see `run_data.EncodeRow`."""
         ...
 
     def check_rows(

@@ -1,6 +1,6 @@
 """Relations between keys that can be checked without data, and the batch arithmetic in words.
 
-Unknown keys are checked in `yaml_files`, types and single values in `build`, files, models
+Unknown keys are checked in `config.load`, types and single values in `build`, files, models
 and rows of data in `commands.validate`.
 """
 
@@ -31,6 +31,7 @@ from nemo_like.config.rollout import environment_problems
 from nemo_like.config.schema import DynamicBatchingConfig, RunConfig, SequencePackingConfig
 from nemo_like.integer_math import ceil_div, nearest_multiples
 from nemo_like.parallel_layout import PaddingMultiples
+from nemo_like.training_engines import ENGINES
 
 Budgets = SequencePackingConfig | DynamicBatchingConfig
 
@@ -183,7 +184,7 @@ def _batching_modes(config: RunConfig) -> Iterator[Problem]:
 
 
 def _shared_prefix(config: RunConfig) -> Iterator[Problem]:
-    if config.policy.shared_prefix != "true":
+    if config.policy.shared_prefix is not True:
         return
     key = "policy.shared_prefix"
     if not config.policy.sequence_packing.enabled:
@@ -200,7 +201,7 @@ def _shared_prefix(config: RunConfig) -> Iterator[Problem]:
 
 def _router_replay(config: RunConfig) -> Iterator[Problem]:
     key = "policy.router_replay"
-    if config.policy.router_replay != "true":
+    if config.policy.router_replay is not True:
         return
     if config.kind != "grpo":
         yield Problem(
@@ -217,10 +218,11 @@ def _router_replay(config: RunConfig) -> Iterator[Problem]:
 
 
 def _compilation(config: RunConfig) -> Iterator[Problem]:
-    if config.policy.compile == "layers" and config.policy.engine == "megatron":
+    engine = config.policy.engine
+    if config.policy.compile == "layers" and not ENGINES[engine].compiles_layers:
         yield Problem(
             ("policy.compile", "policy.engine"),
-            f"policy.compile is {config.policy.compile}, but policy.engine megatron has its own"
+            f"policy.compile is {config.policy.compile}, but policy.engine {engine} has its own"
             " fused functions: set policy.compile to none, or policy.engine to dtensor",
         )
 

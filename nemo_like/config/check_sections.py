@@ -15,6 +15,7 @@ from nemo_like.config.schema import (
     RunConfig,
     SchedulerConfig,
 )
+from nemo_like.training_engines import ENGINES
 
 
 def data_problems(config: RunConfig) -> Iterator[Problem]:
@@ -90,10 +91,11 @@ def adapter_problems(config: RunConfig) -> Iterator[Problem]:
             " and quantized weights cannot be trained themselves: set policy.lora.enabled to true,"
             " or policy.lora.quantization to none",
         )
-    if lora.is_quantized and config.policy.engine == "megatron":
+    engine = config.policy.engine
+    if lora.is_quantized and not ENGINES[engine].has_4bit_weights:
         yield Problem(
             ("policy.lora.quantization", "policy.engine"),
-            f"policy.lora.quantization is {lora.quantization}, but policy.engine is megatron, and"
+            f"policy.lora.quantization is {lora.quantization}, but policy.engine is {engine}, and"
             " the linear layers of Megatron-Core have no 4-bit weights: set policy.engine to"
             " dtensor, or policy.lora.quantization to none",
         )
@@ -103,6 +105,17 @@ def adapter_problems(config: RunConfig) -> Iterator[Problem]:
             f"policy.lora.adapter_path is {lora.adapter_path!r}, but policy.lora.enabled is false,"
             " so the adapter would not be used: set policy.lora.enabled to true, or"
             " policy.lora.adapter_path to null",
+        )
+    if lora.reference == "adapter" and (lora.adapter_path is None or not config.needs_reference):
+        reason = "this run has no reference policy: set policy.lora.reference to base"
+        if config.needs_reference:
+            reason = (
+                "there is no initial adapter: set policy.lora.adapter_path to the directory of one,"
+                " or policy.lora.reference to base"
+            )
+        yield Problem(
+            ("policy.lora.reference", "policy.lora.adapter_path"),
+            f"policy.lora.reference is adapter, but {reason}",
         )
     yield from _weight_sync(config)
 
@@ -158,11 +171,11 @@ def optimization_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _optimizer(policy: PolicyConfig) -> Iterator[Problem]:
     optimizer = policy.optimizer
-    if optimizer.name != "adamw" and policy.engine == "megatron":
+    if optimizer.name != "adamw" and ENGINES[policy.engine].has_adamw_only:
         yield Problem(
             ("policy.optimizer.name", "policy.engine"),
-            f"policy.optimizer.name is {optimizer.name}, but policy.engine megatron divides the"
-            " state of a float32 AdamW into flat parts: set policy.engine to dtensor, or"
+            f"policy.optimizer.name is {optimizer.name}, but policy.engine {policy.engine} divides"
+            " the state of a float32 AdamW into flat parts: set policy.engine to dtensor, or"
             " policy.optimizer.name to adamw",
         )
     if optimizer.name == "muon" and policy.lora.enabled:

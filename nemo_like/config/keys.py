@@ -184,21 +184,6 @@ def _split_at_unknown(root: type, path: str) -> tuple[str, str]:
     return path, ""
 
 
-def misspelled_key(job: JobSchema, path: str) -> str | None:
-    """Return the key of the same section whose name is almost equal to the name of `path`.
-
-    The similarity ratio of `difflib` is at least 0.85; None if there is no such key.
-    """
-    parent, _, name = path.rpartition(".")
-    siblings = child_types(type_at(job.run_config, parent))
-    if not siblings or len(path) > _MAX_PATH_CHARACTERS:
-        return None
-    nearest = difflib.get_close_matches(name, siblings, n=1, cutoff=0.85)
-    if not nearest:
-        return None
-    return f"{parent}.{nearest[0]}" if parent else nearest[0]
-
-
 def suggest_keys(root: type, path: str) -> list[str]:
     """Return at most three existing keys for the unknown `path`, the likeliest first.
 
@@ -448,7 +433,7 @@ def _type_name(annotation: Any) -> str:
     """Return the type in the words of a user. Examples: `integer or null`, `keep | drop`."""
     inner, may_be_null = without_none(annotation)
     if get_origin(inner) is Literal:
-        name = " | ".join(get_args(inner))
+        name = " | ".join(map(_value_text, get_args(inner)))
     elif get_origin(inner) is tuple:
         name = f"list of {_TYPE_NAMES[get_args(inner)[0]]}s"
     elif is_open_section(inner):
@@ -464,13 +449,15 @@ def _default_text(field: dataclasses.Field[Any]) -> str:
         return "{}"
     if default is dataclasses.MISSING:
         return _REQUIRED
-    if default is None:
-        return "null"
-    if isinstance(default, bool):
-        return "true" if default else "false"
     if isinstance(default, tuple):
         return f"[{', '.join(map(str, default))}]"
-    return str(default)
+    return _value_text(default)
+
+
+def _value_text(value: Any) -> str:
+    """Return a plain value as in YAML."""
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
 @cache

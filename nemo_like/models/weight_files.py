@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,16 @@ Shape = tuple[int, ...]
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+
+HEADS = ("lm_head.weight", "embed_out.weight")
+"""Ends of the names of output embeddings."""
+
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+_CHUNK_BYTES = 2**24
+_NUM_SAMPLES = 32
+"""Samples of each file; values of a model that was trained differ in all of them."""
+
+_SAMPLE_BYTES = 4096
 
 
 def weight_paths(directory: Path) -> list[Path]:
@@ -83,12 +94,6 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
     return header
 
 
-HEADS = ("lm_head.weight", "embed_out.weight")
-"""Ends of the names of output embeddings."""
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
-_CHUNK_BYTES = 2**24
-
-
 def has_own_head(directory: Path) -> bool:
     """Return True if the files have an output embedding with other values than the input embedding.
 
@@ -130,19 +135,14 @@ def _has_own_head(files: tuple[tuple[Path, int], ...]) -> bool:
     return False
 
 
-_NUM_SAMPLES = 32
-"""Samples of each file; values of a model that was trained differ in all of them."""
-_SAMPLE_BYTES = 4096
+def weights_digest(paths: Sequence[Path]) -> str:
+    """Return a hash of the sizes and of evenly spaced samples of weight files.
 
-
-def weights_digest(directory: Path) -> str:
-    """Return a hash of the sizes and of evenly spaced samples of the weight files.
-
-    It does not depend on names and dates, so a copy of the directory has the same one. Raises
-    OSError for a file that cannot be read, and ValueError as `weight_paths`.
+    It does not depend on names and dates, so a copy of the files has the same one. Raises OSError
+    for a file that cannot be read.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for path in weight_paths(directory):
+    for path in paths:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(size.to_bytes(8, "little"))

@@ -80,13 +80,13 @@ def shared_prefix_mode(config: PolicyConfig, model: ModelSpec | None) -> SharedP
     threshold = None if model is None else model.rope_threshold
     if threshold is None or config.max_total_sequence_length <= threshold:
         return config.shared_prefix
-    if config.shared_prefix == "true":
+    if config.shared_prefix is True:
         raise ConfigError(
             "policy.shared_prefix is true, but the rotary frequencies of policy.model_name depend"
             f" on the length of rows above {threshold} tokens: set it to auto or false, or set"
             f" policy.max_total_sequence_length to {threshold} or less"
         )
-    return "false"
+    return False
 
 
 def stream_spec(batching: BatchingConfig, plan: PlanSpec) -> StreamSpec:

@@ -1,17 +1,14 @@
-"""The optimizer of either engine: learning-rate schedule, AdamW, checks of gradients, moving
-average of the weights.
+"""What both engines' optimizers share: learning rates, checks of gradients, averages of weights.
 
-Shapes of the learning-rate schedule after warm-up, as fractions between 1 and 0.
+After the warm-up a schedule is a fraction between 1 and 0 of the learning rate. WSD is the schedule
+of MiniCPM (Hu et al. 2024, arXiv 2404.06395), the decay 1 - sqrt is from Hägele et al. 2024 (arXiv
+2405.18392); warm restarts are SGDR (Loshchilov and Hutter 2017, arXiv 1608.03983). With the same
+lengths the values equal those from transformers' `get_wsd_schedule` and
+`get_cosine_with_hard_restarts_schedule_with_warmup` after their warm-up.
 
-WSD is the schedule of MiniCPM (Hu et al. 2024, arXiv 2404.06395), the decay 1 - sqrt is from Hägele
-et al. 2024 (arXiv 2405.18392); warm restarts are SGDR (Loshchilov and Hutter 2017, arXiv
-1608.03983). With the same lengths the values equal those from transformers'
-`get_wsd_schedule` and `get_cosine_with_hard_restarts_schedule_with_warmup` after their warm-up.
-
-Exponential moving average (EMA) of the weights that are trained, sharded like them.
-
-After optimizer step n, e_n = d e_(n-1) + (1 - d) w_n with the decay d (Polyak and Juditsky 1992, in
-the exponential form of Kingma and Ba 2015, section 7.2).
+The exponential moving average (EMA) after optimizer step n is e_n = d e_(n-1) + (1 - d) w_n with
+the decay d (Polyak and Juditsky 1992, in the exponential form of Kingma and Ba 2015, section 7.2).
+It is sharded like the weights that are trained.
 """
 
 from __future__ import annotations
@@ -31,6 +28,12 @@ from nemo_like.losses import GlobalCounts
 
 _DEFAULT_WSD_SHARE = 10
 """Without `wsd_decay_steps` the decay has one of so many steps, as in MiniCPM."""
+
+LARGEST = 0.99 * math.sqrt(torch.finfo(torch.float32).max)
+"""About 1.8e19: the square of any number up to this is finite in float32."""
+
+Masters = Iterable[tuple[str, Tensor]]
+"""Name and float32 shard [...] of each trained weight, in a fixed order."""
 
 
 def remaining_rate(step: int, end: int, scheduler: SchedulerConfig) -> float:
@@ -81,10 +84,6 @@ def _cycle_progress(step: int, num_steps: int, scheduler: SchedulerConfig) -> fl
     return step * scheduler.num_cycles % num_steps / num_steps
 
 
-LARGEST = 0.99 * math.sqrt(torch.finfo(torch.float32).max)
-"""About 1.8e19: the square of any number up to this is finite in float32."""
-
-
 def learning_rate(step: int, optimizer: OptimizerConfig, scheduler: SchedulerConfig) -> float:
     """Return the learning rate of optimizer step `step` (0 is the first).
 
@@ -111,8 +110,7 @@ def learning_rate(step: int, optimizer: OptimizerConfig, scheduler: SchedulerCon
 def learning_rate_scale(scheduler: SchedulerConfig, counts: GlobalCounts) -> float:
     """Return the factor of the learning rate for a step with these rows and trained tokens.
 
-    A step without trained tokens has the factor 0: weight decay and momentum must not change the
-    weights.
+    A step without trained tokens, which changes nothing, has the factor 0.
     """
     if counts.num_tokens == 0:
         return 0.0
@@ -205,16 +203,32 @@ def all_within(tensors: Iterable[Tensor], largest: float = torch.finfo(torch.flo
     return bool((torch.stack(extremes).abs() <= largest).all())
 
 
-Masters = Iterable[tuple[str, Tensor]]
-"""Name and float32 shard [...] of each trained weight, in a fixed order."""
+class WeightCopy:
+    """Copies of the shards of one rank, float32."""
+
+    def __init__(self, masters: Masters, device: torch.device | None = None) -> None:
+        """Copy `masters`, [...] each, to `device`; None keeps each on its own."""
+        self.shards = {}
+        for name, weight in masters:
+            self.shards[name] = weight.detach().to(device or weight.device, copy=True)
+
+    @torch.no_grad()
+    def swap(self, masters: Masters) -> None:
+        """Exchange the copies and the weights `masters`, [...] each, bit by bit."""
+        for name, weight in masters:
+            shard = self.shards[name]
+            # One copy at a time.
+            current = weight.detach().clone()
+            weight.detach().copy_(shard)
+            shard.copy_(current)
 
 
-class WeightEma:
+class WeightEma(WeightCopy):
     """Averages of the shards of one rank, float32."""
 
     def __init__(self, masters: Masters, config: EmaConfig) -> None:
         """Start with the values of `masters`, [...] each."""
-        self.shards = {name: weight.detach().clone() for name, weight in masters}
+        super().__init__(masters)
         self._decay = config.decay
 
     @torch.no_grad()
@@ -222,13 +236,3 @@ class WeightEma:
         """Include `masters`, [...] each, the weights after an applied optimizer step."""
         for name, weight in masters:
             self.shards[name].lerp_(weight.detach(), 1.0 - self._decay)
-
-    @torch.no_grad()
-    def swap(self, masters: Masters) -> None:
-        """Exchange the averages and the weights `masters`, [...] each, bit by bit."""
-        for name, weight in masters:
-            average = self.shards[name]
-            # One copy at a time.
-            current = weight.detach().clone()
-            weight.detach().copy_(average)
-            average.copy_(current)

@@ -6,6 +6,8 @@ Everything here is small and on the CPU; nothing imports a model.
 from __future__ import annotations
 
 import dataclasses
+import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from nemo_like.config.loss import LogprobName
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.columns import take_rows
 from nemo_like.data.jagged import Jagged
+from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec, plan_batch
 from nemo_like.data.planning.prefixes import SharedPrefixMode
 from nemo_like.data.planning.token_counts import TokenCounts
@@ -83,6 +86,7 @@ class Policy:
         self.config = config
         self.model = model
         self._seed = seed
+        self._has_warned = False
 
     @cached_property
     def device_info(self) -> DeviceInfo:
@@ -102,16 +106,25 @@ class Policy:
         for a row above the token limit where `policy.oversize_rows` is `error`.
         """
         spec = self._spec(purpose)
-        return plan_batch(counts, spec, groups, shared_prefix=self._shared_prefix)
+        plan = plan_batch(counts, spec, groups, shared_prefix=self._shared_prefix)
+        return self._warning_once(plan)
 
     def plan_rows(self, batch: Mapping[str, Any], purpose: Purpose = "train") -> BatchPlan:
         """Plan the rows of a batch by its columns as `plan` does.
 
         See `TokenCounts.of_batch`. Rows with equal id in `pair` int [B] share a microbatch.
         """
-        may_share = self._shared_prefix != "false" and self._spec(purpose).layout == "packed"
+        may_share = self._shared_prefix is not False and self._spec(purpose).layout == "packed"
         counts = TokenCounts.of_batch(batch, with_prefixes=may_share)
         return self.plan(counts, purpose, batch.get("pair"))
+
+    def _warning_once(self, plan: BatchPlan) -> BatchPlan:
+        """Return `plan`. Further plans do not warn of oversize rows; they count them."""
+        if plan.num_oversize and not self._has_warned:
+            self._has_warned = True
+            message = f".*above {re.escape(plan.spec.budget_key)} "
+            warnings.filterwarnings("ignore", message, OversizeWarning)
+        return plan
 
     @property
     def _shared_prefix(self) -> SharedPrefixMode:

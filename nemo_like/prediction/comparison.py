@@ -27,6 +27,7 @@ from nemo_like.data.streaming.planner import plan_stream
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.integer_math import ceil_div, round_up
 from nemo_like.prediction.placement import Placement
+from nemo_like.training_engines import ENGINES
 
 Method = Literal["padded batches", "ranks in turn", "ranks before microbatches"]
 """Simple ways to form batches, with which those of this system are compared: rows in the given
@@ -83,8 +84,7 @@ class Strategy:
             )
         if self.method == "ranks before microbatches":
             return plan_ranks_first(counts, self.spec)
-        mode = "true" if self.shares_prefixes else "false"
-        return plan_batch(counts, self.spec, shared_prefix=mode)
+        return plan_batch(counts, self.spec, shared_prefix=self.shares_prefixes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -322,7 +322,7 @@ def compare(
     chosen_key = ""
     outcomes = []
     found = strategies(spec, max_tokens, int(lengths.max()), stream)
-    may_share = counts.prefixes is not None and shared_prefix != "false"
+    may_share = counts.prefixes is not None and shared_prefix is not False
     if may_share and spec.layout == "packed" and stream is None:
         found.append(Strategy("shared", "shared prefixes", spec, shares_prefixes=True))
     for strategy in found:
@@ -333,7 +333,7 @@ def compare(
         outcomes.append(Outcome(strategy, plan, max_tokens, bubble, min_work))
         if not chosen_key and strategy.plans_as(spec, stream):
             chosen_key = strategy.key
-        is_enough = shared_prefix == "true" or plan.shared_work_share >= MIN_SHARED_WORK
+        is_enough = shared_prefix is True or plan.shared_work_share >= MIN_SHARED_WORK
         if strategy.shares_prefixes and is_enough:
             chosen_key = strategy.key
     batches = [lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size)]
@@ -406,7 +406,8 @@ def min_microbatch_tokens(placement: Placement, num_params: int) -> float:
         return 0.0
     layout = placement.parallel_layout
     is_unsharded = layout.keeps_unsharded(placement.engine, num_params)
-    if placement.engine == "megatron" or is_unsharded or placement.num_shards == 1:
+    shards_weights = ENGINES[placement.engine].shards_weights
+    if not shards_weights or is_unsharded or placement.num_shards == 1:
         return 0.0
     return comm_bound_tokens(placement) * layout.cp
 

@@ -16,10 +16,10 @@ from nemo_like.config.errors import ConfigError, Problem, raise_problems, shown_
 from nemo_like.config.parallel import located_problems, policy_layout
 from nemo_like.config.paths import hub_name, model_directory
 from nemo_like.config.rollout import RewardModelConfig
-from nemo_like.config.schema import PolicyConfig, RunConfig, SwitchMode
+from nemo_like.config.schema import PolicyConfig, RunConfig, Switch
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.routed_experts import routed_bytes
-from nemo_like.models.adapters import check_adapters
+from nemo_like.models.adapters import ADAPTER_WEIGHTS, check_adapters
 from nemo_like.models.layout_check import frozen_weights, model_problems
 from nemo_like.models.pretrained import load_model_config, load_tokenizer, with_output_head
 from nemo_like.models.spec import ModelSpec
@@ -32,11 +32,10 @@ from nemo_like.models.weight_files import (
     weights_digest,
 )
 from nemo_like.policy.batching import microbatch_budget, shared_prefix_mode
-from nemo_like.policy.megatron.families import family_of
-from nemo_like.policy.megatron.param_map import ModelSharding
 from nemo_like.prediction.memory import GIB, MemoryModel
 from nemo_like.prediction.placement import num_adapter_params, policy_placement
 from nemo_like.training.generation_backends import generation_backend
+from nemo_like.training.policy_backends import policy_backend
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -129,14 +128,7 @@ def open_model_config(config: RunConfig) -> PretrainedConfig:
         load_checked_config(name, "policy.model_name"), config.output_head, name
     )
     spec = ModelSpec.from_config(model_config, name)
-    if config.policy.engine == "megatron":
-        # megatron-core is an optional dependency.
-        if importlib.util.find_spec("megatron") is None:
-            raise ConfigError(
-                "policy.engine is megatron, but megatron-core is not installed: pip install"
-                " 'nemo-like[megatron]'"
-            )
-        family_of(spec, name)
+    policy_backend(config.policy).check_model(spec, name)
     layout_problems = model_problems(policy_layout(config), config.policy.engine, spec)
     problems = located_problems(layout_problems, config.cluster)
     is_on_cpu = config.cluster.gpus_per_node == 0
@@ -144,7 +136,7 @@ def open_model_config(config: RunConfig) -> PretrainedConfig:
         problems += generation_backend(config.policy).problems(
             config.policy, spec, is_on_cpu=is_on_cpu
         )
-    if config.policy.router_replay == "true" and spec.moe is None:
+    if config.policy.router_replay is True and spec.moe is None:
         key = "policy.router_replay"
         problems.append(
             Problem((key,), f"{key} is true, but {name} has no experts: set it to auto or false")
@@ -254,11 +246,7 @@ def _check_optimizer(config: RunConfig, spec: ModelSpec) -> None:
     if spec.is_tied:
         names["lm_head.weight"] = "model.embed_tokens.weight"
     frozen = frozen_weights(policy.freeze, names)
-    if policy.engine == "megatron":
-        parallel = config.parallel
-        sharding = ModelSharding(spec, pp=parallel.pipeline, vpp=parallel.virtual_pipeline)
-        family = family_of(spec, policy.model_name)
-        family.frozen_parameters(frozen, sharding, 0, {})
+    policy_backend(policy).check_frozen(frozen, spec, policy.model_name, config.parallel)
 
 
 def open_model_spec(config: RunConfig) -> ModelSpec:
@@ -356,6 +344,7 @@ def _check_not_quantized(path: Path, model_config: PretrainedConfig, subject: st
 _FLOATING_POINT = {"F64", "F32", "F16", "BF16"}
 _POLICY = "policy.model_name"
 _ADAPTER = "policy.lora."
+_REFERENCE = f"{_ADAPTER}adapter_path"
 
 
 def frozen_models(config: RunConfig, *, policy_only: bool = False) -> dict[str, str]:
@@ -367,15 +356,17 @@ def frozen_models(config: RunConfig, *, policy_only: bool = False) -> dict[str, 
     adapter = config.policy.adapter
     identities = {f"{_ADAPTER}enabled": str(adapter is not None)}
     if adapter is not None:
-        for name in ("rank", "alpha", "use_rslora", "quantization"):
+        for name in ("rank", "alpha", "use_rslora", "quantization", "reference"):
             identities[_ADAPTER + name] = str(getattr(adapter, name))
         identities[f"{_ADAPTER}target_modules"] = ", ".join(sorted(adapter.target_modules))
     for key, (name, _) in _frozen_names(config).items():
         directory = Path(name).expanduser()
         if (policy_only and key != _POLICY) or not directory.is_dir():
             continue
+        is_adapter = key == _REFERENCE
         try:
-            identities[key] = weights_digest(directory)
+            paths = [directory / ADAPTER_WEIGHTS] if is_adapter else weight_paths(directory)
+            identities[key] = weights_digest(paths)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{key}: {shown_path(directory)} cannot be read: {error}") from error
     return identities
@@ -412,6 +403,8 @@ def _frozen_names(config: RunConfig) -> dict[str, tuple[str, str]]:
     names = {key: (name, "a teacher") for key, name in config.teachers_by_key.items()}
     if config.policy.adapter is not None:
         names[_POLICY] = (config.policy.model_name, "the frozen weights of its adapters")
+        if config.policy.lora.reference == "adapter":
+            names[_REFERENCE] = (str(config.policy.lora.adapter_path), "the reference policy")
     elif config.needs_reference:
         names[_POLICY] = (config.policy.model_name, "the reference policy")
     if config.generates:
@@ -420,12 +413,12 @@ def _frozen_names(config: RunConfig) -> dict[str, tuple[str, str]]:
     return names
 
 
-def adapter_line(policy: PolicyConfig, spec: ModelSpec) -> str | None:
+def adapter_line(config: RunConfig, spec: ModelSpec) -> str | None:
     """Return the line about adapters, for the log and `nemo-like validate`; None without.
 
     Example: `LoRA: rank 16, scale 2, 4,884,480 of 139,400,000 parameters are trained (3.5 %)`.
     """
-    adapter = policy.adapter
+    adapter = config.policy.adapter
     if adapter is None:
         return None
     line = f"LoRA: rank {adapter.rank}, scale {adapter.scale:g}"
@@ -439,22 +432,18 @@ def adapter_line(policy: PolicyConfig, spec: ModelSpec) -> str | None:
         line += f", {num_trained:,} of {total:,} parameters are trained ({num_trained / total:.2%})"
     if adapter.adapter_path is not None:
         line += f", from the adapter {adapter.adapter_path}"
+    if config.needs_reference:
+        has_adapter = adapter.reference == "adapter"
+        line += f"; reference: the model {'with this adapter' if has_adapter else 'without it'}"
     return line
 
 
-def recorded_experts(config: RunConfig) -> SwitchMode:
+def recorded_experts(config: RunConfig) -> Switch:
     """Return `policy.router_replay` for the generator: `false` where no policy uses the experts."""
     mode = config.policy.recorded_experts
     if config.kind != "grpo" or open_model_spec(config).moe is None:
-        return "false"
-    if mode == "auto" and config.policy.engine == "dtensor":
-        # Imported on demand: `validate` does not load torch.
-        from nemo_like.models.output_head import meta_model
-        from nemo_like.models.routers import router_modules
-
-        model = meta_model(load_model_config(config.policy.model_name))
-        return "auto" if router_modules(model) else "false"
-    return mode
+        return False
+    return policy_backend(config.policy).recorded_experts(mode, config.policy.model_name)
 
 
 def policy_memory(config: RunConfig, spec: ModelSpec) -> tuple[int, dict[str, float]]:

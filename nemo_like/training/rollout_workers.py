@@ -14,21 +14,17 @@ from nemo_like.config.parallel import (
     workers_per_replica,
 )
 from nemo_like.config.rollout import RewardModelConfig
-from nemo_like.config.schema import (
-    ParallelConfig,
-    PolicyConfig,
-    RunConfig,
-    SequencePackingConfig,
-    SwitchMode,
-)
+from nemo_like.config.schema import PolicyConfig, RunConfig, SequencePackingConfig, Switch
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.observations import ObservationEncoder
 from nemo_like.distributed.worker_group import WorkerGroup, call_all
 from nemo_like.environments.environment_workers import EnvironmentWorker, EnvironmentWorkers
 from nemo_like.environments.reward_worker import RewardEnvironment, RewardWorker
 from nemo_like.generation.generator import Generator
+from nemo_like.generation.requests import GenerationStart
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.rollout.collector import RolloutCollector
@@ -79,7 +75,7 @@ def generation_worker(
     *,
     can_sleep: bool = False,
     shares_process: bool = False,
-    router_replay: SwitchMode = "false",
+    router_replay: Switch = False,
 ) -> tuple[type, dict[str, Any]]:
     """Return the worker class of `policy.generation.backend` and its keyword arguments.
 
@@ -97,10 +93,11 @@ def generation_worker(
     }
     if config.policy.sends_adapters:
         kwargs["adapter"] = config.policy.adapter
-    worker_class, own_kwargs = generation_backend(config.policy).worker(
-        config.policy, seed=config.seed, can_sleep=can_sleep, shares_process=shares_process
+    worker_class, options = generation_backend(config.policy).worker(config.policy)
+    common = GenerationStart(
+        **kwargs, seed=config.seed, can_sleep=can_sleep, shares_process=shares_process
     )
-    return worker_class, kwargs | own_kwargs
+    return worker_class, {"start": common, **options}
 
 
 def start_generator(
@@ -111,7 +108,7 @@ def start_generator(
     *,
     can_sleep: bool,
     shares_process: bool = False,
-    router_replay: SwitchMode = "false",
+    router_replay: Switch = False,
 ) -> Generator:
     """Start the replicas of the generator; see `generation_worker`."""
     worker_class, kwargs = generation_worker(
@@ -197,7 +194,7 @@ def open_collector(
     conversations = None
     if workers.environment is not None:
         conversations = ConversationDriver(
-            workers.environment, ObservationEncoder(encoder), config.environment
+            workers.environment, ObservationEncoder(encoder), config.environment, config.reward
         )
     return RolloutCollector(workers.generator, workers.rewards, encoder.tokenizer, conversations)
 
@@ -304,10 +301,7 @@ def _start_model(
         placement,
         DTensorPolicyWorker,
         config=serving,
-        parallel=ParallelConfig(),
-        seed=seed,
-        head="scores",
-        trainable=False,
+        start=PolicyStart(seed=seed, head="scores", trainable=False),
     )
     if offloads:
         # Policy, generator or another reward model is loaded onto the same devices next.

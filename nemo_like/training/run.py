@@ -45,10 +45,12 @@ from nemo_like.run.sinks import Media
 from nemo_like.run.tracking import RunLog, Tracker, check_logger, run_log
 from nemo_like.training.health import Health
 from nemo_like.training.model_files import check_frozen_models, frozen_models, open_model_spec
+from nemo_like.training.parity_check import ParityCheck
 from nemo_like.training.reporting import (
     StepWork,
     full_length_metrics,
     header_lines,
+    new_counters,
     start_line,
     start_warnings,
     step_line,
@@ -115,7 +117,7 @@ class TrainingRun:
     findings: AppendedFile = field(init=False)
     tracker: Tracker = field(init=False)
     lengths: AppendedFile = field(init=False)
-    counters: dict[str, float] = field(default_factory=lambda: {"num_tokens": 0.0, "num_rows": 0.0})
+    counters: dict[str, float] = field(default_factory=new_counters)
     last_logged_s: float = field(default_factory=time.monotonic)
     opened_s: float = field(default_factory=time.monotonic)
     num_skipped_in_a_row: int = 0
@@ -191,7 +193,7 @@ class TrainingRun:
                 "resume: the training rows changed since the checkpoint; the run continues in epoch"
                 f" {loader.epoch + 1} with the new rows (data.allow_changed_rows)"
             )
-        self.counters.update(state.counters)
+        self.counters = dict(state.counters)
         self.selection.load_state_dict(state.selection)
         self.progress.print_line(f"resumed from {checkpoint.path}")
         return state.step
@@ -346,7 +348,7 @@ class TrainingRun:
         self.selection.observe(step, values)
 
     def save_if_due(self, step: int, position: Position, *, is_last: bool) -> None:
-        """Save a checkpoint if this step is due; its time is the next step's `checkpoint_s`.
+        """Save a checkpoint if this step is due; its time is the next step's `timing/checkpoint_s`.
 
         The step with the best metric of `checkpointing.keep_best` is always due. `position` is the
         loader, or its position after the rows of `step`. With `is_last` this waits until the
@@ -463,20 +465,19 @@ def open_training_run(
         identities = frozen_models(config)
         resumed = None
         if config.resume:
-            resumed = checkpointer.find_latest(
-                lambda path: checkpoint_problem(policy_directory(path))
-            )
+            resumed = checkpointer.find_latest(lambda p: checkpoint_problem(policy_directory(p)))
             if resumed is not None:
-                saved = resumed.state().model
-                check_frozen_models(saved, identities, config, resumed.path)
+                check_frozen_models(resumed.state().model, identities, config, resumed.path)
             # config.yaml itself is replaced in `start_run_directory`, after the last check.
             log_config_changes(directory, plain)
         else:
             write_config(directory, plain)
+        parity = ParityCheck(config.policy, config.parallel, config.cluster, closing)
         with start_workers(
             config, progress, logs=directory.logs / "ray", end_token_ids=data.encoder.end_token_ids
         ) as workers:
             check_workers(config, data.encoder, workers, directory, progress)
+            parity.finish(progress)
             run = TrainingRun(
                 config=config,
                 directory=directory,

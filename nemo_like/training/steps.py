@@ -35,7 +35,7 @@ from nemo_like.rollout.conversations import Prompt
 from nemo_like.rollout.records import record_sample
 from nemo_like.rollout.rows import Rollout, row_seeds
 from nemo_like.run.files import AppendedFile, reporting_write_errors
-from nemo_like.training.reporting import StepWork
+from nemo_like.training.reporting import TRAINED, StepWork, check_trained
 from nemo_like.training.run import RunResult, TrainingRun, open_training_run
 from nemo_like.training.run_data import ExampleSource, ExampleT, PromptSet, named_metrics
 
@@ -98,11 +98,13 @@ def train_steps(
         if not isinstance(error.cause, NonFiniteError):
             raise
         raise NonFiniteError(f"step {trained.step}: {error.cause}") from error
-    num_untrained = sum(step["policy/num_tokens"].value == 0 for step in steps)
+    num_tokens = [step["policy/num_tokens"].value for step in steps]
+    run.counters[TRAINED] = run.counters.get(TRAINED, 0.0) + sum(num_tokens)
+    num_untrained = num_tokens.count(0)
     if num_untrained:
         run.progress.print_line(
             f"WARNING: step {trained.step}: {num_untrained} of {len(steps)} optimizer steps have no"
-            " trained token and leave the weights unchanged; check policy.oversize_rows,"
+            " trained token and change nothing; check policy.oversize_rows,"
             " policy.max_total_sequence_length and the rows"
         )
     skipped = [step["policy/skipped_steps"].value > 0 for step in steps]
@@ -378,9 +380,13 @@ def _train(
             if is_due(step, run.config.epoch_loop.val_period, is_last=is_last):
                 run.add_metrics(task.validate(run, step))
             run.log_step(step, work)
+            # With a mixture an epoch need not have every row.
+            if loader.epoch > 0 and loader.mixture is None:
+                check_trained(run.config, run.counters)
             # After the log, because it can end the run.
             stop_if_too_many(run, step, loader)
             run.save_if_due(step, loader, is_last=is_last)
+    check_trained(run.config, run.counters)
     num_left_out = loader.num_left_out(source.rows.is_kept)
     if num_left_out:
         run.progress.print_line(

@@ -14,13 +14,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.parallel import is_colocated, policy_layout, workers_per_replica
-from nemo_like.config.schema import ClusterConfig, ParallelConfig, RunConfig
+from nemo_like.config.schema import ClusterConfig, ParallelConfig, RunConfig, Switch
 from nemo_like.data.packing.balance import compile_kernels, needs_kernels
 from nemo_like.distributed.activity import set_variables
 from nemo_like.distributed.local_group import LocalGroup, local_context
@@ -29,12 +29,14 @@ from nemo_like.environments.environment_workers import EnvironmentWorkers, load_
 from nemo_like.environments.reward_calls import load_reward_functions
 from nemo_like.environments.reward_worker import RewardEnvironment
 from nemo_like.metrics import start_timers
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, SAFETY_SHARE
 from nemo_like.run.progress import Progress
 from nemo_like.training.generation_backends import generation_backend
 from nemo_like.training.model_files import open_model_spec, policy_memory, recorded_experts
+from nemo_like.training.policy_backends import policy_backend
 from nemo_like.training.rollout_workers import (
     GroupPlacement,
     RewardModelFiles,
@@ -246,30 +248,20 @@ def _report_offload(offload: OffloadDecision, progress: Progress) -> None:
     progress.print_line(f"offload: policy and generator {state} ({offload.reason})")
 
 
-def policy_worker_class(config: RunConfig) -> type[PolicyWorker]:
-    """Return the worker class of `policy.engine`."""
-    # Imported on demand: megatron-core is an optional dependency.
-    if config.policy.engine == "dtensor":
-        from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
-
-        return DTensorPolicyWorker
-    from nemo_like.policy.megatron.worker import MegatronPolicyWorker
-
-    return MegatronPolicyWorker
-
-
 def _start_policy(config: RunConfig, start: StartGroup, *, needs_reference: bool) -> Policy:
     group = start(
         GroupPlacement(
             kind="policy", name="policy", bundles="policy", parallel_layout=policy_layout(config)
         ),
-        policy_worker_class(config),
+        policy_backend(config.policy).worker(),
         config=config.policy,
-        parallel=config.parallel,
-        seed=config.seed,
-        needs_reference=needs_reference,
-        teachers=config.teacher_names,
-        head=config.output_head,
+        start=PolicyStart(
+            parallel=config.parallel,
+            seed=config.seed,
+            needs_reference=needs_reference,
+            teachers=config.teacher_names,
+            head=config.output_head,
+        ),
     )
     return Policy(group, config.policy_in_rows, open_model_spec(config), seed=config.seed)
 
@@ -469,11 +461,7 @@ def run_offload_decision(config: RunConfig, policy: Policy) -> OffloadDecision:
 
 
 def decide_offload(
-    mode: Literal["auto", "always", "never"],
-    *,
-    policy_bytes: float,
-    generator_bytes: float,
-    device_bytes: float,
+    mode: Switch, *, policy_bytes: float, generator_bytes: float, device_bytes: float
 ) -> OffloadDecision:
     """Return the decision of `cluster.offload` for one GPU.
 
@@ -483,7 +471,7 @@ def decide_offload(
     keeps the memory of activations.
     """
     if mode != "auto":
-        return OffloadDecision(mode == "always", f"cluster.offload is {mode}")
+        return OffloadDecision(mode, f"cluster.offload is {str(mode).lower()}")
     usable = max(0.0, (device_bytes - 2 * CONTEXT_BYTES) * (1.0 - SAFETY_SHARE))
     needed = policy_bytes + generator_bytes
     text = (

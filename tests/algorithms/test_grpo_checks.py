@@ -36,7 +36,7 @@ REJECTED = [
     ),
     (
         ["grpo.reference_update_period=2", "policy.lora.enabled=true"],
-        "the reference is the model without adapters",
+        "the reference shares the frozen weights",
     ),
     ([_KL_IN_REWARD, "loss_fn.reference_policy_kl_penalty=0"], "so there is no KL"),
     ([_KL_IN_REWARD, "grpo.advantage.whiten=rows"], "each token has its own advantage"),

@@ -204,7 +204,8 @@ def test_init_writes_a_config_with_reasons_that_validates(started, capsys, kind:
 def test_a_run_names_the_next_commands_which_accept_its_directory(started, capsys):
     model, folder = started
     arguments = ["--model", model, "--data", "sft.jsonl", "sft.max_num_steps=1"]
-    assert main(["sft", *arguments, "logger.num_samples_shown=0"]) == 0
+    overrides = ["logger.num_samples_shown=0", "policy.parity_check=false"]
+    assert main(["sft", *arguments, *overrides]) == 0
     shown = capsys.readouterr().out
     assert "policy.optimizer.lr" in shown and "full training" in shown
     assert "next: nemo-like chat --model runs/sft_sft | nemo-like eval" in shown

@@ -5,6 +5,7 @@ order.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.policy import Policy
 from tests.policy.tiny import random_batch
 
@@ -51,7 +53,7 @@ def policy(request, model_dir):
     config = dataclasses.replace(MODES[request.param], model_name=model_dir("qwen3"))
     group = LocalGroup(
         DTensorPolicyWorker,
-        {"config": config, "needs_reference": True},
+        {"config": config, "start": PolicyStart(needs_reference=True)},
         local_context(num_threads=1),
         name="policy",
     )
@@ -136,6 +138,21 @@ def test_specs_follow_the_configuration():
         ).max_rows
         == 3
     )
+
+
+def test_oversize_rows_are_warned_of_once(model_dir):
+    config = dataclasses.replace(
+        PACKED, model_name=model_dir("qwen3"), oversize_rows="truncate", train_global_batch_size=2
+    )
+    group = LocalGroup(DTensorPolicyWorker, {"config": config}, local_context(num_threads=1))
+    policy = Policy(group, config, load_spec(config.model_name))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plans = [policy.plan([5, length]) for length in (20, 40, 50, 60)]
+    assert [plan.num_oversize for plan in plans] == [0, 1, 1, 1]
+    (warning,) = caught
+    assert "row 1 has 40 tokens" in str(warning.message)
+    group.shutdown()
 
 
 def test_columns_that_are_placed_already_do_not_travel_again(policy):

@@ -35,7 +35,7 @@ from nemo_like.rollout.records import (
 )
 from nemo_like.rollout.rows import Rollout, select_rows
 from nemo_like.run.files import write_json_lines
-from nemo_like.training.reporting import StepWork, plan_metrics
+from nemo_like.training.reporting import StepWork, check_trained, plan_metrics
 from nemo_like.training.run import RunResult, TrainingRun, open_training_run
 from nemo_like.training.run_data import ExampleSource, prompt_sets
 from nemo_like.training.steps import (
@@ -129,6 +129,7 @@ def _train(
                     run.log_step(step, trained.work)
                     stop_if_too_many(run, step, pipeline.position)
                     run.save_if_due(step, pipeline.position, is_last=step == total)
+        check_trained(config, run.counters)
         return run.finalize(step)
 
 

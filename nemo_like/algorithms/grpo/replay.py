@@ -230,7 +230,7 @@ def _measure(
     loss = loss.for_num_steps(len(record.optimizer_steps))
     unused: set[str] = {"prev_logprobs", "reference_logprobs", "policy_logprobs"}
     unused.difference_update(loss.logprob_names)
-    if config.policy.router_replay == "false":
+    if config.policy.router_replay is False:
         unused.add(ROUTED_EXPERTS)
     rows = _first_rows(config, record)
     batch = BatchedDataDict()
@@ -260,6 +260,6 @@ def _packing_metrics(config: GrpoRunConfig, record: RolloutRecord) -> dict[str, 
         seed=config.seed,
     )
     shared_prefix = shared_prefix_mode(config.policy, model)
-    may_share = shared_prefix != "false" and spec.layout == "packed"
+    may_share = shared_prefix is not False and spec.layout == "packed"
     counts = TokenCounts.of_batch(record.columns, with_prefixes=may_share)
     return plan_batch(counts, spec, shared_prefix=shared_prefix).metrics()

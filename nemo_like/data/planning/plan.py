@@ -402,24 +402,24 @@ def plan_batch(
     spec: PlanSpec,
     groups: Sequence[int] | np.ndarray | None = None,
     *,
-    shared_prefix: SharedPrefixMode = "true",
+    shared_prefix: SharedPrefixMode = True,
 ) -> BatchPlan:
     """Plan a batch of B rows, given by their token counts or by their lengths int [B] alone.
 
     Rows with equal id in `groups` int [B] stay in one microbatch. If `counts` has prefixes, a
     microbatch computes common leading tokens of its rows once, and its limit and its work count
     them once; packed layout only. `shared_prefix="auto"` ignores prefixes in the padded layout and
-    where they save less than `MIN_SHARED_WORK`, `"false"` always. Raises ValueError for a row above
+    where they save less than `MIN_SHARED_WORK`, `False` always. Raises ValueError for a row above
     the token limit under `oversize="error"`, for a group that cannot stay together, for prefixes in
     the padded layout, and for wrong counts.
     """
     counts = counts if isinstance(counts, TokenCounts) else TokenCounts(checked_lengths(counts))
     counts = counts.checked()
     is_ignored = shared_prefix == "auto" and spec.layout == "padded"
-    if shared_prefix == "false" or is_ignored:
+    if shared_prefix is False or is_ignored:
         counts = replace(counts, prefixes=None)
     plan = _plan_counts(counts, spec, groups)
-    if counts.prefixes is None or shared_prefix == "true":
+    if counts.prefixes is None or shared_prefix is True:
         return plan
     if plan.shared_work_share >= MIN_SHARED_WORK:
         return plan

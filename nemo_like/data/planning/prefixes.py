@@ -19,7 +19,7 @@ import numpy as np
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.packing.packers import Packing
 
-SharedPrefixMode = Literal["auto", "true", "false"]
+SharedPrefixMode = Literal["auto", True, False]
 MIN_SHARED_WORK = 0.03
 """Share of work that shared prefixes must save for the mode `auto` to use them."""
 

@@ -16,7 +16,29 @@ integers per step tells every rank how many microbatches, rows and trained token
 All ranks compute the end and the number of microbatches from the same integers, so all take part in
 the same number of exchanges and no rank waits for another at the end. In each step a rank that has
 rows left emits at least one, so there are at most as many exchanges as rows of the largest shard,
-plus one. docs/batching_online.md has the proof.
+plus one.
+
+This assumes that every rank pushes rows while `needs_rows` and then calls `next_step` until it
+returns None, that a rank that cannot go on calls `fail`, that shards are finite, and that a
+collective that all ranks entered completes. A process that dies is not covered. Then:
+
+* Every rank reaches the exchange: each iteration of reading pushes a row or closes a finite shard,
+  and forming a microbatch removes at least the oldest row from the window.
+* All ranks decide alike: the end and the number N of microbatches are functions of the gathered
+  values and of settings, whose checksum is gathered too. Ranks with other settings, or at another
+  step, raise AlignmentError together.
+* Equal counts: a rank has b <= N microbatches with k >= b rows. Splitting gives min(N, k), dummies
+  the rest. A part has fewer rows and no longer ones, so it is within every limit.
+* Coverage: a row is in the window, in the current step, in a returned step, or dropped, and moves
+  in this order only. With `join=True` and `tail="emit"` the stream ends when no rank has a
+  microbatch, so every shard has ended and every window is empty: each row is in exactly one step.
+* Bounded termination: a rank with rows left emits at least one in each round. Without `join` a step
+  takes at least `microbatches_per_step` rows from each rank.
+* No deadlock: ranks wait in the exchange only and end in the same round. A rank that calls `fail`
+  arrives with its flag, and all ranks raise AlignmentError in that round.
+* Bounded wait: each microbatch has the oldest row of its window, so a row that arrives after k
+  waiting rows is in one of the next k + 1 microbatches of its rank, or of the next k + 1 steps if
+  rows are deferred.
 """
 
 from __future__ import annotations
@@ -174,7 +196,9 @@ class AlignedPlanner(MicrobatchFormer):
         self.shard_rows: int | None = None
         """Rows of this rank's shard until the next `clear`; None if it is not known."""
         self.source: tuple[int, ...] = ()
-        """What tells the rows that the ranks divide: their number, and the seed of their order."""
+        """What tells the rows that the ranks divide: their number, the contents of a few, and the
+        seed of their order.
+        """
         self._num_before = 0
         """Rows pushed before the last `clear`."""
         self._num_pushed_tokens = 0
@@ -456,6 +480,7 @@ def _failure_of(ranks: np.ndarray) -> str | None:
         return (
             "the ranks have different settings; microbatches_per_step, microbatch_multiple, join"
             " and tail must be the same on all ranks, and so must a map-style dataset, of which"
-            " each rank takes its part (number of rows, seed, shuffle)"
+            " each rank takes its part (number and contents of the rows, seed, shuffle): give every"
+            " rank the complete dataset, or an IterableDataset of its own rows"
         )
     return None

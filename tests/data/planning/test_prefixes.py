@@ -248,7 +248,7 @@ def test_prefixes_are_used_where_they_save_enough(prefix: int, is_used: bool) ->
     assert (plan != alone) == is_used == (3 * prefix / 200 >= 0.03)
     assert plan.num_tokens.sum() == (200 - 3 * prefix if is_used else 200)
     assert plan_batch(counts, spec).shared_work_share == pytest.approx(3 * prefix / 200)
-    assert plan_batch(counts, spec, shared_prefix="false") == alone
+    assert plan_batch(counts, spec, shared_prefix=False) == alone
     padded = replace(spec, layout="padded")
     without = plan_batch(counts.lengths, padded)
     assert plan_batch(counts, padded, shared_prefix="auto") == without

@@ -66,14 +66,14 @@ BASE = PolicyConfig(
     train_global_batch_size=len(LENGTHS),
     logprob_chunk_size=16,
     max_grad_norm=0.5,
-    shared_prefix="false",
+    shared_prefix=False,
 )
 PACKED = dataclasses.replace(
     BASE, sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=48)
 )
 SHARED = dataclasses.replace(
     BASE,
-    shared_prefix="true",
+    shared_prefix=True,
     sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=28, logprob_mb_tokens=40),
 )
 """Common leading tokens are computed once; the largest group is divided, also in the pass of
@@ -151,19 +151,20 @@ class Rank:
         self.parallel_layout = build_layout(parallel, worker_context.world_size)
         self._groups: dict[bool, Groups] = {}
 
-    def engine(self, config: PolicyConfig, **options: Any) -> DTensorEngine:
+    def groups(self, config: PolicyConfig) -> Groups:
         """All engines share their groups, each of which has a thread that polls."""
         mixed_precision = config.precision != "float32"
-        engine = DTensorEngine(
-            config,
-            torch.device("cpu"),
-            self.parallel_layout,
-            self.rank,
-            groups=self._groups.get(mixed_precision),
-            **{"trainable": True, **options},
-        )
-        self._groups[mixed_precision] = engine.groups
-        return engine
+        if mixed_precision not in self._groups:
+            self._groups[mixed_precision] = Groups.join(
+                self.parallel_layout,
+                self.rank,
+                torch.device("cpu"),
+                mixed_precision=mixed_precision,
+            )
+        return self._groups[mixed_precision]
+
+    def engine(self, config: PolicyConfig, **options: Any) -> DTensorEngine:
+        return DTensorEngine(config, self.groups(config), **{"trainable": True, **options})
 
     def worker(self, config: PolicyConfig, **options: Any) -> PolicyWorker:
         return PolicyWorker(config, self.engine(config, **options), None)
@@ -172,7 +173,7 @@ class Rank:
         spec = plan_spec(config, purpose="train", parallel_layout=self.parallel_layout, model=None)
         plan = planned(batch, spec, config.shared_prefix)
         logprob_plan = None
-        if config.shared_prefix == "true":
+        if config.shared_prefix is True:
             logprob_plan = plan.with_budget(config.sequence_packing.logprob_mb_tokens)
         return batch.shard(plan, logprob_plan)[self.parallel_layout.dp_rank(self.rank)]
 

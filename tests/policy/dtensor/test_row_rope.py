@@ -42,6 +42,7 @@ from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec, shared_prefix_mode
 from nemo_like.policy.dtensor.row_rope import RowRope
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.inputs.model_inputs import build_inputs
 from nemo_like.policy.isolation import IsolationError
 from tests.policy.planned import planned
@@ -147,7 +148,7 @@ def policy(directory: Path, layout: str, budget: int, **options: Any) -> PolicyC
 
 def shard_of(config: PolicyConfig, batch: BatchedDataDict, cp: int = 1) -> Any:
     spec = plan_spec(config, purpose="evaluate", parallel_layout=ParallelLayout(cp=cp), model=None)
-    return batch.shard(planned(batch, spec, "false"))[0]
+    return batch.shard(planned(batch, spec, False))[0]
 
 
 def check_rows(found: Any, model: PreTrainedModel) -> None:
@@ -216,7 +217,7 @@ def compute_on_rank(
     try:
         config = policy(directory, "packed", 256)
         worker = DTensorPolicyWorker(
-            worker_context, config=config, parallel=ParallelConfig(context=2)
+            worker_context, config=config, start=PolicyStart(parallel=ParallelConfig(context=2))
         )
         worker.probe_isolation()
         return outputs_of(worker, shard_of(config, batch, cp=2))
@@ -248,14 +249,14 @@ def test_the_isolation_check_has_a_row_above_the_original_length(layout, saved):
 
 def test_rows_share_no_prefix_where_their_frequencies_may_differ(saved):
     directory, _ = saved("phi3, longrope")
-    config = policy(directory, "packed", 256, shared_prefix="true")
+    config = policy(directory, "packed", 256, shared_prefix=True)
     spec = ModelSpec.from_config(CONFIGS["phi3, longrope"])
     assert spec.rope_threshold == ORIGINAL
     with pytest.raises(ConfigError, match=r"policy\.shared_prefix is true.*above 32 tokens"):
         shared_prefix_mode(config, spec)
-    assert shared_prefix_mode(replace(config, shared_prefix="auto"), spec) == "false"
+    assert shared_prefix_mode(replace(config, shared_prefix="auto"), spec) is False
     short = replace(config, max_total_sequence_length=ORIGINAL)
-    assert shared_prefix_mode(short, spec) == "true"
+    assert shared_prefix_mode(short, spec) is True
     # Without the rule above, the engine refuses such a microbatch.
     rows = rows_of((40, 20))
     rows[1][:9] = rows[0][:9]
