@@ -65,7 +65,8 @@ def cases(draw: st.DrawFn) -> tuple[list[int], PlanSpec, list[int] | None]:
     if not draw(st.booleans()):
         return lengths, spec, None
     # Each divides 4, so no group crosses a step, and a group that is truncated fits its microbatch.
-    limit = spec.capacity if spec.oversize == "truncate" else None
+    is_limited = spec.oversize == "truncate" and spec.has_token_limit
+    limit = spec.capacity if is_limited else None
     sizes = [size for size in (1, 2, 4) if size * spec.row_multiple <= (limit or 1 << 60)]
     size = draw(st.sampled_from(sizes))
     return lengths, spec, [7 * (row // size) % 101 for row in range(len(lengths))]
