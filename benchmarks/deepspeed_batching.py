@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from packing_references import read_lengths
 
-from nemo_like.data.planning.token_batches import batch_by_tokens
+from nemo_like.torch_data.token_batches import batch_by_tokens
 
 WORKER = Path(__file__).parent / "deepspeed_worker.py"
 ROOT = Path(__file__).parents[1]

@@ -43,9 +43,9 @@ from packing_references import (
 )
 
 from nemo_like.data.packing.algorithms import get_packer
+from nemo_like.data.packing.balance import schedule
+from nemo_like.data.packing.bounds import l2_bound, lockstep_bound, rank_bound
 from nemo_like.data.packing.packers import Packing
-from nemo_like.data.planning.balance import schedule
-from nemo_like.data.planning.bounds import l2_bound, lockstep_bound, rank_bound
 
 CAPACITIES = (8192, 32768)
 NAIVE_STEPS_PER_S = 2e7

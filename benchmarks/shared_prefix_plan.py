@@ -28,6 +28,7 @@ from nemo_like.data.planning.plan import BatchPlan, PlanSpec, join_steps, plan_b
 from nemo_like.data.planning.prefixes import SharedPrefixes
 from nemo_like.data.planning.shared_step import shared_work_bound
 from nemo_like.data.planning.spec import CostModel
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.models.spec import load_spec
 
 _CHARACTERS_PER_TOKEN = 3.5
@@ -69,16 +70,17 @@ def _row(
     num_trained = lengths - prompt_of
     groups = np.arange(len(chosen)).repeat(group_size)
     prefixes = SharedPrefixes.of_groups(groups, prompt_of)
-    separate = plan_batch(lengths, spec, num_trained=num_trained)
+    counts = TokenCounts(lengths, num_trained, prefixes)
+    separate = plan_batch(counts, spec, shared_prefix=False)
     within = _shared_within(separate, prefixes)
     # The first plan may compile.
-    shared = plan_batch(lengths, spec, num_trained=num_trained, prefixes=prefixes)
+    shared = plan_batch(counts, spec)
     times = []
     for _ in range(arguments.repeats):
         start = time.perf_counter()
-        plan_batch(lengths, spec, num_trained=num_trained, prefixes=prefixes)
+        plan_batch(counts, spec)
         times.append(time.perf_counter() - start)
-    bound = shared_work_bound(lengths, num_trained, prefixes, spec)
+    bound = shared_work_bound(counts, spec)
     plans = (separate, within, shared)
     tokens = [plan.computed_lengths.sum() / 1e3 for plan in plans]
     slowest = [slowest_work(plan) / bound for plan in plans]
@@ -102,9 +104,8 @@ def _shared_within(plan: BatchPlan, prefixes: SharedPrefixes) -> BatchPlan:
     assert plan.num_trained is not None, "planned with them"
     lengths, num_trained = np.zeros((2, plan.num_rows), dtype=np.int64)
     lengths[plan.rows], num_trained[plan.rows] = plan.lengths, plan.num_trained
-    no_rows = np.zeros(plan.num_rows, dtype=bool)
-    fitted = FittedRows(lengths, lengths, no_rows, 0, 0, num_trained, prefixes)
-    return join_steps(plan.spec, fitted, [Packing(plan.rows, plan.offsets)], ())
+    fitted = FittedRows.of(TokenCounts(lengths, num_trained, prefixes), plan.spec)
+    return join_steps(plan.spec, fitted, [Packing(plan.rows, plan.offsets)])
 
 
 def _recorded(folder: Path) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:

@@ -38,9 +38,11 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks.train_step import open_policy, write_model
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.packing.packers import Packing, best_fit_decreasing
-from nemo_like.data.planning.plan import BatchPlan, plan_bins
-from nemo_like.data.planning.plan_step import form_padded
+from nemo_like.data.planning.oversize import FittedRows
+from nemo_like.data.planning.plan import BatchPlan, join_steps
+from nemo_like.data.planning.plan_step import form_padded, on_ranks
 from nemo_like.data.planning.spec import PlanSpec
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.data.streaming.alignment import ProcessGroupCoordinator
 from nemo_like.data.streaming.planner import StreamingPlanner, stream_steps
 from nemo_like.data.streaming.selection import Selection
@@ -181,7 +183,9 @@ def _known_method(
         taken = bins.take(order[start : start + microbatches])
         rows = taken.perm
         own = Packing(np.arange(len(rows)), taken.offsets)
-        steps.append((rows, plan_bins(own, lengths[rows], spec)))
+        fitted = FittedRows.of(TokenCounts(lengths[rows]), spec)
+        plan = join_steps(spec, fitted, [on_ranks(own, fitted, spec)])
+        steps.append((rows, plan))
     return Method(name, layout, steps)
 
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from nemo_like.data.packing.metrics import PackingMetrics
     from nemo_like.data.planning.plan import BatchPlan, plan_batch
     from nemo_like.data.planning.prefixes import SharedPrefixes
-    from nemo_like.data.planning.spec import CostModel, PlanSpec
+    from nemo_like.data.planning.spec import CostModel, Microbatch, PlanSpec
+    from nemo_like.data.planning.token_counts import TokenCounts
     from nemo_like.distributed.batched_data_dict import (
         BatchedDataDict,
         DynamicBatchingArgs,
@@ -31,7 +32,12 @@ if TYPE_CHECKING:
     from nemo_like.models.spec import ModelSpec
     from nemo_like.torch_data.curriculum import sample_sort
     from nemo_like.torch_data.datasets import LoadBalancedDataset, ShardedIterableDataset
-    from nemo_like.torch_data.drop_in import Microbatch, OnlineBatches, online_batches, stream_spec
+    from nemo_like.torch_data.drop_in import (
+        OnlineBatches,
+        OnlineMicrobatch,
+        online_batches,
+        stream_spec,
+    )
     from nemo_like.torch_data.learning_rate import VariableBatchSizeLR
     from nemo_like.torch_data.online import OnlineBatchLoader, OnlineStep
     from nemo_like.torch_data.packed_batch import pad_packed_input
@@ -46,7 +52,8 @@ _NAMES = {
     "data.packing.metrics": "PackingMetrics",
     "data.planning.plan": "BatchPlan plan_batch",
     "data.planning.prefixes": "SharedPrefixes",
-    "data.planning.spec": "CostModel PlanSpec",
+    "data.planning.spec": "CostModel Microbatch PlanSpec",
+    "data.planning.token_counts": "TokenCounts",
     "distributed.batched_data_dict": "BatchedDataDict DynamicBatchingArgs"
     " SequencePackingArgs SlicedDataDict",
     "losses.importance": "importance_weights",
@@ -57,7 +64,7 @@ _NAMES = {
     "models.spec": "ModelSpec",
     "torch_data.curriculum": "sample_sort",
     "torch_data.datasets": "LoadBalancedDataset ShardedIterableDataset",
-    "torch_data.drop_in": "Microbatch OnlineBatches online_batches stream_spec",
+    "torch_data.drop_in": "OnlineBatches OnlineMicrobatch online_batches stream_spec",
     "torch_data.learning_rate": "VariableBatchSizeLR",
     "torch_data.online": "OnlineBatchLoader OnlineStep",
     "torch_data.packed_batch": "pad_packed_input",

@@ -14,7 +14,7 @@ import argparse
 import numpy as np
 
 from nemo_like.data.packing.algorithms import PackingAlgorithm, get_packer
-from nemo_like.data.planning.bounds import l2_bound
+from nemo_like.data.packing.bounds import l2_bound
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec, plan_batch
 
 

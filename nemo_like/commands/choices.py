@@ -19,7 +19,7 @@ from nemo_like.config.load import Composition, load_values, merged, with_overrid
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.planning.spec import CostModel
-from nemo_like.data.token_counts import TokenCounts
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.integer_math import ceil_div, round_up
 from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.memory import GIB, MemoryModel, usable_bytes

@@ -36,6 +36,7 @@ from nemo_like.data.columns import (
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import BatchPlan, Microbatch, PlanSpec, RankPlan, plan_batch
 from nemo_like.data.planning.prefixes import SharedPrefixes
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.integer_math import ceil_div
 
 __all__ = ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict"]
@@ -327,7 +328,7 @@ class BatchedDataDict(UserDict[str, Any]):
                 f" {args['input_key']} has"
             )
         # The lengths refer to the unpadded rows, also if `input_key` is a padded tensor.
-        plan = plan_batch(lengths, spec, prefixes=self._prefixes(lengths, args))
+        plan = plan_batch(TokenCounts(lengths, prefixes=self._prefixes(lengths, args)), spec)
         rows_of_rank = [plan.rows_of_rank(dp_rank) for dp_rank in range(spec.num_ranks)]
         return self.shard(plan), np.concatenate(rows_of_rank).tolist()
 

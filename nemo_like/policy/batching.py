@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from nemo_like.config.batching import BatchingConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.data.planning.plan import BatchPlan
-from nemo_like.data.planning.prefixes import SharedPrefixes
+from nemo_like.data.planning.prefixes import SharedPrefixMode
 from nemo_like.data.planning.spec import CostModel, PlanSpec
 from nemo_like.data.streaming.selection import Selection
 from nemo_like.data.streaming.spec import StreamSpec
-from nemo_like.data.token_counts import SharedPrefixMode, TokenCounts, plan_counts
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 
@@ -72,28 +69,6 @@ def plan_spec(
             layout="padded", sequence_length_round=dynamic.sequence_length_round, **common
         )
     return PlanSpec(layout="padded", **common)
-
-
-def plan_columns(
-    columns: Mapping[str, Any], spec: PlanSpec, shared_prefix: SharedPrefixMode
-) -> BatchPlan:
-    """Plan rows by their columns; see `plan_batch`.
-
-    Read are `length` int [B], `token_mask` (for the tokens with loss), and if they exist `pair`
-    int [B], rows of which share a microbatch, and `group` int [B], whose rows may begin with the
-    same tokens. Without `group` these are the pairs. `shared_prefix` is as in the configuration.
-    """
-    # Imported here: columns may be tensors, and a plan of lengths does not need torch.
-    from nemo_like.data.columns import num_trained_tokens
-
-    num_trained = num_trained_tokens(columns)
-    pairs = columns.get("pair")
-    groups = columns.get("group", pairs)
-    prefixes = None
-    if shared_prefix is not False and groups is not None and spec.layout == "packed":
-        prefixes = SharedPrefixes.of_tokens(groups, columns["input_ids"])
-    counts = TokenCounts(columns["length"], num_trained, prefixes)
-    return plan_counts(counts, spec, shared_prefix, pairs)
 
 
 def shared_prefix_mode(config: PolicyConfig, model: ModelSpec | None) -> SharedPrefixMode:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from nemo_like.config.schema import EmaConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
 from nemo_like.integer_math import ceil_div
+from nemo_like.learning_rate import batch_size_scale
 from nemo_like.losses import GlobalCounts
-from nemo_like.torch_data.learning_rate import batch_size_scale
 
 _DEFAULT_WSD_SHARE = 10
 """Without `wsd_decay_steps` the decay has one of so many steps, as in MiniCPM."""

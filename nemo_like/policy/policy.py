@@ -23,6 +23,8 @@ from nemo_like.data.columns import take_rows
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec, plan_batch
+from nemo_like.data.planning.prefixes import SharedPrefixMode
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, unshard
 from nemo_like.distributed.worker_group import (
     Handle,
@@ -35,13 +37,7 @@ from nemo_like.distributed.worker_group import (
 from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics
 from nemo_like.models.spec import ModelSpec
-from nemo_like.policy.batching import (
-    Purpose,
-    microbatch_budget,
-    plan_columns,
-    plan_spec,
-    shared_prefix_mode,
-)
+from nemo_like.policy.batching import Purpose, microbatch_budget, plan_spec, shared_prefix_mode
 from nemo_like.policy.device import DeviceInfo
 from nemo_like.policy.heads.targets import TargetSettings
 from nemo_like.policy.isolation import IsolationReport
@@ -99,31 +95,28 @@ class Policy:
 
     def plan(
         self,
-        lengths: Sequence[int] | np.ndarray,
+        counts: TokenCounts | Sequence[int] | np.ndarray,
         purpose: Purpose = "train",
         groups: np.ndarray | None = None,
-        num_trained: np.ndarray | None = None,
     ) -> BatchPlan:
         """Assign rows to microbatches and microbatches to dp ranks, see `plan_batch`.
 
         Everything else that a plan depends on is known to the driver; no worker is called.
-        With purpose `evaluate` the batch is one step under the log-prob budget. Rows with an equal
-        id in `groups` int [B] share a microbatch. `num_trained` int [B] comes from
-        `num_trained_tokens`; None: all tokens. Raises ValueError for a row above the token limit
-        where `policy.oversize_rows` is `error`.
+        With purpose `evaluate` the batch is one step under the log-prob budget. Raises ValueError
+        for a row above the token limit where `policy.oversize_rows` is `error`.
         """
-        spec = self._plan_spec(purpose)
-        plan = plan_batch(np.asarray(lengths, dtype=np.int64), spec, groups, num_trained)
+        spec = self._spec(purpose)
+        plan = plan_batch(counts, spec, groups, shared_prefix=self._shared_prefix)
         return self._warning_once(plan)
 
     def plan_rows(self, batch: Mapping[str, Any], purpose: Purpose = "train") -> BatchPlan:
-        """Plan the rows of a batch by its columns as `plan` does, with shared prefixes.
+        """Plan the rows of a batch by its columns as `plan` does.
 
-        See `batching.plan_columns` for the columns and `policy.shared_prefix`.
+        See `TokenCounts.of_batch`. Rows with equal id in `pair` int [B] share a microbatch.
         """
-        shared_prefix = shared_prefix_mode(self.config, self.model)
-        plan = plan_columns(batch, self._plan_spec(purpose), shared_prefix)
-        return self._warning_once(plan)
+        may_share = self._shared_prefix is not False and self._spec(purpose).layout == "packed"
+        counts = TokenCounts.of_batch(batch, with_prefixes=may_share)
+        return self.plan(counts, purpose, batch.get("pair"))
 
     def _warning_once(self, plan: BatchPlan) -> BatchPlan:
         """Return `plan`. Further plans do not warn of oversize rows; they count them."""
@@ -133,7 +126,11 @@ class Policy:
             warnings.filterwarnings("ignore", message, OversizeWarning)
         return plan
 
-    def _plan_spec(self, purpose: Purpose) -> PlanSpec:
+    @property
+    def _shared_prefix(self) -> SharedPrefixMode:
+        return shared_prefix_mode(self.config, self.model)
+
+    def _spec(self, purpose: Purpose) -> PlanSpec:
         return plan_spec(
             self.config,
             purpose=purpose,

@@ -1,13 +1,11 @@
 """Comparison of batching strategies on the same rows: padding, microbatches, balance, step time.
 
-Among them are the layouts of transformers, NeMo RL and verl. Times refer to this system's
-engine with such a layout, not measurements of those tools.
+The planner of this system is compared with simple methods. All times are predicted for the same
+engine.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -17,32 +15,43 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.packing.algorithms import PackingAlgorithm
-from nemo_like.data.packing.packers import Packing, prefix_sums
-from nemo_like.data.planning.bounds import l2_bound, lockstep_bound, rank_bound
-from nemo_like.data.planning.oversize import FittedRows, fit_rows
+from nemo_like.data.packing.balance import assign_bins
+from nemo_like.data.packing.bounds import l2_bound, lockstep_bound, rank_bound
+from nemo_like.data.planning.oversize import fit_rows
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec, join_steps, plan_batch
-from nemo_like.data.planning.plan_step import join_ranks
+from nemo_like.data.planning.plan_step import form_rank, join_ranks
+from nemo_like.data.planning.prefixes import MIN_SHARED_WORK, SharedPrefixMode
 from nemo_like.data.planning.spec import Balance, CostModel
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.data.streaming.planner import plan_stream
 from nemo_like.data.streaming.spec import StreamSpec
-from nemo_like.data.token_counts import MIN_SHARED_WORK, SharedPrefixMode, TokenCounts
 from nemo_like.integer_math import ceil_div, round_up
 from nemo_like.prediction.placement import Placement
 from nemo_like.training_engines import ENGINES
 
-_NEMO_RL = (
+Method = Literal["padded batches", "ranks in turn", "ranks before microbatches"]
+"""Simple ways to form batches, with which those of this system are compared: rows in the given
+order, padded; packed bins of which bin b is on rank b mod R; and rows divided over the ranks before
+each rank packs its own.
+"""
+_IN_TURN = (
     PackingAlgorithm.CONCATENATIVE,
     PackingAlgorithm.FIRST_FIT_SHUFFLE,
     PackingAlgorithm.FIRST_FIT_DECREASING,
     PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING,
 )
-"""Packers of NeMo RL, which assigns bins to ranks round-robin."""
-_OWN: tuple[tuple[PackingAlgorithm, Balance], ...] = (
+"""Packers that are compared with ranks in turn."""
+_BY_WORK: tuple[tuple[PackingAlgorithm, Balance], ...] = (
     (PackingAlgorithm.BEST_FIT_DECREASING, "flops"),
     (PackingAlgorithm.BALANCED, "tokens"),
     (PackingAlgorithm.BALANCED, "flops"),
 )
-"""Packers of this system, and the measure of work by which their bins are assigned to ranks."""
+"""Packers whose bins are assigned to ranks by work, and the measure of work."""
+ACHIEVED_FLOPS = 400e12
+ACHIEVED_BYTES_PER_S = 300e9
+"""Achieved rates of one GPU of an H100 node: dense bf16 FLOP/s, and bytes/s of collectives within
+the node. Only their ratio matters.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,8 +62,8 @@ class Strategy:
     """Layout, packer, balance. Example: `packed/first_fit_shuffle/none`."""
     title: str
     spec: PlanSpec
-    tool: Literal["", "transformers", "NeMo RL", "verl"] = ""
-    """The tool that forms batches in this way; empty for this system alone."""
+    method: Method | None = None
+    """The simple method; None for the planner of this system."""
     stream: StreamSpec | None = None
     """Settings of a streaming planner, which forms the steps; its `plan` is replaced by `spec`."""
     shares_prefixes: bool = False
@@ -62,19 +71,20 @@ class Strategy:
 
     def plans_as(self, spec: PlanSpec, stream: StreamSpec | None) -> bool:
         """Return True if a run with `spec` and `stream` has these plans."""
-        # Only verl assigns rows in a way that no spec selects.
-        return self.tool != "verl" and (self.spec, self.stream) == (spec, stream)
+        # No spec selects ranks before microbatches.
+        is_planned = self.method != "ranks before microbatches"
+        return is_planned and (self.spec, self.stream) == (spec, stream)
 
     def plan(self, counts: TokenCounts) -> BatchPlan:
         """Plan rows. Raises ValueError for rows that cannot be planned."""
-        lengths, num_trained = counts.lengths, counts.num_trained
         if self.stream is not None:
             step_spec = replace(self.spec, global_batch_size=None)
-            return plan_stream(lengths, replace(self.stream, plan=step_spec), num_trained)
-        if self.tool == "verl":
-            return plan_verl(lengths, self.spec, num_trained)
-        prefixes = counts.prefixes if self.shares_prefixes else None
-        return plan_batch(lengths, self.spec, None, num_trained, prefixes)
+            return plan_stream(
+                counts.lengths, replace(self.stream, plan=step_spec), counts.num_trained
+            )
+        if self.method == "ranks before microbatches":
+            return plan_ranks_first(counts, self.spec)
+        return plan_batch(counts, self.spec, shared_prefix=self.shares_prefixes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,11 +168,9 @@ class Outcome:
     def over_bound(self) -> float | None:
         """Step time, idle time included, over its lower bound for as many microbatches.
 
-        None for padded rows, for verl, which exceeds the budget, and for shared prefixes: there is
-        no bound.
+        None for padded rows and for shared prefixes, for which there is no bound.
         """
-        has_shared = self.strategy.shares_prefixes
-        if self.plan.spec.layout == "padded" or self.strategy.tool == "verl" or has_shared:
+        if self.plan.spec.layout == "padded" or self.strategy.shares_prefixes:
             return None
         bounds = time_bounds(self.plan, self.plan.spec.cost)
         # Neither pipeline bubble nor communication, which the bounds do not model either.
@@ -209,17 +217,17 @@ class Comparison:
 
     @property
     def baseline(self) -> Outcome:
-        """The reference of speedups: the fastest layout of another tool."""
-        return min(self.others.values(), key=lambda outcome: outcome.step_time)
+        """The reference of speedups: the fastest outcome of a simple method."""
+        return min(self.by_method.values(), key=lambda outcome: outcome.step_time)
 
     @property
-    def others(self) -> dict[str, Outcome]:
-        """The fastest layout of each other tool, by the name of the tool."""
-        fastest: dict[str, Outcome] = {}
+    def by_method(self) -> dict[Method, Outcome]:
+        """The fastest outcome of each simple method."""
+        fastest: dict[Method, Outcome] = {}
         for outcome in self.outcomes:
-            tool = outcome.strategy.tool
-            if tool and (tool not in fastest or outcome.step_time < fastest[tool].step_time):
-                fastest[tool] = outcome
+            method = outcome.strategy.method
+            if method and outcome.step_time < fastest.setdefault(method, outcome).step_time:
+                fastest[method] = outcome
         return fastest
 
     @property
@@ -274,18 +282,18 @@ def strategies(
         num_rows = max(min(num_fitting, rows_per_rank), 1)
     plain = replace(plain, max_rows=num_rows)
     rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
-    found = [
-        Strategy("padded/microbatch", f"transformers: {rows}, padded", plain, tool="transformers")
-    ]
-    for algorithm in _NEMO_RL:
+    found = [Strategy("padded/microbatch", f"{rows} at a time, padded", plain, "padded batches")]
+    for algorithm in _IN_TURN:
         bins = replace(packed, algorithm=algorithm, balance="none")
         # The table has to fit into 100 columns.
         short = str(algorithm).replace("first_fit_decreasing", "FFD")
-        found.append(Strategy(_key(bins), f"NeMo RL: {short}", bins, tool="NeMo RL"))
-    found.append(Strategy("verl", "verl: use_dynamic_bsz", packed, tool="verl"))
+        short = short.replace("first_fit_shuffle", "shuffled FF")
+        found.append(Strategy(_key(bins), f"{short}, ranks in turn", bins, "ranks in turn"))
+    method: Method = "ranks before microbatches"
+    found.append(Strategy("ranks_first", method, packed, method))
     dynamic = replace(packed, layout="padded")
     found.append(Strategy("dynamic", "dynamic, padded by length", dynamic))
-    for algorithm, balance in _OWN:
+    for algorithm, balance in _BY_WORK:
         bins = replace(packed, algorithm=algorithm, balance=balance)
         found.append(Strategy(_key(bins), f"{algorithm} by {balance}", bins))
     if not any(each.plans_as(spec, stream) for each in found):
@@ -325,10 +333,9 @@ def compare(
         outcomes.append(Outcome(strategy, plan, max_tokens, bubble, min_work))
         if not chosen_key and strategy.plans_as(spec, stream):
             chosen_key = strategy.key
-        if strategy.shares_prefixes:
-            saved = plan.metrics()["packing/shared_work_share"]
-            if shared_prefix is True or saved >= MIN_SHARED_WORK:
-                chosen_key = strategy.key
+        is_enough = shared_prefix is True or plan.shared_work_share >= MIN_SHARED_WORK
+        if strategy.shares_prefixes and is_enough:
+            chosen_key = strategy.key
     batches = [lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size)]
     bounds = min_microbatches(packed_spec(spec, max_tokens), batches)
     return Comparison(batch_size, tuple(outcomes), chosen_key, float(bounds.mean()))
@@ -346,103 +353,24 @@ def _key(spec: PlanSpec) -> str:
     return f"packed/{spec.algorithm}/{spec.balance}"
 
 
-_LINEAR_WORK = 24576
-"""Work of a token over the work of a token squared: a 7B model, whatever the trained model is."""
+def plan_ranks_first(counts: TokenCounts, spec: PlanSpec) -> BatchPlan:
+    """Plan packed rows in two separate decisions: first the ranks of rows, then the microbatches.
 
-
-def plan_verl(
-    lengths: np.ndarray, spec: PlanSpec, num_trained: np.ndarray | None = None
-) -> BatchPlan:
-    """Plan rows of `lengths` int64 [B] as verl does with `use_dynamic_bsz`, packed as in `spec`.
-
-    Rows of an optimizer step are divided over the ranks, equally many each, and then over the
-    microbatches of a rank by the Karmarkar-Karp differencing method with an estimate of work. The
-    number of microbatches is the tokens of the rank over the budget, rounded up, so that a
-    microbatch may exceed the budget (`verl/utils/seqlen_balancing.py`, revision b178a3cd5).
-
-    `num_trained` int64 [B] are the tokens with loss of each row; verl does not use them.
+    Each rank gets equally many rows of an optimizer step, with similar work, and packs them into as
+    few microbatches as possible; ranks with fewer microbatches than others run dummies. Raises
+    ValueError for a row above the token limit under `oversize="error"`.
     """
-    fitted = fit_rows(lengths, None, spec, num_trained)
-    rows_per_step = spec.global_batch_size or max(len(lengths), 1)
+    fitted = fit_rows(counts.checked(), None, spec)
+    work = spec.cost.of(fitted.padded_lengths, fitted.num_trained)
+    rows_per_step = spec.global_batch_size or max(len(work), 1)
     steps = []
-    for start in range(0, len(lengths), rows_per_step):
-        rows = np.arange(start, min(start + rows_per_step, len(lengths)))
-        steps.append(_plan_verl_step(rows, fitted, spec))
-    return join_steps(spec, fitted, steps, ())
-
-
-def _plan_verl_step(rows: np.ndarray, fitted: FittedRows, spec: PlanSpec) -> Packing:
-    """Plan the rows of one step, int64 [n]."""
-    lengths = fitted.lengths[rows]
-    work = (_LINEAR_WORK * lengths + lengths * lengths).tolist()
-    # verl refuses a batch that the ranks do not divide.
-    equal_size = len(rows) % spec.num_ranks == 0
-    ranks = karmarkar_karp(work, spec.num_ranks, equal_size=equal_size)
-    num_microbatches = 1
-    for rank in ranks:
-        num_tokens = int(fitted.padded_lengths[rows[rank]].sum())
-        num_microbatches = max(num_microbatches, ceil_div(num_tokens, spec.capacity or 1))
-    num_microbatches = round_up(num_microbatches, spec.microbatch_multiple)
-    rank_bins = []
-    for rank in ranks:
-        # A rank with fewer rows than microbatches has dummies.
-        num_bins = min(num_microbatches, max(len(rank), 1))
-        parts = karmarkar_karp([work[row] for row in rank], num_bins, equal_size=False)
-        parts.sort(key=lambda part: sum(work[rank[row]] for row in part), reverse=True)
-        # The smallest ones are at both ends, where a pipeline fills and empties.
-        parts = parts[::2][::-1] + parts[1::2]
-        own = rows[[rank[row] for part in parts for row in part]]
-        sizes = np.array([len(part) for part in parts], dtype=np.int64)
-        rank_bins.append(Packing(own, prefix_sums(sizes)))
-    return join_ranks(rank_bins, spec.microbatch_multiple)
-
-
-@dataclass
-class _Partition:
-    """Items divided into parts, the one with the most work first."""
-
-    parts: list[tuple[int, int, tuple[int, ...]]]
-    """Work, number of items and items of each part."""
-
-    def __lt__(self, other: _Partition) -> bool:
-        # A heap returns the smallest first: the largest difference between two parts.
-        return self._order > other._order
-
-    @property
-    def _order(self) -> tuple[object, ...]:
-        return self.parts[0][0] - self.parts[-1][0], self.parts[0]
-
-
-def karmarkar_karp(work: Sequence[int], num_parts: int, *, equal_size: bool) -> list[list[int]]:
-    """Divide items into `num_parts` lists of indices with similar sums of `work`.
-
-    With `equal_size` all have equally many items, which `num_parts` must divide. Some are empty if
-    there are fewer items.
-
-    Example: `karmarkar_karp([8, 7, 6, 5, 4], 2, equal_size=False)` is `[[1, 3, 4], [0, 2]]`.
-    """
-    items = [(value, 1, (index,)) for index, value in enumerate(work)]
-    items.sort()
-    size = num_parts if equal_size else 1
-    heap = [_Partition([(0, 0, ())] * num_parts)]
-    for start in range(0, len(items), size):
-        empty = [(0, 0, ())] * (num_parts - size)
-        heap.append(_Partition(items[start : start + size][::-1] + empty))
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        # The largest part of one joins the smallest part of the other.
-        largest = heapq.heappop(heap)
-        pairs = zip(largest.parts, reversed(heap[0].parts), strict=True)
-        joined = [(a[0] + b[0], a[1] + b[1], a[2] + b[2]) for a, b in pairs]
-        heapq.heapreplace(heap, _Partition(sorted(joined, reverse=True)))
-    return [sorted(part) for _, _, part in heap[0].parts]
-
-
-ACHIEVED_FLOPS = 400e12
-ACHIEVED_BYTES_PER_S = 300e9
-"""Achieved rates of one GPU of an H100 node: dense bf16 FLOP/s, and bytes/s of collectives within
-the node. Only their ratio matters.
-"""
+    for start in range(0, len(work), rows_per_step):
+        step_work = work[start : start + rows_per_step]
+        # Positions in the step of the rows of each rank, -1 for none.
+        by_rank = assign_bins(step_work, spec.num_ranks)
+        rank_bins = [form_rank(start + own[own >= 0], fitted, spec) for own in by_rank]
+        steps.append(join_ranks(rank_bins, spec.microbatch_multiple))
+    return join_steps(spec, fitted, steps)
 
 
 def train_passes(placement: Placement) -> int:
@@ -539,7 +467,7 @@ def min_microbatches(spec: PlanSpec, batches: list[np.ndarray]) -> np.ndarray:
 
     `batches` are the row lengths of each step, int [B]. The bound holds for packed rows.
     """
-    capacity = spec.capacity or 1
+    capacity = spec.capacity
     bins = []
     for lengths in batches:
         padded = round_up(lengths, spec.row_multiple)
@@ -555,7 +483,7 @@ def time_bounds(plan: BatchPlan, cost: CostModel) -> np.ndarray:
     The token budget comes from the plan. The bound is proven and may be unreachable.
     """
     spec = plan.spec
-    capacity = spec.capacity or 1
+    capacity = spec.capacity
     is_dummy = (np.diff(plan.offsets) == 0).reshape(plan.num_tokens.shape)
     bounds = []
     for step, (start, stop) in enumerate(pairwise(plan.step_offsets)):

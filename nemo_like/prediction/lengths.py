@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from nemo_like.config.errors import ConfigError, counted, shown_path
-from nemo_like.data.planning.prefixes import SharedPrefixes
+from nemo_like.data.planning.plan import plan_batch
+from nemo_like.data.planning.prefixes import SharedPrefixes, SharedPrefixMode
 from nemo_like.data.planning.spec import PlanSpec
-from nemo_like.data.token_counts import SharedPrefixMode, TokenCounts, plan_counts
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.run.files import read_json_lines
 
 _MAX_TOKENS = 2**40
@@ -206,7 +207,8 @@ class PastRun:
             # A run that was killed may have planned a step without logging it.
             if metrics.keys() >= set(COMPARED):
                 logged.append(metrics)
-                planned.append(plan_counts(counts, spec, shared_prefix).metrics())
+                plan = plan_batch(counts, spec, shared_prefix=shared_prefix)
+                planned.append(plan.metrics())
         if not logged:
             return {}
         names = [name for name in (*COMPARED, BUBBLE) if name in logged[0] and name in planned[0]]

@@ -15,8 +15,9 @@ import numpy as np
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.planning.oversize import OversizeWarning, trained_after_truncation
 from nemo_like.data.planning.plan import PlanSpec
+from nemo_like.data.planning.prefixes import SharedPrefixMode
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.data.streaming.spec import StreamSpec
-from nemo_like.data.token_counts import SharedPrefixMode, TokenCounts
 from nemo_like.integer_math import ceil_div, round_up
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import Oversize

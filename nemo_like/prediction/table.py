@@ -147,13 +147,13 @@ def verdict(report: PlanReport) -> str:
     comparison = report.comparison
     chosen = comparison.chosen
     speeds = []
-    for tool, outcome in sorted(comparison.others.items(), key=lambda item: item[1].step_time):
+    for method, outcome in sorted(comparison.by_method.items(), key=lambda item: item[1].step_time):
         the_speed = "" if speeds else "the speed "
-        speeds.append(f"{outcome.step_time / chosen.step_time:.3f}x {the_speed}of {tool}")
+        speeds.append(f"{outcome.step_time / chosen.step_time:.3f}x {the_speed}of {method}")
     share = chosen.metrics.get(BUBBLE)
     bubble = "" if share is None else f", the pipeline bubble ({share:.1%} of the step) included"
     return (
-        f"{chosen.strategy.title}: {', '.join(speeds)} (the fastest layout of each),"
+        f"{chosen.strategy.title}: {', '.join(speeds)} (the fastest packer of each),"
         f" {chosen.above_ideal:.1%} above a step without padding and idle time{bubble}"
     )
 

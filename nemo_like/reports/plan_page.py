@@ -31,8 +31,8 @@ from nemo_like.reports.charts import (
 )
 from nemo_like.reports.page import render_content, render_page
 
-_DRAWN = ("padded/microbatch", "packed/first_fit_decreasing/none", "verl")
-"""Strategies drawn beside the chosen one: of transformers, NeMo RL and verl."""
+_DRAWN = ("padded/microbatch", "packed/first_fit_decreasing/none", "ranks_first")
+"""Strategies drawn beside the chosen one, one of each simple method."""
 _PARTS = (
     *("weights", "gradients", "optimizer", "ema", "reference", "dequantized matrix"),
     *("gathered weights", "teacher", "activations", "logits"),

@@ -14,7 +14,7 @@ import yaml
 
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.data.planning.plan import BatchPlan
-from nemo_like.data.token_counts import TokenCounts
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.rollout.records import recorded_steps
 from nemo_like.run.directory import RunDirectory, flatten, is_in_use
 from nemo_like.run.files import read_json_lines

@@ -5,14 +5,19 @@
 examples, and the equivalents of the names of other systems.
 """
 
-from nemo_like.torch_data.drop_in import Microbatch, OnlineBatches, online_batches, stream_spec
+from nemo_like.torch_data.drop_in import (
+    OnlineBatches,
+    OnlineMicrobatch,
+    online_batches,
+    stream_spec,
+)
 from nemo_like.torch_data.online import OnlineBatchLoader, OnlineStep
 from nemo_like.torch_data.packed_collate import PackingCollator
 
 __all__ = [
-    "Microbatch",
     "OnlineBatchLoader",
     "OnlineBatches",
+    "OnlineMicrobatch",
     "OnlineStep",
     "PackingCollator",
     "online_batches",

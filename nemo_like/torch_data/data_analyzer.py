@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from nemo_like.integer_math import check_integer
 from nemo_like.torch_data.curriculum import file_write_ordered, sample_sort
 
 
+@dataclass(eq=False)
 class DataAnalyzer:
     """Computes metrics of all samples on all ranks, and writes them and their order to files.
 
@@ -26,40 +28,33 @@ class DataAnalyzer:
       increasing metric, then by index. Samples of a range are found with `numpy.searchsorted`.
 
     Every rank reads a contiguous share of the samples with DataLoader workers. The files are the
-    same for any number of ranks and workers.
+    same for any number of ranks and workers. Raises ValueError unless there are equally many names
+    and functions.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        metric_names: Sequence[str],
-        metric_functions: Sequence[Callable[[Any], float]],
-        save_path: str | Path,
-        *,
-        num_workers: int = 0,
-        batch_size: int = 256,
-        comm_group: dist.ProcessGroup | None = None,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        """Take a map-style data set with `len()`, and a function of a sample for each name.
+    dataset: Any
+    """A map-style data set with `len()`."""
+    metric_names: Sequence[str]
+    metric_functions: Sequence[Callable[[Any], float]]
+    """A function of a sample for each name."""
+    save_path: str | Path
+    _: KW_ONLY
+    num_workers: int = 0
+    """Worker processes of this rank."""
+    batch_size: int = 256
+    """Samples that a worker reads at a time."""
+    comm_group: dist.ProcessGroup | None = None
+    """The process group; None is the default group, or this process alone without one."""
+    device: torch.device | str = "cpu"
+    """A device that the backend of the group supports."""
 
-        `num_workers` are the worker processes of this rank, each of which reads `batch_size`
-        samples at a time. `device` is one that the backend of the group supports. Raises ValueError
-        unless there are equally many names and functions.
-        """
-        if len(metric_names) != len(metric_functions) or not metric_names:
+    def __post_init__(self) -> None:
+        check_integer("batch_size", self.batch_size, 1)
+        if len(self.metric_names) != len(self.metric_functions) or not self.metric_names:
             raise ValueError(
-                f"{len(metric_names)} metric_names have {len(metric_functions)} metric_functions:"
-                " give one function for each name"
+                f"{len(self.metric_names)} metric_names have {len(self.metric_functions)}"
+                " metric_functions: give one function for each name"
             )
-        self._dataset = dataset
-        self._names = tuple(metric_names)
-        self._functions = tuple(metric_functions)
-        self._directory = Path(save_path)
-        self._num_workers = num_workers
-        self._batch_size = check_integer("batch_size", batch_size, 1)
-        self._group = comm_group
-        self._device = device
 
     def run_map_reduce(self) -> None:
         """Compute the metrics and write the files. Collective over `comm_group`.
@@ -67,27 +62,27 @@ class DataAnalyzer:
         Raises ValueError on every rank for a metric that is NaN, and what the data set and the
         functions raise on their rank.
         """
-        group = self._group or (dist.group.WORLD if dist.is_initialized() else None)
+        group = self.comm_group or (dist.group.WORLD if dist.is_initialized() else None)
         rank, num_ranks = (group.rank(), group.size()) if group else (0, 1)
-        num_samples = len(self._dataset)
+        num_samples = len(self.dataset)
         start, stop = (num_samples * share // num_ranks for share in (rank, rank + 1))
         loader = DataLoader(
             range(start, stop),  # type: ignore[arg-type]
-            batch_size=self._batch_size,
-            num_workers=self._num_workers,
-            collate_fn=partial(_metrics, self._dataset, self._functions),
+            batch_size=self.batch_size,
+            num_workers=self.num_workers,
+            collate_fn=partial(_metrics, self.dataset, self.metric_functions),
         )
         # [n, metrics]
-        values = torch.cat([torch.empty((0, len(self._names)), dtype=torch.float64), *loader])
-        values = values.to(self._device)
-        samples = torch.arange(start, stop, dtype=torch.float64, device=self._device)
+        values = torch.cat([torch.empty((0, len(self.metric_names)), dtype=torch.float64), *loader])
+        values = values.to(self.device)
+        samples = torch.arange(start, stop, dtype=torch.float64, device=self.device)
+        directory = Path(self.save_path)
         if rank == 0:
-            self._directory.mkdir(parents=True, exist_ok=True)
-        for name, column in zip(self._names, values.T, strict=True):
+            directory.mkdir(parents=True, exist_ok=True)
+        for name, column in zip(self.metric_names, values.T, strict=True):
             keys = sample_sort(torch.stack([column, samples], dim=1), group)
-            prefix = f"{self._directory / name}_"
-            file_write_ordered(column, f"{prefix}sample_to_metric.npy", group)
-            file_write_ordered(keys, f"{prefix}metric_to_sample.npy", group)
+            file_write_ordered(column, directory / f"{name}_sample_to_metric.npy", group)
+            file_write_ordered(keys, directory / f"{name}_metric_to_sample.npy", group)
 
 
 def _metrics(

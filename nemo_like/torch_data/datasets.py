@@ -216,7 +216,7 @@ class LoadBalancedDataset(_ResumableDataset, Generic[Sample]):
         infinite_loop: bool = True,
         length_key: str | Callable[[Sample], int] = "input_ids",
         max_tokens_len: int | None = None,
-        oversized: Oversize = "singleton",
+        oversize: Oversize = "singleton",
         coordinator: Coordinator | None = None,
         seed: int = 0,
         dp_rank: int | None = None,
@@ -228,7 +228,7 @@ class LoadBalancedDataset(_ResumableDataset, Generic[Sample]):
 
         A batch has at most `max_tokens_for_batch` tokens: rows times the longest row, or with
         `seq_packing_enabled` the sum of lengths (see `packed_collate.check_packing_support`). A
-        longer row is alone in its batch, dropped or an error (`oversized`); rows are not truncated.
+        longer row is alone in its batch, dropped or an error (`oversize`); rows are not truncated.
         A row of `max_tokens_len` tokens or more is also alone. Each group has
         `batches_per_optimizer_step` batches (`accumulate_steps` is another name for it), the last
         one of a finite stream may have fewer. `max_num_steps` limits the groups of all workers,
@@ -249,7 +249,7 @@ class LoadBalancedDataset(_ResumableDataset, Generic[Sample]):
             batches_per_optimizer_step = check_integer("accumulate_steps", accumulate_steps, 1)
         if max_tokens_len is not None:
             check_integer("max_tokens_len", max_tokens_len, 1)
-        _check_choice("oversized", oversized, _NO_TRUNCATION)
+        _check_choice("oversize", oversize, _NO_TRUNCATION)
         _check_choice("batching_strategy", batching_strategy, get_args(BatchingStrategy))
         check_integer("pool_size", pool_size, 1)
         check_integer("batches_per_optimizer_step", batches_per_optimizer_step, 1)
@@ -269,7 +269,7 @@ class LoadBalancedDataset(_ResumableDataset, Generic[Sample]):
         plan = PlanSpec(
             layout="packed" if seq_packing_enabled else "padded",
             max_tokens=max_tokens_for_batch,
-            oversize=oversized,
+            oversize=oversize,
         )
         self.spec = StreamSpec(
             plan=plan,

@@ -95,7 +95,7 @@ def spec_of_trainer(spec: StreamSpec | int, owner: str, setting: str, per_step: 
     return spec
 
 
-class Microbatch(dict[str, Any]):
+class OnlineMicrobatch(dict[str, Any]):
     """A microbatch, with its place in the optimizer step as attributes."""
 
     step: OnlineStep[Any]
@@ -110,7 +110,7 @@ class Microbatch(dict[str, Any]):
     """Factor of the sum of token losses: 1 / `num_items`, and 0 for a dummy."""
 
     @classmethod
-    def of(cls, step: OnlineStep[Any], index: int) -> Microbatch:
+    def of(cls, step: OnlineStep[Any], index: int) -> OnlineMicrobatch:
         """Return microbatch `index` of `step`. A dummy has no label with loss."""
         batch = step.microbatches[index]
         if not isinstance(batch, Mapping):
@@ -148,7 +148,7 @@ class Microbatch(dict[str, Any]):
         """Numbers of its rows: indices of a map-style dataset."""
         return self.step.rows[self.index]
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Microbatch:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> OnlineMicrobatch:
         """Return the microbatch with its tensors on `device`."""
         moved = type(self)(
             (name, value.to(device, non_blocking=non_blocking) if _is_tensor(value) else value)
@@ -202,16 +202,16 @@ class OnlineBatches:
             self._is_mid_step = False
         self.loader.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[Microbatch]:
+    def __iter__(self) -> Iterator[OnlineMicrobatch]:
         """Iterate over the microbatches of the epoch, or over the rest after a loaded state."""
         self._is_mid_step = False
         return self._microbatches(iter(self.loader))
 
-    def _microbatches(self, steps: Iterator[OnlineStep[Any]]) -> Iterator[Microbatch]:
+    def _microbatches(self, steps: Iterator[OnlineStep[Any]]) -> Iterator[OnlineMicrobatch]:
         for step in steps:
             self._is_mid_step = True
             for index in range(len(step.microbatches)):
-                batch = self._placed(Microbatch.of(step, index))
+                batch = self._placed(OnlineMicrobatch.of(step, index))
                 self._is_mid_step = not batch.is_last
                 yield batch
 
@@ -286,7 +286,7 @@ class OnlineBatches:
     def _path(directory: str | Path, rank: int) -> Path:
         return Path(directory) / f"online_batches_{rank}.json"
 
-    def _placed(self, batch: Microbatch) -> Microbatch:
+    def _placed(self, batch: OnlineMicrobatch) -> OnlineMicrobatch:
         if self.accumulates_mean:
             batch.loss_scale *= len(batch.step.microbatches)
             batch.num_items /= len(batch.step.microbatches)

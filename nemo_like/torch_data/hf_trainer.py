@@ -15,8 +15,8 @@ import torch
 
 from nemo_like.torch_data.drop_in import (
     Kind,
-    Microbatch,
     OnlineBatches,
+    OnlineMicrobatch,
     online_batches,
     stream_spec,
 )
@@ -231,7 +231,7 @@ class _TrainerBatches:
         self._args = args
         self._num_batches: int | None = None
 
-    def __iter__(self) -> Iterator[Microbatch]:
+    def __iter__(self) -> Iterator[OnlineMicrobatch]:
         return iter(self.batches)
 
     def __len__(self) -> int:

@@ -1,15 +1,13 @@
 """Learning rate scaled by the batch size of each step, around any scheduler of torch.
 
-The base scheduler computes its learning rates as without this module. Each step
-multiplies them by the scale of its batch size. Scales: linear (Goyal et al. 2017, arXiv:1706.02677)
-and square root (Krizhevsky 2014, arXiv:1404.5997).
+The base scheduler computes its learning rates as without this module. Each step multiplies them by
+the scale of its batch size; see `nemo_like.learning_rate`.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -17,29 +15,11 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from nemo_like.integer_math import check_integer
+from nemo_like.learning_rate import Method, batch_size_scale
 
 logger = logging.getLogger(__name__)
 
-Method = Literal["linear", "sqrt", "none"]
 Unit = Literal["rows", "tokens"]
-
-
-def batch_size_scale(batch_size: float, base_batch_size: float, method: Method) -> float:
-    """Return the factor of the learning rate for a batch size, both in the same unit.
-
-    `linear` is batch_size / base_batch_size, `sqrt` its square root, `none` 1. Raises ValueError
-    for a batch size of 0 or less and for an unknown method.
-    """
-    for name, value in (("batch_size", batch_size), ("base_batch_size", base_batch_size)):
-        if not value > 0:
-            raise ValueError(f"{name} is {value}: give a number above 0")
-    if method == "linear":
-        return batch_size / base_batch_size
-    if method == "sqrt":
-        return math.sqrt(batch_size / base_batch_size)
-    if method == "none":
-        return 1.0
-    raise ValueError(f"method is {method!r}: give linear, sqrt or none")
 
 
 def scale_lr(

@@ -10,7 +10,12 @@ from lightning import Trainer
 from torch.utils.data import DataLoader
 
 from nemo_like.data.streaming.spec import StreamSpec
-from nemo_like.torch_data.drop_in import Microbatch, OnlineBatches, online_batches, spec_of_trainer
+from nemo_like.torch_data.drop_in import (
+    OnlineBatches,
+    OnlineMicrobatch,
+    online_batches,
+    spec_of_trainer,
+)
 
 
 class LightningBatches:
@@ -22,7 +27,7 @@ class LightningBatches:
         self._trainer: Any = trainer
         self._state: dict[str, Any] | None = None
 
-    def __iter__(self) -> Iterator[Microbatch]:
+    def __iter__(self) -> Iterator[OnlineMicrobatch]:
         """Iterate over the microbatches of the epoch, or over the rest after a loaded state."""
         # Lightning may have left the last epoch early (limit_train_batches), have created this
         # object anew, or not have loaded its state, as from the end of an epoch. A state after the

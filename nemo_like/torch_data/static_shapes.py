@@ -211,12 +211,7 @@ class StaticCompiler:
             mode = "reduce-overhead"
         self.num_compilations = 0
         """Graphs compiled so far; one per key, and more for a function with graph breaks."""
-        self.num_unexpected_recompilations = 0
-        """Calls with a known key that compiled again, for example because of other strides."""
-        self.num_resets = 0
-        """Calls of `torch.compiler.reset()`."""
-        self.num_eager_calls = 0
-        """Calls without compilation."""
+        self._is_eager_logged = False
         self._function = function
         self._max_shapes = max_shapes
         self._on_limit: OnLimit = on_limit
@@ -252,11 +247,17 @@ class StaticCompiler:
                     " reset or eager"
                 )
             if self._on_limit == "eager":
-                self.num_eager_calls += 1
-                if self.num_eager_calls == 1:
+                if not self._is_eager_logged:
                     logger.warning("no compilation beyond max_shapes=%d: %s", self._max_shapes, key)
+                self._is_eager_logged = True
                 return self._function(*args, **kwargs)
-            self._reset(key)
+            torch.compiler.reset()
+            self._keys.clear()
+            logger.warning(
+                "max_shapes=%d is reached: reset all compiled functions, for %s",
+                self._max_shapes,
+                key,
+            )
         graphs_before = torch_counters["stats"]["unique_graphs"]
         started = time.monotonic()
         # Beyond its limits torch would run without compilation, with a warning only.
@@ -267,36 +268,16 @@ class StaticCompiler:
         # A key counts once its call succeeded.
         self._keys.add(key)
         num_graphs = torch_counters["stats"]["unique_graphs"] - graphs_before
-        if num_graphs:
-            self._log_compilation(key, is_new, num_graphs, time.monotonic() - started)
-        return result
-
-    def _reset(self, key: str) -> None:
-        torch.compiler.reset()
-        self._keys.clear()
-        self.num_resets += 1
-        logger.warning(
-            "max_shapes=%d is reached: reset %d of all compiled functions, for %s",
-            self._max_shapes,
-            self.num_resets,
-            key,
-        )
-
-    def _log_compilation(self, key: str, is_new: bool, num_graphs: int, seconds: float) -> None:
-        """Count and log the graphs that a call compiled."""
         self.num_compilations += num_graphs
-        if is_new:
-            text = "compiled %d graphs in %.2f s for shape %d of %d: %s"
-            logger.info(text, num_graphs, seconds, len(self._keys), self._max_shapes, key)
-            return
-        self.num_unexpected_recompilations += 1
-        logger.warning(
-            "compiled %d graphs again in %.2f s for a known shape, TORCH_LOGS=recompiles shows "
-            "why: %s",
-            num_graphs,
-            seconds,
-            key,
-        )
+        if num_graphs:
+            # A known key compiles again for example because of other strides.
+            level = logging.INFO if is_new else logging.WARNING
+            text = "compiled %d graphs%s in %.2f s for shape %d of at most %d: %s"
+            again = "" if is_new else " again (TORCH_LOGS=recompiles shows why)"
+            seconds = time.monotonic() - started
+            limit = self._max_shapes
+            logger.log(level, text, num_graphs, again, seconds, len(self._keys), limit, key)
+        return result
 
 
 def _key_of(value: Any) -> str:

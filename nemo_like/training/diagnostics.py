@@ -22,9 +22,10 @@ from nemo_like.data.encoded_rows import row_error_text
 from nemo_like.data.formats import question
 from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.messages import Message
+from nemo_like.data.planning.plan import plan_batch
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import BadRows, Rows
-from nemo_like.data.token_counts import TokenCounts, plan_counts
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec, shared_prefix_mode
 from nemo_like.run.progress import Progress, Sample
@@ -160,7 +161,10 @@ def _plan_metrics(
     # The rows of a preference pair must share a microbatch.
     if config.rows_per_example > 1:
         groups = np.arange(len(counts.lengths)) // config.rows_per_example
-    return plan_counts(counts, spec, shared_prefix_mode(policy, model), groups).metrics()
+    if spec.layout == "padded":
+        counts = replace(counts, prefixes=None)
+    mode = shared_prefix_mode(policy, model)
+    return plan_batch(counts, spec, groups, shared_prefix=mode).metrics()
 
 
 def check_num_steps(source: ExampleSource[Any], diagnostics: Diagnostics) -> None:

@@ -23,7 +23,7 @@ from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.loader import BatchLoader, Position
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.data.planning.spec import CostModel
-from nemo_like.data.token_counts import TokenCounts
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.metrics import Metrics, Sum, Timers, metric_values, start_timers
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem

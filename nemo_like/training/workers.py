@@ -21,7 +21,7 @@ import torch
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.parallel import is_colocated, policy_layout, workers_per_replica
 from nemo_like.config.schema import ClusterConfig, ParallelConfig, RunConfig, Switch
-from nemo_like.data.planning.balance import compile_kernels, needs_kernels
+from nemo_like.data.packing.balance import compile_kernels, needs_kernels
 from nemo_like.distributed.activity import set_variables
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.worker_group import WorkerGroup, call_all

@@ -116,7 +116,7 @@ def test_the_table_fits_a_pipe_of_100_columns(lengths: Path, capsys):
     for word in (
         "balanced by flops",
         "best_fit_decreasing by flops",
-        "verl",
+        "ranks before microbatches",
         "70.55 B",
         "docs/planner.md",
         "peak",

@@ -57,7 +57,7 @@ def plan_of_run(config: RunConfig, rows: RowLengths) -> BatchPlan:
     """Plan a step as a run does."""
     group: Any = UnreachableGroup(policy_layout(config))
     policy = Policy(group, config.policy, open_model_spec(config), seed=config.seed)
-    return policy.plan(rows.values, num_trained=rows.num_trained)
+    return policy.plan(rows.counts)
 
 
 def assert_validate_describes(plan: BatchPlan, config: RunConfig) -> None:

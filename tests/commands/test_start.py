@@ -19,7 +19,7 @@ from nemo_like.commands.choices import Machine, Task, choose
 from nemo_like.commands.init import example_configs
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.parallel import policy_layout
-from nemo_like.data.token_counts import TokenCounts
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.models.spec import ModelSpec, load_spec
 from nemo_like.prediction.memory import MemoryModel, usable_bytes
 from nemo_like.prediction.placement import policy_placement

@@ -30,8 +30,9 @@ from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import ClippedPolicyGradientLoss, Loss, NllLoss
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
-from nemo_like.policy.batching import plan_columns, plan_spec
+from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from tests.policy.planned import planned
 from tests.policy.tiny import (
     ARCHITECTURES,
     GROUPED_LENGTHS,
@@ -152,7 +153,7 @@ def train_once(
         parallel_layout=ParallelLayout(dp=worker_context.world_size),
         model=load_spec(config.model_name),
     )
-    plan = plan_columns(batch, spec, config.shared_prefix)
+    plan = planned(batch, spec, config.shared_prefix)
     (metrics,) = worker.train(batch.shard(plan)[worker_context.rank], None, loss)
     worker.save(out)
     process_groups.destroy()
@@ -294,7 +295,7 @@ def test_groups_are_divided_over_microbatches_and_ranks():
     batch = grouped_batch()
     for dp in (1, 2):
         spec = plan_spec(config, purpose="train", parallel_layout=ParallelLayout(dp=dp), model=None)
-        plan = plan_columns(batch, spec, config.shared_prefix)
+        plan = planned(batch, spec, config.shared_prefix)
         assert plan.computed_lengths.sum() < batch["length"].sum()
         of_group = np.flatnonzero(batch["group"] == 0)
         microbatches = [each for rank in plan.ranks for each in rank]
@@ -334,7 +335,7 @@ def test_a_batch_of_several_global_batches_takes_one_optimizer_step_for_each(
     config = dataclasses.replace(keys, model_name=model_dir("llama"), train_global_batch_size=4)
     batch = grouped_batch()
     worker = DTensorPolicyWorker(context(), config=config)
-    plan = plan_columns(
+    plan = planned(
         batch,
         plan_spec(
             config,
@@ -356,7 +357,7 @@ def test_a_batch_of_several_global_batches_takes_one_optimizer_step_for_each(
             parallel_layout=ParallelLayout(),
             model=load_spec(config.model_name),
         )
-        half_plan = plan_columns(half, half_spec, config.shared_prefix)
+        half_plan = planned(half, half_spec, config.shared_prefix)
         metrics += halves.train(half.shard(half_plan)[0], None, NllLoss())
     halves.save(tmp_path / "halves")
     assert len(full) == 2

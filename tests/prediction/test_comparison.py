@@ -15,11 +15,16 @@ from nemo_like.config.schema import AdapterConfig
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec
 from nemo_like.data.planning.prefixes import SharedPrefixes
 from nemo_like.data.planning.spec import CostModel
-from nemo_like.data.token_counts import TokenCounts
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.integer_math import round_up
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
-from nemo_like.prediction.comparison import compare, min_microbatch_tokens, train_passes
+from nemo_like.prediction.comparison import (
+    compare,
+    min_microbatch_tokens,
+    plan_ranks_first,
+    train_passes,
+)
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.prediction.placement import Placement
 from nemo_like.prediction.plan_report import PlanReport, PlanRequest, make_plan, max_useful_tokens
@@ -90,10 +95,7 @@ def test_every_strategy_holds_every_row_once_and_is_told_as_it_is(
             assert outcome.rank_tokens == pytest.approx(
                 outcome.metrics["packing/rank_imbalance_tokens"]
             )
-        if outcome.strategy.tool == "verl":
-            # Its microbatches may exceed the budget.
-            assert outcome.over_bound is None
-        elif plan.spec.layout == "packed":
+        if plan.spec.layout == "packed":
             assert outcome.utilization == pytest.approx(outcome.metrics["packing/utilization"])
             assert outcome.num_microbatches >= comparison.min_microbatches
             assert outcome.over_bound is not None and outcome.over_bound >= 1 - 1e-9
@@ -182,25 +184,49 @@ def plan(lengths: list[int], max_tokens: int, **values: Any) -> PlanReport:
     )
 
 
-def test_transformers_pads_as_many_rows_as_fit_at_the_longest():
+def test_padded_batches_have_as_many_rows_as_fit_at_the_longest():
     report = plan([10, 20, 30, 40] * 4, max_tokens=80)
     outcome = report.comparison["padded/microbatch"]
-    assert outcome.strategy.title == "transformers: 2 rows, padded"
+    assert outcome.strategy.title == "2 rows at a time, padded"
     rows_of_rank = outcome.plan.padded_lengths.reshape(-1, 2)
     assert (rows_of_rank == outcome.plan.lengths.reshape(-1, 2).max(axis=1, keepdims=True)).all()
 
 
-def test_the_baseline_is_the_fastest_layout_of_another_tool():
+def test_the_baseline_is_the_fastest_simple_method():
     lengths = np.random.default_rng(3).lognormal(5, 1, 400).clip(1, 2000).astype(int).tolist()
     report = plan(lengths, max_tokens=2048, batch_size=80, dp=4)
     comparison = report.comparison
-    others = ["transformers", *["NeMo RL"] * 4, "verl"]
-    tools = [outcome.strategy.tool for outcome in comparison.outcomes]
-    assert [tool for tool in tools if tool] == others
-    times = [outcome.step_time for outcome in comparison.outcomes if outcome.strategy.tool]
+    expected = ["padded batches", *["ranks in turn"] * 4, "ranks before microbatches"]
+    simple = [outcome for outcome in comparison.outcomes if outcome.strategy.method]
+    assert [outcome.strategy.method for outcome in simple] == expected
+    times = [outcome.step_time for outcome in simple]
     assert comparison.baseline.step_time == min(times)
     assert comparison.speedup(comparison.baseline) == 1
-    assert set(comparison.others) == set(others)
+    assert set(comparison.by_method) == set(expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(settings_of_a_plan())
+def test_ranks_first_divides_the_rows_before_it_packs_them(case: tuple[np.ndarray, PlanSpec]):
+    lengths, spec = case
+    plan = plan_ranks_first(TokenCounts(lengths), spec)
+    size = spec.global_batch_size or len(lengths)
+    rows = [
+        [[row for microbatch in rank.step(step) for row in microbatch.rows] for rank in ranks]
+        for ranks in [[plan.rank_plan(r, np.arange(len(lengths))) for r in range(spec.num_ranks)]]
+        for step in range(plan.num_steps)
+    ]
+    for step, by_rank in enumerate(rows):
+        first, stop = step * size, min((step + 1) * size, len(lengths))
+        assert sorted(row for own in by_rank for row in own) == list(range(first, stop))
+        counts = [len(own) for own in by_rank]
+        assert max(counts) - min(counts) <= 1
+        # The rank with most tokens needs at least so many microbatches.
+        padded = round_up(lengths, spec.row_multiple)
+        needed = max(int(padded[own].sum()) for own in by_rank)
+        num_microbatches = plan.step_offsets[step + 1] - plan.step_offsets[step]
+        assert num_microbatches >= -(-needed // spec.capacity)
+    assert plan.num_tokens.max() <= max_tokens_of(spec)
 
 
 def test_full_batches_are_planned_and_the_rest_is_named():

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from nemo_like.config.schema import LoggerConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import PlanSpec, plan_batch
-from nemo_like.data.token_counts import TokenCounts
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.rollout.records import RolloutRecord
 from nemo_like.run.directory import RunDirectory, open_run_directory, write_config
 from nemo_like.run.files import AppendedFile, write_json_lines, write_text

@@ -345,7 +345,7 @@ def test_groups_of_batches() -> None:
         ({"max_tokens_for_batch": 0}, "max_tokens_for_batch is 0"),
         ({"max_num_steps": 0}, "max_num_steps is 0"),
         ({"batching_strategy": "closest"}, "batching_strategy is one of"),
-        ({"oversized": "truncate"}, "oversized is one of"),
+        ({"oversize": "truncate"}, "oversize is one of"),
     ],
 )
 def test_wrong_values_are_refused(options: dict[str, Any], message: str) -> None:
@@ -378,11 +378,11 @@ def test_columns_without_a_length_are_reported() -> None:
 
 
 def test_oversize_policies() -> None:
-    dropped = in_order([25, 3, 3], max_tokens_for_batch=20, oversized="drop")
+    dropped = in_order([25, 3, 3], max_tokens_for_batch=20, oversize="drop")
     assert numbers_of(dropped) == [[[1, 2]]]
     with pytest.raises(OversizeRowError, match="row 0 has 25 tokens"):
-        list(in_order([25, 3, 3], max_tokens_for_batch=20, oversized="error"))
-    endless = in_order([25], max_tokens_for_batch=20, oversized="drop", infinite_loop=True)
+        list(in_order([25, 3, 3], max_tokens_for_batch=20, oversize="error"))
+    endless = in_order([25], max_tokens_for_batch=20, oversize="drop", infinite_loop=True)
     with pytest.raises(ValueError, match="infinite loop would not end"):
         next(iter(endless))
 

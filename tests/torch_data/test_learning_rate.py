@@ -16,13 +16,13 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from nemo_like.data.planning.token_batches import batch_by_tokens
 from nemo_like.torch_data.learning_rate import (
     Method,
     VariableBatchSizeLR,
     batch_size_scale,
     scale_lr,
 )
+from nemo_like.torch_data.token_batches import batch_by_tokens
 
 LRS = (1e-3, 0.02)
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.data.planning.token_batches import batch_by_tokens
 from nemo_like.torch_data.static_shapes import ShapeBuckets, warmup_plan
+from nemo_like.torch_data.token_batches import batch_by_tokens
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.data.planning.token_batches import TokenBatches, batch_by_tokens
 from nemo_like.torch_data.curriculum import sample_sort
 from nemo_like.torch_data.learning_rate import VariableBatchSizeLR
+from nemo_like.torch_data.token_batches import TokenBatches, batch_by_tokens
 from nemo_like.torch_data.variable_batch import dataloader_for_variable_batch_size
 
 Sample = tuple[int, int]

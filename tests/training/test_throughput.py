@@ -8,6 +8,7 @@ import pytest
 from nemo_like.data.planning.plan import PlanSpec, plan_batch
 from nemo_like.data.planning.prefixes import SharedPrefixes
 from nemo_like.data.planning.spec import CostModel
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.metrics import Timers, metric_values
 from nemo_like.training.reporting import StepWork, throughput_metrics
 
@@ -47,8 +48,9 @@ def test_flops_count_the_gradients_that_are_computed(has_frozen_weights: bool):
 def test_common_leading_tokens_count_once():
     cost = CostModel(linear=100.0, quadratic=2.0, head=40.0)
     prefixes = SharedPrefixes.of_groups([0, 0, 1], [3, 3, 2])
+    counts = TokenCounts(np.array([5, 7, 4]), np.array([2, 4, 1]), prefixes)
     spec = PlanSpec(max_tokens=32, cost=cost)
-    plan = plan_batch([5, 7, 4], spec, num_trained=[2, 4, 1], prefixes=prefixes)
+    plan = plan_batch(counts, spec)
     work = StepWork.of(plan)
     # Row 1 or row 0 computes three tokens for both: 13 of 16 tokens, 7 of them with loss.
     products = 60.0 * 13 + 40.0 * 7

@@ -18,9 +18,9 @@ from nemo_like.data.encoded_rows import EncodedRows, Examples
 from nemo_like.data.formats import PROMPT_ROWS, SFT_ROWS, RowSchema, conversation
 from nemo_like.data.jagged import EncodedRow, Jagged
 from nemo_like.data.planning.prefixes import SharedPrefixes
+from nemo_like.data.planning.token_counts import TokenCounts, count_tokens
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import Rows
-from nemo_like.data.token_counts import TokenCounts, count_tokens
 from nemo_like.models.pretrained import load_tokenizer
 from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.lengths import RowLengths

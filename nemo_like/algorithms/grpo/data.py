@@ -12,7 +12,7 @@ from nemo_like.config.import_path import check_module
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.formats import PROMPT_ROWS, RowSchema
 from nemo_like.data.planning.prefixes import SharedPrefixes
-from nemo_like.data.token_counts import TokenCounts
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.rollout.conversations import Prompt
 from nemo_like.run.progress import Progress, Sample

@@ -16,18 +16,20 @@ import numpy as np
 import yaml
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
-from nemo_like.algorithms.registry import load_config
 from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.config.load import JobSchema, load_config
 from nemo_like.config.loss import LogprobName
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.paths import resolve_paths
 from nemo_like.config.schema import CheckpointingConfig
 from nemo_like.data.columns import take_rows
+from nemo_like.data.planning.plan import plan_batch
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.data.routed_experts import ROUTED_EXPERTS
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import rollout_loss
 from nemo_like.metrics import metric_values
-from nemo_like.policy.batching import plan_columns, plan_spec, shared_prefix_mode
+from nemo_like.policy.batching import plan_spec, shared_prefix_mode
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
 from nemo_like.rollout.records import RolloutRecord, recorded_steps
 from nemo_like.run.checkpoint import Checkpointer, incomplete_reason
@@ -137,11 +139,15 @@ def _sorted_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _load_config(record: RolloutRecord, overrides: Sequence[str]) -> GrpoRunConfig:
     """Return the config that the run had at the recorded step, with `overrides`."""
+    # Not from the registry, which imports this package. The record has keys of this job only.
+    job = JobSchema(GrpoRunConfig.kind, {GrpoRunConfig.kind: GrpoRunConfig})
     # A file, because the loader composes files and overrides.
     with TemporaryDirectory(prefix="nemo_like_replay_") as folder:
         path = Path(folder) / "config.yaml"
         path.write_text(yaml.safe_dump(dict(record.config)), encoding="utf-8")
-        return resolve_paths(load_config(GrpoRunConfig, path, overrides))
+        config = load_config(job, path, overrides)
+    assert isinstance(config, GrpoRunConfig)
+    return resolve_paths(config)
 
 
 def _check_reward_kl(config: GrpoRunConfig, changed: GrpoRunConfig) -> None:
@@ -254,4 +260,6 @@ def _packing_metrics(config: GrpoRunConfig, record: RolloutRecord) -> dict[str, 
         seed=config.seed,
     )
     shared_prefix = shared_prefix_mode(config.policy, model)
-    return plan_columns(record.columns, spec, shared_prefix).metrics()
+    may_share = shared_prefix is not False and spec.layout == "packed"
+    counts = TokenCounts.of_batch(record.columns, with_prefixes=may_share)
+    return plan_batch(counts, spec, shared_prefix=shared_prefix).metrics()

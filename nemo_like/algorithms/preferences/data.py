@@ -15,6 +15,7 @@ from nemo_like.data.encoded_rows import EncodedRows, Examples
 from nemo_like.data.formats import RowSchema
 from nemo_like.data.jagged import EncodedRow, collate
 from nemo_like.data.messages import Message
+from nemo_like.data.planning.token_counts import TokenCounts, count_tokens
 from nemo_like.data.preferences import (
     MARGIN_ROWS,
     PREFERENCE_ROWS,
@@ -27,7 +28,6 @@ from nemo_like.data.preferences import (
 )
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import Rows
-from nemo_like.data.token_counts import TokenCounts, count_tokens
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.run.progress import Progress, Sample
 from nemo_like.training.diagnostics import (

@@ -17,12 +17,12 @@ from nemo_like.config.parallel import policy_layout
 from nemo_like.data.formats import SFT_ROWS, RowSchema, conversation
 from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.loader import BatchLoader
+from nemo_like.data.planning.token_counts import count_tokens
 from nemo_like.data.row_files import Row
 from nemo_like.data.row_order import Curriculum
 from nemo_like.data.rows import Rows
 from nemo_like.data.streaming.former import WindowWarning
 from nemo_like.data.streaming.planner import RowNumbers, StreamLoader
-from nemo_like.data.token_counts import count_tokens
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec, stream_spec
 from nemo_like.prediction.lengths import RowLengths

@@ -1,1 +1,1 @@
-"""Bin packers and their metrics; they know no ranks and no steps."""
+"""Integer algorithms of batch formation: bin packers, the joint scheduler, bounds and metrics."""

@@ -1,6 +1,6 @@
 """Bin packers: which rows share a bin of `bin_capacity` tokens.
 
-Packers know nothing of ranks or steps; `planning` does. All are O(n log n) or better and pure
+All are O(n log n) or better and pure
 functions of the lengths (and a seed). "Decreasing" means longest first, with rows of equal length
 in their given order. The bin packers return rows within a bin in the order in which they were
 added, and bins in the order in which they were opened.
@@ -17,9 +17,9 @@ from time import perf_counter
 import numpy as np
 
 from nemo_like.data.packing import packers
+from nemo_like.data.packing.balance import schedule
 from nemo_like.data.packing.metrics import PackingMetrics
 from nemo_like.data.packing.packers import Packing
-from nemo_like.data.planning.balance import schedule
 from nemo_like.integer_math import round_up
 
 

@@ -9,6 +9,20 @@ import numpy as np
 
 from nemo_like.integer_math import ceil_div
 
+_NAMES = (
+    "total_bins",
+    "total_sequence_length",
+    "total_bin_capacity",
+    "total_waste",
+    "average_utilization",
+    "min_utilization",
+    "max_utilization",
+    "waste_ratio",
+    "bin_balance",
+    "theoretical_min_bins",
+    "bin_efficiency",
+)
+
 
 class PackingMetrics:
     """Statistics of single packings (`update`) and of all of them (`get_aggregated_stats`).
@@ -142,18 +156,3 @@ def bin_stats(
         "bin_efficiency": min(1.0, min_bins / len(loads)),
     }
     return {name: float(value) for name, value in stats.items()}
-
-
-_NAMES = (
-    "total_bins",
-    "total_sequence_length",
-    "total_bin_capacity",
-    "total_waste",
-    "average_utilization",
-    "min_utilization",
-    "max_utilization",
-    "waste_ratio",
-    "bin_balance",
-    "theoretical_min_bins",
-    "bin_efficiency",
-)

@@ -14,6 +14,7 @@ import numpy as np
 from nemo_like.data.packing.packers import Packing
 from nemo_like.data.planning.prefixes import SharedPrefixes
 from nemo_like.data.planning.spec import PlanSpec
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.integer_math import round_up
 
 _MAX_ROWS_SHOWN = 3
@@ -41,6 +42,14 @@ class FittedRows:
     """int64 [B]: tokens with loss that remain; None if they are not known."""
     prefixes: SharedPrefixes | None = None
     """Leading tokens that the remaining rows have in common; None: each row is complete."""
+
+    @classmethod
+    def of(cls, counts: TokenCounts, spec: PlanSpec) -> FittedRows:
+        """Return rows that the oversize policy leaves as they are."""
+        padded = round_up(counts.lengths, spec.row_multiple)
+        is_dropped = np.zeros(len(padded), dtype=bool)
+        trained, prefixes = counts.num_trained, counts.prefixes
+        return cls(counts.lengths, padded, is_dropped, 0, 0, trained, prefixes)
 
     def truncated(self, lengths: np.ndarray, spec: PlanSpec) -> FittedRows:
         """Return the rows truncated to `lengths` int64 [B], each at most its own."""
@@ -106,48 +115,16 @@ def checked_groups(
     return number_of[inverse]
 
 
-def checked_trained(
-    num_trained: Sequence[int] | np.ndarray | None, lengths: np.ndarray
-) -> np.ndarray | None:
-    """Return the tokens with loss of each row, int64 [B]; `lengths` is int64 [B].
-
-    Raises ValueError unless there is one integer from 0 to the length for each row.
-    """
-    if num_trained is None:
-        return None
-    counts = np.asarray(num_trained)
-    if counts.shape != lengths.shape or (counts.size and counts.dtype.kind not in "iu"):
-        raise ValueError(
-            f"num_trained has one integer per row; got {counts.dtype} of shape {counts.shape} for"
-            f" {len(lengths)} rows"
-        )
-    wrong = np.flatnonzero((counts < 0) | (counts > lengths))
-    if len(wrong):
-        row = wrong[0]
-        raise ValueError(
-            f"num_trained of row {row} is {counts[row]}; it is from 0 to its {lengths[row]} tokens"
-        )
-    return counts.astype(np.int64)
-
-
-def fit_rows(
-    lengths: np.ndarray,
-    groups: np.ndarray | None,
-    spec: PlanSpec,
-    num_trained: np.ndarray | None = None,
-    prefixes: SharedPrefixes | None = None,
-) -> FittedRows:
+def fit_rows(counts: TokenCounts, groups: np.ndarray | None, spec: PlanSpec) -> FittedRows:
     """Apply `spec.oversize` to rows and groups above the token limit.
 
-    `lengths` is int64 [B], `groups` int64 [B] from `checked_groups`, `num_trained` int64 [B] from
-    `checked_trained`; a group with common `prefixes` counts their tokens once. Raises ValueError if
-    the policy is "error", otherwise warns.
+    `counts` are checked, `groups` int64 [B] come from `checked_groups`; a group with common
+    prefixes counts their tokens once. Raises ValueError if the policy is "error", otherwise warns.
     """
-    padded = round_up(lengths, spec.row_multiple)
-    no_rows = np.zeros(len(lengths), dtype=bool)
-    unchanged = FittedRows(lengths, padded, no_rows, 0, 0, num_trained, prefixes)
-    if spec.capacity is None or len(lengths) == 0:
+    unchanged = FittedRows.of(counts, spec)
+    if not spec.has_token_limit or len(counts.lengths) == 0:
         return unchanged
+    lengths, padded = unchanged.lengths, unchanged.padded_lengths
     # The padded length counts: padding occupies memory like real tokens.
     is_oversize = padded > spec.capacity
     if groups is not None:
@@ -159,13 +136,13 @@ def fit_rows(
     message = _oversize_message(lengths, padded, groups, is_oversize, spec)
     if spec.oversize == "error":
         raise ValueError(message)
-    # Level 3 is the caller of `plan_batch`.
-    warnings.warn(message, OversizeWarning, stacklevel=3)
+    # Level 4 is the caller of `plan_batch`.
+    warnings.warn(message, OversizeWarning, stacklevel=4)
     num_oversize = int(is_oversize.sum())
     if spec.oversize == "truncate":
         truncated = _truncated_lengths(unchanged, groups, is_oversize, spec)
         return replace(unchanged.truncated(truncated, spec), num_oversize=num_oversize)
-    is_dropped = is_oversize if spec.oversize == "drop" else no_rows
+    is_dropped = is_oversize if spec.oversize == "drop" else unchanged.is_dropped
     return replace(unchanged, is_dropped=is_dropped, num_oversize=num_oversize)
 
 
@@ -241,7 +218,7 @@ def _truncated_lengths(
                 remaining[rows] = limited
                 candidate = fitted.truncated(remaining, spec)
                 tokens = int(candidate.place(Packing(rows, bin_offsets), spec)[1].sum())
-            if tokens <= (spec.capacity or 0):
+            if tokens <= spec.capacity:
                 low = middle
             else:
                 high = middle - 1
@@ -272,7 +249,7 @@ def _oversize_message(
         if padded[row] != lengths[row]:
             rounded = f" ({padded[row]} rounded up to a multiple of {spec.row_multiple})"
         member = ""
-        if groups is not None and padded[row] <= (spec.capacity or 0):
+        if groups is not None and padded[row] <= spec.capacity:
             member = " in a group that must share a microbatch"
         shown.append(f"row {row} has {lengths[row]} tokens{rounded}{member}")
     num_more = len(rows) - _MAX_ROWS_SHOWN

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -19,19 +19,12 @@ import numpy as np
 from nemo_like.config.errors import counted
 from nemo_like.data.packing.metrics import bin_stats
 from nemo_like.data.packing.packers import Packing, checked_lengths, prefix_sums
-from nemo_like.data.planning.oversize import FittedRows, checked_groups, checked_trained, fit_rows
-from nemo_like.data.planning.plan_step import (
-    assign_to_ranks,
-    in_execution_order,
-    join_ranks,
-    longest_of,
-    plan_rank,
-    plan_step,
-    work_of_bins,
-)
-from nemo_like.data.planning.prefixes import SharedPrefixes
-from nemo_like.data.planning.shared_step import plan_shared_rank, plan_shared_step
+from nemo_like.data.planning.oversize import FittedRows, checked_groups, fit_rows
+from nemo_like.data.planning.plan_step import form_rank, form_step, join_ranks, longest_of
+from nemo_like.data.planning.prefixes import MIN_SHARED_WORK, SharedPrefixes, SharedPrefixMode
+from nemo_like.data.planning.shared_step import form_shared_rank, form_shared_step
 from nemo_like.data.planning.spec import Microbatch, PlanSpec
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.integer_math import ceil_div, round_up
 
 __all__ = ["BatchPlan", "Microbatch", "PlanSpec", "RankPlan", "plan_batch"]
@@ -137,6 +130,13 @@ class BatchPlan:
             return self.spec.cost.of(self.padded_lengths, self.num_trained)
         return self.spec.cost.of(self.padded_lengths + self.shared, self.num_trained, self.shared)
 
+    @property
+    def shared_work_share(self) -> float:
+        """Share of the work of complete rows that shared prefixes save; 0 without them."""
+        complete = round_up(self.lengths, self.spec.row_multiple)
+        separate_work = self.spec.cost.of(complete, self.num_trained).sum()
+        return float(1 - self.work.sum() / (separate_work or 1.0))
+
     @cached_property
     def num_tokens(self) -> np.ndarray:
         """Positions of each microbatch, int64 [R, M]; a dummy has the smallest legal number."""
@@ -179,13 +179,20 @@ class BatchPlan:
         spec = self.spec.with_budget(max_tokens, max_rows)
         if spec == self.spec:
             return self
-        lengths = np.zeros(self.num_rows, dtype=np.int64)
-        lengths[self.rows] = self.lengths
-        padded = np.zeros(self.num_rows, dtype=np.int64)
-        padded[self.rows] = round_up(self.lengths, spec.row_multiple)
+        num_trained = None if self.num_trained is None else self._by_row(self.num_trained)
+        lengths = self._by_row(self.lengths)
+        is_dropped = np.zeros(self.num_rows, dtype=bool)
+        is_dropped[list(self.dropped)] = True
+        fitted = replace(
+            FittedRows.of(TokenCounts(lengths, num_trained, self.prefixes), spec),
+            is_dropped=is_dropped,
+            num_truncated=self.num_truncated,
+            num_oversize=self.num_oversize,
+        )
+        padded = fitted.padded_lengths
         # Under the other policies rows above the new limit run alone; the training limit was
         # already applied to them.
-        is_limited = spec.capacity is not None and spec.oversize == "error"
+        is_limited = spec.has_token_limit and spec.oversize == "error"
         if is_limited and padded.max(initial=0) > spec.capacity:
             row = int(padded.argmax())
             raise ValueError(
@@ -195,24 +202,15 @@ class BatchPlan:
         # Row offsets of each step on each rank, int64 [R, num_steps + 1].
         first_microbatch = np.arange(spec.num_ranks) * self.num_microbatches
         bounds = self.offsets[np.add.outer(first_microbatch, self.step_offsets)]
-        fitted = FittedRows(
-            lengths=lengths,
-            padded_lengths=padded,
-            is_dropped=np.zeros(self.num_rows, dtype=bool),
-            num_truncated=self.num_truncated,
-            num_oversize=self.num_oversize,
-            num_trained=None if self.num_trained is None else self._by_row(self.num_trained),
-            prefixes=self.prefixes,
-        )
-        pack = plan_rank if self.prefixes is None else plan_shared_rank
+        form = form_rank if self.prefixes is None else form_shared_rank
         steps = []
         for step in range(self.num_steps):
             rank_bins = []
             for rank in range(spec.num_ranks):
                 start, stop = bounds[rank, step : step + 2]
-                rank_bins.append(pack(self.rows[start:stop], fitted, spec))
+                rank_bins.append(form(self.rows[start:stop], fitted, spec))
             steps.append(join_ranks(rank_bins, spec.microbatch_multiple))
-        return join_steps(spec, fitted, steps, self.dropped)
+        return join_steps(spec, fitted, steps)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the plan by the names they are logged under.
@@ -240,18 +238,16 @@ class BatchPlan:
         num_computed = self.computed_lengths.sum()
         num_padding = float(tokens.sum() - num_computed)
         positions = self.padded_lengths.astype(np.float64)
-        saved = {}
+        optional = {}
         if self.spec.pp_size > 1:
             bubble = self.num_steps * self.spec.bubble_microbatches
             # An empty plan has neither.
             num_slots = max(self.num_microbatches + bubble, 1)
-            saved["packing/pipeline_bubble_share"] = bubble / num_slots
+            optional["packing/pipeline_bubble_share"] = bubble / num_slots
         if self.shared is not None:
-            complete = round_up(self.lengths, self.spec.row_multiple)
-            separate_work = self.spec.cost.of(complete, self.num_trained).sum()
             num_row_tokens = max(self.lengths.sum(), 1)
-            saved["packing/shared_token_share"] = float(1 - num_computed / num_row_tokens)
-            saved["packing/shared_work_share"] = float(1 - self.work.sum() / (separate_work or 1.0))
+            optional["packing/shared_token_share"] = float(1 - num_computed / num_row_tokens)
+            optional["packing/shared_work_share"] = self.shared_work_share
         return {
             "packing/utilization": stats["average_utilization"],
             "packing/waste_ratio": stats["waste_ratio"],
@@ -265,7 +261,7 @@ class BatchPlan:
             "packing/num_truncated": float(self.num_truncated),
             "packing/num_dropped": float(len(self.dropped)),
             "packing/num_oversize": float(self.num_oversize),
-            **saved,
+            **optional,
         }
 
     def to_json(self) -> str:
@@ -402,47 +398,58 @@ class BatchPlan:
 
 
 def plan_batch(
-    lengths: Sequence[int] | np.ndarray,
+    counts: TokenCounts | Sequence[int] | np.ndarray,
     spec: PlanSpec,
     groups: Sequence[int] | np.ndarray | None = None,
-    num_trained: Sequence[int] | np.ndarray | None = None,
-    prefixes: SharedPrefixes | None = None,
+    *,
+    shared_prefix: SharedPrefixMode = True,
 ) -> BatchPlan:
-    """Plan a batch of rows of the given `lengths` int [B].
+    """Plan a batch of B rows, given by their token counts or by their lengths int [B] alone.
 
-    Rows with equal id in `groups` int [B] stay in one microbatch. `num_trained` int [B] are the
-    tokens of each row with loss, for which alone the output projection is computed; None: all. With
-    `prefixes` a microbatch computes common leading tokens of its rows once, and its limit and its
-    work count them once; packed layout only. Raises ValueError for a row above the token limit
-    under `oversize="error"`, for a group that cannot stay together, and for prefixes of other rows.
+    Rows with equal id in `groups` int [B] stay in one microbatch. If `counts` has prefixes, a
+    microbatch computes common leading tokens of its rows once, and its limit and its work count
+    them once; packed layout only. `shared_prefix="auto"` ignores prefixes in the padded layout and
+    where they save less than `MIN_SHARED_WORK`, `False` always. Raises ValueError for a row above
+    the token limit under `oversize="error"`, for a group that cannot stay together, for prefixes in
+    the padded layout, and for wrong counts.
     """
-    row_lengths = checked_lengths(lengths)
-    num_rows = len(row_lengths)
+    counts = counts if isinstance(counts, TokenCounts) else TokenCounts(checked_lengths(counts))
+    counts = counts.checked()
+    is_ignored = shared_prefix == "auto" and spec.layout == "padded"
+    if shared_prefix is False or is_ignored:
+        counts = replace(counts, prefixes=None)
+    plan = _plan_counts(counts, spec, groups)
+    if counts.prefixes is None or shared_prefix is True:
+        return plan
+    if plan.shared_work_share >= MIN_SHARED_WORK:
+        return plan
+    return _plan_counts(replace(counts, prefixes=None), spec, groups)
+
+
+def _plan_counts(
+    counts: TokenCounts, spec: PlanSpec, groups: Sequence[int] | np.ndarray | None
+) -> BatchPlan:
+    """Plan checked counts; see `plan_batch`."""
+    num_rows = len(counts.lengths)
     row_groups = checked_groups(groups, num_rows, spec)
-    if prefixes is not None:
-        prefixes.check(row_lengths)
-        if spec.layout == "padded":
-            raise ValueError(
-                "common leading tokens are computed once in the packed layout only; plan without"
-                " prefixes, or set policy.sequence_packing.enabled=true"
-            )
-    trained = checked_trained(num_trained, row_lengths)
-    fitted = fit_rows(row_lengths, row_groups, spec, trained, prefixes)
-    plan_one = plan_step if prefixes is None else plan_shared_step
+    if counts.prefixes is not None and spec.layout == "padded":
+        raise ValueError(
+            "common leading tokens are computed once in the packed layout only; plan without"
+            " prefixes, or set policy.sequence_packing.enabled=true"
+        )
+    fitted = fit_rows(counts, row_groups, spec)
+    form = form_step if counts.prefixes is None else form_shared_step
     rows_per_step = spec.global_batch_size or max(num_rows, 1)
     steps = []
     for start in range(0, num_rows, rows_per_step):
         rows = np.arange(start, min(start + rows_per_step, num_rows))
         rows = rows[~fitted.is_dropped[rows]]
-        steps.append(plan_one(rows, fitted, row_groups, spec))
-    dropped = tuple(np.flatnonzero(fitted.is_dropped).tolist())
-    return join_steps(spec, fitted, steps, dropped)
+        steps.append(form(rows, fitted, row_groups, spec))
+    return join_steps(spec, fitted, steps)
 
 
-def join_steps(
-    spec: PlanSpec, fitted: FittedRows, steps: list[Packing], dropped: tuple[int, ...]
-) -> BatchPlan:
-    """Join the plans of all steps into one, rank after rank."""
+def join_steps(spec: PlanSpec, fitted: FittedRows, steps: list[Packing]) -> BatchPlan:
+    """Join the steps of a batch, bins of row ids each, into one plan, rank after rank."""
     num_microbatches = [step.num_bins // spec.num_ranks for step in steps]
     bins = _rank_major_bins(steps, spec.num_ranks)
     bins, padded, shared = fitted.place(bins, spec)
@@ -458,7 +465,7 @@ def join_steps(
         lengths=fitted.lengths[bins.perm],
         padded_lengths=padded,
         offsets=bins.offsets,
-        dropped=dropped,
+        dropped=tuple(np.flatnonzero(fitted.is_dropped).tolist()),
         num_truncated=fitted.num_truncated,
         num_oversize=fitted.num_oversize,
         num_trained=None if fitted.num_trained is None else fitted.num_trained[bins.perm],
@@ -485,42 +492,3 @@ def _rank_major_bins(steps: list[Packing], num_ranks: int) -> Packing:
         first += step.num_bins
     rank_major_ids = np.concatenate(bin_ids, axis=1).ravel()
     return step_major.take(rank_major_ids)
-
-
-def plan_bins(
-    bins: Packing,
-    lengths: np.ndarray,
-    spec: PlanSpec,
-    *,
-    num_microbatches: int = 0,
-    num_truncated: int = 0,
-    num_oversize: int = 0,
-    num_trained: np.ndarray | None = None,
-) -> BatchPlan:
-    """Plan one step whose microbatches are formed already: assign them to the ranks of `spec`.
-
-    `bins` has the rows of each microbatch as indices into `lengths` int64 [B] and `num_trained`
-    int64 [B], their tokens with loss; none is empty. Each rank runs at least `num_microbatches`,
-    with dummies where there are fewer.
-    """
-    padded = round_up(lengths, spec.row_multiple)
-    step = bins
-    # One microbatch is the most frequent step of an aligned rank; it needs no assignment.
-    if bins.num_bins > 1 or spec.bins_multiple > 1:
-        step = assign_to_ranks(bins, work_of_bins(bins, padded, num_trained, spec), spec)
-    fitted = FittedRows(
-        lengths=lengths,
-        padded_lengths=padded,
-        is_dropped=np.zeros(len(lengths), dtype=bool),
-        num_truncated=num_truncated,
-        num_oversize=num_oversize,
-        num_trained=num_trained,
-    )
-    step = in_execution_order(step, fitted, spec)
-    num_assigned = step.num_bins // spec.num_ranks
-    if num_assigned < num_microbatches:
-        # -1 is an empty bin.
-        ids = np.full((spec.num_ranks, num_microbatches), -1)
-        ids[:, :num_assigned] = np.arange(step.num_bins).reshape(spec.num_ranks, num_assigned)
-        step = step.take(ids.ravel())
-    return join_steps(spec, fitted, [step], ())

@@ -14,11 +14,17 @@ from itertools import pairwise
 import numpy as np
 
 from nemo_like.data.packing.algorithms import PackingAlgorithm, SequencePacker
+from nemo_like.data.packing.balance import assign_bins, schedule
 from nemo_like.data.packing.packers import Packing, concatenative, longest_first, prefix_sums
-from nemo_like.data.planning.balance import assign_bins, schedule
 from nemo_like.data.planning.oversize import FittedRows, group_rows
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.integer_math import ceil_div, round_up
+
+_OVERHEAD_TOKENS = 512
+"""Work of a microbatch beyond its rows, in tokens: about those for which a GPU computes as long as
+it reads the weights, and the launches of kernels."""
+_NUM_BISECTIONS = 12
+"""Bisection iterations when equalizing microbatch work: the maximum is found to 1 / 4096."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +47,7 @@ class Items:
     """float64 [I]: in the padded layout the work for tokens with loss; see `padded_work`."""
 
 
-def plan_step(
+def form_step(
     rows: np.ndarray, fitted: FittedRows, groups: np.ndarray | None, spec: PlanSpec
 ) -> Packing:
     """Assign `rows` (row ids int64 [n]) to the ranks of `spec`; the result has bins of row ids.
@@ -56,12 +62,12 @@ def plan_step(
     )
     if len(items.lengths) == 0:
         step = empty_bins(spec.bins_multiple)
-    elif spec.max_tokens is None:
-        step = _plan_in_order(items, spec)
+    elif not spec.has_token_limit:
+        step = _split_in_order(items, spec)
     elif spec.layout == "padded":
-        step = _plan_padded(items, spec)
+        step = _pad_items(items, spec)
     else:
-        step = plan_packed(items, spec)
+        step = pack_items(items, spec)
     # Items to positions in `rows`, then to row ids.
     bins = step.expand(items.rows)
     bins = Packing(rows[bins.perm], bins.offsets)
@@ -75,7 +81,7 @@ def in_execution_order(bins: Packing, fitted: FittedRows, spec: PlanSpec) -> Pac
     return largest_first(bins, fitted, spec.num_ranks, spec)
 
 
-def plan_rank(rows: np.ndarray, fitted: FittedRows, spec: PlanSpec) -> Packing:
+def form_rank(rows: np.ndarray, fitted: FittedRows, spec: PlanSpec) -> Packing:
     """Pack the rows of one rank into as few microbatches as possible, largest first.
 
     Used by `BatchPlan.with_budget`. `rows` int64 [n] are row ids; the result has bins of row ids.
@@ -83,17 +89,17 @@ def plan_rank(rows: np.ndarray, fitted: FittedRows, spec: PlanSpec) -> Packing:
     lengths = fitted.padded_lengths[rows]
     if len(rows) == 0:
         return empty_bins(0)
-    if spec.max_tokens is None:
+    if not spec.has_token_limit:
         # Limited by rows: with one token per row the capacity is a number of rows.
         bins = concatenative(np.ones_like(lengths), spec.max_rows or 1, len(lengths))
         return Packing(rows[bins.perm], bins.offsets)
     if spec.layout == "padded":
         bins = form_padded(
-            lengths, np.ones_like(lengths), None, spec.capacity or 0, max_rows=spec.max_rows
+            lengths, np.ones_like(lengths), None, spec.capacity, max_rows=spec.max_rows
         )
     else:
         # A row above the capacity counts as a full bin, so it stays alone.
-        bins = bin_packer(spec).pack_csr(np.minimum(lengths, spec.capacity or 0))
+        bins = bin_packer(spec).pack_csr(np.minimum(lengths, spec.capacity))
     bins = Packing(rows[bins.perm], bins.offsets)
     return largest_first(bins, fitted, 1, spec)
 
@@ -206,11 +212,6 @@ def padded_work(
     return row_work(longest, spec, np.zeros_like(longest)), head * num_trained
 
 
-_OVERHEAD_TOKENS = 512
-"""Work of a microbatch beyond its rows, in tokens: about those for which a GPU computes as long as
-it reads the weights, and the launches of kernels."""
-
-
 def _pipeline_microbatches(work: np.ndarray, spec: PlanSpec) -> int:
     """Return the number of microbatches with the shortest pipeline, at most one per item of a rank.
 
@@ -225,9 +226,9 @@ def _pipeline_microbatches(work: np.ndarray, spec: PlanSpec) -> int:
     return max(1, min(round(best), len(work) // spec.num_ranks))
 
 
-def plan_packed(items: Items, spec: PlanSpec) -> Packing:
+def pack_items(items: Items, spec: PlanSpec) -> Packing:
     """Pack items and assign the bins to ranks, jointly with the `balanced` algorithm."""
-    capacity = spec.capacity or 0
+    capacity = spec.capacity
     # An item above the capacity counts as a full bin, so no other row shares its bin.
     lengths = np.minimum(items.lengths, capacity)
     if spec.algorithm == PackingAlgorithm.BALANCED:
@@ -250,13 +251,13 @@ def plan_packed(items: Items, spec: PlanSpec) -> Packing:
     return assign_to_ranks(bins, bin_work, spec)
 
 
-def _plan_padded(items: Items, spec: PlanSpec) -> Packing:
+def _pad_items(items: Items, spec: PlanSpec) -> Packing:
     """Form padded microbatches under the token budget and assign them to ranks."""
     bins = form_padded(
         items.lengths,
         items.num_rows,
         items.work,
-        spec.capacity or 0,
+        spec.capacity,
         max_rows=spec.max_rows,
         bins_multiple=spec.bins_multiple,
     )
@@ -269,7 +270,7 @@ def _plan_padded(items: Items, spec: PlanSpec) -> Packing:
     return assign_to_ranks(bins, bin_work, spec)
 
 
-def _plan_in_order(items: Items, spec: PlanSpec) -> Packing:
+def _split_in_order(items: Items, spec: PlanSpec) -> Packing:
     """Give each rank a consecutive share of the rows, in microbatches of `max_rows` rows."""
     # Shares have equal numbers of rows, rounded to items: a group is never divided.
     rows_before = prefix_sums(items.num_rows)
@@ -302,6 +303,29 @@ def assign_to_ranks(bins: Packing, bin_work: np.ndarray | None, spec: PlanSpec) 
     return bins.take(np.ravel(rank_major))
 
 
+def on_ranks(
+    bins: Packing, fitted: FittedRows, spec: PlanSpec, num_microbatches: int = 0
+) -> Packing:
+    """Return one step of formed microbatches: assign them to the ranks of `spec`.
+
+    `bins` has the row ids of each microbatch; none is empty. Each rank runs at least
+    `num_microbatches`, with dummies where there are fewer.
+    """
+    step = bins
+    # One microbatch is the most frequent step of an aligned rank; it needs no assignment.
+    if bins.num_bins > 1 or spec.bins_multiple > 1:
+        work = work_of_bins(bins, fitted.padded_lengths, fitted.num_trained, spec)
+        step = assign_to_ranks(bins, work, spec)
+    step = in_execution_order(step, fitted, spec)
+    num_assigned = step.num_bins // spec.num_ranks
+    if num_assigned < num_microbatches:
+        # -1 is an empty bin.
+        ids = np.full((spec.num_ranks, num_microbatches), -1)
+        ids[:, :num_assigned] = np.arange(step.num_bins).reshape(spec.num_ranks, num_assigned)
+        step = step.take(ids.ravel())
+    return step
+
+
 def bin_packer(spec: PlanSpec) -> SequencePacker:
     """Return the bin packer of `spec`, best fit decreasing for `balanced`.
 
@@ -310,7 +334,7 @@ def bin_packer(spec: PlanSpec) -> SequencePacker:
     algorithm = PackingAlgorithm(spec.algorithm)
     if algorithm == PackingAlgorithm.BALANCED:
         algorithm = PackingAlgorithm.BEST_FIT_DECREASING
-    return SequencePacker(algorithm=algorithm, bin_capacity=spec.capacity or 0, seed=spec.seed)
+    return SequencePacker(algorithm=algorithm, bin_capacity=spec.capacity, seed=spec.seed)
 
 
 def empty_bins(num_bins: int) -> Packing:
@@ -333,10 +357,6 @@ def work_of_bins(
     bin_trained = None if num_trained is None else bins.loads(num_trained)
     work, loss_work = padded_work(longest_of(bins, padded), bin_trained, spec)
     return None if work is None else work * np.diff(bins.offsets) + loss_work
-
-
-_NUM_BISECTIONS = 12
-"""Bisection iterations when equalizing microbatch work: the maximum is found to 1 / 4096."""
 
 
 def form_padded(

@@ -12,12 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.packing.packers import Packing
+
+SharedPrefixMode = Literal["auto", True, False]
+MIN_SHARED_WORK = 0.03
+"""Share of work that shared prefixes must save for the mode `auto` to use them."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nemo_like.data.packing.algorithms import PackingAlgorithm
+from nemo_like.data.packing.bounds import shared_bound
 from nemo_like.data.packing.packers import Packing, prefix_sums
-from nemo_like.data.planning.bounds import shared_bound
 from nemo_like.data.planning.oversize import FittedRows, group_rows
 from nemo_like.data.planning.plan_step import (
     Items,
@@ -22,11 +22,11 @@ from nemo_like.data.planning.plan_step import (
     empty_bins,
     in_execution_order,
     largest_first,
-    plan_packed,
+    pack_items,
     row_work,
 )
-from nemo_like.data.planning.prefixes import SharedPrefixes
 from nemo_like.data.planning.spec import PlanSpec
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.integer_math import round_up
 
 _PIECE_SHARES = (1.0, 0.75, None)
@@ -154,7 +154,7 @@ def _units_of(
     alone_tokens, alone_work = _row_costs(units.perm, alone_shared, fitted, spec)
     alone_tokens = np.add.reduceat(alone_tokens, first)
     # Nothing is added to a unit above the limit, nor is it added to another one.
-    is_oversize = alone_tokens > (spec.capacity or 0)
+    is_oversize = alone_tokens > spec.capacity
     is_start |= is_oversize
     is_start[1:] |= is_oversize[:-1]
     return _Units(
@@ -179,17 +179,17 @@ def _row_costs(
     return tokens, np.zeros(len(rows)) if work is None else work
 
 
-def plan_shared_step(
+def form_shared_step(
     rows: np.ndarray, fitted: FittedRows, groups: np.ndarray | None, spec: PlanSpec
 ) -> Packing:
-    """Assign `rows` (row ids int64 [n]) to the ranks of `spec`; see `plan_step`."""
+    """Assign `rows` (row ids int64 [n]) to the ranks of `spec`; see `form_step`."""
     if len(rows) == 0:
         return empty_bins(spec.bins_multiple)
     units = _units_of(rows, fitted, groups, spec)
-    pieces, items = units.pieces(spec.capacity or 0)
+    pieces, items = units.pieces(spec.capacity)
     if spec.balance == "none":
         items = replace(items, work=None)
-    bins = plan_packed(items, spec).expand(pieces).expand(units.rows)
+    bins = pack_items(items, spec).expand(pieces).expand(units.rows)
     if spec.algorithm == PackingAlgorithm.BALANCED:
         bins = _divide_trees(bins, units, fitted, spec)
     return in_execution_order(bins, fitted, spec)
@@ -209,11 +209,11 @@ def _divide_trees(bins: Packing, units: _Units, fitted: FittedRows, spec: PlanSp
             break
         num_bins = best[2].num_bins
         if share is None:
-            divided = units.wrapped(num_bins, spec.capacity or 0)
+            divided = units.wrapped(num_bins, spec.capacity)
         else:
             limit = share * bound * spec.num_ranks / num_bins
-            pieces, items = units.pieces(spec.capacity or 0, limit)
-            divided = plan_packed(items, spec).expand(pieces)
+            pieces, items = units.pieces(spec.capacity, limit)
+            divided = pack_items(items, spec).expand(pieces)
         if divided is not None:
             found = _ranked(divided.expand(units.rows), fitted, spec)
             best = min(best, found, key=lambda each: each[:2])
@@ -245,22 +245,18 @@ def _bin_work(bins: Packing, fitted: FittedRows, spec: PlanSpec) -> np.ndarray:
     return np.diff(prefix_sums(work)[bins.offsets])
 
 
-def plan_shared_rank(rows: np.ndarray, fitted: FittedRows, spec: PlanSpec) -> Packing:
-    """Pack the rows of one rank, int64 [n], into few microbatches, largest first; `plan_rank`."""
+def form_shared_rank(rows: np.ndarray, fitted: FittedRows, spec: PlanSpec) -> Packing:
+    """Pack the rows of one rank, int64 [n], into few microbatches, largest first; `form_rank`."""
     if len(rows) == 0:
         return empty_bins(0)
     units = _units_of(rows, fitted, None, spec)
-    pieces, items = units.pieces(spec.capacity or 0)
-    bins = bin_packer(spec).pack_csr(np.minimum(items.lengths, spec.capacity or 0))
+    pieces, items = units.pieces(spec.capacity)
+    bins = bin_packer(spec).pack_csr(np.minimum(items.lengths, spec.capacity))
     return largest_first(bins.expand(pieces).expand(units.rows), fitted, 1, spec)
 
 
-def shared_work_bound(
-    lengths: np.ndarray, num_trained: np.ndarray | None, prefixes: SharedPrefixes, spec: PlanSpec
-) -> float:
-    """Lower bound on the work of the slowest rank of one step of rows of `lengths` int64 [B]."""
-    padded = round_up(lengths, spec.row_multiple)
-    is_dropped = np.zeros(len(lengths), dtype=bool)
-    fitted = FittedRows(lengths, padded, is_dropped, 0, 0, num_trained, prefixes)
-    units = _units_of(np.arange(len(lengths)), fitted, None, spec)
+def shared_work_bound(counts: TokenCounts, spec: PlanSpec) -> float:
+    """Lower bound on the work of the slowest rank of one step of rows with prefixes."""
+    fitted = FittedRows.of(counts, spec)
+    units = _units_of(np.arange(len(counts.lengths)), fitted, None, spec)
     return shared_bound(*units.tree_work(), spec.num_ranks)

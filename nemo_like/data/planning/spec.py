@@ -20,6 +20,26 @@ from nemo_like.parallel_layout import Oversize, PaddingMultiples, ParallelLayout
 
 Balance = Literal["flops", "tokens", "none"]
 MicrobatchOrder = Literal["packer", "largest_first"]
+_CHOICES = {
+    "layout": RowLayout,
+    "balance": Balance,
+    "sync": Sync,
+    "microbatch_order": MicrobatchOrder,
+    "oversize": Oversize,
+}
+_COUNTS = (
+    "max_tokens",
+    "max_rows",
+    "num_ranks",
+    "global_batch_size",
+    "sequence_length_round",
+    "microbatch_length_round",
+    "cp_size",
+    "tp_size",
+    "microbatch_multiple",
+    "pp_size",
+    "vpp_size",
+)
 
 
 @dataclass(frozen=True)
@@ -306,18 +326,28 @@ class PlanSpec:
         return self.padding_multiples.min_tokens
 
     @property
-    def capacity(self) -> int | None:
-        """`max_tokens` rounded down to a multiple of `total_multiple`."""
-        if self.max_tokens is None:
-            return None
-        return self.padding_multiples.capacity(self.max_tokens)
+    def has_token_limit(self) -> bool:
+        """False if microbatches are limited by `max_rows` alone."""
+        return self.max_tokens is not None
+
+    @property
+    def capacity(self) -> int:
+        """`max_tokens` rounded down to a multiple of `total_multiple`.
+
+        Raises ValueError without a token limit.
+        """
+        return self.padding_multiples.capacity(self._token_limit)
 
     @cached_property
     def max_row_tokens(self) -> int:
         """Maximum padded length of a row within the capacity. Raises ValueError without a limit."""
+        return self.padding_multiples.max_row_tokens(self._token_limit)
+
+    @property
+    def _token_limit(self) -> int:
         if self.max_tokens is None:
             raise ValueError("microbatches of max_rows rows have no token limit")
-        return self.padding_multiples.max_row_tokens(self.max_tokens)
+        return self.max_tokens
 
     @property
     def bins_multiple(self) -> int:
@@ -355,25 +385,3 @@ class PlanSpec:
     def from_dict(cls, values: dict[str, Any]) -> PlanSpec:
         """Return the spec that `to_dict` converted."""
         return cls(**{**values, "cost": CostModel(**values["cost"])})
-
-
-_CHOICES = {
-    "layout": RowLayout,
-    "balance": Balance,
-    "sync": Sync,
-    "microbatch_order": MicrobatchOrder,
-    "oversize": Oversize,
-}
-_COUNTS = (
-    "max_tokens",
-    "max_rows",
-    "num_ranks",
-    "global_batch_size",
-    "sequence_length_round",
-    "microbatch_length_round",
-    "cp_size",
-    "tp_size",
-    "microbatch_multiple",
-    "pp_size",
-    "vpp_size",
-)

@@ -8,7 +8,7 @@ after preprocessing. Every row is in exactly one step, or counted by the policy 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -18,12 +18,17 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.data.loader import BatchLoader, FetchableRows, Out
 from nemo_like.data.packing.packers import Packing
 from nemo_like.data.planning.oversize import FittedRows
-from nemo_like.data.planning.plan import BatchPlan, join_steps, plan_bins
+from nemo_like.data.planning.plan import BatchPlan, join_steps
+from nemo_like.data.planning.plan_step import on_ranks
 from nemo_like.data.planning.spec import PlanSpec
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.data.row_order import Curriculum, Mixture
 from nemo_like.data.streaming.former import Bin, MicrobatchFormer, split_bins
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.integer_math import round_up
+
+_MAX_PUSHED = 64
+"""Rows that are fetched from the source at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,15 +111,13 @@ def planned_step(
     offsets = np.array([0, *accumulate(map(len, bins))], dtype=np.int64)
     lengths = np.array([row.length for row in rows], dtype=np.int64)
     trained = np.array([row.num_trained for row in rows], dtype=np.int64)
-    plan = plan_bins(
-        Packing(np.arange(len(rows)), offsets),
-        lengths,
-        spec,
-        num_microbatches=num_microbatches,
+    fitted = replace(
+        FittedRows.of(TokenCounts(lengths, trained), spec),
         num_truncated=former.step_counts.num_truncated,
         num_oversize=former.step_counts.num_oversize,
-        num_trained=trained,
     )
+    formed = Packing(np.arange(len(rows)), offsets)
+    plan = join_steps(spec, fitted, [on_ranks(formed, fitted, spec, num_microbatches)])
     if num_trained is None:
         num_trained = int(trained.sum())
     step = former.num_steps - 1
@@ -173,20 +176,13 @@ def plan_stream(
             f" tail is {spec.tail}; give more rows, or set tail to emit"
         )
     counts = planner.counts
-    fitted = FittedRows(
-        lengths=kept_lengths,
-        padded_lengths=round_up(kept_lengths, spec.plan.row_multiple),
+    fitted = replace(
+        FittedRows.of(TokenCounts(kept_lengths, kept_trained), spec.plan),
         is_dropped=is_dropped,
         num_truncated=counts.num_truncated,
         num_oversize=counts.num_oversize,
-        num_trained=kept_trained,
     )
-    dropped = tuple(np.flatnonzero(is_dropped).tolist())
-    return join_steps(spec.step_spec, fitted, steps, dropped)
-
-
-_MAX_PUSHED = 64
-"""Rows that are fetched from the source at once."""
+    return join_steps(spec.step_spec, fitted, steps)
 
 
 class RowNumbers(NamedTuple):

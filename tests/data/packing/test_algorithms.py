@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from nemo_like.data.packing import kernels
 from nemo_like.data.packing.algorithms import PackingAlgorithm, SequencePacker, get_packer
-from nemo_like.data.planning.bounds import l2_bound
+from nemo_like.data.packing.bounds import l2_bound
 
 WAYS = [
     "interpreted",

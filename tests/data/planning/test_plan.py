@@ -20,6 +20,7 @@ from nemo_like.data.packing.metrics import PackingMetrics
 from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.data.planning.plan import BatchPlan, Microbatch, PlanSpec, plan_batch
 from nemo_like.data.planning.spec import Balance, CostModel
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.integer_math import round_up
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import RowLayout, Sync
@@ -64,7 +65,8 @@ def cases(draw: st.DrawFn) -> tuple[list[int], PlanSpec, list[int] | None]:
     if not draw(st.booleans()):
         return lengths, spec, None
     # Each divides 4, so no group crosses a step, and a group that is truncated fits its microbatch.
-    limit = spec.capacity if spec.oversize == "truncate" else None
+    is_limited = spec.oversize == "truncate" and spec.has_token_limit
+    limit = spec.capacity if is_limited else None
     sizes = [size for size in (1, 2, 4) if size * spec.row_multiple <= (limit or 1 << 60)]
     size = draw(st.sampled_from(sizes))
     return lengths, spec, [7 * (row // size) % 101 for row in range(len(lengths))]
@@ -518,7 +520,7 @@ def test_plans_of_rows_whose_tokens_all_have_a_loss_did_not_change(name: str):
     assert digest(plan)[:16] == expected
     if name in ("lockstep", "makespan", "packer"):
         # Elsewhere there is padding, which has no loss.
-        assert digest(plan_batch(lengths, spec, num_trained=lengths))[:16] == expected
+        assert digest(plan_batch(TokenCounts(lengths, lengths), spec))[:16] == expected
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
@@ -531,7 +533,7 @@ def test_ranks_are_balanced_by_the_work_of_the_tokens_with_loss(layout: str, wit
     spec = PlanSpec(layout=layout, max_tokens=400, num_ranks=4, cost=cost, sync="step")  # type: ignore[arg-type]
     groups = np.arange(64) // 2 if with_groups else None
     work = 10.0 * lengths + 90.0 * num_trained
-    plan = plan_batch(lengths, spec, groups, num_trained)
+    plan = plan_batch(TokenCounts(lengths, num_trained), spec, groups)
     by_rank = [work[plan.rows_of_rank(rank)].sum() for rank in range(4)]
     assert max(by_rank) / np.mean(by_rank) == pytest.approx(1.0)
     assert plan.metrics()["packing/rank_imbalance_flops"] == pytest.approx(1.0)
@@ -547,7 +549,7 @@ def test_ranks_are_balanced_by_the_work_of_the_tokens_with_loss(layout: str, wit
 def test_truncation_removes_trained_tokens_first():
     spec = PlanSpec(max_tokens=10, oversize="truncate")
     with pytest.warns(OversizeWarning):
-        plan = plan_batch([14, 15, 6], spec, num_trained=[8, 3, 2])
+        plan = plan_batch(TokenCounts(np.array([14, 15, 6]), np.array([8, 3, 2])), spec)
     counts = np.zeros(3, dtype=np.int64)
     assert plan.num_trained is not None
     counts[plan.rows] = plan.num_trained
@@ -556,8 +558,9 @@ def test_truncation_removes_trained_tokens_first():
 
 @pytest.mark.parametrize("num_trained", [[1], [1, 2, 3, 9], [1.0, 2.0, 3.0], [-1, 0, 0], [0, 9, 0]])
 def test_wrong_numbers_of_trained_tokens_are_refused(num_trained: list):
+    lengths = np.array([5, 6, 7])
     with pytest.raises(ValueError, match="num_trained"):
-        plan_batch([5, 6, 7], PlanSpec(max_tokens=8), num_trained=num_trained)
+        plan_batch(TokenCounts(lengths, np.array(num_trained)), PlanSpec(max_tokens=8))
 
 
 @pytest.mark.parametrize(("stages", "virtual"), [(2, 1), (4, 1), (8, 1), (8, 2)])

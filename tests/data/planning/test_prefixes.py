@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from nemo_like.data.planning.plan import BatchPlan, Microbatch, PlanSpec, plan_b
 from nemo_like.data.planning.prefixes import SharedPrefixes
 from nemo_like.data.planning.shared_step import shared_work_bound
 from nemo_like.data.planning.spec import Balance, CostModel
+from nemo_like.data.planning.token_counts import TokenCounts
 
 
 def forest_rows(seed: int, num_rows: int) -> list[list[int]]:
@@ -44,10 +46,12 @@ class Case:
     prefixes: SharedPrefixes
 
     def plan(self) -> BatchPlan:
-        lengths = [len(row) for row in self.rows]
+        lengths = np.array([len(row) for row in self.rows], dtype=np.int64)
+        trained = None if self.num_trained is None else np.array(self.num_trained, dtype=np.int64)
+        counts = TokenCounts(lengths, trained, self.prefixes)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", OversizeWarning)
-            return plan_batch(lengths, self.spec, self.together, self.num_trained, self.prefixes)
+            return plan_batch(counts, self.spec, self.together)
 
 
 @st.composite
@@ -84,6 +88,10 @@ def cases(draw: st.DrawFn) -> Case:
     num_trained = [len(row) // 2 for row in rows] if draw(st.booleans()) else None
     ids = Jagged.from_rows(rows, np.int32)
     return Case(rows, spec, together, num_trained, SharedPrefixes.of_tokens(group_ids, ids))
+
+
+def counted(lengths: Sequence[int] | np.ndarray, prefixes: SharedPrefixes) -> TokenCounts:
+    return TokenCounts(np.asarray(lengths), prefixes=prefixes)
 
 
 def microbatches(plan: BatchPlan) -> list[Microbatch]:
@@ -202,7 +210,7 @@ def test_worked_example() -> None:
     rows = [[1, 2, 3, 4], [7, 7], [1, 2, 3, 5, 6], [1, 2, 8]]
     prefixes = SharedPrefixes.of_tokens([0, 0, 0, 0], Jagged.from_rows(rows, np.int64))
     assert prefixes.order.tolist() == [0, 2, 3, 1] and prefixes.shared.tolist() == [0, 3, 2, 0]
-    plan = plan_batch([4, 2, 5, 3], PlanSpec(max_tokens=9), prefixes=prefixes)
+    plan = plan_batch(counted([4, 2, 5, 3], prefixes), PlanSpec(max_tokens=9))
     [[microbatch]] = plan.ranks
     assert microbatch == Microbatch((0, 2, 3, 1), (4, 5, 3, 2), (4, 2, 1, 2), 9, (0, 3, 2, 0))
     assert "35.7% of the row tokens shared" in str(plan)
@@ -219,22 +227,39 @@ def test_rows_of_one_group_share_the_smaller_prefix() -> None:
     assert prefixes.order.tolist() == [2, 0, 3, 1, 4]
     assert prefixes.shared.tolist() == [0, 4, 4, 0, 2]
     with pytest.raises(ValueError, match=r"row 4 shares 2 leading tokens .* 0 to 1"):
-        plan_batch([9, 9, 9, 9, 1], PlanSpec(max_tokens=40), prefixes=prefixes)
+        plan_batch(counted([9, 9, 9, 9, 1], prefixes), PlanSpec(max_tokens=40))
 
 
 def test_prefixes_of_other_rows_and_padded_rows_are_refused() -> None:
     prefixes = SharedPrefixes.of_groups([0, 0], [2, 2])
     with pytest.raises(ValueError, match="each of the 3 rows once"):
-        plan_batch([3, 3, 3], PlanSpec(max_tokens=8), prefixes=prefixes)
+        plan_batch(counted([3, 3, 3], prefixes), PlanSpec(max_tokens=8))
     with pytest.raises(ValueError, match=r"packed layout only.*sequence_packing.enabled=true"):
-        plan_batch([3, 3], PlanSpec(layout="padded", max_tokens=8), prefixes=prefixes)
+        plan_batch(counted([3, 3], prefixes), PlanSpec(layout="padded", max_tokens=8))
+
+
+@pytest.mark.parametrize(("prefix", "is_used"), [(1, False), (20, True)])
+def test_prefixes_are_used_where_they_save_enough(prefix: int, is_used: bool) -> None:
+    """Four rows of 50 tokens with work 100 per token: the union has 200 - 3 * prefix tokens."""
+    spec = PlanSpec(max_tokens=200, cost=CostModel(linear=100.0, quadratic=0.0))
+    counts = counted([50] * 4, SharedPrefixes.of_groups([0] * 4, [prefix] * 4))
+    alone = plan_batch(counts.lengths, spec)
+    plan = plan_batch(counts, spec, shared_prefix="auto")
+    assert (plan != alone) == is_used == (3 * prefix / 200 >= 0.03)
+    assert plan.num_tokens.sum() == (200 - 3 * prefix if is_used else 200)
+    assert plan_batch(counts, spec).shared_work_share == pytest.approx(3 * prefix / 200)
+    assert plan_batch(counts, spec, shared_prefix=False) == alone
+    padded = replace(spec, layout="padded")
+    without = plan_batch(counts.lengths, padded)
+    assert plan_batch(counts, padded, shared_prefix="auto") == without
+    assert without.shared_work_share == 0.0
 
 
 def test_rows_that_share_nothing_get_the_plan_of_complete_rows() -> None:
     lengths = np.random.default_rng(0).integers(1, 500, 100)
     spec = PlanSpec(max_tokens=1024, num_ranks=4)
     prefixes = SharedPrefixes.of_groups(np.arange(100), lengths)
-    alone, plan = plan_batch(lengths, spec), plan_batch(lengths, spec, prefixes=prefixes)
+    alone, plan = (plan_batch(lengths, spec), plan_batch(counted(lengths, prefixes), spec))
     assert plan.num_microbatches == alone.num_microbatches
     assert plan.metrics()["packing/shared_token_share"] == 0.0
     assert not any(microbatch.shared for microbatch in microbatches(plan))
@@ -252,14 +277,14 @@ def test_no_plan_is_below_the_bound_of_shared_work(
     longest = int(lengths.max())
     sync = "step" if is_step else "microbatch"
     spec = PlanSpec(max_tokens=longest + 20, num_ranks=num_ranks, sync=sync)
-    bound = shared_work_bound(lengths, None, prefixes, spec)
-    plan = plan_batch(lengths, spec, prefixes=prefixes)
+    bound = shared_work_bound(counted(lengths, prefixes), spec)
+    plan = plan_batch(counted(lengths, prefixes), spec)
     before = np.concatenate([[0.0], np.cumsum(plan.work)])
     makespan = np.diff(before[plan.offsets]).reshape(num_ranks, -1).sum(1).max()
     assert bound <= makespan * (1 + 1e-9)
     # A rank alone computes every common token once if all fits into one microbatch.
     if num_ranks == 1:
-        in_one = plan_batch(lengths, replace(spec, max_tokens=10_000), prefixes=prefixes)
+        in_one = plan_batch(counted(lengths, prefixes), replace(spec, max_tokens=10_000))
         assert bound == pytest.approx(in_one.work.sum())
 
 
@@ -267,6 +292,7 @@ def test_a_prompt_is_computed_again_where_a_group_is_divided() -> None:
     """Two ranks, one prompt of 50 tokens and four completions of 25: 100 tokens on each rank."""
     prefixes = SharedPrefixes.of_groups([0] * 4, [50] * 4)
     spec = PlanSpec(max_tokens=200, num_ranks=2, balance="tokens")
-    plan = plan_batch([75] * 4, spec, prefixes=prefixes)
+    counts = counted(np.full(4, 75), prefixes)
+    plan = plan_batch(counts, spec)
     assert plan.num_tokens.tolist() == [[100], [100]]
-    assert shared_work_bound(np.full(4, 75), None, prefixes, spec) == pytest.approx(100.0)
+    assert shared_work_bound(counts, spec) == pytest.approx(100.0)

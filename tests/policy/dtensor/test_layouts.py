@@ -35,13 +35,14 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataD
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import Loss, NllLoss
 from nemo_like.metrics import metric_values
-from nemo_like.policy.batching import plan_columns, plan_spec
+from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.dtensor.parallel import Groups
 from nemo_like.policy.dtensor.parameters import local_shard
 from nemo_like.policy.shard_rows import LogprobHandle
 from nemo_like.policy.worker import PolicyWorker
 from tests.exhaustive import usually
+from tests.policy.planned import planned
 from tests.policy.test_gradient_equality import POLICY_GRADIENT
 from tests.policy.tiny import (
     ARCHITECTURES,
@@ -170,7 +171,7 @@ class Rank:
 
     def shard(self, config: PolicyConfig, batch: BatchedDataDict) -> SlicedDataDict:
         spec = plan_spec(config, purpose="train", parallel_layout=self.parallel_layout, model=None)
-        plan = plan_columns(batch, spec, config.shared_prefix)
+        plan = planned(batch, spec, config.shared_prefix)
         logprob_plan = None
         if config.shared_prefix is True:
             logprob_plan = plan.with_budget(config.sequence_packing.logprob_mb_tokens)

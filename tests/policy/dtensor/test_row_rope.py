@@ -39,12 +39,13 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
-from nemo_like.policy.batching import plan_columns, plan_spec, shared_prefix_mode
+from nemo_like.policy.batching import plan_spec, shared_prefix_mode
 from nemo_like.policy.dtensor.row_rope import RowRope
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.inputs.model_inputs import build_inputs
 from nemo_like.policy.isolation import IsolationError
+from tests.policy.planned import planned
 from tests.policy.tiny import compute_and_fetch, context, run_ranks
 
 ORIGINAL = 32
@@ -147,7 +148,7 @@ def policy(directory: Path, layout: str, budget: int, **options: Any) -> PolicyC
 
 def shard_of(config: PolicyConfig, batch: BatchedDataDict, cp: int = 1) -> Any:
     spec = plan_spec(config, purpose="evaluate", parallel_layout=ParallelLayout(cp=cp), model=None)
-    return batch.shard(plan_columns(batch, spec, False))[0]
+    return batch.shard(planned(batch, spec, False))[0]
 
 
 def check_rows(found: Any, model: PreTrainedModel) -> None:

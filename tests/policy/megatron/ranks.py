@@ -30,12 +30,13 @@ from nemo_like.losses import Loss, NllLoss
 from nemo_like.metrics import metric_values
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
-from nemo_like.policy.batching import plan_columns, plan_spec
+from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.megatron.engine import MegatronEngine
 from nemo_like.policy.megatron.groups import Groups
 from nemo_like.policy.worker import PolicyWorker
+from tests.policy.planned import planned
 from tests.policy.test_gradient_equality import LENGTHS, POLICY_GRADIENT
 from tests.policy.tiny import grouped_batch, random_batch
 
@@ -146,7 +147,7 @@ class Rank:
             parallel_layout=self.parallel_layout,
             model=load_spec(config.model_name),
         )
-        plan = plan_columns(batch, spec, config.shared_prefix)
+        plan = planned(batch, spec, config.shared_prefix)
         logprob_plan = None
         if config.shared_prefix is True:
             # Passes of log-probs have a limit of their own.

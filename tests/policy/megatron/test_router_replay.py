@@ -28,7 +28,7 @@ from nemo_like.generation.requests import GenerationStart, SamplingParams
 from nemo_like.losses import NllLoss
 from nemo_like.losses.policy_gradient import ClippedPolicyGradientLoss
 from nemo_like.models.spec import load_spec
-from nemo_like.policy.batching import plan_columns, plan_spec
+from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.worker import PolicyWorker
@@ -44,6 +44,7 @@ from tests.policy.megatron.ranks import (
     of_model,
     take_steps,
 )
+from tests.policy.planned import planned
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS, TOLERANCE
 from tests.policy.tiny import (
     VOCABULARY,
@@ -250,7 +251,7 @@ def replay_dtensor(
     spec = plan_spec(
         config, purpose="train", parallel_layout=layout, model=load_spec(config.model_name)
     )
-    plan = plan_columns(batch, spec, config.shared_prefix)
+    plan = planned(batch, spec, config.shared_prefix)
     shard = batch.shard(plan)[layout.dp_rank(context.rank)]
     try:
         found = compute(worker, shard, dict)

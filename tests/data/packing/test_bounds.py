@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.data.planning.bounds import l2_bound, lockstep_bound, rank_bound
+from nemo_like.data.packing.bounds import l2_bound, lockstep_bound, rank_bound
 from nemo_like.data.planning.spec import CostModel
 
 

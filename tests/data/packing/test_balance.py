@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_like.data.packing.algorithms import get_packer
+from nemo_like.data.packing.balance import assign_bins, schedule
+from nemo_like.data.packing.bounds import l2_bound, lockstep_bound
 from nemo_like.data.packing.packers import Packing
-from nemo_like.data.planning.balance import assign_bins, schedule
-from nemo_like.data.planning.bounds import l2_bound, lockstep_bound
 from nemo_like.data.planning.spec import CostModel
 
 SYNCS = pytest.mark.parametrize("sync", ["microbatch", "step"])

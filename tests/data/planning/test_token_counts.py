@@ -1,16 +1,17 @@
-"""Counts of rows: subsets and concatenations keep what rows have in common."""
+"""Counts of rows: those of a batch, and what rows of subsets and joined parts have in common."""
 
 from __future__ import annotations
 
 import json
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.prefixes import SharedPrefixes
-from nemo_like.data.token_counts import TokenCounts
+from nemo_like.data.planning.token_counts import TokenCounts
 
 ROWS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=10)
 
@@ -65,3 +66,23 @@ def test_a_record_has_everything(rows: list[list[int]]):
     again = TokenCounts.from_dict(json.loads(json.dumps({"step": 3, **counts.to_dict()})))
     assert again.to_dict() == counts.to_dict() and again.prefixes == counts.prefixes
     assert TokenCounts.from_dict({"lengths": [4]}).prefixes is None
+
+
+@pytest.mark.parametrize("column", ["group", "pair"])
+def test_counts_of_a_batch(column: str):
+    rows = [[1, 2, 3], [4, 5], [1, 2, 6, 7]]
+    masks = Jagged.from_rows([[1, 0, 1], [1, 1], [0, 0, 1, 1]], np.uint8)
+    batch = {
+        "length": np.array([3, 2, 4]),
+        "input_ids": Jagged.from_rows(rows, np.int32),
+        "token_mask": masks,
+        "row_mask": np.array([True, True, False]),
+        column: np.array([7, 3, 7]),
+    }
+    counts = TokenCounts.of_batch(batch)
+    # The first token of a row has no loss, and the last row has none at all.
+    assert counts.num_trained is not None and counts.num_trained.tolist() == [1, 1, 0]
+    np.testing.assert_array_equal(common(counts), [[3, 0, 2], [0, 2, 0], [2, 0, 4]])
+    assert TokenCounts.of_batch(batch, with_prefixes=False).prefixes is None
+    del batch[column]
+    assert TokenCounts.of_batch(batch).prefixes is None

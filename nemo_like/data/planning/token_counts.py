@@ -1,30 +1,61 @@
-"""What a plan needs to know of rows: their tokens, those with loss, and those in common."""
+"""What the planner needs to know of rows: `TokenCounts`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from nemo_like.data.jagged import EncodedRow, Jagged
-from nemo_like.data.packing.packers import Packing
-from nemo_like.data.planning.plan import BatchPlan, plan_batch
+from nemo_like.data.packing.packers import Packing, checked_lengths
 from nemo_like.data.planning.prefixes import SharedPrefixes
-from nemo_like.data.planning.spec import PlanSpec
 
 
 @dataclass(frozen=True, eq=False)
 class TokenCounts:
-    """Tokens of B rows."""
+    """Tokens of B rows: all, those with loss, and those that rows have in common.
+
+    Example: `TokenCounts(np.array([8, 5]), num_trained=np.array([3, 2]))`. `plan_batch` also takes
+    plain lengths.
+    """
 
     lengths: np.ndarray
-    """int64 [B]"""
+    """int64 [B], each at least 1."""
     num_trained: np.ndarray | None = None
-    """int64 [B]: tokens with loss; None if they are not known."""
+    """int64 [B]: tokens with loss, for which alone the output projection is computed; None: not
+    known, and the plan assumes all.
+    """
     prefixes: SharedPrefixes | None = None
     """Common leading tokens; None if they are not known, or there are none."""
+
+    @classmethod
+    def of_batch(cls, columns: Mapping[str, Any], *, with_prefixes: bool = True) -> TokenCounts:
+        """Count the tokens of a batch by its columns.
+
+        Read are `length` int [B], `token_mask` (for the tokens with loss), and for the prefixes
+        `input_ids` of rows with equal id in `group` int [B], or without it in `pair` int [B].
+        """
+        # Imported here: columns may be tensors, and a plan of lengths does not need torch.
+        from nemo_like.data.columns import num_trained_tokens
+
+        groups = columns.get("group", columns.get("pair"))
+        prefixes = None
+        if with_prefixes and groups is not None:
+            prefixes = SharedPrefixes.of_tokens(groups, columns["input_ids"])
+        return cls(columns["length"], num_trained_tokens(columns), prefixes)
+
+    def checked(self) -> TokenCounts:
+        """Return the counts as int64 arrays.
+
+        Raises ValueError for a length below 1, unless `num_trained` has one integer from 0 to the
+        length for each row, and for prefixes of other rows.
+        """
+        lengths = checked_lengths(self.lengths)
+        if self.prefixes is not None:
+            self.prefixes.check(lengths)
+        return TokenCounts(lengths, _checked_trained(self.num_trained, lengths), self.prefixes)
 
     def take(self, rows: np.ndarray) -> TokenCounts:
         """Return the counts of some rows, int64 [n] without repetition, in their order."""
@@ -90,30 +121,6 @@ class TokenCounts:
         )
 
 
-SharedPrefixMode = Literal["auto", True, False]
-MIN_SHARED_WORK = 0.03
-"""Share of work that shared prefixes must save for `policy.shared_prefix=auto` to use them."""
-
-
-def plan_counts(
-    counts: TokenCounts,
-    spec: PlanSpec,
-    shared_prefix: SharedPrefixMode,
-    groups: np.ndarray | None = None,
-) -> BatchPlan:
-    """Plan rows, with their common leading tokens if `policy.shared_prefix` and layout allow it.
-
-    Rows with equal id in `groups` int [B] share a microbatch. Raises ValueError; see `plan_batch`.
-    """
-    lengths, num_trained = counts.lengths, counts.num_trained
-    if counts.prefixes is not None and shared_prefix is not False and spec.layout == "packed":
-        plan = plan_batch(lengths, spec, groups, num_trained, counts.prefixes)
-        saved = plan.metrics()["packing/shared_work_share"]
-        if shared_prefix is True or saved >= MIN_SHARED_WORK:
-            return plan
-    return plan_batch(lengths, spec, groups, num_trained)
-
-
 def count_tokens(
     rows: Sequence[EncodedRow], groups: Sequence[int] | np.ndarray | None = None
 ) -> TokenCounts:
@@ -129,3 +136,24 @@ def count_tokens(
     return TokenCounts(
         np.array(lengths, dtype=np.int64), np.array(num_trained, dtype=np.int64), prefixes
     )
+
+
+def _checked_trained(
+    num_trained: Sequence[int] | np.ndarray | None, lengths: np.ndarray
+) -> np.ndarray | None:
+    """Return `num_trained` as int64 [B]; see `TokenCounts.checked`. `lengths` is int64 [B]."""
+    if num_trained is None:
+        return None
+    counts = np.asarray(num_trained)
+    if counts.shape != lengths.shape or (counts.size and counts.dtype.kind not in "iu"):
+        raise ValueError(
+            f"num_trained has one integer per row; got {counts.dtype} of shape {counts.shape} for"
+            f" {len(lengths)} rows"
+        )
+    wrong = np.flatnonzero((counts < 0) | (counts > lengths))
+    if len(wrong):
+        row = wrong[0]
+        raise ValueError(
+            f"num_trained of row {row} is {counts[row]}; it is from 0 to its {lengths[row]} tokens"
+        )
+    return counts.astype(np.int64)

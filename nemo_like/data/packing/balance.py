@@ -20,10 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from nemo_like.data.packing import packers
+from nemo_like.data.packing import balance_kernels, packers
+from nemo_like.data.packing.bounds import l2_bound, microbatch_limits, rank_bound
 from nemo_like.data.packing.packers import Packing, prefix_sums
-from nemo_like.data.planning import balance_kernels
-from nemo_like.data.planning.bounds import l2_bound, microbatch_limits, rank_bound
 from nemo_like.integer_math import ceil_div, round_up
 from nemo_like.parallel_layout import Sync
 
@@ -39,6 +38,9 @@ _MAX_EQUAL_ROWS = _MAX_INTERPRETED_STEPS // _STEPS_PER_ROW
 """Number of rows up to which the interpreted search has the same step limit as the compiled one and
 so returns the same schedule. It takes at most about 0.03 s, and the compilation 20 s.
 """
+_MIN_RELATIVE_IMPROVEMENT = 1e-6
+"""Local search is repeated as long as a pass improves the objective by more than this share."""
+
 
 Assignment = tuple[np.ndarray, np.ndarray]
 """(bin of each item, int64 [n]; rank of each bin, int64 [K])"""
@@ -86,7 +88,7 @@ def schedule(
     if len(lengths) == 0:
         return Packing(np.empty(0, np.int64), np.zeros(1, np.int64))
     order = np.argsort(-work, kind="stable")
-    items = Items(lengths[order], work[order])
+    items = SearchItems(lengths[order], work[order])
     kernels = _kernels(len(items), compiled=compiled)
     num_needed = ceil_div(l2_bound(items.tokens, max_tokens), num_ranks)
     num_microbatches = round_up(max(min_microbatches, num_needed), microbatch_multiple)
@@ -137,7 +139,7 @@ def assign_bins(
     order = np.argsort(-work, kind="stable")
     # Local search expects items by decreasing work; `order` maps them back to bin ids.
     # Each bin becomes an item of one token in a bin of capacity one, so local search can only swap.
-    items = Items(np.ones(len(work), dtype=np.int64), work[order])
+    items = SearchItems(np.ones(len(work), dtype=np.int64), work[order])
     search = AssignmentSearch(
         items,
         capacity=1,
@@ -243,12 +245,8 @@ def _kernels(num_rows: int, *, compiled: bool | None = None) -> Any | None:
     return balance_kernels.compiled() if compiled else None
 
 
-_MIN_RELATIVE_IMPROVEMENT = 1e-6
-"""Local search is repeated as long as a pass improves the objective by more than this share."""
-
-
 @dataclass(frozen=True, eq=False)
-class Items:
+class SearchItems:
     """Units of assignment, each a row or a group of rows, sorted by decreasing work."""
 
     tokens: np.ndarray
@@ -268,7 +266,7 @@ class AssignmentSearch:
     rows, K bins, R ranks, M microbatches.
     """
 
-    items: Items
+    items: SearchItems
     capacity: int
     """Maximum tokens of a bin."""
     num_ranks: int
@@ -384,7 +382,7 @@ class AssignmentSearch:
         """
         bin_work = self.bin_work(bin_of)
         order = np.argsort(-bin_work, kind="stable")
-        bins_as_items = Items(np.ones(len(order), dtype=np.int64), bin_work[order])
+        bins_as_items = SearchItems(np.ones(len(order), dtype=np.int64), bin_work[order])
         search = AssignmentSearch(bins_as_items, 1, self.num_ranks, len(order), self.kernels)
         position_of, steps = search.balance_ranks(np.arange(len(order)), rank_of[order], max_steps)
         sorted_rank_of = rank_of[order]

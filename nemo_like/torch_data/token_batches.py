@@ -48,7 +48,7 @@ class TokenBatches:
     lengths: np.ndarray
     """int64 [N], the length of each row after truncation, before rounding."""
     dropped: np.ndarray
-    """int64 [D], the indices of the oversized rows that `oversized="drop"` left out, ascending."""
+    """int64 [D], the indices of the oversize rows that `oversize="drop"` left out, ascending."""
     below_min_rows: np.ndarray
     """int64 [B], the microbatches with fewer than `min_rows` rows (dummy rows count), ascending."""
 
@@ -138,7 +138,7 @@ def batch_by_tokens(
     max_rows: int | None = None,
     microbatches_per_step: int = 1,
     same_shape: bool = False,
-    oversized: Oversize = "error",
+    oversize: Oversize = "error",
     length_multiple: int = 1,
     seed: int | tuple[int, ...] = 0,
 ) -> TokenBatches:
@@ -162,13 +162,13 @@ def batch_by_tokens(
             microbatches; in the last one, rows that are missing are dummy rows, and a microbatch
             may consist of dummy rows only. With `counts="summed"` the limit applies to the sum of
             each microbatch before it is padded.
-        oversized: a row above the limit is an error, dropped, truncated to the limit, or alone in
+        oversize: a row above the limit is an error, dropped, truncated to the limit, or alone in
             a microbatch; with `same_shape` its step then has one row per microbatch.
         length_multiple: row lengths are rounded up to multiples of it before they are counted.
         seed: for `order="random"`; a tuple such as (seed, epoch) gives a new order per epoch.
 
     Raises:
-        ValueError: for an invalid argument, or for an oversized row with `oversized="error"`.
+        ValueError: for an invalid argument, or for an oversize row with `oversize="error"`.
 
     Example: ten rows of 3 tokens, then five of 7, under 30 tokens: 10, 4 and 1 rows.
     """
@@ -185,7 +185,7 @@ def batch_by_tokens(
             f"length_multiple is {length_multiple}: give at most max_tokens, {max_tokens}"
         )
     positions = _ordered(values, order, seed)
-    kept, values = _without_oversized(values, positions, max_tokens, length_multiple, oversized)
+    kept, values = _without_oversize(values, positions, max_tokens, length_multiple, oversize)
     sizes = round_up(values[kept], length_multiple)
     # With `same_shape`, row j of block i is row i of microbatch j of the step that has the block.
     width = microbatches_per_step if same_shape else 1
@@ -234,33 +234,33 @@ def _ordered(
     raise ValueError(f"order is {order!r}: give given, random, length or an array of row indices")
 
 
-def _without_oversized(
+def _without_oversize(
     lengths: np.ndarray,
     positions: np.ndarray,
     max_tokens: int,
     length_multiple: int,
-    oversized: Oversize,
+    oversize: Oversize,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Apply the policy for rows above the limit.
 
     Takes `lengths` int64 [N] and `positions` int64 [N]. Returns the remaining positions int64 [N']
     in their order and the lengths int64 [N] after truncation.
     """
-    if oversized not in get_args(Oversize):
-        raise ValueError(f"oversized is {oversized!r}: give error, drop, truncate or singleton")
+    if oversize not in get_args(Oversize):
+        raise ValueError(f"oversize is {oversize!r}: give error, drop, truncate or singleton")
     max_length = max_tokens // length_multiple * length_multiple
-    is_oversized = lengths > max_length
-    if not is_oversized.any() or oversized == "singleton":
+    is_oversize = lengths > max_length
+    if not is_oversize.any() or oversize == "singleton":
         return positions, lengths
-    if oversized == "error":
+    if oversize == "error":
         row = int(np.argmax(lengths))
         raise ValueError(
-            f"{int(is_oversized.sum())} rows have more than {max_length} tokens, row {row} has "
-            f"{lengths[row]}: raise max_tokens, or set oversized to drop, truncate or singleton"
+            f"{int(is_oversize.sum())} rows have more than {max_length} tokens, row {row} has "
+            f"{lengths[row]}: raise max_tokens, or set oversize to drop, truncate or singleton"
         )
-    if oversized == "truncate":
+    if oversize == "truncate":
         return positions, np.minimum(lengths, max_length)
-    return positions[~is_oversized[positions]], lengths
+    return positions[~is_oversize[positions]], lengths
 
 
 def _blocks(sizes: np.ndarray, width: int) -> np.ndarray:

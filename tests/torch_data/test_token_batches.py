@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.data.planning.token_batches import TokenBatches, batch_by_tokens
+from nemo_like.torch_data.token_batches import TokenBatches, batch_by_tokens
 
 
 def form(lengths: list[int], max_tokens: int, **options: Any) -> TokenBatches:
@@ -28,7 +28,7 @@ def settings_of_a_case(draw: st.DrawFn) -> tuple[list[int], int, dict[str, Any]]
         "max_rows": draw(st.none() | st.integers(min_rows, 6)),
         "microbatches_per_step": draw(st.integers(1, 5)),
         "same_shape": draw(st.booleans()),
-        "oversized": draw(st.sampled_from(["drop", "truncate", "singleton"])),
+        "oversize": draw(st.sampled_from(["drop", "truncate", "singleton"])),
         "length_multiple": draw(st.integers(1, 8)),
         "seed": draw(st.integers(0, 100)),
     }
@@ -76,18 +76,18 @@ def test_min_rows_that_the_limit_forbids_loses_nothing(caplog: pytest.LogCapture
     assert "1 of 2 microbatches have fewer than min_rows=2 rows within 30 tokens" in caplog.text
 
 
-def test_oversized_rows(caplog: pytest.LogCaptureFixture) -> None:
+def test_oversize_rows(caplog: pytest.LogCaptureFixture) -> None:
     lengths = [3, 25, 4, 4]
     with pytest.raises(ValueError, match="1 rows have more than 20 tokens, row 1 has 25: raise"):
         form(lengths, 20)
     with caplog.at_level(logging.WARNING):
-        dropped = form(lengths, 20, oversized="drop")
+        dropped = form(lengths, 20, oversize="drop")
     assert (dropped.steps(), dropped.dropped.tolist()) == ([[[0, 2, 3]]], [1])
     assert "dropped 1 rows above 20 tokens" in caplog.text
-    truncated = form(lengths, 20, oversized="truncate")
+    truncated = form(lengths, 20, oversize="truncate")
     assert truncated.steps() == [[[0]], [[1]], [[2, 3]]]
     assert truncated.lengths.tolist() == [3, 20, 4, 4]
-    singleton = form(lengths, 20, oversized="singleton")
+    singleton = form(lengths, 20, oversize="singleton")
     assert singleton.steps() == [[[0]], [[1]], [[2, 3]]]
     assert singleton.padded_lengths.tolist() == [3, 25, 4]
 
@@ -122,7 +122,7 @@ def test_no_rows() -> None:
         ({"counts": "tokens"}, "counts is 'tokens': give padded or summed"),
         ({"order": "seqlen"}, "order is 'seqlen': give given, random, length"),
         ({"order": np.array([0, 0])}, "order is not a permutation of the 2 rows"),
-        ({"oversized": "skip"}, "oversized is 'skip': give error, drop"),
+        ({"oversize": "skip"}, "oversize is 'skip': give error, drop"),
     ],
 )
 def test_invalid_settings(options: dict[str, Any], message: str) -> None:
@@ -139,9 +139,9 @@ def test_every_row_once_and_within_the_limit(case: tuple[list[int], int, dict[st
     used = [row for step in batches.steps() for microbatch in step for row in microbatch]
     assert Counter(used + batches.dropped.tolist()) == Counter(range(len(lengths)))
     limit = max_tokens // multiple * multiple
-    is_oversized = [length > limit for length in lengths]
-    if options["oversized"] == "drop":
-        assert batches.dropped.tolist() == np.flatnonzero(is_oversized).tolist()
+    is_oversize = [length > limit for length in lengths]
+    if options["oversize"] == "drop":
+        assert batches.dropped.tolist() == np.flatnonzero(is_oversize).tolist()
     else:
         assert len(batches.dropped) == 0
     for microbatch in range(batches.num_microbatches):
