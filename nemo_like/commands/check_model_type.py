@@ -242,7 +242,7 @@ class TypeCheck:
         """Compare the logits of a loaded export with those of the model to the bit."""
         config = self._config(Layout())
         (context,) = contexts(1, self._directory / "export.rendezvous")
-        worker = policy_worker_class(config)(context, config=config.policy)  # type: ignore[call-arg]
+        worker = policy_worker_class(config.policy.engine)(context, config=config.policy)  # type: ignore[call-arg]
         worker.export_hf(self._directory / "hf")
         ids = torch.arange(16)[None]
         with torch.no_grad():

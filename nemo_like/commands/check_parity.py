@@ -211,14 +211,17 @@ def check_parity(config: RunConfig) -> ParityReport:
     least one layer per pipeline stage. Raises ConfigError for an unsupported model or layout.
     """
     transformers_logging.disable_progress_bar()
-    model_config = open_model_config(config).get_text_config()
+    model_config = open_model_config(
+        config.policy, config.parallel, config.cluster, config.needs
+    ).get_text_config()
     parallel = config.parallel
     with tempfile.TemporaryDirectory(prefix="nemo_like_parity_") as folder:
         model = save_tiny_copy(model_config, parallel, Path(folder) / "model")
         tiny = tiny_run(config, Path(folder) / "model")
         batch = random_batch(model.config.vocab_size)
         expected = Reference(model, batch, tiny)
-        num_workers = policy_layout(tiny).world_size
+        layout = policy_layout(tiny.parallel, tiny.cluster)
+        num_workers = layout.world_size
         # A forked process would inherit the threads of torch in an undefined state.
         spawn = multiprocessing.get_context("spawn")
         findings: list[Comparison] = []
@@ -226,7 +229,6 @@ def check_parity(config: RunConfig) -> ParityReport:
         with ProcessPoolExecutor(num_workers, mp_context=spawn) as pool:
             for mode in MODES:
                 findings += check_mode(tiny, mode, batch, expected, Path(folder), pool)
-    layout = str(policy_layout(tiny))
     title = (
         f"{config.policy.engine} on {layout}: a tiny {model_config.model_type} against"
         f" transformers, {len(_LENGTHS)} rows"
@@ -244,7 +246,7 @@ def tiny_run(config: RunConfig, model: Path) -> RunConfig:
     # than two replicas.
     tensor = parallel.tensor if config.policy.engine == "megatron" else 1
     min_replicas = parallel.expert // gcd(parallel.expert, tensor * parallel.context)
-    num_tiny_replicas = max(min(2, policy_layout(config).dp), min_replicas)
+    num_tiny_replicas = max(min(2, policy_layout(config.parallel, config.cluster).dp), min_replicas)
     policy = replace(
         config.policy,
         model_name=str(model),
@@ -292,7 +294,7 @@ def check_mode(
 ) -> list[Comparison]:
     """Train in one mode on the ranks of the layout and compare with `expected`."""
     config = in_mode(config, mode)
-    parallel_layout = policy_layout(config)
+    parallel_layout = policy_layout(config.parallel, config.cluster)
     checkpoints = folder / mode
     futures = []
     for context in contexts(parallel_layout.world_size, folder / f"{mode}.rendezvous"):
@@ -337,12 +339,12 @@ def train_rank(
     # The differences are to come from the layout, not from the order of atomic additions.
     torch.use_deterministic_algorithms(True)
     try:
-        worker = policy_worker_class(config)(
+        worker = policy_worker_class(config.policy.engine)(
             context,
             config=config.policy,  # type: ignore[call-arg]
             parallel=config.parallel,  # type: ignore[call-arg]
         )
-        dp_rank = policy_layout(config).dp_rank(context.rank)
+        dp_rank = policy_layout(config.parallel, config.cluster).dp_rank(context.rank)
         shard = batch.shard(_plan(config, batch))[dp_rank]
         try:
             worker.probe_isolation()
@@ -372,7 +374,7 @@ def _resume_on_one_rank(
         cluster=ClusterConfig(),
     )
     (context,) = contexts(1, rendezvous)
-    worker = policy_worker_class(alone)(context, config=alone.policy)  # type: ignore[call-arg]
+    worker = policy_worker_class(alone.policy.engine)(context, config=alone.policy)  # type: ignore[call-arg]
     worker.load(checkpoint)
     return _loss(worker, batch.shard(_plan(alone, batch))[0], train=False)
 
@@ -390,7 +392,7 @@ def _plan(config: RunConfig, batch: BatchedDataDict) -> BatchPlan:
     spec = plan_spec(
         config.policy,
         purpose="train",
-        parallel_layout=policy_layout(config),
+        parallel_layout=policy_layout(config.parallel, config.cluster),
         # The split of the rows must not matter, so any work per row will do.
         model=None,
     )
