@@ -215,7 +215,9 @@ def _gsm8k(arguments: argparse.Namespace) -> tuple[list[np.ndarray], np.ndarray]
 
 def _with_sharing(policy: Policy, variant: Literal["false", "true"]) -> Policy:
     """The same worker; only the plans differ."""
-    return Policy(policy.group, replace(policy.config, shared_prefix=variant), policy.model)
+    return Policy(
+        policy.group, replace(policy.config, shared_prefix=variant == "true"), policy.model
+    )
 
 
 def _line(case: str, kind: str, records: dict[str, Any]) -> str:

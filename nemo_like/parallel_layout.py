@@ -23,7 +23,7 @@ Axis = Literal["pp", "dp", "cp", "tp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 """Outermost first: the shape of a device mesh whose ranks are in row-major order."""
 EngineName = Literal["dtensor", "megatron"]
-Reshard = Literal["auto", "always", "never"]
+Reshard = Literal["auto", True, False]
 """When FSDP2 frees the weights that it has all-gathered: after each layer (`always`), after the
 optimizer step (`never`), or as the size of the model suggests.
 """
@@ -273,9 +273,9 @@ class ParallelLayout:
 
         Only FSDP2 (dtensor) shards weights that it needs in full; Megatron-Core never does.
         """
-        if engine != "dtensor" or self.reshard == "always":
+        if engine != "dtensor" or self.reshard is True:
             return False
-        return self.reshard == "never" or 4 * num_params / self.tp <= MAX_UNSHARDED_BYTES
+        return self.reshard is False or 4 * num_params / self.tp <= MAX_UNSHARDED_BYTES
 
     @property
     def num_shards(self) -> int:
@@ -385,8 +385,9 @@ def engine_problems(
             )
         if reshard != "auto":
             problems.append(
-                f"parallel.reshard is {reshard}, but policy.engine megatron does not shard weights"
-                " over the data-parallel ranks: set it to auto, or policy.engine to dtensor"
+                f"parallel.reshard is {str(reshard).lower()}, but policy.engine megatron does not"
+                " shard weights over the data-parallel ranks: set it to auto, or policy.engine to"
+                " dtensor"
             )
     else:
         for name, size in (("pipeline", pp), ("virtual_pipeline", vpp)):

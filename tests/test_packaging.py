@@ -40,8 +40,6 @@ EXTRA_OF_IMPORT = {
     "lightning": "trainers",
     "wandb": "wandb",
     "mlflow": "mlflow",
-    "trackio": "trackio",
-    "swanlab": "swanlab",
     "peft": "dev",
 }
 """Imports that an extra provides; their code runs only where it is installed."""
@@ -97,8 +95,6 @@ def test_the_promised_extras_exist() -> None:
         "flash-attn",
         "wandb",
         "mlflow",
-        "trackio",
-        "swanlab",
         "gguf",
         "speed",
         "optim",

@@ -172,9 +172,9 @@ def test_copies_of_the_weights_are_consecutive_data_parallel_ranks() -> None:
 def test_weights_stay_unsharded_as_chosen(num_params: int, tp: int) -> None:
     auto = ParallelLayout(tp=tp)
     assert auto.keeps_unsharded("dtensor", num_params) == (4 * num_params / tp <= 8 << 30)
-    assert not replace(auto, reshard="always").keeps_unsharded("dtensor", num_params)
-    assert replace(auto, reshard="never").keeps_unsharded("dtensor", num_params)
-    assert not replace(auto, reshard="never").keeps_unsharded("megatron", num_params)
+    assert not replace(auto, reshard=True).keeps_unsharded("dtensor", num_params)
+    assert replace(auto, reshard=False).keeps_unsharded("dtensor", num_params)
+    assert not replace(auto, reshard=False).keeps_unsharded("megatron", num_params)
 
 
 @given(

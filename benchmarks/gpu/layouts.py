@@ -128,12 +128,12 @@ def time_shared_prefix(
     policy = holder.get(config)
     batch = case.rows(policy.model.vocab_size)
     values: dict[str, Any] = {"num_tokens": int(batch["length"].sum()), "num_rows": num_rows}
-    for is_shared in ("false", "true"):
+    for is_shared in (False, True):
         variant = Policy(
             policy.group, dataclasses.replace(config, shared_prefix=is_shared), policy.model
         )
         for name, value in _time_variant(variant, batch, longest, device).items():
-            values[f"{is_shared} {name}"] = value
+            values[f"{str(is_shared).lower()} {name}"] = value
     for kind in ("logprob_s", "train_s"):
         values[f"{kind} ratio"] = values[f"false {kind}"] / values[f"true {kind}"]
     return values

@@ -42,7 +42,7 @@ from benchmarks.gpu.training_steps import (
 from benchmarks.gpu.transformers_loops import LoopCase, time_loop
 
 _EAGER: Options = {COMPILE: "none"}
-_UNSHARDED: Options = {"parallel.reshard": "never"}
+_UNSHARDED: Options = {"parallel.reshard": False}
 _HEAD_SIZES = ("d=64", "d=128", "d=16")
 _GSM8K_LENGTHS = {"mean": 190, "longest": 1024}
 _PREFIXES = ((512, 64, 16), (8192, 1024, 8))

@@ -132,10 +132,8 @@ def add_check(parser: argparse.ArgumentParser) -> None:
     add_kind(parser)
     text = "a model type of transformers, e.g. llama: all layouts are checked; may be repeated"
     parser.add_argument("--model", action="append", metavar="TYPE", help=text)
-    text = "a column of the table with --model, e.g. vLLM; may be repeated; default: all"
+    text = "a layout or a feature to check with --model, e.g. LoRA; may be repeated; default: all"
     parser.add_argument("--column", action="append", default=[], metavar="NAME", help=text)
-    text = "a JSON file to add the results to; a page (.md) is written beside it"
-    parser.add_argument("--table", type=Path, metavar="FILE", help=text)
 
 
 def add_reference(parser: argparse.ArgumentParser) -> None:

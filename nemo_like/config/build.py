@@ -104,15 +104,16 @@ def _text(section: type, path: str, details: ErrorDetails) -> str:
     return f"{path} is {value}; it must be {expected}{or_null}"
 
 
-def _choices(choices: tuple[str, ...], value: Any) -> str:
+def _choices(choices: tuple[str | bool, ...], value: Any) -> str:
+    names = [str(choice).lower() if isinstance(choice, bool) else choice for choice in choices]
     text = shortened(str(value)) if isinstance(value, str | int | float) else ""
     # Abbreviations of packing algorithms are common: ffd, mffd, bfd.
-    nearest = [choice for choice in choices if text.lower() == _initials(choice)]
+    nearest = [name for name in names if text.lower() == _initials(name)]
     if not nearest:
         # The default cutoff of 0.6 misses abbreviations of one word.
-        nearest = difflib.get_close_matches(text, choices, n=1, cutoff=0.5)
+        nearest = difflib.get_close_matches(text, names, n=1, cutoff=0.5)
     hint = f" (did you mean {nearest[0]}?)" if nearest else ""
-    return f"one of {', '.join(choices)}{hint}"
+    return f"one of {', '.join(names)}{hint}"
 
 
 def _initials(choice: str) -> str:

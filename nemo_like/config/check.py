@@ -192,7 +192,7 @@ def _batching_modes(policy: PolicyConfig) -> Iterator[Problem]:
 
 
 def _shared_prefix(policy: PolicyConfig, needs: RunNeeds) -> Iterator[Problem]:
-    if policy.shared_prefix != "true":
+    if policy.shared_prefix is not True:
         return
     key = "policy.shared_prefix"
     if not policy.sequence_packing.enabled:
@@ -210,7 +210,7 @@ def _shared_prefix(policy: PolicyConfig, needs: RunNeeds) -> Iterator[Problem]:
 
 def _router_replay(policy: PolicyConfig, needs: RunNeeds) -> Iterator[Problem]:
     key = "policy.router_replay"
-    if policy.router_replay != "true":
+    if policy.router_replay is not True:
         return
     if not needs.uses_experts:
         yield Problem(

@@ -458,7 +458,7 @@ def _type_name(annotation: Any) -> str:
     """Return the type in the words of a user. Examples: `integer or null`, `keep | drop`."""
     inner, may_be_null = without_none(annotation)
     if get_origin(inner) is Literal:
-        name = " | ".join(get_args(inner))
+        name = " | ".join(map(_value_text, get_args(inner)))
     elif get_origin(inner) is tuple:
         name = f"list of {_TYPE_NAMES[get_args(inner)[0]]}s"
     elif is_open_section(inner):
@@ -474,13 +474,15 @@ def _default_text(field: dataclasses.Field[Any]) -> str:
         return "{}"
     if default is dataclasses.MISSING:
         return _REQUIRED
-    if default is None:
-        return "null"
-    if isinstance(default, bool):
-        return "true" if default else "false"
     if isinstance(default, tuple):
         return f"[{', '.join(map(str, default))}]"
-    return str(default)
+    return _value_text(default)
+
+
+def _value_text(value: Any) -> str:
+    """Return a plain value as in YAML."""
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
 @cache

@@ -366,7 +366,9 @@ def _yaml_error_text(error: yaml.YAMLError, path: Path) -> str:
 
 def _is_text(annotation: Any) -> bool:
     inner, _ = without_none(annotation)
-    return inner is str or get_origin(inner) is Literal
+    # `auto | true | false` has booleans.
+    is_choice = get_origin(inner) is Literal and bool not in map(type, get_args(inner))
+    return inner is str or is_choice
 
 
 def _remove(tree: dict[str, Any], path: str) -> None:

@@ -37,8 +37,8 @@ from nemo_like.config.rollout import (
 )
 from nemo_like.parallel_layout import Oversize
 
-SwitchMode = Literal["auto", "true", "false"]
-"""`auto` is where it is possible or pays off."""
+Switch = Literal["auto", True, False]
+"""`auto` is true where it is possible or pays off."""
 
 ALL_LINEAR = "all-linear"
 """Target that stands for every linear layer that can have an adapter, as in PEFT."""
@@ -298,11 +298,11 @@ class PolicyConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
-    shared_prefix: SwitchMode = "auto"
+    shared_prefix: Switch = "auto"
     """Compute the leading tokens that rows of a group have in common once per microbatch: the
     prompt of the completions of a prompt, or of a preference pair. Needs sequence packing. `auto`
     does so in steps where the plan has at least 3 % less work, `true` in every step."""
-    router_replay: SwitchMode = "auto"
+    router_replay: Switch = "auto"
     """Models with experts: the generator returns the experts that it chose for each token, and
     policy and reference use them in every log-prob and training pass, with weights of their own
     routers. `auto` does so where generator and engine can, `true` stops where they cannot."""
@@ -335,18 +335,18 @@ class PolicyConfig:
         return self.precision == "bfloat16" and is_possible
 
     @property
-    def recorded_experts(self) -> SwitchMode:
+    def recorded_experts(self) -> Switch:
         """Whether the generator of a training run returns the experts that it chooses."""
         # Compiled layers have no given experts.
         is_compiled = self.compile == "layers"
-        return "false" if is_compiled and self.router_replay == "auto" else self.router_replay
+        return False if is_compiled and self.router_replay == "auto" else self.router_replay
 
     def may_record_experts(self, *, is_on_cpu: bool) -> bool:
         """Return False if the generator returns no experts, whatever the model is."""
         if self.recorded_experts == "auto":
             # vLLM's build for CPUs cannot return them.
             return not (is_on_cpu and self.generation.backend == "vllm")
-        return self.recorded_experts == "true"
+        return self.recorded_experts is True
 
     def frozen(self, model_name: str) -> PolicyConfig:
         """Return the settings of `model_name` as a model that is not trained."""
@@ -500,7 +500,7 @@ class ClusterConfig:
     generation_workers: Annotated[int, Ge(0)] = 0
     """Generation workers with separate resources; 0 colocates generation with the policy
     workers."""
-    offload: Literal["auto", "always", "never"] = "auto"
+    offload: Switch = "auto"
     """Whether policy and generator that share GPUs move to host memory while the other runs. `auto`
     moves them only if both together are predicted not to fit in the memory of a GPU."""
     placement_timeout_s: Annotated[float, Gt(0)] = 120.0
@@ -560,11 +560,11 @@ class ParallelConfig:
     gradients are summed over the copies once per optimizer step. Must divide the data-parallel
     size; with one copy per node the weights never travel between nodes. Needs
     `policy.engine=dtensor`."""
-    reshard: Literal["auto", "always", "never"] = "auto"
-    """When FSDP2 frees gathered weights: `always` after each layer, so that every microbatch
-    gathers them again and reduces gradients; `never` during a step, which gathers and reduces once
-    per step and needs memory for complete weights and gradients; `auto` is `never` for models of up
-    to 8 GiB of float32 weights per tensor-parallel rank. Needs `policy.engine=dtensor`."""
+    reshard: Switch = "auto"
+    """Whether FSDP2 frees gathered weights after each layer. `true`: every microbatch gathers them
+    again and reduces gradients. `false`: both happen once per step, which needs memory for complete
+    weights and gradients. `auto` is `false` for models of up to 8 GiB of float32 weights per
+    tensor-parallel rank. Needs `policy.engine=dtensor`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -612,13 +612,9 @@ class LoggerConfig:
     """Weights & Biases project; null turns it off. Needs the extra `wandb`."""
     mlflow_experiment: str | None = None
     """MLflow experiment; null turns it off. Needs the extra `mlflow`."""
-    trackio_project: str | None = None
-    """trackio project; null turns it off. Needs the extra `trackio`."""
-    swanlab_project: str | None = None
-    """SwanLab project; null turns it off. Needs the extra `swanlab`."""
-    prometheus_port: Annotated[int | None, Ge(1), Le(65535)] = None
-    """Port of loopback that serves the metrics of the last step at `/metrics`, in the text format
-    of Prometheus; null serves nothing."""
+    tracker: str | None = None
+    """Import path of a class for any other tracker, e.g. `my_trackers.Trackio`; see
+    docs/metrics.md. null uses none."""
     verbose: bool = False
     """Print a line per step. Without it a terminal shows the progress bar only, and a log has one
     line per step at most every 10 s."""

@@ -90,7 +90,7 @@ class TokenCounts:
         )
 
 
-SharedPrefixMode = Literal["auto", "true", "false"]
+SharedPrefixMode = Literal["auto", True, False]
 MIN_SHARED_WORK = 0.03
 """Share of work that shared prefixes must save for `policy.shared_prefix=auto` to use them."""
 
@@ -106,10 +106,10 @@ def plan_counts(
     Rows with equal id in `groups` int [B] share a microbatch. Raises ValueError; see `plan_batch`.
     """
     lengths, num_trained = counts.lengths, counts.num_trained
-    if counts.prefixes is not None and shared_prefix != "false" and spec.layout == "packed":
+    if counts.prefixes is not None and shared_prefix is not False and spec.layout == "packed":
         plan = plan_batch(lengths, spec, groups, num_trained, counts.prefixes)
         saved = plan.metrics()["packing/shared_work_share"]
-        if shared_prefix == "true" or saved >= MIN_SHARED_WORK:
+        if shared_prefix is True or saved >= MIN_SHARED_WORK:
             return plan
     return plan_batch(lengths, spec, groups, num_trained)
 

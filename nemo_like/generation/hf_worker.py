@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.paths import require_model_directory
-from nemo_like.config.schema import AdapterConfig, SwitchMode
+from nemo_like.config.schema import AdapterConfig, Switch
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
@@ -59,7 +59,7 @@ class HFGenerationWorker:
         batch_size: int = 64,
         end_token_ids: Sequence[int] = (),
         adapter: AdapterConfig | None = None,
-        router_replay: SwitchMode = "false",
+        router_replay: Switch = False,
     ) -> None:
         """Load model and tokenizer.
 
@@ -98,9 +98,9 @@ class HFGenerationWorker:
             self.model, self._device, pinned=self._device.type == "cuda"
         )
         self._recorder = None
-        if router_replay != "false" and router_modules(self.model):
+        if router_replay is not False and router_modules(self.model):
             self._recorder = RouteRecorder(self.model)
-        elif router_replay == "true":
+        elif router_replay is True:
             raise ConfigError(
                 f"policy.router_replay is true, but {type(self.model).__name__} has no routers"
                 " whose choices can be recorded: set it to auto or false"

@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 from nemo_like.config.errors import ConfigError, error_text
 from nemo_like.config.paths import require_model_directory
 from nemo_like.config.rollout import VLLMGenerationConfig
-from nemo_like.config.schema import AdapterConfig, SwitchMode
+from nemo_like.config.schema import AdapterConfig, Switch
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
@@ -80,7 +80,7 @@ class VLLMGenerationWorker:
         shares_process: bool = False,
         adapter: AdapterConfig | None = None,
         seed: int = 0,
-        router_replay: SwitchMode = "false",
+        router_replay: Switch = False,
     ) -> None:
         """Start the engine.
 
@@ -122,7 +122,7 @@ class VLLMGenerationWorker:
         self._moe: MoeSpec | None = None
         """The layers whose experts are returned."""
         spec = ModelSpec.from_config(load_model_config(model_name))
-        if router_replay == "true" or (router_replay == "auto" and not self._is_cpu):
+        if router_replay is True or (router_replay == "auto" and not self._is_cpu):
             self._moe = spec.moe
         options: dict[str, Any] = {}
         if self._is_cpu and spec.latent is not None:

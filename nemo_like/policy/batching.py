@@ -90,7 +90,7 @@ def plan_columns(
     pairs = columns.get("pair")
     groups = columns.get("group", pairs)
     prefixes = None
-    if shared_prefix != "false" and groups is not None and spec.layout == "packed":
+    if shared_prefix is not False and groups is not None and spec.layout == "packed":
         prefixes = SharedPrefixes.of_tokens(groups, columns["input_ids"])
     counts = TokenCounts(columns["length"], num_trained, prefixes)
     return plan_counts(counts, spec, shared_prefix, pairs)
@@ -105,13 +105,13 @@ def shared_prefix_mode(config: PolicyConfig, model: ModelSpec | None) -> SharedP
     threshold = None if model is None else model.rope_threshold
     if threshold is None or config.max_total_sequence_length <= threshold:
         return config.shared_prefix
-    if config.shared_prefix == "true":
+    if config.shared_prefix is True:
         raise ConfigError(
             "policy.shared_prefix is true, but the rotary frequencies of policy.model_name depend"
             f" on the length of rows above {threshold} tokens: set it to auto or false, or set"
             f" policy.max_total_sequence_length to {threshold} or less"
         )
-    return "false"
+    return False
 
 
 def stream_spec(batching: BatchingConfig, plan: PlanSpec) -> StreamSpec:

@@ -270,7 +270,7 @@ class PolicyWorker:
     def probe_isolation(self) -> IsolationReport:
         """Check that rows of a microbatch do not see each other; raises IsolationError."""
         is_packed = self.config.sequence_packing.enabled
-        shares = shared_prefix_mode(self.config, self.engine.spec) != "false"
+        shares = shared_prefix_mode(self.config, self.engine.spec) is not False
         return probe_isolation(
             self.engine,
             layout="packed" if is_packed else "padded",

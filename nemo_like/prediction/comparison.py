@@ -313,7 +313,7 @@ def compare(
     chosen_key = ""
     outcomes = []
     found = strategies(spec, max_tokens, int(lengths.max()), stream)
-    may_share = counts.prefixes is not None and shared_prefix != "false"
+    may_share = counts.prefixes is not None and shared_prefix is not False
     if may_share and spec.layout == "packed" and stream is None:
         found.append(Strategy("shared", "shared prefixes", spec, shares_prefixes=True))
     for strategy in found:
@@ -326,7 +326,7 @@ def compare(
             chosen_key = strategy.key
         if strategy.shares_prefixes:
             saved = plan.metrics()["packing/shared_work_share"]
-            if shared_prefix == "true" or saved >= MIN_SHARED_WORK:
+            if shared_prefix is True or saved >= MIN_SHARED_WORK:
                 chosen_key = strategy.key
     batches = [lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size)]
     bounds = min_microbatches(packed_spec(spec, max_tokens), batches)

@@ -1,4 +1,4 @@
-"""Experiment trackers: Weights & Biases, trackio, MLflow and SwanLab; optional packages.
+"""Experiment trackers: Weights & Biases and MLflow, optional packages, and a class of the user.
 
 Each is imported when a run uses it. The id of its run is stored in `logs/`, so that a resume
 continues it.
@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from nemo_like.config.errors import printable
+from nemo_like.config.import_path import import_class
 from nemo_like.run.directory import RunDirectory, flatten
 from nemo_like.run.files import reporting_write_errors, write_text
-from nemo_like.run.progress import sample_text
 from nemo_like.run.sinks import SAMPLE_COLUMNS, Media, Sink, sample_rows
 
 _PERCENTILES = (5, 50, 95)
@@ -45,29 +44,8 @@ class WandbSink(Sink):
         self._run.finish()
 
 
-class TrackioSink(Sink):
-    """A run of trackio, in its local database or in the space that its environment names."""
-
-    is_service = True
-
-    def __init__(
-        self, project: str, directory: RunDirectory, run_config: Mapping[str, Any]
-    ) -> None:
-        self._trackio = importlib.import_module("trackio")
-        options = _run_options("trackio", project, directory, flatten(run_config))
-        # Runs have no id besides their name.
-        options["name"] += f"-{options.pop('id')[:6]}"
-        self._run = self._trackio.init(**options)
-
-    def log(self, step: int, metrics: Mapping[str, float], media: Media) -> None:
-        self._run.log({**metrics, **_wandb_media(self._trackio, media)}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 def _wandb_media(library: Any, media: Media) -> dict[str, Any]:
-    """Return tables and histograms of wandb, or of trackio, which has the same classes."""
+    """Return tables and histograms of wandb."""
     logged: dict[str, Any] = {}
     for name, samples in media.samples.items():
         logged[name] = library.Table(columns=list(SAMPLE_COLUMNS), data=sample_rows(samples))
@@ -110,33 +88,20 @@ class MlflowSink(Sink):
         self._mlflow.end_run()
 
 
-class SwanlabSink(Sink):
-    """A run of SwanLab; its environment variables choose cloud, local or offline mode."""
+class UserSink(Sink):
+    """The tracker of a user's class, which is created with the run's name and its config."""
 
     is_service = True
 
-    def __init__(
-        self, project: str, directory: RunDirectory, run_config: Mapping[str, Any]
-    ) -> None:
-        self._swanlab = importlib.import_module("swanlab")
-        options = _run_options("swanlab", project, directory, run_config)
-        self._run = self._swanlab.init(log_dir=str(directory.logs / "swanlab"), **options)
+    def __init__(self, path: str, directory: RunDirectory, run_config: Mapping[str, Any]) -> None:
+        tracker = tracker_class(path)(directory.path.name, dict(run_config))
+        self.log = tracker.log
+        self.close = tracker.close
 
-    def log(self, step: int, metrics: Mapping[str, float], media: Media) -> None:
-        logged: dict[str, Any] = dict(metrics)
-        for name, samples in media.samples.items():
-            texts = [printable(sample_text(sample, name)) for sample in samples]
-            logged[name] = [self._swanlab.Text(text) for text in texts]
-        for name, histogram in media.histograms.items():
-            chart = self._swanlab.echarts.Bar()
-            centers = (histogram.edges[:-1] + histogram.edges[1:]) / 2
-            chart.add_xaxis([f"{center:.4g}" for center in centers])
-            chart.add_yaxis("rows", histogram.counts.tolist())
-            logged[name] = chart
-        self._run.log(logged, step=step)
 
-    def close(self) -> None:
-        self._swanlab.finish()
+def tracker_class(path: str) -> type[Any]:
+    """Import the class of `logger.tracker`. Raises ConfigError."""
+    return import_class("logger.tracker", path, "my_trackers.Trackio", ("log", "close"))
 
 
 def _run_options(

@@ -20,45 +20,26 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import LoggerConfig
 from nemo_like.run.directory import RunDirectory
 from nemo_like.run.files import AppendedFile, WriteError
-from nemo_like.run.services import MlflowSink, SwanlabSink, TrackioSink, WandbSink
+from nemo_like.run.services import MlflowSink, UserSink, WandbSink, tracker_class
 from nemo_like.run.sinks import NO_MEDIA, JsonlSink, Media, Sink, TensorBoardSink
 from nemo_like.run.versions import installed_versions
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
-
 
 def check_logger(config: LoggerConfig) -> None:
-    """Raise ConfigError, with the extra to install, if the package of a tracker is missing, or if
-    the port for Prometheus cannot be used.
-    """
+    """Raise ConfigError, with the extra to install, if the package of a tracker is missing."""
     for key, value, package in (
         ("wandb_project", config.wandb_project, "wandb"),
         ("mlflow_experiment", config.mlflow_experiment, "mlflow"),
-        ("trackio_project", config.trackio_project, "trackio"),
-        ("swanlab_project", config.swanlab_project, "swanlab"),
     ):
         if value is not None and importlib.util.find_spec(package) is None:
             raise ConfigError(
                 f"logger.{key}: is {value!r}, but the package {package} is not installed;"
                 f" run pip install 'nemo-like[{package}]', or set logger.{key} to null"
             )
-    if config.prometheus_port is not None:
-        _check_port(config.prometheus_port)
-
-
-def _check_port(port: int) -> None:
-    """Raise ConfigError if the port cannot be used."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError as error:
-            raise ConfigError(
-                f"logger.prometheus_port: port {port} of {LOOPBACK} cannot be used"
-                f" ({error.strerror}); set it to a free port, or to null"
-            ) from error
+    if config.tracker is not None:
+        tracker_class(config.tracker)
 
 
 class Tracker:
@@ -159,16 +140,10 @@ def _open_sinks(
     for project, service in (
         (config.wandb_project, WandbSink),
         (config.mlflow_experiment, MlflowSink),
-        (config.trackio_project, TrackioSink),
-        (config.swanlab_project, SwanlabSink),
+        (config.tracker, UserSink),
     ):
         if project is not None:
             yield service(project, directory, run_config)
-    if config.prometheus_port is not None:
-        # Imported here: its library takes longer than the rest of this module.
-        from nemo_like.run.prometheus import PrometheusSink
-
-        yield PrometheusSink((LOOPBACK, config.prometheus_port), directory.path.name)
 
 
 class RunLog(logging.Handler):

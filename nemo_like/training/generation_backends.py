@@ -108,7 +108,7 @@ class VLLMBackend(Backend):
             is_on_cpu=is_on_cpu,
         )
         key = "policy.router_replay"
-        if is_on_cpu and config.router_replay == "true":
+        if is_on_cpu and config.router_replay is True:
             problems.append(
                 Problem(
                     (key, "policy.generation.backend"),

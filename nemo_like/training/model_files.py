@@ -23,7 +23,7 @@ from nemo_like.config.schema import (
     OutputHead,
     ParallelConfig,
     PolicyConfig,
-    SwitchMode,
+    Switch,
 )
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.routed_experts import routed_bytes
@@ -152,7 +152,7 @@ def open_model_config(
     is_on_cpu = cluster.gpus_per_node == 0
     if needs.rollouts is not None:
         problems += generation_backend(policy).problems(policy, spec, is_on_cpu=is_on_cpu)
-    if policy.router_replay == "true" and spec.moe is None:
+    if policy.router_replay is True and spec.moe is None:
         key = "policy.router_replay"
         problems.append(
             Problem((key,), f"{key} is true, but {name} has no experts: set it to auto or false")
@@ -454,18 +454,18 @@ def adapter_line(policy: PolicyConfig, spec: ModelSpec) -> str | None:
     return line
 
 
-def recorded_experts(policy: PolicyConfig, needs: RunNeeds) -> SwitchMode:
+def recorded_experts(policy: PolicyConfig, needs: RunNeeds) -> Switch:
     """Return `policy.router_replay` for the generator: `false` where no policy uses the experts."""
     mode = policy.recorded_experts
     if not needs.uses_experts or open_model_spec(policy).moe is None:
-        return "false"
+        return False
     if mode == "auto" and policy.engine == "dtensor":
         # Imported on demand: `validate` does not load torch.
         from nemo_like.models.output_head import meta_model
         from nemo_like.models.routers import router_modules
 
         model = meta_model(load_model_config(policy.model_name))
-        return "auto" if router_modules(model) else "false"
+        return "auto" if router_modules(model) else False
     return mode
 
 

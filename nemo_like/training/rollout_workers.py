@@ -18,7 +18,7 @@ from nemo_like.config.schema import (
     ParallelConfig,
     PolicyConfig,
     SequencePackingConfig,
-    SwitchMode,
+    Switch,
 )
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.observations import ObservationEncoder
@@ -72,7 +72,7 @@ class GeneratorStart:
     """The generator moves to host memory while the policy trains."""
     shares_process: bool = False
     """The policy of a training run is in the process of the worker."""
-    router_replay: SwitchMode = "false"
+    router_replay: Switch = False
     """Whether completions have the experts that the generator chose."""
 
     def worker(self) -> tuple[type, dict[str, Any]]:

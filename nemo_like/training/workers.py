@@ -9,12 +9,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from nemo_like.config.parallel import is_colocated
-from nemo_like.config.schema import ClusterConfig, ParallelConfig, PolicyConfig
+from nemo_like.config.schema import ClusterConfig, ParallelConfig, PolicyConfig, Switch
 from nemo_like.data.planning.balance import compile_kernels, needs_kernels
 from nemo_like.distributed.worker_group import call_all
 from nemo_like.metrics import start_timers
@@ -267,11 +267,7 @@ def run_offload_decision(settings: WorkersStart, policy: Policy) -> OffloadDecis
 
 
 def decide_offload(
-    mode: Literal["auto", "always", "never"],
-    *,
-    policy_bytes: float,
-    generator_bytes: float,
-    device_bytes: float,
+    mode: Switch, *, policy_bytes: float, generator_bytes: float, device_bytes: float
 ) -> OffloadDecision:
     """Return the decision of `cluster.offload` for one GPU.
 
@@ -281,7 +277,7 @@ def decide_offload(
     keeps the memory of activations.
     """
     if mode != "auto":
-        return OffloadDecision(mode == "always", f"cluster.offload is {mode}")
+        return OffloadDecision(mode, f"cluster.offload is {str(mode).lower()}")
     usable = max(0.0, (device_bytes - 2 * CONTEXT_BYTES) * (1.0 - SAFETY_SHARE))
     needed = policy_bytes + generator_bytes
     text = (

@@ -134,7 +134,7 @@ def test_a_budget_is_recommended_where_it_makes_a_step_faster_only(tmp_path: Pat
     alone = table(capsys, *options)
     assert "recommended budget" not in alone and "% speed" not in alone
     # 80 GiB would be enough for more on two devices as well, and fewer microbatches move less.
-    two = table(capsys, *options, f"{GPUS}=2", "parallel.reshard=always")
+    two = table(capsys, *options, f"{GPUS}=2", "parallel.reshard=true")
     assert "recommended budget" in two and "% speed" in two
 
 

@@ -383,7 +383,7 @@ def test_copies_of_the_weights_must_divide_the_data_parallel_ranks() -> None:
         "parallel__tensor": 2,
         "policy__train_global_batch_size": 12,
     }
-    assert problems(SFT, **workers, parallel__replicas=3, parallel__reshard="never") == []
+    assert problems(SFT, **workers, parallel__replicas=3, parallel__reshard=False) == []
     assert problems(SFT, **workers, parallel__replicas=4) == [
         "parallel.replicas 4 must divide the data-parallel size, 6: set it to 3 or 6"
     ]
@@ -394,7 +394,7 @@ def test_options_of_the_dtensor_engine_are_refused_by_the_other() -> None:
     (replicas,) = problems(SFT, **megatron, parallel__replicas=2)
     assert replicas.startswith("parallel.replicas is 2, but policy.engine megatron has")
     assert replicas.endswith("set it to 1, or policy.engine to dtensor")
-    (reshard,) = problems(SFT, **megatron, parallel__reshard="never")
+    (reshard,) = problems(SFT, **megatron, parallel__reshard=False)
     assert "set it to auto, or policy.engine to dtensor" in reshard
     (compiled,) = problems(SFT, **megatron, policy__compile="layers")
     assert "set policy.compile to none, or policy.engine to dtensor" in compiled

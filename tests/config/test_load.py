@@ -138,6 +138,15 @@ def test_numbers_as_people_write_them(write: Write) -> None:
     assert type(policy.optimizer.weight_decay) is float
 
 
+@pytest.mark.parametrize(
+    ("written", "value"), [("auto", "auto"), ("true", True), ("no", False), ("False", False)]
+)
+def test_a_switch_is_auto_or_a_boolean(write: Write, written: str, value: object) -> None:
+    path = write(f"{MINIMAL}parallel: {{reshard: {written}}}\n")
+    switch = load_config(SftRunConfig, path).parallel.reshard
+    assert (type(switch), switch) == (type(value), value)
+
+
 @pytest.mark.parametrize("written", ["007", "1e-3", "no", "2024-01-02", "1_000", "0x1F"])
 def test_a_text_key_means_what_is_written(write: Write, written: str) -> None:
     path = write(MINIMAL.replace("run_name: test", f"run_name: {written}"))
@@ -332,6 +341,10 @@ def test_each_mistake_in_a_file_has_its_message(write: Write, addition: str, exp
         (
             "~run_name",
             "run_name is not set and has no default; set it in the YAML or with run_name=VALUE",
+        ),
+        (
+            "parallel.reshard=never",
+            "parallel.reshard is 'never'; it must be one of auto, true, false",
         ),
         ("seed=null", "seed is null; it must be an integer"),
         ("seed", "override 'seed' does not parse: write seed=VALUE"),

@@ -60,7 +60,7 @@ def test_recorded_experts_are_those_of_the_complete_row(model):
 
 def test_tokens_keep_the_experts_with_which_they_were_sampled(model):
     """After a weight update the cache is computed again, with other experts."""
-    worker = start(model, router_replay="true")
+    worker = start(model, router_replay=True)
     requests = GenerationRequests(np.arange(4), PROMPTS, SEEDS, SAMPLING, 64)
     worker.submit(requests)
     assert worker.poll(0.0).num_unfinished == 4
@@ -86,13 +86,13 @@ def test_tokens_keep_the_experts_with_which_they_were_sampled(model):
 
 
 def test_experts_of_the_turns_of_a_conversation(model):
-    completions = generate(start(model, router_replay="true"), PROMPTS, SEEDS, SAMPLING, 64)
+    completions = generate(start(model, router_replay=True), PROMPTS, SEEDS, SAMPLING, 64)
     row = ConversationRow.start(Prompt(token_ids=PROMPTS[0], text="", answer=None), seed=0)
     row.add_turn(completions, 0)
     first = np.concatenate(row.routed_experts)
     row.segments.append(np.array([20, 21], dtype=np.int32))
     again = Jagged.from_rows([np.concatenate(row.segments)], np.int32)
-    worker = start(model, router_replay="true")
+    worker = start(model, router_replay=True)
     row.add_turn(generate(worker, again, SEEDS[:1], SAMPLING, 64), 0)
     token_ids = np.concatenate(row.segments)
     experts = np.concatenate(row.routed_experts)
@@ -106,7 +106,7 @@ def test_without_the_option_and_without_routers_there_are_none(model, tmp_path):
     worker = start(dense, router_replay="auto")
     assert generate(worker, PROMPTS, SEEDS, SAMPLING, 64).routed_experts is None
     with pytest.raises(ConfigError, match=r"policy.router_replay is true, but LlamaForCausalLM"):
-        start(dense, router_replay="true")
+        start(dense, router_replay=True)
 
 
 def test_layers_without_experts_are_left_out_of_vllms_output(model):

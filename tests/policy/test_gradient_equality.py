@@ -53,7 +53,7 @@ BASE = PolicyConfig(
     train_global_batch_size=len(LENGTHS),
     logprob_chunk_size=16,
     max_grad_norm=0.0,
-    shared_prefix="false",
+    shared_prefix=False,
     optimizer=OptimizerConfig(
         lr=1e-3, beta1=0.0
     ),  # with beta1 = 0 Adam's first moment is the gradient
@@ -69,7 +69,7 @@ def packed(max_tokens: int, **keys: Any) -> PolicyConfig:
 
 def sharing(max_tokens: int, **keys: Any) -> PolicyConfig:
     """Packed rows of which common leading tokens are computed once."""
-    return dataclasses.replace(packed(max_tokens, **keys), shared_prefix="true")
+    return dataclasses.replace(packed(max_tokens, **keys), shared_prefix=True)
 
 
 def dynamic(max_tokens: int, **keys: Any) -> PolicyConfig:
@@ -362,7 +362,7 @@ def test_a_batch_of_several_global_batches_takes_one_optimizer_step_for_each(
     assert len(full) == 2
     losses = [each["policy/loss"].value for each in full]
     weights, expected = (saved_tensors(tmp_path / name, "weight") for name in ("full", "halves"))
-    if config.shared_prefix == "true":
+    if config.shared_prefix is True:
         # Groups are in the order of their first rows, which may be in an earlier global batch.
         assert losses == pytest.approx([each["policy/loss"].value for each in metrics], rel=1e-6)
         assert relative_error(weights, expected) < TOLERANCE

@@ -124,8 +124,7 @@ def test_shared_prefixes_are_planned_beside_complete_rows(
     counts = TokenCounts(
         lengths, prefixes=SharedPrefixes.of_groups(np.arange(len(lengths)) // group_size, prefixes)
     )
-    mode = "true" if is_used else "false"
-    comparison = compare(counts, spec, max_tokens_of(spec), shared_prefix=mode)
+    comparison = compare(counts, spec, max_tokens_of(spec), shared_prefix=is_used)
     shared = comparison.shared
     assert (comparison.chosen is shared) == is_used
     if shared is None:

@@ -5,15 +5,12 @@ The packages of the services are extras; a test of one that is not installed is 
 
 from __future__ import annotations
 
+import importlib
 import json
-import socket
-import sqlite3
 import sys
-import urllib.request
-from collections.abc import Iterable
-from importlib.machinery import ModuleSpec
-from importlib.util import module_from_spec
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -98,32 +95,6 @@ def test_tensorboard_shows_text_as_it_is_and_distributions(tmp_path: Path) -> No
     assert sum(value.bucket) == 4
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def test_prometheus_reads_the_last_step_on_loopback(tmp_path: Path) -> None:
-    port = free_port()
-    config = LoggerConfig(tensorboard=False, prometheus_port=port)
-    with open_run_directory(str(tmp_path), "first", resume=False) as run:
-        start_run_directory(run, CONFIG, None)
-        with Tracker(run, config, CONFIG) as tracker:
-            tracker.log(7, {"policy/loss": 0.25, "reward/frac-x": float("inf")})
-            url = f"http://127.0.0.1:{port}"
-            with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-                lines = answer.read().decode().splitlines()
-                assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-            assert "# TYPE nemo_like_policy_loss gauge" in lines
-            assert 'nemo_like_step{run="first"} 7.0' in lines
-            assert 'nemo_like_policy_loss{run="first"} 0.25' in lines
-            assert 'nemo_like_reward_frac_x{run="first"} +Inf' in lines
-            with pytest.raises(ConfigError, match=rf"prometheus_port: port {port} of 127\.0\.0\.1"):
-                check_logger(config)
-    check_logger(config)  # the port is free again
-
-
 def test_wandb_gets_tables_and_histograms_and_a_resume_continues_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,61 +135,65 @@ def test_mlflow_gets_tables_and_percentiles_and_a_resume_continues_the_run(
     assert table["completion"].tolist() == [f"4{HOSTILE}"] * 2
 
 
-def test_trackio_gets_tables_and_histograms_and_a_resume_continues_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    trackio = pytest.importorskip("trackio", reason="trackio is an extra")
-    run = log_and_resume(tmp_path, LoggerConfig(tensorboard=False, trackio_project="mine"))
-    [found] = trackio.Api().runs("mine")
-    assert found.name == f"first-{(run.logs / 'trackio_run_id').read_text()[:6]}"
-    with sqlite3.connect(next((tmp_path / "trackio").glob("mine*.db"))) as database:
-        rows = list(database.execute("select step, metrics from metrics order by step"))
-    logged = {step: json.loads(metrics) for step, metrics in rows}
-    assert logged.keys() == {1, 2, 3, 4} and logged[4]["policy/loss"] == 1.0
-    assert logged[1][LENGTHS]["_type"] == "trackio.histogram"
-    assert logged[1][SAMPLES]["_type"] == "trackio.table"
+USER_TRACKER = """
+LOGGED = []
 
 
-def test_swanlab_gets_texts_and_charts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWANLAB_MODE", "offline")
-    pytest.importorskip("swanlab", reason="swanlab is an extra")
-    run = log_and_resume(tmp_path, LoggerConfig(tensorboard=False, swanlab_project="mine"))
-    stored = [path for path in (run.logs / "swanlab").rglob("*") if path.is_file()]
-    content = b"".join(path.read_bytes() for path in stored)
-    assert b"policy/loss" in content and LENGTHS.encode() in content
-    assert b"2+2=" in content
+class Tracker:
+    def __init__(self, run_name, config):
+        LOGGED.append((run_name, config["policy"]["optimizer"]["lr"]))
+
+    def log(self, step, metrics, media):
+        if step > 1:
+            raise ConnectionError("the service is down")
+        LOGGED.append((step, dict(metrics), sorted(media.samples), sorted(media.histograms)))
+
+    def close(self):
+        LOGGED.append("closed")
 
 
-UNREACHABLE = """
-class Run:
-    def log(self, *args, **kwargs):
-        raise ConnectionError("the service is down")
-
-    finish = log
-
-
-def init(**options):
-    return Run()
-
-
-def Table(**options):
-    return options
-
-
-Histogram = Table
+class Incomplete:
+    def log(self, step, metrics, media):
+        pass
 """
 
 
-def test_a_service_that_fails_during_a_run_is_one_warning_and_the_files_are_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.fixture
+def user_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    (tmp_path / "my_trackers.py").write_text(USER_TRACKER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("my_trackers")
+    del sys.modules["my_trackers"]
+
+
+def test_a_class_of_the_user_gets_every_step_and_its_failure_is_one_warning(
+    tmp_path: Path, user_trackers: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
-    library = module_from_spec(ModuleSpec("trackio", None))
-    exec(UNREACHABLE, vars(library))
-    monkeypatch.setitem(sys.modules, "trackio", library)
-    run = log_run(tmp_path, LoggerConfig(tensorboard=False, trackio_project="mine"), (1, 2, 3))
+    config = LoggerConfig(tensorboard=False, tracker="my_trackers.Tracker")
+    run = log_run(tmp_path, config, (1, 2, 3))
+    assert user_trackers.LOGGED == [
+        ("first", 1e-05),
+        (1, {"policy/loss": 0.25}, [SAMPLES], [LENGTHS]),
+        "closed",
+    ]
     assert [message for message in caplog.messages if "the service is down" in message] == [
         caplog.messages[-1]
     ]
     steps = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
     assert steps == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("my_trackers.Incomplete", "'my_trackers.Incomplete', which has no close"),
+        ("my_trackers.Nope", "'my_trackers' has no 'Nope'"),
+        ("nope.Tracker", "importing 'nope' failed"),
+    ],
+)
+def test_a_wrong_path_of_a_tracker_is_one_error(
+    user_trackers: ModuleType, path: str, expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"logger\.tracker is ") as caught:
+        check_logger(LoggerConfig(tracker=path))
+    assert expected in str(caught.value)

@@ -275,8 +275,6 @@ def test_metrics_that_cannot_be_written_are_one_paragraph(tmp_path: Path) -> Non
     [
         ("wandb", LoggerConfig(wandb_project="mine")),
         ("mlflow", LoggerConfig(mlflow_experiment="mine")),
-        ("trackio", LoggerConfig(trackio_project="mine")),
-        ("swanlab", LoggerConfig(swanlab_project="mine")),
     ],
 )
 def test_a_missing_tracker_names_the_extra(

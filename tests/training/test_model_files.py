@@ -46,4 +46,4 @@ def test_experts_of_a_rollout_above_their_budget_stop_the_run(recipe: Recipe, tm
     policy = replace(policy, router_replay_gib=0.99 * gib)
     with pytest.raises(ConfigError, match=r"GiB of the driver's memory: .* raise it, or set"):
         open_model_config(replace(config, policy=policy))
-    open_model_config(replace(config, policy=replace(policy, router_replay="false")))
+    open_model_config(replace(config, policy=replace(policy, router_replay=False)))

@@ -23,9 +23,9 @@ SIZES = st.floats(0, 1e12)
 @given(policy=SIZES, generator=SIZES, device=SIZES)
 def test_always_and_never_do_not_depend_on_memory(policy, generator, device):
     sizes = {"policy_bytes": policy, "generator_bytes": generator, "device_bytes": device}
-    assert decide_offload("always", **sizes).offloads
-    assert not decide_offload("never", **sizes).offloads
-    assert decide_offload("never", **sizes).reason == "cluster.offload is never"
+    assert decide_offload(True, **sizes).offloads
+    assert not decide_offload(False, **sizes).offloads
+    assert decide_offload(False, **sizes).reason == "cluster.offload is false"
 
 
 @given(policy=SIZES, generator=SIZES, device=SIZES, more=SIZES)

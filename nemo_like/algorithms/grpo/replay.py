@@ -224,7 +224,7 @@ def _measure(
     loss = loss.for_num_steps(len(record.optimizer_steps))
     unused: set[str] = {"prev_logprobs", "reference_logprobs", "policy_logprobs"}
     unused.difference_update(loss.logprob_names)
-    if config.policy.router_replay == "false":
+    if config.policy.router_replay is False:
         unused.add(ROUTED_EXPERTS)
     rows = _first_rows(config, record)
     batch = BatchedDataDict()

@@ -65,14 +65,14 @@ BASE = PolicyConfig(
     train_global_batch_size=len(LENGTHS),
     logprob_chunk_size=16,
     max_grad_norm=0.5,
-    shared_prefix="false",
+    shared_prefix=False,
 )
 PACKED = dataclasses.replace(
     BASE, sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=48)
 )
 SHARED = dataclasses.replace(
     BASE,
-    shared_prefix="true",
+    shared_prefix=True,
     sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=28, logprob_mb_tokens=40),
 )
 """Common leading tokens are computed once; the largest group is divided, also in the pass of
@@ -171,7 +171,7 @@ class Rank:
         spec = plan_spec(config, purpose="train", parallel_layout=self.parallel_layout, model=None)
         plan = plan_columns(batch, spec, config.shared_prefix)
         logprob_plan = None
-        if config.shared_prefix == "true":
+        if config.shared_prefix is True:
             logprob_plan = plan.with_budget(config.sequence_packing.logprob_mb_tokens)
         return batch.shard(plan, logprob_plan)[self.parallel_layout.dp_rank(self.rank)]
 

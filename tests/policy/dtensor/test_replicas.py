@@ -16,10 +16,10 @@ from tests.policy.tiny import random_batch, run_ranks
 
 VARIANTS = {
     "one copy": ParallelConfig(),
-    "one copy, resharded": ParallelConfig(reshard="always"),
+    "one copy, resharded": ParallelConfig(reshard=True),
     "2 x 2": ParallelConfig(replicas=2),
-    "2 x 2, resharded": ParallelConfig(replicas=2, reshard="always"),
-    "2 x 2, kept": ParallelConfig(replicas=2, reshard="never"),
+    "2 x 2, resharded": ParallelConfig(replicas=2, reshard=True),
+    "2 x 2, kept": ParallelConfig(replicas=2, reshard=False),
     "4 x 1": ParallelConfig(replicas=4),
     "2 x (cp 2)": ParallelConfig(replicas=2, context=2),
     "2 x (tp 2)": ParallelConfig(replicas=2, tensor=2),

@@ -146,7 +146,7 @@ def policy(directory: Path, layout: str, budget: int, **options: Any) -> PolicyC
 
 def shard_of(config: PolicyConfig, batch: BatchedDataDict, cp: int = 1) -> Any:
     spec = plan_spec(config, purpose="evaluate", parallel_layout=ParallelLayout(cp=cp), model=None)
-    return batch.shard(plan_columns(batch, spec, "false"))[0]
+    return batch.shard(plan_columns(batch, spec, False))[0]
 
 
 def check_rows(found: Any, model: PreTrainedModel) -> None:
@@ -247,14 +247,14 @@ def test_the_isolation_check_has_a_row_above_the_original_length(layout, saved):
 
 def test_rows_share_no_prefix_where_their_frequencies_may_differ(saved):
     directory, _ = saved("phi3, longrope")
-    config = policy(directory, "packed", 256, shared_prefix="true")
+    config = policy(directory, "packed", 256, shared_prefix=True)
     spec = ModelSpec.from_config(CONFIGS["phi3, longrope"])
     assert spec.rope_threshold == ORIGINAL
     with pytest.raises(ConfigError, match=r"policy\.shared_prefix is true.*above 32 tokens"):
         shared_prefix_mode(config, spec)
-    assert shared_prefix_mode(replace(config, shared_prefix="auto"), spec) == "false"
+    assert shared_prefix_mode(replace(config, shared_prefix="auto"), spec) is False
     short = replace(config, max_total_sequence_length=ORIGINAL)
-    assert shared_prefix_mode(short, spec) == "true"
+    assert shared_prefix_mode(short, spec) is True
     # Without the rule above, the engine refuses such a microbatch.
     rows = rows_of((40, 20))
     rows[1][:9] = rows[0][:9]

@@ -155,7 +155,7 @@ class Rank:
         )
         plan = plan_columns(batch, spec, config.shared_prefix)
         logprob_plan = None
-        if config.shared_prefix == "true":
+        if config.shared_prefix is True:
             # Passes of log-probs have a limit of their own.
             logprob_plan = plan.with_budget(40)
         return batch.shard(plan, logprob_plan)[self.parallel_layout.dp_rank(self.context.rank)]

@@ -109,7 +109,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[str],
     folder = tmp_path_factory.mktemp("replay")
     save_models(folder, model_dir("qwen3_moe"))
     worker = HFGenerationWorker(
-        local_context(num_threads=1), model_name=str(folder / "equal"), router_replay="true"
+        local_context(num_threads=1), model_name=str(folder / "equal"), router_replay=True
     )
     random = np.random.default_rng(0)
     prompts = [

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from nemo_like.commands.check_vllm import follows_tie
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
+from tests.model_types.vllm import follows_tie
 
 
 @torch.no_grad()

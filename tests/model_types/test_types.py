@@ -6,17 +6,16 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 from nemo_like.cli import main
-from nemo_like.commands.check_model_type import COLUMNS, LAYOUTS, Layout, check_type, opened_pool
-from nemo_like.commands.model_table import page, read_table, update_table
+from nemo_like.commands.check_model_type import LAYOUTS, Layout, check_type, opened_pool
 from nemo_like.config.schema import ParallelConfig
 from tests.exhaustive import usually
+from tests.model_types.table import TABLE, TABLE_COLUMNS, page, read_table, update_table
+from tests.model_types.vllm import VLLMTypeCheck
 
-TABLE = Path(__file__).parents[2] / "docs" / "models.json"
 TYPES = read_table(TABLE)["types"]
 USUAL = (
     "cohere2",
@@ -132,7 +131,7 @@ def test_vllm_has_the_weights_of_the_policy_as_in_the_table(cell, pool):
 
 
 def _check_cells(model_type: str, pool: ProcessPoolExecutor, columns: tuple[str, ...]) -> None:
-    found = check_type(model_type, pool, columns)
+    found = check_type(model_type, pool, columns, check_class=VLLMTypeCheck)
     for column, text in found.items():
         assert text.partition(":")[0] == TYPES[model_type][column].partition(":")[0], found
 
@@ -140,7 +139,7 @@ def _check_cells(model_type: str, pool: ProcessPoolExecutor, columns: tuple[str,
 def test_the_table_has_every_column_of_every_type():
     for model_type, cells in TYPES.items():
         # Models without experts have no column of expert parallelism.
-        columns = [column for column in COLUMNS if column != "ep 2" or column in cells]
+        columns = [column for column in TABLE_COLUMNS if column != "ep 2" or column in cells]
         assert list(cells) == columns, model_type
     assert sum(cells.get("ep 2") == "yes" for cells in TYPES.values()) >= 8
     assert sum(cells["packed"] == cells["padded"] == "yes" for cells in TYPES.values()) >= 24

