@@ -119,7 +119,7 @@ JOB_COMPARISONS = {
     "commands/start.py": 2,
 }
 """Modules outside of `algorithms` that still compare the name of a job: do not add any."""
-MAX_CONFIG_MODULES = 30
+MAX_CONFIG_MODULES = 37
 """Modules that import the configuration of a complete run."""
 
 
