@@ -75,7 +75,7 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return rollout
 
     score_answers = validation.score_answers
-    monkeypatch.setattr("nemo_like.algorithms.sft.loop.score_answers", checked_scores)
+    monkeypatch.setattr("nemo_like.algorithms.sft.validation.score_answers", checked_scores)
     monkeypatch.setattr(RolloutRun, "finish", recorded)
     return found
 
@@ -135,7 +135,7 @@ def test_a_generator_with_other_weights_is_not_sampled_from(
     scored: list[int] = []
     score_answers = validation.score_answers
     monkeypatch.setattr(
-        "nemo_like.algorithms.sft.loop.score_answers",
+        "nemo_like.algorithms.sft.validation.score_answers",
         lambda run, prompts, step, *rest: scored.append(step) or score_answers(run, prompts, step),
     )
     with pytest.raises(WeightSyncError, match=message):
