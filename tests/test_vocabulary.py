@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("nemo_like", "tests", "benchmarks", "docs", "examples", "ray_jobs")
-FILES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+FILES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 SUFFIXES = {".py", ".md", ".yaml", ".sh"}
 
 BANNED = {

@@ -35,7 +35,14 @@ from nemo_like.training.files import RunFiles
 from nemo_like.training.groups import WorkersStart
 from nemo_like.training.health import Health
 from nemo_like.training.model_files import check_frozen_models, frozen_models, open_model_spec
-from nemo_like.training.reporting import header_lines, start_warnings, step_line, step_note
+from nemo_like.training.parity_check import ParityCheck
+from nemo_like.training.reporting import (
+    header_lines,
+    new_counters,
+    start_warnings,
+    step_line,
+    step_note,
+)
 from nemo_like.training.run import TrainingRun, check_workers
 from nemo_like.training.run_data import RunData, load_position
 from nemo_like.training.saving import CheckpointSaver, Selection, policy_directory
@@ -104,6 +111,7 @@ def open_training_run(
         opening.print_header(len(data.train))
         identities = frozen_models(config.policy, config.needs)
         resumed = opening.find_checkpoint(identities)
+        parity = ParityCheck(config.policy, config.parallel, config.cluster, closing)
         end_token_ids = data.encoder.end_token_ids
         with start_workers(
             settings, progress, logs=directory.logs / "ray", end_token_ids=end_token_ids
@@ -111,6 +119,7 @@ def open_training_run(
             saves = config.checkpointing.enabled or config.checkpointing.export_hf
             shared = directory.path if saves else None
             check_workers(data.encoder, workers, progress, shared=shared)
+            parity.finish(progress)
             state = opening.load(resumed, workers, loader)
             # The policy and the loader accepted the checkpoint, so files may change now.
             run = opening.run(settings, workers, data.encoder, state, identities)
@@ -230,7 +239,7 @@ class _Opening:
             progress=self.progress,
             timers=timers,
             opened_s=self.opened_s,
-            counters={"num_tokens": 0.0, "num_rows": 0.0, **(state.counters if state else {})},
+            counters=new_counters() if state is None else dict(state.counters),
         )
         sampling = None
         if settings.needs.rollouts is not None:

@@ -316,7 +316,7 @@ class Answers:
         seeds = seeds.reshape(-1, self._num_samples)
         with self._workers(config) as workers:
             answered = answer_prompts(
-                open_collector(config.rollouts.environment, workers, self._encoder),
+                open_collector(config.rollouts, workers, self._encoder),
                 [prompts[position] for position in missing],
                 num_samples=self._num_samples,
                 sampling=SamplingParams.from_config(config.policy.generation),

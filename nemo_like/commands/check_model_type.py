@@ -1,7 +1,7 @@
 """`nemo-like check parity --model TYPE`: what a model type of transformers can be trained with.
 
-A tiny random model of the type is trained in several layouts and compared with transformers as in
-`check_parity`.
+A tiny random model of the type is trained in several layouts and compared with transformers, see
+`training.parity`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,28 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.utils import logging as transformers_logging
 
 from nemo_like.commands import check_parity
-from nemo_like.commands.check_parity import (
+from nemo_like.commands.train import FAILED
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.schema import (
+    ActivationCheckpointing,
+    AdapterConfig,
+    ParallelConfig,
+    PolicyConfig,
+)
+from nemo_like.console import say
+from nemo_like.distributed.errors import WorkerError
+from nemo_like.models.adapters import can_have_adapter
+from nemo_like.models.spec import ModelSpec
+from nemo_like.models.tiny import save_tiny_copy, type_config
+from nemo_like.parallel_layout import EngineName, LayoutError
+from nemo_like.policy.dtensor.model import decoder_layers
+from nemo_like.policy.isolation import IsolationError
+from nemo_like.training.parity import (
     ISOLATION,
     LIMIT,
     Comparison,
     Reference,
+    TinyRun,
     check_mode,
     contexts,
     in_mode,
@@ -42,25 +59,6 @@ from nemo_like.commands.check_parity import (
     transformers_loss,
     worst,
 )
-from nemo_like.commands.train import FAILED
-from nemo_like.config.errors import ConfigError
-from nemo_like.config.schema import (
-    ActivationCheckpointing,
-    AdapterConfig,
-    ClusterConfig,
-    DataConfig,
-    ParallelConfig,
-    PolicyConfig,
-    RunConfig,
-)
-from nemo_like.console import say
-from nemo_like.distributed.errors import WorkerError
-from nemo_like.models.adapters import can_have_adapter
-from nemo_like.models.spec import ModelSpec
-from nemo_like.models.tiny import save_tiny_copy, type_config
-from nemo_like.parallel_layout import EngineName, LayoutError
-from nemo_like.policy.dtensor.model import decoder_layers
-from nemo_like.policy.isolation import IsolationError
 from nemo_like.training.workers import policy_worker_class
 
 
@@ -69,7 +67,7 @@ class Layout(NamedTuple):
 
     parallel: ParallelConfig = ParallelConfig()
     mode: str = "packed"
-    """Of the rows, see `check_parity.MODES`."""
+    """Of the rows, see `parity.in_mode`."""
     engine: EngineName = "dtensor"
     experts: ParallelConfig | None = None
     """Types with experts are trained in this layout as well."""
@@ -146,7 +144,7 @@ class TypeCheck:
 
     @cached_property
     def _expected(self) -> Reference:
-        return Reference(self._model, self._batch, self.config(Layout()))
+        return Reference(self._model, self._batch, self.tiny_run(Layout()))
 
     def checks(self) -> dict[str, Callable[[], str]]:
         """Return column -> function that returns a difference, or ""."""
@@ -169,23 +167,15 @@ class TypeCheck:
             return difference
         return EQUAL if not difference else WRONG + difference
 
-    def config(self, layout: Layout) -> RunConfig:
-        """Return the config of a run of the tiny model in a layout."""
-        parallel = layout.parallel
-        num_workers = parallel.tensor * parallel.context * parallel.pipeline * parallel.expert
-        config = RunConfig(
-            run_name="parity",
-            policy=PolicyConfig(
-                model_name="",
-                shared_prefix=False,
-                engine=layout.engine,
-                activation_checkpointing=layout.activation_checkpointing,
-            ),
-            data=DataConfig(train_path="random"),
-            parallel=parallel,
-            cluster=ClusterConfig(workers_per_node=num_workers),
+    def tiny_run(self, layout: Layout) -> TinyRun:
+        """Return the run of the tiny model in a layout."""
+        policy = PolicyConfig(
+            model_name="",
+            shared_prefix=False,
+            engine=layout.engine,
+            activation_checkpointing=layout.activation_checkpointing,
         )
-        return tiny_run(config, self._model_dir)
+        return tiny_run(policy, layout.parallel, layout.parallel.expert, self._model_dir)
 
     def _check_layout(self, column: str) -> str:
         """Return the first difference, or "", or that there is one of rounding only."""
@@ -198,7 +188,7 @@ class TypeCheck:
             folder = self.directory / f"layout{list(LAYOUTS).index(column)}x{position}"
             folder.mkdir()
             found += check_mode(
-                self.config(layout), layout.mode, self._batch, self._expected, folder, self._pool
+                self.tiny_run(layout), layout.mode, self._batch, self._expected, folder, self._pool
             )
         different = [each for each in found if not each.is_equal]
         if not different:
@@ -212,9 +202,9 @@ class TypeCheck:
 
     def _check_export(self) -> str:
         """Compare the logits of a loaded export with those of the model to the bit."""
-        config = self.config(Layout())
+        policy = self.tiny_run(Layout()).policy
         (context,) = contexts(1, self.directory / "export.rendezvous")
-        worker = policy_worker_class(config.policy.engine)(context, config=config.policy)  # type: ignore[call-arg]
+        worker = policy_worker_class("dtensor")(context, config=policy)  # type: ignore[call-arg]
         worker.export_hf(self.directory / "hf")
         ids = torch.arange(16)[None]
         with torch.no_grad():
@@ -246,7 +236,7 @@ class TypeCheck:
             for name, weight in adapted.named_parameters()
             if weight.requires_grad
         }
-        config = in_mode(self.config(Layout()), "packed")
+        run = self.tiny_run(Layout())
         adapter = AdapterConfig(
             enabled=True,
             rank=_RANK,
@@ -254,10 +244,11 @@ class TypeCheck:
             target_modules=tuple(targets),
             adapter_path=str(self.directory / "adapter"),
         )
-        config = replace(config, policy=replace(config.policy, lora=adapter))
+        policy = replace(in_mode(run.policy, "packed"), lora=adapter)
         (context,) = contexts(1, self.directory / "lora.rendezvous")
         folder = self.directory / "lora"
-        *_, leak = self._pool.submit(train_rank, context, config, self._batch, folder).result()
+        run = replace(run, policy=policy)
+        *_, leak = self._pool.submit(train_rank, context, run, self._batch, folder).result()
         if leak:
             raise IsolationError(leak)
         difference, name = worst(saved_tensors(folder / "first", "exp_avg"), expected)

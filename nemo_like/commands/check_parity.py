@@ -1,92 +1,33 @@
-"""`nemo-like check parity`: compare engine and parallel layout with transformers on a tiny model.
-
-The same rows are trained by workers in the config's layout (real process groups on the CPU,
-float32) and by transformers in this process, one unpadded row at a time. Compared are the loss, the
-gradient of every parameter, the log-probs, the weights after several optimizer steps, and the loss
-after a resume from the layout's checkpoint in one process.
-"""
+"""`nemo-like check parity --config FILE`: compare its layout with transformers."""
 
 from __future__ import annotations
 
 import argparse
-import copy
 import multiprocessing
 import tempfile
-from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
-from functools import cached_property
-from math import gcd
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from nemo_like.algorithms.registry import load_any_config
 from nemo_like.commands.train import FAILED
 from nemo_like.config.parallel import policy_layout
-from nemo_like.config.schema import (
-    ClusterConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    SchedulerConfig,
-)
+from nemo_like.config.schema import RunConfig
 from nemo_like.console import say
-from nemo_like.data.jagged import Jagged
-from nemo_like.data.planning.plan import BatchPlan, plan_batch
-from nemo_like.distributed import process_groups
-from nemo_like.distributed.batched_data_dict import BatchedDataDict, unshard
-from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.losses import NllLoss
-from nemo_like.metrics import metric_values
-from nemo_like.models.spec import ModelSpec
 from nemo_like.models.tiny import save_tiny_copy
-from nemo_like.policy.batching import plan_spec
-from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
-from nemo_like.policy.isolation import IsolationError
-from nemo_like.policy.optim import build_optimizer
-from nemo_like.policy.worker import PolicyWorker
 from nemo_like.training.model_files import open_model_config
-from nemo_like.training.workers import policy_worker_class
+from nemo_like.training.parity import (
+    LIMIT,
+    Comparison,
+    Reference,
+    check_mode,
+    random_batch,
+    tiny_run,
+)
 
-LIMIT = 1e-5
-"""Max relative difference that counts as equal: some hundred float32 roundings."""
-NUM_STEPS = 4
-ISOLATION = "isolation of rows"
-"""A name of a comparison."""
 MODES = ("packed", "dynamic")
-_LENGTHS = (37, 5, 64, 12, 3, 29, 50, 18, 41, 7, 2, 23)
-_BUDGET = 160
-_TIMEOUT_S = 300.0
-_LR = 1e-3
-_EPSILON = 1e-3
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """One compared quantity.
-
-    Example: `Comparison("packed", "loss", 2.1e-06)`.
-    """
-
-    mode: str
-    what: str
-    difference: float
-    """Relative; infinite if the two sides have different shapes or names."""
-    detail: str = ""
-    is_rounding: bool = False
-    """A larger difference is one of rounding, as a computation in float64 shows."""
-
-    @property
-    def is_equal(self) -> bool:
-        """True within `LIMIT` and for rounding; False for NaN."""
-        return self.difference <= LIMIT or self.is_rounding
 
 
 @dataclass(frozen=True)
@@ -117,85 +58,6 @@ class ParityReport:
         return "\n".join(lines)
 
 
-class Trained(NamedTuple):
-    """Results of `NUM_STEPS` optimizer steps."""
-
-    losses: list[float]
-    """Before each step, and after the last one."""
-    gradients: dict[str, Tensor]
-    """Gradients of the first step, by Hugging Face name."""
-    weights: dict[str, Tensor]
-    """Weights after the last step, by Hugging Face name."""
-    logprobs: Jagged
-    """Log-probs of every row before the first step, float32."""
-
-
-_Selected = Mapping[str, Any]
-_QUANTITIES: dict[str, Callable[[Trained], _Selected]] = {
-    "loss": lambda trained: {"": trained.losses[:1]},
-    "gradient of every parameter": lambda trained: trained.gradients,
-    "log-probs of every token": lambda trained: {"": trained.logprobs.values},
-    f"losses of {NUM_STEPS} optimizer steps": lambda trained: {"": trained.losses},
-    f"weights after {NUM_STEPS} optimizer steps": lambda trained: trained.weights,
-}
-"""What is compared -> its values by name; a single one has no name."""
-
-
-class _InDouble(TorchFunctionMode):
-    """Computes in float64 where a model converts to float32, as in norms."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func == torch.Tensor.float:
-            func = torch.Tensor.double
-        args = [torch.float64 if each is torch.float32 else each for each in args]
-        values = (kwargs or {}).items()
-        return func(*args, **{k: torch.float64 if v is torch.float32 else v for k, v in values})
-
-
-class Reference:
-    """What transformers computes, in float32 and, where that is needed, in float64."""
-
-    def __init__(self, model: PreTrainedModel, batch: BatchedDataDict, config: RunConfig) -> None:
-        """Train copies of the float32 `model`, when their results are needed."""
-        self._model = model
-        self._batch = batch
-        self._config = config
-
-    @cached_property
-    def single(self) -> Trained:
-        """The results in float32."""
-        return train_with_transformers(copy.deepcopy(self._model), self._batch, self._config)
-
-    @cached_property
-    def double(self) -> Trained:
-        """The same in float64."""
-        with _InDouble():
-            model = copy.deepcopy(self._model).double()
-            # The products of groups have no kernel in float64.
-            model.set_experts_implementation("eager")
-            return train_with_transformers(model, self._batch, self._config)
-
-    def compare(self, mode: str, what: str, found: Trained) -> Comparison:
-        """Compare one of `_QUANTITIES`; where it differs in float32, both sides with float64.
-
-        A difference is rounding if the error of `found` is at most twice that of transformers.
-        """
-        select = _QUANTITIES[what]
-        difference, name = worst(select(found), select(self.single))
-        detail = f"worst at {name}" if name else ""
-        if difference <= LIMIT or not np.isfinite(difference):
-            return Comparison(mode, what, difference, detail)
-        errors = differences(select(found), select(self.double))
-        allowed = differences(select(self.single), select(self.double))
-        is_rounding = all(errors[each] <= 2 * allowed[each] + LIMIT for each in errors)
-        detail = (
-            f"{detail}, {errors[name]:.1e} from float64, transformers {allowed[name]:.1e}"
-        ).removeprefix(", ")
-        return Comparison(mode, what, difference, detail, is_rounding)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Print the comparison; return the exit code, 1 for a difference. Raises ConfigError."""
     config = load_any_config(arguments.config, arguments.overrides, arguments.kind)
@@ -217,11 +79,15 @@ def check_parity(config: RunConfig) -> ParityReport:
     parallel = config.parallel
     with tempfile.TemporaryDirectory(prefix="nemo_like_parity_") as folder:
         model = save_tiny_copy(model_config, parallel, Path(folder) / "model")
-        tiny = tiny_run(config, Path(folder) / "model")
+        tiny = tiny_run(
+            config.policy,
+            parallel,
+            policy_layout(config.parallel, config.cluster).dp,
+            Path(folder) / "model",
+        )
         batch = random_batch(model.config.vocab_size)
         expected = Reference(model, batch, tiny)
-        layout = policy_layout(tiny.parallel, tiny.cluster)
-        num_workers = layout.world_size
+        num_workers = tiny.num_workers
         # A forked process would inherit the threads of torch in an undefined state.
         spawn = multiprocessing.get_context("spawn")
         findings: list[Comparison] = []
@@ -229,303 +95,9 @@ def check_parity(config: RunConfig) -> ParityReport:
         with ProcessPoolExecutor(num_workers, mp_context=spawn) as pool:
             for mode in MODES:
                 findings += check_mode(tiny, mode, batch, expected, Path(folder), pool)
+    layout = str(tiny.layout)
     title = (
         f"{config.policy.engine} on {layout}: a tiny {model_config.model_type} against"
-        f" transformers, {len(_LENGTHS)} rows"
+        f" transformers, {len(batch['length'])} rows"
     )
     return ParityReport(title, tuple(findings))
-
-
-def tiny_run(config: RunConfig, model: Path) -> RunConfig:
-    """Return `config` for the tiny model, with the same engine, layout and recomputation.
-
-    It runs on CPU workers in float32, with a learning rate at which a few steps change the loss.
-    """
-    parallel = config.parallel
-    # Expert parallelism divides context x data, with Megatron-Core also tensor, so it may need more
-    # than two replicas.
-    tensor = parallel.tensor if config.policy.engine == "megatron" else 1
-    min_replicas = parallel.expert // gcd(parallel.expert, tensor * parallel.context)
-    num_tiny_replicas = max(min(2, policy_layout(config.parallel, config.cluster).dp), min_replicas)
-    policy = replace(
-        config.policy,
-        model_name=str(model),
-        precision="float32",
-        train_global_batch_size=len(_LENGTHS),
-        max_total_sequence_length=max(_LENGTHS),
-        logprob_chunk_size=32,
-        # Adam's first moment is then the gradient itself, which the checkpoint has under Hugging
-        # Face names.
-        # A gradient that is zero up to rounding, such as that of the bias of keys without rotary
-        # embedding, must not become a complete step of Adam.
-        optimizer=OptimizerConfig(lr=_LR, weight_decay=0.1, beta1=0.0, eps=_EPSILON),
-        scheduler=SchedulerConfig(),
-        max_grad_norm=0.0,
-    )
-    workers = num_tiny_replicas * parallel.tensor * parallel.context * parallel.pipeline
-    return replace(config, policy=policy, cluster=ClusterConfig(workers_per_node=workers))
-
-
-def in_mode(config: RunConfig, mode: str) -> RunConfig:
-    """Return `config` with one of `MODES`."""
-    packing = replace(
-        config.policy.sequence_packing,
-        enabled=mode == "packed",
-        train_mb_tokens=_BUDGET,
-        logprob_mb_tokens=_BUDGET,
-    )
-    dynamic = replace(
-        config.policy.dynamic_batching,
-        enabled=mode == "dynamic",
-        train_mb_tokens=_BUDGET,
-        logprob_mb_tokens=_BUDGET,
-    )
-    policy = replace(config.policy, sequence_packing=packing, dynamic_batching=dynamic)
-    return replace(config, policy=policy)
-
-
-def check_mode(
-    config: RunConfig,
-    mode: str,
-    batch: BatchedDataDict,
-    expected: Reference,
-    folder: Path,
-    pool: ProcessPoolExecutor,
-) -> list[Comparison]:
-    """Train in one mode on the ranks of the layout and compare with `expected`."""
-    config = in_mode(config, mode)
-    parallel_layout = policy_layout(config.parallel, config.cluster)
-    checkpoints = folder / mode
-    futures = []
-    for context in contexts(parallel_layout.world_size, folder / f"{mode}.rendezvous"):
-        futures.append(pool.submit(train_rank, context, config, batch, checkpoints))
-    results = [future.result(timeout=_TIMEOUT_S) for future in futures]
-    # Any rank may find a leak; the message of one is enough.
-    leak = next((message for *_, message in results if message), "")
-    losses, _, _ = results[parallel_layout.output_rank(0)]
-    # The other ranks of a replica have no outputs, or the same ones.
-    parts = []
-    for dp_rank in range(parallel_layout.dp):
-        _, outputs, _ = results[parallel_layout.output_rank(dp_rank)]
-        parts.append(outputs["prev_logprobs"])
-    logprobs = unshard(parts, _plan(config, batch))
-    assert isinstance(logprobs, Jagged)
-    gradients = saved_tensors(checkpoints / "first", "exp_avg")
-    weights = saved_tensors(checkpoints / "last", "weight")
-    # Another layout reads the same blocks only if they are in Hugging Face coordinates.
-    rendezvous = folder / f"{mode}.alone"
-    resumed_loss = _resume_on_one_rank(config, batch, checkpoints / "last", rendezvous)
-
-    found = Trained(losses, gradients, weights, logprobs)
-    resumed = Comparison(
-        mode, "resume of the checkpoint on one rank", abs(resumed_loss / losses[-1] - 1)
-    )
-    return [
-        Comparison(mode, ISOLATION, np.inf if leak else 0.0, leak),
-        *(expected.compare(mode, what, found) for what in _QUANTITIES),
-        resumed,
-    ]
-
-
-def train_rank(
-    context: WorkerContext, config: RunConfig, batch: BatchedDataDict, folder: Path
-) -> tuple[list[float], dict[str, Jagged], str]:
-    """Train on one rank; return its losses, its log-probs and the message of the isolation check.
-
-    Checkpoints after the first and the last step are saved in `folder`. Log-probs are float32, [L]
-    per row.
-    """
-    transformers_logging.disable_progress_bar()
-    # The differences are to come from the layout, not from the order of atomic additions.
-    torch.use_deterministic_algorithms(True)
-    try:
-        worker = policy_worker_class(config.policy.engine)(
-            context,
-            config=config.policy,  # type: ignore[call-arg]
-            parallel=config.parallel,  # type: ignore[call-arg]
-        )
-        dp_rank = policy_layout(config.parallel, config.cluster).dp_rank(context.rank)
-        shard = batch.shard(_plan(config, batch))[dp_rank]
-        try:
-            worker.probe_isolation()
-            leak = ""
-        except IsolationError as error:
-            leak = str(error)
-        outputs = worker.fetch_logprobs(shard, worker.compute_logprobs(shard))
-        losses = [_loss(worker, shard, train=True)]
-        # After one step Adam's first moment is the gradient, see `tiny_run`.
-        worker.save(folder / "first")
-        losses += [_loss(worker, shard, train=True) for _ in range(NUM_STEPS - 1)]
-        losses.append(_loss(worker, shard, train=False))
-        worker.save(folder / "last")
-    finally:
-        process_groups.destroy()
-    return losses, outputs, leak
-
-
-def _resume_on_one_rank(
-    config: RunConfig, batch: BatchedDataDict, checkpoint: Path, rendezvous: Path
-) -> float:
-    """Return the loss of a checkpoint of either engine, loaded into one DTensor process."""
-    alone = replace(
-        config,
-        policy=replace(config.policy, engine="dtensor"),
-        parallel=ParallelConfig(),
-        cluster=ClusterConfig(),
-    )
-    (context,) = contexts(1, rendezvous)
-    worker = policy_worker_class(alone.policy.engine)(context, config=alone.policy)  # type: ignore[call-arg]
-    worker.load(checkpoint)
-    return _loss(worker, batch.shard(_plan(alone, batch))[0], train=False)
-
-
-def _loss(worker: PolicyWorker, shard: Any, *, train: bool) -> float:
-    """Return the loss of the batch; NaN on pipeline stages that do not compute it."""
-    if train:
-        metrics, *_ = worker.train(shard, None, NllLoss())
-    else:
-        metrics = worker.evaluate(shard, NllLoss())
-    return metric_values(metrics).get("policy/loss", float("nan"))
-
-
-def _plan(config: RunConfig, batch: BatchedDataDict) -> BatchPlan:
-    spec = plan_spec(
-        config.policy,
-        purpose="train",
-        parallel_layout=policy_layout(config.parallel, config.cluster),
-        # The split of the rows must not matter, so any work per row will do.
-        model=None,
-    )
-    return plan_batch(batch["length"], spec)
-
-
-def train_with_transformers(
-    model: PreTrainedModel, batch: BatchedDataDict, config: RunConfig
-) -> Trained:
-    """Run the same steps with transformers and AdamW, one unpadded row at a time."""
-    optimizer = build_optimizer(model.named_parameters(), config.policy.optimizer)
-    rows = [_row_logprobs(model, ids).detach().numpy() for ids in batch["input_ids"]]
-    logprobs = Jagged.from_rows(rows, rows[0].dtype)
-    # The workers return 0 for tokens that are not trained.
-    is_trained = batch["token_mask"].values != 0
-    masked = Jagged(logprobs.values * is_trained, logprobs.offsets)
-    losses = []
-    gradients: dict[str, Tensor] = {}
-    for step in range(NUM_STEPS + 1):
-        loss = transformers_loss(model, batch)
-        losses.append(loss.item())
-        # The last loss is that after the last step, which is not followed by another one.
-        if step == NUM_STEPS:
-            break
-        loss.backward()
-        if step == 0:
-            for name, parameter in model.named_parameters():
-                # An expert that no token is routed to has no gradient.
-                if parameter.grad is not None:
-                    gradients[name] = parameter.grad.clone()
-        optimizer.step()
-        optimizer.zero_grad()
-    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    return Trained(losses, gradients, weights, masked)
-
-
-def transformers_loss(model: PreTrainedModel, batch: BatchedDataDict) -> Tensor:
-    """Return the mean negative log-likelihood of the trained tokens, a float32 scalar."""
-    total = torch.zeros(())
-    num_tokens = 0
-    for ids, mask in zip(batch["input_ids"], batch["token_mask"], strict=True):
-        is_trained = torch.from_numpy(mask.astype(bool))
-        total = total - _row_logprobs(model, ids)[is_trained].sum()
-        num_tokens += int(is_trained.sum())
-    return total / num_tokens
-
-
-def _row_logprobs(model: PreTrainedModel, ids: np.ndarray) -> Tensor:
-    """Return the log-prob of each token of one row int [L], float32 [L]; 0 for the first token."""
-    input_ids = torch.from_numpy(ids.astype(np.int64))[None]
-    if ModelSpec.from_config(model.config).rope_threshold is not None:
-        # transformers keeps the dynamic rotary frequencies of a longer row until a short one.
-        with torch.no_grad():
-            model(input_ids=input_ids[:, :1], use_cache=False)
-    # The logits at a position predict the next token.
-    logits = model(input_ids=input_ids, use_cache=False).logits[0, :-1]
-    labels = input_ids[0, 1:, None]
-    logprobs = logits.log_softmax(-1).gather(1, labels).squeeze(1)
-    return torch.cat([torch.zeros(1), logprobs])
-
-
-def random_batch(vocab_size: int) -> BatchedDataDict:
-    """Return rows of random tokens, about two thirds of which are trained.
-
-    The first token of a row has no context and is never trained.
-    """
-    rng = np.random.default_rng(0)
-    lengths = np.array(_LENGTHS, dtype=np.int64)
-    token_ids = rng.integers(0, vocab_size, lengths.sum()).astype(np.int32)
-    input_ids = Jagged.from_lengths(token_ids, lengths)
-    mask = (rng.random(lengths.sum()) < 0.67).astype(np.uint8)
-    mask[input_ids.offsets[:-1]] = 0
-    return BatchedDataDict(
-        input_ids=input_ids, token_mask=Jagged(mask, input_ids.offsets), length=lengths
-    )
-
-
-def contexts(world_size: int, rendezvous: Path) -> list[WorkerContext]:
-    """Return the contexts of CPU ranks that meet in the file `rendezvous`."""
-    return [
-        WorkerContext(
-            rank=rank,
-            world_size=world_size,
-            local_rank=rank,
-            device="cpu",
-            init_method=rendezvous.as_uri(),
-            collective_timeout_s=_TIMEOUT_S,
-            num_threads=1,
-        )
-        for rank in range(world_size)
-    ]
-
-
-def saved_tensors(checkpoint: Path, kind: str) -> dict[str, Tensor]:
-    """Return Hugging Face name -> full tensor of a kind (`weight`, `exp_avg`) in a checkpoint.
-
-    A tensor of any kind is float32 and has the same shape as the weight.
-    """
-    with open_checkpoint(checkpoint) as reader:
-        return {
-            name: reader.read(f"{kind}/{name}", [0] * len(shape), shape)
-            for name, shape in reader.shapes.items()
-        }
-
-
-def worst(found: _Selected, expected: _Selected) -> tuple[float, str]:
-    """Return the max relative difference over all values of equal names, and the name.
-
-    The values of a name have the same shape.
-    """
-    if found.keys() != expected.keys():
-        differing = sorted(found.keys() ^ expected.keys())
-        return np.inf, f"the names differ: {differing[:3]}"
-    by_name = differences(found, expected)
-    name = max(by_name, key=by_name.__getitem__)
-    return by_name[name], name
-
-
-def differences(found: _Selected, expected: _Selected) -> dict[str, float]:
-    """Return the relative difference by name."""
-    return {name: _relative(found[name], value) for name, value in expected.items()}
-
-
-def _relative(found: Any, expected: Any) -> float:
-    """Return the L2 norm of the difference over that of `expected`.
-
-    It is infinite for different shapes and for values that are not finite. Both sides have the same
-    shape, [n] or a weight's.
-    """
-    found = np.asarray(found, dtype=np.float64)
-    expected = np.asarray(expected, dtype=np.float64)
-    if found.shape != expected.shape or not np.isfinite(found).all():
-        return np.inf
-    # The smallest norm only avoids 0 / 0 for a gradient that is exactly 0 on both sides.
-    norm = max(np.linalg.norm(expected), 1e-30)
-    return float(np.linalg.norm(found - expected) / norm)

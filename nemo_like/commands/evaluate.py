@@ -253,7 +253,7 @@ def _add_scores(record: Record, job: RolloutJob, rows: range, names: Sequence[st
             continue
         errors = record.setdefault("errors", [None] * len(rows))
         errors[position] = errors[position] or str(problem)
-        if job.drops_problems:
+        if row in job.dropped_rows:
             record["is_scored"][position] = False
     for name in names:
         record["components"][name] = [finite_number(job.components[name][row]) for row in rows]

@@ -41,12 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def write_examples(directory: Path) -> int:
-    """Copy every example config into a directory, which is created; return the exit code.
+    """Copy the example configs and their README into a directory; return the exit code.
 
-    Raises ConfigError, and writes nothing, if a file of one of these names exists. Raises it as
-    well if a file cannot be written.
+    The directory is created. Raises ConfigError, and writes nothing, if a file of one of these
+    names exists. Raises it as well if a file cannot be written.
     """
-    examples = example_configs()
+    configs = example_configs()
+    examples = [*configs, configs[0].with_name("README.md")]
     targets = [directory / example.name for example in examples]
     # A broken link does not exist, and writing to it would create a file elsewhere.
     existing = [target for target in targets if target.exists() or target.is_symlink()]
@@ -64,7 +65,7 @@ def write_examples(directory: Path) -> int:
         raise ConfigError(
             f"the example configs cannot be written to {directory}: {error.strerror}"
         ) from error
-    say(f"wrote {len(targets)} example configs to {directory}")
+    say(f"wrote {len(configs)} example configs to {directory}; README.md has their variants")
     return 0
 
 

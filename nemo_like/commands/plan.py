@@ -115,7 +115,7 @@ def plan_request(arguments: argparse.Namespace) -> PlanRequest:
         memory_gib=arguments.memory_gb,
         shared_prefix=shared_prefix,
         logged={} if past is None else past.compare(spec, shared_prefix),
-        notes=(*notes, *_notes(config)),
+        notes=(*notes, *_notes(config), *model.estimate_warnings),
     )
 
 

@@ -12,7 +12,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import isnan
 from typing import TYPE_CHECKING
@@ -72,6 +72,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _POLL_S = 1.0
+MAX_CALL_S = 60.0
+"""Time limit of a call of a user's code for which the config sets none."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -212,7 +214,8 @@ def _describe_model(config: RunConfig, model: PretrainedConfig, diagnostics: Dia
     if max_positions:
         sizes += f", positions up to {max_positions:,}"
     diagnostics.add_lines("model", f"{config.policy.model_name}: {model.model_type}, {sizes}")
-    line = adapter_line(config.policy, spec)
+    diagnostics.warnings += spec.estimate_warnings
+    line = adapter_line(config.policy, config.needs, spec)
     if line is not None:
         diagnostics.add_lines("model", line)
     diagnostics.add_lines("model", device_line(config.cluster, config.policy.precision))
@@ -273,18 +276,24 @@ class _ScoringChecks:
     def check_functions(self) -> None:
         """Import the reward functions and score the row with each of them.
 
-        The functions are called as in a run, so a function that raises is a problem here as well.
+        The functions are called as in a run, so a function that raises is a problem here as well,
+        and so is one that hangs, also where a run has no limit.
         """
         reward = self.config.reward
         functions = self.diagnostics.check(lambda: load_reward_functions(reward.functions))
         if not functions or self.sample is None:
             return
-        worker = RewardWorker(None, functions=reward.functions, timeout_s=reward.timeout_s)
+        timeout_s = reward.timeout_s or MAX_CALL_S
+        worker = RewardWorker(None, functions=reward.functions, timeout_s=timeout_s)
         for name, config in reward.functions.items():
             try:
                 score = float(worker.values(name, [self.sample], [None])[0])
             except RewardError as error:
-                self.diagnostics.problems.append(str(error))
+                text = str(error)
+                if reward.timeout_s is None:
+                    limit = f"the {timeout_s:g} s that `validate` waits without reward.timeout_s"
+                    text = text.replace(f"reward.timeout_s {timeout_s:g}", limit)
+                self.diagnostics.problems.append(text)
             else:
                 shown = "does not apply to" if isnan(score) else f"{score:g} for"
                 text = f"{name} ({config.path}): {shown} the answer of {self.place} itself"
@@ -340,6 +349,7 @@ class _ScoringChecks:
     def check_environment(self, encoder: ChatEncoder | None) -> None:
         """Import the environment; reset it, step it once, and encode its observation."""
         section = self.config.environment
+        section = replace(section, timeout_s=section.timeout_s or MAX_CALL_S)
         worker = self.diagnostics.check(lambda: EnvironmentWorker(None, config=section))
         if worker is None:
             return
@@ -364,12 +374,20 @@ class _ScoringChecks:
             worker.close()
 
     def _described(self, outcome: StepOutcome, encoder: ChatEncoder | None) -> str:
-        """Describe an outcome. Raises ConfigError if its observation cannot be encoded."""
+        """Describe an outcome.
+
+        Raises EnvironmentFailure for a failed step, and ConfigError if its observation cannot be
+        encoded.
+        """
+        if outcome.failure is not None:
+            raise outcome.failure
         if outcome.is_timeout:
             section = self.config.environment
+            limit = f"the {MAX_CALL_S:g} s that `validate` waits without environment.timeout_s"
+            if section.timeout_s is not None:
+                limit = f"environment.timeout_s {section.timeout_s:g}; raise it"
             raise ConfigError(
-                f"the environment {section.path} did not answer a turn within"
-                f" environment.timeout_s {section.timeout_s:g}; raise it"
+                f"the environment {section.path} did not answer a turn within {limit}"
             )
         text = f"reward {sum(outcome.rewards.values()):g}"
         if outcome.done:

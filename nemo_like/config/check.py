@@ -63,7 +63,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
         *_shared_prefix(policy, needs),
         *_router_replay(policy, needs),
         *_compilation(policy),
-        *adapter_problems(policy),
+        *adapter_problems(policy, needs),
         *_timeouts(config.reward, cluster),
         *_cluster(cluster),
         *_environment(cluster),

@@ -74,7 +74,7 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names)
 
 
-def adapter_problems(policy: PolicyConfig) -> Iterator[Problem]:
+def adapter_problems(policy: PolicyConfig, needs: RunNeeds) -> Iterator[Problem]:
     """Yield the problems of `policy.lora` that do not depend on the model."""
     lora = policy.lora
     if lora.enabled and not lora.target_modules:
@@ -103,6 +103,17 @@ def adapter_problems(policy: PolicyConfig) -> Iterator[Problem]:
             f"policy.lora.adapter_path is {lora.adapter_path!r}, but policy.lora.enabled is false,"
             " so the adapter would not be used: set policy.lora.enabled to true, or"
             " policy.lora.adapter_path to null",
+        )
+    if lora.reference == "adapter" and (lora.adapter_path is None or not needs.reference):
+        reason = "this run has no reference policy: set policy.lora.reference to base"
+        if needs.reference:
+            reason = (
+                "there is no initial adapter: set policy.lora.adapter_path to the directory of one,"
+                " or policy.lora.reference to base"
+            )
+        yield Problem(
+            ("policy.lora.reference", "policy.lora.adapter_path"),
+            f"policy.lora.reference is adapter, but {reason}",
         )
     yield from _weight_sync(policy)
 

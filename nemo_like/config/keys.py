@@ -194,21 +194,6 @@ def _split_at_unknown(root: type, path: str) -> tuple[str, str]:
     return path, ""
 
 
-def misspelled_key(job: JobSchema, path: str) -> str | None:
-    """Return the key of the same section whose name is almost equal to the name of `path`.
-
-    The similarity ratio of `difflib` is at least 0.85; None if there is no such key.
-    """
-    parent, _, name = path.rpartition(".")
-    siblings = child_types(type_at(job.run_config, parent))
-    if not siblings or len(path) > _MAX_PATH_CHARACTERS:
-        return None
-    nearest = difflib.get_close_matches(name, siblings, n=1, cutoff=0.85)
-    if not nearest:
-        return None
-    return f"{parent}.{nearest[0]}" if parent else nearest[0]
-
-
 def suggest_keys(root: type, path: str) -> list[str]:
     """Return at most three existing keys for the unknown `path`, the likeliest first.
 

@@ -44,6 +44,7 @@ _WARMUP = "policy.scheduler.warmup_steps"
 _SAMPLING_JOBS = ("grpo", "distill")
 _LAYOUT = "policy.generation.vllm."
 """Keys that change no training; a value that is not possible here is dropped."""
+_KEY = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
 _FILE = re.compile(r"(hf://|[/.~]).*|.*\.(jsonl?|parquet|csv|arrow)(\.gz)?", re.DOTALL)
 
 
@@ -102,12 +103,22 @@ def migrate(jobs: Mapping[str, type[RunConfig]], path: Path, kind: str | None = 
     kind = kind or source.job or guess_job(source.tree)
     if not kind:
         raise ConfigError(f"the job of {shown_path(path)} is not clear; pass --kind JOB")
-    result = Migration(tool, JobSchema(kind, jobs), notes=[*source.notes, *tool.advice])
+    result = Migration(tool, JobSchema(kind, jobs), notes=list(source.notes))
+    result.notes += [note for note in tool.advice if _is_for_job(result.job, note)]
     tree = copy.deepcopy(source.tree)
     defaults = dict(_add_defaults(tool, kind, tree))
     _translate(result, tree, defaults)
     _complete(result, path)
     return result
+
+
+def _is_for_job(job: JobSchema, note: str) -> bool:
+    """Return False if the note names a key that other jobs have and this one has not."""
+    return not any(
+        type_at(job.run_config, key) is None and type_at(other, key) is not None
+        for key in _KEY.findall(note)
+        for other in job.jobs.values()
+    )
 
 
 def _add_defaults(tool: Tool, kind: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -146,7 +157,8 @@ def _computed(formula: str, tree: Mapping[str, Any]) -> float | None:
 def _translate(result: Migration, tree: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Carry the keys over that have a place here, and list the others."""
     job = result.job
-    found = find_foreign(job, tree, result.tool)
+    # Defaults last: a default replaces no value under an earlier name of its key.
+    found = sorted(find_foreign(job, tree, result.tool), key=lambda one: one.path in defaults)
     # A key is part of a formula also with a value that has no effect by itself, such as 1.
     without_effect = {
         one.path for one in found if one.group == "deletable" and one.text != NO_EFFECT
@@ -169,13 +181,14 @@ def _translate(result: Migration, tree: Mapping[str, Any], defaults: Mapping[str
     for one in found:
         if one.group == "renamed":
             _carry(result, tree, one, defaults, computed)
-        elif one.path in defaults or one.path in result.carried:
             continue
-        elif one.group == "unknown":
-            result.unknown.append(one)
-        else:
-            text = "the command decides it" if one.path in result.tool.jobs else one.text
-            result.dropped.append(Finding(one.path, one.group, text=text))
+        # Formulas may carry some keys of a section.
+        keys = list(key_paths({one.path: value_at(tree, one.path)})) or [one.path]
+        left = [key for key in keys if key not in defaults and key not in result.carried]
+        text = "the command decides it" if one.path in result.tool.jobs else one.text
+        for path in [one.path] if left == keys else left:
+            target = result.unknown if one.group == "unknown" else result.dropped
+            target.append(Finding(path, one.group, text=text))
     covered = tuple(f"{one.path}." for one in found)
     for path in key_paths(tree):
         if not f"{path}.".startswith(covered) and type_at(job.run_config, path) is not None:

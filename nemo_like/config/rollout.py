@@ -105,6 +105,9 @@ class GenerationConfig:
         return engines[self.backend]
 
 
+OnError = Literal["stop", "zero", "drop"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
     """Rollouts of several turns: a class that answers each turn of the model."""
@@ -123,6 +126,11 @@ class EnvironmentConfig:
     num_workers: Annotated[int, Ge(1)] = 1
     """Processes that run the environment; each runs the steps of many conversations at the same
     time."""
+    on_error: OnError = "stop"
+    """An exception in `reset` or `step`, or an invalid result. `stop` ends the run with the
+    conversation. The others end the conversation only: `zero` takes 0 as the reward of the
+    environment, `drop` leaves the row out of training and of the statistics of its group.
+    `reward.max_error_share` limits the share of such rows."""
 
 
 def environment_problems(config: EnvironmentConfig, *, generates: bool) -> Iterator[Problem]:
@@ -133,9 +141,6 @@ def environment_problems(config: EnvironmentConfig, *, generates: bool) -> Itera
             f"environment.path is {config.path}, which has no effect: this run samples no"
             " completions. Set it to null",
         )
-
-
-OnError = Literal["stop", "zero", "drop"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,9 +210,9 @@ class RewardConfig:
     something else than one finite number. `stop` ends the run with the sample, `zero` takes 0 as
     its value, `drop` leaves the completion out of training and of the statistics of its group."""
     max_error_share: Annotated[float, Ge(0), Le(1)] = 0.1
-    """Max share of the completions of a rollout with a failed function, for `on_error` `zero` and
-    `drop`; above it the run stops. The refills of dynamic sampling count with the rollout of their
-    step."""
+    """Max share of the completions of a rollout with a failed function or environment, for
+    `on_error` `zero` and `drop`; above it the run stops. The refills of dynamic sampling count with
+    the rollout of their step."""
 
     @property
     def weights(self) -> dict[str, float]:

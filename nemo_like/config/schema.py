@@ -52,7 +52,7 @@ class AdapterConfig:
 
     enabled: bool = False
     """Train adapters only. Weights are stored in `policy.precision`, and checkpoints have the
-    adapters. The reference policy is the model without adapters, which needs no second copy."""
+    adapters. The reference policy needs no second copy of the model."""
     rank: Annotated[int, Ge(1)] = 16
     """Rank of the update of each layer."""
     alpha: Annotated[float, Gt(0)] = 32.0
@@ -80,7 +80,10 @@ class AdapterConfig:
     """Directory of an adapter in the format of PEFT with which training starts, e.g. `hf/adapter`
     of another run. Its rank, alpha and layers must be those set here. null starts with new
     adapters."""
-
+    reference: Literal["base", "adapter"] = "base"
+    """The reference policy of DPO, IPO and a KL penalty. `base`: the model without adapters.
+    `adapter`: the model with the adapter of `adapter_path`, also after a resume, so that a run
+    starts at its reference; every rank keeps a copy of its shard in host memory."""
     weight_sync: Literal["auto", "merged", "adapter"] = "auto"
     """What the generator receives after each step. `merged`: all weights, W + scale B A, rounded to
     `policy.precision`. `adapter`: A and B alone, and the generator computes W x + scale B A x like
@@ -316,6 +319,10 @@ class PolicyConfig:
     `[model.embed_tokens.*, "model.layers.[0-7].*"]`. They have no gradient and no optimizer state,
     and are stored in `policy.precision`."""
     ema: EmaConfig = field(default_factory=EmaConfig)
+    parity_check: bool = True
+    """While the workers start, train a tiny copy of the model for one step on CPU, in the run's
+    engine, batching mode, layout and recomputation, and compare it with transformers. A difference
+    ends the run before its first step. The check takes at most 20 s, and its outcome is cached."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
     @property

@@ -367,9 +367,9 @@ def row_error_text(error: Exception) -> str:
     return f"the row cannot be encoded ({type(error).__name__}: {reason}); correct or remove it"
 
 
-def cache_directory() -> Path:
-    """Return the directory of encoded rows that runs share."""
-    return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/nemo_like").expanduser() / "rows"
+def cache_directory(kind: str = "rows") -> Path:
+    """Return the directory of what runs share, such as encoded rows."""
+    return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/nemo_like").expanduser() / kind
 
 
 def _checksum(file: BufferedReader) -> bytes:

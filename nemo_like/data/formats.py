@@ -203,6 +203,13 @@ def _check_sft(row: Row, columns: tuple[str, ...]) -> None:
         _check_gsm8k(row)
     if columns == ("input_ids",):
         return
+    # A text in a CSV file.
+    if str(row.get("label")).lower() == "false":
+        raise ConfigError(
+            "the row's label is false, which marks an undesirable completion (KTO), and it would be"
+            " trained like the others; remove such rows (data.on_bad_row=skip leaves them out), or"
+            " the column 'label' if it means something else"
+        )
     if row[columns[0]] == "" and columns == ("text",):
         raise ConfigError("column 'text' is empty, so there is nothing to learn; remove the row")
     roles = [turn["role"] for turn in flagged_conversation(row)]

@@ -14,7 +14,14 @@ from typing import Any
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.column_names import renamed_columns
-from nemo_like.data.messages import MEANT, SPEAKERS, Message, parsed_items
+from nemo_like.data.messages import (
+    MEANT,
+    SPEAKERS,
+    Message,
+    clean_message,
+    content_text,
+    parsed_items,
+)
 from nemo_like.data.row_files import Row, shown_json
 
 MESSAGE_COLUMNS = ("messages", "prompt", "question", "completion", "chosen", "rejected")
@@ -218,11 +225,17 @@ def _begins(row: Mapping[str, Any], column: str, first: Any) -> bool:
 
 def _preceded(messages: list[Any], column: str, system: Any, history: Any) -> list[Any]:
     """Return messages after a system turn and earlier turns."""
+    try:
+        cleaned = [clean_message(message, column) for message in messages]
+    except ConfigError:
+        # The format refuses them, with their indices in the file.
+        return messages
     first = []
-    if _role(messages[0]) == "system":
+    system = content_text(system, "system") if system else ""
+    if cleaned[0]["role"] == "system":
         first = [messages[0]]
         messages = messages[1:]
-        if system and first[0].get("content") != system:
+        if system and cleaned[0]["content"] != system:
             raise ConfigError(
                 f"column {column!r} begins with a system turn, and column 'system' has another"
                 " text; remove one of them"
@@ -230,17 +243,22 @@ def _preceded(messages: list[Any], column: str, system: Any, history: Any) -> li
     elif system:
         first = [{"role": "system", "content": system}]
     if not isinstance(history, list):
-        raise ConfigError(f"column 'history' is {shown_json(history)}, not a list of turns")
-    for index, turn in enumerate(history):
-        if _is_message(turn):
-            first += _sharegpt_messages([turn], "history")
-        elif isinstance(turn, list) and len(turn) == 2:
-            first.append({"role": "user", "content": turn[0]})
-            first.append({"role": "assistant", "content": turn[1]})
-        else:
+        raise ConfigError(
+            f"column 'history' is {shown_json(history)}, not a list of turns; write a list of"
+            " [instruction, output] or of messages, or rename the column if it is no conversation"
+        )
+    for index, turn in enumerate(_sharegpt_messages(history, "history")):
+        pair = [turn]
+        if isinstance(turn, list) and len(turn) == 2:
+            roles = ("user", "assistant")
+            pair = [{"role": role, "content": text} for role, text in zip(roles, turn, strict=True)]
+        elif not _is_message(turn):
             raise ConfigError(
                 f"history[{index}] is {shown_json(turn)}, not a list [instruction, output]"
             )
+        for message in pair:
+            clean_message(message, f"history[{index}]")
+        first += pair
     return [*first, *messages]
 
 

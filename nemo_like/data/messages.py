@@ -151,25 +151,29 @@ def clean_message(message: Any, place: str) -> Message:
         _check_flags(message)
     except ConfigError as error:
         raise ConfigError(f"{place}.{error}") from error
-    if isinstance(cleaned.get("content"), list):
-        cleaned["content"] = _joined_parts(cleaned["content"], place)
     # A message with tool calls may have no content.
-    has_content = "content" in cleaned or not calls
-    if has_content and not isinstance(cleaned.get("content"), str):
-        raise ConfigError(f"{place}.content is {shown_json(message.get('content'))}, not a text")
+    if "content" in cleaned or not calls:
+        cleaned["content"] = content_text(cleaned.get("content"), f"{place}.content")
     if calls:
         cleaned["tool_calls"] = calls
     return cleaned
 
 
-def _joined_parts(parts: list[Any], place: str) -> str:
-    """Join the text parts of a content in OpenAI's format. Raises ConfigError for other parts."""
+def content_text(content: Any, place: str) -> str:
+    """Return a content as one text, also if it is a list of text parts in OpenAI's format.
+
+    Raises ConfigError that begins with `place` for another value.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ConfigError(f"{place} is {shown_json(content)}, not a text")
     texts = []
-    for index, part in enumerate(parsed_items(parts)):
+    for index, part in enumerate(parsed_items(content)):
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(text, str) or part.get("type", "text") != "text":
             raise ConfigError(
-                f"{place}.content[{index}] is {shown_json(part)}, not a part with a text:"
+                f"{place}[{index}] is {shown_json(part)}, not a part with a text:"
                 ' {"type": "text", "text": ...}; remove the row or the part'
             )
         texts.append(text)

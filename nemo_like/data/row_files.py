@@ -118,7 +118,7 @@ def data_files(path: Path, key: str) -> list[Path]:
     Raises ConfigError if there are none, or they are of several splits or formats.
     """
     if path.is_dir():
-        return _directory_files(path)
+        return _directory_files(path, key)
     if not is_pattern(path):
         return [path]
     found = (Path(name) for name in sorted(glob(str(path), recursive=True)))
@@ -278,9 +278,9 @@ def _read_csv(path: Path) -> Iterator[LocatedRow]:
             yield location, dict(zip(names, values, strict=True)), None
 
 
-def _directory_files(path: Path) -> list[Path]:
+def _directory_files(path: Path, key: str) -> list[Path]:
     """Return the files of `datasets.save_to_disk`, or all files of a format, by name."""
-    shown = shown_path(path)
+    shown = f"{key}: {shown_path(path)}"
     if (path / "dataset_dict.json").exists():
         # A DatasetDict: the run must not choose a split by itself.
         splits = sorted(file.parent for file in path.glob("*/state.json"))

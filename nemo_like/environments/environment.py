@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from nemo_like.config.errors import shown_value
 from nemo_like.data.messages import Message
-from nemo_like.environments.reward import finite_number
+from nemo_like.environments.reward import BadRewardKind, RewardProblem, finite_number
 
 ENVIRONMENT = "environment"
 """Name of the reward component of an environment; named components have it as a prefix."""
@@ -87,14 +87,18 @@ class Environment(Protocol):
     def step(self, conversation: Conversation) -> StepResult | Awaitable[StepResult]:
         """Answer the model's last turn.
 
-        An exception stops the run with a message that names the row. A turn that the environment
-        does not understand is the model's mistake, so answer it with an observation or a reward.
+        An exception stops the run with a message that names the row, unless `environment.on_error`
+        is `zero` or `drop`. A turn that the environment does not understand is the model's mistake,
+        so answer it with an observation or a reward.
         """
         ...
 
 
 class EnvironmentFailure(Exception):
     """An environment failed; the message has the key, the problem, the row and the last turn."""
+
+    problem: RewardProblem | None = None
+    """Why the environment failed in one conversation; None if it failed as such."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +127,8 @@ class StepOutcome:
     done: bool
     is_timeout: bool = False
     """The time of the conversation was over before the step ended; it has no reward then."""
+    failure: EnvironmentFailure | None = None
+    """Why the step has no result, where `environment.on_error` is `zero` or `drop`."""
     seconds: float = 0.0
     """Time of the step."""
 
@@ -171,19 +177,24 @@ def checked_outcome(key: int, state: State, value: Any) -> StepOutcome:
     )
 
 
-def failure(path: str, problem: str, conversation: Conversation) -> EnvironmentFailure:
+def failure(
+    path: str, kind: BadRewardKind, text: str, conversation: Conversation
+) -> EnvironmentFailure:
     """Return the error of the environment with import path `path` on `conversation`."""
-    problem = (
-        f"environment.path {path} {problem}. A mistake of the model should be answered with an"
-        " observation or a reward; any other exception stops the run. The conversation:"
+    problem = RewardProblem(ENVIRONMENT, path, kind, text, section="environment")
+    advice = (
+        "A mistake of the model should be answered with an observation or a reward; any other"
+        " exception stops the run unless environment.on_error is zero or drop"
     )
     lines = [
-        problem,
+        f"{problem}. {advice}. The conversation:",
         f"  row: {_shown(dict(conversation.row))}",
         f"  state: {_shown(dict(conversation.state))}",
         f"  turn {conversation.turn} of the model: {_shown(conversation.completion)}",
     ]
-    return EnvironmentFailure("\n".join(lines))
+    error = EnvironmentFailure("\n".join(lines))
+    error.problem = problem
+    return error
 
 
 def _checked_observation(value: Any) -> tuple[Message, ...]:

@@ -84,6 +84,7 @@ class EnvironmentWorker:
         `margin_s` more.
         """
         self._path = config.path or ""
+        self._on_error = config.on_error
         self._environment = load_environment(config)
         self._is_plain = not iscoroutinefunction(self._environment.step)
         """`step` runs in a thread."""
@@ -107,7 +108,8 @@ class EnvironmentWorker:
     def advance(self, tasks: Sequence[StepTask], max_seconds: float) -> list[StepOutcome]:
         """Start steps, and return the outcomes of those that ended since the last call.
 
-        Waits up to `max_seconds` for one. Raises EnvironmentFailure if a step failed.
+        Waits up to `max_seconds` for one. Raises EnvironmentFailure if a step failed and
+        `environment.on_error` is `stop`.
         """
         self._running |= {self._submit(self._run(task)) for task in tasks}
         done, self._running = wait(self._running, max_seconds, FIRST_COMPLETED)
@@ -159,17 +161,23 @@ class EnvironmentWorker:
             # Not `wait_for`, which waits for a step that ignores its cancellation.
             await asyncio.wait({step}, timeout=task.timeout_s)
             seconds = time.monotonic() - started_s
-            if step.done():
-                if isinstance(step.exception(), GeneratorExit):
-                    raise failure(self._path, "step raised GeneratorExit", task.conversation)
-                return replace(step.result(), seconds=seconds)
-            step.add_done_callback(_read_exception)
-            step.cancel()
-            # It has no reward.
-            state = task.conversation.state
-            return StepOutcome(
-                key=task.key, state=state, done=True, is_timeout=True, seconds=seconds
+            # Of a step that failed or did not end: it has no reward.
+            no_result = StepOutcome(
+                key=task.key, state=task.conversation.state, done=True, seconds=seconds
             )
+            if not step.done():
+                step.add_done_callback(_read_exception)
+                step.cancel()
+                return replace(no_result, is_timeout=True)
+            error = step.exception()
+            if isinstance(error, GeneratorExit):
+                text = "step raised GeneratorExit"
+                error = failure(self._path, "raised", text, task.conversation)
+            if isinstance(error, EnvironmentFailure) and self._on_error != "stop":
+                return replace(no_result, failure=error)
+            if error is not None:
+                raise error
+            return replace(step.result(), seconds=seconds)
 
     async def _step(self, task: StepTask) -> StepOutcome:
         """Reset at the first turn, and step."""
@@ -204,7 +212,7 @@ class EnvironmentWorker:
         except BaseException as error:
             # Also one that would end a thread, the process or the event loop.
             problem = f"{method} raised {user_error_text(error)}"
-            raise failure(self._path, problem, conversation) from error
+            raise failure(self._path, "raised", problem, conversation) from error
         try:
             return check(value)
         except BadStep as error:
@@ -213,7 +221,7 @@ class EnvironmentWorker:
             # What was returned is an object of the user, whose own methods may raise.
             text = error_text(error)
             problem, cause = f"{method} returned a value whose check raised {text}", error
-        raise failure(self._path, problem, conversation) from cause
+        raise failure(self._path, "value", problem, conversation) from cause
 
     async def _call_in_thread(
         self, function: Callable[[Any], Any], argument: Any
@@ -283,8 +291,15 @@ class EnvironmentWorkers:
         max_restarts: int = 0,
         report: Callable[[str], None] = logger.warning,
     ) -> None:
-        """Start all workers, in parallel; `report` gets a line about each restart."""
+        """Start all workers, in parallel.
+
+        `report` gets a line about each restart, and the first failure of each kind that does not
+        stop the run.
+        """
         self._start_worker = start_worker
+        self._report = report
+        self._reported: set[str] = set()
+        """Kinds of failures that were reported."""
         self._restarts = Restarts(max_restarts, report)
         if num_workers == 1:
             # In this thread, which a group in this process needs.
@@ -349,7 +364,16 @@ class EnvironmentWorkers:
         worker.call = None
         for outcome in outcomes:
             del worker.tasks[outcome.key]
+            if outcome.failure is not None:
+                self._report_failure(outcome.failure)
         return outcomes
+
+    def _report_failure(self, failure: EnvironmentFailure) -> None:
+        # Example: `step raised KeyError`.
+        kind = str(failure.problem).partition(":")[0]
+        if kind not in self._reported:
+            self._reported.add(kind)
+            self._report(f"warning: {failure}\n  Further failures of this kind are only counted.")
 
     @contextmanager
     def _replacing(self, worker: _Worker) -> Iterator[None]:

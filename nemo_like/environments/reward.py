@@ -17,8 +17,8 @@ import numpy as np
 from nemo_like.config.errors import shown_value
 from nemo_like.data.messages import Message
 
-RewardSection = Literal["functions", "models"]
-"""Section of `reward` that names what scored a sample."""
+RewardSection = Literal["functions", "models", "environment"]
+"""Section of `reward` that names what scored a sample, or the environment."""
 
 BadRewardKind = Literal["raised", "timeout", "value", "ended"]
 """`raised` an exception; exceeded the `timeout`; the `value` is not one finite number; called
@@ -88,7 +88,7 @@ class RewardError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RewardProblem:
-    """Why a reward function or a reward model failed on one sample.
+    """Why a reward function, a reward model or the environment failed on one sample.
 
     Example: `RewardProblem("tests", "my_rewards.tests", "timeout", "exceeded reward.timeout_s 5")`.
     """
@@ -96,12 +96,14 @@ class RewardProblem:
     name: str
     """Name in `reward.functions` or `reward.models`."""
     path: str
-    """Import path of the function, or `model_name` of the model."""
+    """Import path of the function or the environment, or `model_name` of the model."""
     kind: BadRewardKind
     text: str
     section: RewardSection = "functions"
 
     def __str__(self) -> str:
+        if self.section == "environment":
+            return f"environment.path {self.path} {self.text}"
         return f"reward.{self.section}.{self.name} ({self.path}) {self.text}"
 
 

@@ -52,8 +52,13 @@ class ConfigFields:
         return default
 
     def size(self, *names: str, default: Any = _REQUIRED) -> int:
-        """As `get`. Raises ConfigError for a value that is not a positive integer."""
+        """As `get`. Raises ConfigError for a value that is not a positive integer.
+
+        A list of one value for every layer is that value.
+        """
         value = self.get(*names, default=default)
+        if isinstance(value, list) and value[1:] and value.count(value[0]) == len(value):
+            value = value[0]
         # bool is a subclass of int.
         is_integer = isinstance(value, int) and not isinstance(value, bool)
         if not is_integer or value < 1:

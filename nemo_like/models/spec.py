@@ -19,14 +19,13 @@ from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.paths import model_directory
 from nemo_like.config.schema import OutputHead
 from nemo_like.models.config_fields import ConfigFields
-from nemo_like.models.family_traits import TRAITS, FamilyTraits
+from nemo_like.models.family_traits import COUNTED_TYPES, TRAITS, FamilyTraits
+from nemo_like.models.linear_attention import linear_attention_layers, linear_attention_params
 
 SCORE_WEIGHT = "score.weight"
 """Name of the score head of a reward model, [1, hidden size]."""
 _ROPE = ("rope_parameters", "rope_scaling")
 """transformers 5 has the first, older files the second, which may be null."""
-_SOFTMAX_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-"""Values of `layer_types` with softmax attention; any other is linear in the length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +100,11 @@ class ModelSpec:
     """For each layer the number of positions a token attends to, itself included; None for all."""
     linear_attention_layers: frozenset[int]
     """Layers whose attention is linear in the length; their entry of `windows` is None."""
+    linear_attention_params: int
+    """Parameters of such a layer, without its feed-forward block; 0 if they are not known."""
+    num_attentions: int
+    has_query_gate: bool
+    """See `FamilyTraits`, as for the line before."""
     rope_type: str
     activation: str
     attention_dropout: float
@@ -164,7 +168,10 @@ class ModelSpec:
             has_mlp_bias=bool(fields.get("mlp_bias", default=False)),
             has_qk_norm=traits.has_qk_norm,
             windows=_windows(fields, traits, num_layers),
-            linear_attention_layers=_linear_attention_layers(fields),
+            linear_attention_layers=linear_attention_layers(fields, num_layers),
+            linear_attention_params=linear_attention_params(fields, hidden_size),
+            num_attentions=traits.num_attentions,
+            has_query_gate=traits.has_query_gate,
             rope_type=str(rope.get("rope_type") or rope.get("type", "default")),
             activation=str(fields.get("hidden_act", "activation_function", default="silu")),
             attention_dropout=float(fields.get("attention_dropout", default=0.0)),
@@ -193,6 +200,16 @@ class ModelSpec:
         return replace(self, head=head, is_tied=False)
 
     @property
+    def estimate_warnings(self) -> tuple[str, ...]:
+        """Text about a model type whose FLOPs and parameters no test compares; empty for others."""
+        text = (
+            f"FLOPs and parameters of model type {self.model_type} are estimated as those of a"
+            " Llama of the same sizes: MFU, predicted memory and the balance of ranks may be"
+            " inaccurate"
+        )
+        return () if self.model_type in COUNTED_TYPES else (text,)
+
+    @property
     def num_sparse_layers(self) -> int:
         """Layers with experts."""
         if self.moe is None:
@@ -208,7 +225,9 @@ class ModelSpec:
         since it is multiplied.
         """
         num_dense_layers = self.num_layers - self.num_sparse_layers
-        attention = self.num_layers * self._attention_params
+        num_linear = len(self.linear_attention_layers) if self.linear_attention_params else 0
+        attention = (self.num_layers - num_linear) * self._attention_params
+        attention += num_linear * self.linear_attention_params
         dense = num_dense_layers * self._dense_params
         sparse = self.num_sparse_layers * self._moe_params
         return attention + dense + sparse + self.head_params
@@ -249,7 +268,7 @@ class ModelSpec:
         positions on average.
         """
         if self.latent is None:
-            return self.num_heads * 2 * self.head_dim
+            return self.num_heads * 2 * self.head_dim * self.num_attentions
         query_key_dim = self.latent.nope_dim + self.latent.rope_dim
         return self.num_heads * (query_key_dim + self.latent.value_dim)
 
@@ -267,7 +286,8 @@ class ModelSpec:
         latent = self.latent
         if latent is None:
             # Query and output projections have all heads, key and value projections the kv heads.
-            num_projected_heads = 2 * (self.num_heads + self.num_kv_heads)
+            num_query_heads = (3 if self.has_query_gate else 2) * self.num_heads
+            num_projected_heads = num_query_heads + 2 * self.num_kv_heads
             return self.hidden_size * self.head_dim * num_projected_heads
         query_key_dim = latent.nope_dim + latent.rope_dim
         query_width = self.num_heads * query_key_dim
@@ -379,12 +399,6 @@ def _rope_threshold(fields: ConfigFields) -> int | None:
     return min(thresholds, default=None)
 
 
-def _linear_attention_layers(fields: ConfigFields) -> frozenset[int]:
-    kinds = fields.get("layer_types", default=None) or ()
-    linear_layers = [layer for layer, kind in enumerate(kinds) if kind not in _SOFTMAX_KINDS]
-    return frozenset(linear_layers)
-
-
 def _latent(fields: ConfigFields) -> LatentAttention | None:
     if fields.get("kv_lora_rank", default=None) is None:
         return None
@@ -420,9 +434,11 @@ def _moe(fields: ConfigFields, traits: FamilyTraits, num_layers: int) -> MoeSpec
     if not shared_size:
         num_shared = fields.get("n_shared_experts", "moe_num_shared_experts", default=0)
         shared_size = expert_size * num_shared
+    if traits.has_shared_mlp:
+        shared_size = fields.size("intermediate_size")
     return MoeSpec(
         num_experts=fields.size(*names),
-        num_active_experts=fields.size("num_experts_per_tok", "moe_k"),
+        num_active_experts=fields.size("num_experts_per_tok", "moe_k", "moe_topk"),
         expert_size=expert_size,
         shared_size=shared_size,
         layers=_moe_layers(fields, num_layers),
@@ -439,6 +455,9 @@ def _moe_layers(fields: ConfigFields, num_layers: int) -> frozenset[int]:
     kinds = fields.get("mlp_layer_types", default=None)
     if kinds is not None:
         return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+    if fields.get("expert_layer_period", default=None) is not None:
+        first = fields.get("expert_layer_offset", default=0)
+        return frozenset(range(first, num_layers, fields.size("expert_layer_period")))
     first = fields.get("first_k_dense_replace", "moe_layer_start_index", default=0)
     period = fields.get("decoder_sparse_step", "moe_layer_freq", default=1)
     dense = set(fields.get("mlp_only_layers", default=()))

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,14 +136,14 @@ _NUM_SAMPLES = 32
 _SAMPLE_BYTES = 4096
 
 
-def weights_digest(directory: Path) -> str:
-    """Return a hash of the sizes and of evenly spaced samples of the weight files.
+def weights_digest(paths: Sequence[Path]) -> str:
+    """Return a hash of the sizes and of evenly spaced samples of weight files.
 
-    It does not depend on names and dates, so a copy of the directory has the same one. Raises
-    OSError for a file that cannot be read, and ValueError as `weight_paths`.
+    It does not depend on names and dates, so a copy of the files has the same one. Raises OSError
+    for a file that cannot be read.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for path in weight_paths(directory):
+    for path in paths:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(size.to_bytes(8, "little"))

@@ -36,7 +36,7 @@ from nemo_like.policy.collectives import (
 from nemo_like.policy.device import ComputeClock, HostMemory, keep_freed_memory
 from nemo_like.policy.inputs.model_inputs import ModelInputs, TokenLogprobs
 from nemo_like.policy.lora import ADAPTER_DIRECTORY, AdapterState, write_adapter
-from nemo_like.policy.optim import LARGEST, Masters, WeightEma, all_within, clip_factor
+from nemo_like.policy.optim import LARGEST, Masters, WeightCopy, WeightEma, all_within, clip_factor
 from nemo_like.sampling_filter import SamplingFilter
 
 ResultT = TypeVar("ResultT")
@@ -291,23 +291,29 @@ class Engine(ABC, Generic[OptimizerT]):
         if self.config.ema.enabled:
             self.ema = WeightEma(self.masters(), self.config.ema)
 
-    @contextmanager
-    def ema_weights(self) -> Iterator[None]:
-        """Return a context in which the weights are their moving averages.
+    def ema_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the weights are their moving averages; see `swapped`.
 
-        Every rank enters it. Only for forward passes, exports and transfers of weights. Raises
-        RuntimeError for a model without averages.
+        Raises RuntimeError for a model without averages.
         """
         if self.ema is None:
             raise RuntimeError("this model has no average of its weights (policy.ema.enabled)")
-        self._swap_ema(self.ema)
+        return self.swapped(self.ema)
+
+    @contextmanager
+    def swapped(self, copy: WeightCopy) -> Iterator[None]:
+        """Return a context in which the trained weights have the values of `copy`.
+
+        Every rank enters it. Only for forward passes, exports and transfers of weights.
+        """
+        self._swap(copy)
         try:
             yield
         finally:
-            self._swap_ema(self.ema)
+            self._swap(copy)
 
-    def _swap_ema(self, ema: WeightEma) -> None:
-        ema.swap(self.masters())
+    def _swap(self, copy: WeightCopy) -> None:
+        copy.swap(self.masters())
         self._publish_masters()
 
     def optimizer_step(self, lr: float, *, is_loss_finite: bool = True) -> float:

@@ -37,10 +37,10 @@ class EngineWorker(PolicyWorker, ABC):
     ) -> None:
         """Join the process group and load the model, and its frozen copy if `needs_reference`.
 
-        With adapters no copy is loaded: the reference is the model without them. `teachers` are the
-        directories of further frozen models. With `head` `scores` the model is a reward model.
-        Without `trainable` it has neither gradients nor an optimizer, and in bfloat16 no float32
-        weights: it computes log-probs or scores only.
+        With adapters no copy is loaded, see `SharedReference`. `teachers` are the directories of
+        further frozen models. With `head` `scores` the model is a reward model. Without `trainable`
+        it has neither gradients nor an optimizer, and in bfloat16 no float32 weights: it computes
+        log-probs or scores only.
         """
         require_model_directory("policy.model_name", config.model_name)
         if config.tokenizer_name is not None:

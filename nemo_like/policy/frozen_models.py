@@ -20,8 +20,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from nemo_like.config.schema import AdapterConfig
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
 from nemo_like.device_transfer import start_copy_to_host, wait_for_copies
 from nemo_like.integer_math import round_up
@@ -38,6 +40,7 @@ from nemo_like.policy.heads.targets import (
     TeacherEmbedding,
 )
 from nemo_like.policy.inputs.model_inputs import ModelInputs, OutputEmbedding, TokenLogprobs
+from nemo_like.policy.optim import WeightCopy
 from nemo_like.policy.shard_rows import ShardRows
 from nemo_like.run.files import FileRecord
 
@@ -78,28 +81,38 @@ class ReferenceModel:
             self._is_updated = True
 
 
-class BaseModelReference:
-    """The policy without its adapters; it never changes and needs no engine of its own."""
+class SharedReference:
+    """The policy without its adapters, or with those of `policy.lora.adapter_path`.
 
-    def __init__(self, policy: Engine) -> None:
+    It never changes and needs no engine of its own.
+    """
+
+    def __init__(self, policy: Engine, config: AdapterConfig) -> None:
+        """`policy` has its initial adapters: it has not been trained and has read no checkpoint."""
         self.engine = policy
+        self._initial: WeightCopy | None = None
+        if config.reference == "adapter":
+            # In host memory: it is used once per step, and adapters are small.
+            self._initial = WeightCopy(policy.masters(), torch.device("cpu"))
 
     def computing(self) -> AbstractContextManager[None]:
         """Return a context in which `engine` computes the reference."""
-        return self.engine.base_model()
+        if self._initial is None:
+            return self.engine.base_model()
+        return self.engine.swapped(self._initial)
 
     def update(self, policy: Engine) -> None:
-        """Raise ValueError: the weights of the model are frozen."""
+        """Raise ValueError: the reference is frozen."""
         raise ValueError(
-            "the reference of a policy with adapters is the model without them, which cannot"
-            " be updated; set grpo.reference_update_period to 0"
+            "the reference of a policy with adapters shares the frozen weights of the model and"
+            " cannot be updated; set grpo.reference_update_period to 0"
         )
 
     def save(self, directory: Path, *, in_background: bool) -> None:
-        """Write nothing: the model files have the weights."""
+        """Write nothing: the files of the model and of the adapter have the weights."""
 
     def load(self, directory: Path) -> None:
-        """Read nothing: the model files have the weights."""
+        """Read nothing: the files of the model and of the adapter have the weights."""
 
 
 class WorkerSave:

@@ -111,8 +111,7 @@ def learning_rate(step: int, optimizer: OptimizerConfig, scheduler: SchedulerCon
 def learning_rate_scale(scheduler: SchedulerConfig, counts: GlobalCounts) -> float:
     """Return the factor of the learning rate for a step with these rows and trained tokens.
 
-    A step without trained tokens has the factor 0: weight decay and momentum must not change the
-    weights.
+    A step without trained tokens, which changes nothing, has the factor 0.
     """
     if counts.num_tokens == 0:
         return 0.0
@@ -209,12 +208,32 @@ Masters = Iterable[tuple[str, Tensor]]
 """Name and float32 shard [...] of each trained weight, in a fixed order."""
 
 
-class WeightEma:
+class WeightCopy:
+    """Copies of the shards of one rank, float32."""
+
+    def __init__(self, masters: Masters, device: torch.device | None = None) -> None:
+        """Copy `masters`, [...] each, to `device`; None keeps each on its own."""
+        self.shards = {}
+        for name, weight in masters:
+            self.shards[name] = weight.detach().to(device or weight.device, copy=True)
+
+    @torch.no_grad()
+    def swap(self, masters: Masters) -> None:
+        """Exchange the copies and the weights `masters`, [...] each, bit by bit."""
+        for name, weight in masters:
+            shard = self.shards[name]
+            # One copy at a time.
+            current = weight.detach().clone()
+            weight.detach().copy_(shard)
+            shard.copy_(current)
+
+
+class WeightEma(WeightCopy):
     """Averages of the shards of one rank, float32."""
 
     def __init__(self, masters: Masters, config: EmaConfig) -> None:
         """Start with the values of `masters`, [...] each."""
-        self.shards = {name: weight.detach().clone() for name, weight in masters}
+        super().__init__(masters)
         self._decay = config.decay
 
     @torch.no_grad()
@@ -222,13 +241,3 @@ class WeightEma:
         """Include `masters`, [...] each, the weights after an applied optimizer step."""
         for name, weight in masters:
             self.shards[name].lerp_(weight.detach(), 1.0 - self._decay)
-
-    @torch.no_grad()
-    def swap(self, masters: Masters) -> None:
-        """Exchange the averages and the weights `masters`, [...] each, bit by bit."""
-        for name, weight in masters:
-            average = self.shards[name]
-            # One copy at a time.
-            current = weight.detach().clone()
-            weight.detach().copy_(average)
-            average.copy_(current)

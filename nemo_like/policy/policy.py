@@ -6,6 +6,8 @@ Everything here is small and on the CPU; nothing imports a model.
 from __future__ import annotations
 
 import dataclasses
+import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from nemo_like.config.loss import LogprobName
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.columns import take_rows
 from nemo_like.data.jagged import Jagged
+from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec, plan_batch
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, unshard
 from nemo_like.distributed.worker_group import (
@@ -87,6 +90,7 @@ class Policy:
         self.config = config
         self.model = model
         self._seed = seed
+        self._has_warned = False
 
     @cached_property
     def device_info(self) -> DeviceInfo:
@@ -109,7 +113,8 @@ class Policy:
         where `policy.oversize_rows` is `error`.
         """
         spec = self._plan_spec(purpose)
-        return plan_batch(np.asarray(lengths, dtype=np.int64), spec, groups, num_trained)
+        plan = plan_batch(np.asarray(lengths, dtype=np.int64), spec, groups, num_trained)
+        return self._warning_once(plan)
 
     def plan_rows(self, batch: Mapping[str, Any], purpose: Purpose = "train") -> BatchPlan:
         """Plan the rows of a batch by its columns as `plan` does, with shared prefixes.
@@ -117,7 +122,16 @@ class Policy:
         See `batching.plan_columns` for the columns and `policy.shared_prefix`.
         """
         shared_prefix = shared_prefix_mode(self.config, self.model)
-        return plan_columns(batch, self._plan_spec(purpose), shared_prefix)
+        plan = plan_columns(batch, self._plan_spec(purpose), shared_prefix)
+        return self._warning_once(plan)
+
+    def _warning_once(self, plan: BatchPlan) -> BatchPlan:
+        """Return `plan`. Further plans do not warn of oversize rows; they count them."""
+        if plan.num_oversize and not self._has_warned:
+            self._has_warned = True
+            message = f".*above {re.escape(plan.spec.budget_key)} "
+            warnings.filterwarnings("ignore", message, OversizeWarning)
+        return plan
 
     def _plan_spec(self, purpose: Purpose) -> PlanSpec:
         return plan_spec(

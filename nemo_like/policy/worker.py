@@ -27,7 +27,7 @@ from nemo_like.policy.batching import shared_prefix_mode
 from nemo_like.policy.decoder_layers import CompilationCounter
 from nemo_like.policy.device import DeviceInfo, peak_flops, reset_peak_memory, total_memory_bytes
 from nemo_like.policy.engine import Engine
-from nemo_like.policy.frozen_models import BaseModelReference, ReferenceModel, Teachers, WorkerSave
+from nemo_like.policy.frozen_models import ReferenceModel, SharedReference, Teachers, WorkerSave
 from nemo_like.policy.heads.row_outputs import (
     compute_row_logprobs,
     keeping_logprobs,
@@ -72,13 +72,13 @@ class PolicyWorker:
         reference: Engine | None,
         teachers: Sequence[Engine] = (),
     ) -> None:
-        """`reference` is `policy` itself if the reference is the policy without adapters."""
+        """`reference` is `policy` itself if the reference shares its frozen weights."""
         self.config = config
         self.engine = policy
-        self._reference: ReferenceModel | BaseModelReference | None = None
+        self._reference: ReferenceModel | SharedReference | None = None
         self.engines = [policy]
         if reference is policy:
-            self._reference = BaseModelReference(policy)
+            self._reference = SharedReference(policy, config.lora)
         elif reference is not None:
             self._reference = ReferenceModel(reference)
             self.engines.append(reference)
@@ -200,9 +200,10 @@ class PolicyWorker:
 
         `columns` and the kept log-probs of the handle `logprobs` extend the columns of the shard.
         A step whose loss or gradients are not finite is skipped (`Engine.optimizer_step`);
-        `skipped_steps` describes it. Returns the metrics of each step over all dp ranks, equal on
-        all of them. Raises ValueError for a handle that `fetch_logprobs` refuses, and
-        NonFiniteError when a step leaves weights that are not finite.
+        `skipped_steps` describes it. A step without a trained token changes nothing. Returns the
+        metrics of each step over all dp ranks, equal on all of them. Raises ValueError for a handle
+        that `fetch_logprobs` refuses, and NonFiniteError when a step leaves weights that are not
+        finite.
         """
         plan = shard.plan
         assert plan is not None, "a shard of BatchedDataDict.shard has a plan"
@@ -475,8 +476,12 @@ class PolicyWorker:
             kept += unpack_outputs([outputs for _, outputs in with_outputs])
         seconds = engine.clock.pop_seconds()
         num_steps_before = engine.num_optimizer_steps
-        grad_norm = engine.optimizer_step(lr, is_loss_finite=step_fn.is_finite())
-        is_skipped = engine.num_optimizer_steps == num_steps_before
+        if counts.num_tokens > 0:
+            grad_norm = engine.optimizer_step(lr, is_loss_finite=step_fn.is_finite())
+        else:
+            # An update would decay the weights and the moments of the optimizer.
+            grad_norm = engine.gradient_norm()
+        is_skipped = counts.num_tokens > 0 and engine.num_optimizer_steps == num_steps_before
         # A finite gradient can still push a weight beyond the limit.
         self._check_finite()
         if is_skipped:

@@ -101,7 +101,7 @@ def _answer(job: RolloutJob, row: int) -> Answer:
         reward=float(job.rewards[row]),
         components={name: float(values[row]) for name, values in job.components.items()},
         problem=None if problem is None else str(problem),
-        is_scored=problem is None or not job.drops_problems,
+        is_scored=row not in job.dropped_rows,
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from nemo_like.config.rollout import RewardConfig
+from nemo_like.config.rollout import OnError, RewardConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.environments.reward import RewardError, RewardProblem
 from nemo_like.environments.reward_worker import RewardEnvironment
@@ -54,9 +54,9 @@ class RolloutJob:
     """float64 [B] each: unweighted values of reward functions and models; NaN in rows to which a
     function does not apply."""
     reward_problems: dict[int, RewardProblem] = field(default_factory=dict)
-    """By row: why a reward function or model failed."""
-    drops_problems: bool = False
-    """Rows with such a problem are left out of training."""
+    """By row: why a reward function, a reward model or the environment failed."""
+    dropped_rows: set[int] = field(default_factory=set)
+    """Those of these rows that are left out of training."""
     earlier: Sequence[RolloutJob] = ()
     """Jobs of the same step, which count for the share of rows with a problem."""
     scored_rows: list[int] = field(default_factory=list)
@@ -87,13 +87,21 @@ class RolloutJob:
         if self.is_done:
             self.reward_s = time.monotonic() - self.started_s - self.generation_s
 
-    def add_problem(self, row: int, problem: RewardProblem, config: RewardConfig) -> None:
-        """Add the failure of a reward function. Raises RewardError if too many have failed.
+    def add_problem(
+        self,
+        row: int,
+        problem: RewardProblem,
+        config: RewardConfig,
+        on_error: OnError | None = None,
+    ) -> None:
+        """Add a failure; the first of a row is kept. Raises RewardError if too many have failed.
 
-        A few rows that were sampled in addition are not a separate rollout: one of four is not a
-        quarter of the step.
+        `on_error` is the one of `config` if it is None. A few rows that were sampled in addition
+        are not a separate rollout: one of four is not a quarter of the step.
         """
-        self.reward_problems[row] = problem
+        self.reward_problems.setdefault(row, problem)
+        if (on_error or config.on_error) == "drop":
+            self.dropped_rows.add(row)
         problems: list[RewardProblem] = []
         num_rows = 0
         for job in (*self.earlier, self):
@@ -114,7 +122,7 @@ class RolloutJob:
             self.rewards,
             self.components,
             [self.reward_problems.get(row) for row in range(len(self.prompts))],
-            drops_problems=self.drops_problems,
+            self.dropped_rows,
         )
 
 
@@ -176,8 +184,6 @@ class RolloutCollector:
         job = RolloutJob(
             repeated, group_size, sampling, max_total_length=max_total_length, earlier=earlier
         )
-        if self._rewards is not None:
-            job.drops_problems = self._rewards.config.on_error == "drop"
         if self._conversations is not None:
             check_prompt_lengths(prompts, max_total_length)
         for index, (prompt, seed) in enumerate(zip(repeated, seeds, strict=True)):
@@ -194,8 +200,8 @@ class RolloutCollector:
     def advance(self) -> None:
         """Collect finished completions, steps and rewards, and start what follows them.
 
-        Raises WorkerFailure if a worker fails that cannot be replaced, and RewardError if more
-        reward functions failed than `reward.max_error_share` allows.
+        Raises WorkerFailure if a worker fails that cannot be replaced, and RewardError if reward
+        functions or the environment failed in more rows than `reward.max_error_share` allows.
         """
         self._request_turns()
         if self.generator.num_unfinished:
@@ -278,6 +284,9 @@ class RolloutCollector:
         for outcome in self._conversations.workers.collect(timeout_s):
             job, row = self._jobs[outcome.key]
             self._conversations.add_outcome(job.rows[row], outcome, job.max_total_length)
+            if outcome.failure is not None and outcome.failure.problem is not None:
+                limits, on_error = self._conversations.rewards, self._conversations.config.on_error
+                job.add_problem(row, outcome.failure.problem, limits, on_error)
             if job.rows[row].ended_by is None:
                 self._next_turns.append(outcome.key)
             else:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from nemo_like.config.errors import ConfigError, shown_value
-from nemo_like.config.rollout import EnvironmentConfig
+from nemo_like.config.rollout import EnvironmentConfig, RewardConfig
 from nemo_like.config.schema import DataConfig
 from nemo_like.data.chat import prepare_messages
 from nemo_like.data.formats import question
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
     from nemo_like.generation.requests import Completions, FinishReason
 
-EndReason = Literal["done", "turns", "tokens", "timeout"]
-"""`done`: the environment ended the conversation. The others are its limits: `environment.
-max_turns`, `policy.max_total_sequence_length` and `environment.timeout_s`."""
+EndReason = Literal["done", "turns", "tokens", "timeout", "error"]
+"""`done`: the environment ended the conversation. `turns`, `tokens` and `timeout` are its limits:
+`environment.max_turns`, `policy.max_total_sequence_length` and `environment.timeout_s`. `error`:
+the environment failed, and `environment.on_error` is not `stop`."""
 
 
 _NO_IDS = np.zeros(0, dtype=np.int32)
@@ -179,7 +180,11 @@ class ConversationRow:
             self.rewards[name] = self.rewards.get(name, 0.0) + value
         for name, value in outcome.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
-        if outcome.is_timeout:
+        if outcome.failure is not None:
+            self.ended_by = "error"
+            # Also that of earlier turns: it is not the reward of the conversation.
+            self.rewards = {}
+        elif outcome.is_timeout:
             self.ended_by = "timeout"
         elif outcome.done:
             self.ended_by = "done"
@@ -218,6 +223,8 @@ class ConversationDriver:
     workers: EnvironmentWorkers
     observations: ObservationEncoder
     config: EnvironmentConfig
+    rewards: RewardConfig = field(default_factory=RewardConfig)
+    """Limits the share of failures."""
 
     def submit(self, conversations: Mapping[int, ConversationRow]) -> None:
         """Start the steps that answer the last turn of `conversations`, which are by key."""

@@ -109,8 +109,13 @@ class RewardModel:
             except ConfigError as error:
                 problems[position] = self._problem("raised", f"cannot score it: {error}")
         values = np.zeros(len(conversations), dtype=np.float32)
+        self._num_rows += len(rows)
         if rows:
-            values[positions] = self._scores(rows)
+            # Equal conversations get one score: in microbatches of other sizes it differs by
+            # rounding, and a group of equal completions would have advantages.
+            distinct = {row.tobytes(): row for row in rows}
+            scores = dict(zip(distinct, self._scores([*distinct.values()]), strict=True))
+            values[positions] = [scores[row.tobytes()] for row in rows]
         for position in np.flatnonzero(~np.isfinite(values)).tolist():
             text = f"gave the score {values[position]}, which is not a finite number"
             problems[position] = self._problem("value", text)
@@ -134,7 +139,6 @@ class RewardModel:
         """Return the scores of encoded conversations, int32 [L] each: float32 [B]."""
         input_ids = Jagged.from_rows(rows, np.int32)
         num_tokens = len(input_ids.values)
-        self._num_rows += len(rows)
         self._num_tokens += num_tokens
         batch = BatchedDataDict(
             input_ids=input_ids,
@@ -184,7 +188,6 @@ class ModelRewards:
         more failed than `reward.max_error_share` allows.
         """
         conversations = [scored_conversation(sample, self._data) for sample in samples]
-        job.drops_problems = self._config.on_error == "drop"
         for model in self._models:
             values, problems = model.score(conversations)
             self._add_problems(job, samples, model, problems)
@@ -211,5 +214,4 @@ class ModelRewards:
                 continue
             if self._config.on_error == "stop":
                 raise RewardError.from_problem(problem, samples[row])
-            if row not in job.reward_problems:
-                job.add_problem(row, problem, self._config)
+            job.add_problem(row, problem, self._config)

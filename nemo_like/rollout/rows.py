@@ -5,7 +5,7 @@ of rewards, lengths and conversations.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -39,7 +39,7 @@ class Rollout:
     conversations: Sequence[ConversationRow]
     """The B rows as they were sampled; their texts are decoded when they are read."""
     reward_problems: Sequence[RewardProblem | None]
-    """Of each row why a reward function failed, None if none did."""
+    """Of each row why a reward function or the environment failed, None if none did."""
 
     @property
     def completion_lengths(self) -> np.ndarray:
@@ -166,22 +166,21 @@ def build_rollout(
     rewards: np.ndarray,
     components: dict[str, np.ndarray],
     problems: Sequence[RewardProblem | None] = (),
-    *,
-    drops_problems: bool = False,
+    dropped_rows: Collection[int] = (),
 ) -> Rollout:
     """Build the training rows of B scored rows, prompt-major.
 
     The arrays of the rows become views of the columns, so that each token is in memory once.
-    `rewards` and each of the `components` are float64 [B]. `problems` has B entries, or none. With
-    `drops_problems` rows with one are not trained.
+    `rewards` and each of the `components` are float64 [B]. `problems` has B entries, or none.
+    `dropped_rows` are not trained.
     """
     num_rows = len(conversations)
     batch = training_rows(conversations)
     batch["reward"] = rewards
     batch["group"] = np.repeat(np.arange(num_rows // group_size, dtype=np.int64), group_size)
     problems = problems or [None] * num_rows
-    is_rewarded = [problem is None or not drops_problems for problem in problems]
-    batch["reward_mask"] = np.array(is_rewarded, dtype=bool)
+    batch["reward_mask"] = np.ones(num_rows, dtype=bool)
+    batch["reward_mask"][list(dropped_rows)] = False
     batch["row_mask"] = batch["reward_mask"].copy()
     return Rollout(batch, components, conversations, problems)
 
@@ -402,6 +401,7 @@ def conversation_metrics(conversations: Sequence[ConversationRow]) -> Metrics:
         "conversation/ended_by_turns_share": _mean(reasons == "turns"),
         "conversation/ended_by_tokens_share": _mean(reasons == "tokens"),
         "conversation/ended_by_timeout_share": _mean(reasons == "timeout"),
+        "conversation/ended_by_error_share": _mean(reasons == "error"),
     }
     names = {name for conversation in conversations for name in conversation.metrics}
     for name in sorted(names):

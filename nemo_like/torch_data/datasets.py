@@ -119,8 +119,9 @@ class ShardedIterableDataset(_ResumableDataset, Generic[Sample]):
         and workers without rows. `seed_rows` seeds the random augmentation of each row, see
         `feeds.RowGenerators`. Every rank gives the same dataset, seed and shuffle: of rows that
         only one rank has, the others' parts would be lost. A `coordinator` of LoadBalancedDataset
-        raises AlignmentError for different ones. Raises ValueError for a rank out of range and
-        fewer rows than ranks.
+        raises AlignmentError for another number of rows or other contents of the first or last row,
+        seed or shuffle. Without one nothing is exchanged, so ranks with different datasets are not
+        detected. Raises ValueError for a rank out of range and fewer rows than ranks.
         """
         super().__init__()
         check_rank(dp_rank, dp_world_size)

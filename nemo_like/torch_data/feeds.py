@@ -6,11 +6,10 @@ whatever the number of workers, unless an iterable dataset divides its samples a
 
 from __future__ import annotations
 
-import copy
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
@@ -24,13 +23,11 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from nemo_like.data.row_order import EpochOrder, ShardedOrder
 from nemo_like.data.streaming.selection import WaitingRow
 from nemo_like.integer_math import ceil_div, check_integer
+from nemo_like.torch_data.samples import fingerprint, from_pipe, to_pipe
 
 Sample = TypeVar("Sample")
 SampleOut_co = TypeVar("SampleOut_co", covariant=True)
 StartMethod = Literal["spawn", "forkserver", "fork"]
-
-_MAX_PIPED_BYTES = 2**17
-"""Largest tensor that a worker sends through its pipe."""
 
 
 class MapStyle(Protocol[SampleOut_co]):
@@ -202,6 +199,9 @@ class MapFeed(Generic[Sample]):
         self._generators = RowGenerators()
         self._may_repeat = True
         """True if rows of an earlier epoch may wait."""
+        self.compares_rows = False
+        """The ranks compare the contents of a few rows; not after a state was loaded."""
+        self._fingerprint: tuple[int, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -210,11 +210,13 @@ class MapFeed(Generic[Sample]):
 
     @property
     def source(self) -> tuple[int, ...]:
-        """The rows that the ranks divide: their number, and the seed and shuffling of the order."""
-        num_rows = len(self._dataset)
+        """The rows that the ranks divide: their number, the contents of two of them once rows were
+        fetched, and seed and shuffling of the order.
+        """
+        source = (len(self._dataset), *self._fingerprint)
         if isinstance(self._order, SamplerOrder):
-            return (num_rows,)
-        return num_rows, self._order.seed, int(self._order.shuffle)
+            return source
+        return *source, self._order.seed, int(self._order.shuffle)
 
     @property
     def epoch(self) -> int:
@@ -260,16 +262,32 @@ class MapFeed(Generic[Sample]):
         first = self.epoch * self._order.num_rows if self._is_endless else 0
         rest = self._order.left[: self._order.num_left - self._num_unused]
         numbers = [*waiting, *(rest + first).tolist()]
-        fetched = self._fetched(numbers)
+        compared = self._compared_rows()
+        fetched = self._fetched(numbers, compared)
+        if compared:
+            found = [int(next(fetched)) for _ in compared]
+            # Not of rows with random numbers that `RowGenerators` does not seed.
+            is_stable = found[::2] == found[1::2]
+            self._fingerprint = tuple(found[::2]) if is_stable else ()
+            self.compares_rows = False
         yield from map(Numbered, waiting, fetched)
         for number, sample in zip(numbers[len(waiting) :], fetched, strict=True):
             self._order.take(1)
             yield Numbered(number, sample)
 
-    def _fetched(self, numbers: list[int]) -> Iterator[Sample]:
+    def _compared_rows(self) -> list[_Key]:
+        """Return the keys of the first and the last row of the dataset, each twice."""
+        num_rows = len(self._dataset)
+        if not (self.compares_rows and self._seed_rows and num_rows):
+            return []
+        return [_Key(0, _COMPARED, row) for row in (0, 0, num_rows - 1, num_rows - 1)]
+
+    def _fetched(self, numbers: list[int], compared: list[_Key]) -> Iterator[Any]:
+        """Fetch the fingerprints of `compared`, and then the rows with these numbers."""
         num_rows = self._order.num_rows
         epochs = [number // num_rows if self._is_endless else self.epoch for number in numbers]
-        self._batches.keys = list(map(_Key, epochs, numbers, map(self.row_of, numbers)))
+        keys = map(_Key, epochs, numbers, map(self.row_of, numbers))
+        self._batches.keys = [*compared, *keys]
         seed = self._order.seed if self._seed_rows else None
         rows = _Rows(self._dataset, seed, self._generators)
         if self._options.num_workers == 0:
@@ -291,6 +309,7 @@ class MapFeed(Generic[Sample]):
             raise ValueError("the state belongs to an iterable dataset, but this one is map-style")
         self._order.load_state_dict(state["order"])
         self._may_repeat = True
+        self.compares_rows = False
 
     def load_global_state(
         self, states: Sequence[Mapping[str, Any]], waiting: Sequence[Sequence[int]]
@@ -306,6 +325,7 @@ class MapFeed(Generic[Sample]):
                 " DataLoader instead of a sampler"
             )
         self._order.load_global_state([state["order"] for state in states], waiting)
+        self.compares_rows = False
 
 
 class IterableFeed(Generic[Sample]):
@@ -434,6 +454,10 @@ class IterableFeed(Generic[Sample]):
             )
 
 
+_COMPARED = -1
+"""Number of a row of which only the fingerprint is fetched."""
+
+
 class _Key(NamedTuple):
     """What a worker needs to fetch a row: everything that varies is in the key."""
 
@@ -472,6 +496,11 @@ class _Rows(Dataset[Any]):
         return list(map(self.__getitem__, keys))
 
     def __getitem__(self, key: _Key) -> Any:
+        if key.number == _COMPARED:
+            # A row that cannot be read is an error of the rank that trains on it.
+            with suppress(Exception):
+                return fingerprint(self[key._replace(number=0)])
+            return 0
         try:
             if self._seed is None:
                 return self._dataset[key.row]
@@ -543,63 +572,3 @@ def _stateful_data_loader() -> Any | None:
     except ImportError:
         return None
     return StatefulDataLoader
-
-
-class PipedTensor(NamedTuple):
-    """A small tensor on its way from a worker, which pickles it as an array."""
-
-    array: np.ndarray
-
-
-def to_pipe(samples: Any) -> Any:
-    """Return samples of a DataLoader worker with small tensors in a form that is pickled.
-
-    A worker otherwise shares each tensor, of any shape and dtype, through a file of its own. For
-    the columns of one row that takes longer than to copy them. Mappings, lists and tuples are
-    searched; they are not modified.
-    """
-    return _replaced(samples, _piped)
-
-
-def from_pipe(sample: Any) -> Any:
-    """Return the sample that a worker sent, with memory of its own.
-
-    Each tensor that is still shared holds an open file, and a process may have about 1,000. A
-    window of samples with several tensors each would exceed that, so those are copied.
-    """
-    return _replaced(sample, _own)
-
-
-def _piped(value: Any) -> Any:
-    # A subclass may have more than values.
-    if type(value) is not torch.Tensor or value.nbytes > _MAX_PIPED_BYTES:
-        return value
-    try:
-        return PipedTensor(value.detach().numpy())
-    except TypeError:
-        # NumPy has no such dtype, layout or device. The tensor is shared.
-        return value
-
-
-def _own(value: Any) -> Any:
-    if isinstance(value, PipedTensor):
-        return torch.from_numpy(value.array)
-    if isinstance(value, torch.Tensor) and value.is_shared():
-        return value.clone()
-    return value
-
-
-def _replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
-    """Return a copy of `value` with its leaves replaced."""
-    if isinstance(value, MutableMapping):
-        # A copy, as the dataset may keep the containers that it returns.
-        copied = copy.copy(value)
-        for name, inner in value.items():
-            copied[name] = _replaced(inner, replace)
-        return copied
-    if type(value) is list:
-        return [_replaced(inner, replace) for inner in value]
-    if isinstance(value, tuple) and not isinstance(value, PipedTensor):
-        items = [_replaced(inner, replace) for inner in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    return replace(value)

@@ -112,9 +112,11 @@ class SampleStream(Generic[Sample]):
         """
         self.feed = feed
         self._infinite_loop = infinite_loop
-        self.planner = AlignedPlanner(spec, coordinator or SingleCoordinator(), join=join)
+        coordinator = coordinator or SingleCoordinator()
+        self.planner = AlignedPlanner(spec, coordinator, join=join)
         self.planner.shard_rows = self._shard_rows()
-        self.planner.source = feed.source
+        if isinstance(feed, MapFeed):
+            feed.compares_rows = coordinator.num_ranks > 1
         self.samples: dict[int, Sample] = {}
         """The waiting samples, and the spare one."""
         self.spare: int | None = None
@@ -141,6 +143,7 @@ class SampleStream(Generic[Sample]):
             self.planner.fail()
             raise
         self.wait_s = time.perf_counter() - started
+        self.planner.source = self.feed.source
         return self.planner.next_step()
 
     def take(self, step: AlignedStep) -> list[tuple[list[int], list[Sample]]]:

@@ -10,7 +10,7 @@ from nemo_like.config.errors import counted
 from nemo_like.config.schema import EpochLoopConfig
 from nemo_like.data.loader import BatchLoader
 from nemo_like.metrics import Metrics
-from nemo_like.training.reporting import StepWork
+from nemo_like.training.reporting import StepWork, check_trained
 from nemo_like.training.run import RunResult, TrainingRun
 from nemo_like.training.run_data import ExampleSource, ExampleT
 from nemo_like.training.skipped_steps import stop_if_too_many
@@ -92,9 +92,13 @@ def _train(
             if is_due(step, limits.val_period, is_last=is_last):
                 run.log.add(task.validate(run, step))
             run.log_step(step, work)
+            # With a mixture an epoch need not have every row.
+            if loader.epoch > 0 and loader.mixture is None:
+                check_trained(run.settings.policy, run.settings.needs, run.log.counters)
             # After the log, because it can end the run.
             stop_if_too_many(run, step, loader)
             run.save_if_due(step, loader, is_last=is_last)
+    check_trained(run.settings.policy, run.settings.needs, run.log.counters)
     num_left_out = loader.num_left_out(source.rows.is_kept)
     if num_left_out:
         run.progress.print_line(

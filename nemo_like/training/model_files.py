@@ -27,7 +27,7 @@ from nemo_like.config.schema import (
 )
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.routed_experts import routed_bytes
-from nemo_like.models.adapters import check_adapters
+from nemo_like.models.adapters import ADAPTER_WEIGHTS, check_adapters
 from nemo_like.models.layout_check import frozen_weights, model_problems
 from nemo_like.models.pretrained import load_model_config, load_tokenizer, with_output_head
 from nemo_like.models.spec import ModelSpec
@@ -362,6 +362,7 @@ def _check_not_quantized(path: Path, model_config: PretrainedConfig, subject: st
 _FLOATING_POINT = {"F64", "F32", "F16", "BF16"}
 _POLICY = "policy.model_name"
 _ADAPTER = "policy.lora."
+_REFERENCE = f"{_ADAPTER}adapter_path"
 
 
 def frozen_models(
@@ -375,7 +376,7 @@ def frozen_models(
     adapter = policy.adapter
     identities = {f"{_ADAPTER}enabled": str(adapter is not None)}
     if adapter is not None:
-        for name in ("rank", "alpha", "use_rslora", "quantization"):
+        for name in ("rank", "alpha", "use_rslora", "quantization", "reference"):
             identities[_ADAPTER + name] = str(getattr(adapter, name))
         identities[f"{_ADAPTER}target_modules"] = ", ".join(sorted(adapter.target_modules))
     for key, (name, _) in _frozen_names(policy, needs).items():
@@ -383,7 +384,9 @@ def frozen_models(
         if (policy_only and key != _POLICY) or not directory.is_dir():
             continue
         try:
-            identities[key] = weights_digest(directory)
+            is_adapter = key == _REFERENCE
+            paths = [directory / ADAPTER_WEIGHTS] if is_adapter else weight_paths(directory)
+            identities[key] = weights_digest(paths)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{key}: {shown_path(directory)} cannot be read: {error}") from error
     return identities
@@ -424,6 +427,8 @@ def _frozen_names(policy: PolicyConfig, needs: RunNeeds) -> dict[str, tuple[str,
     names = {key: (name, "a teacher") for key, name in needs.teachers.items()}
     if policy.adapter is not None:
         names[_POLICY] = (policy.model_name, "the frozen weights of its adapters")
+        if policy.lora.reference == "adapter":
+            names[_REFERENCE] = (str(policy.lora.adapter_path), "the reference policy")
     elif needs.reference:
         names[_POLICY] = (policy.model_name, "the reference policy")
     if needs.rollouts is not None:
@@ -432,7 +437,7 @@ def _frozen_names(policy: PolicyConfig, needs: RunNeeds) -> dict[str, tuple[str,
     return names
 
 
-def adapter_line(policy: PolicyConfig, spec: ModelSpec) -> str | None:
+def adapter_line(policy: PolicyConfig, needs: RunNeeds, spec: ModelSpec) -> str | None:
     """Return the line about adapters, for the log and `nemo-like validate`; None without.
 
     Example: `LoRA: rank 16, scale 2, 4,884,480 of 139,400,000 parameters are trained (3.5 %)`.
@@ -451,6 +456,9 @@ def adapter_line(policy: PolicyConfig, spec: ModelSpec) -> str | None:
         line += f", {num_trained:,} of {total:,} parameters are trained ({num_trained / total:.2%})"
     if adapter.adapter_path is not None:
         line += f", from the adapter {adapter.adapter_path}"
+    if needs.reference:
+        has_adapter = adapter.reference == "adapter"
+        line += f"; reference: the model {'with this adapter' if has_adapter else 'without it'}"
     return line
 
 

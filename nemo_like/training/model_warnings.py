@@ -58,12 +58,13 @@ def model_warnings(policy: PolicyConfig, *, needs_reference: bool) -> Iterator[s
             " other values: both are trained and exported, as in transformers"
         )
     adapter = policy.adapter
-    if needs_reference and adapter is not None and adapter.adapter_path is not None:
+    if not needs_reference or adapter is None or adapter.adapter_path is None:
+        return
+    if adapter.reference == "base":
         yield (
             f"policy.lora.adapter_path is {adapter.adapter_path!r}, and the reference is the model"
-            " without adapters: the first step already has a margin. For the model with this"
-            " adapter as the reference, merge the adapter (its run exported the merged model) and"
-            " set policy.model_name to that"
+            " without adapters, so the policy differs from it at the first step; for a run that"
+            " starts at its reference set policy.lora.reference to adapter"
         )
 
 

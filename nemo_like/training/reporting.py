@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_like.config.errors import counted
+from nemo_like.config.errors import ConfigError, counted
 from nemo_like.config.needs import RunNeeds
 from nemo_like.config.parallel import num_policy_workers
 from nemo_like.config.schema import ClusterConfig, DataConfig, PolicyConfig
@@ -123,6 +123,35 @@ def full_length_metrics(work: StepWork, config: PolicyConfig) -> Metrics:
     return {"data/full_length_share": Mean(num_full, float(len(work.lengths)))}
 
 
+TRAINED = "num_trained_tokens"
+"""Counter of the trained tokens of a run."""
+
+
+def new_counters() -> dict[str, float]:
+    """Return the counters of a new run, which are logged as `progress/<name>`."""
+    return {"num_tokens": 0.0, "num_rows": 0.0, TRAINED: 0.0}
+
+
+def check_trained(policy: PolicyConfig, needs: RunNeeds, counters: Mapping[str, float]) -> None:
+    """Raise ConfigError if no step of a run has trained a token.
+
+    Checkpoints of earlier versions have no such counter.
+    """
+    if counters.get(TRAINED) != 0:
+        return
+    cause = (
+        "the rows have no token with loss within policy.max_total_sequence_length"
+        f" {policy.max_total_sequence_length}, to which policy.oversize_rows={policy.oversize_rows}"
+        " cuts them: raise it, or set policy.oversize_rows to error or drop"
+    )
+    if needs.rollouts is not None:
+        cause = (
+            "all completions were left out: check reward.on_error, environment.on_error,"
+            " grpo.overlong.filter and grpo.dynamic_sampling"
+        )
+    raise ConfigError(f"no step of this run has trained a token, so nothing is exported; {cause}")
+
+
 def plan_metrics(plan: BatchPlan) -> Metrics:
     """Return the metrics of the step's packing and balance."""
     return {name: Mean(value) for name, value in plan.metrics().items()}
@@ -170,7 +199,7 @@ def header_lines(
     elif policy.adapter is None:
         sizes += ", all trained"
     yield f"model: {policy.model_name}, {sizes}"
-    adapters = adapter_line(policy, model)
+    adapters = adapter_line(policy, needs, model)
     if adapters is not None:
         yield adapters
     yield device_line(cluster, policy.precision)

@@ -27,9 +27,7 @@ class RolloutRun:
         self.workers = workers
         self.log = log
         self.generator = workers.rollout.generator
-        self.collector = open_collector(
-            settings.needs.rollouts.environment, workers.rollout, encoder
-        )
+        self.collector = open_collector(settings.needs.rollouts, workers.rollout, encoder)
         """Drives generation, the environment and rewards."""
         self.weights = GeneratorWeights(
             settings.policy,

@@ -167,13 +167,13 @@ def start_rewards(config: RewardConfig, start: StartGroup) -> RewardEnvironment:
 
 
 def open_collector(
-    environment: EnvironmentConfig, workers: RolloutWorkers, encoder: ChatEncoder
+    rollouts: RolloutNeeds, workers: RolloutWorkers, encoder: ChatEncoder
 ) -> RolloutCollector:
     """Return the collector on `workers`; its rows are conversations if they have an environment."""
     conversations = None
     if workers.environment is not None:
         conversations = ConversationDriver(
-            workers.environment, ObservationEncoder(encoder), environment
+            workers.environment, ObservationEncoder(encoder), rollouts.environment, rollouts.rewards
         )
     return RolloutCollector(workers.generator, workers.rewards, encoder.tokenizer, conversations)
 

@@ -29,6 +29,7 @@ from nemo_like.policy.loss_step import SkippedStep
 from nemo_like.policy.optim import NonFiniteError
 from nemo_like.policy.policy import Logprobs, ShardedBatch
 from nemo_like.run.files import AppendedFile, reporting_write_errors
+from nemo_like.training.reporting import TRAINED
 from nemo_like.training.run import TrainingRun
 
 NUM_SKIPPED = "num_skipped_steps"
@@ -90,11 +91,13 @@ def train_steps(
         if not isinstance(error.cause, NonFiniteError):
             raise
         raise NonFiniteError(f"step {trained.step}: {error.cause}") from error
-    num_untrained = sum(step["policy/num_tokens"].value == 0 for step in steps)
+    num_tokens = [step["policy/num_tokens"].value for step in steps]
+    run.log.counters[TRAINED] = run.log.counters.get(TRAINED, 0.0) + sum(num_tokens)
+    num_untrained = num_tokens.count(0)
     if num_untrained:
         run.progress.print_line(
             f"WARNING: step {trained.step}: {num_untrained} of {len(steps)} optimizer steps have no"
-            " trained token and leave the weights unchanged; check policy.oversize_rows,"
+            " trained token and change nothing; check policy.oversize_rows,"
             " policy.max_total_sequence_length and the rows"
         )
     skipped = [step["policy/skipped_steps"].value > 0 for step in steps]

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_like.algorithms.grpo.loop import epoch_order, run_grpo
 from nemo_like.cli import main
+from nemo_like.config.errors import ConfigError
 from nemo_like.environments.reward import RewardSample
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.recipe import Recipe
@@ -91,33 +92,34 @@ def test_a_step_without_unequal_rewards_trains_nothing(
     recipe: Recipe, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The console tells what the run is, and warns once of completions that teach nothing."""
-    result = run_grpo(
-        recipe.grpo(
-            *PLAIN,
-            "grpo.dynamic_sampling.enabled=true",
-            "grpo.dynamic_sampling.max_refills=1",
-            "grpo.max_num_steps=2",
-            "grpo.num_prompts_per_step=4",
-            "policy.generation.max_new_tokens=4",
-            f"reward.functions.digits.path={_HERE}.never_unequal",
-            "checkpointing.export_hf=false",
-        )
+    config = recipe.grpo(
+        *PLAIN,
+        "grpo.dynamic_sampling.enabled=true",
+        "grpo.dynamic_sampling.max_refills=1",
+        "grpo.max_num_steps=2",
+        "grpo.num_prompts_per_step=4",
+        "policy.generation.max_new_tokens=4",
+        f"reward.functions.digits.path={_HERE}.never_unequal",
+        "checkpointing.export_hf=false",
     )
-    metrics = read_metrics(result.directory.path)
+    with pytest.raises(ConfigError, match="no step of this run has trained a token"):
+        run_grpo(config)
+    run = recipe.folder / "grpo"
+    metrics = read_metrics(run)
     assert [line["dynamic_sampling/num_missing_groups"] for line in metrics] == [4, 4]
     assert [line["reward/mean"] for line in metrics] == [1, 1]
     assert all("policy/loss" not in line for line in metrics)
-    dropped = rollout_of(result.directory.path, 1)
+    dropped = rollout_of(run, 1)
     assert [row["group"] for row in dropped] == [group for group in range(8) for _ in range(4)]
     assert {(row["reward"], row["kept"]) for row in dropped} == {(1.0, False)}
     shown = capsys.readouterr().out
     model = AutoModelForCausalLM.from_pretrained(recipe.demo / "model")
-    assert shown.startswith(f"grpo run in {result.directory.path}\n")
+    assert shown.startswith(f"grpo run in {run}\n")
     assert f", {model.num_parameters():,} parameters, all trained\ndevice: CPU, 1 worker" in shown
     assert "2 steps; 4 prompts x 4 generations = 16 rows per step\n" in shown
     assert re.search(r"step 1/2  reward 1.000  equal rewards 100%  truncated \d+%  length", shown)
     assert min(line["generation/truncated_share"] for line in metrics) > 0.5
-    assert main(["show", str(result.directory.path), "--step", "1", "--rows", "0"]) == 0
+    assert main(["show", str(run), "--step", "1", "--rows", "0"]) == 0
     assert "kept by dynamic sampling False" in capsys.readouterr().out
 
 

@@ -20,7 +20,9 @@ from nemo_like.algorithms.sft import data as sft_data
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.commands.validate import validate
 from nemo_like.config.errors import ConfigError
+from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
 from tests.algorithms.test_runs import read_metrics
+from tests.exhaustive import usually
 from tests.recipe import Recipe
 
 NUM_ROWS = 30
@@ -186,8 +188,16 @@ def test_rows_that_truncation_leaves_without_loss_are_reported(recipe: Recipe):
     assert warning.startswith("1 of the rows sampled") and "rows.jsonl:4" in warning
 
 
-def test_steps_without_a_trained_token_warn_and_leave_the_weights_unchanged(
-    recipe: Recipe, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "engine",
+    usually(
+        ["optimizer.name=adamw", "optimizer.name=muon", "engine=megatron"],
+        "optimizer.name=adamw",
+        "engine=megatron",
+    ),
+)
+def test_steps_without_a_trained_token_warn_and_change_nothing(
+    recipe: Recipe, engine: str, capsys: pytest.CaptureFixture[str]
 ):
     """The first step trains nothing; the second has one row with a trained token in 16."""
     path = recipe.folder / "rows.jsonl"
@@ -198,22 +208,66 @@ def test_steps_without_a_trained_token_warn_and_leave_the_weights_unchanged(
         "policy.oversize_rows=truncate",
         "policy.max_total_sequence_length=64",
         "policy.optimizer.weight_decay=0.5",
+        f"policy.{engine}",
+        "policy.scheduler.warmup_steps=0",
+        "policy.scheduler.kind=constant",
         "sft.val_at_start=false",
         "sft.val_period=0",
+        "checkpointing.save_period=1",
+        "checkpointing.keep_latest=5",
     )
-    before = load_file(recipe.demo / "model" / "model.safetensors")
-    for last_prompt, is_trained in (("1+" * 90, False), ("1+", True)):
+
+    def write(last_prompt: str) -> None:
         rows[-1]["prompt"] = last_prompt
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        run_sft(recipe.sft(*options, "sft.max_num_steps=2", f"run_name=trained_{is_trained}"))
-        shown = capsys.readouterr()
-        warnings = re.findall(r"WARNING: step (\d): 1 of 1 optimizer steps have no", shown.out)
-        assert warnings == (["1"] if is_trained else ["1", "2"])
-        run = recipe.folder / f"trained_{is_trained}"
-        after = load_file(run / "hf" / "model.safetensors")
-        is_equal = all(torch.equal(before[name], after[name]) for name in before)
-        assert is_equal == (not is_trained)
-        assert read_metrics(run)[0]["policy/num_tokens"] == 0
+
+    write("1+")
+    run_sft(recipe.sft(*options, "sft.max_num_steps=2"))
+    assert re.findall(r"WARNING: step (\d): 1 of 1 optimizer", capsys.readouterr().out) == ["1"]
+    run = recipe.folder / "sft"
+    assert [line["policy/num_tokens"] for line in read_metrics(run)] == [0, 2]
+    before = load_file(recipe.demo / "model" / "model.safetensors")
+    with open_checkpoint(run / "checkpoints/step_1/policy") as reader:
+        assert reader.num_optimizer_steps == 0 and not reader.has_moments
+        for name, weight in reader.full_weights(list(reader.shapes)):
+            assert torch.equal(weight, before[name]), name
+    # The second step is the first of the optimizer: the same as in a run of its last row alone.
+    rows = rows[-1:]
+    write("1+")
+    run_sft(recipe.sft(*options, "sft.max_num_steps=1", "run_name=alone"))
+    after = load_file(recipe.folder / "alone" / "hf" / "model.safetensors")
+    found = load_file(run / "hf" / "model.safetensors")
+    for name, weight in after.items():
+        change = (weight - before[name]).norm()
+        # A quarter of it, if moments and step count had advanced before.
+        assert (found[name] - weight).norm() < 0.05 * change, name
+
+
+def test_a_run_without_a_trained_token_is_an_error(recipe: Recipe):
+    path = recipe.folder / "rows.jsonl"
+    path.write_text(f'{{"prompt": "{"1+" * 90}", "completion": "2"}}\n' * 32)
+    options = (
+        f"data.train_path={path}",
+        "data.validation_path=null",
+        "sft.val_period=0",
+        "sft.val_at_start=false",
+        "policy.oversize_rows=truncate",
+        "policy.max_total_sequence_length=64",
+    )
+    text = r"no step .* trained a token.* within policy\.max_total_sequence_length 64, to which pol"
+    with pytest.raises(ConfigError, match=text):
+        run_sft(recipe.sft(*options, "sft.max_num_steps=1", "run_name=short"))
+    assert not (recipe.folder / "short" / "hf").exists()
+    # At the end of the first epoch.
+    with pytest.raises(ConfigError, match=text):
+        run_sft(recipe.sft(*options, "sft.max_num_epochs=9", "sft.max_num_steps=9"))
+    assert len(read_metrics(recipe.folder / "sft")) == 2
+    # Every completion is as long as the limit, and left out.
+    options = ("policy.generation.max_new_tokens=1", "grpo.overlong.filter=true")
+    options += ("data.validation_path=null", "grpo.val_period=0", "grpo.val_at_start=false")
+    with pytest.raises(ConfigError, match=r"all completions were left out: check reward\.on_er"):
+        run_grpo(recipe.grpo("grpo.max_num_steps=1", *options))
+    assert not (recipe.folder / "grpo" / "hf").exists()
 
 
 def test_a_run_with_encoding_processes_equals_one_without(recipe: Recipe):

@@ -20,10 +20,12 @@ from transformers import (
 )
 
 from nemo_like.cli import main
-from nemo_like.commands import check_parity as parity
-from nemo_like.commands.check_parity import MODES, Comparison, ParityReport, save_tiny_copy
-from nemo_like.config.schema import DataConfig, ParallelConfig, PolicyConfig, RunConfig
-from nemo_like.models.tiny import tiny_config
+from nemo_like.commands import check_parity
+from nemo_like.commands.check_parity import MODES, ParityReport
+from nemo_like.config.schema import ParallelConfig, PolicyConfig
+from nemo_like.models.tiny import save_tiny_copy, tiny_config
+from nemo_like.training import parity
+from nemo_like.training.parity import Comparison
 from tests.recipe import Recipe
 
 LAYOUT = (
@@ -57,7 +59,7 @@ def test_a_wrong_step_is_found(
 
     # In this process, which has the reference. The layout is computed by workers.
     monkeypatch.setattr(torch.optim, "AdamW", DecaysMore)
-    monkeypatch.setattr(parity, "MODES", ("packed",))
+    monkeypatch.setattr(check_parity, "MODES", ("packed",))
     recipe.grpo()
     assert (
         main(
@@ -83,12 +85,7 @@ def test_a_difference_beyond_the_limit_or_not_a_number_is_no_equality():
 
 def test_a_difference_is_rounding_if_transformers_is_as_far_from_float64(tmp_path: Path):
     model = save_tiny_copy(LlamaConfig(), ParallelConfig(), tmp_path)
-    config = parity.tiny_run(
-        RunConfig(
-            run_name="parity", policy=PolicyConfig(model_name=""), data=DataConfig(train_path="-")
-        ),
-        tmp_path,
-    )
+    config = parity.tiny_run(PolicyConfig(model_name=""), ParallelConfig(), 1, tmp_path)
     reference = parity.Reference(model, parity.random_batch(model.config.vocab_size), config)
     what = "gradient of every parameter"
     name = "model.norm.weight"

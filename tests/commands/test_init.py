@@ -20,9 +20,9 @@ def test_the_written_configs_are_the_examples_and_load(
     directory = tmp_path / "new" / "configs"
     assert main(["init", str(directory)]) == 0
     names = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
-    assert sorted(path.name for path in directory.iterdir()) == names
+    assert sorted(path.name for path in directory.iterdir()) == ["README.md", *names]
     assert f"wrote {len(names)} example configs to {directory}" in capsys.readouterr().out
-    for name in names:
+    for name in ("README.md", *names):
         assert (directory / name).read_bytes() == (EXAMPLES / name).read_bytes()
     config = directory / "demo_grpo.yaml"
     assert load_config(detect_kind(config), config).run_name == "demo_grpo"

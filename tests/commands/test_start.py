@@ -95,7 +95,7 @@ def test_every_choice_is_a_config_that_fits_and_has_room_for_the_longest_row(
         teachers=needed.teachers,
         keeps_teacher_embeddings=config.keeps_teacher_embeddings,
     )
-    memory = MemoryModel(needed.spec.with_output_head(config.output_head), placement)
+    memory = MemoryModel(needed.spec.with_output_head(config.needs.head), placement)
     assert memory.peak(budget) <= usable_bytes(memory_gib)
     assert config.cluster.gpus_per_node == num_gpus
     assert config.policy.train_global_batch_size >= max(num_gpus, 1)
@@ -204,7 +204,8 @@ def test_init_writes_a_config_with_reasons_that_validates(started, capsys, kind:
 def test_a_run_names_the_next_commands_which_accept_its_directory(started, capsys):
     model, folder = started
     arguments = ["--model", model, "--data", "sft.jsonl", "sft.max_num_steps=1"]
-    assert main(["sft", *arguments, "logger.num_samples_shown=0"]) == 0
+    overrides = ["logger.num_samples_shown=0", "policy.parity_check=false"]
+    assert main(["sft", *arguments, *overrides]) == 0
     shown = capsys.readouterr().out
     assert "policy.optimizer.lr" in shown and "full training" in shown
     assert "next: nemo-like chat --model runs/sft_sft | nemo-like eval" in shown

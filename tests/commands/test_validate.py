@@ -23,6 +23,7 @@ from transformers import AutoConfig
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.sft.config import SftRunConfig
+from nemo_like.commands import validate as validate_module
 from nemo_like.commands.validate import validate
 from nemo_like.config.batching import StreamableDataConfig as DataConfig
 from nemo_like.config.loss import PolicyGradientLossConfig
@@ -607,18 +608,21 @@ def test_rewards_that_hang_are_told_after_their_time_limit(
         name: RewardFunctionConfig(path=f"hanging_rewards.{name}")
         for name in ("sleeps", "waits", "good")
     }
-    reward = RewardConfig(functions=functions, timeout_s=0.5)
-    started_s = time.monotonic()
-    report = validate(grpo(model, write(ROWS), reward))
-    # Far below the time that one of the functions takes, and far above that of a loaded machine.
-    assert time.monotonic() - started_s < 500
-    for problem, name in zip(report.problems, ("sleeps", "waits"), strict=True):
-        first, _, sample = problem.partition("\n")
-        assert first == (
-            f"reward.functions.{name} (hanging_rewards.{name}) exceeded reward.timeout_s 0.5,"
-            " on this sample:"
-        )
-        assert sample.startswith("  prompt: '0+1'")
+    monkeypatch.setattr(validate_module, "MAX_CALL_S", 0.5)
+    for timeout_s, limit in (
+        (0.5, "reward.timeout_s 0.5"),
+        (None, "the 0.5 s that `validate` waits without reward.timeout_s"),
+    ):
+        reward = RewardConfig(functions=functions, timeout_s=timeout_s)
+        started_s = time.monotonic()
+        report = validate(grpo(model, write(ROWS), reward))
+        # Far below the time of one of the functions, and far above that of a loaded machine.
+        assert time.monotonic() - started_s < 500
+        for problem, name in zip(report.problems, ("sleeps", "waits"), strict=True):
+            first, _, sample = problem.partition("\n")
+            path = f"reward.functions.{name} (hanging_rewards.{name})"
+            assert first == f"{path} exceeded {limit}, on this sample:"
+            assert sample.startswith("  prompt: '0+1'")
     # The last function is called in another process.
     assert report.sections["rewards"] == (
         f"good (hanging_rewards.good): 0.25 for the answer of {tmp_path}/train.jsonl:1 itself",

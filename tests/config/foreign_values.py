@@ -100,11 +100,16 @@ def verl(tree: Tree, kind: str) -> Values:
     model = "actor_rollout_ref"
     group = at(tree, "rollout.n", at(tree, f"{model}.rollout.n", 1))
     low = at(tree, f"{model}.actor.clip_ratio", 0.2)
+    mini = at(tree, f"{model}.actor.ppo_mini_batch_size", 256)
+    prompts = at(tree, "data.train_batch_size", 1024)
+    if at(tree, "async_training") is not None:
+        # `FullyAsyncTrainer`: the prompts of one weight sync.
+        num_batches = at(tree, "async_training.require_batches", 1)
+        prompts = mini * num_batches * at(tree, "async_training.trigger_parameter_sync_step", 4)
     return {
         # Both count prompts.
-        "policy.train_global_batch_size": at(tree, f"{model}.actor.ppo_mini_batch_size", 256)
-        * group,
-        "grpo.num_prompts_per_step": at(tree, "data.train_batch_size", 1024),
+        "policy.train_global_batch_size": mini * group,
+        "grpo.num_prompts_per_step": prompts,
         "grpo.num_generations_per_prompt": group,
         "policy.optimizer.lr": at(tree, f"{model}.actor.optim.lr", 1e-6),
         "policy.max_total_sequence_length": at(tree, "data.max_prompt_length", 512)
@@ -242,12 +247,9 @@ def _limit(steps: Any) -> Any:
 
 
 def _clip(low: Any, high: Any) -> Values:
-    values = {
-        "loss_fn.ratio_clip_min": low,
-        "loss_fn.ratio_clip_max": low if high is None else high,
-    }
-    # Both are 0.2 by default, here and there.
-    return {key: value for key, value in values.items() if value is not None}
+    low = 0.2 if low is None else low
+    high = low if high is None else high
+    return {"loss_fn.ratio_clip_min": low, "loss_fn.ratio_clip_max": high}
 
 
 def _schedule(tree: Tree, lr: Any, key: str, default: str = "linear") -> Values:

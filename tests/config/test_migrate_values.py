@@ -34,6 +34,13 @@ TRANSFORMERS = {
     "lr_scheduler_type": (None, "cosine_with_min_lr"),
 }
 FIXED_CLIPS = {"epsilon": (None, 0.1), "epsilon_high": (None, 0.3)}
+LEVEL = (None, "token", "sequence")
+DEFAULT_CLIPS = {
+    "ppo": {"loss_fn.ratio_clip_min": 0.2, "loss_fn.ratio_clip_max": 0.2},
+    "gspo": {"loss_fn.ratio_clip_min": 3e-4, "loss_fn.ratio_clip_max": 4e-4},
+    "cispo": {"loss_fn.ratio_clip_max": 4.0},
+}
+"""What null means here, by `loss_fn.surrogate`."""
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[Any, ...]]]] = {
     "trl_sft": (
         "TRL",
@@ -46,6 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[Any, ...]]]] = {
         {
             **TRANSFORMERS,
             **FIXED_CLIPS,
+            "importance_sampling_level": LEVEL,
             "num_generations": (None, 2, 4),
             "steps_per_generation": (None, 8, 16),
             "num_iterations": (None, 1, 2),
@@ -71,6 +79,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[Any, ...]]]] = {
             "trl.num_generations": (None, 2, 8),
             "trl.epsilon": (None, 0.1),
             "trl.epsilon_high": (None, 0.3),
+            "trl.importance_sampling_level": LEVEL,
         },
     ),
     "llama_factory": (
@@ -91,6 +100,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[Any, ...]]]] = {
             "trainer.total_training_steps": (None, 10),
             "actor_rollout_ref.actor.clip_ratio": (None, 0.1),
             "actor_rollout_ref.actor.clip_ratio_high": (None, 0.3),
+            "actor_rollout_ref.actor.policy_loss.loss_mode": (None, "gspo", "cispo"),
+        },
+    ),
+    "verl_async_grpo": (
+        "verl",
+        {"algorithm.adv_estimator": "grpo", "data.train_batch_size": 0, "rollout.n": 2}
+        | {"async_training.staleness_threshold": 0.5},
+        {
+            "actor_rollout_ref.actor.ppo_mini_batch_size": (None, 64),
+            "async_training.require_batches": (1, 2),
+            "async_training.trigger_parameter_sync_step": (None, 1, 8),
         },
     ),
     "nemo_rl_grpo": (
@@ -117,6 +137,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[Any, ...]]]] = {
             "actor.adam.lr": (None, 3e-6),
             "data.max_len": (None, 512),
             "actor.eps_clip_low_high": (None, [0.1, 0.3]),
+            "actor.policy_loss_type": (None, "ppo", "gspo"),
+            "actor_learning_rate": (None, 4e-6),
         },
     ),
     "prime_rl": (
@@ -154,6 +176,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[Any, ...]]]] = {
             "train.train_policy.batch_size_per_optimize": (None, 16),
             "train.train_policy.epsilon_low": (None, 0.1),
             "train.train_policy.epsilon_high": (None, 0.3),
+            "train.train_policy.variant": (None, "grpo", "gspo"),
         },
     ),
 }
@@ -195,10 +218,44 @@ def test_a_migrated_config_means_the_same(case: str, data: st.DataObject) -> Non
             continue
         value = result.values.get(key, value_at(defaults, key))
         if key.startswith("loss_fn.ratio_clip") and value is None:
-            value = 0.2
+            value = DEFAULT_CLIPS[result.values.get("loss_fn.surrogate", "ppo")].get(key)
         # A number of prompts that is no whole number is left out with a note.
         is_note = isinstance(expected, float) and expected % 1 and key in reported
         assert is_same(value, expected) or (key.startswith("grpo.") and is_note), (key, value)
+
+
+@pytest.mark.parametrize(
+    ("key", "tree"),
+    [
+        ("lr_scheduler_kwargs", {"stage": "sft", "template": "x", "learning_rate": 1e-5}),
+        ("lr_scheduler_kwargs", {"base_model": "m", "sequence_len": 64, "learning_rate": 1e-5}),
+        ("lr_scheduler_kwargs", {"dataset_name": "a/b", "use_peft": False, "learning_rate": 1e-5}),
+    ],
+)
+def test_a_key_is_carried_over_or_dropped(key: str, tree: dict[str, Any]) -> None:
+    result = migrated({**tree, key: {"min_lr": 1e-6}}, "sft")
+    assert result.values["policy.scheduler.min_ratio"] == pytest.approx(0.1)
+    assert key not in {one.path for one in result.dropped}
+    result = migrated({**tree, key: {"min_lr": 1e-6, "other": 1}}, "sft")
+    assert {one.path for one in result.dropped if one.path.startswith(key)} == {f"{key}.other"}
+    assert f"{key}.min_lr" in result.carried
+
+
+def test_notes_are_about_the_job() -> None:
+    trl = {"per_device_train_batch_size": 2, "generation_batch_size": 16, "num_generations": 4}
+    sampled = migrated({"reward_funcs": ["x"], **trl})
+    # 16 completions of all processes are 4 prompts, of however many processes.
+    assert sampled.values["grpo.num_prompts_per_step"] == 4
+    (note,) = [note for note in sampled.notes if "generation_batch_size" in note]
+    assert "counts all processes" in note
+    for tree in (
+        {"dataset_name": "a/b", "use_peft": False},
+        {"base_model": "m", "sequence_len": 64},
+        {"train": {"train_policy": {"type": "sft"}}, "policy": {"model_max_length": 64}},
+    ):
+        notes = " ".join(migrated(tree, "sft").notes)
+        assert "policy.train_global_batch_size" in notes
+        assert "grpo." not in notes and "GRPO" not in notes
 
 
 def test_the_budget_of_load_balancing_is_that_of_the_layout() -> None:

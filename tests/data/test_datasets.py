@@ -213,7 +213,7 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
         ("one.json", b'{"a": 1}', "not a list of objects; one object per line is a .jsonl file"),
         ("lines.json", b'{"a": 1}\n{"a": 2}', r"JSON at line 2 column 1: .*a \.jsonl file"),
         ("bad.parquet", b"PAR1", "bad.parquet: not a parquet file"),
-        ("folder", None, "folder is a directory without Arrow files"),
+        ("folder", None, "data.validation_path: .*folder is a directory without Arrow files"),
         ("missing.jsonl", None, "data.validation_path: there is no .*missing.jsonl"),
     ],
 )

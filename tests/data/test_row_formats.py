@@ -594,6 +594,12 @@ def test_rows_of_one_completion_and_a_label_are_not_sent_to_sft(tmp_path: Path) 
     row = {"prompt": "2+2=?", "completion": "5", "label": False}
     with pytest.raises(ConfigError, match=r"a label \(KTO\) have no loss here; write pairs"):
         load_one(tmp_path, row, PREFERENCE_ROWS)
+    messages = [USER, {"role": "assistant", "content": "5"}]
+    for undesirable in (row, {"messages": messages, "label": "False"}):
+        with pytest.raises(ConfigError, match=r"label is false.*\(KTO\).*data\.on_bad_row=skip"):
+            load_one(tmp_path, undesirable, SFT_ROWS)
+    for value in (True, None, "false positive", 0):
+        load_one(tmp_path, {**row, "label": value}, SFT_ROWS)
 
 
 def test_messages_and_tools_may_be_lists_of_json_texts(tmp_path: Path) -> None:
@@ -635,3 +641,40 @@ def test_a_completion_that_continues_the_prompt_has_no_system_turn() -> None:
     changed = known_row(row, {})
     assert changed["prompt"] == [{"role": "system", "content": "s"}, *prompt]
     assert (changed["chosen"], changed["rejected"]) == tuple(answers)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({**BEFORE, "messages": [USER, {"role": "assistant"}]}, r"messages\[1\]\.content is null"),
+        ({**BEFORE, "prompt": [USER, 5], "completion": "4"}, r"prompt\[1\] is 5 .*, not an object"),
+        ({"system": 5, "prompt": "a", "completion": "b"}, r" system is 5 .*, not a text"),
+        (
+            {"system": [{"type": "image"}], "prompt": "a", "completion": "b"},
+            r" system\[0\] is .*not a part with a text",
+        ),
+        (
+            {"history": [["a", "b"], ["a", 5]], "prompt": "a", "completion": "b"},
+            r" history\[1\]\.content is 5 .*, not a text",
+        ),
+        (
+            {"history": [["a", "b"], {"from": "x", "value": "a"}], "prompt": "a", "answer": "b"},
+            r" history\[1\]\.from is \"x\"",
+        ),
+        (
+            {"history": "User: 1+1=?", "prompt": "a", "completion": "b"},
+            r"'history' is .*write a list of \[instruction, output\] or of messages, or rename",
+        ),
+    ],
+)
+def test_errors_have_the_places_of_the_file(tmp_path: Path, row: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_one(tmp_path, row)
+
+
+def test_a_system_text_may_have_parts(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+    row: dict[str, Any] = {"system": parts, "messages": [USER, ASSISTANT]}
+    assert conversation(load_one(tmp_path, row)) == [SYSTEM, USER, ASSISTANT]
+    row = {"system": "Be brief.", "messages": [{**SYSTEM, "content": parts}, USER, ASSISTANT]}
+    assert conversation(load_one(tmp_path, row)) == [SYSTEM, USER, ASSISTANT]

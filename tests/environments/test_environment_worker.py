@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -39,13 +41,15 @@ def _task(
     return StepTask(key=key, conversation=conversation, timeout_s=timeout_s)
 
 
-def _local(config: EnvironmentConfig, **limits: float) -> EnvironmentWorkers:
+def _local(
+    config: EnvironmentConfig, report: Callable[[str], None] = print, **limits: float
+) -> EnvironmentWorkers:
     def start(index: int) -> LocalGroup:
         context = local_context(num_threads=1)
         kwargs = {"config": config, **limits}
         return LocalGroup(EnvironmentWorker, kwargs, context, name="environment")
 
-    return EnvironmentWorkers(start, 1)
+    return EnvironmentWorkers(start, 1, report=report)
 
 
 def _outcomes(workers: EnvironmentWorkers, tasks: list[StepTask]) -> dict[int, StepOutcome]:
@@ -118,6 +122,17 @@ def test_a_failure_names_key_problem_and_conversation(do: str, message: str) -> 
     assert f"'do': '{do}'" in text and "turn 1 of the model: 'my answer'" in text
     assert str(pickle.loads(pickle.dumps(failure))) == text
     workers.shutdown()
+    # The others go on without it; one warning for both.
+    reported: list[str] = []
+    workers = _local(replace(_config("Misbehaving"), on_error="drop"), reported.append)
+    outcomes = _outcomes(workers, [_task(0, "my answer", do=do), _task(1, "my answer", do=do)])
+    for outcome in outcomes.values():
+        assert outcome.done and outcome.rewards == {} and str(outcome.failure) == text
+        problem = pickle.loads(pickle.dumps(outcome)).failure.problem
+        assert re.search(message, problem.text) and str(problem) == text.partition(". A mis")[0]
+        assert problem.kind == ("raised" if problem.text.startswith("step raised") else "value")
+    (line,) = reported
+    assert line.startswith(f"warning: {text}")
 
 
 def test_an_async_step_that_blocks_its_process_stops_the_run() -> None:

@@ -6,7 +6,9 @@ import asyncio
 import os
 import threading
 import time
+import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +153,17 @@ class Sleeping:
         return StepResult(done=True)
 
 
-class DiesOnce(GuessingGame):
-    """Ends its process at the first step of a run, and plays afterwards."""
+class Flaky(GuessingGame):
+    """Fails in one of four turns, by their texts; every turn has a reward."""
+
+    def step(self, conversation: Conversation) -> StepResult:
+        if zlib.crc32(conversation.completion.encode()) % 4 == 0:
+            raise KeyError("city")
+        return replace(super().step(conversation), reward=0.5)
+
+
+class DiesOnce(Flaky):
+    """Ends its process at the first step of a run, and fails sometimes afterwards."""
 
     def __init__(self, marker: str) -> None:
         super().__init__()

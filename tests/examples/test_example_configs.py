@@ -1,49 +1,118 @@
-"""The examples load, their keys fit together, and they stay as short as an example should be."""
+"""The examples and their variants load, their keys fit together, and they stay short."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
-from nemo_like.algorithms.registry import detect_kind, load_config
+from nemo_like.algorithms.registry import ALGORITHMS, detect_kind, load_config
 from nemo_like.config.check import derivation
-from nemo_like.config.schema import DynamicBatchingConfig, SequencePackingConfig
+from nemo_like.config.schema import DynamicBatchingConfig, RunConfig, SequencePackingConfig
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 NAMES = {path.stem for path in CONFIGS.glob("*.yaml")}
 EXAMPLES = sorted(name for name in NAMES if not name.startswith("_"))
 
 
-def test_the_examples_are_those_that_are_promised() -> None:
-    assert set(EXAMPLES) >= {
-        "demo_sft",
-        "demo_grpo",
-        "sft_gsm8k_smollm2",
-        "sft_gsm8k_pool",
-        "sft_gsm8k_online",
-        "sft_gsm8k_token_budget",
-        "sft_gsm8k_dyn_bsz",
-        "grpo_gsm8k_smollm2",
-        "grpo_math_1B",
-        "grpo_math_8B_dynamic",
-        "grpo_math_8B_megatron",
-        "sft_8B",
-    }
+PAGE = (CONFIGS / "README.md").read_text(encoding="utf-8")
+
+
+class Variant(NamedTuple):
+    """A line of the tables of variants."""
+
+    base: str
+    overrides: list[str]
+
+    @property
+    def run_name(self) -> str:
+        return self.overrides[0].removeprefix("run_name=")
+
+
+def variants() -> list[Variant]:
+    """Return every line of the tables; a table belongs to the config in the heading above it."""
+    found = []
+    for section in PAGE.partition("## Variants\n")[2].split("\n### ")[1:]:
+        heading = re.match(r"`(\w+)\.yaml`\n", section)
+        rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+        assert heading and rows, f"no config or no table in: {section}"
+        for row in rows:
+            overrides = re.search(r"\| `(run_name=[^`|]+)` \|$", row)
+            assert overrides, f"no overrides in: {row}"
+            found.append(Variant(heading[1], overrides[1].split()))
+    return found
+
+
+VARIANTS = variants()
+
+
+def load(base: str, overrides: Sequence[str] = ()) -> RunConfig:
+    path = CONFIGS / f"{base}.yaml"
+    return load_config(detect_kind(path), path, overrides)
+
+
+def test_there_is_one_config_per_job_and_engine_and_the_readme_lists_them() -> None:
+    listed = re.findall(r"^\| `(\w+)\.yaml` \| `(\w+)` \|", PAGE, re.MULTILINE)
+    assert {name: detect_kind(CONFIGS / f"{name}.yaml") for name in EXAMPLES} == dict(listed)
+    assert {kind for _, kind in listed} == set(ALGORITHMS)
+    configs = [load(name) for name in EXAMPLES]
+    assert {config.policy.engine for config in configs} == {"dtensor", "megatron"}
+    assert len(EXAMPLES) <= 13, "a variant is a line in a table of README.md"
+
+
+def check(config: RunConfig) -> None:
+    """Check the relations between the keys as a run does before it starts."""
+    expected = "rows per step" if config.needs.batch.is_fixed else "in microbatches of at most"
+    assert expected in derivation(config)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_it_loads_and_its_keys_fit_together(name: str) -> None:
-    path = CONFIGS / f"{name}.yaml"
-    kind = detect_kind(path)
-    config = load_config(kind, path)
-    has_own_name = name in ("demo_calculator", "demo_guessing", "demo_environments_sft")
-    is_member = name in ("demo_dapo", "demo_gspo", "demo_cispo", "demo_rloo", "demo_reinforce_pp")
-    assert kind in name or has_own_name or (is_member and kind == "grpo")
+    config = load(name)
+    assert config.kind in name or name == "demo_calculator"
     assert config.run_name == name
-    expected = "rows per step" if config.has_fixed_batches else "in microbatches of at most"
-    assert expected in derivation(config)
+    check(config)
+
+
+def value_at(config: RunConfig, key: str) -> Any:
+    """Return the value of a key; None for an entry that a mapping does not have."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else getattr(value, part)
+    return value
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.run_name)
+def test_a_variant_loads_and_each_of_its_overrides_counts(variant: Variant) -> None:
+    config = load(variant.base, variant.overrides)
+    assert config.run_name == variant.run_name
+    check(config)
+    base = load(variant.base)
+    keys = [override.partition("=")[0] for override in variant.overrides]
+    assert [key for key in keys if value_at(config, key) == value_at(base, key)] == []
+
+
+def test_every_variant_is_there_once() -> None:
+    names = [variant.run_name for variant in VARIANTS]
+    assert len(names) == 18
+    assert len({*names, *EXAMPLES}) == len(names) + len(EXAMPLES)
+
+
+def test_commands_of_the_documentation_are_lines_of_the_tables() -> None:
+    lines = {variant.run_name: variant for variant in VARIANTS}
+    num_shown = 0
+    for page in (CONFIGS.parents[1] / "docs").glob("*.md"):
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        for base, name, rest in re.findall(r"configs/(\w+)\.yaml run_name=(\w+)(.*)", text):
+            if name in lines:
+                num_shown += 1
+                assert base == lines[name].base, page
+                assert set(rest.split()) >= set(lines[name].overrides[1:]), page
+    assert num_shown > 0
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -64,7 +133,8 @@ def test_packing_and_dynamic_batching_as_people_know_them() -> None:
         sequence_length_round=64,
     )
     assert not packed.dynamic_batching.enabled
-    dynamic = load_config("grpo", CONFIGS / "grpo_math_8B_dynamic.yaml").policy
+    [line] = [variant for variant in VARIANTS if variant.run_name == "grpo_math_8B_dynamic"]
+    dynamic = load(line.base, line.overrides).policy
     assert dynamic.dynamic_batching == DynamicBatchingConfig(
         enabled=True, train_mb_tokens=16384, logprob_mb_tokens=32768, sequence_length_round=64
     )

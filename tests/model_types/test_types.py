@@ -82,6 +82,13 @@ def test_a_model_of_another_structure_is_refused_with_one_message(model_type, po
     assert "use another model" in text
 
 
+def test_a_type_with_keys_of_several_tokens_is_refused_for_that(pool):
+    (text,) = check_type("deepseek_v4", pool, ("packed",)).values()
+    assert text.startswith("no: policy.model_name=deepseek_v4: models of the type deepseek_v4 ")
+    assert "(heavily_compressed_attention in layer_types)" in text
+    assert "use another model" in text
+
+
 EXPERTS = [name for name, cells in TYPES.items() if cells.get("ep 2", "").startswith("yes")]
 CHECKPOINTED = [
     f"{name}, {mode}, ep {expert}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from nemo_like.config.errors import ConfigError
+from nemo_like.config.schema import ParallelConfig
+from nemo_like.data.planning.spec import CostModel
+from nemo_like.models.family_traits import COUNTED_TYPES
 from nemo_like.models.spec import PRESETS, ModelSpec, load_spec
+from nemo_like.models.tiny import tiny_config, type_config
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -151,48 +157,71 @@ def test_presets_have_their_size(tmp_path: Any) -> None:
         load_spec(str(tmp_path))
 
 
-_FLOPS_CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "apertus": {},
-    "nanochat": {},
-    "persimmon": {},
-    "ernie4_5_moe": {
-        "moe_num_experts": 4,
-        "moe_k": 2,
-        "moe_num_shared_experts": 2,
-        "moe_intermediate_size": 24,
-        "moe_layer_start_index": 1,
-    },
-    "granitemoeshared": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 40,
-    },
-    "glm4_moe_lite": {
-        **LATENT,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 24,
-        "num_nextn_predict_layers": 0,
-    },
-}
+_NUM_TOKENS = 16
+_COUNTED_HERE = (
+    *("deepseek_v3", "diffllama", "ernie4_5_moe", "hunyuan_v1_moe", "jamba", "llama", "qwen3_next"),
+)
+"""Types of every form of layer; the others take too long for each run of the tests."""
 
 
-@pytest.mark.parametrize("is_file", [True, False])
-@pytest.mark.parametrize("model_type", _FLOPS_CONFIGS)
-def test_linear_flops_are_those_that_torch_counts(model_type: str, is_file: bool) -> None:
-    sizes = {**SIZES, "num_key_value_heads": 4, "pad_token_id": 0, "bos_token_id": 1}
-    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    config = AutoConfig.for_model(
-        model_type, **sizes, eos_token_id=2, **eager, **_FLOPS_CONFIGS[model_type]
+def tiny_type(model_type: str, head_dim: int) -> PretrainedConfig:
+    config = tiny_config(type_config(model_type), ParallelConfig(), head_dim)
+    if model_type == "jamba":
+        # One layer of attention and one of Mamba.
+        config.update({"attn_layer_period": 2, "attn_layer_offset": 1})
+    return config
+
+
+def check_counts(model_type: str) -> None:
+    """Compare with the products that torch counts, and the parameters of the model."""
+    config = tiny_type(model_type, 8)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
-    model = AutoModelForCausalLM.from_config(config)
-    num_tokens = 16
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(torch.arange(num_tokens)[None], use_cache=False)
-    # Attention multiplies batches of matrices; what is linear in the tokens has a weight matrix.
+        model(torch.arange(_NUM_TOKENS)[None], use_cache=False)
     operators = counter.get_flop_counts()["Global"].items()
-    linear = sum(flops for operator, flops in operators if "bmm" not in str(operator))
-    spec = ModelSpec.from_config(config.to_dict() if is_file else config)
-    assert 2 * num_tokens * spec.num_active_params == pytest.approx(linear, rel=1e-3)
+    # Attention multiplies batches of matrices; what is linear in the tokens has a weight matrix.
+    batched = sum(flops for operator, flops in operators if "bmm" in str(operator))
+    linear = sum(flops for operator, flops in operators) - batched
+    for source in (config, config.to_dict()):
+        spec = ModelSpec.from_config(source)
+        cost = CostModel.from_spec(spec)
+        assert _NUM_TOKENS * cost.linear == pytest.approx(linear, rel=4e-3)
+        # Linear attention has batches of matrices too, and eager attention masks the future.
+        if not spec.linear_attention_layers:
+            assert 2 * _NUM_TOKENS**2 * cost.quadratic == pytest.approx(batched, rel=1e-6)
+        assert spec.estimate_warnings == ()
+    # With wider layers, in which vectors are a small part.
+    config = tiny_type(model_type, 64)
+    num_params = sum(parameter.numel() for parameter in model_of(config).parameters())
+    assert ModelSpec.from_config(config).num_params == pytest.approx(num_params, rel=0.01)
+
+
+@pytest.mark.parametrize("model_type", _COUNTED_HERE)
+def test_counts_are_those_of_torch(model_type: str) -> None:
+    check_counts(model_type)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model_type", sorted(COUNTED_TYPES.difference(_COUNTED_HERE)))
+def test_counts_of_every_type_are_those_of_torch(model_type: str) -> None:
+    check_counts(model_type)
+
+
+def test_every_type_that_trains_is_counted() -> None:
+    types = json.loads((Path(__file__).parents[2] / "docs" / "models.json").read_text())["types"]
+    for model_type, cells in types.items():
+        if any(cells[column].startswith("yes") for column in ("packed", "padded")):
+            assert type_config(model_type).model_type in COUNTED_TYPES, model_type
+
+
+def test_other_types_have_a_warning() -> None:
+    spec = ModelSpec.from_config({**SIZES, "model_type": "new_type"})
+    (warning,) = spec.estimate_warnings
+    assert "FLOPs and parameters of model type new_type are estimated" in warning
+    # A list of one value for every layer, as in the files of Hunyuan.
+    experts = {"num_experts": 8, "moe_topk": [2] * 4, "moe_intermediate_size": [32] * 4}
+    spec = ModelSpec.from_config({**SIZES, **experts, "model_type": "hunyuan_v1_moe"})
+    assert spec.moe is not None
+    assert (spec.moe.num_active_experts, spec.moe.expert_size, spec.moe.shared_size) == (2, 32, 96)

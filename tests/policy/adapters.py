@@ -208,8 +208,16 @@ def use(side: Side, architecture: str, model: str, straight: Path, out: Path) ->
     found: dict[str, Any] = {"weights": {name: each.numpy() for name, each in weights.items()}}
     check_sent_adapters(worker, torch.float32)
     worker.save(out / "start")
+    lora = dataclasses.replace(worker.config.lora, reference="adapter")
+    engine: Any = worker.engine
+    kept = PolicyWorker(dataclasses.replace(worker.config, lora=lora), engine, engine)
     losses = train(side, worker, range(2))
     worker.save(out / "half")
+    # The reference is the adapter of the start, and the trained one is as before.
+    before = outputs_of(worker, side.shard(kept.config, grouped_batch()))
+    found["kept"] = outputs_of(kept, side.shard(kept.config, grouped_batch()))
+    for (_, trained, _), (_, same, _) in zip(before, found["kept"], strict=True):
+        assert np.array_equal(trained, same)
     losses += train(side, worker, range(2, 4))
     found["losses"] = losses
     averages = averages_of(worker)

@@ -252,6 +252,11 @@ def assert_use(
         if not np.isnan(rank["losses"]).all():
             assert rank["losses"] == pytest.approx(losses, rel=TOLERANCE)
             assert rank.get("continued", losses[2:]) == pytest.approx(losses[2:], rel=TOLERANCE)
+        for ids, trained, kept in rank["kept"]:
+            initial = reference.outputs[ids.tobytes()]
+            np.testing.assert_allclose(kept, initial, rtol=1e-5, atol=1e-5)
+            assert not initial.any() or np.abs(trained - initial).max() > 1e-3
+    assert len(ranks[-1]["kept"]) > 0
     assert not np.isnan(ranks[-1]["losses"]).any()
     sent = ranks[0]["weights"]
     for name in sent.keys() & reference.merged.keys():

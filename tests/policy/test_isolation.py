@@ -6,12 +6,16 @@ import dataclasses
 from collections.abc import Container
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
+from nemo_like.data.jagged import Jagged
+from nemo_like.data.planning.plan import PlanSpec, plan_batch
+from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
@@ -159,6 +163,25 @@ def test_differences_of_every_attempt_stop_the_run(model_dir):
     tested = with_changed_calls(engine(model_dir("llama")), range(1000))
     with pytest.raises(IsolationError, match="a token of row 0 changed"):
         probe_isolation(tested, layout="packed", vocab_size=VOCABULARY, precision="float32")
+
+
+def test_a_model_that_cannot_be_called_is_refused_at_the_start_and_an_error_later_is_not_changed(
+    model_dir,
+):
+    worker = DTensorPolicyWorker(context(), config=PolicyConfig(model_name=model_dir("qwen3")))
+
+    def fails(**inputs: Any) -> None:
+        raise TypeError("forward() got an unexpected keyword argument 'cu_seqlens'")
+
+    assert isinstance(worker.engine, DTensorEngine)
+    worker.engine.model.causal_lm.base_model.forward = fails
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM of transformers is not a backbone"):
+        worker.probe_isolation()
+    ids, mask = (Jagged.from_rows([np.arange(1, 9)], dtype) for dtype in (np.int32, np.uint8))
+    rows = BatchedDataDict(input_ids=ids, token_mask=mask, length=np.array([8]))
+    shard = rows.shard(plan_batch(rows["length"], PlanSpec(layout="padded", max_rows=1)))[0]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'cu_seqlens'"):
+        worker.compute_logprobs(shard)
 
 
 def test_a_worker_probes_the_layout_it_will_train_in(model_dir):

@@ -5,6 +5,7 @@ order.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import numpy as np
 import pytest
@@ -136,6 +137,21 @@ def test_specs_follow_the_configuration():
         ).max_rows
         == 3
     )
+
+
+def test_oversize_rows_are_warned_of_once(model_dir):
+    config = dataclasses.replace(
+        PACKED, model_name=model_dir("qwen3"), oversize_rows="truncate", train_global_batch_size=2
+    )
+    group = LocalGroup(DTensorPolicyWorker, {"config": config}, local_context(num_threads=1))
+    policy = Policy(group, config, load_spec(config.model_name))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plans = [policy.plan([5, length]) for length in (20, 40, 50, 60)]
+    assert [plan.num_oversize for plan in plans] == [0, 1, 1, 1]
+    (warning,) = caught
+    assert "row 1 has 40 tokens" in str(warning.message)
+    group.shutdown()
 
 
 def test_columns_that_are_placed_already_do_not_travel_again(policy):

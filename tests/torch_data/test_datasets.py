@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 import random
 from collections import Counter
 from typing import Any
@@ -676,9 +677,15 @@ def test_what_is_no_epoch_is_an_error(epoch: Any) -> None:
 
 
 @pytest.mark.parametrize("uses_online_batches", [True, False])
-def test_ranks_with_different_datasets_are_an_error_of_all_ranks(uses_online_batches: bool) -> None:
+@pytest.mark.parametrize("differ", ["size", "contents"])
+def test_ranks_with_different_datasets_are_an_error_of_all_ranks(
+    uses_online_batches: bool, differ: str
+) -> None:
     def work(coordinator: Coordinator) -> str:
-        rows = Rows([3] * (12, 4)[coordinator.rank])
+        rows: Any = Rows([3] * (12, 4)[coordinator.rank])
+        if differ == "contents":
+            # Of one length: each rank has rows of its own already.
+            rows = [{"input_ids": [coordinator.rank] * 3} for _ in range(12)]
         if uses_online_batches:
             loader = DataLoader(rows, batch_size=1, collate_fn=list)
             steps = online_batches(loader, 8, collate_fn=list, coordinator=coordinator).loader
@@ -695,3 +702,22 @@ def test_ranks_with_different_datasets_are_an_error_of_all_ranks(uses_online_bat
 
     first, second = run_ranks(2, work)
     assert first == second
+
+
+def test_rows_with_random_numbers_of_their_own_are_not_compared() -> None:
+    class Noisy(Rows):
+        """Of one length, with contents that no generator determines."""
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {**super().__getitem__(index), "noise": os.urandom(8)}
+
+    def work(coordinator: Coordinator) -> list[int]:
+        dataset = LoadBalancedDataset(
+            ShardedIterableDataset(Noisy([3] * 12), coordinator.rank, 2),
+            coordinator=coordinator,
+            max_tokens_for_batch=8,
+            infinite_loop=False,
+        )
+        return [row["number"] for group in dataset for batch in group for row in batch]
+
+    assert sorted(itertools.chain(*run_ranks(2, work))) == list(range(12))

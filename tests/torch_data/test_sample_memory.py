@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
-from nemo_like.torch_data.feeds import PipedTensor, from_pipe, to_pipe
+from nemo_like.torch_data.samples import PipedTensor, from_pipe, to_pipe
 
 
 class Pair(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from tests.recipe import Recipe
 
 @pytest.mark.parametrize("architecture", ["qwen3_tied", "qwen3_moe_mixed"])
 def test_layers_of_the_files_are_those_of_the_model_and_give_the_number_of_parameters(
-    architecture: str, tmp_path: Path
+    architecture: str, recipe: Recipe, tmp_path: Path
 ):
     directory = save_tiny_model(tmp_path, architecture)
     spec = ModelSpec.from_config(AutoConfig.from_pretrained(directory), str(directory))
@@ -37,7 +38,9 @@ def test_layers_of_the_files_are_those_of_the_model_and_give_the_number_of_param
     assert num_adapter_params(spec, lora) == 3 * sum(expected.values())
     num_trained = 3 * sum(expected.values())
     policy = PolicyConfig(model_name=str(directory), lora=lora)
-    assert f"rank 3, scale 10.6667, {num_trained:,} of" in (adapter_line(policy, spec) or "")
+    line = adapter_line(replace(recipe.dpo(), policy=policy), spec) or ""
+    assert f"rank 3, scale 10.6667, {num_trained:,} of" in line
+    assert line.endswith("; reference: the model without it")
     check_adapters(policy, spec, 1)
     for target in ("lm_head", "q_projection", "gate", "embed_tokens"):
         wrong = AdapterConfig(enabled=True, target_modules=("q_proj", target))

@@ -60,6 +60,8 @@ def test_the_reference_of_a_run_from_an_adapter_is_named(recipe: Recipe, tmp_pat
     lora = ("policy.lora.enabled=true", f"policy.lora.adapter_path={tmp_path}")
     (text,) = warnings(recipe.dpo(*lora), model)
     assert "the reference is the model without adapters" in text
+    assert "set policy.lora.reference to adapter" in text
+    assert warnings(recipe.dpo(*lora, "policy.lora.reference=adapter"), model) == []
     assert warnings(recipe.dpo(*lora, "loss_fn.kind=simpo"), model) == []
     assert warnings(recipe.dpo(lora[0]), model) == []
 

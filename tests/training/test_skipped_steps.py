@@ -308,4 +308,8 @@ def test_skipped_steps_of_an_earlier_pass_over_a_rollout_count(tmp_path: Path) -
         batch = TrainedBatch(step=1, batch=BatchedDataDict(), locations=[], columns={}, epoch=epoch)
         train_steps(cast(TrainingRun, run), cast(ShardedBatch, None), batch, cast(Loss, None))
         assert run.num_skipped_in_a_row == expected
-    assert run.log.counters == {"num_skipped_steps": 4.0, "num_skipped_steps_in_a_row": 0.0}
+    assert run.log.counters == {
+        "num_trained_tokens": 8.0,
+        "num_skipped_steps": 4.0,
+        "num_skipped_steps_in_a_row": 0.0,
+    }

@@ -478,7 +478,7 @@ def reference_problems(config: GrpoRunConfig) -> Iterator[Problem]:
         yield Problem(
             ("grpo.reference_update_period", "policy.lora.enabled"),
             f"grpo.reference_update_period is {period}, but with policy.lora.enabled the reference"
-            " is the model without adapters, which never changes: set the period to 0",
+            " shares the frozen weights of the model and never changes: set the period to 0",
         )
     if config.loss_fn.reference_policy_kl_in == "loss":
         return

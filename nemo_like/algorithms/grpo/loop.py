@@ -38,7 +38,7 @@ from nemo_like.rollout.rows import Rollout, select_rows
 from nemo_like.run.files import write_json_lines
 from nemo_like.training.epochs import is_due
 from nemo_like.training.prompts import prompt_sets
-from nemo_like.training.reporting import StepWork, plan_metrics
+from nemo_like.training.reporting import StepWork, check_trained, plan_metrics
 from nemo_like.training.run import RunResult, TrainingRun
 from nemo_like.training.run_data import ExampleSource
 from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, train_steps
@@ -127,6 +127,7 @@ def _train(
                     run.log_step(step, trained.work)
                     stop_if_too_many(run, step, pipeline.position)
                     run.save_if_due(step, pipeline.position, is_last=step == total)
+        check_trained(run.settings.policy, run.settings.needs, run.log.counters)
         return run.finalize(step)
 
 

@@ -248,8 +248,7 @@ def _truncated_lengths(
         if low == 0:
             raise ValueError(
                 f"rows {', '.join(map(str, rows))} are one group and must share a microbatch, but"
-                f" even truncated to {spec.row_multiple} tokens they exceed {spec.budget_key} ="
-                f" {spec.max_tokens}"
+                f" even truncated to {spec.row_multiple} tokens they exceed {_limit_text(spec)}"
             )
         truncated[rows] = np.minimum(truncated[rows], low * spec.row_multiple)
     return truncated
@@ -278,14 +277,16 @@ def _oversize_message(
         shown.append(f"row {row} has {lengths[row]} tokens{rounded}{member}")
     num_more = len(rows) - _MAX_ROWS_SHOWN
     more = f" and {num_more} more" if num_more > 0 else ""
-    limit = f"{spec.budget_key} = {spec.max_tokens}"
-    # The alignment of microbatches makes a part of the limit unusable.
-    if spec.capacity != spec.max_tokens:
-        limit += f" (usable: {spec.capacity})"
     outcomes = {
         "error": f"raise {spec.budget_key}, or set policy.oversize_rows to truncate or singleton",
         "truncate": "they are truncated at the end",
         "singleton": "they run alone, above the budget",
         "drop": "they are left out",
     }
-    return f"{'; '.join(shown)}{more}: above {limit}; {outcomes[spec.oversize]}"
+    return f"{'; '.join(shown)}{more}: above {_limit_text(spec)}; {outcomes[spec.oversize]}"
+
+
+def _limit_text(spec: PlanSpec) -> str:
+    """Return the token limit of a microbatch, with the part that its alignment leaves usable."""
+    usable = "" if spec.capacity == spec.max_tokens else f" (usable: {spec.capacity})"
+    return f"{spec.budget_key} = {spec.max_tokens}{usable}"

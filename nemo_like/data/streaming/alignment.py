@@ -174,7 +174,9 @@ class AlignedPlanner(MicrobatchFormer):
         self.shard_rows: int | None = None
         """Rows of this rank's shard until the next `clear`; None if it is not known."""
         self.source: tuple[int, ...] = ()
-        """What tells the rows that the ranks divide: their number, and the seed of their order."""
+        """What tells the rows that the ranks divide: their number, the contents of a few, and the
+        seed of their order.
+        """
         self._num_before = 0
         """Rows pushed before the last `clear`."""
         self._num_pushed_tokens = 0
@@ -456,6 +458,7 @@ def _failure_of(ranks: np.ndarray) -> str | None:
         return (
             "the ranks have different settings; microbatches_per_step, microbatch_multiple, join"
             " and tail must be the same on all ranks, and so must a map-style dataset, of which"
-            " each rank takes its part (number of rows, seed, shuffle)"
+            " each rank takes its part (number and contents of the rows, seed, shuffle): give every"
+            " rank the complete dataset, or an IterableDataset of its own rows"
         )
     return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -24,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from nemo_like.config.errors import ConfigError
+from nemo_like.config.errors import ConfigError, counted
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.chat_template import ChatTemplate
 from nemo_like.distributed import activity
@@ -36,6 +37,8 @@ from nemo_like.policy.checkpoint.hf_metadata import write_config, write_tokenize
 from nemo_like.policy.checkpoint.hf_reader import StoredTensor, open_model
 from nemo_like.policy.optim import NonFiniteError, all_within
 from nemo_like.run.files import finish_library_file, reporting_write_errors, write_json
+
+logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 4 << 30
 
@@ -122,7 +125,17 @@ def _unloaded(skeleton: PreTrainedModel, model_name: str) -> list[StoredTensor]:
     left_out = ["rotary_emb.inv_freq"]
     if not hasattr(skeleton, "lm_head"):
         left_out += HEADS
-    return [each for each in found if not each.key.endswith(tuple(left_out))]
+    kept = [each for each in found if not each.key.endswith(tuple(left_out))]
+    if kept:
+        logger.warning(
+            "%s of %s, such as %s, are exported as they were: transformers does not load them, so"
+            " training does not change them. Layers for multi-token prediction then predict the"
+            " trained model less well",
+            counted(len(kept), "tensor"),
+            model_name,
+            kept[0].key,
+        )
+    return kept
 
 
 def _read_all(stored: Sequence[StoredTensor]) -> dict[str, Tensor]:

@@ -301,7 +301,7 @@ def _renamed(
         # The layer of experts, e.g. "model.layers.0.mlp" of "model.layers.0.mlp.experts.3.w1".
         begin = after[: after.index(converter.target_patterns[0])]
         parts = converter.source_patterns
-        stacks[after] = [begin + part.replace("*", "{}") for part in parts]
+        stacks[after] = [begin + part.replace("*", "{}").replace("\\", "") for part in parts]
         renamed[before] = tensors[name]
     return renamed, stacks
 

@@ -148,7 +148,7 @@ def check_head(causal_lm: PreTrainedModel, model_name: str) -> None:
         causal_lm.set_output_embeddings(small_head)
         logits = causal_lm(input_ids=torch.arange(8)[None], use_cache=False).logits.cpu()
     except (AttributeError, RuntimeError, TypeError) as error:
-        raise _not_callable(causal_lm, error) from error
+        raise not_callable(causal_lm, error) from error
     finally:
         del backbone.forward
         causal_lm.set_output_embeddings(head)
@@ -164,7 +164,8 @@ def check_head(causal_lm: PreTrainedModel, model_name: str) -> None:
         )
 
 
-def _not_callable(causal_lm: PreTrainedModel, error: Exception) -> ConfigError:
+def not_callable(causal_lm: PreTrainedModel, error: Exception) -> ConfigError:
+    """Return the error about a model whose forward has other arguments, which raised `error`."""
     return ConfigError(
         f"policy.model_name: {type(causal_lm).__name__} of transformers is not a backbone that"
         " computes hidden states without an attention mask and an output embedding after it"
@@ -322,15 +323,9 @@ class LogprobModel(nn.Module):
             options["exchange"] = inputs.exchange
         if self.groups.cp is not None:
             options["cp_group"] = self.groups.cp
-        try:
-            output = backbone(self.causal_lm)(
-                input_ids=inputs.input_ids,
-                position_ids=inputs.position_ids,
-                use_cache=False,
-                **options,
-            )
-        except (AttributeError, TypeError) as error:
-            raise _not_callable(self.causal_lm, error) from error
+        output = backbone(self.causal_lm)(
+            input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, **options
+        )
         return self._head(output.last_hidden_state, inputs, temperature, with_entropy, token_filter)
 
 
@@ -438,8 +433,17 @@ def build_model(
 def _meta_model(config: PolicyConfig, model_config: PretrainedConfig) -> PreTrainedModel:
     """Build the model on the meta device with the attention of `policy.inputs`.
 
-    Raises ConfigError for a model that computes attention in its own code.
+    Raises ConfigError for a model that computes attention in its own code, or with other keys than
+    those of the tokens.
     """
+    kinds = getattr(model_config, "layer_types", None) or ()
+    compressed = next((kind for kind in kinds if "compressed" in kind), None)
+    if compressed is not None:
+        raise ConfigError(
+            f"policy.model_name={config.model_name}: models of the type {model_config.model_type}"
+            f" attend to keys that are computed from several tokens ({compressed} in layer_types),"
+            " which does not know the bounds of rows; use another model"
+        )
     try:
         causal_lm = meta_model(
             model_config, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION

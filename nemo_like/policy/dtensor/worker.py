@@ -9,8 +9,10 @@ from nemo_like.distributed.process_groups import init_process_group, is_joined
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.dtensor.engine import DTensorEngine
+from nemo_like.policy.dtensor.model import not_callable
 from nemo_like.policy.dtensor.parallel import Groups
 from nemo_like.policy.engine_worker import BuildEngine, EngineWorker
+from nemo_like.policy.isolation import IsolationReport
 
 
 class DTensorPolicyWorker(EngineWorker):
@@ -44,6 +46,17 @@ class DTensorPolicyWorker(EngineWorker):
             )
 
         return build
+
+    def probe_isolation(self) -> IsolationReport:
+        """See `PolicyWorker.probe_isolation`.
+
+        These are the first forward passes. Raises ConfigError for a model that cannot be called.
+        """
+        try:
+            return super().probe_isolation()
+        except (AttributeError, TypeError) as error:
+            assert isinstance(self.engine, DTensorEngine)
+            raise not_callable(self.engine.model.causal_lm, error) from error
 
 
 def _init_device(context: WorkerContext, config: PolicyConfig) -> torch.device:

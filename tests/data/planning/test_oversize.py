@@ -79,6 +79,16 @@ def test_a_pair_above_the_cap_together_is_treated_as_one() -> None:
         )
 
 
+def test_a_group_that_no_truncation_fits_names_the_usable_limit() -> None:
+    # Rows of multiples of 12 in microbatches of multiples of 20: 40 of 48 tokens.
+    spec = PlanSpec(max_tokens=48, sequence_length_round=3, microbatch_length_round=5, cp_size=2)
+    with (
+        pytest.warns(OversizeWarning),
+        pytest.raises(ValueError, match=r"truncated to 12 tokens .* = 48 \(usable: 40\)"),
+    ):
+        plan_batch([1] * 4, replace(spec, oversize="truncate"), [0] * 4)
+
+
 def test_a_group_must_fit_a_step_and_a_microbatch() -> None:
     with pytest.raises(
         ValueError, match="group 5 has rows 1 and 2, of two optimizer steps of 2 rows"

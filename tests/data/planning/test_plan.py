@@ -63,7 +63,10 @@ def cases(draw: st.DrawFn) -> tuple[list[int], PlanSpec, list[int] | None]:
     lengths = draw(st.lists(st.integers(1, 60) | st.integers(1, 250), max_size=40))
     if not draw(st.booleans()):
         return lengths, spec, None
-    size = draw(st.sampled_from([1, 2, 4]))  # divides 4, so no group crosses a step
+    # Each divides 4, so no group crosses a step, and a group that is truncated fits its microbatch.
+    limit = spec.capacity if spec.oversize == "truncate" else None
+    sizes = [size for size in (1, 2, 4) if size * spec.row_multiple <= (limit or 1 << 60)]
+    size = draw(st.sampled_from(sizes))
     return lengths, spec, [7 * (row // size) % 101 for row in range(len(lengths))]
 
 

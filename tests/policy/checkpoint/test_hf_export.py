@@ -99,10 +99,16 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("max_bytes", [1 << 30, 40_000])
 def test_tensors_that_the_model_does_not_load_are_kept(
-    max_bytes: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    max_bytes: int,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(hf_export, "MAX_FILE_BYTES", max_bytes)
     export(source, tmp_path)
+    (message,) = [each for each in caplog.messages if "exported" in each]
+    assert message.startswith("3 tensors of ") and "are exported as they were" in message
     expected = load_file(source / "model.safetensors")
     found: dict[str, torch.Tensor] = {}
     for path in tmp_path.glob("*.safetensors"):

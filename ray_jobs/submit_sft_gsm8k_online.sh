@@ -1,6 +1,0 @@
-#!/usr/bin/env bash
-# Submit examples/configs/sft_gsm8k_online.yaml; its head lists what it needs.
-#
-#   ray_jobs/submit_sft_gsm8k_online.sh [KEY=VALUE ...]
-set -euo pipefail
-exec "$(dirname "${BASH_SOURCE[0]}")/submit.sh" sft examples/configs/sft_gsm8k_online.yaml "$@"
