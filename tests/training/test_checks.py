@@ -38,7 +38,7 @@ def test_layers_of_the_files_are_those_of_the_model_and_give_the_number_of_param
     assert num_adapter_params(spec, lora) == 3 * sum(expected.values())
     num_trained = 3 * sum(expected.values())
     policy = PolicyConfig(model_name=str(directory), lora=lora)
-    line = adapter_line(replace(recipe.dpo(), policy=policy), spec) or ""
+    line = adapter_line(policy, recipe.dpo().needs, spec) or ""
     assert f"rank 3, scale 10.6667, {num_trained:,} of" in line
     assert line.endswith("; reference: the model without it")
     check_adapters(policy, spec, 1)
