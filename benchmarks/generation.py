@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 from nemo_like.config.rollout import VLLMGenerationConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.local_group import local_context
-from nemo_like.generation.requests import GenerationRequests, SamplingParams
+from nemo_like.generation.requests import GenerationRequests, GenerationStart, SamplingParams
 
 BACKENDS = ("vllm", "hf")
 
@@ -36,14 +36,16 @@ def start_worker(backend: str, model: str, max_length: int, batch_size: int) -> 
     if backend == "hf":
         from nemo_like.generation.hf_worker import HFGenerationWorker
 
-        return HFGenerationWorker(context, model_name=model, batch_size=batch_size)
+        return HFGenerationWorker(
+            context, batch_size=batch_size, start=GenerationStart(model_name=model)
+        )
     from nemo_like.generation.vllm_worker import VLLMGenerationWorker
 
     return VLLMGenerationWorker(
         context,
-        model_name=model,
         max_total_length=max_length,
         config=VLLMGenerationConfig(max_num_seqs=batch_size),
+        start=GenerationStart(model_name=model),
     )
 
 

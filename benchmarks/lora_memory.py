@@ -44,6 +44,7 @@ from nemo_like.losses import rollout_loss
 from nemo_like.models.pretrained import load_model_config
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.policy import Policy
 from nemo_like.prediction.memory import MemoryModel
 from nemo_like.prediction.placement import Placement
@@ -161,7 +162,7 @@ def measure(arguments: argparse.Namespace, case: str) -> dict[str, float]:
     rss_before = _peak_rss()
     live = LiveBytes()
     with live:
-        kwargs = {"config": config, "seed": 0, "needs_reference": True}
+        kwargs = {"config": config, "start": PolicyStart(needs_reference=True)}
         group = LocalGroup(DTensorPolicyWorker, kwargs, local_context())
         policy = Policy(group, config, spec)
         # What loading needed for a moment does not count.

@@ -183,7 +183,7 @@ def open_policy(arguments: argparse.Namespace, batch: BatchedDataDict) -> Policy
         ),
         optimizer=OptimizerConfig(lr=0.0),
     )
-    kwargs = {"config": config, "seed": 0, "needs_reference": False}
+    kwargs = {"config": config}
     group = LocalGroup(DTensorPolicyWorker, kwargs, local_context())
     return Policy(group, config, load_spec(config.model_name))
 

@@ -24,7 +24,7 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
 from nemo_like.distributed.ray.worker_group import RayWorkerGroup
 from nemo_like.generation.generator import Generator
-from nemo_like.generation.requests import SamplingParams
+from nemo_like.generation.requests import GenerationStart, SamplingParams
 from nemo_like.generation.vllm_worker import VLLMGenerationWorker
 from nemo_like.parallel_layout import ParallelLayout
 
@@ -55,7 +55,7 @@ class TimedWorker(VLLMGenerationWorker):
 def started(model: str, num_rows: int) -> Iterator[tuple[RayWorkerGroup, Generator]]:
     config = ClusterConfig(workers_per_node=1, cpus_per_worker=1)
     kwargs: dict[str, Any] = {
-        "model_name": model,
+        "start": GenerationStart(model_name=model),
         "max_total_length": MAX_LENGTH,
         "config": VLLMGenerationConfig(kv_cache_gib=1.0, max_num_seqs=num_rows),
     }

@@ -328,7 +328,7 @@ def open_policy(model: Path, mode: str, rows: np.ndarray, arguments: argparse.Na
             sequence_length_round=int(rows.max()) if mode == "padded" else 1,
         )
         config = replace(config, dynamic_batching=dynamic)
-    kwargs = {"config": config, "seed": 0, "needs_reference": False}
+    kwargs = {"config": config}
     return Policy(
         LocalGroup(
             DTensorPolicyWorker, kwargs, local_context(device=arguments.device), name="policy"

@@ -44,6 +44,7 @@ from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
 from nemo_like.distributed.ray.worker_group import RayWorkerGroup
 from nemo_like.generation.generator import Generator as DriverOfReplicas
 from nemo_like.generation.hf_worker import HFGenerationWorker
+from nemo_like.generation.requests import GenerationStart
 from nemo_like.metrics import Timers, metric_values
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
@@ -272,7 +273,7 @@ def measure(cluster: RayVirtualCluster, size: int, folder: Path, repeats: int) -
         RayWorkerGroup(
             cluster,
             Generator,
-            {"model_name": str(folder)},
+            {"start": GenerationStart(model_name=str(folder))},
             name=f"generation-{index}",
             parallel_layout=ParallelLayout(),
             bundles="anywhere",
@@ -333,7 +334,7 @@ def measure_vllm(cluster: RayVirtualCluster, model: str, repeats: int) -> None:
 
     def start_replica(index: int) -> RayWorkerGroup:
         kwargs = {
-            "model_name": model,
+            "start": GenerationStart(model_name=model),
             "max_total_length": config.policy.max_total_sequence_length,
             "config": VLLMGenerationConfig(kv_cache_gib=0.25),
         }

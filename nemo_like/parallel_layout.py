@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from nemo_like.integer_math import nearest_divisors, nearest_multiples, round_up
+from nemo_like.training_engines import ENGINES, EngineName
 
 Axis = Literal["pp", "dp", "cp", "tp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 """Outermost first: the shape of a device mesh whose ranks are in row-major order."""
-EngineName = Literal["dtensor", "megatron"]
 Reshard = Literal["auto", True, False]
 """When FSDP2 frees the weights that it has all-gathered: after each layer (`always`), after the
 optimizer step (`never`), or as the size of the model suggests.
@@ -273,7 +273,7 @@ class ParallelLayout:
 
         Only FSDP2 (dtensor) shards weights that it needs in full; Megatron-Core never does.
         """
-        if engine != "dtensor" or self.reshard is True:
+        if not ENGINES[engine].shards_weights or self.reshard is True:
             return False
         return self.reshard is False or 4 * num_params / self.tp <= MAX_UNSHARDED_BYTES
 
@@ -287,18 +287,17 @@ class ParallelLayout:
         # Stages exchange activations, and expert-parallel ranks tokens, in every microbatch.
         if self.pp > 1 or self.ep > 1:
             return "microbatch"
-        if engine == "megatron":
-            return "step"
         # FSDP2 all-gathers each microbatch's weights unless they stay unsharded.
-        return "step" if self.keeps_unsharded(engine, num_params) else "microbatch"
+        gathers = ENGINES[engine].shards_weights and not self.keeps_unsharded(engine, num_params)
+        return "microbatch" if gathers else "step"
 
     def engine_problems(self, engine: EngineName) -> list[LayoutProblem]:
         """Return a problem if this engine cannot form the expert-parallel groups."""
-        if engine == "megatron" or self.num_shards % self.ep == 0:
+        if ENGINES[engine].experts_span_tensor or self.num_shards % self.ep == 0:
             return []
         divisors = nearest_divisors(self.num_shards, self.ep)
         text = (
-            f"parallel.expert {self.ep} must with policy.engine dtensor divide data-parallel size"
+            f"parallel.expert {self.ep} must with policy.engine {engine} divide data-parallel size"
             f" {self.dp} x parallel.context {self.cp} / parallel.replicas {self.num_replicas} ="
             f" {self.num_shards}: set parallel.expert to {divisors}"
         )
@@ -376,7 +375,7 @@ def engine_problems(
 ) -> list[LayoutProblem]:
     """Return a problem for each of these axes and options that the engine does not have."""
     problems = []
-    if engine == "megatron":
+    if not ENGINES[engine].shards_weights:
         # Megatron-Core keeps the weights of a rank complete and shards the optimizer state.
         if num_replicas > 1:
             problems.append(
@@ -389,7 +388,7 @@ def engine_problems(
                 " shard weights over the data-parallel ranks: set it to auto, or policy.engine to"
                 " dtensor"
             )
-    else:
+    if not ENGINES[engine].has_pipeline:
         for name, size in (("pipeline", pp), ("virtual_pipeline", vpp)):
             if size > 1:
                 problems.append(

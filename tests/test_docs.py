@@ -78,6 +78,29 @@ def spans(page: str) -> list[str]:
     return _SPAN.findall(prose(page))
 
 
+# Size
+
+MAX_WIDTH = 120
+MAX_WORDS = 55_000
+GENERATED = ("docs/configuration.md", "docs/models.md")
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGE_NAMES if page.startswith("docs/") and page not in GENERATED]
+)
+def test_lines_are_at_most_as_wide_as_an_editor(page: str) -> None:
+    # A row of a table is one line.
+    lines = [line for line in read(page).splitlines() if not line.startswith("|")]
+    assert [line for line in lines if len(line) > MAX_WIDTH] == []
+
+
+def test_the_documentation_stays_small() -> None:
+    words = {path.name: len(path.read_text(encoding="utf-8").split()) for path in DOCS.glob("*.md")}
+    total = sum(words.values())
+    largest = sorted(words, key=lambda name: -words[name])[:5]
+    assert total <= MAX_WORDS, f"{total:,} words; the longest pages are {', '.join(largest)}"
+
+
 # Links
 
 

@@ -35,7 +35,7 @@ LEVELS = {
     "run": 3,
     "config": 2, "metrics": 2,
     "parallel_layout": 1,
-    "integer_math": 0, "__init__": 0,
+    "integer_math": 0, "training_engines": 0, "__init__": 0,
 }  # fmt: skip
 TOP = 12
 

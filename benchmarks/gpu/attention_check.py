@@ -13,8 +13,8 @@ from torch import Tensor
 
 from benchmarks.gpu.cells import Cell
 from nemo_like.policy.inputs import attention
-from nemo_like.policy.inputs.attention import varlen_kernel
-from nemo_like.policy.inputs.segment_attention import Spans, segment_attention
+from nemo_like.policy.inputs.segment_attention import AttentionOptions, Spans, segment_attention
+from nemo_like.policy.inputs.varlen_kernels import varlen_kernel
 
 LENGTHS = (100, 1, 37, 400, 64, 1)
 """Rows of the check; a row of one token is its own context."""
@@ -165,8 +165,8 @@ def _engine_attention(
     spans = Spans(cu_seqlens, _bounds(lengths_k, q.device), max(lengths_q), max(lengths_k))
     # Not `varlen_attention`, which would gather the keys of real ranks.
     if q.is_cuda:
-        return varlen_kernel()(q, k, v, spans, scale=scale, window=case.window, causal=True)
-    return segment_attention(q, k, v, spans, scale, case.window, True)
+        return varlen_kernel()(q, k, v, spans, AttentionOptions(scale, case.window))
+    return segment_attention(q, k, v, spans, AttentionOptions(scale, case.window))
 
 
 def _exact_attention(

@@ -14,7 +14,7 @@ from benchmarks.gpu.training_steps import synchronize
 from nemo_like.config.rollout import VLLMGenerationConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.local_group import local_context
-from nemo_like.generation.requests import GenerationRequests, SamplingParams
+from nemo_like.generation.requests import GenerationRequests, GenerationStart, SamplingParams
 
 _WARMUP_TOKENS = 4
 
@@ -53,16 +53,17 @@ def _start(folder: Path, device: str, backend: str, num_rows: int, max_length: i
         from nemo_like.generation.hf_worker import HFGenerationWorker
 
         return HFGenerationWorker(
-            context, model_name=str(folder), precision="bfloat16", batch_size=num_rows
+            context,
+            batch_size=num_rows,
+            start=GenerationStart(model_name=str(folder), precision="bfloat16"),
         )
     from nemo_like.generation.vllm_worker import VLLMGenerationWorker
 
     return VLLMGenerationWorker(
         context,
-        model_name=str(folder),
-        precision="bfloat16",
         max_total_length=max_length,
         config=VLLMGenerationConfig(max_num_seqs=num_rows),
+        start=GenerationStart(model_name=str(folder), precision="bfloat16"),
     )
 
 

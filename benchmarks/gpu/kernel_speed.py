@@ -17,8 +17,10 @@ from benchmarks.gpu.cells import SkipCell
 from benchmarks.gpu.training_steps import median_seconds
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.heads.logprobs import token_logprobs
-from nemo_like.policy.inputs.attention import VarlenKernel, varlen_attention, varlen_kernel
-from nemo_like.policy.inputs.segment_attention import Spans
+from nemo_like.policy.inputs.attention import varlen_attention
+from nemo_like.policy.inputs.segment_attention import AttentionOptions, Spans
+from nemo_like.policy.inputs.varlen_kernels import VarlenKernel, varlen_kernel
+from nemo_like.policy.outputs import LogitOptions, OutputEmbedding, TokenDistribution
 
 
 def time_attention(
@@ -51,7 +53,7 @@ def time_attention(
             if chosen is None:
                 return varlen_attention(q, k, v, cu_seqlens, longest, scale=scale)
             spans = Spans(cu_seqlens, cu_seqlens, longest, longest)
-            return chosen(q, k, v, spans, scale=scale, window=None, causal=True)
+            return chosen(q, k, v, spans, AttentionOptions(scale))
 
         upstream = torch.randn_like(forward())
         with torch.no_grad():
@@ -108,7 +110,11 @@ def time_head(
     leaves = (hidden.requires_grad_(), weight.requires_grad_())
 
     def both() -> None:
-        outputs = token_logprobs(*leaves, labels, chunk_size=chunk_size, with_entropy=with_entropy)
+        embedding = OutputEmbedding(
+            hidden=leaves[0], weight=leaves[1], options=LogitOptions(chunk_size=chunk_size)
+        )
+        distribution = TokenDistribution(with_entropy=with_entropy)
+        outputs = token_logprobs(embedding, labels, distribution)
         loss = outputs.logprobs.sum()
         if outputs.entropy is not None:
             loss = loss + 0.01 * outputs.entropy.sum()

@@ -11,6 +11,7 @@ import torch
 from benchmarks.gpu.cells import Cell
 from benchmarks.gpu.sizes import Size
 from nemo_like.policy.heads.logprobs import token_logprobs
+from nemo_like.policy.outputs import LogitOptions, OutputEmbedding, TokenDistribution
 
 _LOGIT_STD = 4.0
 """Standard deviation of the logits: a peaked distribution, as that of a trained model."""
@@ -48,13 +49,13 @@ def check_logprobs(
     labels = torch.randint(size.vocab_size, (num_tokens,), generator=generator).to(device)
     upstream = torch.randn(num_tokens, generator=generator).to(device)
     found_inputs = (hidden.detach().requires_grad_(), weight.detach().requires_grad_())
-    outputs = token_logprobs(
-        *found_inputs,
-        labels,
-        temperature=temperature,
-        chunk_size=max(num_tokens // 4, 1),
-        with_entropy=True,
+    embedding = OutputEmbedding(
+        hidden=found_inputs[0],
+        weight=found_inputs[1],
+        options=LogitOptions(chunk_size=max(num_tokens // 4, 1)),
     )
+    distribution = TokenDistribution(temperature=temperature, with_entropy=True)
+    outputs = token_logprobs(embedding, labels, distribution)
     assert outputs.entropy is not None
     loss = (outputs.logprobs * upstream).sum() + (outputs.entropy * upstream).sum()
     gradients = torch.autograd.grad(loss, found_inputs)

@@ -17,6 +17,7 @@ from nemo_like.config.schema import (
 )
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.models.spec import ModelSpec, load_spec
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.policy import Policy
 from nemo_like.prediction.memory import MemoryModel
 from nemo_like.prediction.placement import policy_placement
@@ -107,7 +108,7 @@ class PolicyHolder:
     ) -> Policy:
         """Return a policy with `config`; the worker is kept if only batch sizes differ.
 
-        `arguments` are further ones of the worker.
+        `arguments` are further ones of `PolicyStart`.
         Raises SkipCell for options that this version does not have.
         """
         options = options or {}
@@ -123,7 +124,10 @@ class PolicyHolder:
             self.close()
             group = LocalGroup(
                 worker_class(self._worker),
-                {"config": config, "parallel": parallel_config(options), **arguments},
+                {
+                    "config": config,
+                    "start": PolicyStart(parallel=parallel_config(options), **arguments),
+                },
                 # On a CPU the sizes are tiny, and threads would only wait for each other.
                 local_context(
                     device=self._device, num_threads=1 if self._device == "cpu" else None

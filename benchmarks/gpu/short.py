@@ -251,7 +251,7 @@ class _Short:
         """Measure a bfloat16 product and a copy, and name the attention kernel."""
         if not self._arguments.is_cuda:
             raise SkipCell("needs a GPU")
-        from nemo_like.policy.inputs.attention import varlen_kernel
+        from nemo_like.policy.inputs.varlen_kernels import varlen_kernel
 
         size = 8192
         left, right = (

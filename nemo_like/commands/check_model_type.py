@@ -59,7 +59,7 @@ from nemo_like.training.parity import (
     transformers_loss,
     worst,
 )
-from nemo_like.training.workers import policy_worker_class
+from nemo_like.training.policy_backends import policy_backend
 
 
 class Layout(NamedTuple):
@@ -204,7 +204,7 @@ class TypeCheck:
         """Compare the logits of a loaded export with those of the model to the bit."""
         policy = self.tiny_run(Layout()).policy
         (context,) = contexts(1, self.directory / "export.rendezvous")
-        worker = policy_worker_class("dtensor")(context, config=policy)  # type: ignore[call-arg]
+        worker = policy_backend(policy).worker()(context, config=policy)
         worker.export_hf(self.directory / "hf")
         ids = torch.arange(16)[None]
         with torch.no_grad():

@@ -30,6 +30,7 @@ from nemo_like.prediction.table import show, to_record
 from nemo_like.run.progress import Progress
 from nemo_like.training.model_files import open_encoder
 from nemo_like.training.run_data import RunData, load_training
+from nemo_like.training_engines import ENGINES
 
 _DEFAULTS = Path(__file__).with_name("plan.yaml")
 """The config without --config."""
@@ -227,7 +228,8 @@ def _stream_spec(config: RunConfig, spec: PlanSpec) -> StreamSpec | None:
 def _notes(config: RunConfig) -> tuple[str, ...]:
     """Return what the prediction leaves out."""
     notes = []
-    if config.parallel.expert > 1 and config.policy.engine == "megatron":
+    shards_weights = ENGINES[config.policy.engine].shards_weights
+    if config.parallel.expert > 1 and not shards_weights:
         notes.append(
             f"parallel.expert is {config.parallel.expert}, but the memory counts every expert"
             " on every worker: it is an upper bound"

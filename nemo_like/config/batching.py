@@ -44,18 +44,18 @@ class BatchingConfig:
     """Microbatches of each data-parallel rank in one optimizer step (not `fixed`)."""
     window_rows: Annotated[int | None, Ge(1)] = None
     """Rows per data-parallel rank from which a microbatch is formed, if they also have the tokens
-    of a full one, or if `window_tokens` is 0; null is 32 for `pool`, 200 for `dyn_bsz` and 256 for
-    the others."""
+    of a full one, or if `window_tokens` is 0; null is 32 for `pool`, 200 for `dyn_bsz`, else
+    256."""
     window_tokens: Annotated[int | None, Ge(0)] = None
     """Tokens per data-parallel rank from which a microbatch is formed although fewer than
-    `window_rows` wait; with 0 only rows count. null is 0 for `pool`, and else 4 x
-    `train_mb_tokens` with packing and 16 x with dynamic batching."""
+    `window_rows` wait; 0 is no such limit. null is 0 for `pool`, else 4 x `train_mb_tokens` with
+    packing and 16 x with dynamic batching."""
     strategy: Literal["prefer_closest", "prefer_first"] = "prefer_closest"
     """`pool` with dynamic batching: among rows that add equal padding, take the one of the closest
     length or the oldest."""
     tail: Literal["emit", "drop", "wrap"] = "emit"
-    """Rows at the end of an epoch that do not fill a step: train a smaller step on them, leave them
-    out, or fill the step with rows of the next epoch (not `fixed`, see `data.last_batch`)."""
+    """Treatment of rows at the end of an epoch that do not fill a step (not `fixed`): a smaller
+    step, left out, or filled with rows of the next epoch."""
     max_rows: Annotated[int | None, Ge(1)] = None
     """Max rows of a microbatch (not `fixed`); null is no limit."""
     count_mode: Literal["total", "effective"] = "total"
@@ -85,9 +85,8 @@ class StreamableDataConfig(DataConfig):
 
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     curriculum: str | None = None
-    """Visit the rows of every epoch by increasing difficulty: `length` (tokens, which must all be
-    encoded before the first step), `column:NAME` (a number of each row) or the import path of a
-    function `(row) -> float`. null turns it off."""
+    """Visit the rows of every epoch by increasing difficulty: `length`, `column:NAME` (a number of
+    each row) or the import path of a function `(row) -> float`."""
 
 
 def batching_problems(

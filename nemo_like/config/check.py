@@ -1,6 +1,6 @@
 """Relations between keys that can be checked without data, and the batch arithmetic in words.
 
-Unknown keys are checked in `load`, types and single values in `build`, files, models
+Unknown keys are checked in `config.load`, types and single values in `build`, files, models
 and rows of data in `commands.validate`.
 """
 
@@ -37,6 +37,7 @@ from nemo_like.config.schema import (
 )
 from nemo_like.integer_math import ceil_div, nearest_multiples
 from nemo_like.parallel_layout import PaddingMultiples, ParallelLayout
+from nemo_like.training_engines import ENGINES
 
 Budgets = SequencePackingConfig | DynamicBatchingConfig
 
@@ -227,10 +228,11 @@ def _router_replay(policy: PolicyConfig, needs: RunNeeds) -> Iterator[Problem]:
 
 
 def _compilation(policy: PolicyConfig) -> Iterator[Problem]:
-    if policy.compile == "layers" and policy.engine == "megatron":
+    engine = policy.engine
+    if policy.compile == "layers" and not ENGINES[engine].compiles_layers:
         yield Problem(
             ("policy.compile", "policy.engine"),
-            f"policy.compile is {policy.compile}, but policy.engine megatron has its own"
+            f"policy.compile is {policy.compile}, but policy.engine {engine} has its own"
             " fused functions: set policy.compile to none, or policy.engine to dtensor",
         )
 

@@ -17,6 +17,7 @@ from nemo_like.config.schema import (
     PolicyConfig,
     SchedulerConfig,
 )
+from nemo_like.training_engines import ENGINES
 
 
 def data_problems(data: DataConfig, needs: RunNeeds) -> Iterator[Problem]:
@@ -90,10 +91,11 @@ def adapter_problems(policy: PolicyConfig, needs: RunNeeds) -> Iterator[Problem]
             " and quantized weights cannot be trained themselves: set policy.lora.enabled to true,"
             " or policy.lora.quantization to none",
         )
-    if lora.is_quantized and policy.engine == "megatron":
+    engine = policy.engine
+    if lora.is_quantized and not ENGINES[engine].has_4bit_weights:
         yield Problem(
             ("policy.lora.quantization", "policy.engine"),
-            f"policy.lora.quantization is {lora.quantization}, but policy.engine is megatron, and"
+            f"policy.lora.quantization is {lora.quantization}, but policy.engine is {engine}, and"
             " the linear layers of Megatron-Core have no 4-bit weights: set policy.engine to"
             " dtensor, or policy.lora.quantization to none",
         )
@@ -169,11 +171,11 @@ def optimization_problems(policy: PolicyConfig) -> Iterator[Problem]:
 
 def _optimizer(policy: PolicyConfig) -> Iterator[Problem]:
     optimizer = policy.optimizer
-    if optimizer.name != "adamw" and policy.engine == "megatron":
+    if optimizer.name != "adamw" and ENGINES[policy.engine].has_adamw_only:
         yield Problem(
             ("policy.optimizer.name", "policy.engine"),
-            f"policy.optimizer.name is {optimizer.name}, but policy.engine megatron divides the"
-            " state of a float32 AdamW into flat parts: set policy.engine to dtensor, or"
+            f"policy.optimizer.name is {optimizer.name}, but policy.engine {policy.engine} divides"
+            " the state of a float32 AdamW into flat parts: set policy.engine to dtensor, or"
             " policy.optimizer.name to adamw",
         )
     if optimizer.name == "muon" and policy.lora.enabled:

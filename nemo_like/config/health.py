@@ -30,8 +30,8 @@ class HealthConfig:
     """
 
     action: Action = "warn"
-    """What all rules do that are in none of the two lists: `warn`, `stop` (save a checkpoint and
-    exit with code 3) or `ignore`."""
+    """Action of all rules that are in neither list: `warn`, `stop` (save a checkpoint and exit with
+    code 3) or `ignore`."""
     stop: Annotated[tuple[str, ...], subset_of(HEALTH_RULES)] = ()
     """Rules that end the run, e.g. `[mismatch, grad_norm]`."""
     ignore: Annotated[tuple[str, ...], subset_of(HEALTH_RULES)] = ()

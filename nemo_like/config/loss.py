@@ -34,10 +34,9 @@ class ImportanceCorrectionConfig:
 
     kind: CorrectionKind = "none"
     """`token_truncate` uses min(w, upper) (TIS), `sequence_truncate` the product of the row's
-    weights, at most upper (sequence-level TIS); `token_mask` leaves tokens with w outside [lower,
-    upper] out (IcePop, MIS), `sequence_mask` rows with exp(mean log w) outside of it (Geo-RS), and
-    both keep w otherwise. `bypass` corrects in the ratio: l_prev is the generator's log-prob, and
-    the policy's own is not computed. `none` only measures."""
+    weights, at most upper; `token_mask` leaves out tokens with w outside [lower, upper] (IcePop,
+    MIS), `sequence_mask` rows with exp(mean log w) outside of it (Geo-RS). `bypass` takes the
+    generator's log-prob as l_prev. `none` only measures."""
     upper: Annotated[float | None, Ge(1)] = None
     """Upper bound; null is 2 for the truncated kinds, 5 for `token_mask` and 1.002 for
     `sequence_mask`."""
@@ -123,46 +122,41 @@ class PolicyGradientLossConfig:
     `cispo` multiplies the log-prob by the clipped ratio as a constant, so that no token loses its
     gradient. `reinforce` is log-prob times advantage, without a ratio (RLOO, REINFORCE++)."""
     ratio_clip_min: Annotated[float | None, Ge(0), Le(1)] = None
-    """Lower clip: the ratio of policy to previous probability is clipped at 1 - this. null is 0.2
-    for `ppo`, 3e-4 for `gspo` and `gspo_token`, and no lower bound for `cispo`. Must be null for
-    `reinforce`."""
+    """Lower clip of the ratio, at 1 - this. null is 0.2 for `ppo`, 3e-4 for `gspo` and
+    `gspo_token`, and no lower bound for `cispo`. Must be null for `reinforce`."""
     ratio_clip_max: Annotated[float | None, Ge(0)] = None
-    """Upper clip: the ratio is clipped at 1 + this. null is 0.2 for `ppo` (DAPO uses 0.28), 4e-4
-    for `gspo` and `gspo_token`, and 4 for `cispo`. Must be null for `reinforce`."""
+    """Upper clip of the ratio, at 1 + this. null is 0.2 for `ppo` (DAPO uses 0.28), 4e-4 for `gspo`
+    and `gspo_token`, and 4 for `cispo`. Must be null for `reinforce`."""
     ratio_clip_c: Annotated[float | None, Gt(1)] = None
     """Dual clip of `ppo`, `gspo` and `gspo_token`: for negative advantages the loss of a token is
     at most this x |advantage|; null turns it off."""
     normalization: LossNormalization | None = None
-    """Denominator of the loss: `token` is the mean over all completion tokens of the global batch,
-    `sequence` the mean over rows of each row's token mean, `constant` the sum over tokens divided
-    by rows x `constant_length` (Dr. GRPO). null is `sequence` for `gspo` and `gspo_token`, else
-    `token`."""
+    """Denominator of the loss: `token` is the mean over all trained tokens, `sequence` the mean
+    over rows of each row's token mean, `constant` the sum over tokens divided by rows x
+    `constant_length` (Dr. GRPO). null is `sequence` for `gspo` and `gspo_token`, else `token`."""
     constant_length: Annotated[int | None, Ge(1)] = None
     """Tokens per row in the denominator of `loss_fn.normalization=constant`; null is
     `policy.generation.max_new_tokens`."""
     reference_policy_kl_penalty: Annotated[float, Ge(0)] = 0.0
-    """Weight of the KL divergence to the frozen initial policy. Above 0 the workers keep a copy of
-    that model and run one more log-prob pass per step."""
+    """Weight of the KL divergence to the frozen initial policy; above 0 a step has one more
+    log-prob pass."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the reported KL divergence; all three have the gradient of k2."""
     reference_policy_kl_in: Literal["loss", "reward"] = "loss"
     """`loss` adds the KL divergence to the loss of each token. `reward` subtracts its k1 estimate,
-    without gradient, from the reward of each token, so that the advantage of a token has the sum up
-    to the end of the completion (PPO, REINFORCE++); this needs a log-prob pass of the policy."""
+    without gradient, from the reward of each token (PPO, REINFORCE++), which needs a log-prob pass
+    of the policy."""
     entropy_coefficient: Annotated[float, Ge(0)] = 0.0
-    """Weight of the entropy bonus. Above 0 the exact entropy over the complete vocabulary is
-    computed and logged as `policy/entropy`, which takes about three more passes over the logits of
-    each chunk. `policy/entropy_estimate` costs nothing and is always logged."""
+    """Weight of the entropy bonus. Above 0 the exact entropy over the vocabulary is computed and
+    logged as `policy/entropy`, which takes about three more passes over the logits."""
     path: Annotated[str | None, IMPORT_PATH] = None
-    """Import path of a custom loss, a class or function that returns one, e.g.
-    `my_package.losses.MyLoss`; null is the built-in loss. Excludes the other keys of `loss_fn` but
-    `options`, `logprobs` and those of a KL penalty in the reward."""
+    """Import path of a custom loss, e.g. `my_package.losses.MyLoss`; null is the built-in loss.
+    Excludes the other keys of `loss_fn` but `options`, `logprobs` and those of a KL penalty in the
+    reward."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class or function at `loss_fn.path`."""
     logprobs: Annotated[tuple[str, ...], subset_of(LOGPROB_NAMES)] = ()
-    """Columns that the loss at `loss_fn.path` reads and that a pass before training computes:
-    `prev_logprobs` of the policy before the first optimizer step, `reference_logprobs` of the
-    frozen initial policy."""
+    """Columns that a pass before training computes for the loss at `loss_fn.path`."""
     importance_correction: ImportanceCorrectionConfig = field(
         default_factory=ImportanceCorrectionConfig
     )

@@ -39,8 +39,8 @@ class VLLMGenerationConfig:
     """Devices per replica, all on one node. Must divide the number of generation workers and the
     model's attention heads."""
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.6
-    """Share of the GPU memory for weights, activations and KV cache. A GPU that is shared with the
-    policy needs room for what the policy keeps there while it is offloaded."""
+    """Share of the GPU memory for weights, activations and KV cache; on a shared GPU the policy
+    needs some room as well."""
     kv_cache_gib: Annotated[float | None, Gt(0)] = None
     """GiB of the KV cache per device; null takes what `gpu_memory_utilization` leaves on a GPU, and
     1 on CPU."""
@@ -121,8 +121,8 @@ class EnvironmentConfig:
     """Max turns of the model in one conversation. `policy.generation.max_new_tokens` limits each
     turn, and `policy.max_total_sequence_length` all of them with prompt and observations."""
     timeout_s: Annotated[float | None, Gt(0)] = 60.0
-    """Max seconds of the environment's steps in one conversation together. The conversation ends
-    at this limit; others are not affected. null sets no limit."""
+    """Max seconds of the environment's steps in one conversation together, at which it ends. null
+    sets no limit."""
     num_workers: Annotated[int, Ge(1)] = 1
     """Processes that run the environment; each runs the steps of many conversations at the same
     time."""
@@ -148,9 +148,8 @@ class RewardFunctionConfig:
     """One reward function."""
 
     path: Annotated[str, IMPORT_PATH]
-    """Import path of a function `(RewardSample) -> float`, e.g. `my_package.rewards.brevity`. A
-    function with the attribute `batched = True` takes a list of samples and returns one number for
-    each. None means that the function does not apply to the completion."""
+    """Import path of a function `(RewardSample) -> float`, or with the attribute `batched = True`
+    of a list of samples. It returns None where it does not apply."""
     weight: float = 1.0
     """Weight of the function in the sum; may be negative."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -173,9 +172,9 @@ class RewardModelConfig:
     chat_template: str | None = None
     """Path of a Jinja file that replaces the tokenizer's chat template."""
     conversation_end: Literal["turn", "template"] = "turn"
-    """Last token of a conversation, where the score is read: `turn` is the end token of its last
-    turn, as `nemo-like rm` trains; `template` is the last token that the chat template writes, e.g.
-    a line break after that token, for models that other tools trained."""
+    """Token at which the score is read: the end token of the last turn (`turn`), as `nemo-like rm`
+    trains, or the last token that the chat template writes (`template`), for models of other
+    tools."""
     weight: float = 1.0
     """Weight of the score in the sum; may be negative, and 0 logs the score only."""
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -184,13 +183,12 @@ class RewardModelConfig:
     """Max tokens of a conversation in the reward model's own tokenizer; null is the number of
     positions of the model."""
     oversize_rows: Literal["error", "truncate"] = "error"
-    """Conversations above `max_length`: `error` is a failed reward, for which `reward.on_error`
-    decides; `truncate` removes the beginning, because the score is read at the last token."""
+    """Treatment of conversations above `max_length`: `error` is a failed reward
+    (`reward.on_error`), `truncate` removes the beginning."""
     mb_tokens: Annotated[int, Ge(1)] = 8192
     """Max tokens per packed microbatch; a longer conversation has a separate microbatch."""
     num_workers: Annotated[int, Ge(0)] = 0
-    """Separate workers over which the model is sharded; 0 runs it on the policy's workers and keeps
-    it in host memory while it does not score."""
+    """Separate workers over which the model is sharded; 0 runs it on the policy's workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,17 +200,15 @@ class RewardConfig:
     num_workers: Annotated[int, Ge(1)] = 1
     """Processes that compute rewards."""
     timeout_s: Annotated[float | None, Gt(0)] = None
-    """Max seconds of one call of a reward function, which then failed: an async call is cancelled,
-    and the process of another one is ended and replaced. null sets no limit, and functions run in
-    the reward worker itself, where `cluster.progress_timeout_s` ends the run if one hangs."""
+    """Max seconds of one call of a reward function, after which it counts as failed. null sets no
+    limit; a function that hangs then ends the run at `cluster.progress_timeout_s`."""
     on_error: Literal["stop", "zero", "drop"] = "stop"
-    """A reward function that fails: it raises, exceeds `timeout_s`, ends its process, or returns
-    something else than one finite number. `stop` ends the run with the sample, `zero` takes 0 as
-    its value, `drop` leaves the completion out of training and of the statistics of its group."""
+    """Treatment of completions on which a reward function fails (raises, exceeds `timeout_s`, ends
+    its process, or does not return one finite number): `stop` ends the run, `zero` takes 0 as its
+    value, `drop` leaves the completion out of training and of the statistics of its group."""
     max_error_share: Annotated[float, Ge(0), Le(1)] = 0.1
     """Max share of the completions of a rollout with a failed function or environment, for
-    `on_error` `zero` and `drop`; above it the run stops. The refills of dynamic sampling count with
-    the rollout of their step."""
+    `on_error` `zero` and `drop`; above it the run stops."""
 
     @property
     def weights(self) -> dict[str, float]:

@@ -36,6 +36,7 @@ from nemo_like.config.rollout import (
     RewardConfig,
 )
 from nemo_like.parallel_layout import Oversize
+from nemo_like.training_engines import ENGINES
 
 Switch = Literal["auto", True, False]
 """`auto` is true where it is possible or pays off."""
@@ -69,27 +70,24 @@ class AdapterConfig:
         "up_proj",
         "down_proj",
     )
-    """Linear layers with an adapter, by the end of their name, as in PEFT: `q_proj`, or
-    `self_attn.q_proj`; `all-linear` are all linear layers. The output embedding, experts and
-    routers have none."""
+    """Linear layers with an adapter, by the end of their name, as in PEFT; `all-linear` are all
+    linear layers except the output embedding."""
     quantization: Literal["none", "nf4"] = "none"
     """QLoRA: `nf4` stores the frozen linear layers in 4 bits per value, by bitsandbytes (extra
     `qlora`); every data-parallel rank has all of them. Only with the DTensor engine, and for models
     without experts."""
     adapter_path: str | None = None
     """Directory of an adapter in the format of PEFT with which training starts, e.g. `hf/adapter`
-    of another run. Its rank, alpha and layers must be those set here. null starts with new
-    adapters."""
+    of another run; its rank, alpha and layers must be those set here."""
     reference: Literal["base", "adapter"] = "base"
     """The reference policy of DPO, IPO and a KL penalty. `base`: the model without adapters.
     `adapter`: the model with the adapter of `adapter_path`, also after a resume, so that a run
     starts at its reference; every rank keeps a copy of its shard in host memory."""
     weight_sync: Literal["auto", "merged", "adapter"] = "auto"
     """What the generator receives after each step. `merged`: all weights, W + scale B A, rounded to
-    `policy.precision`. `adapter`: A and B alone, and the generator computes W x + scale B A x like
-    the policy. An update then has far fewer bytes, and small changes are not lost in the rounding
-    of bfloat16 weights; decoding computes the adapters as well. `auto` is `adapter` in bfloat16,
-    and `merged` in float32, with `quantization`, and above rank 512."""
+    `policy.precision`. `adapter`: A and B alone, so that updates are small and no change is lost in
+    rounding; decoding computes the adapters as well. `auto` is `adapter` in bfloat16, and `merged`
+    in float32, with `quantization`, and above rank 512."""
 
     @property
     def scale(self) -> float:
@@ -162,7 +160,7 @@ class SchedulerConfig:
     """Cycles of `cosine_restarts` of equal length between warm-up and `decay_steps`."""
     batch_size_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply the learning rate of each step by its number of rows over `base_batch_size`, or by
-    the square root of that ratio; for steps of different size."""
+    the square root of that ratio."""
     base_batch_size: Annotated[int | None, Ge(1)] = None
     """Rows of a step for which `policy.optimizer.lr` was chosen; needed by `batch_size_scaling`."""
 
@@ -174,8 +172,8 @@ class EmaConfig:
     """
 
     enabled: bool = False
-    """Keep the average, in float32 and sharded like the weights, save it in checkpoints, and export
-    it at the end of the run to `hf_ema` beside `hf`."""
+    """Keep the average in float32, save it in checkpoints, and export it at the end of the run to
+    `hf_ema` beside `hf`."""
     decay: Annotated[float, Ge(0), Lt(1)] = 0.999
     """Weight of the previous average; 0.999 averages over about 1000 steps."""
 
@@ -214,18 +212,16 @@ class SequencePackingConfig:
     """Max tokens per packed training microbatch. With context parallelism this counts the tokens of
     all context ranks together."""
     logprob_mb_tokens: Annotated[int, Ge(1)] = 4096
-    """Max tokens per packed microbatch of the log-prob pass, which saves no activations and
-    therefore fits more tokens than training."""
+    """Max tokens per packed microbatch of the log-prob pass, which saves no activations."""
     algorithm: PackingName = "balanced"
     """Algorithm that forms the microbatches. `balanced` assigns rows to microbatches and ranks
-    jointly; the bins of the other algorithms are assigned to ranks. If their number is no multiple
-    of the ranks, the fullest ones, up to all of them, are first repacked into more bins."""
+    jointly; the others form bins first, which are then assigned to ranks."""
     sequence_length_round: Annotated[int, Ge(1)] = 1
     """Pad each row to a multiple of this many tokens, combined (least common multiple) with the
     multiple that context and sequence parallelism require."""
     microbatch_length_round: Annotated[int, Ge(1)] = 1
-    """Pad each microbatch to a multiple of this many tokens; with the value of `train_mb_tokens`
-    all microbatches have that length. For kernels and compilers that need few shapes."""
+    """Pad each microbatch to a multiple of this many tokens, for few shapes; with the value of
+    `train_mb_tokens` all microbatches have that length."""
     balance: Literal["flops", "tokens", "none"] = "flops"
     """Work measure that is balanced over data-parallel ranks: FLOPs (attention included) or tokens;
     `none` assigns bins round-robin and needs an algorithm other than `balanced`."""
@@ -278,20 +274,18 @@ class PolicyConfig:
     oversize_rows: Oversize = "error"
     """Treatment of rows above `max_total_sequence_length`: `error` stops, `truncate` removes the
     end of a conversation or the beginning of a prompt, `drop` leaves the row out, `singleton` runs
-    it in a separate microbatch with a warning (needs sequence packing or dynamic batching)."""
+    it in a separate microbatch (needs packing or dynamic batching)."""
     logprob_chunk_size: Annotated[int | None, Ge(1)] = None
     """Tokens per chunk in which logits are computed; null is 4096 on CUDA and 1024 elsewhere. The
     full [tokens, vocabulary] matrix is never materialized."""
     activation_checkpointing: ActivationCheckpointing = "none"
-    """Activations that are computed again in the backward pass instead of being stored. `full`:
-    all of a layer but its input, for about one more forward pass. `selective`: all but the results
-    of matrix products and attention, for a few percent of the time and about half of the memory.
-    `none`: nothing."""
+    """Activations that are computed again in the backward pass instead of being stored: all of a
+    layer but its input (`full`), all but the results of matrix products and attention
+    (`selective`), or nothing (`none`)."""
     compile: Literal["auto", "none", "layers"] = "auto"
-    """`layers` compiles each decoder layer and the passes over the logits with torch.compile, which
-    fuses norms, rotary embedding, activation functions and softmax. The first step takes longer.
-    Needs `policy.engine=dtensor`. `auto` is `layers` on CUDA in bfloat16 for models whose layers
-    have attention and no experts, and `none` elsewhere."""
+    """`layers` compiles each decoder layer and the passes over the logits with torch.compile; the
+    first step takes longer. Needs `policy.engine=dtensor`. `auto` is `layers` on CUDA in bfloat16
+    for models whose layers have attention and no experts, and `none` elsewhere."""
     max_grad_norm: Annotated[float, Ge(0)] = 1.0
     """Gradients are clipped to this global L2 norm; 0 turns clipping off."""
     max_skipped_steps: Annotated[int, Ge(0)] = 3
@@ -302,22 +296,20 @@ class PolicyConfig:
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
     shared_prefix: Switch = "auto"
-    """Compute the leading tokens that rows of a group have in common once per microbatch: the
-    prompt of the completions of a prompt, or of a preference pair. Needs sequence packing. `auto`
-    does so in steps where the plan has at least 3 % less work, `true` in every step."""
+    """Compute the leading tokens that rows of a group have in common once per microbatch, such as
+    the prompt of several completions. Needs sequence packing. `auto` does so in steps where the
+    plan has at least 3 % less work."""
     router_replay: Switch = "auto"
-    """Models with experts: the generator returns the experts that it chose for each token, and
-    policy and reference use them in every log-prob and training pass, with weights of their own
-    routers. `auto` does so where generator and engine can, `true` stops where they cannot."""
+    """For models with experts: policy and reference use the experts that the generator chose for
+    each token, with weights of their own routers. `auto` does so where generator and engine can,
+    `true` stops where they cannot."""
     router_replay_gib: Annotated[float, Gt(0)] = 32.0
-    """Max GiB of the experts of one rollout in the driver's memory, if all rows of a step have
-    `policy.max_total_sequence_length` tokens. A run with router replay that may need more does not
-    start."""
+    """Max GiB of the experts of one rollout in the driver's memory, for rows of
+    `policy.max_total_sequence_length` tokens; a run that may need more does not start."""
     lora: AdapterConfig = field(default_factory=AdapterConfig)
     freeze: Annotated[tuple[str, ...], NO_EMPTY_TEXTS] = ()
     """Weights that are not trained: patterns on their Hugging Face names, e.g.
-    `[model.embed_tokens.*, "model.layers.[0-7].*"]`. They have no gradient and no optimizer state,
-    and are stored in `policy.precision`."""
+    `[model.embed_tokens.*, "model.layers.[0-7].*"]`."""
     ema: EmaConfig = field(default_factory=EmaConfig)
     parity_check: bool = True
     """While the workers start, train a tiny copy of the model for one step on CPU, in the run's
@@ -386,8 +378,9 @@ class PolicyConfig:
             return self.compile == "layers"
         # In float32 and with values in 4 bits a layer is not one graph.
         is_quantized = self.adapter is not None and self.adapter.is_quantized
+        has_compiler = ENGINES[self.engine].compiles_layers
         is_traced = self.precision == "bfloat16" and not is_quantized
-        return device_type == "cuda" and self.engine == "dtensor" and is_dense and is_traced
+        return device_type == "cuda" and has_compiler and is_dense and is_traced
 
     def chunk_size(self, device_type: str) -> int:
         """Return `logprob_chunk_size`, or its default on a device type of torch."""
@@ -423,8 +416,7 @@ class DataConfig:
     and `validation_sets`. Example: `{validation: {}}` if only the training file has other names."""
     on_bad_row: Literal["error", "skip"] = "error"
     """Treatment of rows that cannot be read, have another format, or that the chat template
-    refuses: `error` stops before the first step, `skip` leaves them out and counts them. Rows that
-    are too long are subject to `policy.oversize_rows`."""
+    refuses: `error` stops before the first step, `skip` leaves them out and counts them."""
     validation_path: str | None = None
     """Validation rows in the same formats; null turns validation off."""
     validation_sets: dict[str, str] = field(default_factory=dict)
@@ -445,8 +437,8 @@ class DataConfig:
     system_prompt: str | None = None
     """System message put in front of every conversation that has none."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further variables of the chat template, e.g. `{enable_thinking: false}`, for the rows of
-    training, the prompts of rollouts and evaluation, and `nemo-like chat` alike."""
+    """Further variables of the chat template, e.g. `{enable_thinking: false}`, in training,
+    rollouts and evaluation alike."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
     """Tokens that contribute to the SFT loss: of all assistant turns (`assistant`), of all turns
     (`all`), or of the last assistant turn (`last`).
@@ -454,8 +446,8 @@ class DataConfig:
     shuffle: bool = True
     """Visit the rows in a new random order in every epoch, derived from `seed`."""
     allow_changed_rows: bool = False
-    """Resume although the training rows changed since the checkpoint, which is otherwise an error.
-    If the number of rows changed, or with `data.batching`, the epoch begins again."""
+    """Resume although the training rows changed since the checkpoint. If their number changed, or
+    with `data.batching`, the epoch begins again."""
     last_batch: Literal["keep", "drop"] = "keep"
     """Rows left at the end of an epoch that do not fill a batch: train a smaller step on them, or
     leave them out."""
@@ -508,26 +500,25 @@ class ClusterConfig:
     """Generation workers with separate resources; 0 colocates generation with the policy
     workers."""
     offload: Switch = "auto"
-    """Whether policy and generator that share GPUs move to host memory while the other runs. `auto`
-    moves them only if both together are predicted not to fit in the memory of a GPU."""
+    """Move policy and generator that share GPUs to host memory while the other runs. `auto` does so
+    only if both together are predicted not to fit in the memory of a GPU."""
     placement_timeout_s: Annotated[float, Gt(0)] = 120.0
     """Max seconds to wait until the cluster has the requested resources."""
     progress_timeout_s: Annotated[float, Ge(0)] = 1800.0
-    """Max seconds without progress (microbatch, decoding step or reward sample) of a worker; the
-    run then ends with an error that names the worker. A worker waits a third of it for the other
-    ranks in a collective operation. 0 turns the check off, and a worker waits 600 s."""
+    """Max seconds without progress (microbatch, decoding step or reward sample) of a worker, after
+    which the run ends with an error. In a collective a worker waits a third of it for the other
+    ranks. 0 turns the check off, and a worker waits 600 s."""
     max_restarts: Annotated[int, Ge(0)] = 10
-    """Number of times in a run that workers without state of the training are restarted after their
-    process died or hung: replicas of the generator, processes of the environment, and the workers
-    of each reward model. Nothing is lost; the next failure of the same kind stops the run."""
+    """Max restarts in a run of workers without state of the training, whose process died or hung:
+    replicas of the generator, processes of the environment, and workers of each reward model. The
+    next failure of the same kind stops the run."""
     env: dict[str, str | None] = field(default_factory=dict)
     """Environment variables of all workers, e.g. `{NCCL_IB_HCA: mlx5_0}`; null takes the driver's
     value, which keeps a secret out of config files. `NCCL_*`, `GLOO_*` and `HF_*` of the driver are
-    passed on without being named here. Settings of torch's memory allocator reach policy workers
-    only."""
+    always passed on."""
     time_limit: Annotated[str | None, DURATION] = None
     """Time since the start of the process after which the run finishes the current step, saves a
-    checkpoint and exits with code 75: seconds, "H:MM:SS" or "D-HH:MM:SS"; null is no limit."""
+    checkpoint and exits with code 75; null is no limit."""
 
     @property
     def collective_timeout_s(self) -> float:
@@ -553,9 +544,8 @@ class ParallelConfig:
     pipeline: Annotated[int, Ge(1)] = 1
     """Number of pipeline stages; needs `policy.engine=megatron`."""
     virtual_pipeline: Annotated[int, Ge(1)] = 1
-    """Virtual stages of each pipeline stage (interleaved schedule): the bubble of the pipeline is
-    divided by it, and activations are sent as many times. Needs `pipeline` above 1 and a layer for
-    each of the pipeline x virtual stages."""
+    """Virtual stages of each pipeline stage (interleaved schedule), by which the bubble is divided.
+    Needs `pipeline` above 1 and at least pipeline x virtual layers."""
     expert: Annotated[int, Ge(1)] = 1
     """Expert-parallel size (MoE); must divide the number of experts and data x context / replicas,
     with `policy.engine=megatron` tensor x context x data."""
@@ -563,9 +553,8 @@ class ParallelConfig:
     """Sequence parallelism: also shard LayerNorm and residual activations over the tensor-parallel
     group; needs `tensor` above 1. Required for MoE models with `tensor` above 1."""
     replicas: Annotated[int, Ge(1)] = 1
-    """Copies of the weights (HSDP): each is sharded over data x context / `replicas` workers, and
-    gradients are summed over the copies once per optimizer step. Must divide the data-parallel
-    size; with one copy per node the weights never travel between nodes. Needs
+    """Copies of the weights (HSDP), each sharded over data x context / `replicas` workers. Must
+    divide the data-parallel size; with one copy per node weights are gathered within a node. Needs
     `policy.engine=dtensor`."""
     reshard: Switch = "auto"
     """Whether FSDP2 frees gathered weights after each layer. `true`: every microbatch gathers them
@@ -585,12 +574,11 @@ class CheckpointingConfig:
     keep_latest: Annotated[int, Ge(1)] = 2
     """Number of checkpoints that are kept; older ones are removed."""
     async_save: bool = True
-    """Write checkpoints while training continues. Every worker copies its weights and optimizer
-    state to host memory (12 bytes per parameter of its shard) and writes the copy."""
+    """Write checkpoints while training continues, from a copy in host memory (12 bytes per
+    parameter)."""
     keep_best: Annotated[str | None, NOT_EMPTY] = None
-    """Name of a logged metric, e.g. `validation/reward_mean`. The checkpoint of the step with its
-    best value is saved at once and kept in addition to `keep_latest`; the file `best` names it.
-    null keeps none."""
+    """Name of a logged metric, e.g. `validation/reward_mean`, whose best checkpoint is kept in
+    addition to `keep_latest`; the file `best` names it."""
     best_mode: Literal["max", "min"] = "max"
     """Whether a larger or a smaller value of `keep_best` is better."""
     export_hf: bool = True
@@ -604,9 +592,8 @@ class EarlyStoppingConfig:
     """
 
     patience: Annotated[int | None, Ge(1)] = None
-    """The run ends after so many values of `checkpointing.keep_best` in a row that are no
-    improvement; null turns early stopping off. Steps that do not log the metric do not count; a
-    validation before the first step does."""
+    """Number of values of `checkpointing.keep_best` in a row without an improvement after which the
+    run ends; null turns early stopping off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -630,14 +617,12 @@ class LoggerConfig:
     save_rollouts: bool = True
     """Write every GRPO rollout to `rollouts/step_<N>.jsonl`."""
     max_rollout_rows: Annotated[int | None, Ge(1)] = 512
-    """Max rows per step that `save_rollouts` writes. Of a larger rollout these are complete groups
-    that are spread evenly over it, at least one, and it has no token ids to replay. null writes
-    all rows."""
+    """Max rows per step that `save_rollouts` writes, as complete groups. A larger rollout has no
+    token ids to replay. null writes all rows."""
     keep_rollout_tokens: Annotated[int | None, Ge(0)] = 10
-    """With `save_rollouts` the token ids, log-probs and advantages of every step are written to
-    `rollouts/step_<N>.safetensors`, for `nemo-like replay`, about 20 bytes per token. So many of
-    the newest of these files are kept, and those of steps that start with the weights of a kept
-    checkpoint or of the initial model; null keeps all, 0 writes none."""
+    """Number of newest files `rollouts/step_<N>.safetensors` that are kept, in addition to those of
+    steps that can be replayed. They have the token ids, log-probs and advantages of a step for
+    `nemo-like replay`, about 20 bytes per token. null keeps all, 0 writes none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 Loss is on what the model generates: the text or tool calls of an assistant turn and the token that
 ends the turn. The spans of these parts are found for any template: from its `{% generation %}`
 blocks if it has them, otherwise between the generation prompt and the end of the turn. Both are
-found in the text of one rendering if unambiguous, else by comparing several (`chat_spans`).
+found in the text of one rendering if unambiguous, else by comparing several (`chat_structure`).
 
 Without a chat template each turn's text is followed by a line break, or by the end-of-sequence
 token after an assistant turn; the beginning-of-sequence token comes first if the tokenizer adds it.

@@ -413,7 +413,7 @@ class BatchedDataDict(UserDict[str, Any]):
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict]:
         """Yield the rows of each of the plan's microbatches, not yet packed.
 
-        `policy.model_inputs` packs them. A dummy has zero rows.
+        `policy.inputs.model_inputs` packs them. A dummy has zero rows.
         """
         microbatches = self._plan_of_one_step().microbatches
         return (self._contiguous(microbatch.rows) for microbatch in microbatches)

@@ -1,12 +1,9 @@
 """Decoding with a Hugging Face model: sampling of the next token, end tokens, batches of requests.
 
-Sampling of the next token, stateless: pure functions of tensors.
-
 A draw inverts the CDF of the filtered distribution at a uniform number, which is a function of the
 row's seed and the token index alone. A row's tokens therefore do not depend on the other rows, the
-batch size or the number of workers.
-
-The rows of a batch start together, finished rows leave it, and no new rows join.
+batch size or the number of workers. The rows of a batch start together, finished rows leave it, and
+no new rows join.
 """
 
 from __future__ import annotations
@@ -25,6 +22,11 @@ from nemo_like.data.routed_experts import pack_experts
 from nemo_like.generation.requests import FinishReason, GenerationRequests, SamplingParams
 from nemo_like.models.routers import RouteRecorder
 from nemo_like.sampling_filter import filter_logits
+
+_COMPACT_BELOW = 0.75
+"""Finished rows are removed once less than this share of the batch is unfinished: each removal
+copies the KV cache of the remaining rows.
+"""
 
 
 def row_uniforms(seeds: np.ndarray, num_tokens: int) -> np.ndarray:
@@ -90,12 +92,6 @@ def declared_end_token_ids(
     candidates = [*ids, tokenizer.eos_token_id]
     # Either may be None.
     return frozenset(token_id for token_id in candidates if isinstance(token_id, int))
-
-
-_COMPACT_BELOW = 0.75
-"""Finished rows are removed once less than this share of the batch is unfinished: each removal
-copies the KV cache of the remaining rows.
-"""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,8 +16,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.paths import require_model_directory
-from nemo_like.config.schema import AdapterConfig, Switch
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
@@ -27,6 +25,7 @@ from nemo_like.generation.requests import (
     Completions,
     GenerationProgress,
     GenerationRequests,
+    GenerationStart,
     check_room,
 )
 from nemo_like.models.pretrained import load_tokenizer
@@ -50,37 +49,19 @@ class HFGenerationWorker:
     """Implements `GenerationWorkerProtocol` in one process with one replica of the model."""
 
     def __init__(
-        self,
-        context: WorkerContext,
-        *,
-        model_name: str,
-        tokenizer_name: str | None = None,
-        precision: str = "float32",
-        batch_size: int = 64,
-        end_token_ids: Sequence[int] = (),
-        adapter: AdapterConfig | None = None,
-        router_replay: Switch = False,
+        self, context: WorkerContext, start: GenerationStart, *, batch_size: int = 64
     ) -> None:
         """Load model and tokenizer.
 
-        `router_replay` is as in the configuration: the completions have the experts that the model
-        chose. Raises ConfigError where it is `true` and they cannot be recorded.
-        With `adapter` a weight update has either all weights or the adapters alone, which are 0
-        until the first.
-        `end_token_ids` end a completion in addition to those that model and tokenizer declare. The
-        chat template may end a turn with a token that neither declares, such as `<|im_end|>` of
-        Qwen2.5 base models.
+        Raises ConfigError where `router_replay` is `true` and no experts can be recorded.
         """
         transformers_logging.disable_progress_bar()
         self._device = torch.device(context.device)
         self.batch_size = batch_size
-        require_model_directory("policy.model_name", model_name)
-        tokenizer_name = tokenizer_name or model_name
-        require_model_directory("policy.tokenizer_name", tokenizer_name, weights=False)
-        self.tokenizer = load_tokenizer(tokenizer_name)
+        self.tokenizer = load_tokenizer(start.checked_tokenizer())
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            model_name,
-            dtype=getattr(torch, precision),
+            start.model_name,
+            dtype=getattr(torch, start.precision),
             attn_implementation="sdpa",
             use_safetensors=True,
             trust_remote_code=False,
@@ -92,21 +73,21 @@ class HFGenerationWorker:
         nn.Module.to(self.model, self._device)
         self._adapter_shapes: Shapes = {}
         """Shapes of the adapters by name; empty without adapters."""
-        if adapter is not None:
-            self._adapter_shapes = add_adapters(self.model, adapter)
+        if start.adapter is not None:
+            self._adapter_shapes = add_adapters(self.model, start.adapter)
         self._host_weights = HostWeights(
             self.model, self._device, pinned=self._device.type == "cuda"
         )
         self._recorder = None
-        if router_replay is not False and router_modules(self.model):
+        if start.router_replay is not False and router_modules(self.model):
             self._recorder = RouteRecorder(self.model)
-        elif router_replay is True:
+        elif start.router_replay is True:
             raise ConfigError(
                 f"policy.router_replay is true, but {type(self.model).__name__} has no routers"
                 " whose choices can be recorded: set it to auto or false"
             )
         declared = declared_end_token_ids(self.model.generation_config, self.tokenizer)
-        self.end_ids = declared | frozenset(end_token_ids)
+        self.end_ids = declared | frozenset(start.end_token_ids)
         self._weight_version = 0
         self._rank = context.rank
         self._receiver = WeightReceiver(self._device)

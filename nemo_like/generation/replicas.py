@@ -1,6 +1,4 @@
-"""Replicas of the generator as the driver sees them: groups, requests, polls.
-
-The replicas of a generator: their starts, restarts, and calls to several of them.
+"""The replicas of a generator as the driver sees them: starts, restarts, requests and polls.
 
 Every replica is a worker group of its own, so that the failure of one does not stop the others. A
 replica whose process died or hung is restarted. An exception that a replica raises is not retried:
@@ -45,6 +43,13 @@ _CHECK_S = 1.0
 """Time without the result of a poll after which a replica is checked for failures."""
 _POLLS_AHEAD = 2
 """Polls that are queued at a replica, so that it need not wait for the driver between two."""
+
+ResultT = TypeVar("ResultT")
+_START_ENDS_S = 60.0
+"""Max wait for a replica that is starting when the run ends."""
+
+StartReplica = Callable[[int], WorkerGroup]
+"""Starts the worker group of a replica, given its index; blocks until the model is loaded."""
 
 
 @dataclass(eq=False)
@@ -169,13 +174,6 @@ def assign_units(unit_costs: np.ndarray, outstanding: np.ndarray) -> np.ndarray:
         replica_of_unit[unit] = replica
         loads[replica] += unit_costs[unit]
     return replica_of_unit
-
-
-ResultT = TypeVar("ResultT")
-_START_ENDS_S = 60.0
-"""Max wait for a replica that is starting when the run ends."""
-StartReplica = Callable[[int], WorkerGroup]
-"""Starts the worker group of a replica, given its index; blocks until the model is loaded."""
 
 
 class ReplicaSet:

@@ -15,10 +15,15 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from nemo_like.config.paths import require_model_directory
 from nemo_like.config.rollout import GenerationConfig
+from nemo_like.config.schema import AdapterConfig, Switch
 from nemo_like.data.jagged import Jagged
 from nemo_like.sampling_filter import SamplingFilter
 from nemo_like.weight_sync.channel import WeightTarget
+
+FinishReason = Literal["stop", "length"]
+"""`stop`: an end token or a stop string. `length`: the token limit was reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +53,6 @@ class SamplingParams:
             min_p=config.min_p,
             stop_strings=tuple(config.stop_strings),
         )
-
-
-FinishReason = Literal["stop", "length"]
-"""`stop`: an end token or a stop string. `length`: the token limit was reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +226,38 @@ def check_room(requests: GenerationRequests) -> None:
         f" {limit}, which leaves no room for a completion; raise it to at least"
         f" {lengths[row] + 1} or drop the prompt"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationStart:
+    """What every generation worker is started with."""
+
+    model_name: str
+    tokenizer_name: str | None = None
+    """None is the directory of the model."""
+    precision: str = "float32"
+    end_token_ids: Sequence[int] = ()
+    """End a completion in addition to those that model and tokenizer declare. The chat template may
+    end a turn with a token that neither declares, such as `<|im_end|>` of Qwen2.5 base models.
+    """
+    adapter: AdapterConfig | None = None
+    """With it a weight update has either all weights or the adapters alone, which are 0 until the
+    first.
+    """
+    router_replay: Switch = False
+    """As in the configuration: the completions have the experts that the model chose."""
+    seed: int = 0
+    can_sleep: bool = False
+    """Allows `offload` on a GPU that is shared with the policy."""
+    shares_process: bool = False
+    """The policy is in the process of the worker."""
+
+    def checked_tokenizer(self) -> str:
+        """Return the directory of the tokenizer; ConfigError if it or the model's is missing."""
+        require_model_directory("policy.model_name", self.model_name)
+        tokenizer_name = self.tokenizer_name or self.model_name
+        require_model_directory("policy.tokenizer_name", tokenizer_name, weights=False)
+        return tokenizer_name
 
 
 class GenerationWorkerProtocol(WeightTarget, Protocol):

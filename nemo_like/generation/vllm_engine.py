@@ -34,6 +34,15 @@ if TYPE_CHECKING:
 _SEED_BITS = 63
 """vLLM passes seeds to torch as signed 64-bit integers."""
 
+_GIB = 2**30
+_CPU_KV_CACHE_GIB = 1.0
+_CPU_BLOCK_TOKENS = 32
+"""Tokens per KV block on CPU. Only complete blocks of a prompt are shared, and many prompts have
+about 100 tokens; vLLM's default there is 128."""
+
+CHILD_END_S = 3.0
+"""Time between an exception because of a child process that ends, and its end."""
+
 
 def vllm_prompt(token_ids: np.ndarray) -> Any:
     """Return vLLM's form of a prompt of `token_ids` int32 [L]."""
@@ -141,15 +150,6 @@ def _versions(output: Any) -> np.ndarray:
     for span in output.weight_versions:
         versions[span.start : span.end] = int(span.version)
     return versions
-
-
-_GIB = 2**30
-_CPU_KV_CACHE_GIB = 1.0
-_CPU_BLOCK_TOKENS = 32
-"""Tokens per KV block on CPU. Only complete blocks of a prompt are shared, and many prompts have
-about 100 tokens; vLLM's default there is 128."""
-CHILD_END_S = 3.0
-"""Time between an exception because of a child process that ends, and its end."""
 
 
 def start_engine(

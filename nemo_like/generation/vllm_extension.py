@@ -12,7 +12,7 @@ from __future__ import annotations
 import glob
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import wraps
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, get_args
 
@@ -58,6 +58,9 @@ from nemo_like.weight_sync.channel import (
 from nemo_like.weight_sync.transfer import NamedTensors, WeightReceiver
 
 ADAPTER_ID = 1
+
+_MAX_NAMES = 5
+"""Names that an error message lists."""
 
 
 def request_options() -> dict[str, Any]:
@@ -157,10 +160,6 @@ class WorkerAdapter:
             )
 
 
-_MAX_NAMES = 5
-"""Names that an error message lists."""
-
-
 _init_segments = _CPUSHMDistributed._init_cpu_shm
 
 
@@ -206,6 +205,14 @@ class VLLMWorkerExtension:
     _updated_adapter: WorkerAdapter | None = None
     """The adapter in an update of it; None in an update of the weights."""
     _saved_tensors: Sequence[tuple[Tensor, Tensor]] = ()
+
+    @cached_property
+    def conversion_model(self) -> PreTrainedModel | None:
+        """The model on the meta device, for names of weights in files; None if they are the same.
+
+        Built once per worker, at the first update: a type with experts has many modules.
+        """
+        return _converted_model(self.model_config.hf_config)
 
     def start_adapter(self, adapters: AdapterSettings) -> None:
         """Compute with adapters, which are 0 until the first update."""
@@ -272,7 +279,6 @@ class VLLMWorkerExtension:
                 # Puts the tensors back, to which the weights are then copied directly.
                 finalize_layerwise_reload(embedding, self.model_config)
             self._direct_copies = _DirectCopies(model)
-            self._skeleton = _converted_model(self.model_config.hf_config)
 
     def load_bucket(self, message: BucketMessage) -> LoadedBucket:
         """See `BucketLoader.load_bucket`."""
@@ -304,8 +310,8 @@ class VLLMWorkerExtension:
         model = self.model_runner.model
         weights = dict(named)
         storages = {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
-        if self._skeleton is not None:
-            weights = revert_weight_conversion(self._skeleton, weights)
+        if self.conversion_model is not None:
+            weights = revert_weight_conversion(self.conversion_model, weights)
         with self._direct_copies:
             self._loaded_parameters |= model.load_weights(weights.items())
         _copy_kept_tensors(model, storages)

@@ -19,16 +19,20 @@ import torch
 from transformers import GenerationConfig
 
 from nemo_like.config.errors import ConfigError, error_text
-from nemo_like.config.paths import require_model_directory
 from nemo_like.config.rollout import VLLMGenerationConfig
-from nemo_like.config.schema import AdapterConfig, Switch
+from nemo_like.config.schema import AdapterConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.generation.adapters import AdapterSettings
 from nemo_like.generation.engine_thread import EngineThread, between_steps
 from nemo_like.generation.hf_decoding import declared_end_token_ids
-from nemo_like.generation.requests import GenerationProgress, GenerationRequests, check_room
+from nemo_like.generation.requests import (
+    GenerationProgress,
+    GenerationRequests,
+    GenerationStart,
+    check_room,
+)
 from nemo_like.generation.vllm_engine import (
     ChildProcesses,
     drain,
@@ -69,41 +73,26 @@ class VLLMGenerationWorker:
     def __init__(
         self,
         context: WorkerContext,
+        start: GenerationStart,
         *,
-        model_name: str,
         max_total_length: int,
         config: VLLMGenerationConfig,
-        tokenizer_name: str | None = None,
-        precision: str = "float32",
-        end_token_ids: Sequence[int] = (),
-        can_sleep: bool = False,
-        shares_process: bool = False,
-        adapter: AdapterConfig | None = None,
-        seed: int = 0,
-        router_replay: Switch = False,
     ) -> None:
         """Start the engine.
 
-        `router_replay` is as in the configuration: the completions have the experts that the model
-        chose.
-
-        `end_token_ids` end a completion in addition to those that model and tokenizer declare.
-        `can_sleep` allows `offload` on a GPU that is shared with the policy, and with
-        `shares_process` the policy is in this process. With `adapter` a
-        weight update has either all weights or the adapters alone, which are 0 until the first.
         Raises ConfigError if vLLM is not installed, has no adapters for the model, or cannot share
         a process.
         """
-        require_model_directory("policy.model_name", model_name)
+        model_name = start.model_name
+        tokenizer_name = start.checked_tokenizer()
         self._is_cpu = torch.device(context.device).type == "cpu"
-        self._can_sleep = can_sleep and not self._is_cpu
+        self._can_sleep = start.can_sleep and not self._is_cpu
         self._sleeping: set[str] = set()
         """What is not on the device: the tags `weights` and `kv_cache` of vLLM."""
         self._lacks_weights = False
         """True from an `offload` that discards the weights until the update."""
-        tokenizer_name = tokenizer_name or model_name
-        require_model_directory("policy.tokenizer_name", tokenizer_name, weights=False)
-        self._end_ids = sorted({*end_token_ids, *_declared_end_ids(model_name, tokenizer_name)})
+        declared = _declared_end_ids(model_name, tokenizer_name)
+        self._end_ids = sorted({*start.end_token_ids, *declared})
         self._rank = context.rank
         self._weight_spec: ChannelSpec | None = None
         """Of the open channel."""
@@ -122,7 +111,8 @@ class VLLMGenerationWorker:
         self._moe: MoeSpec | None = None
         """The layers whose experts are returned."""
         spec = ModelSpec.from_config(load_model_config(model_name))
-        if router_replay is True or (router_replay == "auto" and not self._is_cpu):
+        replay = start.router_replay
+        if replay is True or (replay == "auto" and not self._is_cpu):
             self._moe = spec.moe
         options: dict[str, Any] = {}
         if self._is_cpu and spec.latent is not None:
@@ -133,15 +123,15 @@ class VLLMGenerationWorker:
             self._start(
                 context,
                 config,
-                adapter,
+                start.adapter,
                 model=model_name,
                 tokenizer=tokenizer_name,
-                dtype=precision,
+                dtype=start.precision,
                 max_model_len=max_total_length,
-                seed=seed % 2**31,
+                seed=start.seed % 2**31,
                 **options,
             )
-            if shares_process:
+            if start.shares_process:
                 self._check_classes()
         except BaseException:
             self._thread.close()

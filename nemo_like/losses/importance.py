@@ -1,13 +1,11 @@
 """Importance weights, and the difference between the log-probs of the policy and of the sampler.
 
-Sources: Schulman 2020 (k3 estimator); Yao et al. 2025 (truncated importance sampling between
-inference and training engines).
-
 With l_prev the training engine's log-prob of a sampled token before the update and l_generation the
 sampler's, the weight is w = exp(l_prev - l_generation), without gradient.
 
-Sources: Yao et al. 2025 (TIS, truncated importance sampling); Ring team 2025 (IcePop, masked
-tokens); Liu et al. 2025 (sequence-level correction and rejection by the geometric mean).
+Sources: Schulman 2020 (k3 estimator); Yao et al. 2025 (TIS, truncated importance sampling between
+inference and training engines); Ring team 2025 (IcePop, masked tokens); Liu et al. 2025
+(sequence-level correction and rejection by the geometric mean).
 """
 
 from __future__ import annotations
@@ -33,6 +31,12 @@ meaningful signal.
 """
 NUM_GAPS = 6
 """Groups of tokens by version gap: 0, 1, 2, 3, 4, and 5 or more."""
+
+_REPORTED_BOUNDS = (0.5, 5.0)
+"""Bounds of the reported share where no weight is applied: the defaults of `token_mask`."""
+
+_OUT_OF_BOUNDS = "importance/out_of_bounds_share"
+_WEIGHT_MEAN = "importance/weight_mean"
 
 
 def log_weights(
@@ -119,12 +123,6 @@ def version_gap_metrics(
             weight_sums[group], count, is_optional=True
         )
     return metrics
-
-
-_REPORTED_BOUNDS = (0.5, 5.0)
-"""Bounds of the reported share where no weight is applied: the defaults of `token_mask`."""
-_OUT_OF_BOUNDS = "importance/out_of_bounds_share"
-_WEIGHT_MEAN = "importance/weight_mean"
 
 
 @dataclass(frozen=True, kw_only=True)

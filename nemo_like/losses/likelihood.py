@@ -1,7 +1,7 @@
 """Negative log-likelihood, the loss of SFT; and the loss of distillation, a divergence per token.
 
-Distillation: the divergence of a student's next-token distribution from a teacher's.
-With the student's distribution p, the teacher's q, and the mixture m = beta q + (1 - beta) p:
+The divergence is that of a student's next-token distribution p from a teacher's q, with the mixture
+m = beta q + (1 - beta) p:
 
     reverse_kl   KL(p || q) = sum p (log p - log q)
     forward_kl   KL(q || p) = sum q (log q - log p)
@@ -35,6 +35,14 @@ from nemo_like.losses.reduce import (
     mean_metrics,
     token_weights,
 )
+
+DivergenceKind = Literal["reverse_kl", "forward_kl", "mixed_kl", "jsd"]
+DIVERGENCE = "divergence"
+"""Column of the divergence of each token."""
+
+TEACHER_LOGPROBS = "teacher_logprobs"
+STUDENT_ENTROPY = "student_entropy"
+TEACHER_ENTROPY = "teacher_entropy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +95,6 @@ class NllLoss:
         return metrics
 
 
-DivergenceKind = Literal["reverse_kl", "forward_kl", "mixed_kl", "jsd"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
     """A divergence, and the temperature by which the logits of both models are divided."""
@@ -126,13 +131,6 @@ class Divergence:
         return terms, reverse.sub_(teacher_probs.mul_(weight))
 
 
-DIVERGENCE = "divergence"
-"""Column of the divergence of each token."""
-TEACHER_LOGPROBS = "teacher_logprobs"
-STUDENT_ENTROPY = "student_entropy"
-TEACHER_ENTROPY = "teacher_entropy"
-
-
 @dataclass(frozen=True, kw_only=True)
 class DistillationLoss:
     """sum over the trained tokens of divergence + sft_weight x negative log-likelihood.
@@ -155,7 +153,7 @@ class DistillationLoss:
         return
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Compute from the columns that the teachers' targets add; see `policy.teachers`.
+        """Compute from the columns that the teachers' targets add; see `policy.frozen_models`.
 
         Raises ValueError without them.
         """

@@ -1,20 +1,18 @@
 """The policy-gradient losses of GRPO, DAPO, Dr. GRPO, GSPO, CISPO, RLOO and REINFORCE++.
 
-Surrogates of the policy gradient: the loss of each token from its log-prob and its advantage.
+A loss is a surrogate, times the weights of the importance correction (`losses.importance`), plus a
+KL penalty (`reference_kl`) and an entropy bonus, divided as `losses.reduce.Normalizer` states.
+docs/losses.md has a table of all members. `rollout_loss` returns the loss of a configuration, which
+may also be a loss of the user.
 
-With l the log-prob of the policy, l_prev the one before the update, A the advantage and sg() the
-value without gradient:
+The surrogates give the loss of each token. With l the log-prob of the policy, l_prev the one before
+the update, A the advantage and sg() the value without gradient:
 
 * `clipped_surrogate`: max(-A r, -A clip(r)) with r = exp(l - l_prev), of PPO (Schulman et al. 2017)
   with the asymmetric clip of DAPO (Yu et al. 2025) and the dual clip of Ye et al. 2020. With the
   log-ratio of `row_log_ratio` it is the surrogate of GSPO and GSPO-token (Zheng et al. 2025).
 * `cispo_surrogate`: -sg(clip(r)) A l, of MiniMax-M1 (2025).
 * `reinforce_surrogate`: -A l (Williams 1992), as in RLOO (Ahmadian et al. 2024).
-
-A loss is a surrogate, times the weights of the importance correction (`losses.importance`), plus a
-KL penalty (`reference_kl`) and an entropy bonus, divided as `losses.reduce.Normalizer` states.
-docs/losses.md has a table of all members. `rollout_loss` returns the loss of a configuration, which
-may also be a loss of the user.
 """
 
 from __future__ import annotations
@@ -44,6 +42,26 @@ from nemo_like.losses.reduce import (
 
 Bounds = tuple[float | None, float | None]
 """(lowest, highest) value of a clipped ratio; None is no bound."""
+
+_MAX_KL = 10.0
+"""Limit of the magnitude of a token's KL estimate, and separately of its derivative."""
+
+_ORIGIN = {
+    "generation_logprobs": "A generator records them for every sampled token",
+    "prev_logprobs": "Policy.compute_logprobs computes them before the first optimizer step",
+    "reference_logprobs": "Policy.compute_logprobs computes them on workers with a reference",
+}
+"""Where each column per token comes from, for messages."""
+
+_PATH_KEY = "loss_fn.path"
+_MEMBERS = (
+    "uses_sampling_distribution",
+    "needs_entropy",
+    "entropy_gradient",
+    "denominator",
+    "coupled_rows",
+)
+"""Members of `Loss` besides the call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,10 +159,6 @@ def _clip_metrics(ratio: Tensor, clipped_high: Tensor, clipped_low: Tensor) -> d
     }
 
 
-_MAX_KL = 10.0
-"""Limit of the magnitude of a token's KL estimate, and separately of its derivative."""
-
-
 def reference_kl(
     policy_logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, kind: str
 ) -> Tensor:
@@ -197,14 +211,6 @@ class _WithGradient(torch.autograd.Function):
         """Multiply `grad_value` by the derivative; both have the same shape."""
         (derivative,) = ctx.saved_tensors
         return grad_value * derivative, None, None
-
-
-_ORIGIN = {
-    "generation_logprobs": "A generator records them for every sampled token",
-    "prev_logprobs": "Policy.compute_logprobs computes them before the first optimizer step",
-    "reference_logprobs": "Policy.compute_logprobs computes them on workers with a reference",
-}
-"""Where each column per token comes from, for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,17 +358,6 @@ class ClippedPolicyGradientLoss:
             inputs.token_mask,
             self.config.reference_policy_kl_type,
         )
-
-
-_PATH_KEY = "loss_fn.path"
-_MEMBERS = (
-    "uses_sampling_distribution",
-    "needs_entropy",
-    "entropy_gradient",
-    "denominator",
-    "coupled_rows",
-)
-"""Members of `Loss` besides the call."""
 
 
 @dataclass(frozen=True, kw_only=True)

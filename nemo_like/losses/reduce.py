@@ -1,14 +1,13 @@
-"""Sums and counts of losses and metrics over the tokens and rows of a microbatch; normalization by
-global counts.
-
-Metrics of a microbatch that stay on the device until they are fetched, all in one transfer.
-
-A loss runs once per microbatch. Reading one of its numbers there would make the host wait for the
-device, which then has nothing to do until the host has queued the next microbatch.
+"""Sums and counts of losses and metrics over the tokens and rows of a microbatch, and their
+normalization by global counts.
 
 A loss never divides by the counts of its microbatch. It returns the sum over the microbatch; the
 worker divides by `GlobalCounts`, which are known before the first backward of the optimizer step.
 Packing, microbatch size, row order and dp size therefore cannot change the gradient.
+
+Metrics stay on the device until they are fetched, all in one transfer: reading a number in each
+microbatch would make the host wait for the device, which then has nothing to do until the host has
+queued the next microbatch.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ from torch import Tensor
 from nemo_like.config.loss import LossNormalization
 from nemo_like.device_transfer import fetch_scalars
 from nemo_like.metrics import Max, Mean, Metric, Metrics, Sum
+
+Normalization = Literal["token", "sequence"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +109,6 @@ def _with_values(metric: LossMetric, values: Sequence[float]) -> Metric:
     if isinstance(metric, TensorSum):
         return Sum(values[0])
     return metric
-
-
-Normalization = Literal["token", "sequence"]
 
 
 def _identity(values: Tensor) -> Tensor:

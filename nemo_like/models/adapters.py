@@ -22,6 +22,44 @@ from nemo_like.config.schema import ALL_LINEAR, AdapterConfig, OutputHead, Polic
 from nemo_like.models.spec import SCORE_WEIGHT, ModelSpec
 from nemo_like.models.weight_files import INDEX_NAME, Shape, read_shapes, weight_paths
 
+BLOCK_SIZE = 64
+"""Values of a block, as in bitsandbytes and PEFT."""
+
+BYTES_PER_VALUE = 0.5 + 4 / BLOCK_SIZE
+"""A 4-bit code, and a share of the float32 scale of its block."""
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""PEFT wraps the model twice; its files have the names of the wrapped modules."""
+
+SCORE_MODULE = SCORE_WEIGHT.removesuffix(".weight")
+"""The module of `modules_to_save` that the adapter of a reward model has."""
+
+_SCORE_MODULES = {SCORE_MODULE, "classifier"}
+"""PEFT adds both names to `modules_to_save` of every sequence classifier."""
+
+_KEY = "policy.lora.adapter_path"
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "use_dora": (False,),
+    "use_qalora": (False,),
+    "lora_bias": (False,),
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+    "init_lora_weights": (True, False, "gaussian"),
+    "target_parameters": ([],),
+    "trainable_token_indices": ([], {}),
+    "layer_replication": ([],),
+    "layers_to_transform": (),
+    "layers_pattern": ([], ""),
+    "alora_invocation_tokens": ([],),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+}
+"""Settings of PEFT that change the model in a way that has no counterpart, with the values that do
+not; null does not either.
+"""
+
 
 class AdapterNames(NamedTuple):
     """Names of the matrices of one adapter, as parameters of the model."""
@@ -77,12 +115,6 @@ def check_targets(adapter: AdapterConfig, layers: Iterable[str]) -> None:
                 f" adapter; these are {_ends(names)} (experts, routers, and in models with"
                 " experts all feed-forward layers, have none)"
             )
-
-
-BLOCK_SIZE = 64
-"""Values of a block, as in bitsandbytes and PEFT."""
-BYTES_PER_VALUE = 0.5 + 4 / BLOCK_SIZE
-"""A 4-bit code, and a share of the float32 scale of its block."""
 
 
 def check_adapters(policy: PolicyConfig, spec: ModelSpec, tp: int) -> None:
@@ -163,37 +195,6 @@ def stored_layers(directory: Path, spec: ModelSpec) -> dict[str, Shape]:
             if is_linear and is_inner and can_have_adapter(layer, spec):
                 layers[layer] = shape
     return layers
-
-
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."
-"""PEFT wraps the model twice; its files have the names of the wrapped modules."""
-SCORE_MODULE = SCORE_WEIGHT.removesuffix(".weight")
-"""The module of `modules_to_save` that the adapter of a reward model has."""
-
-_SCORE_MODULES = {SCORE_MODULE, "classifier"}
-"""PEFT adds both names to `modules_to_save` of every sequence classifier."""
-_KEY = "policy.lora.adapter_path"
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "use_dora": (False,),
-    "use_qalora": (False,),
-    "lora_bias": (False,),
-    "bias": ("none",),
-    "fan_in_fan_out": (False,),
-    "init_lora_weights": (True, False, "gaussian"),
-    "target_parameters": ([],),
-    "trainable_token_indices": ([], {}),
-    "layer_replication": ([],),
-    "layers_to_transform": (),
-    "layers_pattern": ([], ""),
-    "alora_invocation_tokens": ([],),
-    "rank_pattern": ({},),
-    "alpha_pattern": ({},),
-}
-"""Settings of PEFT that change the model in a way that has no counterpart, with the values that do
-not; null does not either.
-"""
 
 
 def check_adapter(adapter: AdapterConfig, layers: Mapping[str, Shape], head: OutputHead) -> None:

@@ -60,8 +60,7 @@ class ConfigFields:
         if isinstance(value, list) and value[1:] and value.count(value[0]) == len(value):
             value = value[0]
         # bool is a subclass of int.
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        if not is_integer or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(
                 f"{self.model} gives {names[0]} {shown_value(value)} in its config.json; it must"
                 " be a positive integer"

@@ -13,12 +13,15 @@ from nemo_like.config.errors import ConfigError, Problem, either
 from nemo_like.config.rollout import VLLMGenerationConfig
 from nemo_like.integer_math import nearest_divisors
 from nemo_like.models.spec import ModelSpec
-from nemo_like.parallel_layout import EngineName, LayoutProblem, ParallelLayout
+from nemo_like.parallel_layout import LayoutProblem, ParallelLayout
+from nemo_like.training_engines import ENGINES, EngineName
 
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of vLLM's attention on CPU, release 0.32."""
 _SCALED_ROPE = ("linear", "dynamic")
 """Types of rotary embeddings for which vLLM multiplies the positions of config.json by a factor."""
+
+_KEY = "policy.freeze"
 
 
 def model_problems(
@@ -45,7 +48,8 @@ def _size_problems(
         "columns of shared experts": 0 if spec.moe is None else spec.moe.shared_size,
     }
     over_ep = {"experts": 0 if spec.moe is None else spec.moe.num_experts}
-    if engine == "dtensor" and layout.tp > 1 and layout.ep > 1 and spec.moe is not None:
+    spans_tensor = ENGINES[engine].experts_span_tensor
+    if not spans_tensor and layout.tp > 1 and layout.ep > 1 and spec.moe is not None:
         over_tp["experts"] = spec.moe.num_experts
         over_ep = {"experts of a tensor-parallel rank": spec.moe.num_experts // layout.tp}
     axes = (("parallel.tensor", layout.tp, over_tp), ("parallel.expert", layout.ep, over_ep))
@@ -53,8 +57,8 @@ def _size_problems(
         # The suggested sizes must divide all counts, not only the one that is wrong.
         common = math.gcd(*counts.values())
         for what, count in counts.items():
-            # Megatron-Core replicates key-value heads over tensor-parallel ranks.
-            is_replicated = what == "key-value heads" and engine == "megatron" and size % count == 0
+            may_replicate = what == "key-value heads" and ENGINES[engine].replicates_kv_heads
+            is_replicated = may_replicate and size % count == 0
             if count % size and not is_replicated:
                 yield LayoutProblem(
                     (key,),
@@ -66,8 +70,8 @@ def _size_problems(
 def _vocabulary_problems(
     layout: ParallelLayout, engine: EngineName, spec: ModelSpec, model: str
 ) -> Iterator[LayoutProblem]:
-    # Megatron-Core pads the vocabulary; FSDP2 cannot shard a table without rows.
-    if engine == "dtensor" and spec.vocab_size < layout.tp:
+    # FSDP2 cannot shard a table without rows.
+    if not ENGINES[engine].pads_vocabulary and spec.vocab_size < layout.tp:
         yield LayoutProblem(
             ("parallel.tensor",),
             f"{model} has a vocabulary of {spec.vocab_size}, smaller than parallel.tensor"
@@ -104,7 +108,8 @@ def _expert_problems(
                 f"{model} has no experts, and parallel.expert is {layout.ep}: set it to 1",
             )
         return
-    if engine == "megatron" and layout.tp > 1 and not layout.sequence_parallel:
+    spans_tensor = ENGINES[engine].experts_span_tensor
+    if spans_tensor and layout.tp > 1 and not layout.sequence_parallel:
         yield LayoutProblem(
             ("parallel.sequence", "parallel.tensor"),
             f"{model} has {spec.moe.num_experts} experts and parallel.sequence is false: all"
@@ -175,9 +180,6 @@ def _vllm_cpu_problems(spec: ModelSpec, model: str, *, is_on_cpu: bool) -> Itera
         f"{key} is vllm without GPUs, and {model} has heads of size {spec.head_dim}; vLLM has"
         f" attention on CPU for sizes {sizes}: set {key} to hf",
     )
-
-
-_KEY = "policy.freeze"
 
 
 def frozen_weights(patterns: Sequence[str], names: Mapping[str, str]) -> frozenset[str]:

@@ -27,6 +27,17 @@ SCORE_WEIGHT = "score.weight"
 _ROPE = ("rope_parameters", "rope_scaling")
 """transformers 5 has the first, older files the second, which may be null."""
 
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+)
+_TIED = {"tie_word_embeddings": True}
+_QWEN2: dict[str, Any] = {"model_type": "qwen2", "use_sliding_window": False}
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:
@@ -472,24 +483,11 @@ def _moe_layers(fields: ConfigFields, num_layers: int) -> frozenset[int]:
     return frozenset(layers)
 
 
-def _llama(
-    hidden: int, layers: int, heads: int, kv_heads: int, width: int, vocab: int, **more: Any
-) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": width,
-        "vocab_size": vocab,
-        "tie_word_embeddings": False,
-        **more,
-    }
+def _llama(*sizes: int, **more: Any) -> dict[str, Any]:
+    """Return the keys of a config.json; `sizes` are in the order of `_SIZES`."""
+    named = dict(zip(_SIZES, sizes, strict=True))
+    return {"model_type": "llama", **named, "tie_word_embeddings": False, **more}
 
-
-_TIED = {"tie_word_embeddings": True}
-_QWEN2: dict[str, Any] = {"model_type": "qwen2", "use_sliding_window": False}
 
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "135m": ("SmolLM2-135M", _llama(576, 30, 9, 3, 1536, 49152, **_TIED)),

@@ -22,6 +22,16 @@ Shape = tuple[int, ...]
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
+HEADS = ("lm_head.weight", "embed_out.weight")
+"""Ends of the names of output embeddings."""
+
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+_CHUNK_BYTES = 2**24
+_NUM_SAMPLES = 32
+"""Samples of each file; values of a model that was trained differ in all of them."""
+
+_SAMPLE_BYTES = 4096
+
 
 def weight_paths(directory: Path) -> list[Path]:
     """Return the weight files of a model: model.safetensors, or the files that its index names.
@@ -84,12 +94,6 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
     return header
 
 
-HEADS = ("lm_head.weight", "embed_out.weight")
-"""Ends of the names of output embeddings."""
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
-_CHUNK_BYTES = 2**24
-
-
 def has_own_head(directory: Path) -> bool:
     """Return True if the files have an output embedding with other values than the input embedding.
 
@@ -129,11 +133,6 @@ def _has_own_head(files: tuple[tuple[Path, int], ...]) -> bool:
             if head_file.read(size) != embedding_file.read(size):
                 return True
     return False
-
-
-_NUM_SAMPLES = 32
-"""Samples of each file; values of a model that was trained differ in all of them."""
-_SAMPLE_BYTES = 4096
 
 
 def weights_digest(paths: Sequence[Path]) -> str:

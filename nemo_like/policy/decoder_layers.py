@@ -1,18 +1,16 @@
 """What both engines do with decoder layers: recomputation, torch.compile, frozen weights.
 
-Activation checkpointing of decoder layers, for both engines: what is saved and what recomputed.
+Recomputation (`policy.activation_checkpointing`): `full` saves the input of a layer and computes
+the layer again in the backward pass. `selective` also saves the results of matrix products and of
+attention, which take nearly all of the time, and computes the rest again: norms, rotary embedding,
+activation functions and copies. Collectives inside a layer (tensor and context parallelism) run
+again in both cases.
 
-`full` saves the input of a layer and computes the layer again in the backward pass. `selective`
-also saves the results of matrix products and of attention, which take nearly all of the time, and
-computes the rest again: norms, rotary embedding, activation functions and copies. Collectives
-inside a layer (tensor and context parallelism) run again in both cases.
-
-torch.compile of decoder layers, and the number of graphs that it compiles.
-
-Each layer is compiled by itself. All layers of a kind share their graphs, which take any number of
-tokens, so compilation takes as long as for one layer. Attention that reads the bounds of the rows
-on the host (packed rows without a kernel for them) is left out by `torch.compiler.disable`: such a
-layer becomes several graphs, or with activation checkpointing, which cannot be interrupted, none.
+Compilation: each layer is compiled by itself. All layers of a kind share their graphs, which take
+any number of tokens, so compilation takes as long as for one layer. Attention that reads the bounds
+of the rows on the host (packed rows without a kernel for them) is left out by
+`torch.compiler.disable`: such a layer becomes several graphs, or with activation checkpointing,
+which cannot be interrupted, none.
 """
 
 from __future__ import annotations
@@ -57,6 +55,14 @@ SAVED_OPERATORS = frozenset(
     }
 )
 """Operators whose results `selective` saves, by name without overload."""
+
+logger = logging.getLogger(__name__)
+
+MAX_GRAPHS = 64
+"""Compiled graphs of a process above which there is a warning."""
+
+_RECOMPILE_LIMIT = 16
+"""Graphs per function. Above it PyTorch runs the function without compilation."""
 
 
 def checkpoint_layers(layers: Iterable[nn.Module], kind: Literal["selective", "full"]) -> None:
@@ -153,14 +159,6 @@ class _ReuseResults(TorchDispatchMode):
 
 def _storage(value: Any) -> int | None:
     return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else None
-
-
-logger = logging.getLogger(__name__)
-
-MAX_GRAPHS = 64
-"""Compiled graphs of a process above which there is a warning."""
-_RECOMPILE_LIMIT = 16
-"""Graphs per function. Above it PyTorch runs the function without compilation."""
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:

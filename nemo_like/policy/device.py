@@ -21,6 +21,34 @@ from torch import Tensor
 ParamT = ParamSpec("ParamT")
 ResultT = TypeVar("ResultT")
 
+# Dense bf16 tensor-core FLOP/s of the vendors' datasheets, by a part of the device name.
+_DATASHEET_BF16 = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "GH200": 989e12,
+    "GB200": 2250e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "4090": 165e12,
+}
+_SMALLEST_PIECE = 2**20
+"""Bytes below which a buffer is not divided further."""
+
+# Constants of glibc's malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
+_M_ARENA_MAX = -8
+_NEVER_TRIM = -1
+
 
 class ComputeClock:
     """Sum of the seconds between `start` and `stop` over any number of intervals.
@@ -98,27 +126,6 @@ class ComputeClock:
         return event
 
 
-# Dense bf16 tensor-core FLOP/s of the vendors' datasheets, by a part of the device name.
-_DATASHEET_BF16 = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "GH200": 989e12,
-    "GB200": 2250e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "4090": 165e12,
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class DeviceInfo:
     """Speed and memory of a worker's device."""
@@ -177,10 +184,6 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     return torch.cuda.max_memory_allocated(device)
-
-
-_SMALLEST_PIECE = 2**20
-"""Bytes below which a buffer is not divided further."""
 
 
 class _Offloaded(NamedTuple):
@@ -319,13 +322,6 @@ def _parts(
     for buffer in buffers:
         yield content[start : start + buffer.numel()], buffer
         start += buffer.numel()
-
-
-# Constants of glibc's malloc.h.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_MAX = -4
-_M_ARENA_MAX = -8
-_NEVER_TRIM = -1
 
 
 def keep_freed_memory() -> bool:

@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.metrics import Metrics
 from nemo_like.models.spec import ModelSpec
-from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint import sharded
 from nemo_like.policy.checkpoint.hf_export import write_hf
-from nemo_like.policy.checkpoint.sharded import Block, HostBuffers, PendingSave
+from nemo_like.policy.checkpoint.sharded import Block, Contents, HostBuffers, PendingSave
 from nemo_like.policy.checkpoint.sharded_reader import (
     EMA,
     MOMENTS,
@@ -26,39 +24,15 @@ from nemo_like.policy.checkpoint.sharded_reader import (
     States,
     open_checkpoint,
 )
-from nemo_like.policy.collectives import (
-    gather_objects,
-    gather_rows,
-    reduce_objects,
-    sum_floats,
-    sum_over,
-)
 from nemo_like.policy.device import ComputeClock, HostMemory, keep_freed_memory
-from nemo_like.policy.inputs.model_inputs import ModelInputs, TokenLogprobs
+from nemo_like.policy.inputs.model_inputs import ModelInputs
 from nemo_like.policy.lora import ADAPTER_DIRECTORY, AdapterState, write_adapter
 from nemo_like.policy.optim import LARGEST, Masters, WeightCopy, WeightEma, all_within, clip_factor
-from nemo_like.sampling_filter import SamplingFilter
-
-ResultT = TypeVar("ResultT")
+from nemo_like.policy.outputs import PLAIN, TokenDistribution, TokenLogprobs
+from nemo_like.policy.rank_groups import RankGroups, ResultT
 
 StepFunction = Callable[[ModelInputs, TokenLogprobs], tuple[Tensor | None, ResultT]]
 """Maps a microbatch's outputs to (loss or None without backward, one result of `run`)."""
-
-
-class EngineGroups(Protocol):
-    """Process groups of one rank. A group may be None if this rank is its only member."""
-
-    @property
-    def world(self) -> dist.ProcessGroup | None: ...
-
-    @property
-    def dp(self) -> dist.ProcessGroup | None: ...
-
-    @property
-    def cp(self) -> dist.ProcessGroup | None: ...
-
-    @property
-    def dp_cp(self) -> dist.ProcessGroup | None: ...
 
 
 class EngineOptimizer(Protocol):
@@ -104,31 +78,21 @@ class Engine(ABC, Generic[OptimizerT]):
     This class has what does not depend on how the model is sharded.
     """
 
-    def __init__(
-        self,
-        config: PolicyConfig,
-        device: torch.device,
-        parallel_layout: ParallelLayout,
-        rank: int,
-        groups: EngineGroups,
-        *,
-        trainable: bool,
-    ) -> None:
+    def __init__(self, config: PolicyConfig, ranks: RankGroups) -> None:
         self.config = config
-        self.device = device
-        self.parallel_layout = parallel_layout
-        self.rank = rank
+        self.ranks = ranks
+        """The groups of this rank. Subclasses have them under `groups` too, with their own type."""
+        self.rank = ranks.rank
+        self.device = ranks.device
         self.num_optimizer_steps = 0
-        self.clock = ComputeClock(device)
-        # Subclasses have the same groups under `groups`, with their own type.
-        self._axes = groups
+        self.clock = ComputeClock(self.device)
         self._optimizer: OptimizerT | None = None
         self.ema: WeightEma | None = None
         self._adapter_state: AdapterState | None = None
         self._spec: ModelSpec | None = None
-        if device.type == "cpu":
+        if self.device.type == "cpu":
             keep_freed_memory()
-        is_pinned = device.type == "cuda"
+        is_pinned = self.device.type == "cuda"
         self.save_buffers = HostBuffers(pinned=is_pinned)
         """Host memory of checkpoints that are being written."""
         self.host_memory = HostMemory(pinned=is_pinned)
@@ -155,11 +119,9 @@ class Engine(ABC, Generic[OptimizerT]):
         self,
         microbatches: Iterable[ModelInputs],
         step_fn: StepFunction[ResultT],
+        distribution: TokenDistribution = PLAIN,
         *,
         backward: bool,
-        temperature: float = 1.0,
-        with_entropy: bool = False,
-        token_filter: SamplingFilter | None = None,
     ) -> list[ResultT]:
         """Run forward (and backward) of each microbatch; results in the given order.
 
@@ -363,7 +325,7 @@ class Engine(ABC, Generic[OptimizerT]):
             is_finite &= all_within(self.optimizer.moments())
         # Summed over the ranks, so that all of them raise or none.
         num_not_finite = 0.0 if is_finite else 1.0
-        (total,) = sum_floats([num_not_finite], self._axes.world, self.device)
+        (total,) = self.ranks.sum_over_world([num_not_finite])
         return total == 0
 
     def base_model(self) -> AbstractContextManager[None]:
@@ -374,45 +336,6 @@ class Engine(ABC, Generic[OptimizerT]):
         if self._adapter_state is None:
             raise RuntimeError("this model has no adapters (policy.lora.enabled is false)")
         return self._adapter_state.disabled()
-
-    def sum_over_dp(self, values: Sequence[float]) -> list[float]:
-        """Sum each value over the dp ranks, in float64."""
-        return sum_floats(values, self._axes.dp, self.device)
-
-    def gather_over_dp_cp(self, value: Any) -> list[Any]:
-        """Gather small Python objects of the ranks that differ along dp and cp, in rank order.
-
-        These ranks have different tokens.
-        """
-        return gather_objects(self._axes.dp_cp, value)
-
-    def reduce_over_dp_cp(self, value: Any, reduce: Callable[[list[Any]], ResultT]) -> ResultT:
-        """Return `reduce` of what `gather_over_dp_cp` gathers, computed on one rank."""
-        return reduce_objects(self._axes.dp_cp, value, reduce)
-
-    def gather_over_world(self, value: Any) -> list[Any]:
-        """Gather small Python objects of all ranks, in rank order."""
-        return gather_objects(self._axes.world, value)
-
-    def gather_over_cp(self, values: Tensor) -> Tensor:
-        """All-gather [cp x T] from this rank's `values` [T], in cp-rank order; no gradient."""
-        if self._axes.cp is None:
-            return values
-        return gather_rows(self._axes.cp, values.detach())
-
-    def sum_over_cp(self, values: Tensor) -> Tensor:
-        """All-reduce `values` over the context-parallel ranks; the backward is the identity.
-
-        The ranks' `values` and the result have the same shape.
-        """
-        if self._axes.cp is None:
-            return values
-        return sum_over(self._axes.cp, values)
-
-    def barrier(self) -> None:
-        """Wait until every rank has called this."""
-        # An all-reduce, because the ranks' own collectives obey the collective timeout.
-        sum_floats([0.0], self._axes.world, self.device)
 
     def save(self, directory: Path, *, in_background: bool) -> PendingSave:
         """Write this rank's shard of weights and optimizer state, of a frozen engine the weights.
@@ -428,12 +351,13 @@ class Engine(ABC, Generic[OptimizerT]):
         return sharded.save(
             directory,
             self._blocks(),
-            rank=self.rank,
-            num_optimizer_steps=self.num_optimizer_steps,
-            barrier=self.barrier,
-            has_moments=has_moments,
-            shapes=self.saved_shapes(),
-            states=states,
+            Contents(
+                num_optimizer_steps=self.num_optimizer_steps,
+                has_moments=has_moments,
+                shapes=self.saved_shapes(),
+                states=states,
+            ),
+            self.ranks,
             buffers=self.save_buffers,
             in_background=in_background,
         )

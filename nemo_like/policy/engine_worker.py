@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -20,42 +21,48 @@ BuildEngine = Callable[[PolicyConfig, bool], Engine]
 """Loads the model of a config on this rank, trainable or not; every rank calls."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PolicyStart:
+    """What a policy worker loads beside the model of its configuration."""
+
+    parallel: ParallelConfig = ParallelConfig()  # noqa: RUF009  (immutable)
+    seed: int = 0
+    """Of the initial adapters and the initial score head."""
+    needs_reference: bool = False
+    """Load a frozen copy of the model. With adapters there is none: the reference is the model
+    without them.
+    """
+    teachers: Sequence[str] = ()
+    """Directories of further frozen models."""
+    head: OutputHead = "vocabulary"
+    """With `scores` the model is a reward model."""
+    trainable: bool = True
+    """Without it the model has neither gradients nor an optimizer, and in bfloat16 no float32
+    weights: it computes log-probs or scores only.
+    """
+
+
 class EngineWorker(PolicyWorker, ABC):
     """A policy worker that joins the process group and loads its models."""
 
     def __init__(
-        self,
-        context: WorkerContext,
-        *,
-        config: PolicyConfig,
-        parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  (immutable)
-        seed: int = 0,
-        needs_reference: bool = False,
-        teachers: Sequence[str] = (),
-        head: OutputHead = "vocabulary",
-        trainable: bool = True,
+        self, context: WorkerContext, config: PolicyConfig, start: PolicyStart = PolicyStart()
     ) -> None:
-        """Join the process group and load the model, and its frozen copy if `needs_reference`.
-
-        With adapters no copy is loaded, see `SharedReference`. `teachers` are the directories of
-        further frozen models. With `head` `scores` the model is a reward model. Without `trainable`
-        it has neither gradients nor an optimizer, and in bfloat16 no float32 weights: it computes
-        log-probs or scores only.
-        """
+        """Join the process group and load the models."""
         require_model_directory("policy.model_name", config.model_name)
         if config.tokenizer_name is not None:
             # For the export, at the end of the run.
             require_model_directory("policy.tokenizer_name", config.tokenizer_name, weights=False)
-        torch.manual_seed(seed)
+        torch.manual_seed(start.seed)
         transformers_logging.disable_progress_bar()
-        parallel_layout = build_layout(parallel, context.world_size)
-        build = self.engine_builder(context, config, parallel_layout, seed, head)
-        policy = build(config, trainable)
+        layout = build_layout(start.parallel, context.world_size)
+        build = self.engine_builder(context, config, layout, start)
+        policy = build(config, start.trainable)
         reference = None
-        if needs_reference:
+        if start.needs_reference:
             reference = build(config, False) if config.adapter is None else policy
         frozen = []
-        for name in teachers:
+        for name in start.teachers:
             require_model_directory("distill.teachers", name)
             teacher = build(config.frozen(name), False)
             # Before the next one is loaded, so that one teacher at a time is on the device.
@@ -66,11 +73,7 @@ class EngineWorker(PolicyWorker, ABC):
     @staticmethod
     @abstractmethod
     def engine_builder(
-        context: WorkerContext,
-        config: PolicyConfig,
-        parallel_layout: ParallelLayout,
-        seed: int,
-        head: OutputHead,
+        context: WorkerContext, config: PolicyConfig, layout: ParallelLayout, start: PolicyStart
     ) -> BuildEngine:
         """Join the process groups; return the function that loads models on them."""
         ...

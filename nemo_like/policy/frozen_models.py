@@ -1,15 +1,10 @@
-"""Models on the ranks of the policy that are not trained: the reference and the teachers of
+"""Models on the ranks of the policy that are not trained: the reference, and the teachers of
 distillation.
 
-The reference of a policy worker: a model that is not trained, but may be updated.
-
-A checkpoint has the weights of an updated reference beside the policy's, because they are
-not the initial weights any more.
-
-The teachers of distillation: frozen models on the ranks of the policy, in its parallel layout.
-
-A teacher may have any size; tokenizer and vocabulary are the policy's, up to padding. It is
-on the device only while it computes.
+The reference may be updated from the policy; a checkpoint then has its weights beside the policy's,
+because they are not the initial ones any more. A teacher may have any size; its tokenizer and
+vocabulary are the policy's, up to padding. It is in the policy's parallel layout, and on the device
+only while it computes.
 """
 
 from __future__ import annotations
@@ -39,8 +34,9 @@ from nemo_like.policy.heads.targets import (
     TargetSettings,
     TeacherEmbedding,
 )
-from nemo_like.policy.inputs.model_inputs import ModelInputs, OutputEmbedding, TokenLogprobs
+from nemo_like.policy.inputs.model_inputs import ModelInputs
 from nemo_like.policy.optim import WeightCopy
+from nemo_like.policy.outputs import OutputEmbedding, TokenDistribution, TokenLogprobs
 from nemo_like.policy.shard_rows import ShardRows
 from nemo_like.run.files import FileRecord
 
@@ -186,7 +182,7 @@ class Teachers:
             if is_kept.any():
                 mixed.append(microbatch)
                 own.append(_only_rows(microbatch, is_kept, rows.spec))
-        num_microbatches = max(self.engines[teacher].gather_over_dp_cp(len(own)))
+        num_microbatches = max(self.engines[teacher].ranks.gather_over_dp_cp(len(own)))
         dummy = Microbatch((), (), (), rows.spec.dummy_tokens)
         own += [dummy] * (num_microbatches - len(own))
         return mixed, own
@@ -210,28 +206,18 @@ class _TeacherHead:
             if self.embedding is None:
                 self.embedding = _copied(embedding)
             return TokenLogprobs(nothing, None, columns={"hidden": hidden})
-        start = 0 if embedding.vocab is None else embedding.vocab.start
-        num_common = max(self._vocab_size - start, 0)
-        weight = embedding.weight[:num_common]
-        bias = None if embedding.bias is None else embedding.bias[:num_common]
+        num_common = max(self._vocab_size - embedding.vocab_start, 0)
+        common = dataclasses.replace(
+            embedding,
+            hidden=hidden,
+            weight=embedding.weight[:num_common],
+            bias=None if embedding.bias is None else embedding.bias[:num_common],
+        )
         token_ids, logprobs = top_k_logprobs(
-            hidden,
-            weight,
-            k=self._settings.top_k,
-            temperature=self._settings.divergence.temperature,
-            chunk_size=embedding.chunk_size,
-            bias=bias,
-            vocab=embedding.vocab,
+            common, k=self._settings.top_k, temperature=self._settings.divergence.temperature
         )
-        outputs = token_logprobs(
-            hidden,
-            weight,
-            inputs.labels.index_select(0, inputs.label_positions),
-            chunk_size=embedding.chunk_size,
-            with_entropy=True,
-            bias=bias,
-            vocab=embedding.vocab,
-        )
+        labels = inputs.labels.index_select(0, inputs.label_positions)
+        outputs = token_logprobs(common, labels, TokenDistribution(with_entropy=True))
         assert outputs.entropy is not None, "computed with the log-probs"
         columns = {
             "token_ids": token_ids,
@@ -295,4 +281,4 @@ def _only_rows(microbatch: Microbatch, is_kept: np.ndarray, spec: PlanSpec) -> M
 def _copied(embedding: OutputEmbedding) -> TeacherEmbedding:
     """Return a copy of the teacher's embedding, whose weights FSDP frees after the pass."""
     bias = None if embedding.bias is None else embedding.bias.detach().clone()
-    return TeacherEmbedding(embedding.weight.detach().clone(), bias, embedding.vocab)
+    return TeacherEmbedding(embedding.weight.detach().clone(), bias, embedding.options.vocab)

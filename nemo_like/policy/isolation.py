@@ -36,6 +36,12 @@ and bfloat16 has a precision of 8 bits.
 _NUM_ATTEMPTS = 3
 _NOT_FINITE = "the log-probs of a row alone are not finite"
 
+_SHARED = (0, 9, 0, 2)
+"""Leading tokens that each row of `_measure_shared` has in common with the row before it."""
+
+_CHANGES = ((2, (0, 1), "a prefix"), (12, (1,), "a row after its prefix"), (1, (2, 3), "a prefix"))
+"""(Position of the changed token, rows that have it, what it is a part of)."""
+
 
 class IsolationError(ValueError):
     """Rows of one microbatch influence each other, so training would be wrong."""
@@ -95,7 +101,7 @@ def probe_isolation(
                 finding_shared = _measure_shared(engine, vocab_size, precision)
                 finding = finding or finding_shared
         # Ranks may have different findings, and all of them have to compute again.
-        findings = [each for each in engine.gather_over_world(finding) if each]
+        findings = [each for each in engine.ranks.gather_over_world(finding) if each]
         if not findings:
             return IsolationReport(layout, len(lengths), difference)
     if _NOT_FINITE in findings:
@@ -148,12 +154,6 @@ def _measure(
 def _limit(engine: Engine, precision: str) -> float:
     """Largest mean difference of rows that must not change."""
     return 0.0 if engine.spec.moe is None else _MAX_MEAN_DIFFERENCE[precision]
-
-
-_SHARED = (0, 9, 0, 2)
-"""Leading tokens that each row of `_measure_shared` has in common with the row before it."""
-_CHANGES = ((2, (0, 1), "a prefix"), (12, (1,), "a row after its prefix"), (1, (2, 3), "a prefix"))
-"""(Position of the changed token, rows that have it, what it is a part of)."""
 
 
 def _measure_shared(engine: Engine, vocab_size: int, precision: str) -> str:
@@ -224,7 +224,7 @@ def _compute_logprobs(
     Of a model with a score head they are the scores, float32 [1] for each row. The list is empty
     on all pipeline stages but the last.
     """
-    parallel_layout = engine.parallel_layout
+    parallel_layout = engine.ranks.layout
     multiples = parallel_layout.padding_multiples(layout, sequence_length_round=_ROUND)
     lengths = tuple(len(row) for row in rows)
     if layout == "packed":
@@ -241,7 +241,7 @@ def _compute_logprobs(
     microbatch = Microbatch(tuple(range(len(rows))), lengths, padded, num_tokens, shared)
     spec = PlanSpec(layout=layout, max_tokens=num_tokens, cp_size=parallel_layout.cp)
     shard = {"input_ids": Jagged.from_rows(rows, np.int32)}
-    cp_rank = parallel_layout.coordinates(engine.rank).cp
+    cp_rank = engine.ranks.cp_rank
     inputs = build_inputs(
         shard, microbatch, spec, pad_token_id=pad_token_id, cp_rank=cp_rank, device=engine.device
     )

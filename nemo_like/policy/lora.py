@@ -55,6 +55,13 @@ from nemo_like.run.files import finish_library_file, reporting_write_errors, wri
 ADAPTER_DIRECTORY = "adapter"
 """Directory of the adapter inside an exported model."""
 
+ReadBlock = Callable[[str, Shape, Shape], Tensor]
+"""`read(name, offset, shape)` returns a block of the matrix `name`, float32 [*shape] on the CPU."""
+
+_FORMAT = "nf4"
+_MAX_VALUES = 1 << 24
+"""Values that are quantized at once: on CPU the library needs several temporary copies of them."""
+
 
 class AdapterState:
     """State that all adapters of a model share."""
@@ -194,10 +201,6 @@ class MergedWeights:
             yield name, weight
 
 
-ReadBlock = Callable[[str, Shape, Shape], Tensor]
-"""`read(name, offset, shape)` returns a block of the matrix `name`, float32 [*shape] on the CPU."""
-
-
 @contextmanager
 def open_initial(
     adapter: AdapterConfig, shapes: Mapping[str, Shape], seed: int
@@ -255,11 +258,6 @@ def _stored_block(files: TensorFiles, path: Path, name: str, offset: Shape, shap
     files.read_into(block, path, PREFIX + name, block_index(offset, shape))
     check_values(block, path, PREFIX + name)
     return block
-
-
-_FORMAT = "nf4"
-_MAX_VALUES = 1 << 24
-"""Values that are quantized at once: on CPU the library needs several temporary copies of them."""
 
 
 class Nf4(NamedTuple):

@@ -14,7 +14,8 @@ from nemo_like.losses import GlobalCounts, HostRows, Loss, LossInputs, LossMetri
 from nemo_like.metrics import Max, Mean, Metrics, Sum
 from nemo_like.policy.device import peak_memory_bytes
 from nemo_like.policy.engine import Engine
-from nemo_like.policy.inputs.model_inputs import NUM_TRAINED, ModelInputs, TokenLogprobs
+from nemo_like.policy.inputs.model_inputs import NUM_TRAINED, ModelInputs
+from nemo_like.policy.outputs import TokenLogprobs
 
 
 @dataclass
@@ -162,7 +163,7 @@ def memory_metrics(engine: Engine) -> Metrics:
     peak = peak_memory_bytes(engine.device)
     if peak is None:
         return {}
-    peaks = engine.gather_over_world(peak)
+    peaks = engine.ranks.gather_over_world(peak)
     return {
         "policy/peak_memory_gb": Max(max(peaks) / 1e9),
         "policy/peak_memory_mean_gb": Mean(sum(peaks) / 1e9, len(peaks)),

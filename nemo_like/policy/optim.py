@@ -1,17 +1,14 @@
-"""The optimizer of either engine: learning-rate schedule, AdamW, checks of gradients, moving
-average of the weights.
+"""What both engines' optimizers share: learning rates, checks of gradients, averages of weights.
 
-Shapes of the learning-rate schedule after warm-up, as fractions between 1 and 0.
+After the warm-up a schedule is a fraction between 1 and 0 of the learning rate. WSD is the schedule
+of MiniCPM (Hu et al. 2024, arXiv 2404.06395), the decay 1 - sqrt is from Hägele et al. 2024 (arXiv
+2405.18392); warm restarts are SGDR (Loshchilov and Hutter 2017, arXiv 1608.03983). With the same
+lengths the values equal those from transformers' `get_wsd_schedule` and
+`get_cosine_with_hard_restarts_schedule_with_warmup` after their warm-up.
 
-WSD is the schedule of MiniCPM (Hu et al. 2024, arXiv 2404.06395), the decay 1 - sqrt is from Hägele
-et al. 2024 (arXiv 2405.18392); warm restarts are SGDR (Loshchilov and Hutter 2017, arXiv
-1608.03983). With the same lengths the values equal those from transformers'
-`get_wsd_schedule` and `get_cosine_with_hard_restarts_schedule_with_warmup` after their warm-up.
-
-Exponential moving average (EMA) of the weights that are trained, sharded like them.
-
-After optimizer step n, e_n = d e_(n-1) + (1 - d) w_n with the decay d (Polyak and Juditsky 1992, in
-the exponential form of Kingma and Ba 2015, section 7.2).
+The exponential moving average (EMA) after optimizer step n is e_n = d e_(n-1) + (1 - d) w_n with
+the decay d (Polyak and Juditsky 1992, in the exponential form of Kingma and Ba 2015, section 7.2).
+It is sharded like the weights that are trained.
 """
 
 from __future__ import annotations
@@ -31,6 +28,12 @@ from nemo_like.torch_data.learning_rate import batch_size_scale
 
 _DEFAULT_WSD_SHARE = 10
 """Without `wsd_decay_steps` the decay has one of so many steps, as in MiniCPM."""
+
+LARGEST = 0.99 * math.sqrt(torch.finfo(torch.float32).max)
+"""About 1.8e19: the square of any number up to this is finite in float32."""
+
+Masters = Iterable[tuple[str, Tensor]]
+"""Name and float32 shard [...] of each trained weight, in a fixed order."""
 
 
 def remaining_rate(step: int, end: int, scheduler: SchedulerConfig) -> float:
@@ -79,10 +82,6 @@ def _cycle_progress(step: int, num_steps: int, scheduler: SchedulerConfig) -> fl
     """
     # In integers, so that a restart is never one step late because of rounding.
     return step * scheduler.num_cycles % num_steps / num_steps
-
-
-LARGEST = 0.99 * math.sqrt(torch.finfo(torch.float32).max)
-"""About 1.8e19: the square of any number up to this is finite in float32."""
 
 
 def learning_rate(step: int, optimizer: OptimizerConfig, scheduler: SchedulerConfig) -> float:
@@ -202,10 +201,6 @@ def all_within(tensors: Iterable[Tensor], largest: float = torch.finfo(torch.flo
         return True
     # One transfer from the device for all tensors. A comparison with NaN is False.
     return bool((torch.stack(extremes).abs() <= largest).all())
-
-
-Masters = Iterable[tuple[str, Tensor]]
-"""Name and float32 shard [...] of each trained weight, in a fixed order."""
 
 
 class WeightCopy:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,7 @@ from nemo_like.policy.loss_step import (
     row_loss_sums,
 )
 from nemo_like.policy.optim import LARGEST, NonFiniteError, learning_rate, learning_rate_scale
+from nemo_like.policy.outputs import PLAIN, TokenDistribution
 from nemo_like.policy.shard_rows import LogprobHandle, LogprobStore, ShardRows
 from nemo_like.run import directory as run_directory
 from nemo_like.run.files import FileRecord
@@ -120,11 +122,13 @@ class PolicyWorker:
         temperature 1 and unfiltered. The log-probs of the previous call are released. Raises
         ValueError for `reference_logprobs` without a reference.
         """
-        sources: dict[LogprobName, tuple[Engine, SamplingFilter | None]] = {
-            "prev_logprobs": (self.engine, self._sampling_filter)
+        sampled = self._sampling_distribution if as_sampled else PLAIN
+        sources: dict[LogprobName, tuple[Engine, TokenDistribution]] = {
+            "prev_logprobs": (self.engine, sampled)
         }
         if self._reference is not None:
-            sources["reference_logprobs"] = (self._reference.engine, None)
+            unfiltered = replace(sampled, token_filter=None)
+            sources["reference_logprobs"] = (self._reference.engine, unfiltered)
         names = tuple(sources if names is None else names)
         missing = [name for name in names if name not in sources]
         if missing:
@@ -137,17 +141,11 @@ class PolicyWorker:
         rows = self.rows(shard, plan.spec)
         columns: dict[str, Jagged] = {}
         for name in names:
-            engine, token_filter = sources[name]
-            temperature = self._sampling_temperature
-            if not as_sampled:
-                token_filter = None
-                temperature = 1.0
+            engine, distribution = sources[name]
             inputs = map(rows.inputs, plan.microbatches)
             with self._computing(name):
-                parts = compute_row_logprobs(
-                    engine, inputs, temperature=temperature, token_filter=token_filter
-                )
-            # Nobody reads the time of this pass, and the reference has no other.
+                parts = compute_row_logprobs(engine, inputs, distribution)
+            # Only the training pass reports compute time; intervals would accumulate.
             engine.clock.drop()
             # Pipeline stages but the last have no parts.
             if parts:
@@ -243,12 +241,11 @@ class PolicyWorker:
         assert plan is not None, "a shard of BatchedDataDict.shard has a plan"
         rows = self._training_rows(shard, plan, columns, logprobs)
         counts, step_fn = self._loss_step(rows, plan.step(0), loss)
-        results = self.engine.run(
-            map(rows.inputs, plan.step(0)), step_fn, backward=True, **self._logprob_options(loss)
-        )
+        inputs = map(rows.inputs, plan.step(0))
+        results = self.engine.run(inputs, step_fn, self._distribution(loss), backward=True)
         grad_norm = self.engine.gradient_norm(is_loss_finite=step_fn.is_finite())
         local_metrics = merge_metrics(fetch_metrics([metrics for metrics, _ in results]))
-        metrics = self.engine.reduce_over_dp_cp(local_metrics, merge_metrics)
+        metrics = self.engine.ranks.reduce_over_dp_cp(local_metrics, merge_metrics)
         return metrics | gradient_metrics(grad_norm, counts)
 
     def skipped_steps(self) -> list[SkippedStep]:
@@ -268,15 +265,11 @@ class PolicyWorker:
         plan = _logprob_plan(shard)
         rows = self.rows({**shard, **self._kept_logprobs(shard, logprobs)}, plan.spec, logprobs)
         # Only the metrics are used, so the loss is not normalized.
-        step_fn = LossStep(loss, 1.0, self.engine.sum_over_cp)
-        results = self.engine.run(
-            map(rows.inputs, plan.microbatches),
-            step_fn,
-            backward=False,
-            **self._logprob_options(loss),
-        )
+        step_fn = LossStep(loss, 1.0, self.engine.ranks.sum_over_cp)
+        inputs = map(rows.inputs, plan.microbatches)
+        results = self.engine.run(inputs, step_fn, self._distribution(loss), backward=False)
         local_metrics = merge_metrics(fetch_metrics([metrics for metrics, _ in results]))
-        return self.engine.reduce_over_dp_cp(local_metrics, merge_metrics)
+        return self.engine.ranks.reduce_over_dp_cp(local_metrics, merge_metrics)
 
     def probe_isolation(self) -> IsolationReport:
         """Check that rows of a microbatch do not see each other; raises IsolationError."""
@@ -423,28 +416,24 @@ class PolicyWorker:
     def rows(
         self, columns: Mapping[str, Any], spec: PlanSpec, handle: LogprobHandle | None = None
     ) -> ShardRows:
-        cp_rank = self.engine.parallel_layout.coordinates(self.engine.rank).cp
+        cp_rank = self.engine.ranks.cp_rank
         targets = self._logprobs.targets(handle)
         return ShardRows(columns, spec, cp_rank, self.engine.device, targets)
 
     @property
-    def _sampling_temperature(self) -> float:
-        # Temperature 0 is greedy decoding. Its log-probs refer to the unscaled distribution.
-        return self.config.generation.temperature or 1.0
+    def _sampling_distribution(self) -> TokenDistribution:
+        """The distribution that completions are sampled from."""
+        generation = self.config.generation
+        return TokenDistribution(
+            # Temperature 0 is greedy decoding. Its log-probs refer to the unscaled distribution.
+            temperature=generation.temperature or 1.0,
+            token_filter=SamplingFilter.from_config(generation),
+        )
 
-    @property
-    def _sampling_filter(self) -> SamplingFilter | None:
-        return SamplingFilter.from_config(self.config.generation)
-
-    def _logprob_options(self, loss: Loss) -> dict[str, Any]:
-        """Return the options of `Engine.run` that define the distribution of the log-probs."""
-        if not loss.uses_sampling_distribution:
-            return {"temperature": 1.0, "with_entropy": loss.needs_entropy}
-        return {
-            "temperature": self._sampling_temperature,
-            "with_entropy": loss.needs_entropy,
-            "token_filter": self._sampling_filter,
-        }
+    def _distribution(self, loss: Loss) -> TokenDistribution:
+        """Return the distribution of the log-probs that `loss` is computed from."""
+        base = self._sampling_distribution if loss.uses_sampling_distribution else PLAIN
+        return replace(base, with_entropy=loss.needs_entropy)
 
     def _train_step(
         self,
@@ -466,12 +455,12 @@ class PolicyWorker:
         # Drops intervals that were measured outside of training, for example in evaluation.
         engine.clock.drop()
         inputs = map(rows.inputs, microbatches)
-        options = self._logprob_options(loss)
+        distribution = self._distribution(loss)
         if kept is None:
-            results = engine.run(inputs, step_fn, backward=True, **options)
+            results = engine.run(inputs, step_fn, distribution, backward=True)
         else:
             keeping = keeping_logprobs(engine, step_fn)
-            with_outputs = engine.run(inputs, keeping, backward=True, **options)
+            with_outputs = engine.run(inputs, keeping, distribution, backward=True)
             results = [result for result, _ in with_outputs]
             kept += unpack_outputs([outputs for _, outputs in with_outputs])
         seconds = engine.clock.pop_seconds()
@@ -490,7 +479,7 @@ class PolicyWorker:
         local_metrics = merge_metrics(fetch_metrics([metrics for metrics, _ in results]))
         if self._compilations is not None:
             local_metrics["policy/recompilations"] = Max(self._compilations.pop())
-        metrics = engine.reduce_over_dp_cp((local_metrics, seconds), _merge_ranks)
+        metrics = engine.ranks.reduce_over_dp_cp((local_metrics, seconds), _merge_ranks)
         metrics |= gradient_metrics(grad_norm, counts)
         metrics["policy/skipped_steps"] = Sum(float(is_skipped))
         metrics["policy/lr"] = Mean(lr)
@@ -500,8 +489,8 @@ class PolicyWorker:
         self, rows: ShardRows, microbatches: Sequence[Microbatch], loss: Loss
     ) -> tuple[GlobalCounts, LossStep]:
         """Count the optimizer step over the dp ranks; return the counts and the step function."""
-        counts = GlobalCounts(*self.engine.sum_over_dp(rows.count(microbatches)))
-        return counts, LossStep(loss, loss.denominator(counts), self.engine.sum_over_cp)
+        counts = GlobalCounts(*self.engine.ranks.sum_over_dp(rows.count(microbatches)))
+        return counts, LossStep(loss, loss.denominator(counts), self.engine.ranks.sum_over_cp)
 
     def _record_skipped(
         self,
@@ -518,8 +507,8 @@ class PolicyWorker:
         for microbatch, inputs in zip(microbatches, loss_inputs, strict=bool(loss_inputs)):
             losses |= dict(zip(microbatch.rows, row_loss_sums(loss, inputs), strict=False))
             is_coupled |= loss.coupled_rows(inputs) is not None
-        dp_rank = self.engine.parallel_layout.dp_rank(self.engine.rank)
-        gathered = self.engine.gather_over_dp_cp((dp_rank, losses))
+        dp_rank = self.engine.ranks.dp_rank
+        gathered = self.engine.ranks.gather_over_dp_cp((dp_rank, losses))
         # Each context-parallel rank has the loss of its share of every row, or the loss of coupled
         # rows in full.
         shares = [rank_losses for rank, rank_losses in gathered if rank == dp_rank]

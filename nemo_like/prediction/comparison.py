@@ -28,6 +28,7 @@ from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.data.token_counts import MIN_SHARED_WORK, SharedPrefixMode, TokenCounts
 from nemo_like.integer_math import ceil_div, round_up
 from nemo_like.prediction.placement import Placement
+from nemo_like.training_engines import ENGINES
 
 _NEMO_RL = (
     PackingAlgorithm.CONCATENATIVE,
@@ -477,7 +478,8 @@ def min_microbatch_tokens(placement: Placement, num_params: int) -> float:
         return 0.0
     layout = placement.parallel_layout
     is_unsharded = layout.keeps_unsharded(placement.engine, num_params)
-    if placement.engine == "megatron" or is_unsharded or placement.num_shards == 1:
+    shards_weights = ENGINES[placement.engine].shards_weights
+    if not shards_weights or is_unsharded or placement.num_shards == 1:
         return 0.0
     return comm_bound_tokens(placement) * layout.cp
 

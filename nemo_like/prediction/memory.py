@@ -13,6 +13,7 @@ from nemo_like.integer_math import ceil_div
 from nemo_like.models.adapters import BYTES_PER_VALUE
 from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.placement import Placement, frozen_share, matrix_sizes
+from nemo_like.training_engines import ENGINES
 
 GIB = 1 << 30
 CONTEXT_BYTES = 2 * GIB
@@ -167,13 +168,13 @@ class MemoryModel:
         """
         place = self.placement
         size = place.compute_bytes
-        is_megatron = place.engine == "megatron"
+        engine = ENGINES[place.engine]
         # Float32 weights are their own master weights; only bfloat16 needs a copy of 4 bytes.
-        master_bytes = 4 if is_megatron and size == 2 else 0
+        master_bytes = 4 if engine.has_master_copy and size == 2 else 0
         quantized = self._quantized_params
         frozen, trained = self._frozen_and_trained(params, head)
         shards = place.num_shards
-        if is_megatron:
+        if not engine.shards_weights:
             parts = {"weights": size * (frozen + trained), "gradients": 4 * trained}
         else:
             # Weights in 4 bits are not sharded by FSDP.
@@ -187,11 +188,11 @@ class MemoryModel:
         if place.has_ema:
             parts["ema"] = 4 * trained / shards
         if place.has_reference:
-            parts["reference"] = size * params / (1 if is_megatron else shards)
+            parts["reference"] = size * params / (shards if engine.shards_weights else 1)
         if quantized:
             largest = max(matrix_sizes(self.spec)) / place.parallel_layout.tp
             parts["dequantized matrix"] = size * largest
-        if is_megatron or not place.has_compute_copy:
+        if not engine.shards_weights or not place.has_compute_copy:
             return parts
         if self.keeps_unsharded:
             # Gradients of an unsharded model are unsharded as well, in the precision of their
@@ -267,7 +268,7 @@ class MemoryModel:
         layer = 2 * size * spec.active_mlp_size / tp + 2 * size * hidden
         layer += self.activations.recomputed_bytes
         gradients = 0.0
-        if place.engine == "dtensor" and place.has_compute_copy:
+        if ENGINES[place.engine].shards_weights and place.has_compute_copy:
             embedding = 0.0
             if is_last and not self.keeps_unsharded:
                 embedding = size * spec.head_params / tp
@@ -281,7 +282,7 @@ class MemoryModel:
 class TeacherMemory:
     """Bytes of the teachers of distillation on one rank, in the parallel layout of the policy.
 
-    One teacher at a time is on the device; see `policy.teachers`.
+    One teacher at a time is on the device; see `policy.frozen_models`.
     """
 
     placement: Placement
@@ -312,12 +313,12 @@ class TeacherMemory:
         layout = place.parallel_layout
         size = place.compute_bytes
         weights = size * teacher.num_params / (layout.tp * layout.pp)
-        if place.engine == "megatron":
+        if not ENGINES[place.engine].shards_weights:
             return weights
         shard = weights / place.num_shards
         if not place.has_compute_copy:
             return shard
-        if layout.keeps_unsharded("dtensor", teacher.num_params):
+        if layout.keeps_unsharded(place.engine, teacher.num_params):
             return shard + weights
         layer = place.gathered_layer_params(teacher)
         return shard + self._embedding(teacher) + 2 * size * layer

@@ -19,7 +19,8 @@ from nemo_like.config.schema import (
 from nemo_like.models.adapters import can_have_adapter
 from nemo_like.models.spec import ModelSpec
 from nemo_like.models.weight_files import LinearLayer, linear_layers_of, weight_sizes
-from nemo_like.parallel_layout import EngineName, ParallelLayout
+from nemo_like.parallel_layout import ParallelLayout
+from nemo_like.training_engines import ENGINES, EngineName
 
 
 def num_adapter_params(spec: ModelSpec, adapter: AdapterConfig) -> int:
@@ -114,7 +115,8 @@ class Placement:
     @property
     def has_quantized_weights(self) -> bool:
         """True if the frozen matrices of layers have 4 bits per value."""
-        return self.adapter is not None and self.adapter.is_quantized and self.engine == "dtensor"
+        has_weights = ENGINES[self.engine].has_4bit_weights
+        return self.adapter is not None and self.adapter.is_quantized and has_weights
 
     def adapter_params(self, spec: ModelSpec) -> float:
         """Return the adapter parameters of one layer on one tensor-parallel rank.

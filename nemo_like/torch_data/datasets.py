@@ -1,7 +1,7 @@
 """Shards and load-balanced batches for plain PyTorch training loops (Cosmos-RL's names).
 
 `LoadBalancedDataset(ShardedIterableDataset(rows, dp_rank, dp_world_size))` gives one list of
-batches per optimizer step. docs/batching_load_balanced.md explains both.
+batches per optimizer step. docs/batching_methods.md explains both.
 """
 
 from __future__ import annotations

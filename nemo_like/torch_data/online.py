@@ -2,7 +2,7 @@
 
 DataLoader workers fetch single samples. This process keeps the window of waiting samples, plans
 microbatches from their lengths, and exchanges a few integers per step with the other ranks.
-docs/batching_online.md has the protocol and its proof.
+docs/batching_methods.md has the protocol.
 """
 
 from __future__ import annotations

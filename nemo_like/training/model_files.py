@@ -41,11 +41,10 @@ from nemo_like.models.weight_files import (
 )
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import microbatch_budget, shared_prefix_mode
-from nemo_like.policy.megatron.families import family_of
-from nemo_like.policy.megatron.param_map import ModelSharding
 from nemo_like.prediction.memory import GIB, MemoryModel
 from nemo_like.prediction.placement import num_adapter_params, policy_placement
 from nemo_like.training.generation_backends import generation_backend
+from nemo_like.training.policy_backends import policy_backend
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -139,14 +138,7 @@ def open_model_config(
         load_checked_config(name, "policy.model_name"), needs.head, name
     )
     spec = ModelSpec.from_config(model_config, name)
-    if policy.engine == "megatron":
-        # megatron-core is an optional dependency.
-        if importlib.util.find_spec("megatron") is None:
-            raise ConfigError(
-                "policy.engine is megatron, but megatron-core is not installed: pip install"
-                " 'nemo-like[megatron]'"
-            )
-        family_of(spec, name)
+    policy_backend(policy).check_model(spec, name)
     layout_problems = model_problems(policy_layout(parallel, cluster), policy.engine, spec)
     problems = located_problems(layout_problems, cluster)
     is_on_cpu = cluster.gpus_per_node == 0
@@ -261,10 +253,7 @@ def _check_optimizer(policy: PolicyConfig, parallel: ParallelConfig, spec: Model
     if spec.is_tied:
         names["lm_head.weight"] = "model.embed_tokens.weight"
     frozen = frozen_weights(policy.freeze, names)
-    if policy.engine == "megatron":
-        sharding = ModelSharding(spec, pp=parallel.pipeline, vpp=parallel.virtual_pipeline)
-        family = family_of(spec, policy.model_name)
-        family.frozen_parameters(frozen, sharding, 0, {})
+    policy_backend(policy).check_frozen(frozen, spec, policy.model_name, parallel)
 
 
 def open_model_spec(policy: PolicyConfig, head: OutputHead = "vocabulary") -> ModelSpec:
@@ -467,14 +456,7 @@ def recorded_experts(policy: PolicyConfig, needs: RunNeeds) -> Switch:
     mode = policy.recorded_experts
     if not needs.uses_experts or open_model_spec(policy).moe is None:
         return False
-    if mode == "auto" and policy.engine == "dtensor":
-        # Imported on demand: `validate` does not load torch.
-        from nemo_like.models.output_head import meta_model
-        from nemo_like.models.routers import router_modules
-
-        model = meta_model(load_model_config(policy.model_name))
-        return "auto" if router_modules(model) else False
-    return mode
+    return policy_backend(policy).recorded_experts(mode, policy.model_name)
 
 
 def policy_memory(

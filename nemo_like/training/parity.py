@@ -44,10 +44,12 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.isolation import IsolationError
 from nemo_like.policy.optim import build_optimizer
 from nemo_like.policy.worker import PolicyWorker
-from nemo_like.training.workers import policy_worker_class
+from nemo_like.training.policy_backends import policy_backend
+from nemo_like.training_engines import ENGINES
 
 LIMIT = 1e-5
 """Max relative difference that counts as equal: some hundred float32 roundings."""
@@ -198,7 +200,7 @@ def tiny_run(
     """
     # Expert parallelism divides context x data, with Megatron-Core also tensor, so it may need more
     # than two replicas.
-    tensor = parallel.tensor if policy.engine == "megatron" else 1
+    tensor = parallel.tensor if ENGINES[policy.engine].experts_span_tensor else 1
     min_replicas = parallel.expert // gcd(parallel.expert, tensor * parallel.context)
     num_tiny_replicas = max(min(2, num_replicas), min_replicas)
     tiny = replace(
@@ -299,10 +301,8 @@ def train_rank(
     # The differences are to come from the layout, not from the order of atomic additions.
     torch.use_deterministic_algorithms(True)
     try:
-        worker = policy_worker_class(run.policy.engine)(
-            context,
-            config=run.policy,  # type: ignore[call-arg]
-            parallel=run.parallel,  # type: ignore[call-arg]
+        worker = policy_backend(run.policy).worker()(
+            context, config=run.policy, start=PolicyStart(parallel=run.parallel)
         )
         dp_rank = run.layout.dp_rank(context.rank)
         shard = batch.shard(_plan(run, batch))[dp_rank]
@@ -327,7 +327,7 @@ def _resume_on_one_rank(run: TinyRun, batch: BatchedDataDict, folder: Path) -> f
     """Return the loss of the last checkpoint in `folder`, loaded into one DTensor process."""
     alone = TinyRun(policy=replace(run.policy, engine="dtensor"))
     (context,) = contexts(1, folder.with_suffix(".alone"))
-    worker = policy_worker_class("dtensor")(context, config=alone.policy)  # type: ignore[call-arg]
+    worker = policy_backend(alone.policy).worker()(context, config=alone.policy)
     worker.load(folder / "last")
     return _loss(worker, batch.shard(_plan(alone, batch))[0], train=False)
 

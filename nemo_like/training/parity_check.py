@@ -40,7 +40,7 @@ from nemo_like.run.progress import Progress
 from nemo_like.run.versions import installed_versions
 from nemo_like.training import parity
 from nemo_like.training.parity import Reference, TinyRun, in_mode, tiny_run
-from nemo_like.training.workers import policy_worker_class
+from nemo_like.training.policy_backends import policy_backend
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ def main(folder: Path) -> None:
     run, _ = build_config(TinyRun, json.loads((folder / "run.json").read_text()))
     assert run is not None, "it was written from a run"
     # Before the ranks are forked, so that it is imported once.
-    policy_worker_class(run.policy.engine)
+    policy_backend(run.policy).worker()
     fork = multiprocessing.get_context("fork")
     try:
         with ProcessPoolExecutor(run.num_workers, fork) as pool:

@@ -15,7 +15,6 @@ from nemo_like.config.rollout import EnvironmentConfig, RewardConfig, RewardMode
 from nemo_like.config.schema import (
     ClusterConfig,
     DataConfig,
-    ParallelConfig,
     PolicyConfig,
     SequencePackingConfig,
     Switch,
@@ -31,8 +30,10 @@ from nemo_like.environments.environment_workers import (
 from nemo_like.environments.reward_calls import load_reward_functions
 from nemo_like.environments.reward_worker import RewardEnvironment, RewardWorker
 from nemo_like.generation.generator import Generator
+from nemo_like.generation.requests import GenerationStart
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.rollout.collector import RolloutCollector
@@ -78,19 +79,19 @@ class GeneratorStart:
     def worker(self) -> tuple[type, dict[str, Any]]:
         """Return the worker class of `policy.generation.backend` and its keyword arguments."""
         policy = self.policy
-        kwargs: dict[str, Any] = {
-            "model_name": policy.model_name,
-            "tokenizer_name": policy.tokenizer_name,
-            "precision": policy.precision,
-            "end_token_ids": (*self.end_token_ids, *policy.generation.stop_token_ids),
-            "router_replay": self.router_replay,
-        }
-        if policy.sends_adapters:
-            kwargs["adapter"] = policy.adapter
-        worker_class, own_kwargs = generation_backend(policy).worker(
-            policy, seed=self.seed, can_sleep=self.can_sleep, shares_process=self.shares_process
+        worker_class, options = generation_backend(policy).worker(policy)
+        start = GenerationStart(
+            model_name=policy.model_name,
+            tokenizer_name=policy.tokenizer_name,
+            precision=policy.precision,
+            end_token_ids=(*self.end_token_ids, *policy.generation.stop_token_ids),
+            router_replay=self.router_replay,
+            adapter=policy.adapter if policy.sends_adapters else None,
+            seed=self.seed,
+            can_sleep=self.can_sleep,
+            shares_process=self.shares_process,
         )
-        return worker_class, kwargs | own_kwargs
+        return worker_class, {"start": start, **options}
 
 
 def start_generator(
@@ -352,10 +353,7 @@ def _start_model(
         placement,
         DTensorPolicyWorker,
         config=serving,
-        parallel=ParallelConfig(),
-        seed=seed,
-        head="scores",
-        trainable=False,
+        start=PolicyStart(seed=seed, head="scores", trainable=False),
     )
     if offloads:
         # Policy, generator or another reward model is loaded onto the same devices next.

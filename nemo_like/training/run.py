@@ -149,7 +149,7 @@ class TrainingRun:
         self.log.write(step)
 
     def save_if_due(self, step: int, position: Position, *, is_last: bool) -> None:
-        """Save a checkpoint if this step is due; its time is the next step's `checkpoint_s`.
+        """Save a checkpoint if this step is due; its time is the next step's `timing/checkpoint_s`.
 
         The step with the best metric of `checkpointing.keep_best` is always due. `position` is the
         loader, or its position after the rows of `step`. With `is_last` this waits until the

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from nemo_like.config.parallel import is_colocated
-from nemo_like.config.schema import ClusterConfig, ParallelConfig, PolicyConfig, Switch
+from nemo_like.config.schema import ClusterConfig, PolicyConfig, Switch
 from nemo_like.data.planning.balance import compile_kernels, needs_kernels
 from nemo_like.distributed.worker_group import call_all
 from nemo_like.metrics import start_timers
-from nemo_like.parallel_layout import EngineName
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, SAFETY_SHARE
@@ -32,6 +32,7 @@ from nemo_like.training.groups import (
     group_starter,
 )
 from nemo_like.training.model_files import open_model_spec, policy_memory
+from nemo_like.training.policy_backends import policy_backend
 
 if TYPE_CHECKING:
     from nemo_like.training.rollout_workers import RolloutWorkers
@@ -188,11 +189,9 @@ def local_policy(
         start = group_starter(local, closing, Progress())
         group = start(
             placement,
-            policy_worker_class(policy.engine),
+            policy_backend(policy).worker(),
             config=policy,
-            parallel=ParallelConfig(),
-            seed=seed,
-            needs_reference=needs_reference,
+            start=PolicyStart(seed=seed, needs_reference=needs_reference),
         )
         yield Policy(group, policy, open_model_spec(policy), seed=seed)
 
@@ -205,31 +204,21 @@ def _report_offload(offload: OffloadDecision, progress: Progress) -> None:
     progress.print_line(f"offload: policy and generator {state} ({offload.reason})")
 
 
-def policy_worker_class(engine: EngineName) -> type[PolicyWorker]:
-    """Return the worker class of `policy.engine`."""
-    # Imported on demand: megatron-core is an optional dependency.
-    if engine == "dtensor":
-        from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
-
-        return DTensorPolicyWorker
-    from nemo_like.policy.megatron.worker import MegatronPolicyWorker
-
-    return MegatronPolicyWorker
-
-
 def _start_policy(settings: WorkersStart, start: StartGroup) -> Policy:
     policy, needs = settings.policy, settings.needs
     group = start(
         GroupPlacement(
             kind="policy", name="policy", bundles="policy", parallel_layout=settings.layout
         ),
-        policy_worker_class(policy.engine),
+        policy_backend(policy).worker(),
         config=policy,
-        parallel=settings.parallel,
-        seed=settings.seed,
-        needs_reference=needs.reference,
-        teachers=tuple(needs.teachers.values()),
-        head=needs.head,
+        start=PolicyStart(
+            parallel=settings.parallel,
+            seed=settings.seed,
+            needs_reference=needs.reference,
+            teachers=tuple(needs.teachers.values()),
+            head=needs.head,
+        ),
     )
     in_rows = policy.in_rows(needs.batch.rows_per_example)
     return Policy(group, in_rows, open_model_spec(policy, needs.head), seed=settings.seed)

@@ -34,6 +34,11 @@ _FREE_SHARE = 0.02
 _MIN_BUCKETS = 8
 _MIN_BUCKET_BYTES = 8 * 2**20
 
+Buckets = Callable[[int], Iterable[tuple[str, Tensor]]]
+"""Index of a bucket -> its weights, [*shape] each, where both sides are one process."""
+
+_MAX_SHOWN = 5
+
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
@@ -356,10 +361,6 @@ class Transport:
         return ChannelReceiver()
 
 
-Buckets = Callable[[int], Iterable[tuple[str, Tensor]]]
-"""Index of a bucket -> its weights, [*shape] each, where both sides are one process."""
-
-
 @dataclass(frozen=True, slots=True)
 class BucketMessage:
     """The notice that bucket `index` can be received."""
@@ -465,9 +466,6 @@ class WeightTarget(Protocol):
 
     def close_weight_channel(self) -> None:
         """Leave the channel and release its buffers."""
-
-
-_MAX_SHOWN = 5
 
 
 class UpdateCoverage:

@@ -35,6 +35,8 @@ hangs."""
 _MAX_MESSAGE_BYTES = 2**16
 _READY = b"ready"
 
+_GONE = "the policy's process has ended, or has left the channel"
+
 
 class SlotSender(ChannelSender):
     """The slots of one process and the sockets to the receivers that read them."""
@@ -197,9 +199,6 @@ class SlotReceiver(ChannelReceiver):
         if not message:
             raise ChannelBrokenError(_GONE)
         return message, descriptors
-
-
-_GONE = "the policy's process has ended, or has left the channel"
 
 
 def _read(connection: socket.socket) -> tuple[bytes, list[int]]:

@@ -38,6 +38,9 @@ _WATCH_S = 0.5
 _CHECK_SHARE = 50
 """The wait is at least this many times as long as a check takes."""
 
+_Calls = dict[int, list[Handle]]
+"""Position of a replica -> handles of a running call, in rank order."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
@@ -295,10 +298,6 @@ class _Update:
             # The last member to come to a broadcast does not wait in it.
             # There is no receiver if all replicas were lost.
             self.transfer_s += min([transfer_s, *(each.transfer_s for each in bucket)])
-
-
-_Calls = dict[int, list[Handle]]
-"""Position of a replica -> handles of a running call, in rank order."""
 
 
 @dataclass

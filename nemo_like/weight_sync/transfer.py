@@ -30,6 +30,8 @@ from nemo_like.weight_sync.channel import (
 from nemo_like.weight_sync.cuda_ipc import CudaIpcTransport
 from nemo_like.weight_sync.shared_memory import SharedMemoryTransport
 
+NamedTensors = Iterator[tuple[str, Tensor]]
+
 
 class InProcessTransport(Transport):
     """Tensors by reference."""
@@ -69,9 +71,6 @@ def select_transport(policy: Sequence[Endpoint], receivers: Sequence[Endpoint]) 
         " the policy; set cluster.generation_workers to 0 to place all of them on the policy's"
         " GPUs, or above 0 to place none there"
     )
-
-
-NamedTensors = Iterator[tuple[str, Tensor]]
 
 
 class WeightOwner(Protocol):

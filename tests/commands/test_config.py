@@ -105,5 +105,12 @@ def test_an_unknown_key_is_one_message_with_a_suggestion(
 
 def test_markdown_names_the_job_of_a_section_that_not_every_job_has() -> None:
     text = reference_text("all", "loss_fn", markdown=True)
-    assert "## `loss_fn`\n" in text and "Only in a config for `nemo-like grpo`." in text
-    assert "Only in" not in reference_text("all", "policy", markdown=True)
+    assert "## `loss_fn`\n" in text and "Only for `nemo-like grpo`." in text
+    assert "Only for" not in reference_text("all", "policy", markdown=True)
+
+
+def test_markdown_has_the_keys_that_two_jobs_share_once() -> None:
+    text = reference_text("all", "data", markdown=True)
+    assert text.count("## `data`\n") == 1 and text.count("* `train_path` ") == 1
+    (curriculum,) = [line for line in text.splitlines() if line.startswith("* `curriculum`")]
+    assert curriculum.endswith("Only for `nemo-like sft`.")

@@ -93,7 +93,7 @@ def test_every_choice_is_a_config_that_fits_and_has_room_for_the_longest_row(
         needs_reference=config.needs.reference,
         device_type="cuda" if num_gpus else "cpu",
         teachers=needed.teachers,
-        keeps_teacher_embeddings=config.keeps_teacher_embeddings,
+        keeps_teacher_embeddings=config.needs.keeps_teacher_embeddings,
     )
     memory = MemoryModel(needed.spec.with_output_head(config.needs.head), placement)
     assert memory.peak(budget) <= usable_bytes(memory_gib)

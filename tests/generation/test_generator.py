@@ -23,7 +23,12 @@ from nemo_like.distributed.worker_group import Handle
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.generation.replicas import Replica, assign_units
-from nemo_like.generation.requests import Completions, GenerationProgress, SamplingParams
+from nemo_like.generation.requests import (
+    Completions,
+    GenerationProgress,
+    GenerationStart,
+    SamplingParams,
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +43,10 @@ def _generator(model_directory: Path, num_replicas: int, batch_size: int = 4) ->
     lock = threading.Lock()
 
     def start(index: int) -> LocalGroup:
-        kwargs = {"model_name": str(model_directory), "batch_size": batch_size}
+        kwargs = {
+            "start": GenerationStart(model_name=str(model_directory)),
+            "batch_size": batch_size,
+        }
         context = local_context(num_threads=1)
         # Replicas start in threads, but transformers loads one model at a time per process.
         with lock:

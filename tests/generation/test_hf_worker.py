@@ -25,7 +25,12 @@ from transformers import (
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.local_group import local_context
 from nemo_like.generation.hf_worker import HFGenerationWorker
-from nemo_like.generation.requests import Completions, GenerationRequests, SamplingParams
+from nemo_like.generation.requests import (
+    Completions,
+    GenerationRequests,
+    GenerationStart,
+    SamplingParams,
+)
 from nemo_like.sampling_filter import filter_logits
 from nemo_like.weight_sync.channel import BucketMessage, ChannelSpec
 from tests.generation.driven import generate
@@ -100,7 +105,9 @@ def model_directory(
 
 
 def _worker(directory: Path, batch_size: int = 64) -> _Driven:
-    return _Driven(_CONTEXT, model_name=str(directory), batch_size=batch_size)
+    return _Driven(
+        _CONTEXT, batch_size=batch_size, start=GenerationStart(model_name=str(directory))
+    )
 
 
 def _prompts(num_rows: int, seed: int = 0) -> Jagged:
@@ -154,7 +161,9 @@ def test_given_end_tokens_end_a_completion_too(model_directory: Path) -> None:
     prompts, greedy = _prompts(4), SamplingParams(max_new_tokens=12, temperature=0.0)
     free = _worker(model_directory).generate(prompts, _seeds(4), greedy, max_total_length=64)
     end = int(free.token_ids[0][5])
-    worker = _Driven(_CONTEXT, model_name=str(model_directory), end_token_ids=(end,))
+    worker = _Driven(
+        _CONTEXT, start=GenerationStart(model_name=str(model_directory), end_token_ids=(end,))
+    )
     ended = worker.generate(prompts, _seeds(4), greedy, max_total_length=64)
     assert ended.finish_reasons[0] == "stop"
     for full, cut in zip(free.token_ids, ended.token_ids, strict=True):
@@ -274,7 +283,9 @@ def test_no_rows_give_no_rows(model_directory: Path) -> None:
 
 
 def test_bfloat16_follows_its_own_forward(model_directory: Path) -> None:
-    worker = _Driven(_CONTEXT, model_name=str(model_directory), precision="bfloat16")
+    worker = _Driven(
+        _CONTEXT, start=GenerationStart(model_name=str(model_directory), precision="bfloat16")
+    )
     completions = worker.generate(
         _prompts(6), _seeds(6), SamplingParams(max_new_tokens=8), max_total_length=64
     )

@@ -24,7 +24,7 @@ from nemo_like.generation import replicas as replica_module
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.generation.replicas import Replica
-from nemo_like.generation.requests import SamplingParams
+from nemo_like.generation.requests import GenerationStart, SamplingParams
 from nemo_like.parallel_layout import ParallelLayout
 from tests.generation.tracked_worker import TrackedWorker
 
@@ -56,7 +56,7 @@ class LocalStarts:
         # transformers loads one model at a time per process.
         with self._lock:
             self.indices.append(index)
-            kwargs = {"model_name": self._model_name, "batch_size": 4}
+            kwargs = {"start": GenerationStart(model_name=self._model_name), "batch_size": 4}
             context = local_context(num_threads=1)
             group = LocalGroup(TrackedWorker, kwargs, context, name=f"generation-{index}")
             self.groups.append(group)
@@ -194,7 +194,7 @@ def test_a_replica_that_hangs_does_not_block_requests_for_others(
         return RayWorkerGroup(
             cluster,
             HFGenerationWorker,
-            {"model_name": str(model_directory), "batch_size": 4},
+            {"start": GenerationStart(model_name=str(model_directory)), "batch_size": 4},
             name=f"generation-{index}",
             parallel_layout=ParallelLayout(),
             bundles="anywhere",

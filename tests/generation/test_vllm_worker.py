@@ -34,7 +34,12 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.environments.environment_workers import EnvironmentWorker, EnvironmentWorkers
 from nemo_like.generation.generator import Generator
-from nemo_like.generation.requests import Completions, GenerationRequests, SamplingParams
+from nemo_like.generation.requests import (
+    Completions,
+    GenerationRequests,
+    GenerationStart,
+    SamplingParams,
+)
 from nemo_like.metrics import metric_values
 from nemo_like.models.spec import load_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
@@ -167,11 +172,9 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = _save(model, tmp_path_factory.mktemp("model"))
     worker = VLLMProcess(
         FaultyVLLMWorker,
-        model_name=folder,
+        start=GenerationStart(model_name=folder, end_token_ids=(2,), adapter=lora),
         max_total_length=MAX_LENGTH,
         config=VLLMGenerationConfig(kv_cache_gib=0.125, max_num_seqs=MAX_ROWS),
-        end_token_ids=(2,),
-        adapter=lora,
     )
     model = AutoModelForCausalLM.from_pretrained(folder)
     yield Engine(worker, model, folder, has_adapters=lora is not None)
@@ -661,7 +664,7 @@ def test_tensor_parallel_ranks_load_their_shards_and_end_with_their_parent(tmp_p
     worker: Any = VLLMProcess(
         FaultyVLLMWorker,
         errors=tmp_path / "errors",
-        model_name=folder,
+        start=GenerationStart(model_name=folder),
         max_total_length=MAX_LENGTH,
         config=VLLMGenerationConfig(tensor_parallel_size=2, kv_cache_gib=0.125, max_num_seqs=16),
     )

@@ -23,6 +23,7 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.losses import NllLoss
 from nemo_like.models.spec import load_spec
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.policy import Policy
 
 WORKERS = {
@@ -42,7 +43,7 @@ def open_policy(
 ) -> Policy:
     """A policy of one worker that packs rows of at most 64 tokens into `mb_tokens`.
 
-    `settings` are further keys of its configuration, `arguments` those of the worker.
+    `settings` are further keys of its configuration, `arguments` those of `PolicyStart`.
     """
     packing = SequencePackingConfig(
         enabled=True, train_mb_tokens=mb_tokens, logprob_mb_tokens=mb_tokens
@@ -55,7 +56,7 @@ def open_policy(
     worker_class = getattr(importlib.import_module(module), name)
     group = LocalGroup(
         worker_class,
-        {"config": config, **(arguments or {})},
+        {"config": config, "start": PolicyStart(**(arguments or {}))},
         local_context(device=device),
         name="policy",
     )

@@ -9,13 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_like.policy.inputs.attention import (
-    make_exchange,
-    padded_attention,
-    varlen_attention,
-    varlen_kernel,
-)
-from nemo_like.policy.inputs.segment_attention import AttentionExtras, Spans, segment_attention
+from nemo_like.policy.inputs.attention import padded_attention, varlen_attention
+from nemo_like.policy.inputs.exchange import make_exchange
+from nemo_like.policy.inputs.segment_attention import AttentionOptions, Spans, segment_attention
+from nemo_like.policy.inputs.varlen_kernels import varlen_kernel
 from tests.policy.test_attention import boundaries, random_qkv
 
 Attend = Callable[..., Tensor]
@@ -65,9 +62,8 @@ def test_attention_sinks(window: int | None) -> None:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         bounds = boundaries(lengths).to(q.device)
-        extras = AttentionExtras(sinks=sinks)
         return varlen_attention(
-            q, k, v, bounds, max(lengths), scale=0.125, window=window, extras=extras
+            q, k, v, bounds, max(lengths), scale=0.125, window=window, sinks=sinks
         )
 
     assert_close((q, k, v, sinks), attend, attend)
@@ -81,7 +77,7 @@ def test_padded_rows_use_the_same_kernel(window: int | None) -> None:
     )
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return padded_attention(q, k, v, scale=0.125, window=window)
+        return padded_attention(q, k, v, AttentionOptions(0.125, window))
 
     assert_close(parts, attend, attend)
 
@@ -108,10 +104,10 @@ def test_query_chunks_of_a_shared_row_see_what_is_before_them(
         )
 
     def on_cuda(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return varlen_kernel()(q, k, v, spans(q.device), scale=0.125, window=window, causal=True)
+        return varlen_kernel()(q, k, v, spans(q.device), AttentionOptions(0.125, window))
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return segment_attention(q, k, v, spans(q.device), 0.125, window, True)
+        return segment_attention(q, k, v, spans(q.device), AttentionOptions(0.125, window))
 
     assert_close((q[:share], k, v), on_cuda, exact)
 

@@ -14,6 +14,7 @@ import torch
 
 from nemo_like.losses import NllLoss
 from nemo_like.policy.heads.logprobs import token_logprobs
+from nemo_like.policy.outputs import LogitOptions, OutputEmbedding, TokenDistribution
 from tests.gpu.steps import open_policy, some_rows, two_steps
 
 REPOSITORY = Path(__file__).parents[2]
@@ -55,13 +56,12 @@ def test_log_probs_of_a_large_vocabulary_equal_those_in_float64() -> None:
     labels = torch.randint(0, len(weight), (64,), generator=generator)
     logits = hidden.bfloat16().double() @ weight.bfloat16().double().T
     exact = logits.log_softmax(-1)
-    outputs = token_logprobs(
-        hidden.bfloat16().cuda(),
-        weight.bfloat16().cuda(),
-        labels.cuda(),
-        chunk_size=24,
-        with_entropy=True,
+    embedding = OutputEmbedding(
+        hidden=hidden.bfloat16().cuda(),
+        weight=weight.bfloat16().cuda(),
+        options=LogitOptions(chunk_size=24),
     )
+    outputs = token_logprobs(embedding, labels.cuda(), TokenDistribution(with_entropy=True))
     expected = exact.gather(1, labels[:, None]).squeeze(1)
     entropy = -(exact.exp() * exact).sum(-1)
     assert outputs.entropy is not None

@@ -266,7 +266,7 @@ def use_scores(side: Side, architecture: str, model: str, out: Path) -> dict[str
     # The adapter with its score head is the start of another run, and of this one.
     lora = dataclasses.replace(config.lora, adapter_path=str(out / "reward_model" / "adapter"))
     engine: Any = worker.engine
-    engine.barrier()
+    engine.ranks.barrier()
     continued = side.worker(dataclasses.replace(config, lora=lora), head="scores", initial=True)
     worker.load(out / "reward_start")
     for each in (worker, continued):

@@ -41,10 +41,12 @@ from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor import engine as engine_module
 from nemo_like.policy.dtensor import model as model_module
 from nemo_like.policy.dtensor.engine import DTensorEngine
+from nemo_like.policy.dtensor.parallel import Groups
 from nemo_like.policy.frozen_models import Teachers
 from nemo_like.policy.heads.targets import Targets, TargetSettings
 from nemo_like.policy.inputs.model_inputs import ModelInputs
 from nemo_like.policy.loss_step import LossStep
+from nemo_like.policy.outputs import TokenDistribution
 from nemo_like.policy.shard_rows import ShardRows
 from tests.policy.preferences import pair_batch
 from tests.policy.test_gradient_equality import dynamic
@@ -87,9 +89,8 @@ def open_engine(
     config: PolicyConfig, *, trainable: bool = True, head: OutputHead = "vocabulary"
 ) -> DTensorEngine:
     """An engine whose weights are not read: they have no memory."""
-    return DTensorEngine(
-        config, torch.device(DEVICE), ParallelLayout(), 0, trainable=trainable, head=head
-    )
+    groups = Groups(layout=ParallelLayout(), rank=0, device=torch.device(DEVICE))
+    return DTensorEngine(config, groups, trainable=trainable, head=head)
 
 
 def inputs_of(rows: ShardRows, shard: SlicedDataDict) -> Iterator[ModelInputs]:
@@ -103,9 +104,11 @@ def take_step(
     """Forward, backward and update; what reads numbers at the end of a step is left out."""
     assert shard.plan is not None
     rows = ShardRows(shard, shard.plan.spec, 0, engine.device, targets)
-    step = LossStep(loss, 8.0, engine.sum_over_cp)
+    step = LossStep(loss, 8.0, engine.ranks.sum_over_cp)
     inputs = inputs_of(rows, shard)
-    results = engine.run(inputs, step, backward=True, with_entropy=loss.needs_entropy)
+    results = engine.run(
+        inputs, step, TokenDistribution(with_entropy=loss.needs_entropy), backward=True
+    )
     assert len(results) == len(shard.plan.microbatches)
     engine.optimizer.scale_gradients(0.5)
     engine.optimizer.step(1e-3)

@@ -17,11 +17,12 @@ from nemo_like.policy.inputs.attention import (
     IMPLEMENTATION,
     attention_forward,
     padded_attention,
-    plan_exchange,
     register,
     varlen_attention,
 )
+from nemo_like.policy.inputs.exchange import plan_exchange
 from nemo_like.policy.inputs.grid import cp_gather_positions, cp_shard_positions
+from nemo_like.policy.inputs.segment_attention import AttentionOptions
 from tests.policy.thread_ranks import run_thread_ranks
 
 
@@ -110,7 +111,7 @@ def test_padded_rows_equal_each_row_alone_and_ignore_their_padding(window):
     q, k, v = (
         tensor.detach().view(3, size, -1, 8).transpose(1, 2) for tensor in random_qkv(3 * size)
     )
-    out = padded_attention(q, k, v, scale=0.3, window=window)
+    out = padded_attention(q, k, v, AttentionOptions(0.3, window))
     for row, length in enumerate(lengths):
         alone = (tensor[row, :, :length].transpose(0, 1) for tensor in (q, k, v))
         expected = naive_attention(*alone, scale=0.3, window=window)

@@ -64,7 +64,7 @@ def train_beside_a_slow_rank(
                     lambda *_: time.sleep(delay_s)
                 )
             (metrics,) = worker.train(rank.shard(config, random_batch(LENGTHS)), None, NllLoss())
-            assert worker.engine.gather_over_world(worker_context.rank) == [0, 1]
+            assert worker.engine.ranks.gather_over_world(worker_context.rank) == [0, 1]
         finally:
             process_groups.destroy()
     return metrics["policy/rank_time_worst_over_mean"].value

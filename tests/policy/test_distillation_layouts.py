@@ -61,16 +61,12 @@ def program(
     torch.set_num_threads(1)
     rank = Rank(worker_context, parallel)
     config = dataclasses.replace(PACKED, model_name=model)
+    groups = rank.groups(config)
     engines = []
     for name in (None, *teachers):
         engines.append(
             DTensorEngine(
-                config if name is None else config.frozen(name),
-                torch.device("cpu"),
-                rank.parallel_layout,
-                rank.rank,
-                trainable=name is None,
-                groups=engines[0].groups if engines else None,
+                config if name is None else config.frozen(name), groups, trainable=name is None
             )
         )
     worker = PolicyWorker(config, engines[0], None, engines[1:])
@@ -107,10 +103,8 @@ def test_a_layout_does_not_change_the_gradient(
 def test_targets_of_another_batch_are_refused(model_dir, teachers: list[str], meeting: Path):
     rank = Rank(context(), ParallelConfig())
     config = dataclasses.replace(PACKED, model_name=model_dir("qwen3"))
-    student = DTensorEngine(config, torch.device("cpu"), rank.parallel_layout, 0, trainable=True)
-    teacher = DTensorEngine(
-        config.frozen(teachers[0]), torch.device("cpu"), rank.parallel_layout, 0, trainable=False
-    )
+    student = rank.engine(config)
+    teacher = rank.engine(config.frozen(teachers[0]), trainable=False)
     worker = PolicyWorker(config, student, None, [teacher])
     shard = rank.shard(PACKED, taught_batch())
     with pytest.raises(ValueError, match="no targets of a teacher"):

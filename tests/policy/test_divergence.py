@@ -15,18 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nemo_like.losses.likelihood import Divergence
-from nemo_like.policy.heads.divergence import (
-    DivergenceOutputs,
-    TopKTarget,
-    VocabularyTarget,
-    token_divergence,
-    top_k_logprobs,
-)
-from nemo_like.policy.heads.logit_chunks import VocabShard
-from nemo_like.policy.heads.logprobs import token_logprobs
+from nemo_like.policy.heads.divergence import DivergenceOutputs, TopKTarget, VocabularyTarget
+from nemo_like.policy.outputs import VocabShard
 from tests.losses.divergence_definition import divergence_of, outcomes, softmax
 from tests.policy.test_logprobs import Recorder
 from tests.policy.thread_ranks import run_thread_ranks
+from tests.policy.token_heads import token_divergence, token_logprobs, top_k_logprobs
 
 DIVERGENCES = {
     "reverse_kl": Divergence(kind="reverse_kl", temperature=1.4),

@@ -24,6 +24,7 @@ from nemo_like.losses import ClippedPolicyGradientLoss
 from nemo_like.models.spec import load_spec
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.sampling_filter import SamplingFilter
 from tests.filter_definition import kept_tokens
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS, TOLERANCE
@@ -103,7 +104,9 @@ def train_dtensor(
     out: Path,
 ) -> dict[str, float]:
     """One optimizer step; the gradient is in the checkpoint `out` as `exp_avg`."""
-    worker = DTensorPolicyWorker(worker_context, config=config, parallel=parallel)
+    worker = DTensorPolicyWorker(
+        worker_context, config=config, start=PolicyStart(parallel=parallel)
+    )
     parallel_layout = build_layout(parallel, worker_context.world_size)
     spec = plan_spec(
         config, purpose="train", parallel_layout=parallel_layout, model=load_spec(config.model_name)

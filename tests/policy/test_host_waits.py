@@ -25,6 +25,7 @@ from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.engine_worker import PolicyStart
 from tests.policy import fake_device
 from tests.policy.distillation import SETTINGS, save_teachers
 from tests.policy.host_waits import HostWaits
@@ -88,7 +89,7 @@ def worker(request: pytest.FixtureRequest, model_dir: Any) -> DTensorPolicyWorke
     config = dataclasses.replace(
         PACKED, model_name=model_dir(request.param), activation_checkpointing="full"
     )
-    return DTensorPolicyWorker(context(), config=config, needs_reference=True)
+    return DTensorPolicyWorker(context(), config=config, start=PolicyStart(needs_reference=True))
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -156,7 +157,9 @@ def student(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> DTensor
             lambda engine: events.append(f"offload {engine.config.model_name}"),
         )
         worker = DTensorPolicyWorker(
-            context(), config=dataclasses.replace(PACKED, model_name=model), teachers=teachers
+            context(),
+            config=dataclasses.replace(PACKED, model_name=model),
+            start=PolicyStart(teachers=teachers),
         )
     expected = [f"load {model}"]
     for teacher in teachers:
@@ -185,7 +188,7 @@ def test_distillation_waits_at_the_end_of_a_pass_only(
 
 def test_scores_wait_at_the_end_of_a_pass_only(model_dir: Any) -> None:
     config = dataclasses.replace(PACKED, model_name=model_dir("llama"))
-    worker = DTensorPolicyWorker(context(), config=config, head="scores")
+    worker = DTensorPolicyWorker(context(), config=config, start=PolicyStart(head="scores"))
     passes: dict[str, dict[int, HostWaits]] = {"scores": {}, "train": {}}
     for num_microbatches in (FEW, MANY):
         shard = shard_of(worker, num_microbatches)

@@ -18,6 +18,7 @@ from nemo_like.data.planning.plan import PlanSpec, plan_batch
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.dtensor.engine import DTensorEngine
+from nemo_like.policy.dtensor.parallel import Groups
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.inputs import attention
 from nemo_like.policy.isolation import IsolationError, probe_isolation
@@ -26,7 +27,8 @@ from tests.policy.tiny import ARCHITECTURES, VOCABULARY, context
 
 def engine(model: str) -> DTensorEngine:
     config = PolicyConfig(model_name=model)
-    return DTensorEngine(config, torch.device("cpu"), ParallelLayout(), 0, trainable=False)
+    groups = Groups(layout=ParallelLayout(), rank=0, device=torch.device("cpu"))
+    return DTensorEngine(config, groups, trainable=False)
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])

@@ -17,6 +17,7 @@ from nemo_like.config.schema import ParallelConfig, PolicyConfig, SequencePackin
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.megatron.worker import MegatronPolicyWorker
 from nemo_like.policy.worker import PolicyWorker
 from tests.policy.tiny import context, run_ranks, save_tiny_model
@@ -66,7 +67,7 @@ def build(
     worker_class = MegatronPolicyWorker if engine == "megatron" else DTensorPolicyWorker
     packing = SequencePackingConfig(enabled=True, train_mb_tokens=32)
     config = PolicyConfig(model_name=model, train_global_batch_size=4, sequence_packing=packing)
-    return worker_class(worker_context, config=config, parallel=parallel)
+    return worker_class(worker_context, config=config, start=PolicyStart(parallel=parallel))
 
 
 def load_and_measure(

@@ -23,6 +23,7 @@ from nemo_like.losses import ClippedPolicyGradientLoss
 from nemo_like.metrics import metric_values
 from nemo_like.models.spec import load_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.shard_rows import LogprobHandle, LogprobStore
 from tests.policy.tiny import random_batch
@@ -57,7 +58,7 @@ def open_policy(model: str, **kwargs: Any) -> Policy:
     config = dataclasses.replace(CONFIG, model_name=model)
     group = MeasuringGroup(
         DTensorPolicyWorker,
-        {"config": config, **kwargs},
+        {"config": config, "start": PolicyStart(**kwargs)},
         local_context(num_threads=1),
         name="policy",
     )

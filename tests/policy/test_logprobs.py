@@ -17,11 +17,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 import nemo_like.policy.heads.logprobs as logprobs_module
-from nemo_like.policy.heads.logit_chunks import VocabShard, scaled_logits
-from nemo_like.policy.heads.logprobs import token_logprobs
+from nemo_like.policy.heads.logit_chunks import scaled_logits
+from nemo_like.policy.outputs import VocabShard
 from nemo_like.sampling_filter import SamplingFilter
 from tests.filter_definition import kept_tokens
 from tests.policy.thread_ranks import run_thread_ranks
+from tests.policy.token_heads import token_logprobs
 
 
 def naive_logprobs(
@@ -83,7 +84,8 @@ def test_values_and_gradients_equal_the_naive_ones(
         temperature=temperature,
         chunk_size=chunk_size,
         with_entropy=True,
-        softcap=softcap,
+        # `ModelSpec.logit_softcap` is that of the logits before the temperature.
+        softcap=None if softcap is None else softcap * temperature,
         bias=bias if with_bias else None,
     )
     assert entropy is not None
@@ -148,7 +150,7 @@ def test_compiled_passes_give_the_same_values_and_gradients():
             with_entropy=True,
             vocab=vocab,
             token_filter=SamplingFilter(top_k=12),
-            compile=compile,
+            is_compiled=compile,
         )
         found = [output for output in outputs if isinstance(output, Tensor)]
         token_weights = torch.linspace(-1, 1, num_tokens)

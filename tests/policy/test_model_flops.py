@@ -26,6 +26,7 @@ from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.training.reporting import StepWork, throughput_metrics
 from tests.policy.distillation import SETTINGS, save_teachers
 from tests.policy.tiny import VOCABULARY, context
@@ -145,7 +146,7 @@ def test_teachers_compute_their_head_for_trained_tokens(
 ) -> None:
     config = dataclasses.replace(PACKED, model_name=model_dir("llama"))
     teachers = save_teachers(tmp_path)
-    worker = DTensorPolicyWorker(context(), config=config, teachers=teachers)
+    worker = DTensorPolicyWorker(context(), config=config, start=PolicyStart(teachers=teachers))
     cost = CostModel.from_spec(load_spec(config.model_name))
     batch = batch_of(FEW)
     plan = planned(worker, batch)
@@ -173,7 +174,7 @@ def test_teachers_compute_their_head_for_trained_tokens(
 
 def test_a_reward_model_has_one_product_per_row(model_dir: Any) -> None:
     config = dataclasses.replace(PACKED, model_name=model_dir("llama"))
-    worker = DTensorPolicyWorker(context(), config=config, head="scores")
+    worker = DTensorPolicyWorker(context(), config=config, start=PolicyStart(head="scores"))
     spec = load_spec(config.model_name).with_output_head("scores")
     batch = batch_of(MANY)
     plan = planned(worker, batch)

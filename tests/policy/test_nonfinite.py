@@ -28,6 +28,7 @@ from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.loss_step import row_loss_sums
 from nemo_like.policy.optim import LARGEST, NonFiniteError, all_within, clip_factor
 from nemo_like.policy.worker import PolicyWorker
@@ -81,7 +82,7 @@ def program(
         with joined(context, parallel) as rank:
             return check(rank.worker(config), context, rank.parallel_layout, config, out)
     try:
-        worker = DTensorPolicyWorker(context, config=config, parallel=parallel)
+        worker = DTensorPolicyWorker(context, config=config, start=PolicyStart(parallel=parallel))
         parallel_layout = build_layout(parallel, context.world_size)
         return check(worker, context, parallel_layout, config, out)
     finally:

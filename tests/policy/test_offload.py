@@ -22,6 +22,7 @@ from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.device import HostMemory, piece_sizes
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.megatron.worker import MegatronPolicyWorker
 from nemo_like.policy.worker import PolicyWorker
 from tests.policy.tiny import random_batch, run_ranks
@@ -125,7 +126,9 @@ def train_with_and_without_offload(
 ) -> tuple[list[float], list[Tensor], list[int]]:
     """(losses of three steps, weights and moments, buffers of each offload)."""
     worker_class = MegatronPolicyWorker if engine == "megatron" else DTensorPolicyWorker
-    worker: PolicyWorker = worker_class(worker_context, config=config, needs_reference=True)
+    worker: PolicyWorker = worker_class(
+        worker_context, config=config, start=PolicyStart(needs_reference=True)
+    )
     engines: list[Any] = worker.engines
     losses = []
     pointers = []

@@ -24,6 +24,7 @@ from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.policy import Policy
 from tests.policy.tiny import random_batch
 
@@ -52,7 +53,7 @@ def policy(request, model_dir):
     config = dataclasses.replace(MODES[request.param], model_name=model_dir("qwen3"))
     group = LocalGroup(
         DTensorPolicyWorker,
-        {"config": config, "needs_reference": True},
+        {"config": config, "start": PolicyStart(needs_reference=True)},
         local_context(num_threads=1),
         name="policy",
     )

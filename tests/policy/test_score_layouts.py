@@ -81,7 +81,7 @@ def program(
             worker.save(out / f"checkpoint_{model}")
             worker.export_hf(out / model)
             # Rank 0 writes the files that the others read next.
-            worker.engine.gather_over_world(0)
+            worker.engine.ranks.gather_over_world(0)
             # The exported model without gradients, as it is served.
             served = dataclasses.replace(config, model_name=str(out / model))
             frozen = rank.worker(served, head="scores", trainable=False)

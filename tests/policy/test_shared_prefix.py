@@ -19,6 +19,7 @@ from nemo_like.data.routed_experts import ROUTED_EXPERTS, join_experts
 from nemo_like.integer_math import round_up
 from nemo_like.models.routers import RouterReplay
 from nemo_like.policy.inputs import attention
+from nemo_like.policy.inputs.exchange import make_exchange
 from nemo_like.policy.inputs.model_inputs import ModelInputs, build_inputs
 from tests.policy.tiny import VOCABULARY
 
@@ -98,7 +99,7 @@ def keys_of(inputs: ModelInputs, position: int, cp_rank: int) -> torch.Tensor:
     if inputs.exchange is None and inputs.cp_size == 1:
         start = inputs.cu_seqlens[inputs.cu_seqlens <= position][-1]
         return torch.arange(int(start), position + 1)
-    exchange = inputs.exchange or attention.make_exchange(
+    exchange = inputs.exchange or make_exchange(
         inputs.cu_seqlens,
         inputs.max_seqlen,
         inputs.cp_size,

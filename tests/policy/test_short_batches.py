@@ -25,6 +25,7 @@ from nemo_like.metrics import metric_values
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.engine import DTensorEngine
+from nemo_like.policy.dtensor.parallel import Groups
 from nemo_like.policy.worker import PolicyWorker
 from tests.policy.tiny import compute_and_fetch, context, random_batch, run_ranks
 
@@ -58,9 +59,10 @@ def program(worker_context: WorkerContext, model: str) -> dict[str, Any]:
     try:
         for name, mode in MODES.items():
             config = dataclasses.replace(mode, model_name=model)
-            engine = DTensorEngine(
-                config, torch.device("cpu"), parallel_layout, worker_context.rank, trainable=True
+            groups = Groups.join(
+                parallel_layout, worker_context.rank, torch.device("cpu"), mixed_precision=False
             )
+            engine = DTensorEngine(config, groups, trainable=True)
             worker = PolicyWorker(config, engine, None)
             spec = plan_spec(config, purpose="train", parallel_layout=parallel_layout, model=None)
             steps, outputs = [], []

@@ -18,14 +18,14 @@ from torch.nn.attention.varlen import varlen_attn
 from nemo_like.config.errors import ConfigError
 from nemo_like.policy.collectives import first_available, keyword_names
 from nemo_like.policy.inputs import attention
-from nemo_like.policy.inputs.attention import (
-    VarlenKernel,
-    attention_forward,
-    padded_attention,
-    varlen_attention,
-    varlen_kernel,
+from nemo_like.policy.inputs.attention import attention_forward, padded_attention, varlen_attention
+from nemo_like.policy.inputs.segment_attention import (
+    AttentionOptions,
+    Spans,
+    sdpa,
+    segment_attention,
 )
-from nemo_like.policy.inputs.segment_attention import AttentionExtras, Spans, segment_attention
+from nemo_like.policy.inputs.varlen_kernels import VarlenKernel, choose_kernel, varlen_kernel
 from tests.policy.test_attention import boundaries, random_qkv
 
 LENGTHS = [7, 1, 12, 5]
@@ -35,7 +35,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spans: tuple[Any, ...], scale: float
     """The result of every stub: (left, 0) is the number of earlier positions, -1 for all."""
     left, right = window
     assert right == 0, "causal"
-    return segment_attention(q, k, v, Spans(*spans), scale, None if left < 0 else left + 1, True)
+    return segment_attention(
+        q, k, v, Spans(*spans), AttentionOptions(scale, None if left < 0 else left + 1)
+    )
 
 
 def torch_2_11(
@@ -133,7 +135,7 @@ def test_every_release_is_called_with_what_it_has(
     cu_seqlens = boundaries(LENGTHS)
     out = varlen_attention(q, k, v, cu_seqlens, max(LENGTHS), scale=0.3, window=window)
     spans = Spans(cu_seqlens, cu_seqlens, max(LENGTHS), max(LENGTHS))
-    assert torch.equal(out, segment_attention(q, k, v, spans, 0.3, window, True))
+    assert torch.equal(out, segment_attention(q, k, v, spans, AttentionOptions(0.3, window)))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ def test_the_fastest_implementation_of_a_device_is_activated(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
-    kernel = attention.choose_kernel()
+    kernel = choose_kernel()
     assert activated == ([] if requested is None else [requested])
     assert kernel.implementation == (requested if is_installed else None)
     assert ("slower kernel" in caplog.text) == (requested is not None and not is_installed)
@@ -168,7 +170,7 @@ def test_deterministic_algorithms_reach_flash_attn() -> None:
     spans = Spans(boundaries([4]), boundaries([4]), 4, 4)
     torch.use_deterministic_algorithms(True)
     try:
-        KERNELS["flash-attn 2"]()(q, k, v, spans, scale=0.3, window=None, causal=True)
+        KERNELS["flash-attn 2"]()(q, k, v, spans, AttentionOptions(0.3))
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -181,9 +183,9 @@ def test_padded_rows_are_segments_of_the_kernel(kernel: VarlenKernel, window: in
         for part in random_qkv(shape[0] * shape[1])
     )
     upstream = torch.randn(3, 4, 10, 8)
-    out = padded_attention(q, k, v, scale=0.3, window=window)
+    out = padded_attention(q, k, v, AttentionOptions(0.3, window))
     grads = torch.autograd.grad(out, (q, k, v), upstream)
-    expected = attention.sdpa(q, k, v, 0.3, window, causal=True)
+    expected = sdpa(q, k, v, AttentionOptions(0.3, window))
     expected_grads = torch.autograd.grad(expected, (q, k, v), upstream)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
@@ -276,15 +278,14 @@ def test_sinks_of_a_kernel_without_them(kernel: VarlenKernel, window: int | None
 
     def results(is_kernel: bool, dtype: torch.dtype) -> list[Tensor]:
         q, k, v, sinks = (leaf.to(dtype).requires_grad_() for leaf in leaves)
-        extras = AttentionExtras(sinks=sinks)
         bounds = boundaries(LENGTHS)
         if is_kernel:
             out = varlen_attention(
-                q, k, v, bounds, max(LENGTHS), scale=0.3, window=window, extras=extras
+                q, k, v, bounds, max(LENGTHS), scale=0.3, window=window, sinks=sinks
             )
         else:
             spans = Spans(bounds, bounds, max(LENGTHS), max(LENGTHS))
-            out = segment_attention(q, k, v, spans, 0.3, window, True, extras)
+            out = segment_attention(q, k, v, spans, AttentionOptions(0.3, window, sinks=sinks))
         return [out, *torch.autograd.grad(out, (q, k, v, sinks), upstream.to(dtype))]
 
     found = results(True, torch.float32)
@@ -346,12 +347,12 @@ def test_a_kernel_without_a_feature_of_the_model_is_named():
     q, k, v = random_qkv(sum(LENGTHS), 4, 2)
     bounds = boundaries(LENGTHS)
     spans = Spans(bounds, bounds, max(LENGTHS), max(LENGTHS))
-    options: dict[str, Any] = {"scale": 0.3, "window": None, "causal": True}
+    options = AttentionOptions(0.3, softcap=2.0)
     kernel = VarlenKernel.of_torch(torch_2_13)
     with pytest.raises(ConfigError, match=r"soft cap .*torch\.nn\.attention\.varlen"):
-        kernel(q, k, v, spans, **options, extras=AttentionExtras(softcap=2.0))
+        kernel(q, k, v, spans, options)
     kernel = VarlenKernel.of_flash_attn(flash_attn_2)
     # A value head of another size is padded for the kernel.
-    expected = segment_attention(q, k, v[..., :4], spans, 0.3, None, True)
-    out = kernel(q, k, v[..., :4], spans, **options, extras=AttentionExtras(softcap=2.0))
+    expected = segment_attention(q, k, v[..., :4], spans, AttentionOptions(0.3))
+    out = kernel(q, k, v[..., :4], spans, options)
     torch.testing.assert_close(out, expected)

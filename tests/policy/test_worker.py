@@ -39,6 +39,7 @@ from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.checkpoint.hf_export import split_by_bytes
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.engine_worker import PolicyStart
 from tests.policy.tiny import (
     ARCHITECTURES,
     compute_and_fetch,
@@ -87,7 +88,7 @@ def rows_of(shard: SlicedDataDict) -> list[np.ndarray]:
 @pytest.mark.parametrize("config", [PACKED, DYNAMIC], ids=["packed", "dynamic"])
 def test_scores_are_those_of_transformers_on_each_row_alone(architecture, config, model_dir):
     config = dataclasses.replace(config, model_name=model_dir(architecture))
-    worker = DTensorPolicyWorker(context(), config=config, needs_reference=True)
+    worker = DTensorPolicyWorker(context(), config=config, start=PolicyStart(needs_reference=True))
     shard = shard_of(worker, random_batch(LENGTHS), context())
     outputs = compute_and_fetch(worker, shard)
     model = AutoModelForCausalLM.from_pretrained(config.model_name, attn_implementation="eager")
@@ -106,7 +107,7 @@ def test_scores_are_those_of_transformers_on_each_row_alone(architecture, config
 
 def test_training_moves_the_policy_and_not_the_reference(model_dir):
     config = dataclasses.replace(PACKED, model_name=model_dir("llama_tied"))
-    worker = DTensorPolicyWorker(context(), config=config, needs_reference=True)
+    worker = DTensorPolicyWorker(context(), config=config, start=PolicyStart(needs_reference=True))
     shard = shard_of(worker, random_batch(LENGTHS), context())
     before = compute_and_fetch(worker, shard)
     losses = [worker.train(shard, None, NllLoss())[0]["policy/loss"].value for _ in range(10)]
@@ -157,7 +158,9 @@ def sharded_program(
     """What two ranks do in one process group: the checks are made by the test, on what this
     returns.
     """
-    worker = DTensorPolicyWorker(worker_context, config=config, needs_reference=True)
+    worker = DTensorPolicyWorker(
+        worker_context, config=config, start=PolicyStart(needs_reference=True)
+    )
     report = worker.probe_isolation()
     shard = shard_of(worker, random_batch(LENGTHS), worker_context)
     worker.save(out / "start")
@@ -317,9 +320,11 @@ def test_a_weight_that_is_not_finite_is_named(value, model_dir, tmp_path):
     with pytest.raises(ConfigError, match=expected):
         DTensorPolicyWorker(context(), config=damaged)
     with pytest.raises(ConfigError, match=expected):
-        DTensorPolicyWorker(context(), config=damaged, head="scores")
+        DTensorPolicyWorker(context(), config=damaged, start=PolicyStart(head="scores"))
     with pytest.raises(ConfigError, match=expected):
-        DTensorPolicyWorker(context(), config=config, teachers=[damaged.model_name])
+        DTensorPolicyWorker(
+            context(), config=config, start=PolicyStart(teachers=[damaged.model_name])
+        )
 
 
 def opening_message(worker_context: WorkerContext, config: PolicyConfig) -> str:

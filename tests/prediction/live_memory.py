@@ -11,11 +11,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from nemo_like.config.schema import ActivationCheckpointing
+from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.decoder_layers import checkpoint_layers
 from nemo_like.policy.dtensor.experts import ExpertLoads
 from nemo_like.policy.dtensor.model import LogprobModel, VocabularyHead, backbone, decoder_layers
 from nemo_like.policy.dtensor.parallel import Groups
 from nemo_like.policy.inputs.model_inputs import ModelInputs
+from nemo_like.policy.outputs import PLAIN
 
 
 class LiveStorage(TorchDispatchMode):
@@ -45,7 +47,7 @@ def peak_bytes(
     checkpointing: ActivationCheckpointing,
 ) -> int:
     """Peak of what a step needs besides weights and gradients."""
-    groups = Groups()
+    groups = Groups(layout=ParallelLayout(), rank=0, device=torch.device("cpu"))
     head = VocabularyHead(model, groups, chunk_size, compile=False)
     logprob_model = LogprobModel(model, head, groups, ExpertLoads([], torch.device("cpu")))
     if checkpointing != "none":
@@ -53,7 +55,7 @@ def peak_bytes(
     for parameter in logprob_model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with LiveStorage() as live:
-        logprobs = logprob_model(inputs, 1.0, False, None).logprobs
+        logprobs = logprob_model(inputs, PLAIN).logprobs
         logprobs.sum().backward()
     return live.peak
 

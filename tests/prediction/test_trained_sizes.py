@@ -13,6 +13,7 @@ from nemo_like.config.schema import AdapterConfig, PolicyConfig
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.prediction.memory import MemoryModel
 from nemo_like.prediction.placement import Placement
 from tests.policy.tiny import context, save_tiny_model
@@ -35,7 +36,7 @@ def test_state_is_the_bytes_of_a_real_engine(architecture, targets, quantization
     model = save_tiny_model(tmp_path, architecture)
     lora = AdapterConfig(enabled=True, rank=3, target_modules=targets, quantization=quantization)
     config = PolicyConfig(model_name=str(model), lora=lora)
-    worker = DTensorPolicyWorker(context(), config=config, needs_reference=True)
+    worker = DTensorPolicyWorker(context(), config=config, start=PolicyStart(needs_reference=True))
     engine: Any = worker.engine
     parts = MemoryModel(engine.spec, Placement(precision="float32", adapter=lora)).parts(64)
     weights = [each.parameter for each in engine.parameters]

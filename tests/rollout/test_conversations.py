@@ -25,7 +25,7 @@ from nemo_like.environments.environment_workers import EnvironmentWorker, Enviro
 from nemo_like.environments.reward_worker import RewardEnvironment, RewardWorker
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
-from nemo_like.generation.requests import SamplingParams
+from nemo_like.generation.requests import GenerationStart, SamplingParams
 from nemo_like.metrics import metric_values
 from nemo_like.rollout.answers import answer_metrics
 from nemo_like.rollout.collector import RolloutCollector
@@ -47,7 +47,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def generator(model_directory: Path) -> Generator:
-    kwargs = {"model_name": str(model_directory), "batch_size": 8}
+    kwargs = {"start": GenerationStart(model_name=str(model_directory)), "batch_size": 8}
     return Generator(lambda index: LocalGroup(HFGenerationWorker, kwargs, CONTEXT))
 
 
@@ -270,7 +270,7 @@ class _DyingGroup(LocalGroup):
 def test_a_lost_replica_changes_no_conversation(
     generator: Generator, model_directory: Path
 ) -> None:
-    kwargs = {"model_name": str(model_directory), "batch_size": 8}
+    kwargs = {"start": GenerationStart(model_name=str(model_directory)), "batch_size": 8}
     groups = [_DyingGroup, LocalGroup]
 
     def start(index: int) -> LocalGroup:

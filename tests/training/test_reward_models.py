@@ -19,6 +19,7 @@ from nemo_like.environments.reward import RewardError, RewardSample
 from nemo_like.generation.requests import SamplingParams
 from nemo_like.metrics import metric_values
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.policy import Policy
 from nemo_like.rollout.collector import RolloutJob
 from nemo_like.rollout.conversations import Prompt, scored_conversation
@@ -71,7 +72,7 @@ def reward_model(
     config = RewardModelConfig(model_name=str(directory), **keys)
     files = open_reward_model("quality", config)
     serving = serving_config(config)
-    kwargs = {"config": serving, "head": "scores", "trainable": False}
+    kwargs = {"config": serving, "start": PolicyStart(head="scores", trainable=False)}
     group_class = LocalGroup if worker_class is DTensorPolicyWorker else UnwrappedGroup
 
     def start() -> Policy:

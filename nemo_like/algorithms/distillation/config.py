@@ -18,21 +18,18 @@ class DistillConfig(EpochLoopConfig):
     """Distillation: the teachers, the divergence from them, and the loop."""
 
     teacher: str | None = None
-    """Directory of the teacher, a Hugging Face model with the tokenizer of the policy, or the
-    name of one on the hub. It is frozen and has the policy's engine, layout and precision. Excludes
+    """Directory or hub name of the teacher, a model with the tokenizer of the policy. Excludes
     `distill.teachers`."""
     teachers: dict[str, str] = field(default_factory=dict)
-    """One teacher for each training set, e.g. `{train: runs/a/hf, code: runs/b/hf}`, where `train`
-    is `data.train_path`. Validation sets have the teacher of their name, `data.validation_path` has
-    the teacher `train`."""
+    """One teacher for each training set, e.g. `{train: runs/a/hf, code: runs/b/hf}`. Validation
+    sets have the teacher of their name, `data.validation_path` has the teacher `train`."""
     divergence: Literal["reverse_kl", "forward_kl", "mixed_kl", "jsd"] = "reverse_kl"
     """Divergence of the student p from the teacher q per token: `reverse_kl` is KL(p || q),
     `forward_kl` KL(q || p), `mixed_kl` a weighted sum of both, `jsd` the generalized
     Jensen-Shannon divergence of GKD."""
     divergence_weight: Annotated[float, Gt(0), Lt(1)] = 0.5
-    """Weight of the forward KL in `mixed_kl`, where the reverse KL has the rest; weight of the
-    teacher in the mixture of `jsd`, which near 0 is proportional to the forward KL and near 1 to
-    the reverse KL."""
+    """Weight of the forward KL in `mixed_kl`; weight of the teacher in the mixture of `jsd`, which
+    near 0 is proportional to the forward KL and near 1 to the reverse KL."""
     temperature: Annotated[float, Gt(0)] = 1.0
     """The logits of student and teacher are divided by this in the divergence."""
     top_k: Annotated[int | None, Ge(1)] = None
@@ -42,10 +39,9 @@ class DistillConfig(EpochLoopConfig):
     """Weight of the negative log-likelihood of the rows of the data (not of sampled completions),
     which is added to the divergence."""
     on_policy_fraction: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Share of the steps that train on completions which the student samples for the prompts of the
-    rows, chosen at random from `seed` (lambda of GKD); the others train on the rows themselves. 0
-    is off-policy, 1 on-policy distillation. Above 0 a step takes
-    `policy.train_global_batch_size` prompts with one completion each."""
+    """Share of the steps, chosen at random, that train on completions which the student samples
+    (lambda of GKD), one for each of `policy.train_global_batch_size` prompts; the others train on
+    the rows. 0 is off-policy, 1 on-policy distillation."""
 
 
 @dataclass(frozen=True, kw_only=True)

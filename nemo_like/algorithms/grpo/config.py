@@ -23,13 +23,12 @@ class DynamicSamplingConfig:
     """Groups whose rewards are all equal do not train the policy; they can be replaced (DAPO)."""
 
     enabled: bool = False
-    """Drop groups whose rewards are all equal, before any penalty is added to the rewards, and
-    sample completions for the following prompts of the epoch in their place. With
-    `grpo.advantage.components=separate` the values of every reward function must be equal. Needs
-    `grpo.max_staleness=0`."""
+    """Drop groups whose rewards are all equal, and sample completions for the following prompts of
+    the epoch in their place. With `grpo.advantage.components=separate` the values of every reward
+    function must be equal. Needs `grpo.max_staleness=0`."""
     max_refills: Annotated[int, Ge(0)] = 3
-    """Max times that a step samples for further prompts. Each time it takes as many as groups are
-    missing. After that the step trains on the groups it has; without any it trains nothing."""
+    """Max times that a step samples for further prompts. After that the step trains on the groups
+    it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +69,8 @@ class AdvantageConfig:
     other completions (RLOO), or nothing (REINFORCE++ without a baseline; set
     `grpo.advantage.whiten`)."""
     normalize: Literal["group_std", "leave_one_out_std", "batch_std", "none"] = "group_std"
-    """Divisor of the advantage: sample standard deviation (n-1) of the group, of the group's other
-    completions (NeMo RL with a leave-one-out baseline), or of all rewards of the step, or `none`
-    (Dr. GRPO). The advantages of a group with equal rewards are 0 before whitening."""
+    """Divisor of the advantage: sample standard deviation of the group, of the group's other
+    completions, or of all rewards of the step, or `none` (Dr. GRPO)."""
     whiten: Literal["none", "tokens", "rows"] = "none"
     """Subtract the mean and divide by the standard deviation of the advantages of the step, over
     all trained `tokens` (REINFORCE++), or over its `rows` (GDPO)."""
@@ -128,14 +126,12 @@ class GrpoConfig:
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     max_staleness: Annotated[int, Ge(0)] = 0
     """Max number of weight updates between the sampling of a token and the step that trains on it.
-    0 is synchronous: a step's completions are sampled with its own weights. Above 0 the completions
-    of up to this many later steps are sampled while a step trains; needs `cluster.backend=ray`, and
-    on GPUs `cluster.generation_workers`."""
+    0 is synchronous. Above 0 the completions of up to this many later steps are sampled while a
+    step trains; needs `cluster.backend=ray`, and on GPUs `cluster.generation_workers`."""
     weight_update: Literal["drain", "in_flight", "restart"] = "drain"
-    """Completions that are being sampled when new weights are ready, with `grpo.max_staleness`
-    above 0: `drain` finishes them first, `in_flight` updates at once and keeps their tokens, so
-    that a completion may have tokens of several weight versions, and `restart` updates at once,
-    discards their tokens and samples them again with the new weights."""
+    """Treatment of unfinished completions when new weights are ready, with `grpo.max_staleness`
+    above 0: `drain` finishes them first, `in_flight` updates at once and keeps their tokens,
+    `restart` updates at once and samples them again."""
     val_period: Annotated[int, Ge(0)] = 0
     """Validate after every so many steps; 0 validates only at the end. Needs
     `data.validation_path`."""

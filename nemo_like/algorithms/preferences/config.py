@@ -36,7 +36,7 @@ class PreferenceLossConfig:
     """Target margin of rewards for `simpo`; the other kinds do not use it."""
     sft_loss_weight: Annotated[float, Ge(0)] = 0.0
     """Weight of the negative log-likelihood of the chosen completion, averaged over its tokens
-    (RPO), which keeps its probability from falling."""
+    (RPO)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +82,8 @@ class RewardModelConfig(EpochLoopConfig):
     """The training loop of a reward model: length of the run, validation and loss."""
 
     center_coefficient: Annotated[float, Ge(0)] = 0.0
-    """Weight of the squared sum of the two scores of a pair, which keeps scores near 0. The
-    preferences determine differences of scores only. A common value is 0.01."""
+    """Weight of the squared sum of the two scores of a pair, which keeps scores near 0; a common
+    value is 0.01."""
 
 
 @dataclass(frozen=True, kw_only=True)

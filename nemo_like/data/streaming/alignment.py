@@ -16,7 +16,29 @@ integers per step tells every rank how many microbatches, rows and trained token
 All ranks compute the end and the number of microbatches from the same integers, so all take part in
 the same number of exchanges and no rank waits for another at the end. In each step a rank that has
 rows left emits at least one, so there are at most as many exchanges as rows of the largest shard,
-plus one. docs/batching_online.md has the proof.
+plus one.
+
+This assumes that every rank pushes rows while `needs_rows` and then calls `next_step` until it
+returns None, that a rank that cannot go on calls `fail`, that shards are finite, and that a
+collective that all ranks entered completes. A process that dies is not covered. Then:
+
+* Every rank reaches the exchange: each iteration of reading pushes a row or closes a finite shard,
+  and forming a microbatch removes at least the oldest row from the window.
+* All ranks decide alike: the end and the number N of microbatches are functions of the gathered
+  values and of settings, whose checksum is gathered too. Ranks with other settings, or at another
+  step, raise AlignmentError together.
+* Equal counts: a rank has b <= N microbatches with k >= b rows. Splitting gives min(N, k), dummies
+  the rest. A part has fewer rows and no longer ones, so it is within every limit.
+* Coverage: a row is in the window, in the current step, in a returned step, or dropped, and moves
+  in this order only. With `join=True` and `tail="emit"` the stream ends when no rank has a
+  microbatch, so every shard has ended and every window is empty: each row is in exactly one step.
+* Bounded termination: a rank with rows left emits at least one in each round. Without `join` a step
+  takes at least `microbatches_per_step` rows from each rank.
+* No deadlock: ranks wait in the exchange only and end in the same round. A rank that calls `fail`
+  arrives with its flag, and all ranks raise AlignmentError in that round.
+* Bounded wait: each microbatch has the oldest row of its window, so a row that arrives after k
+  waiting rows is in one of the next k + 1 microbatches of its rank, or of the next k + 1 steps if
+  rows are deferred.
 """
 
 from __future__ import annotations

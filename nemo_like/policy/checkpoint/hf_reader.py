@@ -38,6 +38,10 @@ from nemo_like.run.files import (
 _MAX_MAPPED_BYTES = 2**25
 _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2}
 
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_STACKING = (MergeModulelist, Concatenate)
+_STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
+
 
 class TensorFiles:
     """Open files. Pages that were read stay mapped, and count as memory of the process, until the
@@ -100,11 +104,6 @@ def check_values(tensor: Tensor, path: Path, key: str) -> None:
             f"{shown_path(path)}: {key} has values that are NaN, infinite or larger than"
             f" {LARGEST:.2g}; download or save the model again, or use another one"
         )
-
-
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_STACKING = (MergeModulelist, Concatenate)
-_STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 
 
 class StoredTensor(NamedTuple):

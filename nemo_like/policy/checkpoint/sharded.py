@@ -22,6 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ from nemo_like.policy.checkpoint.sharded_reader import (
     full_shapes,
     read_headers,
 )
+from nemo_like.policy.rank_groups import RankGroups
 from nemo_like.run.files import FileRecord, reporting_write_errors, sync_file, write_json
 
 _CHUNK_BYTES = 2**28
@@ -46,6 +48,9 @@ _WRITE_BYTES = 2**24
 _SYNC_BYTES = 2**26
 """Bytes after which the file is synchronized and leaves the page cache."""
 _LOWEST_PRIORITY = 19
+
+_FILES = "rank_*.safetensors"
+MAX_FILE_BYTES = 2 * 2**30
 
 
 class HostBuffers:
@@ -249,10 +254,6 @@ def _sync_and_drop(descriptor: int) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-_FILES = "rank_*.safetensors"
-MAX_FILE_BYTES = 2 * 2**30
-
-
 class Block(NamedTuple):
     """A rectangle of the full tensor `name`.
 
@@ -296,25 +297,31 @@ class PendingSave:
         return self._written
 
 
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a checkpoint has, all ranks together."""
+
+    num_optimizer_steps: int
+    has_moments: bool
+    shapes: Mapping[str, Sequence[int]]
+    """Full shapes of the weights."""
+    states: States
+    """Names of the weights that have each kind of other tensors."""
+
+
 def save(
     directory: Path,
     blocks: Iterable[Block],
+    contents: Contents,
+    ranks: RankGroups,
     *,
-    rank: int,
-    num_optimizer_steps: int,
-    barrier: Callable[[], None],
-    has_moments: bool,
-    shapes: Mapping[str, Sequence[int]],
     buffers: HostBuffers,
     in_background: bool,
-    states: States,
 ) -> PendingSave:
     """Copy this rank's blocks to host memory and write them to files; every rank calls.
 
-    `shapes` are the full shapes of the weights, and `states` names the other tensors.
-    Together the ranks pass each element
-    of all of them exactly once. Blocks are stored as float32. An earlier checkpoint in `directory`
-    is removed.
+    Together the ranks pass each element of all tensors of `contents` exactly once. Blocks are
+    stored as float32. An earlier checkpoint in `directory` is removed.
 
     With `in_background` all blocks are copied to `buffers` and written by a thread while training
     continues. Otherwise they are kept in memory only until a file is full, and all files are
@@ -322,17 +329,17 @@ def save(
 
     Raises WriteError if a file cannot be written, ValueError for a wrong block.
     """
-    if rank == 0:
+    if ranks.rank == 0:
         _clear(directory)
-    barrier()
+    ranks.barrier()
     with reporting_write_errors(directory):
         # On a file system that nodes do not share, only a node's own ranks create its directory.
         directory.mkdir(parents=True, exist_ok=True)
-    expected = full_shapes(shapes, states)
+    expected = full_shapes(contents.shapes, contents.states)
     checked = (_check_block(block, expected) for block in blocks)
     staged: list[StagedFile] = []
     written: dict[str, FileRecord] = {}
-    for file in _stage(directory, rank, checked, buffers):
+    for file in _stage(directory, ranks.rank, checked, buffers):
         if in_background:
             staged.append(file)
             continue
@@ -345,12 +352,10 @@ def save(
 
     def complete(written: dict[str, FileRecord]) -> None:
         # The manifest marks the checkpoint as complete, so it follows every rank's files.
-        barrier()
-        if rank == 0:
-            written[MANIFEST] = _write_manifest(
-                directory, expected, num_optimizer_steps, has_moments, shapes, states
-            )
-        barrier()
+        ranks.barrier()
+        if ranks.rank == 0:
+            written[MANIFEST] = _write_manifest(directory, expected, contents)
+        ranks.barrier()
 
     return PendingSave(writer, written, complete)
 
@@ -423,12 +428,7 @@ def _note_progress(name: str, num_bytes: int) -> None:
 
 
 def _write_manifest(
-    directory: Path,
-    expected: Mapping[str, tuple[int, ...]],
-    num_optimizer_steps: int,
-    has_moments: bool,
-    shapes: Mapping[str, Sequence[int]],
-    states: States,
+    directory: Path, expected: Mapping[str, tuple[int, ...]], contents: Contents
 ) -> FileRecord:
     """Check that the ranks' blocks partition every tensor, then write the manifest."""
     files = {path.name: path.stat().st_size for path in sorted(directory.glob(_FILES))}
@@ -438,10 +438,10 @@ def _write_manifest(
         check_partition(directory, name, shape, regions)
     manifest = {
         "format": FORMAT,
-        "num_optimizer_steps": num_optimizer_steps,
-        "has_moments": has_moments,
-        "shapes": {name: list(shape) for name, shape in shapes.items()},
-        "states": {kind: list(names) for kind, names in states.items()},
+        "num_optimizer_steps": contents.num_optimizer_steps,
+        "has_moments": contents.has_moments,
+        "shapes": {name: list(shape) for name, shape in contents.shapes.items()},
+        "states": {kind: list(names) for kind, names in contents.states.items()},
         "files": files,
     }
     record = write_json(directory / MANIFEST, manifest)

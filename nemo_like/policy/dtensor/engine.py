@@ -15,7 +15,6 @@ from nemo_like.config.schema import OutputHead, PolicyConfig
 from nemo_like.metrics import Metrics
 from nemo_like.models.adapters import is_adapter
 from nemo_like.models.output_head import open_config
-from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint.sharded import Block
 from nemo_like.policy.checkpoint.sharded_reader import EMA, WEIGHT, CheckpointReader, States
 from nemo_like.policy.dtensor.lora import (
@@ -38,7 +37,7 @@ from nemo_like.policy.dtensor.parameters import ShardedParameter, gather_paramet
 from nemo_like.policy.engine import Engine, ResultT, StepFunction
 from nemo_like.policy.inputs.model_inputs import ModelInputs
 from nemo_like.policy.lora import stored_head
-from nemo_like.sampling_filter import SamplingFilter
+from nemo_like.policy.outputs import PLAIN, TokenDistribution
 
 
 class DTensorEngine(Engine[ShardedOptimizer]):
@@ -50,31 +49,24 @@ class DTensorEngine(Engine[ShardedOptimizer]):
     def __init__(
         self,
         config: PolicyConfig,
-        device: torch.device,
-        parallel_layout: ParallelLayout,
-        rank: int,
+        groups: Groups,
         *,
         trainable: bool,
-        groups: Groups | None = None,
         seed: int = 0,
         head: OutputHead = "vocabulary",
     ) -> None:
         """Load the model; every rank calls.
 
-        `groups` come from another engine of the same layout, so that both use the same
-        communicators. `seed` determines the initial adapters and the initial score head.
+        All engines of a process share `groups`, so that they use the same communicators. `seed`
+        determines the initial adapters and the initial score head.
         """
-        if groups is None:
-            groups = Groups.join(
-                parallel_layout, rank, device, mixed_precision=config.precision != "float32"
-            )
-        super().__init__(config, device, parallel_layout, rank, groups, trainable=trainable)
+        super().__init__(config, groups)
         self.groups = groups
         model_config, initial_weights = open_config(
             config.model_name, head, trainable=trainable, seed=seed
         )
         self.model, specs, self._adapter_state = build_model(
-            config, model_config, parallel_layout, groups, device, trainable=trainable
+            config, model_config, groups, trainable=trainable
         )
         # A tied weight appears once, under the name of the input embedding.
         self.parameters = [
@@ -100,12 +92,11 @@ class DTensorEngine(Engine[ShardedOptimizer]):
         load_weights(config.model_name, self.model.causal_lm, self._weights, initial_weights)
         self.fsdp_modules = fsdp_modules(self.model)
         exclude_fsdp_communication(self.fsdp_modules, self.clock)
-        self._keeps_unsharded = parallel_layout.keeps_unsharded("dtensor", self.spec.num_params)
+        self._keeps_unsharded = groups.layout.keeps_unsharded("dtensor", self.spec.num_params)
         if trainable:
             self._optimizer = ShardedOptimizer(
                 self.trained,
                 groups,
-                device,
                 config.optimizer,
                 hidden_matrices(decoder_layers(self.model.causal_lm)),
             )
@@ -120,11 +111,9 @@ class DTensorEngine(Engine[ShardedOptimizer]):
         self,
         microbatches: Iterable[ModelInputs],
         step_fn: StepFunction[ResultT],
+        distribution: TokenDistribution = PLAIN,
         *,
         backward: bool,
-        temperature: float = 1.0,
-        with_entropy: bool = False,
-        token_filter: SamplingFilter | None = None,
     ) -> list[ResultT]:
         """See `Engine.run`."""
         results = []
@@ -134,7 +123,7 @@ class DTensorEngine(Engine[ShardedOptimizer]):
             for inputs, is_last in _mark_last(microbatches):
                 if backward:
                     self._set_gradient_sync(is_last)
-                outputs = self.model(inputs, temperature, with_entropy, token_filter)
+                outputs = self.model(inputs, distribution)
                 loss, result = step_fn(inputs, outputs)
                 if backward:
                     assert loss is not None, "a step function gives a loss when run with backward"

@@ -49,6 +49,9 @@ from nemo_like.policy.lora import (
 
 _ReduceOutput = Callable[[Tensor], Tensor]
 
+_CODES = "weight_codes"
+_SCALES = "weight_scales"
+
 
 class SpecPair(NamedTuple):
     """Tensor-parallel specs of one adapter."""
@@ -191,10 +194,6 @@ def _adapted_linear(
         return out
     out = reduce_output(out)
     return out if bias is None else out + bias
-
-
-_CODES = "weight_codes"
-_SCALES = "weight_scales"
 
 
 def quantize_layers(

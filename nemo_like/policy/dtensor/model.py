@@ -6,6 +6,7 @@ memory, and no rank waits for another.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,15 +39,24 @@ from nemo_like.policy.dtensor.parallel import Groups, ShardSpec, Specs
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
 from nemo_like.policy.dtensor.row_rope import RowRope
 from nemo_like.policy.dtensor.tensor_plan import check_sizes, parallelize
-from nemo_like.policy.heads.logit_chunks import VocabShard, capped
+from nemo_like.policy.heads.logit_chunks import capped
 from nemo_like.policy.heads.logprobs import label_logprobs
 from nemo_like.policy.heads.row_outputs import ScoreHead, SequenceShare
 from nemo_like.policy.inputs import attention
-from nemo_like.policy.inputs.attention import varlen_kernel
-from nemo_like.policy.inputs.model_inputs import ModelInputs, TokenLogprobs
+from nemo_like.policy.inputs.model_inputs import ModelInputs
 from nemo_like.policy.inputs.stateful_layers import reset_states_between_rows
+from nemo_like.policy.inputs.varlen_kernels import varlen_kernel
 from nemo_like.policy.lora import AdapterState
-from nemo_like.sampling_filter import SamplingFilter
+from nemo_like.policy.outputs import (
+    LogitOptions,
+    OutputEmbedding,
+    TokenDistribution,
+    TokenLogprobs,
+    VocabShard,
+)
+
+_CHECKED_LOGIT_STD = 30.0
+"""Large enough that a soft cap, such as 30, changes the logits of `check_head`."""
 
 
 class VocabularyHead:
@@ -57,37 +67,27 @@ class VocabularyHead:
     ) -> None:
         self._causal_lm = causal_lm
         self._tensor = groups.tensor
-        self._chunk_size = chunk_size
-        self._compile = compile
-        self._spec = ModelSpec.from_config(causal_lm.config)
+        spec = ModelSpec.from_config(causal_lm.config)
+        self._options = LogitOptions(
+            chunk_size=chunk_size,
+            scale=spec.logit_scale,
+            softcap=spec.logit_softcap,
+            is_compiled=compile,
+        )
 
     def __call__(
-        self,
-        hidden: Tensor,
-        inputs: ModelInputs,
-        temperature: float,
-        with_entropy: bool,
-        token_filter: SamplingFilter | None,
+        self, hidden: Tensor, inputs: ModelInputs, distribution: TokenDistribution
     ) -> TokenLogprobs:
         """See `label_logprobs`; `hidden` is [B, S, D], with sequence parallelism [1, T / tp, D]."""
         if self._tensor is not None and self._tensor.sequence:
             hidden = self._tensor.gather_input(hidden)
         # Looked up in each call: FSDP replaces the parameters of its modules.
         head = output_head(self._causal_lm)
-        return label_logprobs(
-            hidden.flatten(0, 1),
-            head.weight,
-            inputs,
-            temperature=temperature,
-            chunk_size=self._chunk_size,
-            with_entropy=with_entropy,
-            token_filter=token_filter,
-            bias=head.bias,
-            vocab=self._vocab_shard(head),
-            scale=self._spec.logit_scale,
-            softcap=self._spec.logit_softcap,
-            compile=self._compile,
+        options = dataclasses.replace(self._options, vocab=self._vocab_shard(head))
+        embedding = OutputEmbedding(
+            hidden=hidden.flatten(0, 1), weight=head.weight, bias=head.bias, options=options
         )
+        return label_logprobs(embedding, inputs, distribution)
 
     def _vocab_shard(self, head: nn.Linear) -> VocabShard | None:
         tensor = self._tensor
@@ -113,10 +113,6 @@ def output_head(causal_lm: PreTrainedModel) -> nn.Linear:
             f"{type(causal_lm).__name__} has no linear output embedding but {type(head).__name__}"
         )
     return head
-
-
-_CHECKED_LOGIT_STD = 30.0
-"""Large enough that a soft cap, such as 30, changes the logits of `check_head`."""
 
 
 @torch.no_grad()
@@ -297,13 +293,7 @@ class LogprobModel(nn.Module):
         self._replay = RouterReplay(causal_lm)
         self._rope = RowRope(causal_lm, ModelSpec.from_config(causal_lm.config).rope_threshold)
 
-    def forward(
-        self,
-        inputs: ModelInputs,
-        temperature: float,
-        with_entropy: bool,
-        token_filter: SamplingFilter | None,
-    ) -> TokenLogprobs:
+    def forward(self, inputs: ModelInputs, distribution: TokenDistribution) -> TokenLogprobs:
         """See `TokenLogprobs`; logits are computed only where `inputs.label_mask` is True."""
         tensor = self.groups.tensor
         experts = inputs.routed_experts
@@ -326,7 +316,7 @@ class LogprobModel(nn.Module):
         output = backbone(self.causal_lm)(
             input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, **options
         )
-        return self._head(output.last_hidden_state, inputs, temperature, with_entropy, token_filter)
+        return self._head(output.last_hidden_state, inputs, distribution)
 
 
 def backbone(causal_lm: PreTrainedModel) -> Callable[..., Any]:
@@ -351,21 +341,16 @@ def decoder_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
 
 
 def build_model(
-    config: PolicyConfig,
-    model_config: PretrainedConfig,
-    parallel_layout: ParallelLayout,
-    groups: Groups,
-    device: torch.device,
-    *,
-    trainable: bool,
+    config: PolicyConfig, model_config: PretrainedConfig, groups: Groups, *, trainable: bool
 ) -> tuple[LogprobModel, dict[str, ShardSpec], AdapterState | None]:
-    """Build the model of `model_config` with float32 weights on `device`, sharded over `groups`.
+    """Build the model of `model_config` with float32 weights, sharded over `groups`.
 
     Returns the model, the tensor-parallel spec of each parameter by Hugging Face name, and the
     state of the adapters of a trainable model. Nothing is initialized: `load_weights` reads the
     weights, `lora.initialize` sets the adapters.
     Raises ConfigError for a model whose log-probs are not the softmax of its output embedding.
     """
+    device = groups.device
     attention.register()
     causal_lm = _meta_model(config, model_config)
     spec = ModelSpec.from_config(model_config)
@@ -382,7 +367,7 @@ def build_model(
     # A teacher in the layout of a policy with experts may be dense.
     expert = None if spec.moe is None else groups.expert
     if expert is not None:
-        check_sizes(parallel_layout, causal_lm, config.model_name)
+        check_sizes(groups.layout, causal_lm, config.model_name)
     if groups.tensor is not None:
         specs = parallelize(groups.tensor, causal_lm, config.model_name, expert)
     else:
@@ -424,7 +409,7 @@ def build_model(
             varlen_kernel()
         compile_layers(decoder_layers(model.causal_lm))
     if groups.fsdp_mesh is not None:
-        reshard = not keep_unsharded(model, parallel_layout)
+        reshard = not keep_unsharded(model, groups.layout)
         _shard(model, groups, config.precision, reshard_after_forward=reshard)
     allocate(model, device)
     return model, specs, state

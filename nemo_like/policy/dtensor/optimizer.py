@@ -15,11 +15,24 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import OptimizerConfig
 from nemo_like.integer_math import ceil_div
 from nemo_like.policy.checkpoint.sharded_reader import MOMENTS, States
-from nemo_like.policy.collectives import gather_rows, sum_floats
+from nemo_like.policy.collectives import gather_rows
 from nemo_like.policy.dtensor.experts import expert_modules
 from nemo_like.policy.dtensor.parallel import Groups
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
 from nemo_like.policy.optim import adamw_options, build_optimizer
+
+_SMALLEST_SCALE = 1e-12
+"""As in torchao, so that a block of zeros has a scale."""
+
+DECAY = 0.95
+"""Decay of Muon's Nesterov momentum."""
+
+LR_ADJUST = "match_rms_adamw"
+"""Factor 0.2 sqrt(max(m, n)) of the learning rate of a matrix [m, n] (Moonlight, arXiv
+2502.16982)."""
+
+MOMENTUM = "momentum_buffer"
+"""State of Muon of one parameter."""
 
 
 class ShardedOptimizer:
@@ -29,7 +42,6 @@ class ShardedOptimizer:
         self,
         parameters: Sequence[ShardedParameter],
         groups: Groups,
-        device: torch.device,
         config: OptimizerConfig,
         hidden: Collection[nn.Parameter],
     ) -> None:
@@ -52,7 +64,6 @@ class ShardedOptimizer:
         self._hidden = hidden if self._muon is not None else ()
         self._parameters = parameters
         self._groups = groups
-        self._device = device
         self.has_moments = False
         """True after the first step."""
 
@@ -80,7 +91,7 @@ class ShardedOptimizer:
         norm = math.nan
         if is_loss_finite:
             norm = float(torch.nn.utils.get_total_norm(gradients, foreach=True))
-        (square,) = sum_floats([norm**2], self._groups.world, self._device)
+        (square,) = self._groups.sum_over_world([norm**2])
         return math.sqrt(square)
 
     def scale_gradients(self, factor: float) -> None:
@@ -184,10 +195,6 @@ class ShardedOptimizer:
         for sharded in self._parameters:
             if sharded.parameter.grad is not None:
                 yield sharded, local_shard(sharded.parameter.grad)
-
-
-_SMALLEST_SCALE = 1e-12
-"""As in torchao, so that a block of zeros has a scale."""
 
 
 class ShardedAdamW8bit:
@@ -311,15 +318,6 @@ def _quantize(moment: Any, values: Tensor) -> None:
         codes[chosen] = found[chosen]
         moment.scale[chosen] = scale[chosen]
         exact |= chosen
-
-
-DECAY = 0.95
-"""Decay of Muon's Nesterov momentum."""
-LR_ADJUST = "match_rms_adamw"
-"""Factor 0.2 sqrt(max(m, n)) of the learning rate of a matrix [m, n] (Moonlight, arXiv
-2502.16982)."""
-MOMENTUM = "momentum_buffer"
-"""State of Muon of one parameter."""
 
 
 def hidden_matrices(layers: Sequence[nn.Module]) -> set[nn.Parameter]:

@@ -26,6 +26,7 @@ from nemo_like.policy.collectives import (
     split_columns,
     sum_over,
 )
+from nemo_like.policy.rank_groups import RankGroups
 
 
 class ShardSpec(NamedTuple):
@@ -132,15 +133,10 @@ class ExpertParallel:
     size: int
 
 
-@dataclass(frozen=True)
-class Groups:
-    """Process groups of this rank; None where this rank would be the only member."""
+@dataclass(frozen=True, kw_only=True)
+class Groups(RankGroups):
+    """Process groups of this rank, and the meshes of FSDP."""
 
-    world: dist.ProcessGroup | None = None
-    dp: dist.ProcessGroup | None = None
-    cp: dist.ProcessGroup | None = None
-    """Ranks with the other chunks of the same rows."""
-    dp_cp: dist.ProcessGroup | None = None
     tensor: TensorParallel | None = None
     fsdp_mesh: DeviceMesh | None = None
     """The ranks of `dp_cp`, over which weights, gradients and optimizer state are sharded; with
@@ -174,7 +170,7 @@ class Groups:
             raise LayoutError(problems)
         if parallel_layout.world_size == 1 and not mixed_precision:
             # No process group exists then, and none is needed.
-            return cls()
+            return cls(layout=parallel_layout, rank=rank, device=device)
         mesh = build_device_mesh(parallel_layout, device.type)
         # Dp and cp ranks with the same tp rank have equal weights: FSDP shards over both axes.
         if parallel_layout.dp > 1 and parallel_layout.cp > 1:
@@ -206,6 +202,9 @@ class Groups:
             expert_mesh = experts["replica", "shard"] if has_copies else experts["shard"]
         share_timeout()
         return cls(
+            layout=parallel_layout,
+            rank=rank,
+            device=device,
             world=dist.group.WORLD if parallel_layout.world_size > 1 else None,
             dp=mesh.get_group("dp") if parallel_layout.dp > 1 else None,
             cp=mesh.get_group("cp") if parallel_layout.cp > 1 else None,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from nemo_like.config.schema import OutputHead, PolicyConfig
+from nemo_like.config.schema import PolicyConfig
 from nemo_like.distributed.process_groups import init_process_group, is_joined
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.dtensor.model import not_callable
 from nemo_like.policy.dtensor.parallel import Groups
-from nemo_like.policy.engine_worker import BuildEngine, EngineWorker
+from nemo_like.policy.engine_worker import BuildEngine, EngineWorker, PolicyStart
 from nemo_like.policy.isolation import IsolationReport
 
 
@@ -20,29 +20,17 @@ class DTensorPolicyWorker(EngineWorker):
 
     @staticmethod
     def engine_builder(
-        context: WorkerContext,
-        config: PolicyConfig,
-        parallel_layout: ParallelLayout,
-        seed: int,
-        head: OutputHead,
+        context: WorkerContext, config: PolicyConfig, layout: ParallelLayout, start: PolicyStart
     ) -> BuildEngine:
         """See `EngineWorker.engine_builder`."""
         device = _init_device(context, config)
-        rank = context.rank
-        groups = Groups.join(
-            parallel_layout, rank, device, mixed_precision=config.precision != "float32"
-        )
+        # FSDP implements mixed precision, also for one rank.
+        mixed_precision = config.precision != "float32"
+        groups = Groups.join(layout, context.rank, device, mixed_precision=mixed_precision)
 
         def build(config: PolicyConfig, trainable: bool) -> DTensorEngine:
             return DTensorEngine(
-                config,
-                device,
-                parallel_layout,
-                rank,
-                trainable=trainable,
-                groups=groups,
-                seed=seed,
-                head=head,
+                config, groups, trainable=trainable, seed=start.seed, head=start.head
             )
 
         return build

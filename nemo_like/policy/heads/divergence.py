@@ -1,7 +1,7 @@
 """Divergence of a student from a teacher per token, from hidden states, in chunks of tokens.
 
 A target is the teacher's complete distribution, from its last hidden states, or its k most probable
-tokens. `divergence` combines the chunks.
+tokens.
 
 As in `logprobs`, the logits of all T tokens never exist together: forward and backward each
 materialise the logits of `chunk_size` tokens, the student's and the teacher's, and the backward
@@ -28,11 +28,10 @@ from nemo_like.policy.collectives import gather_rows
 from nemo_like.policy.heads.logit_chunks import (
     LOWEST,
     ChunkLabels,
-    VocabShard,
     projection_gradients,
     scaled_logits,
-    token_chunks,
 )
+from nemo_like.policy.outputs import LogitOptions, OutputEmbedding, VocabShard
 
 Combine = Callable[[Tensor], Tensor]
 """Combines the values [m, chunk] of the ranks that share the vocabulary."""
@@ -46,7 +45,7 @@ class ChunkKept(NamedTuple):
     scaled_logsumexp: Tensor
     """Of the student's logits, or of those that the teacher has as well, at the temperature."""
     slope_sum: Tensor
-    """The sum of s of `losses.divergence`."""
+    """The sum of s of `losses.likelihood`."""
     target_logsumexp: Tensor
     """Of the teacher's logits at its temperature; with top-k of the student's logits outside."""
     rest_slope: Tensor | None = None
@@ -319,75 +318,60 @@ class DivergenceOutputs(NamedTuple):
 
 
 def token_divergence(
-    hidden: Tensor,
-    weight: Tensor,
+    embedding: OutputEmbedding,
     labels: Tensor,
     target: VocabularyTarget | TopKTarget,
     divergence: Divergence,
-    *,
-    chunk_size: int = 1024,
-    bias: Tensor | None = None,
-    vocab: VocabShard | None = None,
 ) -> DivergenceOutputs:
     """Return the divergence of the student from the teacher for each token.
 
-    `hidden` [T, D] are the student's last hidden states, `weight` [V, D] and `bias` [V] its output
-    embedding, `labels` int64 [T]. With `vocab`, these are this rank's rows; see `token_logprobs`.
-    The rows of a `VocabularyTarget` are the first of the student's rows on each rank: vocabulary
-    entries beyond the common ones are left out of both distributions.
+    `embedding` has the student's last hidden states of T tokens and its output embedding, `labels`
+    are int64 [T]; see `token_logprobs`. The rows of a `VocabularyTarget` are the first of the
+    student's rows on each rank: vocabulary entries beyond the common ones are left out of both
+    distributions.
     """
+    call = _Call(target=target, divergence=divergence, options=embedding.options)
     return DivergenceOutputs(
-        *_ChunkedDivergence.apply(
-            hidden,
-            weight,
-            bias,
-            labels,
-            _Call(target=target, divergence=divergence, chunk_size=chunk_size, vocab=vocab),
-        )
+        *_ChunkedDivergence.apply(embedding.hidden, embedding.weight, embedding.bias, labels, call)
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """Arguments of `token_divergence` without a gradient."""
+    """Arguments of `token_divergence` without the tensors that autograd saves."""
 
     target: VocabularyTarget | TopKTarget
     divergence: Divergence
-    chunk_size: int
-    vocab: VocabShard | None
-
-    def chunks(self, num_tokens: int) -> list[slice]:
-        """Return consecutive slices of at most `chunk_size` tokens."""
-        return list(token_chunks(num_tokens, self.chunk_size))
+    options: LogitOptions
 
     def logsumexp(self, parts: Tensor) -> Tensor:
         """Combine the ranks' log-sum-exps [m, chunk] over their vocabulary rows."""
-        if self.vocab is None:
+        vocab = self.options.vocab
+        if vocab is None:
             return parts
-        gathered = gather_rows(self.vocab.group, parts[None])
+        gathered = gather_rows(vocab.group, parts[None])
         return gathered.logsumexp(dim=0)
 
     def sum(self, parts: Tensor) -> Tensor:
         """All-reduce the ranks' sums [m, chunk] over their vocabulary rows, in place."""
-        if self.vocab is not None:
-            dist.all_reduce(parts, group=self.vocab.group)
+        if self.options.vocab is not None:
+            dist.all_reduce(parts, group=self.options.vocab.group)
         return parts
 
 
 class _ChunkedDivergence(torch.autograd.Function):
-    """Divergence and log-prob of the label; see `losses.divergence` for the gradients."""
+    """Divergence and log-prob of the label; see `losses.likelihood` for the gradients."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: _Call
     ) -> tuple[Tensor, ...]:
         """Return the tensors of `DivergenceOutputs`, float32 [T] each."""
-        if call.vocab is not None:
-            labels = labels - call.vocab.start
-        num_tokens = len(hidden)
-        outputs = torch.empty((5, num_tokens), dtype=torch.float32, device=hidden.device)
+        embedding = OutputEmbedding(hidden=hidden, weight=weight, bias=bias, options=call.options)
+        labels = labels - embedding.vocab_start
+        outputs = torch.empty((5, len(hidden)), dtype=torch.float32, device=hidden.device)
         results: list[ChunkResult] = []
-        for part in call.chunks(num_tokens):
+        for part in embedding.chunks():
             result = call.target.reduce(
                 part,
                 scaled_logits(hidden[part], weight, bias, 1.0),
@@ -418,6 +402,7 @@ class _ChunkedDivergence(torch.autograd.Function):
         """Return the gradients of `hidden` [T, D], `weight` [V, D] and `bias` [V]."""
         hidden, weight, bias, labels = ctx.saved_tensors
         call: _Call = ctx.call
+        embedding = OutputEmbedding(hidden=hidden, weight=weight, bias=bias, options=call.options)
 
         def gradient_of(index: int, part: slice) -> Tensor:
             """Return the gradient of the logits of a chunk, float32 [chunk, V]."""
@@ -432,43 +417,27 @@ class _ChunkedDivergence(torch.autograd.Function):
                 label_gradient(gradient, logits, kept, labels[part], grad_logprobs[part])
             return gradient
 
-        gradients = projection_gradients(
-            hidden,
-            weight,
-            bias,
-            ctx.needs_input_grad[:3],
-            call.chunks(len(hidden)),
-            gradient_of,
-            call.vocab,
-        )
+        gradients = projection_gradients(embedding, ctx.needs_input_grad[:3], gradient_of)
         return *gradients, None, None
 
 
 @torch.no_grad()
 def top_k_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    *,
-    k: int,
-    temperature: float,
-    chunk_size: int,
-    bias: Tensor | None = None,
-    vocab: VocabShard | None = None,
+    embedding: OutputEmbedding, *, k: int, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Return the token ids int64 [T, k] and the log-probs float32 [T, k + 1].
 
-    The last log-prob is the probability of all other tokens together. `hidden` is [T, D], `weight`
-    [V, D] and `bias` [V] are this rank's rows of the output embedding; the distribution is
-    softmax(logits / temperature). The results are equal on all ranks of `vocab`. k is at most the
-    vocabulary size.
+    The last log-prob is the probability of all other tokens together. The distribution is
+    softmax(logits / temperature) of the T hidden states of `embedding`. The results are equal on
+    all ranks that share the vocabulary. k is at most the vocabulary size.
     """
-    num_tokens = len(hidden)
-    ids = torch.empty((num_tokens, k), dtype=torch.int64, device=hidden.device)
-    logprobs = torch.empty((num_tokens, k + 1), dtype=torch.float32, device=hidden.device)
-    start = 0 if vocab is None else vocab.start
-    for first in range(0, num_tokens, chunk_size):
-        part = slice(first, first + chunk_size)
-        logits = scaled_logits(hidden[part], weight, bias, temperature)
+    hidden = embedding.hidden
+    vocab = embedding.options.vocab
+    ids = torch.empty((len(hidden), k), dtype=torch.int64, device=hidden.device)
+    logprobs = torch.empty((len(hidden), k + 1), dtype=torch.float32, device=hidden.device)
+    start = embedding.vocab_start
+    for part in embedding.chunks():
+        logits = scaled_logits(hidden[part], embedding.weight, embedding.bias, temperature)
         values, ids[part] = _largest(logits, k, start, vocab)
         is_kept = marked_columns(ids[part] - start, logits.shape[1])
         rest = logits.masked_fill(is_kept, float("-inf"))

@@ -1,26 +1,23 @@
 """Logits of one chunk of tokens: the product with the output embedding, its reduction per token,
 and its gradient.
 
-`logprobs` combines the chunks. The reduction and the gradient are elementwise passes over
-[chunk, V], limited by memory bandwidth. Eager code overwrites the logits in these passes.
-Compiled code (`policy.compile`) fuses them and allocates its results.
-
-The product of hidden states and output embedding in chunks of tokens: shards and gradients.
-
-`logprobs` and `divergence` compute the logits of one chunk at a time from it, in the forward and
-again in the backward.
+`logprobs` and `divergence` combine the chunks; each computes the logits of a chunk in the forward
+and again in the backward. The reduction and the gradient are elementwise passes over [chunk, V],
+limited by memory bandwidth. Eager code overwrites the logits in these passes. Compiled code
+(`policy.compile`) fuses them and allocates its results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from nemo_like.policy.outputs import OutputEmbedding
 
 LOWEST = torch.finfo(torch.float32).min / 4
 """Replaces -inf where a difference is taken: its exp is 0 too, and -inf - -inf would be NaN."""
@@ -96,6 +93,17 @@ class KeptGradient(NamedTuple):
     log_inverse_mass: Tensor
 
 
+class UpstreamGradients(NamedTuple):
+    """What the gradient of the logits of a chunk needs besides the logits."""
+
+    logsumexp: Tensor
+    """float32 [chunk]."""
+    logprobs: Tensor | None
+    """float32 [chunk]: gradient of the log-probs."""
+    entropy: EntropyGradient | None
+    kept: KeptGradient | None
+
+
 def capped(logits: Tensor, softcap: float) -> Tensor:
     """Overwrite `logits` x [chunk, V] with softcap * tanh(x / softcap) and return them."""
     return logits.div_(softcap).tanh_().mul_(softcap)
@@ -164,18 +172,16 @@ def reduce_logits(
 def logits_gradient(
     logits: Tensor,
     labels: ChunkLabels,
-    logsumexp: Tensor,
-    grad_logprobs: Tensor | None,
-    entropy: EntropyGradient | None,
-    kept: KeptGradient | None,
+    upstream: UpstreamGradients,
     *,
     dtype: torch.dtype,
     in_place: bool,
 ) -> Tensor:
     """Return the gradient of `logits` [chunk, V], in `dtype`; `in_place` overwrites the logits.
 
-    `logsumexp` and `grad_logprobs` are float32 [chunk]. See `logprobs` for the formulas.
+    See `logprobs` for the formulas.
     """
+    logsumexp, grad_logprobs, entropy, kept = upstream
     # Before the logits are overwritten.
     is_removed = None if kept is None else labels.removed(logits, kept.thresholds)
     buffer = logits if in_place else None
@@ -280,28 +286,6 @@ def _product_as(values: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(values, factors, out=torch.empty_like(values, dtype=dtype))
 
 
-@dataclass(frozen=True)
-class VocabShard:
-    """Rows of the output embedding on this rank; each row is on one rank of `group`.
-
-    Shards may differ in size and may be empty.
-    """
-
-    group: dist.ProcessGroup
-    start: int
-    """First vocabulary row of this rank."""
-    partial_hidden_grad: bool = False
-    """Do not all-reduce the gradient of the hidden states, because the caller does: the backward of
-    sequence parallelism reduce-scatters it.
-    """
-
-
-def token_chunks(num_tokens: int, chunk_size: int) -> Iterator[slice]:
-    """Yield consecutive slices of at most `chunk_size` tokens."""
-    for start in range(0, num_tokens, chunk_size):
-        yield slice(start, start + chunk_size)
-
-
 class ProjectionGradients(NamedTuple):
     """Gradients of `hidden` [T, D], `weight` [V, D] and `bias` [V]; None where not needed."""
 
@@ -311,19 +295,18 @@ class ProjectionGradients(NamedTuple):
 
 
 def projection_gradients(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    embedding: OutputEmbedding,
     needs: Sequence[bool],
-    chunks: Sequence[slice],
     logits_gradient: Callable[[int, slice], Tensor],
-    vocab: VocabShard | None,
 ) -> ProjectionGradients:
     """Return the gradients of the inputs of the product that `needs` names, in this order.
 
     `logits_gradient(index, part)` returns the gradient of the logits [chunk, V] of the tokens
-    `chunks[index]`, in float32 or in the dtype of `hidden`.
+    `embedding.chunks()[index]`, in float32 or in the dtype of the hidden states.
     """
+    hidden, weight, bias = embedding.hidden, embedding.weight, embedding.bias
+    vocab = embedding.options.vocab
+    chunks = embedding.chunks()
     needs_hidden, needs_weight, needs_bias = needs
     grad_hidden = torch.empty_like(hidden) if needs_hidden else None
     grad_bias = None

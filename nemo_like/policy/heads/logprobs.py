@@ -12,6 +12,7 @@ hidden states' gradient once. No tensor of vocabulary size is communicated.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ from nemo_like.policy.heads.logit_chunks import (
     ChunkLabels,
     EntropyGradient,
     KeptGradient,
-    VocabShard,
+    UpstreamGradients,
     capped,
     capped_gradient,
     compiled,
@@ -34,68 +35,44 @@ from nemo_like.policy.heads.logit_chunks import (
     projection_gradients,
     reduce_logits,
     scaled_logits,
-    token_chunks,
 )
-from nemo_like.policy.inputs.model_inputs import ModelInputs, OutputEmbedding, TokenLogprobs
+from nemo_like.policy.inputs.model_inputs import ModelInputs
+from nemo_like.policy.outputs import (
+    PLAIN,
+    LogitOptions,
+    OutputEmbedding,
+    TokenDistribution,
+    TokenLogprobs,
+    VocabShard,
+)
 from nemo_like.sampling_filter import SamplingFilter
 
 
 def token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float = 1.0,
-    chunk_size: int = 1024,
-    with_entropy: bool = False,
-    bias: Tensor | None = None,
-    vocab: VocabShard | None = None,
-    token_filter: SamplingFilter | None = None,
-    softcap: float | None = None,
-    compile: bool = False,
+    embedding: OutputEmbedding, labels: Tensor, distribution: TokenDistribution = PLAIN
 ) -> TokenLogprobs:
-    """Return the log-prob of `labels` and, with `with_entropy`, the entropy; float32 [T] each.
+    """Return the log-prob of `labels` and, if `distribution` has it, the entropy; float32 [T] each.
 
-    `hidden` [T, D] are the last hidden states, `labels` int64 [T], `weight` [V, D] and `bias` [V]
-    the output embedding. The distribution is softmax(x) of x = (hidden @ weight.T + bias) /
-    temperature, or with `softcap` softmax(softcap * tanh(x / softcap)).
+    `labels` are int64 [T], one for each of the T hidden states of `embedding`. The distribution is
+    softmax(x) of x = (hidden @ weight.T + bias) * scale / temperature, or with a soft cap c
+    softmax(c / temperature * tanh((hidden @ weight.T + bias) * scale / c)).
     Both results have a gradient. Memory is of the order of chunk_size x V. `is_argmax` bool [T]
     compares two numbers per token that the log-prob needs anyway, and takes no pass of its own.
 
-    With `vocab`, `weight` and `bias` are this rank's rows; `hidden` and the global `labels` are the
-    same on all its ranks, and the results are bit-equal on them.
+    With a sharded vocabulary, `labels` are global; hidden states and labels are the same on all
+    ranks of the vocabulary, and the results are bit-equal on them.
 
-    With `token_filter`, `logprobs` refer to the filtered, renormalized distribution. The label
+    With a token filter, `logprobs` refer to the filtered, renormalized distribution. The label
     is always kept, so its log-prob is finite. The set of kept tokens is a constant for the
     gradient. `unfiltered_logprobs` and `entropy` refer to the unfiltered distribution. This
     needs two to three more float32 [chunk_size, V].
-
-    With `compile` the passes over the logits are compiled by torch.compile; the results are equal
-    up to rounding.
-
-    Raises ValueError for a temperature that is not above 0.
     """
-    if temperature <= 0:
-        raise ValueError(f"temperature is {temperature}; log-probs need one above 0")
-    if token_filter is not None and not token_filter.is_active:
-        token_filter = None
+    call = _Call(distribution, embedding.options)
     logprobs, entropy, kept_logprobs, is_argmax = _ChunkedLogprobs.apply(
-        hidden,
-        weight,
-        bias,
-        labels,
-        _Options(
-            temperature=temperature,
-            chunk_size=chunk_size,
-            with_entropy=with_entropy,
-            vocab=vocab,
-            token_filter=token_filter,
-            softcap=softcap,
-            is_compiled=compile,
-        ),
+        embedding.hidden, embedding.weight, embedding.bias, labels, call
     )
-    entropy = entropy if with_entropy else None
-    if token_filter is None:
+    entropy = entropy if distribution.with_entropy else None
+    if call.token_filter is None:
         return TokenLogprobs(logprobs, entropy, is_argmax=is_argmax)
     return TokenLogprobs(kept_logprobs, entropy, logprobs, is_argmax)
 
@@ -119,36 +96,45 @@ def scatter_logprobs(outputs: TokenLogprobs, positions: Tensor, size: int) -> To
 
 
 @dataclass(frozen=True)
-class _Options:
-    """Arguments of `token_logprobs` that are not tensors."""
+class _Call:
+    """Arguments of `token_logprobs` without the tensors, which autograd has to save itself."""
 
-    temperature: float
-    chunk_size: int
-    with_entropy: bool
-    vocab: VocabShard | None
-    token_filter: SamplingFilter | None
-    softcap: float | None
-    is_compiled: bool
+    distribution: TokenDistribution
+    options: LogitOptions
 
-    def chunks(self, num_tokens: int) -> list[slice]:
-        """Return consecutive slices of at most `chunk_size` tokens."""
-        return list(token_chunks(num_tokens, self.chunk_size))
+    @property
+    def token_filter(self) -> SamplingFilter | None:
+        """The filter; None if it keeps every token."""
+        token_filter = self.distribution.token_filter
+        return None if token_filter is None or not token_filter.is_active else token_filter
 
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return float32 logits [chunk, V] of `hidden` [chunk, D] that the caller may overwrite."""
-        logits = scaled_logits(hidden, weight, bias, self.temperature)
+    @property
+    def temperature(self) -> float:
+        """Divisor of the product of hidden states and weight."""
+        return self.distribution.temperature / self.options.scale
+
+    @property
+    def softcap(self) -> float | None:
+        """Soft cap of the logits after the division by the temperature."""
+        softcap = self.options.softcap
+        return None if softcap is None else softcap / self.distribution.temperature
+
+    def logits(self, embedding: OutputEmbedding, part: slice) -> Tensor:
+        """Return float32 logits [chunk, V] of a chunk that the caller may overwrite."""
+        hidden = embedding.hidden[part]
+        logits = scaled_logits(hidden, embedding.weight, embedding.bias, self.temperature)
         return logits if self.softcap is None else capped(logits, self.softcap)
 
     def labels(self, labels: Tensor, num_rows: int) -> ChunkLabels:
         """Return the labels of a chunk, int64 [chunk], as rows of this rank's `num_rows`."""
-        return ChunkLabels.of(labels, num_rows, is_sharded=self.vocab is not None)
+        return ChunkLabels.of(labels, num_rows, is_sharded=self.options.vocab is not None)
 
     def run(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Call a function of `logit_chunks`, compiled if so configured.
 
         The result is [sums, chunk] of `reduce_logits`, or [chunk, V] of `logits_gradient`.
         """
-        if self.is_compiled:
+        if self.options.is_compiled:
             return compiled(function)(*args, **kwargs, in_place=False)
         return function(*args, **kwargs, in_place=True)
 
@@ -165,44 +151,40 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        options: _Options,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: _Call
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return l, H and l_f, float32 [T] each, and bool [T]: True where z[label] is max z.
 
         H and l_f are empty if they are not computed.
         """
-        if options.vocab is not None:
-            labels = labels - options.vocab.start
-        is_filtered = options.token_filter is not None
-        num_tokens = hidden.shape[0]
-        num_sums = 3 + options.with_entropy + is_filtered
-        sums = torch.empty((num_sums, num_tokens), dtype=torch.float32, device=hidden.device)
+        embedding = OutputEmbedding(hidden=hidden, weight=weight, bias=bias, options=call.options)
+        vocab = call.options.vocab
+        with_entropy = call.distribution.with_entropy
+        labels = labels - embedding.vocab_start
+        is_filtered = call.token_filter is not None
+        num_sums = 3 + with_entropy + is_filtered
+        sums = torch.empty((num_sums, len(hidden)), dtype=torch.float32, device=hidden.device)
         thresholds = torch.empty_like(sums[0]) if is_filtered else None
-        for chunk in options.chunks(num_tokens):
-            logits = options.logits(hidden[chunk], weight, bias)
-            chunk_labels = options.labels(labels[chunk], len(weight))
+        for chunk in embedding.chunks():
+            logits = call.logits(embedding, chunk)
+            chunk_labels = call.labels(labels[chunk], len(weight))
             is_removed = None
-            if options.token_filter is not None and thresholds is not None:
-                group = None if options.vocab is None else options.vocab.group
-                thresholds[chunk] = options.token_filter.thresholds(logits, group)
+            if call.token_filter is not None and thresholds is not None:
+                group = None if vocab is None else vocab.group
+                thresholds[chunk] = call.token_filter.thresholds(logits, group)
                 is_removed = chunk_labels.removed(logits, thresholds[chunk])
-            sums[:, chunk] = options.run(
-                reduce_logits, logits, chunk_labels, is_removed, with_entropy=options.with_entropy
+            sums[:, chunk] = call.run(
+                reduce_logits, logits, chunk_labels, is_removed, with_entropy=with_entropy
             )
-        gathered = _gather(sums, options.vocab)
-        logprobs, logsumexp, entropy, is_argmax = _combine(gathered, options.with_entropy)
+        gathered = _gather(sums, vocab)
+        logprobs, logsumexp, entropy, is_argmax = _combine(gathered, with_entropy)
         kept_logprobs, log_inverse_mass = _combine_kept(
             gathered, logprobs, logsumexp, is_filtered=is_filtered
         )
         ctx.save_for_backward(
             hidden, weight, bias, labels, logsumexp, entropy, thresholds, log_inverse_mass
         )
-        ctx.options = options
+        ctx.call = call
         # Outputs without gradient then give None in the backward, and their terms are skipped.
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(is_argmax)
@@ -220,40 +202,33 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of `hidden` [T, D], `weight` [V, D] and `bias` [V]."""
         hidden, weight, bias, labels, *reduced = ctx.saved_tensors
-        options: _Options = ctx.options
-        if not options.with_entropy:
+        call: _Call = ctx.call
+        embedding = OutputEmbedding(hidden=hidden, weight=weight, bias=bias, options=call.options)
+        if not call.distribution.with_entropy:
             grad_entropy = None
         # Divided as vectors [T], so that the gradient of the logits needs no pass for it.
         of_chunk = _ChunkGradients(
-            _divided(grad_logprobs, options.temperature),
-            _divided(grad_entropy, options.temperature),
-            _divided(grad_kept, options.temperature),
+            _divided(grad_logprobs, call.temperature),
+            _divided(grad_entropy, call.temperature),
+            _divided(grad_kept, call.temperature),
             *reduced,
         )
 
         def gradient_of(_: int, part: slice) -> Tensor:
             """Return the gradient of the logits of a chunk, [chunk, V], as dtype of `hidden`."""
-            logits = options.logits(hidden[part], weight, bias)
+            logits = call.logits(embedding, part)
             # Before the logits are overwritten.
-            cap = None if options.softcap is None else capped_gradient(logits, options.softcap)
-            gradient = options.run(
+            cap = None if call.softcap is None else capped_gradient(logits, call.softcap)
+            gradient = call.run(
                 logits_gradient,
                 logits,
-                options.labels(labels[part], len(weight)),
-                *of_chunk.of(part),
+                call.labels(labels[part], len(weight)),
+                of_chunk.of(part),
                 dtype=hidden.dtype,
             )
             return gradient if cap is None else gradient * cap
 
-        gradients = projection_gradients(
-            hidden,
-            weight,
-            bias,
-            ctx.needs_input_grad[:3],
-            options.chunks(len(hidden)),
-            gradient_of,
-            options.vocab,
-        )
+        gradients = projection_gradients(embedding, ctx.needs_input_grad[:3], gradient_of)
         return *gradients, None, None
 
 
@@ -272,10 +247,8 @@ class _ChunkGradients:
     thresholds: Tensor | None
     log_inverse_mass: Tensor
 
-    def of(
-        self, part: slice
-    ) -> tuple[Tensor, Tensor | None, EntropyGradient | None, KeptGradient | None]:
-        """Return the tensors [chunk] in the order of the arguments of `logits_gradient`."""
+    def of(self, part: slice) -> UpstreamGradients:
+        """Return the tensors of a chunk."""
         entropy = None
         if self.grad_entropy is not None:
             entropy = EntropyGradient(self.grad_entropy[part], self.entropy[part])
@@ -285,7 +258,7 @@ class _ChunkGradients:
                 self.thresholds[part], self.grad_kept[part], self.log_inverse_mass[part]
             )
         grad_logprobs = None if self.grad_logprobs is None else self.grad_logprobs[part]
-        return self.logsumexp[part], grad_logprobs, entropy, kept
+        return UpstreamGradients(self.logsumexp[part], grad_logprobs, entropy, kept)
 
 
 def _divided(gradient: Tensor | None, divisor: float) -> Tensor | None:
@@ -349,53 +322,38 @@ def _combine_kept(
 
 
 def label_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    inputs: ModelInputs,
-    *,
-    temperature: float,
-    chunk_size: int,
-    with_entropy: bool,
-    token_filter: SamplingFilter | None,
-    bias: Tensor | None = None,
-    vocab: VocabShard | None = None,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    compile: bool = False,
+    embedding: OutputEmbedding, inputs: ModelInputs, distribution: TokenDistribution
 ) -> TokenLogprobs:
     """Log-prob of `inputs.labels`, float32 [T]; 0 where `inputs.label_mask` is False.
 
-    `hidden` [T, D] are the last hidden states of all T positions of this rank, `weight` [V, D] and
-    `bias` [V] this rank's rows of the output embedding. `scale` and `softcap` are those of
-    `ModelSpec`, before the temperature. See `token_logprobs` for the rest. A head of the microbatch
-    takes the place of all this; it raises ConfigError for a soft cap.
+    `embedding` has the last hidden states of all T positions of this rank. See `token_logprobs` for
+    the rest. A head of the microbatch takes the place of all this, with logits that are already
+    scaled; it raises ConfigError for a soft cap.
     """
     if inputs.head is not None:
-        if softcap is not None:
-            raise ConfigError(
-                "policy.model_name has soft-capped logits, which losses of complete distributions"
-                " (distillation) do not support; use a model without a soft cap"
-            )
-        if scale != 1.0:
-            hidden = hidden * scale
-            bias = None if bias is None else bias * scale
-        embedding = OutputEmbedding(
-            hidden=hidden, weight=weight, bias=bias, vocab=vocab, chunk_size=chunk_size
-        )
-        return inputs.head(embedding, inputs)
+        return inputs.head(_scaled(embedding), inputs)
     # Only positions with a label meet the vocabulary: in RL most of a row is prompt.
     positions = inputs.label_positions
-    outputs = token_logprobs(
-        hidden.index_select(0, inputs.hidden_positions),
-        weight,
-        inputs.labels.index_select(0, positions),
-        temperature=temperature / scale,
-        chunk_size=chunk_size,
-        with_entropy=with_entropy,
-        bias=bias,
-        vocab=vocab,
-        token_filter=token_filter,
-        softcap=None if softcap is None else softcap / temperature,
-        compile=compile,
-    )
+    hidden = embedding.hidden.index_select(0, inputs.hidden_positions)
+    labels = inputs.labels.index_select(0, positions)
+    outputs = token_logprobs(dataclasses.replace(embedding, hidden=hidden), labels, distribution)
     return scatter_logprobs(outputs, positions, len(inputs.labels))
+
+
+def _scaled(embedding: OutputEmbedding) -> OutputEmbedding:
+    """Return an embedding with the same logits and a scale of 1; ConfigError for a soft cap."""
+    options = embedding.options
+    if options.softcap is not None:
+        raise ConfigError(
+            "policy.model_name has soft-capped logits, which losses of complete distributions"
+            " (distillation) do not support; use a model without a soft cap"
+        )
+    # These heads run few passes per chunk, which compiled code would not make faster.
+    embedding = dataclasses.replace(
+        embedding, options=dataclasses.replace(options, scale=1.0, is_compiled=False)
+    )
+    if options.scale == 1.0:
+        return embedding
+    hidden = embedding.hidden * options.scale
+    bias = None if embedding.bias is None else embedding.bias * options.scale
+    return dataclasses.replace(embedding, hidden=hidden, bias=bias)

@@ -18,21 +18,12 @@ from nemo_like.distributed.batched_data_dict import SlicedDataDict
 from nemo_like.policy.collectives import sum_over
 from nemo_like.policy.engine import Engine, ResultT, StepFunction
 from nemo_like.policy.inputs.grid import cp_gather_positions, segment_lengths
-from nemo_like.policy.inputs.model_inputs import (
-    ModelInputs,
-    TokenLogprobs,
-    build_inputs,
-    unpack_tokens,
-)
-from nemo_like.sampling_filter import SamplingFilter
+from nemo_like.policy.inputs.model_inputs import ModelInputs, build_inputs, unpack_tokens
+from nemo_like.policy.outputs import PLAIN, TokenDistribution, TokenLogprobs
 
 
 def compute_row_logprobs(
-    engine: Engine,
-    microbatches: Iterable[ModelInputs],
-    *,
-    temperature: float = 1.0,
-    token_filter: SamplingFilter | None = None,
+    engine: Engine, microbatches: Iterable[ModelInputs], distribution: TokenDistribution = PLAIN
 ) -> list[Jagged]:
     """Return one Jagged [T] of float32 log-probs per microbatch; 0 where `label_mask` is False.
 
@@ -43,10 +34,7 @@ def compute_row_logprobs(
         """Return None as loss, and the log-probs gathered from each rank's share [T]."""
         return None, Outputs(inputs, _gather_in_order(engine, inputs, outputs.logprobs))
 
-    parts = engine.run(
-        microbatches, in_order, backward=False, temperature=temperature, token_filter=token_filter
-    )
-    return unpack_outputs(parts)
+    return unpack_outputs(engine.run(microbatches, in_order, distribution, backward=False))
 
 
 def keeping_logprobs(
@@ -90,12 +78,12 @@ def _gather_in_order(engine: Engine, inputs: ModelInputs, values: Tensor) -> Ten
         return values
     if inputs.exchange is not None:
         # Every rank has all tokens of the rows, with 0 for those of other ranks.
-        return engine.sum_over_cp(values)
+        return engine.ranks.sum_over_cp(values)
     # Context parallelism splits each segment, trailing padding included, in zig-zag order.
     segments = segment_lengths(inputs.padded_lengths, inputs.num_tokens)
     positions = cp_gather_positions(segments, inputs.cp_size)
     index = tensor_to_device(torch.from_numpy(positions), values.device)
-    return engine.gather_over_cp(values).index_select(0, index)
+    return engine.ranks.gather_over_cp(values).index_select(0, index)
 
 
 class SequenceShare(NamedTuple):
@@ -113,16 +101,11 @@ class ScoreHead:
         self._share = share
 
     def __call__(
-        self,
-        hidden: Tensor,
-        inputs: ModelInputs,
-        temperature: float,
-        with_entropy: bool,
-        token_filter: SamplingFilter | None,
+        self, hidden: Tensor, inputs: ModelInputs, distribution: TokenDistribution
     ) -> TokenLogprobs:
         """See `row_scores`; `hidden` is [B, S, D] or [T, 1, D], with sequence parallelism T / tp.
 
-        The other arguments belong to a distribution, which scores do not have.
+        Scores have no `distribution`.
         """
         # Looked up in each call: FSDP replaces the parameters of its modules.
         return row_scores(hidden.flatten(0, 1), self._model.score.weight, inputs, self._share)
@@ -163,7 +146,7 @@ def shard_scores(engine: Engine, shard: SlicedDataDict, plan: RankPlan) -> np.nd
     Of the columns only `input_ids` is read. A row that `plan` does not contain gets 0. Every rank
     calls. Raises ValueError for an engine without a score head.
     """
-    cp_rank = engine.parallel_layout.coordinates(engine.rank).cp
+    cp_rank = engine.ranks.cp_rank
     columns = {"input_ids": shard["input_ids"]}
 
     def inputs() -> Iterable[ModelInputs]:
@@ -199,7 +182,7 @@ def compute_row_scores(engine: Engine, microbatches: Iterable[ModelInputs]) -> l
     def gathered(inputs: ModelInputs, outputs: TokenLogprobs) -> tuple[None, Tensor]:
         """Return None as loss, and the scores [R]: each is on one context-parallel rank."""
         assert outputs.scores is not None, "an engine with a score head returns scores"
-        return None, engine.sum_over_cp(outputs.scores.detach())
+        return None, engine.ranks.sum_over_cp(outputs.scores.detach())
 
     parts = engine.run(microbatches, gathered, backward=False)
     if not parts:

@@ -7,6 +7,7 @@ rank that trains on the same positions, so nothing of vocabulary size is stored 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -26,9 +27,9 @@ from nemo_like.losses.likelihood import (
 )
 from nemo_like.policy.collectives import gather_objects
 from nemo_like.policy.heads.divergence import TopKTarget, VocabularyTarget, token_divergence
-from nemo_like.policy.heads.logit_chunks import VocabShard
 from nemo_like.policy.heads.logprobs import token_logprobs
-from nemo_like.policy.inputs.model_inputs import ModelInputs, OutputEmbedding, TokenLogprobs
+from nemo_like.policy.inputs.model_inputs import ModelInputs
+from nemo_like.policy.outputs import OutputEmbedding, TokenLogprobs, VocabShard
 
 TEACHER = "teacher"
 """Row column: index of the teacher of each row, int64 [B]; needed with several teachers."""
@@ -62,7 +63,7 @@ class TeacherEmbedding:
         calls.
         """
         if self._aligned is None:
-            start = 0 if student.vocab is None else student.vocab.start
+            start = student.vocab_start
             weight = _moved_rows(self.weight, self.vocab, start, len(student.weight))
             bias = self.bias
             if bias is not None:
@@ -126,6 +127,9 @@ class DistillationHead:
         size = len(inputs.labels)
         device = embedding.hidden.device
         columns = [torch.zeros(size, dtype=torch.float32, device=device) for _ in range(5)]
+        # Several matrices of logits exist at a time, where log-probs need one or two.
+        chunk_size = max(embedding.options.chunk_size // 4, 1)
+        options = dataclasses.replace(embedding.options, chunk_size=chunk_size)
         num_found = 0
         for teacher, stored in self._stored.items():
             positions, hidden_positions = self._positions(inputs, teacher)
@@ -134,17 +138,13 @@ class DistillationHead:
             if len(positions) == 0:
                 continue
             target = self._target(embedding, teacher, stored)
-            outputs = token_divergence(
-                embedding.hidden.index_select(0, hidden_positions),
-                embedding.weight,
-                inputs.labels.index_select(0, positions),
-                target,
-                self._settings.divergence,
-                # Several matrices of logits exist at a time, where log-probs need one or two.
-                chunk_size=max(embedding.chunk_size // 4, 1),
-                bias=embedding.bias,
-                vocab=embedding.vocab,
+            student = dataclasses.replace(
+                embedding,
+                hidden=embedding.hidden.index_select(0, hidden_positions),
+                options=options,
             )
+            labels = inputs.labels.index_select(0, positions)
+            outputs = token_divergence(student, labels, target, self._settings.divergence)
             for index, values in enumerate(outputs):
                 columns[index] = columns[index].index_copy(0, positions, values)
         if num_found != len(inputs.label_positions):
@@ -154,13 +154,8 @@ class DistillationHead:
             )
         if num_found == 0:
             # The backward must reach the weights on every rank, also on one without a token.
-            empty = token_logprobs(
-                embedding.hidden[:0],
-                embedding.weight,
-                inputs.labels[:0],
-                bias=embedding.bias,
-                vocab=embedding.vocab,
-            ).logprobs
+            nothing = dataclasses.replace(embedding, hidden=embedding.hidden[:0])
+            empty = token_logprobs(nothing, inputs.labels[:0]).logprobs
             columns[:2] = [columns[0] + empty.sum(), columns[1] + empty.sum()]
         divergence, logprobs, student_entropy, teacher_entropy, teacher_logprobs = columns
         return TokenLogprobs(
@@ -198,7 +193,7 @@ class DistillationHead:
             logprobs=tensors["logprobs"],
             entropy=tensors["entropy"],
             label_logprobs=tensors["label_logprobs"],
-            start=0 if embedding.vocab is None else embedding.vocab.start,
+            start=embedding.vocab_start,
         )
 
 

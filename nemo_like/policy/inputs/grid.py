@@ -192,7 +192,7 @@ class Grid:
 
 
 class KeyIndex(NamedTuple):
-    """The keys of each query segment of a rank; see `segment_attention.Exchange`."""
+    """The keys of each query segment of a rank; see `exchange.Exchange`."""
 
     kv_index: np.ndarray
     """int64 [T_k]"""

@@ -1,9 +1,6 @@
 """One microbatch of a plan as model inputs: rows to tensors and back, packed or padded, positions
 and labels.
 
-With context parallelism of c ranks each segment is split into 2c chunks. Rank r has chunks r and
-2c-1-r in this order (zig-zag), which balances the work of causal attention.
-
 Nothing is decided here: the rows, their padded lengths and their order come from the plan.
 
 Everything is aligned on the predicting position: position i of a row has the label (token i+1) and,
@@ -13,9 +10,9 @@ tokens (causal attention does not see it), and then segments of trailing padding
 rounded up. Position ids start at 0 in every segment; those of a dummy are 0.
 
 Context parallelism (`cp_size` c > 1): each segment is split into 2c chunks, rank r has chunks r and
-2c-1-r in this order (zig-zag), and these shares are packed, in the padded layout too, where a
-segment is a row with its padding. Labels and columns are aligned before the split; `cu_seqlens`
-stays global.
+2c-1-r in this order (zig-zag), which balances the work of causal attention. These shares are
+packed, in the padded layout too, where a segment is a row with its padding. Labels and columns are
+aligned before the split; `cu_seqlens` stays global.
 
 Shared prefixes (`Microbatch.shared`): the model computes the T positions of the segments, and each
 of the T_r tokens of the complete rows has its label, its columns and its outputs in a sequence of
@@ -29,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -39,7 +36,7 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
 from nemo_like.data.routed_experts import ROUTED_EXPERTS, signed_experts
 from nemo_like.device_transfer import tensor_to_device, to_device
-from nemo_like.policy.heads.logit_chunks import VocabShard
+from nemo_like.policy.inputs.exchange import Exchange
 from nemo_like.policy.inputs.grid import (
     Grid,
     KeyIndex,
@@ -47,53 +44,11 @@ from nemo_like.policy.inputs.grid import (
     segment_positions,
     segment_starts,
 )
-from nemo_like.policy.inputs.segment_attention import Exchange, Spans
+from nemo_like.policy.inputs.segment_attention import Spans
+from nemo_like.policy.outputs import OutputEmbedding, TokenLogprobs
 
 NUM_TRAINED = "num_trained_tokens"
 """Row column of training inputs: float32 [R], trained tokens of each row."""
-
-
-class TokenLogprobs(NamedTuple):
-    """Outputs at the T predicting positions of a microbatch; 0 where `label_mask` is False.
-
-    With shared prefixes T is the T_r of `ModelInputs`.
-    """
-
-    logprobs: Tensor
-    """float32 [T]: log-prob of `inputs.labels`, under the filtered distribution where sampling is
-    filtered.
-    """
-    entropy: Tensor | None
-    """float32 [T], with `with_entropy`: entropy of the unfiltered distribution."""
-    unfiltered_logprobs: Tensor | None = None
-    """float32 [T], with a token filter: log-prob of `inputs.labels` under the unfiltered
-    distribution.
-    """
-    is_argmax: Tensor | None = None
-    """bool [T]: True where no token is more probable than the label; ties count as True."""
-    columns: Mapping[str, Tensor] | None = None
-    """float32 [T] each, of a microbatch with a `head` of its own: they join its columns for the
-    loss.
-    """
-    scores: Tensor | None = None
-    """float32 [R], of an engine with a score head: the score of each row whose last token is on
-    this context-parallel rank, else 0. `logprobs` are 0 then.
-    """
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputEmbedding:
-    """The input of an output head: hidden states, and this rank's part of the vocabulary."""
-
-    hidden: Tensor
-    """[T, D], of all T positions of this rank."""
-    weight: Tensor
-    """[V, D]: this rank's rows. FSDP frees them after the forward pass."""
-    bias: Tensor | None
-    """[V]."""
-    vocab: VocabShard | None
-    chunk_size: int
-    """Tokens per chunk in which logits are computed."""
 
 
 @dataclass(frozen=True, kw_only=True)

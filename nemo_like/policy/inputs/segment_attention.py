@@ -19,21 +19,23 @@ _MAX_GROUPED_LENGTH = 256
 """Longer segments run alone, without a copy: their own work far exceeds the cost of a call."""
 
 
-class AttentionExtras(NamedTuple):
-    """What some models do with the attention scores besides scaling them."""
+class AttentionOptions(NamedTuple):
+    """How attention scores are computed and which of them are seen; one value for a layer."""
 
+    scale: float
+    """Scores are scale * q @ k."""
+    window: int | None = None
+    """Number of positions that a token attends to, itself included; None is its entire past."""
+    causal: bool = True
     softcap: float | None = None
     """Scores x become softcap * tanh(x / softcap)."""
     sinks: Tensor | None = None
     """[H]: a score per head of one more key, whose value is zero."""
 
     @property
-    def is_empty(self) -> bool:
-        """True for plain attention."""
+    def is_plain(self) -> bool:
+        """True if scores are only scaled, which every kernel can do."""
         return self.softcap is None and self.sinks is None
-
-
-NO_EXTRAS = AttentionExtras()
 
 
 class Spans(NamedTuple):
@@ -47,36 +49,9 @@ class Spans(NamedTuple):
     max_seqlen_k: int
 
 
-class Exchange(NamedTuple):
-    """Keys that each query segment attends to, where they are not its own positions.
-
-    With context parallelism they are on other ranks too, with shared prefixes partly in earlier
-    segments. Query segment i attends to the keys `kv_index[spans.cu_seqlens_k[i] :
-    spans.cu_seqlens_k[i + 1]]` of this rank's keys, or of those gathered from all ranks of the
-    context-parallel group.
-
-    Example: one segment of 8 positions on 2 ranks is split into chunks of 2. Rank 0 has chunks 0
-    and 3, rank 1 chunks 1 and 2, so gathered keys are in chunk order 0 3 1 2. For rank 0 `kv_index`
-    takes chunk 0 and then 0 1 2 3: [0, 1, 0, 1, 4, 5, 6, 7, 2, 3]; `cu_seqlens_q` is [0, 2, 4] and
-    `cu_seqlens_k` [0, 2, 10].
-    """
-
-    kv_index: Tensor
-    """int64 [T_k]: rows of the keys and values."""
-    spans: Spans
-    """Two query segments per segment with context parallelism, else one."""
-
-
 @torch.compiler.disable(reason="the bounds of the rows are read on the host")
 def segment_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spans: Spans,
-    scale: float,
-    window: int | None,
-    causal: bool,
-    extras: AttentionExtras = NO_EXTRAS,
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, options: AttentionOptions
 ) -> Tensor:
     """Return [T_q, H, E] from `q` [T_q, H, D], `k` [T_k, H_kv, D] and `v` [T_k, H_kv, E].
 
@@ -87,14 +62,14 @@ def segment_attention(
     if bounds_q[-1] != q.shape[0]:
         end = bounds_q[-1]
         raise ValueError(f"cu_seqlens ends at {end} but there are {len(q)} positions")
-    plan = _plan_calls(bounds_q, bounds_k, causal)
+    plan = _plan_calls(bounds_q, bounds_k, options.causal)
     if not plan.groups:
         return q.new_empty(*q.shape[:-1], v.shape[-1])
     k = _match_heads(q, k, dim=1)
     v = _match_heads(q, v, dim=1)
     outputs = []
     for group in plan.groups:
-        output = _attend_group(q, k, v, group, scale, window, causal, extras)
+        output = _attend_group(q, k, v, group, options)
         outputs.append(output)
     # A single group is not copied.
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -105,14 +80,7 @@ def segment_attention(
 
 
 def sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    window: int | None,
-    causal: bool,
-    lags: Sequence[int] = (0,),
-    extras: AttentionExtras = NO_EXTRAS,
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, lags: Sequence[int] = (0,)
 ) -> Tensor:
     """Return [B, H, S_q, E] from `q` [B, H, S_q, D], `k` [B, H_kv, S_k, D], `v` [B, H_kv, S_k, E].
 
@@ -128,33 +96,33 @@ def sdpa(
     num_kv_heads, length_k = k.shape[1:3]
     enable_gqa = shares_kv_heads(num_heads, num_kv_heads)
     # A window as long as the queries removes nothing.
-    has_window = window is not None and window < length_q
-    if not extras.is_empty:
+    has_window = options.window is not None and options.window < length_q
+    if not options.is_plain:
         k = _match_heads(q, k, dim=1)
         v = _match_heads(q, v, dim=1)
-        mask = _mask(length_q, length_k, lags, window, causal, q.device)
-        return _attention_with_extras(q, k, v, mask, scale, extras)
+        mask = _mask(length_q, length_k, lags, options, q.device)
+        return _written_out(q, k, v, mask, options)
     if not any(lags) and not has_window:
         return F.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, scale=scale, enable_gqa=enable_gqa
+            q, k, v, is_causal=options.causal, scale=options.scale, enable_gqa=enable_gqa
         )
-    mask = _mask(length_q, length_k, lags, window, causal, q.device)
+    mask = _mask(length_q, length_k, lags, options, q.device)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+        q, k, v, attn_mask=mask, scale=options.scale, enable_gqa=enable_gqa
     )
 
 
-def _attention_with_extras(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, extras: AttentionExtras
+def _written_out(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: AttentionOptions
 ) -> Tensor:
     """Return [B, H, S_q, E]; `mask` is bool [B or 1, 1, S_q, S_k]. All scores are in memory."""
-    scores = (q @ k.transpose(-1, -2)).float() * scale
-    if extras.softcap is not None:
-        scores = extras.softcap * torch.tanh(scores / extras.softcap)
+    scores = (q @ k.transpose(-1, -2)).float() * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
     scores = scores.masked_fill(~mask, float("-inf"))
-    if extras.sinks is None:
+    if options.sinks is None:
         return scores.softmax(-1).to(v.dtype) @ v
-    sinks = extras.sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+    sinks = options.sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
     weights = torch.cat((scores, sinks), dim=-1).softmax(-1)
     return weights[..., :-1].to(v.dtype) @ v
 
@@ -304,14 +272,7 @@ def _output_positions(group: _Group) -> Tensor:
 
 
 def _attend_group(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group: _Group,
-    scale: float,
-    window: int | None,
-    causal: bool,
-    extras: AttentionExtras,
+    q: Tensor, k: Tensor, v: Tensor, group: _Group, options: AttentionOptions
 ) -> Tensor:
     """Return [kept positions of the group, H, E]; `q`, `k` and `v` are of all segments."""
     # A query chunk at the end of its keys is `lag` positions behind their start.
@@ -321,14 +282,14 @@ def _attend_group(
         q = _slice(q, segment.start_q, segment.length_q)
         k = _slice(k, segment.start_k, segment.length_k)
         v = _slice(v, segment.start_k, segment.length_k)
-        out = sdpa(q, k, v, scale, window, causal, lags, extras)
+        out = sdpa(q, k, v, options, lags)
         # [1, H, length, E] to [length, H, E].
         return out[0].transpose(0, 1)
     num_segments = len(group.segments)
     q = _rectangle(q, group.slots_q, num_segments)
     k = _rectangle(k, group.slots_k, num_segments)
     v = _rectangle(v, group.slots_k, num_segments)
-    out = sdpa(q, k, v, scale, window, causal, lags, extras)
+    out = sdpa(q, k, v, options, lags)
     # [segments, H, length, E] to [slots, H, E].
     out = out.transpose(1, 2).flatten(0, 1)
     kept = group.slots_q.kept
@@ -356,8 +317,7 @@ def _mask(
     length_q: int,
     length_k: int,
     lags: Sequence[int],
-    window: int | None,
-    causal: bool,
+    options: AttentionOptions,
     device: torch.device,
 ) -> Tensor:
     """Return bool [B or 1, 1, length_q, length_k]: True where a query attends to a key."""
@@ -366,11 +326,11 @@ def _mask(
     positions_k = torch.arange(length_k, device=device)
     # int64 [B or 1, 1, length_q, length_k]
     distance = positions_q[:, None, :, None] - positions_k
-    mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-    if window is None:
+    mask = distance >= 0 if options.causal else torch.ones_like(distance, dtype=torch.bool)
+    if options.window is None:
         return mask
     # Without causality the window is symmetric.
-    is_near = (distance < window) & (distance > -window)
+    is_near = (distance < options.window) & (distance > -options.window)
     return mask & is_near
 
 

@@ -12,7 +12,7 @@ the gradients of attention with the sink.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,31 +22,32 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from nemo_like.policy.inputs.segment_attention import Spans
 
 
+class SinkCall(NamedTuple):
+    """Arguments of `SinkAttention` besides the tensors with a gradient."""
+
+    spans: Spans
+    scale: float
+    window_size: tuple[int, int]
+    """Positions before and after a token that it attends to; -1 is no limit."""
+    keywords: dict[str, Any]
+    """Further arguments of the installed release."""
+
+
 class SinkAttention(torch.autograd.Function):
     """Attention of packed segments with the kernel of `torch.nn.attention.varlen`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor,
-        spans: Spans,
-        scale: float,
-        window_size: tuple[int, int],
-        options: dict[str, Any],
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, call: SinkCall) -> Tensor:
         """Return [T_q, H, D] from `q` [T_q, H, D], `k`, `v` [T_k, H_kv, D] and `sinks` [H]."""
         result = varlen_attn(
             q,
             k,
             v,
-            *spans,
+            *call.spans,
             return_aux=AuxRequest(lse=True),
-            scale=scale,
-            window_size=window_size,
-            **options,
+            scale=call.scale,
+            window_size=call.window_size,
+            **call.keywords,
         )
         # [T_q, H, D] and float32 [H, T_q].
         unscaled, lse = result
@@ -54,8 +55,9 @@ class SinkAttention(torch.autograd.Function):
         share = torch.sigmoid(lse - sink)
         out = (unscaled * share.t()[..., None]).to(q.dtype)
         lse = torch.logaddexp(lse, sink)
+        spans = call.spans
         ctx.save_for_backward(q, k, v, sinks, out, lse, spans.cu_seqlens_q, spans.cu_seqlens_k)
-        ctx.arguments = (spans.max_seqlen_q, spans.max_seqlen_k, scale, window_size)
+        ctx.arguments = (spans.max_seqlen_q, spans.max_seqlen_k, call.scale, call.window_size)
         return out
 
     @staticmethod
@@ -89,4 +91,4 @@ class SinkAttention(torch.autograd.Function):
         probability = torch.exp(sinks.float()[:, None] - lse)
         product = (grad.float() * out.float()).sum(-1).t()
         grad_sinks = -(probability * product).sum(1).to(sinks.dtype)
-        return grad_q, grad_k, grad_v, grad_sinks, None, None, None, None
+        return grad_q, grad_k, grad_v, grad_sinks, None

@@ -18,7 +18,6 @@ from nemo_like.integer_math import block_index
 from nemo_like.models.adapters import adapter_names, adapter_shapes, is_adapter
 from nemo_like.models.output_head import meta_model, open_config
 from nemo_like.models.spec import SCORE_WEIGHT
-from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint.hf_reader import open_model
 from nemo_like.policy.checkpoint.sharded import Block
 from nemo_like.policy.checkpoint.sharded_reader import EMA, WEIGHT, CheckpointReader
@@ -47,7 +46,7 @@ from nemo_like.policy.megatron.param_map import (
 )
 from nemo_like.policy.megatron.parameters import FullWeightGatherer, ReadBlock, frozen_blocks
 from nemo_like.policy.megatron.schedule import run_schedule
-from nemo_like.sampling_filter import SamplingFilter
+from nemo_like.policy.outputs import PLAIN, TokenDistribution
 
 
 class MegatronEngine(Engine[ShardedAdamW]):
@@ -56,11 +55,8 @@ class MegatronEngine(Engine[ShardedAdamW]):
     def __init__(
         self,
         config: PolicyConfig,
-        device: torch.device,
-        parallel_layout: ParallelLayout,
-        rank: int,
-        *,
         groups: Groups,
+        *,
         trainable: bool,
         seed: int = 0,
         head: OutputHead = "vocabulary",
@@ -69,25 +65,24 @@ class MegatronEngine(Engine[ShardedAdamW]):
 
         `seed` determines the initial adapters and the initial score head.
         """
-        super().__init__(config, device, parallel_layout, rank, groups, trainable=trainable)
+        super().__init__(config, groups)
         self.groups = groups
+        layout = groups.layout
         self._model_config, initial_weights = open_config(
             config.model_name, head, trainable=trainable, seed=seed
         )
         family = family_of(self.spec, config.model_name)
         # On the meta device, for its names and shapes.
         self._causal_lm = meta_model(self._model_config, dtype=torch.float32)
-        sharding = ModelSharding.of(self.spec, parallel_layout)
-        stage, tp_rank, ep_rank = parallel_coords(parallel_layout, rank)
+        sharding = ModelSharding.of(self.spec, layout)
+        stage, tp_rank, ep_rank = parallel_coords(layout, groups.rank)
         self._dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
         self.chunks = build_model(
             family,
             sharding,
-            _rotary_embedding(self._causal_lm),
-            padding_id=getattr(self._causal_lm.get_input_embeddings(), "padding_idx", None),
+            groups,
+            self._causal_lm,
             dtype=self._dtype,
-            device=device,
-            sequence_parallel=parallel_layout.sequence_parallel,
             recompute=config.activation_checkpointing if trainable else "none",
         )
         rank_params = family.rank_params(sharding, stage, tp_rank, ep_rank)
@@ -116,9 +111,9 @@ class MegatronEngine(Engine[ShardedAdamW]):
         self.gatherer = FullWeightGatherer(
             partial(_param_map, family, config.adapter if trainable else None),
             sharding,
-            parallel_layout,
-            rank,
-            device,
+            layout,
+            groups.rank,
+            groups.device,
         )
         self._check_names()
         # The schedules start and stop these timers around each microbatch's forward and backward.
@@ -139,14 +134,14 @@ class MegatronEngine(Engine[ShardedAdamW]):
             return
         check_lora(family, sharding, adapter)
         self.model.requires_grad_(False)
-        _, tp_rank, _ = parallel_coords(self.parallel_layout, self.rank)
+        _, tp_rank, _ = parallel_coords(self.groups.layout, self.groups.rank)
         self.adapters = EngineAdapters(
             self.model,
             self._param_map,
             adapter,
             sharding,
             tp_rank,
-            sequence_parallel=self.parallel_layout.sequence_parallel,
+            sequence_parallel=self.groups.layout.sequence_parallel,
         )
         self._adapter_state = self.adapters.state
         self.chunks[0].is_embedding_frozen = True
@@ -161,7 +156,7 @@ class MegatronEngine(Engine[ShardedAdamW]):
             chunk_size = self.config.chunk_size(self.device.type)
             return VocabularyHead(self.chunks[-1], sharding, tp_rank, self.groups, chunk_size)
         share = None
-        if self.parallel_layout.sequence_parallel:
+        if self.groups.layout.sequence_parallel:
             share = SequenceShare(self.groups.tp, tp_rank)
         return ScoreHead(self.chunks[-1], share)
 
@@ -197,11 +192,9 @@ class MegatronEngine(Engine[ShardedAdamW]):
         self,
         microbatches: Iterable[ModelInputs],
         step_fn: StepFunction[ResultT],
+        distribution: TokenDistribution = PLAIN,
         *,
         backward: bool,
-        temperature: float = 1.0,
-        with_entropy: bool = False,
-        token_filter: SamplingFilter | None = None,
     ) -> list[ResultT]:
         """See `Engine.run`."""
         # A list, because the schedule needs the number of microbatches in advance.
@@ -214,7 +207,7 @@ class MegatronEngine(Engine[ShardedAdamW]):
 
         def loss_step(microbatch: ModelInputs, hidden: Tensor) -> tuple[Tensor, ResultT]:
             """Return loss (scalar) and result of `step_fn`; see `LossStep`."""
-            outputs = self._head(hidden, microbatch, temperature, with_entropy, token_filter)
+            outputs = self._head(hidden, microbatch, distribution)
             loss, result = step_fn(microbatch, outputs)
             if backward:
                 assert loss is not None, "a step function gives a loss when run with backward"
@@ -386,8 +379,3 @@ def _read_weight(
     if name not in initial_weights:
         return read(name, offset, shape)
     return initial_weights[name][block_index(offset, shape)]
-
-
-def _rotary_embedding(causal_lm: Any) -> nn.Module:
-    """Build the Hugging Face model's rotary embedding with real buffers instead of meta ones."""
-    return type(causal_lm.base_model.rotary_emb)(config=causal_lm.config)

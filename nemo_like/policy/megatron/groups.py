@@ -1,10 +1,9 @@
-"""Megatron-Core's process groups, its use on CPU, and its timers.
+"""Megatron-Core's process groups, its timers, and its use on a machine without CUDA.
 
-Megatron-Core on a machine without CUDA: its real code over gloo. Not used on CUDA devices.
-
-A few modules of Megatron-Core call `torch.cuda.current_device()` and allocate with `device="cuda"`.
-Their global name `torch` is replaced by a proxy that returns the CPU. torch itself and every other
-library of the process stay as they are.
+On the CPU its real code runs over gloo. A few modules of Megatron-Core call
+`torch.cuda.current_device()` and allocate with `device="cuda"`; their global name `torch` is
+replaced by a proxy that returns the CPU. torch itself and every other library of the process stay
+as they are. On CUDA devices nothing is replaced.
 """
 
 from __future__ import annotations
@@ -28,8 +27,27 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.distributed.process_groups import share_timeout
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.device import ComputeClock
+from nemo_like.policy.rank_groups import RankGroups
 
 _COMPUTE = ("forward-compute", "backward-compute")
+
+VERSION = "0.16.1"
+"""The release to which MODULES applies; other releases use CUDA in other modules."""
+
+MODULES = (
+    "megatron.core.utils",
+    "megatron.core.tensor_parallel.mappings",
+    "megatron.core.tensor_parallel.layers",
+    "megatron.core.pipeline_parallel.p2p_communication",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.distributed.param_and_grad_buffer",
+    "megatron.core.optimizer.optimizer",
+    "megatron.core.optimizer.distrib_optimizer",
+    "megatron.core.transformer.moe.token_dispatcher",
+)
+"""Modules of Megatron-Core that use CUDA during a training step."""
+
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "empty_like")
 
 
 class ScheduleTimers:
@@ -58,25 +76,6 @@ class _Timer:
     def stop(self, *_: Any, **__: Any) -> None:
         if self._clock is not None:
             self._clock.stop()
-
-
-VERSION = "0.16.1"
-"""The release to which MODULES applies; other releases use CUDA in other modules."""
-
-MODULES = (
-    "megatron.core.utils",
-    "megatron.core.tensor_parallel.mappings",
-    "megatron.core.tensor_parallel.layers",
-    "megatron.core.pipeline_parallel.p2p_communication",
-    "megatron.core.pipeline_parallel.schedules",
-    "megatron.core.distributed.param_and_grad_buffer",
-    "megatron.core.optimizer.optimizer",
-    "megatron.core.optimizer.distrib_optimizer",
-    "megatron.core.transformer.moe.token_dispatcher",
-)
-"""Modules of Megatron-Core that use CUDA during a training step."""
-
-_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "empty_like")
 
 
 def install() -> None:
@@ -189,15 +188,14 @@ def _on_cpu(factory: Any) -> Any:
     return make
 
 
-@dataclass(frozen=True)
-class Groups:
-    """Process groups of this rank, named by the axes along which their ranks differ."""
+@dataclass(frozen=True, kw_only=True)
+class Groups(RankGroups):
+    """Process groups of this rank, named by the axes along which their ranks differ.
 
-    world: ProcessGroup | None
+    Megatron-Core has each of them, even those of one rank.
+    """
+
     tp: ProcessGroup
-    cp: ProcessGroup
-    dp: ProcessGroup
-    dp_cp: ProcessGroup
     ep: ProcessGroup
     """Expert-parallel group: consecutive ranks of one pipeline stage."""
     expert_dp: ProcessGroup
@@ -205,7 +203,13 @@ class Groups:
 
     @classmethod
     def join(
-        cls, parallel_layout: ParallelLayout, device: torch.device, *, seed: int, timeout_s: float
+        cls,
+        parallel_layout: ParallelLayout,
+        rank: int,
+        device: torch.device,
+        *,
+        seed: int,
+        timeout_s: float,
     ) -> Groups:
         """Create the groups of `parallel_layout` in the default process group; every rank calls.
 
@@ -235,12 +239,11 @@ class Groups:
         # Nothing draws random numbers: weights are read from files and dropout is off. The
         # inference tracker keeps no CUDA generator states, which do not exist on the CPU.
         model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True)
-        return cls._from_parallel_state()
-
-    @classmethod
-    def _from_parallel_state(cls) -> Groups:
         state: Any = parallel_state
         return cls(
+            layout=parallel_layout,
+            rank=rank,
+            device=device,
             world=dist.group.WORLD,
             tp=state.get_tensor_model_parallel_group(),
             cp=state.get_context_parallel_group(),

@@ -28,7 +28,6 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from nemo_like.policy.inputs.attention import varlen_attention
-from nemo_like.policy.inputs.segment_attention import AttentionExtras
 
 
 def decoder_layer(*, attention: ModuleSpec, mlp: ModuleSpec) -> ModuleSpec:
@@ -172,7 +171,7 @@ class SegmentAttention(MegatronModule):
             scale=self.scale,
             window=self.window,
             cp_group=self.cp_group,
-            extras=AttentionExtras(sinks=self.sinks),
+            sinks=self.sinks,
         )
 
 

@@ -238,82 +238,73 @@ class EngineAdapters:
         index = None if is_in_order else torch.tensor(rows, device=layer.weight.device)
         layer.register_buffer("adapter_rows", index, persistent=False)
         adapted = {"column": _adapted_column, "row": _adapted_row, "none": _adapted_replicated}
-        layer.forward = partial(
-            adapted[specs[0].sharding], self.state, layer, layer.forward, sequence_parallel
-        )
+        original = _Layer(self.state, layer, layer.forward, sequence_parallel)
+        layer.forward = partial(adapted[specs[0].sharding], original)
+
+
+class _Layer(NamedTuple):
+    """A linear layer of Megatron-Core with adapters, and its forward without them."""
+
+    state: AdapterState
+    layer: Any
+    forward: Callable[..., Any]
+    """Returns output and bias, but a replicated layer the output alone."""
+    sequence_parallel: bool
 
 
 def _adapted_column(
-    state: AdapterState,
-    layer: Any,
-    forward: Callable[..., tuple[Tensor, Tensor | None]],
-    sequence_parallel: bool,
-    hidden: Tensor,
-    *args: Any,
-    **kwargs: Any,
+    base: _Layer, hidden: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Return the sum of the outputs of the layer [T, 1, rows] and its adapters, and its bias.
 
     `hidden` is [T, 1, D], with sequence parallelism [T / tp, 1, D].
     """
-    out, bias = forward(hidden, *args, **kwargs)
-    if not state.is_enabled:
+    out, bias = base.forward(hidden, *args, **kwargs)
+    if not base.state.is_enabled:
         return out, bias
     group: Any = parallel_state.get_tensor_model_parallel_group()
     parts = []
-    for adapter in layer.adapters.values():
+    for adapter in base.layer.adapters.values():
         low = adapter.lora_A(hidden)
-        if sequence_parallel:
+        if base.sequence_parallel:
             low = gather_rows(group, low)
         elif group.size() > 1:
             low = copy_to(group, low)
         parts.append(adapter.lora_B(low))
     updates = torch.cat(parts, dim=-1)
-    if layer.adapter_rows is None:
-        return torch.add(out, updates, alpha=state.scale), bias
-    return out.index_add(-1, layer.adapter_rows, updates, alpha=state.scale), bias
+    if base.layer.adapter_rows is None:
+        return torch.add(out, updates, alpha=base.state.scale), bias
+    return out.index_add(-1, base.layer.adapter_rows, updates, alpha=base.state.scale), bias
 
 
 def _adapted_row(
-    state: AdapterState,
-    layer: Any,
-    forward: Callable[..., tuple[Tensor, Tensor | None]],
-    sequence_parallel: bool,
-    hidden: Tensor,
-    *args: Any,
-    **kwargs: Any,
+    base: _Layer, hidden: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Return the sum of the outputs of the layer [T, 1, D] and its adapter, and its bias.
 
     `hidden` [T, 1, F] has this rank's F inputs; with sequence parallelism the output is
     [T / tp, 1, D].
     """
-    out, bias = forward(hidden, *args, **kwargs)
-    if not state.is_enabled:
+    out, bias = base.forward(hidden, *args, **kwargs)
+    if not base.state.is_enabled:
         return out, bias
     group: Any = parallel_state.get_tensor_model_parallel_group()
-    (adapter,) = layer.adapters.values()
+    (adapter,) = base.layer.adapters.values()
     low = adapter.lora_A(hidden)
-    if sequence_parallel:
+    if base.sequence_parallel:
         low = scatter_sum(group, low)
     elif group.size() > 1:
         low = sum_over(group, low)
-    return torch.add(out, adapter.lora_B(low), alpha=state.scale), bias
+    return torch.add(out, adapter.lora_B(low), alpha=base.state.scale), bias
 
 
-def _adapted_replicated(
-    state: AdapterState,
-    layer: Any,
-    forward: Callable[[Tensor], Tensor],
-    sequence_parallel: bool,
-    hidden: Tensor,
-) -> Tensor:
+def _adapted_replicated(base: _Layer, hidden: Tensor) -> Tensor:
     """Return the sum of the outputs of the layer and its adapter for `hidden` [..., D]."""
-    out = forward(hidden)
-    if not state.is_enabled:
+    out = base.forward(hidden)
+    if not base.state.is_enabled:
         return out
-    (adapter,) = layer.adapters.values()
-    return torch.add(out, adapter.lora_B(adapter.lora_A(hidden)), alpha=state.scale)
+    (adapter,) = base.layer.adapters.values()
+    return torch.add(out, adapter.lora_B(adapter.lora_A(hidden)), alpha=base.state.scale)
 
 
 def _column_parallel(

@@ -22,14 +22,19 @@ from torch import Tensor, nn
 
 from nemo_like.config.schema import ActivationCheckpointing
 from nemo_like.policy.decoder_layers import checkpoint_layers
-from nemo_like.policy.heads.logit_chunks import VocabShard
 from nemo_like.policy.heads.logprobs import label_logprobs
-from nemo_like.policy.inputs.model_inputs import ModelInputs, TokenLogprobs
+from nemo_like.policy.inputs.model_inputs import ModelInputs
 from nemo_like.policy.megatron.families.family import Family
 from nemo_like.policy.megatron.groups import Groups
 from nemo_like.policy.megatron.layers import RMSNorm, Segments, untyped
 from nemo_like.policy.megatron.param_map import ModelSharding
-from nemo_like.sampling_filter import SamplingFilter
+from nemo_like.policy.outputs import (
+    LogitOptions,
+    OutputEmbedding,
+    TokenDistribution,
+    TokenLogprobs,
+    VocabShard,
+)
 
 
 def transformer_config(
@@ -108,18 +113,22 @@ def transformer_config(
 def build_model(
     family: Family,
     sharding: ModelSharding,
-    rotary: nn.Module,
+    groups: Groups,
+    causal_lm: Any,
     *,
-    padding_id: int | None,
     dtype: torch.dtype,
-    device: torch.device,
-    sequence_parallel: bool,
     recompute: ActivationCheckpointing,
 ) -> list[PackedModel]:
     """Build the model chunks of this rank's pipeline stage; their weights are not yet filled.
 
-    `padding_id` is the token whose input embedding transformers does not train.
+    `causal_lm` is the Hugging Face model on the meta device.
     """
+    device = groups.device
+    sequence_parallel = groups.layout.sequence_parallel
+    # With real buffers in place of those on the meta device.
+    rotary = type(causal_lm.base_model.rotary_emb)(config=causal_lm.config)
+    # transformers does not train the input embedding of this token.
+    padding_id = getattr(causal_lm.get_input_embeddings(), "padding_idx", None)
     spec = sharding.spec
     config = transformer_config(
         sharding,
@@ -285,37 +294,26 @@ class VocabularyHead:
         chunk_size: int,
     ) -> None:
         self._model = model
-        self._chunk_size = chunk_size
         self._is_sequence_parallel = model.config.sequence_parallel
         self._rows = sharding.vocabulary_range(tp_rank)
-        self._shard = None
+        vocab = None
         if sharding.tp > 1:
             # With sequence parallelism the backward of the gather sums the ranks' gradients.
-            self._shard = VocabShard(
+            vocab = VocabShard(
                 groups.tp, self._rows.start, partial_hidden_grad=self._is_sequence_parallel
             )
+        self._options = LogitOptions(vocab=vocab, chunk_size=chunk_size)
 
     def __call__(
-        self,
-        hidden: Tensor,
-        inputs: ModelInputs,
-        temperature: float,
-        with_entropy: bool,
-        token_filter: SamplingFilter | None,
+        self, hidden: Tensor, inputs: ModelInputs, distribution: TokenDistribution
     ) -> TokenLogprobs:
         """See `label_logprobs`; `hidden` is [T, 1, D], with sequence parallelism [T / tp, 1, D]."""
         if self._is_sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden)
-        return label_logprobs(
-            hidden.squeeze(1),
-            self._weight(),
-            inputs,
-            temperature=temperature,
-            chunk_size=self._chunk_size,
-            with_entropy=with_entropy,
-            token_filter=token_filter,
-            vocab=self._shard,
+        embedding = OutputEmbedding(
+            hidden=hidden.squeeze(1), weight=self._weight(), options=self._options
         )
+        return label_logprobs(embedding, inputs, distribution)
 
     def _weight(self) -> Tensor:
         """Return this rank's rows [V / tp, D] without the padding of the vocabulary."""

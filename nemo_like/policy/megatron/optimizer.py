@@ -91,6 +91,7 @@ class ShardedAdamW:
         # A kind of parameter without buffers does not exist on this rank, or is frozen.
         dense = [chunk.buffers for chunk in self.chunks]
         if any(dense):
+            assert groups.dp_cp is not None, "Megatron-Core always has process groups"
             self._dense = self._sub_optimizer(config, dense, groups.dp_cp, is_expert=False)
         experts = [chunk.expert_parallel_buffers for chunk in self.chunks]
         if any(experts):

@@ -186,6 +186,7 @@ def frozen_blocks(
     """
     for index, (name, spec) in enumerate(param_map.items()):
         replicas = groups.expert_dp if spec.is_expert else groups.dp_cp
+        assert replicas is not None, "Megatron-Core always has process groups"
         is_writer = replicas.rank() == index % replicas.size()
         if not spec.is_owner or not is_writer:
             continue

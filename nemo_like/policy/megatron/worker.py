@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import warnings
 
-from nemo_like.config.schema import OutputHead, PolicyConfig
+from nemo_like.config.schema import PolicyConfig
 from nemo_like.distributed.process_groups import init_process_group
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.parallel_layout import ParallelLayout
-from nemo_like.policy.engine_worker import BuildEngine, EngineWorker
+from nemo_like.policy.engine_worker import BuildEngine, EngineWorker, PolicyStart
 
 # Every rank would print these on import and use of Megatron-Core: Apex and Transformer Engine are
 # not installed, as they are not needed, and newer releases of torch deprecate names that it uses.
@@ -29,11 +29,7 @@ class MegatronPolicyWorker(EngineWorker):
 
     @staticmethod
     def engine_builder(
-        context: WorkerContext,
-        config: PolicyConfig,
-        parallel_layout: ParallelLayout,
-        seed: int,
-        head: OutputHead,
+        context: WorkerContext, config: PolicyConfig, layout: ParallelLayout, start: PolicyStart
     ) -> BuildEngine:
         """See `EngineWorker.engine_builder`."""
         # Megatron-Core relies on this order of communication before the compute that overlaps it,
@@ -41,19 +37,12 @@ class MegatronPolicyWorker(EngineWorker):
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         device = init_process_group(context)
         groups = Groups.join(
-            parallel_layout, device, seed=seed, timeout_s=context.collective_timeout_s
+            layout, context.rank, device, seed=start.seed, timeout_s=context.collective_timeout_s
         )
 
         def build(config: PolicyConfig, trainable: bool) -> MegatronEngine:
             return MegatronEngine(
-                config,
-                device,
-                parallel_layout,
-                context.rank,
-                groups=groups,
-                trainable=trainable,
-                seed=seed,
-                head=head,
+                config, groups, trainable=trainable, seed=start.seed, head=start.head
             )
 
         return build

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from nemo_like.generation.hf_worker import HFGenerationWorker
+from nemo_like.generation.requests import GenerationStart
 from nemo_like.policy.checkpoint import hf_export as hf_directory
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from tests.policy.test_worker import PACKED
@@ -85,6 +86,6 @@ def test_policy_and_generator_read_stacked_experts_too(model_dir, tmp_path):
     found, expected = _stored(tmp_path / "hf"), load_file(source / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    generator = HFGenerationWorker(context(), model_name=str(stacked))
+    generator = HFGenerationWorker(context(), start=GenerationStart(model_name=str(stacked)))
     for name, value in generator.model.named_parameters():
         assert torch.equal(value, weights[name]), name

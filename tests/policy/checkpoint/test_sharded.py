@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from torch import Tensor
 from nemo_like.config.errors import ConfigError
 from nemo_like.distributed import activity
 from nemo_like.policy.checkpoint import sharded as sharded_checkpoint
-from nemo_like.policy.checkpoint.sharded import Block, HostBuffers, save
+from nemo_like.policy.checkpoint.sharded import Block, Contents, HostBuffers, save
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem, open_checkpoint
 from nemo_like.run.checkpoint import CheckpointError
 
@@ -59,18 +60,23 @@ def save_blocks(directory: Path, ranks: Sequence[Iterable[Block]], **options: An
         barrier.wait()
 
     def run(rank: int) -> None:
-        arguments = {
-            "num_optimizer_steps": 3,
-            "has_moments": True,
-            "shapes": SHAPES,
-            "buffers": HostBuffers(pinned=False),
-            "in_background": False,
-            **options,
-        }
-        moments = KINDS[1:] if arguments["has_moments"] else ()
-        arguments.setdefault("states", {kind: list(arguments["shapes"]) for kind in moments})
+        contents = {"num_optimizer_steps": 3, "has_moments": True, "shapes": SHAPES}
+        contents |= {name: options[name] for name in contents if name in options}
+        moments = KINDS[1:] if contents["has_moments"] else ()
+        states = {kind: list(contents["shapes"]) for kind in moments}
+        contents["states"] = options.get("states", states)
+        ranked: Any = SimpleNamespace(rank=rank, barrier=wait)
+        buffers = options.get("buffers", HostBuffers(pinned=False))
+        in_background = options.get("in_background", False)
         try:
-            save(directory, ranks[rank], rank=rank, barrier=wait, **arguments).finish()
+            save(
+                directory,
+                ranks[rank],
+                Contents(**contents),
+                ranked,
+                buffers=buffers,
+                in_background=in_background,
+            ).finish()
         except (ValueError, CheckpointError):
             barrier.abort()
             raise

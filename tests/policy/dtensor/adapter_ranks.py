@@ -18,6 +18,7 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataD
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.policy.dtensor.parameters import local_shard
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.worker import PolicyWorker
 from tests.policy.adapters import (
     LORA,
@@ -112,7 +113,9 @@ def save_initial(
 ) -> None:
     """Save the adapters of a new worker."""
     config = dataclasses.replace(PACKED, lora=LORA, model_name=model)
-    worker = DTensorPolicyWorker(worker_context, config=config, parallel=parallel, seed=3)
+    worker = DTensorPolicyWorker(
+        worker_context, config=config, start=PolicyStart(parallel=parallel, seed=3)
+    )
     worker.save(out)
     if worker_context.world_size > 1:
         process_groups.destroy()

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nemo_like.config.schema import ParallelConfig, PolicyConfig, SequencePackingConfig
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.policy.inputs.model_inputs import TokenLogprobs
+from nemo_like.policy.outputs import TokenLogprobs
 from tests.policy.dtensor.test_layouts import BASE, Rank
 from tests.policy.tiny import random_batch, run_ranks
 

@@ -148,7 +148,8 @@ class _Group:
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 5))
 def test_each_expert_belongs_to_one_rank(num_experts: int, ep: int, num_shards: int) -> None:
     """`num_experts` of each expert-parallel rank, sharded over `num_shards` ranks."""
-    groups = Groups(shard=_Group(ep * num_shards))  # type: ignore[arg-type]
+    shard: Any = _Group(ep * num_shards)
+    groups = Groups(layout=ParallelLayout(), rank=0, device=torch.device("cpu"), shard=shard)
     weight = torch.nn.Parameter(torch.empty(num_experts, 3))
     sharded = ShardedParameter("w", weight, ShardSpec((ep * num_experts, 3), ep=ep), groups)
     rows = [range(*sharded.rows(rank)) for rank in range(ep * num_shards)]

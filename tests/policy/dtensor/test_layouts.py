@@ -150,19 +150,20 @@ class Rank:
         self.parallel_layout = build_layout(parallel, worker_context.world_size)
         self._groups: dict[bool, Groups] = {}
 
-    def engine(self, config: PolicyConfig, **options: Any) -> DTensorEngine:
+    def groups(self, config: PolicyConfig) -> Groups:
         """All engines share their groups, each of which has a thread that polls."""
         mixed_precision = config.precision != "float32"
-        engine = DTensorEngine(
-            config,
-            torch.device("cpu"),
-            self.parallel_layout,
-            self.rank,
-            groups=self._groups.get(mixed_precision),
-            **{"trainable": True, **options},
-        )
-        self._groups[mixed_precision] = engine.groups
-        return engine
+        if mixed_precision not in self._groups:
+            self._groups[mixed_precision] = Groups.join(
+                self.parallel_layout,
+                self.rank,
+                torch.device("cpu"),
+                mixed_precision=mixed_precision,
+            )
+        return self._groups[mixed_precision]
+
+    def engine(self, config: PolicyConfig, **options: Any) -> DTensorEngine:
+        return DTensorEngine(config, self.groups(config), **{"trainable": True, **options})
 
     def worker(self, config: PolicyConfig, **options: Any) -> PolicyWorker:
         return PolicyWorker(config, self.engine(config, **options), None)

@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters as torch_counters
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import AdapterConfig, ParallelConfig
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.engine_worker import PolicyStart
 from tests.exhaustive import usually
 from tests.policy.adapters import (
     LORA,
@@ -144,7 +145,7 @@ def test_initial_adapters_change_no_output_and_do_not_depend_on_the_layout(
             bound = tensor.shape[1] ** -0.5
             assert 0.8 * bound < float(tensor.abs().max()) <= bound
     config = dataclasses.replace(PACKED, lora=LORA, model_name=model)
-    worker = DTensorPolicyWorker(context(), config=config, needs_reference=True)
+    worker = DTensorPolicyWorker(context(), config=config, start=PolicyStart(needs_reference=True))
     shard = Rank(context(), ParallelConfig()).shard(config, random_batch(LENGTHS))
     outputs = compute_and_fetch(worker, shard)
     assert np.array_equal(outputs["prev_logprobs"].values, outputs["reference_logprobs"].values)
@@ -159,7 +160,7 @@ def test_a_resumed_run_equals_a_straight_one_bit_for_bit(model_dir, tmp_path):
     losses = train(side, straight, range(2))
     straight.save(tmp_path / "half")
     losses += train(side, straight, range(2, 4))
-    resumed = DTensorPolicyWorker(context(), config=config, seed=7)
+    resumed = DTensorPolicyWorker(context(), config=config, start=PolicyStart(seed=7))
     resumed.load(tmp_path / "half")
     assert train(side, resumed, range(2, 4)) == losses[2:]
     full = dataclasses.replace(config, lora=AdapterConfig())

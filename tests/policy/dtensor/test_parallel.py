@@ -21,11 +21,9 @@ from transformers import (
 )
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.schema import PolicyConfig
 from nemo_like.parallel_layout import LayoutError, ParallelLayout
-from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.dtensor.model import fsdp_parameter_groups
-from nemo_like.policy.dtensor.parallel import ShardSpec, TensorParallel
+from nemo_like.policy.dtensor.parallel import Groups, ShardSpec, TensorParallel
 from nemo_like.policy.dtensor.tensor_plan import parallelize
 
 SIZES: dict[str, Any] = {
@@ -160,13 +158,7 @@ def test_a_norm_within_a_block_that_the_plan_leaves_out_is_refused(monkeypatch):
 
 def test_a_pipeline_is_refused():
     with pytest.raises(LayoutError, match=r"parallel\.pipeline is 2, but policy\.engine dtensor"):
-        DTensorEngine(
-            PolicyConfig(model_name=""),
-            torch.device("cpu"),
-            ParallelLayout(pp=2),
-            0,
-            trainable=True,
-        )
+        Groups.join(ParallelLayout(pp=2), 0, torch.device("cpu"), mixed_precision=False)
 
 
 def test_the_groups_of_an_fsdp_unit_are_found_in_old_and_new_releases():

@@ -42,6 +42,7 @@ from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_columns, plan_spec, shared_prefix_mode
 from nemo_like.policy.dtensor.row_rope import RowRope
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.inputs.model_inputs import build_inputs
 from nemo_like.policy.isolation import IsolationError
 from tests.policy.tiny import compute_and_fetch, context, run_ranks
@@ -215,7 +216,7 @@ def compute_on_rank(
     try:
         config = policy(directory, "packed", 256)
         worker = DTensorPolicyWorker(
-            worker_context, config=config, parallel=ParallelConfig(context=2)
+            worker_context, config=config, start=PolicyStart(parallel=ParallelConfig(context=2))
         )
         worker.probe_isolation()
         return outputs_of(worker, shard_of(config, batch, cp=2))

@@ -40,15 +40,7 @@ class MegatronSide:
         self, config: PolicyConfig, head: OutputHead = "vocabulary", *, initial: bool = False
     ) -> PolicyWorker:
         rank = self._rank
-        engine = MegatronEngine(
-            config,
-            rank.device,
-            rank.parallel_layout,
-            rank.context.rank,
-            groups=rank.groups,
-            trainable=True,
-            head=head,
-        )
+        engine = MegatronEngine(config, rank.groups, trainable=True, head=head)
         shapes = engine.saved_shapes()
 
         def read(name: str, offset: Shape, shape: Shape) -> Tensor:

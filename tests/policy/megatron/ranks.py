@@ -32,6 +32,7 @@ from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_columns, plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.megatron.engine import MegatronEngine
 from nemo_like.policy.megatron.groups import Groups
 from nemo_like.policy.worker import PolicyWorker
@@ -132,15 +133,7 @@ class Rank:
     def engine(
         self, config: PolicyConfig, *, trainable: bool = True, head: OutputHead = "vocabulary"
     ) -> RecordingEngine:
-        return RecordingEngine(
-            config,
-            self.device,
-            self.parallel_layout,
-            self.context.rank,
-            groups=self.groups,
-            trainable=trainable,
-            head=head,
-        )
+        return RecordingEngine(config, self.groups, trainable=trainable, head=head)
 
     def worker(self, config: PolicyConfig, **options: Any) -> PolicyWorker:
         return PolicyWorker(config, self.engine(config, **options), None)
@@ -168,7 +161,7 @@ def joined(context: WorkerContext, parallel: ParallelConfig) -> Iterator[Rank]:
     device = process_groups.init_process_group(context)
     try:
         groups = Groups.join(
-            parallel_layout, device, seed=0, timeout_s=context.collective_timeout_s
+            parallel_layout, context.rank, device, seed=0, timeout_s=context.collective_timeout_s
         )
         _check_groups(groups, parallel_layout, context.rank)
         yield Rank(context, parallel, parallel_layout, device, groups)
@@ -311,7 +304,7 @@ def train_dtensor(
     out: Path | None,
 ) -> list[float]:
     """Return the losses of two steps of the DTensor engine."""
-    worker = DTensorPolicyWorker(context, config=config, parallel=parallel)
+    worker = DTensorPolicyWorker(context, config=config, start=PolicyStart(parallel=parallel))
     try:
         if start is not None:
             worker.load(start)
@@ -351,9 +344,9 @@ def look_around(
             for name, tensor in engine.full_weights(list(engine.weight_shapes()))
         }
         place = rank.parallel_layout.coordinates(context.rank)
-        seen["sum"] = engine.sum_over_dp([1.0, float(place.dp)])
-        seen["gathered"] = engine.gather_over_dp_cp(context.rank)
-        seen["cp"] = engine.gather_over_cp(torch.tensor([float(place.cp), -1.0])).tolist()
+        seen["sum"] = engine.ranks.sum_over_dp([1.0, float(place.dp)])
+        seen["gathered"] = engine.ranks.gather_over_dp_cp(context.rank)
+        seen["cp"] = engine.ranks.gather_over_cp(torch.tensor([float(place.cp), -1.0])).tolist()
         worker.probe_isolation()
         seen["kept"] = metric_values(worker.evaluate(shard, POLICY_GRADIENT, handle))
         with_columns = rank.shard(config, worker, grouped_batch())

@@ -30,6 +30,7 @@ from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.megatron.worker import MegatronPolicyWorker
 from nemo_like.run.checkpoint import CheckpointError
 from tests.policy.megatron.ranks import of_model
@@ -59,7 +60,7 @@ def program(
     )
     shard = batch.shard(plan_batch(batch["length"], spec))[layout.dp_rank(worker_context.rank)]
     try:
-        worker = worker_class(worker_context, config=config, parallel=parallel)
+        worker = worker_class(worker_context, config=config, start=PolicyStart(parallel=parallel))
         worker.save(out / "0")
         for step in range(1, NUM_STEPS + 1):
             worker.train(shard, None, NllLoss())

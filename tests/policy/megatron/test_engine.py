@@ -19,9 +19,9 @@ from nemo_like.config.parallel import build_layout
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
-from nemo_like.policy.inputs.model_inputs import TokenLogprobs
 from nemo_like.policy.megatron.engine import MegatronEngine
 from nemo_like.policy.megatron.layers import SegmentAttention
+from nemo_like.policy.outputs import TokenLogprobs
 from tests.exhaustive import usually
 from tests.policy.megatron.ranks import (
     PARALLEL,
@@ -232,7 +232,7 @@ def train_beside_a_slow_rank(
         (metrics,) = worker.train(
             rank.shard(config, worker, random_batch(LENGTHS[:4])), None, NllLoss()
         )
-        assert engine.gather_over_world(context.rank) == [0, 1]
+        assert engine.ranks.gather_over_world(context.rank) == [0, 1]
     return metrics["policy/rank_time_worst_over_mean"].value
 
 

@@ -22,7 +22,7 @@ from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
-from nemo_like.policy.inputs.model_inputs import TokenLogprobs
+from nemo_like.policy.outputs import TokenLogprobs
 from nemo_like.prediction.memory import MemoryModel
 from nemo_like.prediction.placement import Placement
 from tests.exhaustive import usually

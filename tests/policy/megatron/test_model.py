@@ -36,6 +36,7 @@ from nemo_like.losses import NllLoss
 from nemo_like.models.spec import ModelSpec, load_spec
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.checkpoint.hf_reader import open_model
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.megatron import groups as megatron_cpu
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.worker import MegatronPolicyWorker
@@ -165,7 +166,9 @@ def test_a_model_without_safetensors_is_refused(tmp_path):
 
 def work(context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig) -> dict[str, Any]:
     """Score, train and score again with a reference; then hand the weights out in buckets."""
-    worker = MegatronPolicyWorker(context, config=config, parallel=parallel, needs_reference=True)
+    worker = MegatronPolicyWorker(
+        context, config=config, start=PolicyStart(parallel=parallel, needs_reference=True)
+    )
     try:
         parallel_layout = build_layout(parallel, context.world_size)
         spec = plan_spec(
@@ -194,7 +197,7 @@ def work(context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig)
 def opening_message(context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig) -> str:
     """The error of a rank that opens a model; "" without one."""
     try:
-        MegatronPolicyWorker(context, config=config, parallel=parallel)
+        MegatronPolicyWorker(context, config=config, start=PolicyStart(parallel=parallel))
     except ConfigError as error:
         return str(error)
     finally:

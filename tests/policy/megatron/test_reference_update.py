@@ -26,6 +26,7 @@ from nemo_like.models.spec import load_spec
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.device import HostMemory
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.megatron.worker import MegatronPolicyWorker
 from nemo_like.policy.worker import PolicyWorker
 from tests.policy.megatron.ranks import OnRanks
@@ -51,7 +52,9 @@ def start(
 ) -> tuple[PolicyWorker, SlicedDataDict]:
     """A worker with a reference, and its rows."""
     worker_class: Any = MegatronPolicyWorker if engine == "megatron" else DTensorPolicyWorker
-    worker = worker_class(worker_context, config=config, parallel=parallel, needs_reference=True)
+    worker = worker_class(
+        worker_context, config=config, start=PolicyStart(parallel=parallel, needs_reference=True)
+    )
     layout = build_layout(parallel, worker_context.world_size)
     spec = plan_spec(
         config, purpose="train", parallel_layout=layout, model=load_spec(config.model_name)

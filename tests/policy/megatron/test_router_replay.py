@@ -24,12 +24,13 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import local_context
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.generation.hf_worker import HFGenerationWorker
-from nemo_like.generation.requests import SamplingParams
+from nemo_like.generation.requests import GenerationStart, SamplingParams
 from nemo_like.losses import NllLoss
 from nemo_like.losses.policy_gradient import ClippedPolicyGradientLoss
 from nemo_like.models.spec import load_spec
 from nemo_like.policy.batching import plan_columns, plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.rollout.conversations import ConversationRow, Prompt
 from nemo_like.rollout.rows import build_rollout, rollout_metrics
@@ -109,7 +110,8 @@ def sampled(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[str],
     folder = tmp_path_factory.mktemp("replay")
     save_models(folder, model_dir("qwen3_moe"))
     worker = HFGenerationWorker(
-        local_context(num_threads=1), model_name=str(folder / "equal"), router_replay=True
+        local_context(num_threads=1),
+        start=GenerationStart(model_name=str(folder / "equal"), router_replay=True),
     )
     random = np.random.default_rng(0)
     prompts = [
@@ -243,7 +245,7 @@ def replay_dtensor(
     out: Path,
 ) -> Found:
     """Compute `batch` with the other engine, whose checkpoint has the gradient as `exp_avg`."""
-    worker = DTensorPolicyWorker(context, config=config, parallel=parallel)
+    worker = DTensorPolicyWorker(context, config=config, start=PolicyStart(parallel=parallel))
     layout = build_layout(parallel, context.world_size)
     spec = plan_spec(
         config, purpose="train", parallel_layout=layout, model=load_spec(config.model_name)

@@ -52,7 +52,7 @@ def program(
                     worker.export_hf(out / model)
                     engine = worker.engine
                     assert isinstance(engine, RecordingEngine)
-                    engine.barrier()
+                    engine.ranks.barrier()
                     served = of_model(dataclasses.replace(config), str(out / model))
                     frozen = rank.worker(served, head="scores", trainable=False)
                     served_scores = frozen.compute_scores(shard)
