@@ -8,9 +8,16 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+from nemo_like.config.needs import BatchNeeds, RunNeeds
+from nemo_like.training.files import RunFiles
+from nemo_like.training.run import TrainingRun
+from nemo_like.training.step_log import StepLog
+from nemo_like.training.workers import RunWorkers
 
 PACKAGE = Path(__file__).parents[1] / "nemo_like"
 
@@ -104,11 +111,19 @@ FOREIGN_NAMES = {
 MAX_FILE_LINES = 400
 """Code lines: without blank lines, comments and docstrings."""
 MAX_FUNCTION_LINES = 80
-MAX_CODE_LINES = 52_325
+MAX_CODE_LINES = 52_837
 """Code lines of the package. A change that needs more raises this number; lower it with each
 merge that leaves at least a hundred lines of room.
 """
-MAX_CONFIG_MODULES = 30
+JOB_COMPARISONS = {
+    "config/foreign.py": 3,
+    "training/reporting.py": 1,
+    "demo/__main__.py": 1,
+    "commands/choices.py": 5,
+    "commands/start.py": 2,
+}
+"""Modules outside of `algorithms` that still compare the name of a job: do not add any."""
+MAX_CONFIG_MODULES = 37
 """Modules that import the configuration of a complete run."""
 
 
@@ -261,12 +276,37 @@ def test_few_modules_name_the_configuration_of_a_run() -> None:
     """Other functions take the section that they need."""
     named: dict[str, int] = {}
     for path, tree in sources():
-        if any(name.endswith(".RunConfig") for name in imported_names(tree)):
+        if any(name.endswith("RunConfig") for name in imported_names(tree)):
             place = path.split("/")[0]
             named[place] = named.get(place, 0) + 1
-    assert named.keys() <= {"algorithms", "training", "commands", "config", "demo"}
-    assert named["training"] <= 7
+    assert named.keys() <= {"algorithms", "commands", "config", "demo"}
     assert sum(named.values()) <= MAX_CONFIG_MODULES
+
+
+def test_only_algorithms_compare_the_name_of_a_job() -> None:
+    """Other modules read what a job needs; see `config.needs`."""
+    jobs = {"sft", "grpo", "dpo", "rm", "distill"}
+    found: dict[str, int] = {}
+    for path, tree in sources():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Compare) or "kind" not in ast.unparse(node):
+                continue
+            values = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
+            if values & jobs and not path.startswith("algorithms/"):
+                found[path] = found.get(path, 0) + 1
+    assert found == JOB_COMPARISONS
+
+
+def test_a_run_without_rollouts_imports_none_of_their_packages() -> None:
+    code = "import sys, nemo_like.algorithms.sft.loop; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    parts = {name.split(".")[1] for name in done.stdout.split() if name.startswith("nemo_like.")}
+    assert parts & {"rollout", "generation", "weight_sync", "environments"} == set()
+
+
+def test_the_parts_of_a_run_have_few_fields() -> None:
+    for part in (TrainingRun, RunFiles, StepLog, RunWorkers, RunNeeds, BatchNeeds):
+        assert len(fields(part)) <= 12, part
 
 
 def test_imports_are_absolute() -> None:

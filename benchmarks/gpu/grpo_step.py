@@ -18,6 +18,7 @@ from benchmarks.gpu.sizes import Size
 from benchmarks.gpu.training_steps import synchronize
 from nemo_like.algorithms.grpo.advantages import group_advantages
 from nemo_like.algorithms.grpo.config import GrpoConfig, GrpoRunConfig
+from nemo_like.algorithms.run import workers_start
 from nemo_like.config.rollout import HFGenerationConfig, RewardConfig, RewardFunctionConfig
 from nemo_like.config.schema import ClusterConfig, DataConfig, GenerationConfig
 from nemo_like.environments.reward import RewardSample
@@ -62,7 +63,7 @@ def time_grpo_steps(
         require_modules("vllm")
     config = grpo_config(folder, device, size, backend)
     start = time.perf_counter()
-    with start_workers(config, Progress()) as workers:
+    with start_workers(workers_start(config), Progress()) as workers:
         start_s = time.perf_counter() - start
         step = _GrpoStep(config, workers, device, size)
         results = [step.run(index) for index in range(num_steps)]

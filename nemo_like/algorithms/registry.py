@@ -19,15 +19,10 @@ from nemo_like.config.keys import JobSchema
 from nemo_like.config.schema import RunConfig
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from nemo_like.data.chat import ChatEncoder
     from nemo_like.data.formats import RowSchema
-    from nemo_like.data.jagged import EncodedRow
-    from nemo_like.data.row_files import Row
     from nemo_like.prediction.lengths import RowLengths
     from nemo_like.run.progress import Progress
-    from nemo_like.training.diagnostics import Diagnostics
+    from nemo_like.training.row_checks import RowChecks
     from nemo_like.training.run import RunResult
     from nemo_like.training.run_data import RunData
 
@@ -44,13 +39,14 @@ class AlgorithmData(Protocol):
         """Return the row formats of the training and of the validation files."""
         ...
 
-    def encode_row(self, encoder: ChatEncoder, config: Any, row: Row) -> EncodedRow | None:
-        """Encode one row of the training file; see `run_data.EncodeRow`."""
-        ...
 
-    def check_rows(
-        self, config: Any, data: RunData, model: PretrainedConfig | None, diagnostics: Diagnostics
-    ) -> None:
+class AlgorithmChecks(Protocol):
+    """What commands find out about rows; implemented by the module `checks` of an algorithm.
+
+    `config` is the algorithm's own run config. The module does not import torch.
+    """
+
+    def check_rows(self, config: Any, data: RunData, checks: RowChecks) -> None:
         """Check the rows and plan the first step, for `nemo-like validate`."""
         ...
 
@@ -80,6 +76,10 @@ class Algorithm:
     def import_data(self) -> AlgorithmData:
         """Import the module `data` of the package that has the config."""
         return cast("AlgorithmData", import_module(f"{self._package}.data"))
+
+    def import_checks(self) -> AlgorithmChecks:
+        """Import the module `checks` of the package that has the config."""
+        return cast("AlgorithmChecks", import_module(f"{self._package}.checks"))
 
     def import_run(self) -> Callable[[Any], RunResult]:
         """Import `run_<kind>` of the module `loop`, which trains as configured.

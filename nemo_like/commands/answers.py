@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,9 +28,17 @@ from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.commands.start import model_of
 from nemo_like.config.build import to_dict
 from nemo_like.config.errors import ConfigError, counted, shown_path
+from nemo_like.config.needs import BatchNeeds, RolloutNeeds, RunNeeds
 from nemo_like.config.paths import resolve_paths
 from nemo_like.config.rollout import RewardConfig
-from nemo_like.config.schema import ParallelConfig, PolicyConfig, RunConfig
+from nemo_like.config.schema import (
+    ClusterConfig,
+    DataConfig,
+    ParallelConfig,
+    PolicyConfig,
+    RunConfig,
+)
+from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.formats import PROMPT_ROWS, RowSchema
 from nemo_like.data.rows import Rows
 from nemo_like.environments.environment_workers import load_environment
@@ -40,23 +48,20 @@ from nemo_like.models.weight_files import weight_paths
 from nemo_like.rollout.answers import Answer, answer_prompts
 from nemo_like.run.files import AppendedFile, reporting_write_errors, write_json, write_json_lines
 from nemo_like.run.progress import Progress
+from nemo_like.training.encoding import RowLimits
+from nemo_like.training.groups import group_starter
 from nemo_like.training.model_files import open_encoder, open_model_config, open_model_spec
+from nemo_like.training.prompts import PromptSet, prompt_sets
 from nemo_like.training.rollout_workers import (
+    GeneratorStart,
     RolloutWorkers,
     open_collector,
     start_environment,
     start_generator,
     start_rewards,
 )
-from nemo_like.training.run_data import (
-    PromptSet,
-    check_all_columns,
-    load_validation,
-    prompt_sets,
-    validation_key,
-)
-from nemo_like.training.steps import AnswerSampling, answer_seeds
-from nemo_like.training.workers import group_starter
+from nemo_like.training.run_data import check_all_columns, load_validation, validation_key
+from nemo_like.training.validation_answers import AnswerSampling, answer_seeds
 
 _DEFAULTS = Path(__file__).with_name("answers.yaml")
 _WITH_GPU = ("cluster.gpus_per_node=1", "policy.precision=bfloat16")
@@ -80,23 +85,39 @@ Key = tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerRunConfig(RunConfig):
-    """Config of a command that only samples answers; keys of training have no effect."""
+class AnswerSettings:
+    """The sections of a config that a command reads which only samples answers."""
 
+    policy: PolicyConfig
+    data: DataConfig
+    cluster: ClusterConfig
+    rollouts: RolloutNeeds
+    seed: int
     sampling: AnswerSampling = field(default_factory=AnswerSampling)
     """As the validation of the job samples them."""
 
-    kind: ClassVar[str] = "answers"
+    def with_policy(self, policy: PolicyConfig) -> AnswerSettings:
+        """Return the settings with another section `policy`."""
+        rollouts = replace(self.rollouts, generation=policy.generation)
+        return replace(self, policy=policy, rollouts=rollouts)
 
     @property
-    def generates(self) -> bool:
-        return True
+    def needs(self) -> RunNeeds:
+        """What sampling needs of a run."""
+        batch = BatchNeeds.of_one_step(self.policy.train_global_batch_size)
+        return RunNeeds(job="answers", batch=batch, rollouts=self.rollouts)
+
+    def open_encoder(self) -> ChatEncoder:
+        """Open the tokenizer of the model. Raises ConfigError."""
+        vocab_size = open_model_spec(self.policy).vocab_size
+        return open_encoder(self.policy, self.data, vocab_size)
 
 
 def generate(arguments: argparse.Namespace) -> int:
     """Sample and write the completions; return the exit code. Raises ConfigError."""
     # Completions are not scored; an environment has its own rewards.
-    config = replace(answer_config(arguments), reward=RewardConfig())
+    config = answer_config(arguments)
+    config = replace(config, rollouts=replace(config.rollouts, rewards=RewardConfig()))
     answers = Answers(config, num_samples=arguments.num_samples)
     settings = described_settings(config) | {"num_samples": arguments.num_samples}
 
@@ -117,7 +138,7 @@ def generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def answer_config(arguments: argparse.Namespace) -> AnswerRunConfig:
+def answer_config(arguments: argparse.Namespace) -> AnswerSettings:
     """Return the config of `--config` with the overrides, with absolute paths.
 
     A run directory stands for its config with the model that the run exported. Raises ConfigError.
@@ -146,44 +167,41 @@ def answer_config(arguments: argparse.Namespace) -> AnswerRunConfig:
     config = _without_training(base)
     if arguments.command == "eval":
         generation = config.sampling.applied(config.policy.generation)
-        config = replace(config, policy=replace(config.policy, generation=generation))
+        config = config.with_policy(replace(config.policy, generation=generation))
     return config
 
 
-def _without_training(base: RunConfig) -> AnswerRunConfig:
+def _without_training(base: RunConfig) -> AnswerSettings:
     """Return the keys that matter for answers; those of training have their defaults."""
+    base = resolve_paths(base)
     # An exported model contains its adapters.
     policy = PolicyConfig(**{name: getattr(base.policy, name) for name in (*_SETTINGS, *_BATCHES)})
     # Reward models score when all answers are sampled, in this process.
     models = {name: replace(model, num_workers=0) for name, model in base.reward.models.items()}
-    sampling = AnswerSampling()
-    if isinstance(base, GrpoRunConfig):
-        sampling = answer_sampling(base.grpo)
-    config = resolve_paths(
-        AnswerRunConfig(
-            run_name=base.run_name,
-            seed=base.seed,
-            policy=policy,
-            data=base.data,
-            cluster=base.cluster,
-            parallel=ParallelConfig(),
-            reward=replace(base.reward, models=models),
-            environment=base.environment,
-            sampling=sampling,
-        )
-    )
-    policy = config.policy
-    limit = open_model_spec(config).max_positions
+    limit = open_model_spec(policy).max_positions
     if limit is not None and policy.max_total_sequence_length > limit:
         max_new_tokens = min(policy.generation.max_new_tokens, max(limit // 2, 1))
         generation = replace(policy.generation, max_new_tokens=max_new_tokens)
         policy = replace(policy, max_total_sequence_length=limit, generation=generation)
-        config = replace(config, policy=policy)
-    open_model_config(config)
+    config = AnswerSettings(
+        policy=policy,
+        data=base.data,
+        cluster=base.cluster,
+        rollouts=RolloutNeeds(
+            generation=policy.generation,
+            rewards=replace(base.reward, models=models),
+            environment=base.environment,
+        ),
+        seed=base.seed,
+        sampling=(
+            answer_sampling(base.grpo) if isinstance(base, GrpoRunConfig) else AnswerSampling()
+        ),
+    )
+    open_model_config(policy, ParallelConfig(), config.cluster, config.needs)
     return config
 
 
-def described_settings(config: AnswerRunConfig) -> dict[str, Any]:
+def described_settings(config: AnswerSettings) -> dict[str, Any]:
     """Return the settings that determine the answers, as JSON values."""
     policy = to_dict(config.policy)
     settings = {name: policy[name] for name in _SETTINGS}
@@ -194,7 +212,7 @@ def described_settings(config: AnswerRunConfig) -> dict[str, Any]:
         "system_prompt": config.data.system_prompt,
         "prompt_template": config.data.prompt_template,
         "chat_template_kwargs": config.data.chat_template_kwargs,
-        "environment": to_dict(config.environment),
+        "environment": to_dict(config.rollouts.environment),
         "weights": weight_files(config.policy.model_name),
     }
 
@@ -211,7 +229,7 @@ def weight_files(directory: str) -> dict[str, list[int]]:
 class Answers:
     """The answers to all prompts of the validation files."""
 
-    def __init__(self, config: AnswerRunConfig, *, num_samples: int) -> None:
+    def __init__(self, config: AnswerSettings, *, num_samples: int) -> None:
         """Read and encode the prompts.
 
         Raises ConfigError for a missing or empty file, a bad row, and a row that is too long unless
@@ -220,8 +238,10 @@ class Answers:
         self.progress = Progress(sys.stderr)
         self._config = config
         self._num_samples = num_samples
-        self._encoder = open_encoder(config, open_model_spec(config).vocab_size)
-        self.sets = prompt_sets(config, self._encoder, load_prompts(config, PROMPT_ROWS))
+        self._encoder = config.open_encoder()
+        limits = RowLimits.of(config.policy, config.data)
+        prompts = load_prompts(config.data, PROMPT_ROWS)
+        self.sets = prompt_sets(self._encoder, limits, prompts)
         self.places: list[tuple[PromptSet, int]] = []
         """Set and index in it of every prompt."""
         for each in self.sets:
@@ -296,7 +316,7 @@ class Answers:
         seeds = seeds.reshape(-1, self._num_samples)
         with self._workers(config) as workers:
             answered = answer_prompts(
-                open_collector(config, workers, self._encoder),
+                open_collector(config.rollouts, workers, self._encoder),
                 [prompts[position] for position in missing],
                 num_samples=self._num_samples,
                 sampling=SamplingParams.from_config(config.policy.generation),
@@ -309,25 +329,32 @@ class Answers:
                     phase.advance()
 
     @contextmanager
-    def _workers(self, config: AnswerRunConfig) -> Iterator[RolloutWorkers]:
+    def _workers(self, config: AnswerSettings) -> Iterator[RolloutWorkers]:
         """Start generator, reward functions and environment; stop them with the block.
 
         Raises ConfigError for functions that cannot be imported, before anything is started, and
         ClusterError if the cluster has too few resources.
         """
-        load_reward_functions(config.reward.functions)
-        if config.environment.path is not None:
-            load_environment(config.environment)
+        rollouts = config.rollouts
+        load_reward_functions(rollouts.rewards.functions)
+        if rollouts.environment.path is not None:
+            load_environment(rollouts.environment)
         with ExitStack() as stack:
             with self.progress.phase("loading the model"):
-                start = group_starter(config, stack, self.progress, logs=None)
-                end_token_ids = self._encoder.end_token_ids
-                generator = start_generator(
-                    config, start, end_token_ids, self.progress, can_sleep=False
+                start = group_starter(config.cluster, stack, self.progress, rollouts=rollouts)
+                settings = GeneratorStart(
+                    policy=config.policy,
+                    seed=config.seed,
+                    end_token_ids=self._encoder.end_token_ids,
                 )
+                generator = start_generator(settings, config.cluster, start, self.progress)
                 stack.callback(generator.shutdown)
-                environment = start_environment(config, start, stack, self.progress)
-                rewards = start_rewards(config, start) if config.reward.functions else None
+                environment = start_environment(
+                    rollouts.environment, config.cluster, start, stack, self.progress
+                )
+                rewards = None
+                if rollouts.rewards.functions:
+                    rewards = start_rewards(rollouts.rewards, start)
             yield RolloutWorkers(generator, rewards, environment)
 
     def _report_left_out(self) -> None:
@@ -343,15 +370,15 @@ class Answers:
             )
 
 
-def load_prompts(config: AnswerRunConfig, schema: RowSchema) -> dict[str, Rows]:
+def load_prompts(data: DataConfig, schema: RowSchema) -> dict[str, Rows]:
     """Read the validation files by name. Raises ConfigError if there are none."""
-    if not config.data.validation_files:
+    if not data.validation_files:
         raise ConfigError("there are no prompts; set data.validation_path to their file")
-    check_all_columns(config.data)
-    return load_validation(config, schema)
+    check_all_columns(data)
+    return load_validation(data, schema)
 
 
-def no_short_row(config: AnswerRunConfig, name: str) -> ConfigError:
+def no_short_row(config: AnswerSettings, name: str) -> ConfigError:
     """Return the error for a validation file without a row that fits into the model."""
     path = config.data.validation_files[name]
     limit = config.policy.max_total_sequence_length
@@ -387,16 +414,16 @@ def _digest(prompts: PromptSet, index: int) -> str:
     return prompts.rows.digest(prompts.row_numbers[index])
 
 
-def _fitted(config: AnswerRunConfig, num_tokens: int) -> AnswerRunConfig:
+def _fitted(config: AnswerSettings, num_tokens: int) -> AnswerSettings:
     """Return the config for prompts of at most `num_tokens` tokens.
 
     The engine then reserves no memory for longer rows. The answers are the same.
     """
     policy = config.policy
     needed = num_tokens + policy.generation.max_new_tokens
-    if config.environment.path is not None or needed >= policy.max_total_sequence_length:
+    if config.rollouts.environment.path is not None or needed >= policy.max_total_sequence_length:
         return config
-    return replace(config, policy=replace(policy, max_total_sequence_length=needed))
+    return config.with_policy(replace(policy, max_total_sequence_length=needed))
 
 
 def _finished_records(

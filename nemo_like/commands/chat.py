@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from nemo_like.commands.answers import AnswerRunConfig, answer_config
+from nemo_like.commands.answers import AnswerSettings, answer_config
 from nemo_like.config.errors import ConfigError, printable
 from nemo_like.console import say, say_error
 from nemo_like.data.chat import ChatEncoder
@@ -21,8 +21,7 @@ from nemo_like.generation.requests import (
     SamplingParams,
 )
 from nemo_like.rollout.rows import row_seeds
-from nemo_like.training.model_files import open_encoder, open_model_spec
-from nemo_like.training.rollout_workers import generation_worker
+from nemo_like.training.rollout_workers import GeneratorStart
 
 _INCOMPLETE = "\ufffd"
 """The tokenizer decodes the first bytes of a character as this."""
@@ -33,14 +32,16 @@ def run(arguments: argparse.Namespace) -> int:
     if sys.stdin is None:
         raise ConfigError("the standard input is closed; use a terminal, or a pipe with messages")
     config = answer_config(arguments)
-    encoder = open_encoder(config, open_model_spec(config).vocab_size)
+    encoder = config.open_encoder()
     if not encoder.template.exists:
         raise ConfigError(
             f"the tokenizer of {config.policy.model_name} has no chat template, so turns of a"
             " conversation cannot be told apart; set policy.chat_template=FILE, or use nemo-like"
             " generate"
         )
-    worker_class, kwargs = generation_worker(config, encoder.end_token_ids)
+    worker_class, kwargs = GeneratorStart(
+        policy=config.policy, seed=config.seed, end_token_ids=encoder.end_token_ids
+    ).worker()
     device = "cuda:0" if config.cluster.gpus_per_node else "cpu"
     worker = worker_class(local_context(device=device), **kwargs)
     if sys.stdin.isatty():
@@ -79,7 +80,7 @@ def _read_line() -> str:
 
 
 def _request(
-    encoder: ChatEncoder, config: AnswerRunConfig, messages: list[Message], number: int
+    encoder: ChatEncoder, config: AnswerSettings, messages: list[Message], number: int
 ) -> GenerationRequests:
     """Return the request for a reply. Raises ConfigError if there is no room for one.
 

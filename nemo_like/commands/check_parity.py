@@ -73,11 +73,18 @@ def check_parity(config: RunConfig) -> ParityReport:
     least one layer per pipeline stage. Raises ConfigError for an unsupported model or layout.
     """
     transformers_logging.disable_progress_bar()
-    model_config = open_model_config(config).get_text_config()
+    model_config = open_model_config(
+        config.policy, config.parallel, config.cluster, config.needs
+    ).get_text_config()
     parallel = config.parallel
     with tempfile.TemporaryDirectory(prefix="nemo_like_parity_") as folder:
         model = save_tiny_copy(model_config, parallel, Path(folder) / "model")
-        tiny = tiny_run(config.policy, parallel, policy_layout(config).dp, Path(folder) / "model")
+        tiny = tiny_run(
+            config.policy,
+            parallel,
+            policy_layout(config.parallel, config.cluster).dp,
+            Path(folder) / "model",
+        )
         batch = random_batch(model.config.vocab_size)
         expected = Reference(model, batch, tiny)
         num_workers = tiny.num_workers

@@ -221,7 +221,7 @@ def _choose_batches(choices: _Choices, task: Task) -> int:
     while batch > 8 and task.num_examples < batch * _MIN_STEPS:
         batch //= 2
     batch = round_up(batch, max(task.machine.num_gpus, 1))
-    noun = f"{task.job.run_config.example}s per step; the file has {task.num_examples:,}"
+    noun = f"{task.job.default_batch.example}s per step; the file has {task.num_examples:,}"
     return choices.pick(batch_key, batch, noun)
 
 
@@ -234,11 +234,11 @@ def _choose_lengths(choices: _Choices, task: Task) -> None:
     # Limits that are not chosen yet must not be refused.
     open_limits = {"policy.oversize_rows": "truncate", "policy.generation.max_new_tokens": 1}
     config = _draft(choices, limit, **open_limits)
-    sampled = len(counts.lengths) // config.rows_per_example
+    sampled = len(counts.lengths) // config.needs.batch.rows_per_example
     is_complete = sampled >= task.num_examples
-    rows = f"{'all' if is_complete else 'the sampled'} {sampled:,} {config.example}s"
+    rows = f"{'all' if is_complete else 'the sampled'} {sampled:,} {config.needs.batch.example}s"
     reason = f"the longest of {rows} has {longest:,} tokens"
-    if config.generates:
+    if config.needs.rollouts:
         prompt = int((counts.lengths - counts.num_trained).max())
         total = choices.given("policy.max_total_sequence_length") or limit
         # A long prompt is truncated, and must not leave all others without a completion.
@@ -280,7 +280,9 @@ def _choose_memory(
     config = _draft(choices, task.spec.max_positions or 0, **more)
     memory = _memory(config, task)
     usable = _usable_bytes(config, task)
-    needed = round_up(config.rows_per_example * config.policy.max_total_sequence_length, _MULTIPLE)
+    needed = round_up(
+        config.needs.batch.rows_per_example * config.policy.max_total_sequence_length, _MULTIPLE
+    )
     largest = memory.largest_budget(usable, _MULTIPLE)
     free = f"{task.machine.memory_gib:.1f} GiB of free memory"
     if largest < needed:
@@ -295,14 +297,17 @@ def _choose_memory(
         )
     for key, value in more.items():
         choices.pick(key, value, "the model does not fit without it")
-    mode = batching_section(config)
+    mode = batching_section(config.policy)
     if mode is None:
         return
     name, _ = mode
     if name == "policy.sequence_packing":
         choices.pick(f"{name}.enabled", True, "no padding between rows")
-    rows = config.policy_in_rows.train_global_batch_size
-    useful = ceil_div(round(rows * float(task.counts.lengths.mean())), policy_layout(config).dp)
+    rows = config.policy.in_rows(config.needs.batch.rows_per_example).train_global_batch_size
+    useful = ceil_div(
+        round(rows * float(task.counts.lengths.mean())),
+        policy_layout(config.parallel, config.cluster).dp,
+    )
     useful += config.policy.max_total_sequence_length
     cap = useful if task.machine.num_gpus else min(useful, _CPU_TOKENS)
     budget = max(min(largest, cap) // _MULTIPLE * _MULTIPLE, needed)
@@ -314,7 +319,7 @@ def _choose_memory(
 def _usable_bytes(config: RunConfig, task: Task) -> float:
     """Return the memory that training may use."""
     usable = usable_bytes(task.machine.memory_gib)
-    if config.generates and not task.machine.num_gpus:
+    if config.needs.rollouts and not task.machine.num_gpus:
         # On GPUs the generator moves to host memory while the policy trains.
         backend = generation_backend(config.policy)
         usable -= backend.peak_bytes(config.policy, task.spec, usable)
@@ -324,13 +329,13 @@ def _usable_bytes(config: RunConfig, task: Task) -> float:
 def _memory(config: RunConfig, task: Task) -> MemoryModel:
     placement = policy_placement(
         config.policy,
-        policy_layout(config),
-        needs_reference=config.needs_reference,
+        policy_layout(config.parallel, config.cluster),
+        needs_reference=config.needs.reference,
         device_type="cuda" if task.machine.num_gpus else "cpu",
         teachers=task.teachers,
-        keeps_teacher_embeddings=config.keeps_teacher_embeddings,
+        keeps_teacher_embeddings=config.needs.keeps_teacher_embeddings,
     )
-    return MemoryModel(task.spec.with_output_head(config.output_head), placement)
+    return MemoryModel(task.spec.with_output_head(config.needs.head), placement)
 
 
 def _choose_steps(choices: _Choices, task: Task, rows: int) -> tuple[int, float | None]:
@@ -378,14 +383,14 @@ def _step_seconds(config: RunConfig, task: Task) -> float:
     lengths, trained = counts.lengths, counts.num_trained
     cost = CostModel.from_spec(task.spec)
     sampled = 0.0
-    if config.generates:
+    if config.needs.rollouts:
         # A completion may end early.
         trained = np.full_like(lengths, max(config.policy.generation.max_new_tokens // 2, 1))
         lengths = lengths - counts.num_trained + trained
         sampled = float(cost.of(trained).mean()) / _SAMPLING_EFFICIENCY
-    passes = 3 + config.has_logprob_pass + config.needs_reference
+    passes = 3 + config.needs.logprob_pass + config.needs.reference
     flops = passes * float(cost.of(lengths, trained).mean())
     for teacher in task.teachers:
         flops += float(CostModel.from_spec(teacher).of(lengths, trained).mean())
     per_row = flops / _TRAIN_EFFICIENCY + sampled
-    return config.rows_per_step * per_row / task.machine.flops
+    return config.needs.batch.num_rows * per_row / task.machine.flops

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -17,8 +17,8 @@ import numpy as np
 
 from nemo_like.algorithms.sft.loop import evaluate_batches
 from nemo_like.commands.answers import (
-    AnswerRunConfig,
     Answers,
+    AnswerSettings,
     Record,
     answer_config,
     described_settings,
@@ -41,15 +41,17 @@ from nemo_like.rollout.answers import Answer, Estimate, ScoredAnswers, answer_me
 from nemo_like.rollout.collector import RolloutJob
 from nemo_like.run.files import reporting_write_errors, write_text
 from nemo_like.run.progress import Progress
-from nemo_like.training.model_files import RewardModelFiles, open_encoder, open_model_spec
-from nemo_like.training.rollout_workers import open_reward_models, start_reward_models
-from nemo_like.training.run_data import (
-    PromptSet,
-    encode_conversation,
-    report_skipped,
-    validation_key,
+from nemo_like.training.encoding import RowLimits, encode_conversation
+from nemo_like.training.groups import group_starter
+from nemo_like.training.model_files import RewardModelFiles
+from nemo_like.training.prompts import PromptSet
+from nemo_like.training.rollout_workers import (
+    RewardModelStart,
+    open_reward_models,
+    start_reward_models,
 )
-from nemo_like.training.workers import group_starter, local_policy
+from nemo_like.training.run_data import report_skipped, validation_key
+from nemo_like.training.workers import local_policy
 
 RESULTS = "results.json"
 ANSWERS = "answers.jsonl"
@@ -86,13 +88,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measure_perplexity(config: AnswerRunConfig) -> dict[str, Any]:
+def _measure_perplexity(config: AnswerSettings) -> dict[str, Any]:
     """Return loss, perplexity and token accuracy of every file, computed by this process."""
-    encoder = open_encoder(config, open_model_spec(config).vocab_size)
+    encoder = config.open_encoder()
+    limits = RowLimits.of(config.policy, config.data)
     sets: dict[str, Results] = {}
     encoded: dict[str, list[EncodedRow]] = {}
-    for name, rows in load_prompts(config, SFT_ROWS).items():
-        found = EncodedRows(rows, partial(encode_conversation, encoder, config))
+    for name, rows in load_prompts(config.data, SFT_ROWS).items():
+        found = EncodedRows(rows, partial(encode_conversation, encoder, limits))
         encoded[name] = [row for row in found.fetch(range(len(rows))) if row is not None]
         report_skipped(found.skipped, validation_key(name))
         num_rows = len(encoded[name])
@@ -100,7 +103,7 @@ def _measure_perplexity(config: AnswerRunConfig) -> dict[str, Any]:
             raise no_short_row(config, name)
         sets[name or "data"] = {"num_prompts": num_rows, "num_left_out": len(rows) - num_rows}
     progress = Progress(sys.stderr)
-    with local_policy(config, needs_reference=False) as policy:
+    with local_policy(config.policy, config.cluster, seed=config.seed) as policy:
         for name, rows in encoded.items():
             batches = [rows[i : i + _BATCH_ROWS] for i in range(0, len(rows), _BATCH_ROWS)]
             with progress.phase("computing the loss"):
@@ -113,9 +116,9 @@ def _measure_perplexity(config: AnswerRunConfig) -> dict[str, Any]:
     return {"sets": sets, "settings": described_settings(config)}
 
 
-def _score(config: AnswerRunConfig, out: Path | None, *, resume: bool) -> dict[str, Any]:
+def _score(config: AnswerSettings, out: Path | None, *, resume: bool) -> dict[str, Any]:
     """Sample answers, score them, and return the results."""
-    if not config.reward.weights and config.environment.path is None:
+    if not config.rollouts.rewards.weights and config.rollouts.environment.path is None:
         raise ConfigError(
             "there is no reward to score answers with; set reward.functions, e.g."
             " reward.functions={answer: {path: nemo_like.environments.math.answer_reward}}"
@@ -149,33 +152,35 @@ def _score(config: AnswerRunConfig, out: Path | None, *, resume: bool) -> dict[s
     return {"sets": sets, "settings": settings, "confidence": CONFIDENCE}
 
 
-def _open_models(config: AnswerRunConfig) -> dict[str, RewardModelFiles]:
+def _open_models(config: AnswerSettings) -> dict[str, RewardModelFiles]:
     """Open the files of `reward.models`, before answers are sampled.
 
     Raises ConfigError for a model that cannot be used, and with an environment.
     """
-    if config.reward.models and config.environment.path is not None:
+    if config.rollouts.rewards.models and config.rollouts.environment.path is not None:
         raise ConfigError(
             "reward.models and environment.path are both set, and `nemo-like eval` keeps the last"
             " turn of a conversation only, which a reward model cannot score by itself; set"
             " ~reward.models"
         )
-    return open_reward_models(config)
+    return open_reward_models(config.rollouts.rewards.models)
 
 
-def _settings(config: AnswerRunConfig) -> dict[str, Any]:
+def _settings(config: AnswerSettings) -> dict[str, Any]:
     """Return what determines answers and rewards, as JSON values."""
     models = {}
-    for name, model in config.reward.models.items():
+    for name, model in config.rollouts.rewards.models.items():
         values = to_dict(model)
         for key in _NO_INFLUENCE:
             del values[key]
         models[name] = values | {"weights": weight_files(model.model_name)}
     return described_settings(config) | {
         "num_samples": config.sampling.num_samples,
-        "rewards": {name: to_dict(each) for name, each in config.reward.functions.items()},
+        "rewards": {
+            name: to_dict(each) for name, each in config.rollouts.rewards.functions.items()
+        },
         "reward_models": models,
-        "on_reward_error": config.reward.on_error,
+        "on_reward_error": config.rollouts.rewards.on_error,
     }
 
 
@@ -194,7 +199,7 @@ def _record(prompts: PromptSet, index: int, answers: Sequence[Answer]) -> Record
 
 
 def _add_model_scores(
-    config: AnswerRunConfig,
+    config: AnswerSettings,
     files: dict[str, RewardModelFiles],
     placed: Sequence[tuple[PromptSet, int, Record]],
 ) -> None:
@@ -203,7 +208,7 @@ def _add_model_scores(
     The generator has ended, so that each reward model has the device for itself; they run in this
     process. Raises RewardError as `ModelRewards.score` does.
     """
-    names = list(config.reward.models)
+    names = list(config.rollouts.rewards.models)
     missing = [each for each in placed if not set(names) <= set(each[2]["components"])]
     if not missing:
         return
@@ -211,7 +216,9 @@ def _add_model_scores(
     cluster = ClusterConfig(
         backend="local", gpus_per_node=min(config.cluster.gpus_per_node, 1), env=config.cluster.env
     )
-    local = replace(config, cluster=cluster)
+    settings = RewardModelStart(
+        rewards=config.rollouts.rewards, data=config.data, seed=config.seed, files=files
+    )
     progress = Progress(sys.stderr)
     prompts = []
     samples = []
@@ -226,8 +233,8 @@ def _add_model_scores(
             )
     job = RolloutJob(prompts, 1, SamplingParams.from_config(config.policy.generation))
     with ExitStack() as closing, progress.phase("scoring with reward models"):
-        start = group_starter(local, closing, progress, logs=None)
-        models = start_reward_models(local, files, start, progress)
+        start = group_starter(cluster, closing, progress, rollouts=config.rollouts)
+        models = start_reward_models(settings, cluster, start, progress)
         assert models is not None, "called with reward models"
         models.score(job, samples)
     first = 0

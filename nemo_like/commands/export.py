@@ -98,11 +98,15 @@ def export_checkpoint(
     # An adapter is written without its model, which may be on another machine.
     if not adapter_only:
         config = replace(config, policy=resolve_policy(config.policy, weights=lora.enabled))
-        model_config = open_model_config(config)
+        model_config = open_model_config(
+            config.policy, config.parallel, config.cluster, config.needs
+        )
     if lora.enabled and not adapter_only:
         # The adapters must have been trained on the weights that the config names.
-        current = frozen_models(config, policy_only=True)
-        check_frozen_models(_saved_models(step_folder), current, config, step_folder)
+        current = frozen_models(config.policy, config.needs, policy_only=True)
+        check_frozen_models(
+            _saved_models(step_folder), current, config.policy, config.needs, step_folder
+        )
     try:
         with open_checkpoint(step_folder / "policy") as reader:
             if ema:

@@ -81,13 +81,13 @@ def plan_request(arguments: argparse.Namespace) -> PlanRequest:
         notes = _raise_budget(arguments, config, rows)
         config = open_config(arguments, prints=False)
     model = _open_spec("policy.model_name", config.policy.model_name)
-    model = model.with_output_head(config.output_head)
-    layout = policy_layout(config)
+    model = model.with_output_head(config.needs.head)
+    layout = policy_layout(config.parallel, config.cluster)
     shared_prefix = shared_prefix_mode(config.policy, model)
     problems = model_problems(layout, config.policy.engine, model)
     raise_problems(located_problems(problems, config.cluster))
     spec = plan_spec(
-        config.policy_in_rows,
+        config.policy.in_rows(config.needs.batch.rows_per_example),
         purpose="train",
         parallel_layout=layout,
         model=model,
@@ -106,9 +106,9 @@ def plan_request(arguments: argparse.Namespace) -> PlanRequest:
         placement=policy_placement(
             config.policy,
             layout,
-            needs_reference=config.needs_reference,
-            teachers=tuple(_open_spec(*each) for each in config.teachers_by_key.items()),
-            keeps_teacher_embeddings=config.keeps_teacher_embeddings,
+            needs_reference=config.needs.reference,
+            teachers=tuple(_open_spec(*each) for each in config.needs.teachers.items()),
+            keeps_teacher_embeddings=config.needs.keeps_teacher_embeddings,
         ),
         oversize=config.policy.oversize_rows,
         budget_name=budget_name,
@@ -175,13 +175,14 @@ def first_lengths(config: RunConfig, num_rows: int | None, num_steps: int) -> Ro
     The rows are those of about `num_rows` rows, or of `num_steps` steps if it is None. Raises
     ConfigError for files that cannot be read.
     """
-    encoder = open_encoder(config, None)
-    algorithm = ALGORITHMS[config.kind].import_data()
+    encoder = open_encoder(config.policy, config.data, None)
+    algorithm = ALGORITHMS[config.kind]
+    schema, _ = algorithm.import_data().row_schemas(config)
     progress = Progress(sys.stderr)
-    data = RunData(encoder, load_training(config, algorithm.row_schemas(config)[0], progress))
+    data = RunData(encoder, load_training(config.data, schema, progress))
     if num_rows is not None:
-        num_steps = num_rows // config.rows_per_step
-    return algorithm.first_lengths(config, data, num_steps, progress)
+        num_steps = num_rows // config.needs.batch.num_rows
+    return algorithm.import_checks().first_lengths(config, data, num_steps, progress)
 
 
 def _raise_budget(
@@ -233,12 +234,13 @@ def _notes(config: RunConfig) -> tuple[str, ...]:
             f"parallel.expert is {config.parallel.expert}, but the memory counts every expert"
             " on every worker: it is an upper bound"
         )
-    if config.rows_per_example > 1:
+    batch = config.needs.batch
+    if batch.rows_per_example > 1:
         notes.append(
-            f"the {config.rows_per_example} rows of a {config.example} are planned independently;"
+            f"the {batch.rows_per_example} rows of a {batch.example} are planned independently;"
             " a run keeps them in one microbatch, with slightly more padding"
         )
-    if config.generates and config.reward.models:
-        names = ", ".join(config.reward.models)
+    if config.needs.reward_models:
+        names = ", ".join(config.needs.reward_models)
         notes.append(f"the reward models ({names}) are not part of the predicted memory")
     return tuple(notes)

@@ -125,7 +125,7 @@ def choose_config(arguments: argparse.Namespace, kind: str | None) -> Chosen:
         named["reward.functions.answer.path"] = (_ANSWER_REWARD, "the rows have answers")
     progress = Progress(sys.stderr)
     num_sampled = min(_NUM_SAMPLED, len(data.train))
-    rows = ALGORITHMS[kind].import_data().first_lengths(draft, data, num_sampled, progress)
+    rows = ALGORITHMS[kind].import_checks().first_lengths(draft, data, num_sampled, progress)
     teacher = values.get("distill.teacher")
     task = Task(
         job=job,
@@ -222,8 +222,8 @@ def _draft_data(
     kept = [each for each in overrides if each.lstrip("+~").startswith(_ENCODING_KEYS)]
     draft = load_values(job, nested(values), kept)
     schema, _ = ALGORITHMS[job.kind].import_data().row_schemas(draft)
-    train = load_training(draft, schema, Progress(sys.stderr))
-    return draft, RunData(open_encoder(draft, None), train)
+    train = load_training(draft.data, schema, Progress(sys.stderr))
+    return draft, RunData(open_encoder(draft.policy, draft.data, None), train)
 
 
 def this_machine() -> Machine:

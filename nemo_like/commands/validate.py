@@ -22,7 +22,9 @@ from nemo_like.commands.start import open_config
 from nemo_like.commands.train import WRONG_INPUT
 from nemo_like.config.check import derivation
 from nemo_like.config.errors import ConfigError, counted
-from nemo_like.config.schema import RunConfig
+from nemo_like.config.needs import RunNeeds
+from nemo_like.config.parallel import policy_layout
+from nemo_like.config.schema import ClusterConfig, DataConfig, PolicyConfig, RunConfig
 from nemo_like.console import say
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.formats import RowSchema, conversation, question
@@ -55,6 +57,7 @@ from nemo_like.training.model_files import (
 )
 from nemo_like.training.model_warnings import check_new_tokens, model_warnings
 from nemo_like.training.reporting import config_warnings, device_line, rows_warnings
+from nemo_like.training.row_checks import RowChecks
 from nemo_like.training.run_data import (
     RunData,
     check_all_columns,
@@ -91,47 +94,60 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
     `import_transformers_without_torch`.
     """
     diagnostics = Diagnostics()
-    diagnostics.add_lines("batches", *derivation(config).splitlines())
+    policy, needs = config.policy, config.needs
+    layout = policy_layout(config.parallel, config.cluster)
+    diagnostics.add_lines(
+        "batches", *derivation(policy, config.cluster, needs, layout).splitlines()
+    )
     # Named here for its position: the report shows the model before the data.
     diagnostics.add_lines("model")
-    diagnostics.warnings += config_warnings(config)
-    _describe_generator(config, diagnostics)
-    algorithm = ALGORITHMS[config.kind].import_data()
-    train_schema, validation_schema = algorithm.row_schemas(config)
-    train = _load_training(config, train_schema, diagnostics)
-    validation = diagnostics.check(lambda: load_validation(config, validation_schema)) or {}
+    diagnostics.warnings += config_warnings(policy, needs, layout)
+    _describe_generator(policy, config.cluster, needs, diagnostics)
+    algorithm = ALGORITHMS[config.kind]
+    train_schema, validation_schema = algorithm.import_data().row_schemas(config)
+    train = _load_training(config.data, train_schema, diagnostics)
+    validation = diagnostics.check(lambda: load_validation(config.data, validation_schema)) or {}
     if train is not None:
-        diagnostics.warnings += rows_warnings(config, train)
+        diagnostics.warnings += rows_warnings(config.data, needs, train)
     for name, rows in validation.items():
         _describe_rows(config.data.validation_files[name], rows, diagnostics)
     diagnostics.check(lambda: check_logger(config.logger))
     rewarded = None
-    if config.scored_rows == "train":
+    if needs.scored_rows == "train":
         rewarded = train
-    elif config.scored_rows == "validation":
+    elif needs.scored_rows == "validation":
         rewarded = next(iter(validation.values()), None)
     scoring = _ScoringChecks(config, rewarded, diagnostics)
     scoring.check_functions()
     if without_torch:
         # After the reward functions, which may need models of transformers.
         import_transformers_without_torch()
-    model = diagnostics.check(lambda: open_model_config(config))
+    model = diagnostics.check(
+        lambda: open_model_config(policy, config.parallel, config.cluster, needs)
+    )
     if model is not None:
         _describe_model(config, model, diagnostics)
-        diagnostics.warnings += model_warnings(
-            config.policy, needs_reference=config.needs_reference
-        )
+        diagnostics.warnings += model_warnings(policy, needs_reference=needs.reference)
     encoder = None
     # Without a model the tokenizer's name is only known if the config sets it.
     if model is not None or config.policy.tokenizer_name is not None:
         vocab_size = None if model is None else model.get_text_config().vocab_size
-        encoder = diagnostics.check(lambda: open_encoder(config, vocab_size))
+        encoder = diagnostics.check(lambda: open_encoder(policy, config.data, vocab_size))
         if encoder is not None:
             diagnostics.check(partial(check_new_tokens, config.policy, encoder))
     if encoder is not None and train is not None:
         data = RunData(encoder, train, validation)
-        algorithm.check_rows(config, data, model, diagnostics)
-    if config.generates:
+        checks = RowChecks(
+            policy=policy,
+            data=config.data,
+            needs=needs,
+            layout=layout,
+            seed=config.seed,
+            model=None if model is None else ModelSpec.from_config(model),
+            diagnostics=diagnostics,
+        )
+        algorithm.import_checks().check_rows(config, data, checks)
+    if needs.rollouts is not None:
         if config.environment.path is not None:
             scoring.check_environment(encoder)
         for name in config.reward.models:
@@ -139,37 +155,39 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
     return diagnostics.report()
 
 
-def _load_training(config: RunConfig, schema: RowSchema, diagnostics: Diagnostics) -> Rows | None:
+def _load_training(data: DataConfig, schema: RowSchema, diagnostics: Diagnostics) -> Rows | None:
     """Read and describe every training set; return their rows, None if one has a problem."""
     num_problems = len(diagnostics.problems)
-    diagnostics.check(partial(check_all_columns, config.data))
+    diagnostics.check(partial(check_all_columns, data))
     if len(diagnostics.problems) > num_problems:
         return None
     sets = {}
-    for name, path in training_files(config).items():
-        load = partial(load_set, config, schema, name, Progress(sys.stderr))
+    for name, path in training_files(data).items():
+        load = partial(load_set, data, schema, name, Progress(sys.stderr))
         rows = diagnostics.check(load)
         if rows is not None:
             sets[name] = rows
             _describe_rows(path, rows, diagnostics)
     if len(diagnostics.problems) > num_problems:
         return None
-    train = mixed_rows(sets, config.data.train_weights)
+    train = mixed_rows(sets, data.train_weights)
     if train.mixture is not None:
         diagnostics.add_lines("data", describe_mixture(train.mixture))
     return train
 
 
-def _describe_generator(config: RunConfig, diagnostics: Diagnostics) -> None:
+def _describe_generator(
+    policy: PolicyConfig, cluster: ClusterConfig, needs: RunNeeds, diagnostics: Diagnostics
+) -> None:
     """Report whether the package of the engine is installed. It is not imported."""
-    packages = generation_backend(config.policy).packages if config.generates else ()
+    packages = generation_backend(policy).packages if needs.rollouts else ()
     if not packages:
         return
     package, *distributions = packages
     if importlib.util.find_spec(package) is None:
-        extra = distributions[0 if config.cluster.gpus_per_node else -1]
+        extra = distributions[0 if cluster.gpus_per_node else -1]
         diagnostics.warnings.append(
-            f"policy.generation.backend is {config.policy.generation.backend}, and {package} is not"
+            f"policy.generation.backend is {policy.generation.backend}, and {package} is not"
             f" installed in this environment: pip install 'nemo-like[{extra}]' wherever generation"
             " workers run"
         )
@@ -197,13 +215,19 @@ def _describe_model(config: RunConfig, model: PretrainedConfig, diagnostics: Dia
         sizes += f", positions up to {max_positions:,}"
     diagnostics.add_lines("model", f"{config.policy.model_name}: {model.model_type}, {sizes}")
     diagnostics.warnings += spec.estimate_warnings
-    line = adapter_line(config, spec)
+    line = adapter_line(config.policy, config.needs, spec)
     if line is not None:
         diagnostics.add_lines("model", line)
-    diagnostics.add_lines("model", device_line(config))
+    diagnostics.add_lines("model", device_line(config.cluster, config.policy.precision))
     # Files of teachers are checked elsewhere.
     with suppress(ConfigError, OSError, ValueError):
-        max_tokens, parts = policy_memory(config, spec.with_output_head(config.output_head))
+        max_tokens, parts = policy_memory(
+            config.policy,
+            policy_layout(config.parallel, config.cluster),
+            config.needs,
+            spec.with_output_head(config.needs.head),
+            "cuda" if config.cluster.gpus_per_node else "cpu",
+        )
         shown = ", ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items())
         diagnostics.add_lines(
             "model",

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from nemo_like.config.constraints import Ge
 from nemo_like.config.errors import Problem
-from nemo_like.config.schema import DataConfig, RunConfig, SchedulerConfig
+from nemo_like.config.schema import DataConfig, PolicyConfig, SchedulerConfig
 
 BatchingKind = Literal["fixed", "pool", "online", "token_budget", "dyn_bsz"]
 
@@ -90,7 +90,7 @@ class StreamableDataConfig(DataConfig):
 
 
 def batching_problems(
-    config: RunConfig, data: StreamableDataConfig, max_num_steps: int | None
+    policy: PolicyConfig, data: StreamableDataConfig, max_num_steps: int | None
 ) -> Iterator[Problem]:
     """Yield the problems of `data.batching`, `data.curriculum` and the keys they depend on."""
     yield from _curriculum_problems(data.curriculum)
@@ -98,7 +98,6 @@ def batching_problems(
     if not batching.is_streaming:
         yield from _unused_problems(data)
         return
-    policy = config.policy
     if not (policy.sequence_packing.enabled or policy.dynamic_batching.enabled):
         yield Problem(
             ("data.batching.kind", "policy.sequence_packing.enabled"),

@@ -18,19 +18,25 @@ from nemo_like.config.check_sections import (
 )
 from nemo_like.config.errors import Problem, counted, plural, quotient
 from nemo_like.config.keys import type_at
+from nemo_like.config.needs import RunNeeds
 from nemo_like.config.parallel import (
     is_colocated,
     num_generation_workers,
     num_policy_workers,
     parallel_problems,
     policy_layout,
-    workers_per_replica,
     workers_shown,
 )
-from nemo_like.config.rollout import environment_problems
-from nemo_like.config.schema import DynamicBatchingConfig, RunConfig, SequencePackingConfig
+from nemo_like.config.rollout import RewardConfig, environment_problems
+from nemo_like.config.schema import (
+    ClusterConfig,
+    DynamicBatchingConfig,
+    PolicyConfig,
+    RunConfig,
+    SequencePackingConfig,
+)
 from nemo_like.integer_math import ceil_div, nearest_multiples
-from nemo_like.parallel_layout import PaddingMultiples
+from nemo_like.parallel_layout import PaddingMultiples, ParallelLayout
 from nemo_like.training_engines import ENGINES
 
 Budgets = SequencePackingConfig | DynamicBatchingConfig
@@ -52,37 +58,38 @@ _VARIABLES_SET_ELSEWHERE = {
 
 def find_problems(config: RunConfig) -> list[Problem]:
     """Return every problem of `config` that does not depend on data, or an empty list."""
+    policy, cluster, needs = config.policy, config.cluster, config.needs
     problems = [
-        *_batching_modes(config),
-        *_shared_prefix(config),
-        *_router_replay(config),
-        *_compilation(config),
-        *adapter_problems(config),
-        *_timeouts(config),
-        *_cluster(config),
-        *_environment(config),
-        *environment_problems(config.environment, generates=config.generates),
-        *optimization_problems(config),
-        *data_problems(config),
+        *_batching_modes(policy),
+        *_shared_prefix(policy, needs),
+        *_router_replay(policy, needs),
+        *_compilation(policy),
+        *adapter_problems(policy, needs),
+        *_timeouts(config.reward, cluster),
+        *_cluster(cluster),
+        *_environment(cluster),
+        *environment_problems(config.environment, generates=needs.rollouts is not None),
+        *optimization_problems(policy),
+        *data_problems(config.data, needs),
         *_validation(config),
         *_selection(config),
     ]
     if problems:
         # The arithmetic below would divide by numbers that were just refused.
         return problems
-    problems += parallel_problems(config)
+    problems += parallel_problems(config.parallel, cluster, policy.engine)
     if problems:
         return problems
-    problems += [*_worker_shares(config), *_budgets(config)]
-    if config.generates:
-        problems += [*_sampling(config), *_generation_layout(config)]
-        problems += reward_model_problems(config)
+    layout = policy_layout(config.parallel, cluster)
+    problems += [*_worker_shares(policy, cluster, needs, layout), *_budgets(policy, needs, layout)]
+    if needs.rollouts is not None:
+        problems += [*_sampling(policy), *_generation_layout(policy, cluster, needs)]
+        problems += reward_model_problems(needs.rollouts.rewards, cluster)
     return [*problems, *config.job_problems()]
 
 
-def batching_section(config: RunConfig) -> tuple[str, Budgets] | None:
+def batching_section(policy: PolicyConfig) -> tuple[str, Budgets] | None:
     """Return (name, section) of the enabled mode with a token budget; None if none is enabled."""
-    policy = config.policy
     if policy.sequence_packing.enabled:
         return "policy.sequence_packing", policy.sequence_packing
     if policy.dynamic_batching.enabled:
@@ -90,9 +97,8 @@ def batching_section(config: RunConfig) -> tuple[str, Budgets] | None:
     return None
 
 
-def padding_multiples(config: RunConfig, section: Budgets) -> PaddingMultiples:
+def padding_multiples(layout: ParallelLayout, section: Budgets) -> PaddingMultiples:
     """Return the multiples to which a run with this token budget pads rows and microbatches."""
-    layout = policy_layout(config)
     rounding = section.sequence_length_round
     if not isinstance(section, SequencePackingConfig):
         return layout.padding_multiples("padded", sequence_length_round=rounding)
@@ -103,20 +109,22 @@ def padding_multiples(config: RunConfig, section: Budgets) -> PaddingMultiples:
     )
 
 
-def derivation(config: RunConfig) -> str:
+def derivation(
+    policy: PolicyConfig, cluster: ClusterConfig, needs: RunNeeds, layout: ParallelLayout
+) -> str:
     """Return the arithmetic from the rows of a step to optimizer steps and microbatches.
 
     One line each, counted in rows. Example: `8 prompts x 4 generations = 32 rows per step`.
     """
-    batch = config.policy_in_rows.train_global_batch_size
-    workers = num_policy_workers(config.cluster)
-    layout = policy_layout(config)
+    policy = policy.in_rows(needs.batch.rows_per_example)
+    batch = policy.train_global_batch_size
+    workers = num_policy_workers(cluster)
     replicas = layout.dp
-    lines = config.batch_lines()
-    if not config.has_fixed_batches:
+    lines = list(needs.batch.lines)
+    if not needs.batch.is_fixed:
         # The number of rows of a step varies: only the budget of a microbatch is known.
         lines = [f"{workers} {plural(workers, 'worker')}, {layout}"]
-        return "\n".join([*lines, *_microbatch_lines(config, 0)])
+        return "\n".join([*lines, *_microbatch_lines(policy, needs, layout, 0)])
     if replicas == workers:
         lines.append(
             f"{counted(batch, 'row')} / {counted(workers, 'worker')} ="
@@ -128,16 +136,17 @@ def derivation(config: RunConfig) -> str:
         lines.append(f"{workers} workers / {size} per model replica = {ranks}")
         share = f"{quotient(batch / replicas)} {plural(batch // replicas, 'row')} each"
         lines.append(f"{counted(batch, 'row')} / {ranks} = {share}")
-    lines += _microbatch_lines(config, ceil_div(batch, replicas))
+    lines += _microbatch_lines(policy, needs, layout, ceil_div(batch, replicas))
     return "\n".join(lines)
 
 
-def _microbatch_lines(config: RunConfig, rows: int) -> Iterator[str]:
+def _microbatch_lines(
+    policy: PolicyConfig, needs: RunNeeds, layout: ParallelLayout, rows: int
+) -> Iterator[str]:
     """Yield a line about the microbatches of one rank's `rows`, for training and log-probs."""
-    policy = config.policy_in_rows
-    mode = batching_section(config)
+    mode = batching_section(policy)
     passes = ["training"]
-    if config.has_logprob_pass:
+    if needs.logprob_pass:
         passes.append("log-probs")
     for name in passes:
         is_training = name == "training"
@@ -151,7 +160,7 @@ def _microbatch_lines(config: RunConfig, rows: int) -> Iterator[str]:
         verb = "packed" if section_name.endswith("packing") else "padded together"
         budget = section.train_mb_tokens if is_training else section.logprob_mb_tokens
         max_length = policy.max_total_sequence_length
-        multiples = padding_multiples(config, section)
+        multiples = padding_multiples(layout, section)
         num_fitting = budget // multiples.tokens_of_row(max_length)
         yield (
             f"{name}: {verb} in microbatches of at most {budget} tokens, which fit"
@@ -160,14 +169,14 @@ def _microbatch_lines(config: RunConfig, rows: int) -> Iterator[str]:
         )
 
 
-def _batching_modes(config: RunConfig) -> Iterator[Problem]:
-    if config.policy.sequence_packing.enabled and config.policy.dynamic_batching.enabled:
+def _batching_modes(policy: PolicyConfig) -> Iterator[Problem]:
+    if policy.sequence_packing.enabled and policy.dynamic_batching.enabled:
         yield Problem(
             ("policy.dynamic_batching.enabled", "policy.sequence_packing.enabled"),
             "policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true, but"
             " exclude each other: set one of them to false (packing is the faster one)",
         )
-    packing = config.policy.sequence_packing
+    packing = policy.sequence_packing
     if packing.enabled and packing.algorithm == "balanced" and packing.balance == "none":
         yield Problem(
             ("policy.sequence_packing.balance", "policy.sequence_packing.algorithm"),
@@ -175,7 +184,7 @@ def _batching_modes(config: RunConfig) -> Iterator[Problem]:
             " balanced assigns rows to ranks by work: set balance to flops or tokens, or algorithm"
             " to a bin packer such as best_fit_decreasing",
         )
-    if config.policy.oversize_rows == "singleton" and batching_section(config) is None:
+    if policy.oversize_rows == "singleton" and batching_section(policy) is None:
         yield Problem(
             ("policy.oversize_rows",),
             "policy.oversize_rows is singleton, which needs a token budget: enable"
@@ -183,53 +192,53 @@ def _batching_modes(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _shared_prefix(config: RunConfig) -> Iterator[Problem]:
-    if config.policy.shared_prefix is not True:
+def _shared_prefix(policy: PolicyConfig, needs: RunNeeds) -> Iterator[Problem]:
+    if policy.shared_prefix is not True:
         return
     key = "policy.shared_prefix"
-    if not config.policy.sequence_packing.enabled:
+    if not policy.sequence_packing.enabled:
         yield Problem(
             (key, "policy.sequence_packing.enabled"),
             f"{key} is true, which needs packed rows: set policy.sequence_packing.enabled to true,"
             f" or {key} to auto",
         )
-    if config.kind == "sft":
+    if not needs.groups_rows:
         yield Problem(
-            (key,), f"{key} is true, but rows of sft are in no groups: set it to auto or false"
+            (key,),
+            f"{key} is true, but rows of {needs.job} are in no groups: set it to auto or false",
         )
 
 
-def _router_replay(config: RunConfig) -> Iterator[Problem]:
+def _router_replay(policy: PolicyConfig, needs: RunNeeds) -> Iterator[Problem]:
     key = "policy.router_replay"
-    if config.policy.router_replay is not True:
+    if policy.router_replay is not True:
         return
-    if config.kind != "grpo":
+    if not needs.uses_experts:
         yield Problem(
             (key,),
             f"{key} is true, but only GRPO uses the experts of completions: set it to auto or"
             " false",
         )
-    if config.policy.compile == "layers":
+    if policy.compile == "layers":
         yield Problem(
             (key, "policy.compile"),
-            f"{key} is true, but compiled layers (policy.compile {config.policy.compile}) cannot"
+            f"{key} is true, but compiled layers (policy.compile {policy.compile}) cannot"
             f" use given experts: set policy.compile to none, or {key} to false",
         )
 
 
-def _compilation(config: RunConfig) -> Iterator[Problem]:
-    engine = config.policy.engine
-    if config.policy.compile == "layers" and not ENGINES[engine].compiles_layers:
+def _compilation(policy: PolicyConfig) -> Iterator[Problem]:
+    engine = policy.engine
+    if policy.compile == "layers" and not ENGINES[engine].compiles_layers:
         yield Problem(
             ("policy.compile", "policy.engine"),
-            f"policy.compile is {config.policy.compile}, but policy.engine {engine} has its own"
+            f"policy.compile is {policy.compile}, but policy.engine {engine} has its own"
             " fused functions: set policy.compile to none, or policy.engine to dtensor",
         )
 
 
-def _timeouts(config: RunConfig) -> Iterator[Problem]:
-    cluster = config.cluster
-    reward_s = config.reward.timeout_s
+def _timeouts(reward: RewardConfig, cluster: ClusterConfig) -> Iterator[Problem]:
+    reward_s = reward.timeout_s
     if reward_s is not None and 0 < cluster.progress_timeout_s <= reward_s:
         yield Problem(
             ("reward.timeout_s", "cluster.progress_timeout_s"),
@@ -239,8 +248,7 @@ def _timeouts(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _cluster(config: RunConfig) -> Iterator[Problem]:
-    cluster = config.cluster
+def _cluster(cluster: ClusterConfig) -> Iterator[Problem]:
     if cluster.backend == "local":
         for key, limit in (
             ("num_nodes", 1),
@@ -257,9 +265,9 @@ def _cluster(config: RunConfig) -> Iterator[Problem]:
                 )
 
 
-def _environment(config: RunConfig) -> Iterator[Problem]:
+def _environment(cluster: ClusterConfig) -> Iterator[Problem]:
     # Without the values in the messages: they may be secrets.
-    for name in config.cluster.env:
+    for name in cluster.env:
         key = f"cluster.env.{name}"
         if _VARIABLE.fullmatch(name) is None:
             yield Problem(
@@ -328,23 +336,24 @@ def _value_at(config: RunConfig, key: str) -> object:
     return reduce(getattr, key.split("."), config)
 
 
-def _worker_shares(config: RunConfig) -> Iterator[Problem]:
+def _worker_shares(
+    policy: PolicyConfig, cluster: ClusterConfig, needs: RunNeeds, layout: ParallelLayout
+) -> Iterator[Problem]:
     """Every DP rank needs at least one example; without a token budget all need equally many."""
-    if not config.has_fixed_batches:
+    if not needs.batch.is_fixed:
         return
     key = "policy.train_global_batch_size"
-    batch = config.policy.train_global_batch_size
-    layout = policy_layout(config)
+    batch = policy.train_global_batch_size
     replicas = layout.dp
     size = layout.replica_size
-    has_budget = batching_section(config) is not None
+    has_budget = batching_section(policy) is not None
     if batch >= replicas and (has_budget or batch % replicas == 0):
         return
-    workers = workers_shown(config.cluster)
+    workers = workers_shown(cluster)
     source = f"({workers})" if size == 1 else f"({workers}, {size} workers each)"
     share = (
         f"{key} {batch} / {replicas} data-parallel ranks {source} ="
-        f" {quotient(batch / replicas)} {config.example}s each"
+        f" {quotient(batch / replicas)} {needs.batch.example}s each"
     )
     if has_budget:
         text = (
@@ -359,35 +368,36 @@ def _worker_shares(config: RunConfig) -> Iterator[Problem]:
     yield Problem((key, "cluster.workers_per_node", "cluster.gpus_per_node"), text)
 
 
-def _budgets(config: RunConfig) -> Iterator[Problem]:
+def _budgets(policy: PolicyConfig, needs: RunNeeds, layout: ParallelLayout) -> Iterator[Problem]:
     """The longest legal row must fit into the token budgets, or the oversize policy must apply."""
-    mode = batching_section(config)
-    longest = config.policy.max_total_sequence_length
+    mode = batching_section(policy)
+    rows_per_example = needs.batch.rows_per_example
+    longest = policy.max_total_sequence_length
     if mode is None:
         return
     name, section = mode
-    multiples = padding_multiples(config, section)
+    multiples = padding_multiples(layout, section)
     padding = _padding_text(name, section.sequence_length_round, multiples)
     for key, budget in (
         ("train_mb_tokens", section.train_mb_tokens),
         ("logprob_mb_tokens", section.logprob_mb_tokens),
     ):
-        needed = config.rows_per_example * multiples.tokens_of_row(longest)
+        needed = rows_per_example * multiples.tokens_of_row(longest)
         if budget < multiples.min_tokens:
             yield Problem(
                 (f"{name}.{key}",),
                 f"{name}.{key} is {budget}, below the {multiples.min_tokens} tokens to which the"
                 f" shortest row is padded ({padding}): no row would fit",
             )
-        elif budget < needed and config.policy.oversize_rows in ("error", "drop"):
-            rows = f"{config.rows_per_example} rows of " if config.rows_per_example > 1 else ""
+        elif budget < needed and policy.oversize_rows in ("error", "drop"):
+            rows = f"{rows_per_example} rows of " if rows_per_example > 1 else ""
             has_total = needed != longest
             total = f", {needed} when rounded up to {padding}" if has_total else ""
             yield Problem(
                 (f"{name}.{key}", "policy.max_total_sequence_length"),
-                f"{name}.{key} is {budget}, but a {config.example} may have {rows}{longest} tokens"
-                f" (policy.max_total_sequence_length{total}) and would stop the run: set {key} to"
-                f" at least {needed}, or policy.oversize_rows to truncate or singleton",
+                f"{name}.{key} is {budget}, but a {needs.batch.example} may have {rows}{longest}"
+                f" tokens (policy.max_total_sequence_length{total}) and would stop the run: set"
+                f" {key} to at least {needed}, or policy.oversize_rows to truncate or singleton",
             )
 
 
@@ -402,9 +412,9 @@ def _padding_text(name: str, rounding: int, multiples: PaddingMultiples) -> str:
     return text
 
 
-def _sampling(config: RunConfig) -> Iterator[Problem]:
-    generation = config.policy.generation
-    longest = config.policy.max_total_sequence_length
+def _sampling(policy: PolicyConfig) -> Iterator[Problem]:
+    generation = policy.generation
+    longest = policy.max_total_sequence_length
     if generation.max_new_tokens >= longest:
         yield Problem(
             ("policy.generation.max_new_tokens", "policy.max_total_sequence_length"),
@@ -414,13 +424,14 @@ def _sampling(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _generation_layout(config: RunConfig) -> Iterator[Problem]:
+def _generation_layout(
+    policy: PolicyConfig, cluster: ClusterConfig, needs: RunNeeds
+) -> Iterator[Problem]:
     """A replica's tensor-parallel ranks must fit into the generation workers."""
-    size = workers_per_replica(config)
+    size = policy.generation.engine.workers_per_replica
     if size == 1:
         return
     key = "policy.generation.vllm.tensor_parallel_size"
-    cluster = config.cluster
     if cluster.backend == "local":
         yield Problem(
             (key, "cluster.backend"),
@@ -428,7 +439,7 @@ def _generation_layout(config: RunConfig) -> Iterator[Problem]:
             " use ray",
         )
         return
-    if is_colocated(config):
+    if is_colocated(cluster, needs.rollouts):
         yield Problem(
             (key, "cluster.generation_workers"),
             f"{key} is {size}, but cluster.generation_workers is 0: colocated replicas have one GPU"

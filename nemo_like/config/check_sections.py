@@ -7,20 +7,21 @@ import re
 from collections.abc import Iterable, Iterator
 
 from nemo_like.config.errors import Problem
+from nemo_like.config.needs import RunNeeds
+from nemo_like.config.rollout import RewardConfig
 from nemo_like.config.schema import (
     MAIN_SET,
     VALIDATION_SET,
+    ClusterConfig,
     DataConfig,
     PolicyConfig,
-    RunConfig,
     SchedulerConfig,
 )
 from nemo_like.training_engines import ENGINES
 
 
-def data_problems(config: RunConfig) -> Iterator[Problem]:
+def data_problems(data: DataConfig, needs: RunNeeds) -> Iterator[Problem]:
     """Yield the problems of the training sets and their weights."""
-    data = config.data
     for name in data.train_sets:
         if re.fullmatch(r"[a-z0-9][a-z0-9_]*", name) is None or name == MAIN_SET:
             yield Problem(
@@ -36,13 +37,12 @@ def data_problems(config: RunConfig) -> Iterator[Problem]:
                 f"data.set_columns has the name {name!r}; the sets are {_listed(names)}",
             )
     yield from _weights(data)
-    yield from _filters(config)
+    yield from _filters(data, needs)
 
 
-def _filters(config: RunConfig) -> Iterator[Problem]:
+def _filters(data: DataConfig, needs: RunNeeds) -> Iterator[Problem]:
     """The filters of rows have an effect."""
-    data = config.data
-    if data.max_prompt_tokens is not None and not config.generates:
+    if data.max_prompt_tokens is not None and needs.rollouts is None:
         yield Problem(
             ("data.max_prompt_tokens",),
             f"data.max_prompt_tokens is {data.max_prompt_tokens}, but this run has no"
@@ -75,9 +75,9 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names)
 
 
-def adapter_problems(config: RunConfig) -> Iterator[Problem]:
+def adapter_problems(policy: PolicyConfig, needs: RunNeeds) -> Iterator[Problem]:
     """Yield the problems of `policy.lora` that do not depend on the model."""
-    lora = config.policy.lora
+    lora = policy.lora
     if lora.enabled and not lora.target_modules:
         yield Problem(
             ("policy.lora.target_modules",),
@@ -91,7 +91,7 @@ def adapter_problems(config: RunConfig) -> Iterator[Problem]:
             " and quantized weights cannot be trained themselves: set policy.lora.enabled to true,"
             " or policy.lora.quantization to none",
         )
-    engine = config.policy.engine
+    engine = policy.engine
     if lora.is_quantized and not ENGINES[engine].has_4bit_weights:
         yield Problem(
             ("policy.lora.quantization", "policy.engine"),
@@ -106,9 +106,9 @@ def adapter_problems(config: RunConfig) -> Iterator[Problem]:
             " so the adapter would not be used: set policy.lora.enabled to true, or"
             " policy.lora.adapter_path to null",
         )
-    if lora.reference == "adapter" and (lora.adapter_path is None or not config.needs_reference):
+    if lora.reference == "adapter" and (lora.adapter_path is None or not needs.reference):
         reason = "this run has no reference policy: set policy.lora.reference to base"
-        if config.needs_reference:
+        if needs.reference:
             reason = (
                 "there is no initial adapter: set policy.lora.adapter_path to the directory of one,"
                 " or policy.lora.reference to base"
@@ -117,12 +117,12 @@ def adapter_problems(config: RunConfig) -> Iterator[Problem]:
             ("policy.lora.reference", "policy.lora.adapter_path"),
             f"policy.lora.reference is adapter, but {reason}",
         )
-    yield from _weight_sync(config)
+    yield from _weight_sync(policy)
 
 
-def _weight_sync(config: RunConfig) -> Iterator[Problem]:
-    lora = config.policy.lora
-    sends_adapters = config.policy.sends_adapters
+def _weight_sync(policy: PolicyConfig) -> Iterator[Problem]:
+    lora = policy.lora
+    sends_adapters = policy.sends_adapters
     if lora.weight_sync == "adapter" and not lora.enabled:
         yield Problem(
             ("policy.lora.weight_sync", "policy.lora.enabled"),
@@ -138,7 +138,7 @@ def _weight_sync(config: RunConfig) -> Iterator[Problem]:
             " policy those in 4 bits. Set policy.lora.weight_sync to merged, or"
             " policy.lora.quantization to none",
         )
-    max_rank = config.policy.generation.engine.max_adapter_rank
+    max_rank = policy.generation.engine.max_adapter_rank
     if sends_adapters and max_rank is not None and lora.rank > max_rank:
         yield Problem(
             ("policy.lora.rank", "policy.lora.weight_sync"),
@@ -148,12 +148,12 @@ def _weight_sync(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def optimization_problems(config: RunConfig) -> Iterator[Problem]:
+def optimization_problems(policy: PolicyConfig) -> Iterator[Problem]:
     """Yield the problems of `policy.optimizer`, `policy.scheduler` and `policy.freeze`."""
-    scheduler = config.policy.scheduler
+    scheduler = policy.scheduler
     yield from _lengths(scheduler)
-    yield from _optimizer(config.policy)
-    if config.policy.freeze and config.policy.lora.enabled:
+    yield from _optimizer(policy)
+    if policy.freeze and policy.lora.enabled:
         yield Problem(
             ("policy.freeze", "policy.lora.enabled"),
             "policy.freeze is set, but policy.lora.enabled is true, which freezes all weights of"
@@ -213,17 +213,17 @@ MAX_SHARED_MODELS = 2
 policy, generator and two more (`distributed.ray.virtual_cluster.COLOCATED_GROUPS`)."""
 
 
-def reward_model_problems(config: RunConfig) -> Iterator[Problem]:
+def reward_model_problems(reward: RewardConfig, cluster: ClusterConfig) -> Iterator[Problem]:
     """Yield names that are used twice, and workers that the cluster cannot have."""
-    models = config.reward.models
+    models = reward.models
     for name in models:
-        if name in config.reward.functions:
+        if name in reward.functions:
             yield Problem(
                 (f"reward.models.{name}", f"reward.functions.{name}"),
                 f"reward.models and reward.functions both have the name {name}, which is a part of"
                 " metric names: rename one of them",
             )
-    if config.cluster.backend == "local":
+    if cluster.backend == "local":
         for name, model in models.items():
             if model.num_workers > 0:
                 yield Problem(

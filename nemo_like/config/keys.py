@@ -28,7 +28,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from nemo_like.config.constraints import joined_text
 from nemo_like.config.errors import shortened
-from nemo_like.config.schema import RunConfig
+from nemo_like.config.needs import BatchNeeds
+from nemo_like.config.schema import PolicyConfig, RunConfig
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,15 @@ class JobSchema:
     def run_config(self) -> type[RunConfig]:
         """The config dataclass of this job."""
         return self.jobs[self.kind]
+
+    @property
+    def default_batch(self) -> BatchNeeds:
+        """The batch of a step with the default of every key."""
+        data = type_at(self.run_config, "data")
+        assert data is not None, "every job has the section"
+        policy = PolicyConfig(model_name="model")
+        config = self.run_config(run_name="default", policy=policy, data=data(train_path="rows"))
+        return config.needs.batch
 
 
 _MAX_SUGGESTIONS = 3

@@ -327,7 +327,7 @@ def _set_layout(result: Migration) -> None:
         for name, batch in budgets:
             key = f"{section}.{name}"
             if values.get(f"{section}.enabled") and length and key not in values:
-                num_rows = values.get(batch, 1) * result.job.run_config.rows_per_example
+                num_rows = values.get(batch, 1) * result.job.default_batch.rows_per_example
                 result.put(key, num_rows * length, f"{counted(num_rows, 'row')} of {length} tokens")
 
 

@@ -9,8 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from nemo_like.config.errors import Problem
-from nemo_like.config.schema import ClusterConfig, ParallelConfig, RunConfig
-from nemo_like.parallel_layout import LayoutError, LayoutProblem, ParallelLayout, engine_problems
+from nemo_like.config.needs import RolloutNeeds
+from nemo_like.config.schema import ClusterConfig, ParallelConfig
+from nemo_like.parallel_layout import (
+    EngineName,
+    LayoutError,
+    LayoutProblem,
+    ParallelLayout,
+    engine_problems,
+)
 
 
 def num_policy_workers(cluster: ClusterConfig) -> int:
@@ -37,14 +44,9 @@ def build_layout(parallel: ParallelConfig, num_workers: int) -> ParallelLayout:
     )
 
 
-def policy_layout(config: RunConfig) -> ParallelLayout:
+def policy_layout(parallel: ParallelConfig, cluster: ClusterConfig) -> ParallelLayout:
     """Return the layout of the policy's workers. Raises LayoutError if there is none."""
-    return build_layout(config.parallel, num_policy_workers(config.cluster))
-
-
-def workers_per_replica(config: RunConfig) -> int:
-    """Return the generation workers that form one replica of the generator."""
-    return config.policy.generation.engine.workers_per_replica
+    return build_layout(parallel, num_policy_workers(cluster))
 
 
 def num_generation_workers(cluster: ClusterConfig) -> int:
@@ -52,10 +54,9 @@ def num_generation_workers(cluster: ClusterConfig) -> int:
     return cluster.generation_workers or num_policy_workers(cluster)
 
 
-def is_colocated(config: RunConfig) -> bool:
+def is_colocated(cluster: ClusterConfig, rollouts: RolloutNeeds | None) -> bool:
     """Return True if policy and generator take turns on the same GPUs."""
-    cluster = config.cluster
-    return config.generates and cluster.gpus_per_node > 0 and cluster.generation_workers == 0
+    return rollouts is not None and cluster.gpus_per_node > 0 and cluster.generation_workers == 0
 
 
 def workers_shown(cluster: ClusterConfig) -> str:
@@ -69,11 +70,12 @@ def workers_shown(cluster: ClusterConfig) -> str:
     return f"cluster.num_nodes {cluster.num_nodes} x cluster.{key} {getattr(cluster, key)}"
 
 
-def parallel_problems(config: RunConfig) -> list[Problem]:
+def parallel_problems(
+    parallel: ParallelConfig, cluster: ClusterConfig, engine: EngineName
+) -> list[Problem]:
     """Return the problems of `parallel` that do not depend on the model."""
-    parallel = config.parallel
     problems = engine_problems(
-        config.policy.engine,
+        engine,
         pp=parallel.pipeline,
         vpp=parallel.virtual_pipeline,
         num_replicas=parallel.replicas,
@@ -82,10 +84,10 @@ def parallel_problems(config: RunConfig) -> list[Problem]:
     if not problems:
         # A size that the engine does not have is not worth making divisible.
         try:
-            problems = policy_layout(config).engine_problems(config.policy.engine)
+            problems = policy_layout(parallel, cluster).engine_problems(engine)
         except LayoutError as error:
             problems = list(error.problems)
-    return located_problems(problems, config.cluster)
+    return located_problems(problems, cluster)
 
 
 def located_problems(problems: Iterable[LayoutProblem], cluster: ClusterConfig) -> list[Problem]:

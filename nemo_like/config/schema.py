@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from nemo_like.config.constraints import (
@@ -25,8 +26,9 @@ from nemo_like.config.constraints import (
     Le,
     Lt,
 )
-from nemo_like.config.errors import Problem, counted
+from nemo_like.config.errors import Problem
 from nemo_like.config.health import HealthConfig
+from nemo_like.config.needs import BatchNeeds, RunNeeds
 from nemo_like.config.rollout import (
     MAX_VLLM_RANK,
     EnvironmentConfig,
@@ -180,7 +182,6 @@ OutputHead = Literal["vocabulary", "scores"]
 """`vocabulary`: the output embedding of a language model. `scores`: one number per row, from the
 last hidden state of its last token, as of a reward model.
 """
-
 
 PackingName = Literal[
     "balanced",
@@ -355,6 +356,17 @@ class PolicyConfig:
             lora=AdapterConfig(),
             ema=EmaConfig(),
             freeze=(),
+        )
+
+    def in_rows(self, rows_per_example: int) -> PolicyConfig:
+        """Return the settings with batch sizes in rows, for planning."""
+        if rows_per_example == 1:
+            return self
+        return replace(
+            self,
+            train_global_batch_size=self.train_global_batch_size * rows_per_example,
+            train_micro_batch_size=self.train_micro_batch_size * rows_per_example,
+            logprob_batch_size=self.logprob_batch_size * rows_per_example,
         )
 
     def compiles_layers(self, device_type: str, *, is_dense: bool) -> bool:
@@ -641,99 +653,13 @@ class RunConfig:
     __pydantic_config__: ClassVar = {"allow_inf_nan": False, "coerce_numbers_to_str": True}
     kind: ClassVar[str] = ""
     """Name of the job: the command, and the section of its own keys."""
-    example: ClassVar[str] = "row"
-    """Noun for an example of the training file, for messages."""
-    scored_rows: ClassVar[Literal["train", "validation"] | None] = None
-    """The rows whose completions the reward functions score, if any."""
-    output_head: ClassVar[OutputHead] = "vocabulary"
-    """`scores` for the training of a reward model."""
-    rows_per_example: ClassVar[int] = 1
-    """Rows that one example of the training file becomes and that must share a microbatch. The
-    batch sizes of `policy` count examples."""
 
-    @property
-    def generates(self) -> bool:
-        """True if the run samples completions, which needs a generator and reward workers."""
-        return False
-
-    @property
-    def samples_validation(self) -> bool:
-        """True if a validation samples completions."""
-        return self.generates
-
-    @property
-    def needs_rewards(self) -> bool:
-        """True if sampled completions are scored by reward functions."""
-        return self.generates
-
-    @property
-    def teachers_by_key(self) -> dict[str, str]:
-        """Models that the workers keep as teachers, directories or hub names by config key."""
-        return {}
-
-    @property
-    def teacher_names(self) -> tuple[str, ...]:
-        """Directories or hub names of the teachers; a row has the index of its own."""
-        return tuple(self.teachers_by_key.values())
-
-    @property
-    def keeps_teacher_embeddings(self) -> bool:
-        """True if the output embeddings of teachers stay on the devices during training."""
-        return False
-
-    @property
-    def needs_reference(self) -> bool:
-        """True if the run compares with the frozen initial policy, which the workers keep."""
-        return False
-
-    @property
-    def has_logprob_pass(self) -> bool:
-        """True if log-probs are computed before each training step."""
-        return self.needs_reference
-
-    @property
-    def epoch_loop(self) -> EpochLoopConfig:
-        """The section of the algorithm's own keys, which an algorithm that trains on epochs of its
-        rows derives from `EpochLoopConfig`.
-        """
-        return getattr(self, self.kind)
-
-    @property
-    def has_fixed_batches(self) -> bool:
-        """True if every step has `policy.train_global_batch_size` examples."""
-        return True
-
-    @property
-    def examples_per_step(self) -> tuple[str, int]:
-        """Examples of the training file that one step takes: (key, number)."""
-        return "policy.train_global_batch_size", self.policy.train_global_batch_size
-
-    @property
-    def rows_per_step(self) -> int:
-        """Rows of one step."""
-        return self.policy_in_rows.train_global_batch_size
-
-    def batch_lines(self) -> list[str]:
-        """Return the arithmetic from the examples of a step to optimizer steps, one line each."""
-        batch = self.policy.train_global_batch_size
-        if self.rows_per_example == 1:
-            return [f"{counted(batch, 'row')} per step = 1 optimizer step"]
-        rows = self.rows_per_step
-        product = f"{counted(batch, self.example)} x {counted(self.rows_per_example, 'row')}"
-        return [f"{product} = {rows} rows per step = 1 optimizer step"]
+    @cached_property
+    def needs(self) -> RunNeeds:
+        """What the job needs of a run."""
+        batch = BatchNeeds.of_one_step(self.policy.train_global_batch_size)
+        return RunNeeds(job=self.kind, batch=batch)
 
     def job_problems(self) -> Iterator[Problem]:
         """Yield problems of relations that involve the keys of this job only."""
         yield from ()
-
-    @property
-    def policy_in_rows(self) -> PolicyConfig:
-        """`policy` with its batch sizes in rows, for planning."""
-        if self.rows_per_example == 1:
-            return self.policy
-        return replace(
-            self.policy,
-            train_global_batch_size=self.policy.train_global_batch_size * self.rows_per_example,
-            train_micro_batch_size=self.policy.train_micro_batch_size * self.rows_per_example,
-            logprob_batch_size=self.policy.logprob_batch_size * self.rows_per_example,
-        )

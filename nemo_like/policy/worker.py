@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -50,8 +51,10 @@ from nemo_like.policy.shard_rows import LogprobHandle, LogprobStore, ShardRows
 from nemo_like.run import directory as run_directory
 from nemo_like.run.files import FileRecord
 from nemo_like.sampling_filter import SamplingFilter
-from nemo_like.weight_sync.channel import ChannelRequest, ChannelSpec, Endpoint, SentWeights
-from nemo_like.weight_sync.transfer import WeightSender
+
+if TYPE_CHECKING:
+    from nemo_like.weight_sync.channel import ChannelRequest, ChannelSpec, Endpoint, SentWeights
+    from nemo_like.weight_sync.transfer import WeightSender
 
 Columns = Mapping[str, np.ndarray | Jagged]
 
@@ -83,12 +86,19 @@ class PolicyWorker:
             self.engines.append(reference)
         self._logprobs = LogprobStore()
         self.teachers = Teachers(teachers, policy)
-        self._weights = WeightSender(policy, adapters_only=config.sends_adapters)
         self._skipped: list[SkippedStep] = []
         self._trained_logprobs: Jagged | None = None
         self._pending_save: WorkerSave | None = None
         is_compiled = config.compiles_layers(policy.device.type, is_dense=True)
         self._compilations = CompilationCounter() if is_compiled else None
+
+    @cached_property
+    def _weights(self) -> WeightSender:
+        """Sends weights to the generator."""
+        # Imported on demand: only a run with a generator sends weights.
+        from nemo_like.weight_sync.transfer import WeightSender
+
+        return WeightSender(self.engine, adapters_only=self.config.sends_adapters)
 
     def device_info(self) -> DeviceInfo:
         """Return the speed and memory of this worker's device."""

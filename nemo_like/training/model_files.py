@@ -13,10 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_like.config.errors import ConfigError, Problem, raise_problems, shown_path
+from nemo_like.config.needs import RunNeeds
 from nemo_like.config.parallel import located_problems, policy_layout
 from nemo_like.config.paths import hub_name, model_directory
 from nemo_like.config.rollout import RewardModelConfig
-from nemo_like.config.schema import PolicyConfig, RunConfig, Switch
+from nemo_like.config.schema import (
+    ClusterConfig,
+    DataConfig,
+    OutputHead,
+    ParallelConfig,
+    PolicyConfig,
+    Switch,
+)
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.routed_experts import routed_bytes
 from nemo_like.models.adapters import ADAPTER_WEIGHTS, check_adapters
@@ -31,6 +39,7 @@ from nemo_like.models.weight_files import (
     weight_sizes,
     weights_digest,
 )
+from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import microbatch_budget, shared_prefix_mode
 from nemo_like.prediction.memory import GIB, MemoryModel
 from nemo_like.prediction.placement import num_adapter_params, policy_placement
@@ -41,15 +50,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def open_encoder(config: RunConfig, vocab_size: int | None) -> ChatEncoder:
+def open_encoder(policy: PolicyConfig, data: DataConfig, vocab_size: int | None) -> ChatEncoder:
     """Load the policy's tokenizer with its chat template, or with `policy.chat_template`.
 
     `vocab_size` is the size of the model's vocabulary, None if it is not known. Raises ConfigError
     for missing or unusable files.
     """
-    data = config.data
     return load_encoder(
-        config.policy,
+        policy,
         "policy",
         vocab_size,
         system_prompt=data.system_prompt,
@@ -117,55 +125,55 @@ def _read_chat_template(path: Path, key: str) -> str:
         ) from error
 
 
-def open_model_config(config: RunConfig) -> PretrainedConfig:
+def open_model_config(
+    policy: PolicyConfig, parallel: ParallelConfig, cluster: ClusterConfig, needs: RunNeeds
+) -> PretrainedConfig:
     """Load the model's configuration and check it against its files, the engine and `parallel`.
 
     Raises ConfigError for a missing or damaged file, and for a model that the engine, `parallel` or
     vLLM does not support.
     """
-    name = config.policy.model_name
+    name = policy.model_name
     model_config = with_output_head(
-        load_checked_config(name, "policy.model_name"), config.output_head, name
+        load_checked_config(name, "policy.model_name"), needs.head, name
     )
     spec = ModelSpec.from_config(model_config, name)
-    policy_backend(config.policy).check_model(spec, name)
-    layout_problems = model_problems(policy_layout(config), config.policy.engine, spec)
-    problems = located_problems(layout_problems, config.cluster)
-    is_on_cpu = config.cluster.gpus_per_node == 0
-    if config.generates:
-        problems += generation_backend(config.policy).problems(
-            config.policy, spec, is_on_cpu=is_on_cpu
-        )
-    if config.policy.router_replay is True and spec.moe is None:
+    policy_backend(policy).check_model(spec, name)
+    layout_problems = model_problems(policy_layout(parallel, cluster), policy.engine, spec)
+    problems = located_problems(layout_problems, cluster)
+    is_on_cpu = cluster.gpus_per_node == 0
+    if needs.rollouts is not None:
+        problems += generation_backend(policy).problems(policy, spec, is_on_cpu=is_on_cpu)
+    if policy.router_replay is True and spec.moe is None:
         key = "policy.router_replay"
         problems.append(
             Problem((key,), f"{key} is true, but {name} has no experts: set it to auto or false")
         )
-    if config.kind == "grpo" and config.policy.may_record_experts(is_on_cpu=is_on_cpu):
-        problems += _routed_experts_problems(config, spec)
+    if needs.uses_experts and policy.may_record_experts(is_on_cpu=is_on_cpu):
+        problems += _routed_experts_problems(policy, spec, needs.batch.num_rows)
     raise_problems(problems)
     # Raises for a model whose rows cannot share prefixes.
-    shared_prefix_mode(config.policy, spec)
-    _check_optimizer(config, spec)
-    check_adapters(config.policy, spec, config.parallel.tensor)
+    shared_prefix_mode(policy, spec)
+    _check_optimizer(policy, parallel, spec)
+    check_adapters(policy, spec, parallel.tensor)
     return model_config
 
 
-def _routed_experts_problems(config: RunConfig, spec: ModelSpec) -> list[Problem]:
+def _routed_experts_problems(policy: PolicyConfig, spec: ModelSpec, num_rows: int) -> list[Problem]:
     """Return a problem if the experts of a rollout may exceed their budget."""
     if spec.moe is None:
         return []
     token_bytes = routed_bytes(spec.moe.num_experts) * len(spec.moe.layers)
     token_bytes *= spec.moe.num_active_experts
-    num_tokens = config.rows_per_step * config.policy.max_total_sequence_length
+    num_tokens = num_rows * policy.max_total_sequence_length
     gib = token_bytes * num_tokens / GIB
     key = "policy.router_replay_gib"
-    limit = config.policy.router_replay_gib
+    limit = policy.router_replay_gib
     if gib <= limit:
         return []
     text = (
         f"the experts of a rollout may take {gib:.3g} GiB of the driver's memory: {token_bytes}"
-        f" bytes for each of {config.rows_per_step} x {config.policy.max_total_sequence_length}"
+        f" bytes for each of {num_rows} x {policy.max_total_sequence_length}"
         f" tokens. That is above {key} {limit:g}: raise it, or set policy.router_replay to false"
     )
     return [Problem((key, "policy.router_replay"), text)]
@@ -229,16 +237,15 @@ def open_reward_model(name: str, config: RewardModelConfig) -> RewardModelFiles:
     return RewardModelFiles(spec, encoder, config.max_length or limit)
 
 
-def _check_optimizer(config: RunConfig, spec: ModelSpec) -> None:
+def _check_optimizer(policy: PolicyConfig, parallel: ParallelConfig, spec: ModelSpec) -> None:
     """Raise ConfigError for a missing library, or patterns of `policy.freeze` that cannot be."""
-    policy = config.policy
     if policy.optimizer.name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
         raise ConfigError(
             "policy.optimizer.name is adamw_8bit, but torchao is not installed: pip install"
             " 'nemo-like[optim]', or set policy.optimizer.name to adamw"
         )
     # A reward model has no output embedding, but a scalar head.
-    sizes = None if config.kind == "rm" else weight_sizes(spec)
+    sizes = None if spec.head == "scores" else weight_sizes(spec)
     if not policy.freeze or sizes is None:
         # The workers check the names of a model whose names are not known here.
         return
@@ -246,15 +253,15 @@ def _check_optimizer(config: RunConfig, spec: ModelSpec) -> None:
     if spec.is_tied:
         names["lm_head.weight"] = "model.embed_tokens.weight"
     frozen = frozen_weights(policy.freeze, names)
-    policy_backend(policy).check_frozen(frozen, spec, policy.model_name, config.parallel)
+    policy_backend(policy).check_frozen(frozen, spec, policy.model_name, parallel)
 
 
-def open_model_spec(config: RunConfig) -> ModelSpec:
+def open_model_spec(policy: PolicyConfig, head: OutputHead = "vocabulary") -> ModelSpec:
     """Read the sizes of the model, without further checks. Raises ConfigError as above."""
-    name = config.policy.model_name
+    name = policy.model_name
     directory = model_directory("policy.model_name", name, weights=False)
     model_config = _load_model_config(directory, f"policy.model_name is {name!r}, ")
-    return ModelSpec.from_config(model_config, name).with_output_head(config.output_head)
+    return ModelSpec.from_config(model_config, name).with_output_head(head)
 
 
 def _load_model_config(directory: str, subject: str) -> PretrainedConfig:
@@ -347,24 +354,26 @@ _ADAPTER = "policy.lora."
 _REFERENCE = f"{_ADAPTER}adapter_path"
 
 
-def frozen_models(config: RunConfig, *, policy_only: bool = False) -> dict[str, str]:
+def frozen_models(
+    policy: PolicyConfig, needs: RunNeeds, *, policy_only: bool = False
+) -> dict[str, str]:
     """Return the identities of the frozen models of a run for its checkpoints, by config key.
 
     They include the settings on which adapters depend. With `policy_only`
     teachers and reward models are left out. Raises ConfigError for a file that cannot be read.
     """
-    adapter = config.policy.adapter
+    adapter = policy.adapter
     identities = {f"{_ADAPTER}enabled": str(adapter is not None)}
     if adapter is not None:
         for name in ("rank", "alpha", "use_rslora", "quantization", "reference"):
             identities[_ADAPTER + name] = str(getattr(adapter, name))
         identities[f"{_ADAPTER}target_modules"] = ", ".join(sorted(adapter.target_modules))
-    for key, (name, _) in _frozen_names(config).items():
+    for key, (name, _) in _frozen_names(policy, needs).items():
         directory = Path(name).expanduser()
         if (policy_only and key != _POLICY) or not directory.is_dir():
             continue
-        is_adapter = key == _REFERENCE
         try:
+            is_adapter = key == _REFERENCE
             paths = [directory / ADAPTER_WEIGHTS] if is_adapter else weight_paths(directory)
             identities[key] = weights_digest(paths)
         except (OSError, ValueError) as error:
@@ -373,7 +382,11 @@ def frozen_models(config: RunConfig, *, policy_only: bool = False) -> dict[str, 
 
 
 def check_frozen_models(
-    saved: Mapping[str, str], current: Mapping[str, str], config: RunConfig, checkpoint: Path
+    saved: Mapping[str, str],
+    current: Mapping[str, str],
+    policy: PolicyConfig,
+    needs: RunNeeds,
+    checkpoint: Path,
 ) -> None:
     """Raise ConfigError if `saved`, the identities in a checkpoint, are not `current`.
 
@@ -381,7 +394,7 @@ def check_frozen_models(
     of a checkpoint would be loaded without an error with another alpha, and be another model.
     """
     changed = {key: value for key, value in current.items() if saved.get(key, value) != value}
-    names = _frozen_names(config)
+    names = _frozen_names(policy, needs)
     for key in changed.keys() & names.keys():
         name, role = names[key]
         raise ConfigError(
@@ -398,27 +411,27 @@ def check_frozen_models(
         )
 
 
-def _frozen_names(config: RunConfig) -> dict[str, tuple[str, str]]:
+def _frozen_names(policy: PolicyConfig, needs: RunNeeds) -> dict[str, tuple[str, str]]:
     """Return directory and role of each frozen model by its config key."""
-    names = {key: (name, "a teacher") for key, name in config.teachers_by_key.items()}
-    if config.policy.adapter is not None:
-        names[_POLICY] = (config.policy.model_name, "the frozen weights of its adapters")
-        if config.policy.lora.reference == "adapter":
-            names[_REFERENCE] = (str(config.policy.lora.adapter_path), "the reference policy")
-    elif config.needs_reference:
-        names[_POLICY] = (config.policy.model_name, "the reference policy")
-    if config.generates:
-        for name, model in config.reward.models.items():
+    names = {key: (name, "a teacher") for key, name in needs.teachers.items()}
+    if policy.adapter is not None:
+        names[_POLICY] = (policy.model_name, "the frozen weights of its adapters")
+        if policy.lora.reference == "adapter":
+            names[_REFERENCE] = (str(policy.lora.adapter_path), "the reference policy")
+    elif needs.reference:
+        names[_POLICY] = (policy.model_name, "the reference policy")
+    if needs.rollouts is not None:
+        for name, model in needs.rollouts.rewards.models.items():
             names[f"reward.models.{name}.model_name"] = (model.model_name, "a reward model")
     return names
 
 
-def adapter_line(config: RunConfig, spec: ModelSpec) -> str | None:
+def adapter_line(policy: PolicyConfig, needs: RunNeeds, spec: ModelSpec) -> str | None:
     """Return the line about adapters, for the log and `nemo-like validate`; None without.
 
     Example: `LoRA: rank 16, scale 2, 4,884,480 of 139,400,000 parameters are trained (3.5 %)`.
     """
-    adapter = config.policy.adapter
+    adapter = policy.adapter
     if adapter is None:
         return None
     line = f"LoRA: rank {adapter.rank}, scale {adapter.scale:g}"
@@ -432,37 +445,39 @@ def adapter_line(config: RunConfig, spec: ModelSpec) -> str | None:
         line += f", {num_trained:,} of {total:,} parameters are trained ({num_trained / total:.2%})"
     if adapter.adapter_path is not None:
         line += f", from the adapter {adapter.adapter_path}"
-    if config.needs_reference:
+    if needs.reference:
         has_adapter = adapter.reference == "adapter"
         line += f"; reference: the model {'with this adapter' if has_adapter else 'without it'}"
     return line
 
 
-def recorded_experts(config: RunConfig) -> Switch:
+def recorded_experts(policy: PolicyConfig, needs: RunNeeds) -> Switch:
     """Return `policy.router_replay` for the generator: `false` where no policy uses the experts."""
-    mode = config.policy.recorded_experts
-    if config.kind != "grpo" or open_model_spec(config).moe is None:
+    mode = policy.recorded_experts
+    if not needs.uses_experts or open_model_spec(policy).moe is None:
         return False
-    return policy_backend(config.policy).recorded_experts(mode, config.policy.model_name)
+    return policy_backend(policy).recorded_experts(mode, policy.model_name)
 
 
-def policy_memory(config: RunConfig, spec: ModelSpec) -> tuple[int, dict[str, float]]:
+def policy_memory(
+    policy: PolicyConfig, layout: ParallelLayout, needs: RunNeeds, spec: ModelSpec, device_type: str
+) -> tuple[int, dict[str, float]]:
     """Return the tokens of the largest training microbatch, and part -> bytes of a policy worker at
     its predicted peak with it.
     """
     teachers = [
-        ModelSpec.from_config(load_model_config(name), name) for name in config.teacher_names
+        ModelSpec.from_config(load_model_config(name), name) for name in needs.teachers.values()
     ]
     placement = policy_placement(
-        config.policy,
-        policy_layout(config),
-        needs_reference=config.needs_reference,
-        device_type="cuda" if config.cluster.gpus_per_node else "cpu",
+        policy,
+        layout,
+        needs_reference=needs.reference,
+        device_type=device_type,
         teachers=tuple(teachers),
-        keeps_teacher_embeddings=config.keeps_teacher_embeddings,
+        keeps_teacher_embeddings=needs.keeps_teacher_embeddings,
     )
-    max_tokens, max_rows = microbatch_budget(config.policy, "train")
+    max_tokens, max_rows = microbatch_budget(policy, "train")
     if max_tokens is None:
         assert max_rows is not None, "a budget limits tokens or rows"
-        max_tokens = max_rows * config.policy.max_total_sequence_length
+        max_tokens = max_rows * policy.max_total_sequence_length
     return max_tokens, MemoryModel(spec, placement).parts(max_tokens)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nemo_like.config.errors import ConfigError, counted
-from nemo_like.config.parallel import num_policy_workers, policy_layout
-from nemo_like.config.schema import PolicyConfig, RunConfig
+from nemo_like.config.needs import RunNeeds
+from nemo_like.config.parallel import num_policy_workers
+from nemo_like.config.schema import ClusterConfig, DataConfig, PolicyConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.data.planning.spec import CostModel
@@ -19,14 +18,11 @@ from nemo_like.data.rows import Rows
 from nemo_like.integer_math import nearest_multiples
 from nemo_like.metrics import Mean, Metrics, Timers
 from nemo_like.models.spec import ModelSpec
+from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.prediction.placement import frozen_share
 from nemo_like.training.model_files import adapter_line
 from nemo_like.training.model_warnings import model_warnings
 from nemo_like.training.run_data import training_name
-
-if TYPE_CHECKING:
-    # Modules that import torch, which `validate` does not need.
-    pass
 
 _LARGE_SHARE = 0.1
 """Share of the initial weights in an average above which a run warns."""
@@ -136,20 +132,19 @@ def new_counters() -> dict[str, float]:
     return {"num_tokens": 0.0, "num_rows": 0.0, TRAINED: 0.0}
 
 
-def check_trained(config: RunConfig, counters: Mapping[str, float]) -> None:
+def check_trained(policy: PolicyConfig, needs: RunNeeds, counters: Mapping[str, float]) -> None:
     """Raise ConfigError if no step of a run has trained a token.
 
     Checkpoints of earlier versions have no such counter.
     """
     if counters.get(TRAINED) != 0:
         return
-    policy = config.policy
     cause = (
         "the rows have no token with loss within policy.max_total_sequence_length"
         f" {policy.max_total_sequence_length}, to which policy.oversize_rows={policy.oversize_rows}"
         " cuts them: raise it, or set policy.oversize_rows to error or drop"
     )
-    if config.generates:
+    if needs.rollouts is not None:
         cause = (
             "all completions were left out: check reward.on_error, environment.on_error,"
             " grpo.overlong.filter and grpo.dynamic_sampling"
@@ -186,40 +181,43 @@ _STEP_COLUMNS = (
 
 
 def header_lines(
-    config: RunConfig, directory: Path, model: ModelSpec, num_rows: int, num_steps: int | None
+    policy: PolicyConfig,
+    cluster: ClusterConfig,
+    needs: RunNeeds,
+    model: ModelSpec,
+    num_examples: int,
+    num_steps: int | None,
 ) -> Iterator[str]:
     """Yield the lines that describe a run before its workers start.
 
-    `num_rows` are the examples of the training files; `num_steps` is None if it is not known.
+    `num_examples` are those of the training files; `num_steps` is None if it is not known.
     """
-    yield f"{config.kind} run in {directory}"
     sizes = f"{model.num_params:,} parameters"
-    if config.policy.freeze:
-        share = 1 - frozen_share(model, config.policy.freeze)
+    if policy.freeze:
+        share = 1 - frozen_share(model, policy.freeze)
         sizes += f", {share:.1%} of them trained (policy.freeze)"
-    elif config.policy.adapter is None:
+    elif policy.adapter is None:
         sizes += ", all trained"
-    yield f"model: {config.policy.model_name}, {sizes}"
-    adapters = adapter_line(config, model)
+    yield f"model: {policy.model_name}, {sizes}"
+    adapters = adapter_line(policy, needs, model)
     if adapters is not None:
         yield adapters
-    yield device_line(config)
+    yield device_line(cluster, policy.precision)
     length = "" if num_steps is None else f", {counted(num_steps, 'step')}"
-    if config.has_fixed_batches:
-        length += f"; {config.batch_lines()[0]}"
-    yield f"data: {counted(num_rows, config.example)}{length}"
+    if needs.batch.is_fixed:
+        length += f"; {needs.batch.lines[0]}"
+    yield f"data: {counted(num_examples, needs.batch.example)}{length}"
 
 
-def device_line(config: RunConfig) -> str:
+def device_line(cluster: ClusterConfig, precision: str) -> str:
     """Describe the devices of the policy. Example: `device: CPU, 2 workers, float32`."""
-    cluster = config.cluster
     num_workers = num_policy_workers(cluster)
     device = f"CPU, {counted(num_workers, 'worker')}"
     if cluster.gpus_per_node:
         device = counted(num_workers, "GPU")
     if cluster.num_nodes > 1:
         device += f" on {cluster.num_nodes} nodes"
-    return f"device: {device}, {config.policy.precision}"
+    return f"device: {device}, {precision}"
 
 
 def step_line(kind: str, step: int, num_steps: int | None, metrics: Mapping[str, float]) -> str:
@@ -279,12 +277,11 @@ def _rewards_shown(metrics: Mapping[str, float]) -> str:
     return f" ({', '.join(means)})" if len(means) > 1 else ""
 
 
-def config_warnings(config: RunConfig) -> Iterator[str]:
+def config_warnings(policy: PolicyConfig, needs: RunNeeds, layout: ParallelLayout) -> Iterator[str]:
     """Yield warnings about keys that are legal and probably not intended."""
-    batch_size = config.policy.train_global_batch_size
-    layout = policy_layout(config)
+    batch_size = policy.train_global_batch_size
     replicas = layout.dp
-    if config.has_fixed_batches and batch_size % replicas:
+    if needs.batch.is_fixed and batch_size % replicas:
         noun = "workers" if layout.replica_size == 1 else "model replicas"
         sizes = nearest_multiples(batch_size, replicas)
         yield (
@@ -293,30 +290,36 @@ def config_warnings(config: RunConfig) -> Iterator[str]:
         )
 
 
-def rows_warnings(config: RunConfig, rows: Rows) -> Iterator[str]:
+def rows_warnings(data: DataConfig, needs: RunNeeds, rows: Rows) -> Iterator[str]:
     """Yield the warnings that follow from the training rows."""
-    key, batch_size = config.examples_per_step
+    key, batch_size = needs.batch.key, needs.batch.num_examples
     num_rows = len(rows)
-    if config.has_fixed_batches and num_rows < batch_size:
+    if needs.batch.is_fixed and num_rows < batch_size:
         yield (
-            f"{training_name(config)} has {counted(num_rows, 'row')}, fewer than one"
+            f"{training_name(data)} has {counted(num_rows, 'row')}, fewer than one"
             f" batch ({key} {batch_size}); set {key} to at most {num_rows}, or add rows"
         )
 
 
-def start_warnings(config: RunConfig, encoder: ChatEncoder, num_steps: int | None) -> Iterator[str]:
+def start_warnings(
+    policy: PolicyConfig,
+    needs: RunNeeds,
+    layout: ParallelLayout,
+    encoder: ChatEncoder,
+    num_steps: int | None,
+) -> Iterator[str]:
     """Yield the warnings of a run before its first step; `num_steps` is None if it is not known."""
-    yield from config_warnings(config)
-    yield from model_warnings(config.policy, needs_reference=config.needs_reference)
+    yield from config_warnings(policy, needs, layout)
+    yield from model_warnings(policy, needs_reference=needs.reference)
     if num_steps is not None:
-        yield from step_warnings(config, num_steps)
-    if not config.generates:
+        yield from step_warnings(policy, num_steps)
+    if needs.rollouts is None:
         yield from encoder.sft_warnings()
 
 
-def step_warnings(config: RunConfig, num_steps: int) -> Iterator[str]:
+def step_warnings(policy: PolicyConfig, num_steps: int) -> Iterator[str]:
     """Warn of lengths that do not fit to a run of `num_steps` optimizer steps."""
-    warmup = config.policy.scheduler.warmup_steps
+    warmup = policy.scheduler.warmup_steps
     # The schedule is legal: the learning rate just never reaches its maximum.
     if warmup > num_steps:
         yield (
@@ -324,7 +327,7 @@ def step_warnings(config: RunConfig, num_steps: int) -> Iterator[str]:
             f" {counted(num_steps, 'optimizer step')}, so the learning rate ends at"
             f" {num_steps / warmup:.0%} of policy.optimizer.lr; set it to {num_steps} or less"
         )
-    ema = config.policy.ema
+    ema = policy.ema
     if ema.enabled:
         share = ema.decay**num_steps
         if share > _LARGE_SHARE:

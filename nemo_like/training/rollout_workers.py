@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from nemo_like.config.parallel import (
-    num_generation_workers,
-    num_policy_workers,
-    workers_per_replica,
+from nemo_like.config.needs import RolloutNeeds
+from nemo_like.config.parallel import is_colocated, num_generation_workers, num_policy_workers
+from nemo_like.config.rollout import EnvironmentConfig, RewardConfig, RewardModelConfig
+from nemo_like.config.schema import (
+    ClusterConfig,
+    DataConfig,
+    PolicyConfig,
+    SequencePackingConfig,
+    Switch,
 )
-from nemo_like.config.rollout import RewardModelConfig
-from nemo_like.config.schema import PolicyConfig, RunConfig, SequencePackingConfig, Switch
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.observations import ObservationEncoder
 from nemo_like.distributed.worker_group import WorkerGroup, call_all
-from nemo_like.environments.environment_workers import EnvironmentWorker, EnvironmentWorkers
+from nemo_like.environments.environment_workers import (
+    EnvironmentWorker,
+    EnvironmentWorkers,
+    load_environment,
+)
+from nemo_like.environments.reward_calls import load_reward_functions
 from nemo_like.environments.reward_worker import RewardEnvironment, RewardWorker
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.requests import GenerationStart
@@ -32,28 +41,11 @@ from nemo_like.rollout.conversations import ConversationDriver
 from nemo_like.rollout.rewards import ModelRewards, RewardModel
 from nemo_like.run.progress import Progress
 from nemo_like.training.generation_backends import generation_backend
-from nemo_like.training.model_files import RewardModelFiles, open_reward_model
+from nemo_like.training.groups import GroupPlacement, StartGroup, WorkersStart, shares_gpus
+from nemo_like.training.model_files import RewardModelFiles, open_reward_model, recorded_experts
 
-if TYPE_CHECKING:
-    from nemo_like.distributed.ray.virtual_cluster import BundleSet
-
-WorkerKind = Literal["policy", "generation", "reward", "environment", "reward_model"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupPlacement:
-    """Name, layout and resources of a worker group; a group in this process needs the kind only."""
-
-    kind: WorkerKind
-    name: str
-    bundles: BundleSet
-    parallel_layout: ParallelLayout = field(default_factory=ParallelLayout)
-    first_bundle: int = 0
-    progress_timeout_s: float | None = None
-
-
-StartGroup = Callable[..., WorkerGroup]
-"""`start(placement, worker_class, **kwargs)` starts a worker group; see `workers.group_starter`."""
+Begin = Callable[[Callable[[], Any]], Future[Any]]
+"""Calls a function, or lets a thread call it; the future has the result."""
 
 
 @dataclass(frozen=True)
@@ -69,61 +61,49 @@ class RolloutWorkers:
     """None without `reward.models`."""
 
 
-def generation_worker(
-    config: RunConfig,
-    end_token_ids: Sequence[int],
-    *,
-    can_sleep: bool = False,
-    shares_process: bool = False,
-    router_replay: Switch = False,
-) -> tuple[type, dict[str, Any]]:
-    """Return the worker class of `policy.generation.backend` and its keyword arguments.
+@dataclass(frozen=True, kw_only=True)
+class GeneratorStart:
+    """What the workers of a generator are started with."""
 
-    `end_token_ids` end a completion, in addition to those that the model's files declare.
-    `router_replay` is that of a training run; with `shares_process` its policy is in the process of
-    the worker.
-    """
-    generation = config.policy.generation
-    kwargs: dict[str, Any] = {
-        "model_name": config.policy.model_name,
-        "tokenizer_name": config.policy.tokenizer_name,
-        "precision": config.policy.precision,
-        "end_token_ids": (*end_token_ids, *generation.stop_token_ids),
-        "router_replay": router_replay,
-    }
-    if config.policy.sends_adapters:
-        kwargs["adapter"] = config.policy.adapter
-    worker_class, options = generation_backend(config.policy).worker(config.policy)
-    common = GenerationStart(
-        **kwargs, seed=config.seed, can_sleep=can_sleep, shares_process=shares_process
-    )
-    return worker_class, {"start": common, **options}
+    policy: PolicyConfig
+    seed: int
+    end_token_ids: Sequence[int] = ()
+    """End a completion, in addition to those that the model's files declare."""
+    can_sleep: bool = False
+    """The generator moves to host memory while the policy trains."""
+    shares_process: bool = False
+    """The policy of a training run is in the process of the worker."""
+    router_replay: Switch = False
+    """Whether completions have the experts that the generator chose."""
+
+    def worker(self) -> tuple[type, dict[str, Any]]:
+        """Return the worker class of `policy.generation.backend` and its keyword arguments."""
+        policy = self.policy
+        worker_class, options = generation_backend(policy).worker(policy)
+        start = GenerationStart(
+            model_name=policy.model_name,
+            tokenizer_name=policy.tokenizer_name,
+            precision=policy.precision,
+            end_token_ids=(*self.end_token_ids, *policy.generation.stop_token_ids),
+            router_replay=self.router_replay,
+            adapter=policy.adapter if policy.sends_adapters else None,
+            seed=self.seed,
+            can_sleep=self.can_sleep,
+            shares_process=self.shares_process,
+        )
+        return worker_class, {"start": start, **options}
 
 
 def start_generator(
-    config: RunConfig,
-    start: StartGroup,
-    end_token_ids: Sequence[int],
-    progress: Progress,
-    *,
-    can_sleep: bool,
-    shares_process: bool = False,
-    router_replay: Switch = False,
+    settings: GeneratorStart, cluster: ClusterConfig, start: StartGroup, progress: Progress
 ) -> Generator:
-    """Start the replicas of the generator; see `generation_worker`."""
-    worker_class, kwargs = generation_worker(
-        config,
-        end_token_ids,
-        can_sleep=can_sleep,
-        shares_process=shares_process,
-        router_replay=router_replay,
-    )
-
+    """Start the replicas of the generator."""
+    worker_class, kwargs = settings.worker()
+    generation = settings.policy.generation
+    workers_per_replica = generation.engine.workers_per_replica
     # A replica with resources of its own has one bundle, a colocated one those of several workers.
     # It is one process, which starts its tensor-parallel ranks itself.
-    bundles_per_replica = 1
-    if config.cluster.generation_workers == 0:
-        bundles_per_replica = workers_per_replica(config)
+    bundles_per_replica = 1 if cluster.generation_workers else workers_per_replica
 
     def start_replica(index: int) -> WorkerGroup:
         placement = GroupPlacement(
@@ -131,28 +111,31 @@ def start_generator(
             name=f"generation-{index}",
             bundles="generation",
             first_bundle=index * bundles_per_replica,
-            progress_timeout_s=config.policy.generation.progress_timeout_s,
+            progress_timeout_s=generation.progress_timeout_s,
         )
         return start(placement, worker_class, **kwargs)
 
     return Generator(
         start_replica,
         # In this process there is one replica, which starts its tensor-parallel ranks itself.
-        max(1, num_generation_workers(config.cluster) // workers_per_replica(config)),
-        max_restarts=config.cluster.max_restarts,
+        max(1, num_generation_workers(cluster) // workers_per_replica),
+        max_restarts=cluster.max_restarts,
         report=progress.print_line,
     )
 
 
 def start_environment(
-    config: RunConfig, start: StartGroup, closing: ExitStack, progress: Progress
+    environment: EnvironmentConfig,
+    cluster: ClusterConfig,
+    start: StartGroup,
+    closing: ExitStack,
+    progress: Progress,
 ) -> EnvironmentWorkers | None:
     """Start the workers of the environment; None in a run without one."""
-    environment = config.environment
     if environment.path is None:
         return None
     num_workers = environment.num_workers
-    if config.cluster.backend == "local":
+    if cluster.backend == "local":
         # The steps share this process in any case.
         num_workers = 1
 
@@ -165,48 +148,56 @@ def start_environment(
         return start(placement, EnvironmentWorker, config=environment)
 
     workers = EnvironmentWorkers(
-        start_worker,
-        num_workers,
-        max_restarts=config.cluster.max_restarts,
-        report=progress.print_line,
+        start_worker, num_workers, max_restarts=cluster.max_restarts, report=progress.print_line
     )
     closing.callback(workers.shutdown)
     return workers
 
 
-def start_rewards(config: RunConfig, start: StartGroup) -> RewardEnvironment:
+def start_rewards(config: RewardConfig, start: StartGroup) -> RewardEnvironment:
     """Start the workers of the reward functions. Raises ConfigError if there is none."""
-    layout = ParallelLayout(dp=config.reward.num_workers)
+    layout = ParallelLayout(dp=config.num_workers)
     group = start(
         GroupPlacement(kind="reward", name="reward", bundles="anywhere", parallel_layout=layout),
         RewardWorker,
-        functions=config.reward.functions,
-        timeout_s=config.reward.timeout_s,
-        on_error=config.reward.on_error,
+        functions=config.functions,
+        timeout_s=config.timeout_s,
+        on_error=config.on_error,
     )
-    return RewardEnvironment(group, config.reward)
+    return RewardEnvironment(group, config)
 
 
 def open_collector(
-    config: RunConfig, workers: RolloutWorkers, encoder: ChatEncoder
+    rollouts: RolloutNeeds, workers: RolloutWorkers, encoder: ChatEncoder
 ) -> RolloutCollector:
     """Return the collector on `workers`; its rows are conversations if they have an environment."""
     conversations = None
     if workers.environment is not None:
         conversations = ConversationDriver(
-            workers.environment, ObservationEncoder(encoder), config.environment, config.reward
+            workers.environment, ObservationEncoder(encoder), rollouts.environment, rollouts.rewards
         )
     return RolloutCollector(workers.generator, workers.rewards, encoder.tokenizer, conversations)
 
 
-def open_reward_models(config: RunConfig) -> dict[str, RewardModelFiles]:
+def open_reward_models(models: Mapping[str, RewardModelConfig]) -> dict[str, RewardModelFiles]:
     """Open the files of all reward models. Raises ConfigError; see `open_reward_model`."""
-    models = config.reward.models
     return {name: open_reward_model(name, model) for name, model in models.items()}
 
 
+@dataclass(frozen=True, kw_only=True)
+class RewardModelStart:
+    """What the workers of the reward models of a run are started with."""
+
+    rewards: RewardConfig
+    data: DataConfig
+    """The prompts that are added to the messages of a row."""
+    seed: int
+    files: Mapping[str, RewardModelFiles]
+    """Of every reward model by its name; see `open_reward_models`."""
+
+
 def start_reward_models(
-    config: RunConfig, files: dict[str, RewardModelFiles], start: StartGroup, progress: Progress
+    settings: RewardModelStart, cluster: ClusterConfig, start: StartGroup, progress: Progress
 ) -> ModelRewards | None:
     """Start the workers of all reward models; None in a run without any.
 
@@ -215,16 +206,14 @@ def start_reward_models(
     """
     models = []
     first_bundle = 0
-    for name, model in config.reward.models.items():
-        opened = files[name]
-        offloads = shares_gpus(config, model)
+    for name, model in settings.rewards.models.items():
+        opened = settings.files[name]
+        offloads = shares_gpus(cluster, model)
         placement = GroupPlacement(
             kind="reward_model",
             name=f"reward_model-{name}",
             bundles="extra" if model.num_workers else "policy",
-            parallel_layout=ParallelLayout(
-                dp=model.num_workers or num_policy_workers(config.cluster)
-            ),
+            parallel_layout=ParallelLayout(dp=model.num_workers or num_policy_workers(cluster)),
             first_bundle=first_bundle,
         )
         first_bundle += model.num_workers
@@ -235,7 +224,7 @@ def start_reward_models(
                 opened.encoder,
                 partial(
                     _start_model,
-                    config.seed,
+                    settings.seed,
                     model,
                     opened.spec,
                     start,
@@ -244,29 +233,92 @@ def start_reward_models(
                 ),
                 max_length=opened.max_length,
                 offloads=offloads,
-                max_restarts=config.cluster.max_restarts,
+                max_restarts=cluster.max_restarts,
                 report=progress.print_line,
             )
         )
-    return ModelRewards(models, config.reward, config.data) if models else None
+    return ModelRewards(models, settings.rewards, settings.data) if models else None
 
 
-def num_own_workers(config: RunConfig) -> int:
-    """Return the number of workers of reward models with resources of their own."""
-    if not config.generates:
-        return 0
-    return sum(model.num_workers for model in config.reward.models.values())
+class RolloutStarter:
+    """Starts the workers of a run that samples completions, while those of the policy start."""
 
+    def __init__(
+        self,
+        settings: WorkersStart,
+        rollouts: RolloutNeeds,
+        end_token_ids: Sequence[int],
+        progress: Progress,
+    ) -> None:
+        """Check reward functions, reward models and environment. Raises ConfigError.
 
-def shares_gpus(config: RunConfig, model: RewardModelConfig) -> bool:
-    """Return True if a reward model runs on the GPUs of the policy."""
-    return config.cluster.gpus_per_node > 0 and model.num_workers == 0
+        Only the check: the workers import the functions themselves.
+        """
+        self._settings = settings
+        self._rollouts = rollouts
+        self._end_token_ids = end_token_ids
+        self._progress = progress
+        load_reward_functions(rollouts.rewards.functions)
+        self._files = open_reward_models(rollouts.rewards.models)
+        if rollouts.environment.path is not None:
+            load_environment(rollouts.environment)
 
+    def begin(self, begin: Begin, start: StartGroup, closing: ExitStack) -> None:
+        """Start what shares no GPU with the policy. `begin` calls a function, or lets a thread."""
+        self._begin, self._start, self._closing = begin, start, closing
+        # Their processes use no GPU.
+        self._services = begin(self._start_services)
+        cluster = self._settings.cluster
+        self._generator: Future[Generator] | None = None
+        if not is_colocated(cluster, self._rollouts):
+            self._generator = begin(partial(self._start_generator, can_sleep=False))
 
-def any_shares_gpus(config: RunConfig) -> bool:
-    """Return True if a reward model of the run is on the GPUs of the policy."""
-    models = config.reward.models.values()
-    return config.generates and any(shares_gpus(config, model) for model in models)
+    def finish(self, *, offloads: bool, advance: Callable[[], None]) -> RolloutWorkers:
+        """Wait for the workers, the generator first; `advance` is called twice.
+
+        With `offloads` the generator, which is then in host memory, takes turns with the policy.
+        """
+        if self._generator is None:
+            self._generator = self._begin(partial(self._start_generator, can_sleep=offloads))
+        generator = self._generator.result()
+        self._closing.callback(generator.shutdown)
+        if offloads:
+            generator.offload()
+        advance()
+        environment, rewards = self._services.result()
+        settings = self._settings
+        start = RewardModelStart(
+            rewards=self._rollouts.rewards,
+            data=settings.data,
+            seed=settings.seed,
+            files=self._files,
+        )
+        reward_models = start_reward_models(start, settings.cluster, self._start, self._progress)
+        advance()
+        return RolloutWorkers(generator, rewards, environment, reward_models)
+
+    def _start_generator(self, *, can_sleep: bool) -> Generator:
+        settings = self._settings
+        start = GeneratorStart(
+            policy=settings.policy,
+            seed=settings.seed,
+            end_token_ids=self._end_token_ids,
+            can_sleep=can_sleep,
+            shares_process=settings.cluster.backend == "local",
+            router_replay=recorded_experts(settings.policy, settings.needs),
+        )
+        return start_generator(start, settings.cluster, self._start, self._progress)
+
+    def _start_services(self) -> tuple[EnvironmentWorkers | None, RewardEnvironment | None]:
+        """Start the workers of the environment and of the reward functions."""
+        rollouts = self._rollouts
+        environment = start_environment(
+            rollouts.environment, self._settings.cluster, self._start, self._closing, self._progress
+        )
+        has_other_rewards = environment is not None or bool(rollouts.rewards.models)
+        if rollouts.rewards.functions or (rollouts.requires_rewards and not has_other_rewards):
+            return environment, start_rewards(rollouts.rewards, self._start)
+        return environment, None
 
 
 def serving_config(model: RewardModelConfig) -> PolicyConfig:

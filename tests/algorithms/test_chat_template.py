@@ -12,9 +12,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from nemo_like.algorithms.grpo.data import open_source
+from nemo_like.algorithms.run import open_training_run
 from nemo_like.data.jagged import Jagged
 from nemo_like.generation.requests import SamplingParams
-from nemo_like.training.run import open_training_run
 from tests.recipe import Recipe
 
 TEMPLATE = (
@@ -34,7 +34,9 @@ def test_a_run_knows_the_end_of_a_turn_and_reports_how_prompts_differ(
     num_rows, sampling = 32, SamplingParams(max_new_tokens=24, temperature=2.0)
     with (
         caplog.at_level(logging.WARNING),
-        open_training_run(config, source.data, num_steps=1, num_optimizer_steps=1) as run,
+        open_training_run(
+            config, source.data, source.loader(), num_steps=1, num_optimizer_steps=1
+        ) as run,
     ):
         prompts = Jagged.from_rows(
             [source.data.encoder.encode_prompt([{"role": "user", "content": "1+1"}])] * num_rows,

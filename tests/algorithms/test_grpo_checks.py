@@ -91,7 +91,7 @@ def test_the_published_combinations_are_accepted(recipe: Recipe, overrides: list
 def test_the_arithmetic_counts_epochs_and_refills(recipe: Recipe) -> None:
     lines = recipe.grpo(
         "grpo.num_epochs_per_rollout=3", "grpo.dynamic_sampling.enabled=true"
-    ).batch_lines()
+    ).needs.batch.lines
     assert "2 optimizer steps x 3 epochs per rollout = 6 optimizer steps per step" in lines
     assert "4 steps = 24 optimizer steps over 128 rows" in lines
     assert any(line.startswith("dynamic sampling: up to 4 x 8 prompts per step") for line in lines)

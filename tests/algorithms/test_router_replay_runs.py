@@ -39,6 +39,10 @@ OPTIONS = (
 BYTES = "generation/routed_experts_bytes_per_token"
 
 
+def open_config(config: RunConfig) -> None:
+    open_model_config(config.policy, config.parallel, config.cluster, config.needs)
+
+
 @pytest.fixture
 def model(recipe: Recipe) -> Path:
     """A random model with experts and the tokenizer of the demo."""
@@ -125,6 +129,6 @@ def test_a_run_that_cannot_replay_names_the_reason(recipe: Recipe) -> None:
             text = str(error)
         assert message in text
     with pytest.raises(ConfigError, match="has no experts: set it to auto or false"):
-        open_model_config(recipe.grpo(replay))
+        open_config(recipe.grpo(replay))
     with pytest.raises(ConfigError, match="vLLM on CPU does not return the experts"):
-        open_model_config(recipe.grpo(replay, "policy.generation.backend=vllm"))
+        open_config(recipe.grpo(replay, "policy.generation.backend=vllm"))

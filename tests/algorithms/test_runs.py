@@ -232,7 +232,7 @@ def test_a_log_prob_pass_runs_only_where_its_result_is_used(
     recipe: Recipe, options: tuple[str, ...], num_passes: int
 ) -> None:
     config = recipe.grpo(*options, *ONE_STEP_OF_GRPO)
-    assert config.has_logprob_pass == (num_passes > 0)
+    assert config.needs.logprob_pass == (num_passes > 0)
     last = run_grpo(config).last
     assert ("timing/logprobs_s" in last) == (num_passes > 0)
     assert last["policy/grad_norm"] > 0

@@ -108,7 +108,7 @@ def test_the_loss_is_the_token_mean_of_the_rows_of_the_step(recipe: Recipe, kind
     changes = options(kind, "sft.max_num_steps=1")
     config = recipe.sft(*changes)
     source = open_source(config)
-    loader = open_loader(config, source, open_model_spec(config))
+    loader = open_loader(config, source, open_model_spec(config.policy))
     assert isinstance(loader, StreamLoader)
     next(loader)
     rows = [source.data.train[row] for row in loader.planned.rows]

@@ -14,8 +14,8 @@ import torch
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.rollout.rows import Rollout
-from nemo_like.training import steps as validation
-from nemo_like.training.run import TrainingRun
+from nemo_like.training import validation_answers as validation
+from nemo_like.training.rollout_run import RolloutRun
 from nemo_like.weight_sync.channel import WeightSyncError
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.recipe import Recipe
@@ -65,9 +65,9 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             )
         return score_answers(run, prompts, step, *rest)
 
-    finish_rollout = TrainingRun.finish_rollout
+    finish_rollout = RolloutRun.finish
 
-    def recorded(run: TrainingRun, job: Any) -> Rollout:
+    def recorded(run: RolloutRun, job: Any) -> Rollout:
         rollout = finish_rollout(run, job)
         low, high = rollout.versions
         assert low == high
@@ -75,8 +75,8 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return rollout
 
     score_answers = validation.score_answers
-    monkeypatch.setattr("nemo_like.algorithms.sft.loop.score_answers", checked_scores)
-    monkeypatch.setattr(TrainingRun, "finish_rollout", recorded)
+    monkeypatch.setattr("nemo_like.algorithms.sft.validation.score_answers", checked_scores)
+    monkeypatch.setattr(RolloutRun, "finish", recorded)
     return found
 
 
@@ -101,7 +101,7 @@ def test_completions_of_other_weights_are_refused(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "nemo_like.training.run.TrainingRun.sync_weights", lambda run, version: None
+        "nemo_like.training.rollout_run.RolloutRun.sync_weights", lambda run, version: None
     )
     with pytest.raises(
         RuntimeError, match="weights of versions 0 to 0, but step 8 needs version 8"
@@ -135,7 +135,7 @@ def test_a_generator_with_other_weights_is_not_sampled_from(
     scored: list[int] = []
     score_answers = validation.score_answers
     monkeypatch.setattr(
-        "nemo_like.algorithms.sft.loop.score_answers",
+        "nemo_like.algorithms.sft.validation.score_answers",
         lambda run, prompts, step, *rest: scored.append(step) or score_answers(run, prompts, step),
     )
     with pytest.raises(WeightSyncError, match=message):

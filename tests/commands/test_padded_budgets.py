@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from nemo_like.commands.validate import validate
-from nemo_like.config.check import derivation, find_problems
+from nemo_like.config.check import find_problems
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.training.diagnostics import Report
+from tests.config.test_check import derived
 from tests.recipe import Recipe
 
 CONTEXT = ("cluster.backend=ray", "cluster.workers_per_node=4", "parallel.context=4")
@@ -17,8 +18,8 @@ CONTEXT = ("cluster.backend=ray", "cluster.workers_per_node=4", "parallel.contex
 
 def test_the_derivation_counts_padded_rows(recipe: Recipe) -> None:
     lengths = ("policy.max_total_sequence_length=50", "policy.sequence_packing.train_mb_tokens=160")
-    alone = derivation(recipe.sft(*lengths))
-    padded = derivation(recipe.sft(*lengths, *CONTEXT))
+    alone = derived(recipe.sft(*lengths))
+    padded = derived(recipe.sft(*lengths, *CONTEXT))
     # 160 / 50 is 3; with rows of 56 positions it is 2.
     assert "which fit 3 of the longest rows (50 tokens)" in alone
     assert "which fit 2 of the longest rows (50 tokens)" in padded

@@ -55,8 +55,8 @@ class UnreachableGroup:
 
 def plan_of_run(config: RunConfig, rows: RowLengths) -> BatchPlan:
     """Plan a step as a run does."""
-    group: Any = UnreachableGroup(policy_layout(config))
-    policy = Policy(group, config.policy, open_model_spec(config), seed=config.seed)
+    group: Any = UnreachableGroup(policy_layout(config.parallel, config.cluster))
+    policy = Policy(group, config.policy, open_model_spec(config.policy), seed=config.seed)
     return policy.plan(rows.counts)
 
 

@@ -82,20 +82,20 @@ def test_every_choice_is_a_config_that_fits_and_has_room_for_the_longest_row(
         return
     config = chosen.config
     longest = config.policy.max_total_sequence_length
-    is_complete = len(lengths) // config.rows_per_example >= num_examples
+    is_complete = len(lengths) // config.needs.batch.rows_per_example >= num_examples
     assert longest >= max(lengths)
     assert is_complete == (config.policy.oversize_rows == "error")
     budget = config.policy.sequence_packing.train_mb_tokens
-    assert budget >= config.rows_per_example * longest
+    assert budget >= config.needs.batch.rows_per_example * longest
     placement = policy_placement(
         config.policy,
-        policy_layout(config),
-        needs_reference=config.needs_reference,
+        policy_layout(config.parallel, config.cluster),
+        needs_reference=config.needs.reference,
         device_type="cuda" if num_gpus else "cpu",
         teachers=needed.teachers,
-        keeps_teacher_embeddings=config.keeps_teacher_embeddings,
+        keeps_teacher_embeddings=config.needs.keeps_teacher_embeddings,
     )
-    memory = MemoryModel(needed.spec.with_output_head(config.output_head), placement)
+    memory = MemoryModel(needed.spec.with_output_head(config.needs.head), placement)
     assert memory.peak(budget) <= usable_bytes(memory_gib)
     assert config.cluster.gpus_per_node == num_gpus
     assert config.policy.train_global_batch_size >= max(num_gpus, 1)

@@ -17,7 +17,7 @@ from nemo_like.config.batching import StreamableDataConfig as DataConfig
 from nemo_like.config.build import build_config, to_dict
 from nemo_like.config.check import batching_section, derivation, find_problems
 from nemo_like.config.loss import CorrectionKind
-from nemo_like.config.parallel import num_policy_workers
+from nemo_like.config.parallel import num_policy_workers, policy_layout
 from nemo_like.config.rollout import RewardConfig, RewardFunctionConfig
 from nemo_like.config.schema import AdapterConfig, ClusterConfig, PolicyConfig, RunConfig
 from tests.recipe import Recipe
@@ -400,9 +400,14 @@ def test_options_of_the_dtensor_engine_are_refused_by_the_other() -> None:
     assert "set policy.compile to none, or policy.engine to dtensor" in compiled
 
 
+def derived(config: RunConfig) -> str:
+    layout = policy_layout(config.parallel, config.cluster)
+    return derivation(config.policy, config.cluster, config.needs, layout)
+
+
 def test_the_derivation_is_spelled_out() -> None:
-    assert batching_section(GRPO) is None
-    assert derivation(
+    assert batching_section(GRPO.policy) is None
+    assert derived(
         with_keys(GRPO, {"policy.train_global_batch_size": 16, "cluster.workers_per_node": 2})
     ) == (
         "8 prompts x 4 generations = 32 rows per step\n"
@@ -412,21 +417,21 @@ def test_the_derivation_is_spelled_out() -> None:
         "training: 8 rows / 4 rows per microbatch = 2 microbatches\n"
         "log-probs: 8 rows / 4 rows per microbatch = 2 microbatches"
     )
-    single_step = derivation(GRPO)
+    single_step = derived(GRPO)
     assert "1 optimizer step\n" in single_step
     assert "previous log-probs: from the training pass" in single_step
     assert "log-probs: 32 rows" not in single_step
     bypass = {"loss_fn.importance_correction.kind": "bypass"}
     for batch in (16, 32):
-        text = derivation(with_keys(GRPO, {**bypass, "policy.train_global_batch_size": batch}))
+        text = derived(with_keys(GRPO, {**bypass, "policy.train_global_batch_size": batch}))
         assert "previous log-probs: from the generator\n" in text
         assert "log-probs: 32 rows" not in text
     penalty = {"loss_fn.reference_policy_kl_penalty": 0.1}
-    assert "log-probs: 32 rows / 4" in derivation(with_keys(GRPO, {**bypass, **penalty}))
+    assert "log-probs: 32 rows / 4" in derived(with_keys(GRPO, {**bypass, **penalty}))
     packed = with_keys(
         SFT, {"policy.sequence_packing.enabled": True, "policy.max_total_sequence_length": 1000}
     )
-    assert derivation(packed) == (
+    assert derived(packed) == (
         "32 rows per step = 1 optimizer step\n"
         "32 rows / 1 worker = 32 rows each\n"
         "training: packed in microbatches of at most 4096 tokens, which fit 4 of the longest rows"

@@ -134,7 +134,7 @@ def test_a_run_config_reports_them_with_the_key(recipe: Recipe) -> None:
         "nested": {"depth": 2},
         "flag": True,
     }
-    assert config.needs_reference and config.has_logprob_pass
+    assert config.needs.reference and config.needs.logprob_pass
 
 
 def test_an_option_that_looks_like_a_number_stays_a_text(recipe: Recipe) -> None:

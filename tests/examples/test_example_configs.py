@@ -12,6 +12,7 @@ import pytest
 
 from nemo_like.algorithms.registry import ALGORITHMS, detect_kind, load_config
 from nemo_like.config.check import derivation
+from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import DynamicBatchingConfig, RunConfig, SequencePackingConfig
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
@@ -66,8 +67,9 @@ def test_there_is_one_config_per_job_and_engine_and_the_readme_lists_them() -> N
 
 def check(config: RunConfig) -> None:
     """Check the relations between the keys as a run does before it starts."""
-    expected = "rows per step" if config.has_fixed_batches else "in microbatches of at most"
-    assert expected in derivation(config)
+    expected = "rows per step" if config.needs.batch.is_fixed else "in microbatches of at most"
+    layout = policy_layout(config.parallel, config.cluster)
+    assert expected in derivation(config.policy, config.cluster, config.needs, layout)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

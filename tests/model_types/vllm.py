@@ -40,7 +40,7 @@ from nemo_like.policy.policy import Policy
 from nemo_like.rollout.conversations import ConversationRow, Prompt
 from nemo_like.rollout.rows import training_rows
 from nemo_like.training.parity import in_mode
-from nemo_like.training.rollout_workers import generation_worker
+from nemo_like.training.rollout_workers import GeneratorStart
 from nemo_like.training.workers import local_policy
 from nemo_like.weight_sync.sync import WeightSync
 
@@ -165,7 +165,10 @@ def compare_vllm(config: RunConfig, *, sends_adapters: bool) -> str:
     # A forked process would inherit the threads of torch in an undefined state.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        group = cast("WorkerGroup", _VLLMGroup(pool, *generation_worker(first, ())))
+        group = cast(
+            "WorkerGroup",
+            _VLLMGroup(pool, *GeneratorStart(policy=first.policy, seed=first.seed).worker()),
+        )
         generator = Generator(lambda _: group)
         try:
             _sample(generator, 0)
@@ -187,7 +190,7 @@ class _Comparison:
 
     def run(self, name: str, config: RunConfig) -> str:
         """Train a policy and send its weights; return the first difference, or ""."""
-        with local_policy(config, needs_reference=False) as policy:
+        with local_policy(config.policy, config.cluster, seed=config.seed) as policy:
             sync = WeightSync(policy.group, dtype="float32")
             rows, difference = self._compare(policy)
             if self._version == 0 and not difference <= LIMIT:

@@ -18,6 +18,7 @@ from nemo_like.data.columns import num_trained_tokens
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import BatchPlan, plan_batch
 from nemo_like.data.planning.spec import CostModel
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import NllLoss
 from nemo_like.losses.likelihood import DistillationLoss
@@ -68,7 +69,8 @@ def planned(worker: DTensorPolicyWorker, batch: BatchedDataDict) -> BatchPlan:
         parallel_layout=ParallelLayout(),
         model=load_spec(worker.config.model_name),
     )
-    return plan_batch(batch["length"], spec, batch["pair"], num_trained_tokens(batch))
+    counts = TokenCounts(batch["length"], num_trained_tokens(batch))
+    return plan_batch(counts, spec, batch["pair"])
 
 
 def counted(run: Callable[[], Any]) -> int:

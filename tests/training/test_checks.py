@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,7 @@ def test_layers_of_the_files_are_those_of_the_model_and_give_the_number_of_param
     assert num_adapter_params(spec, lora) == 3 * sum(expected.values())
     num_trained = 3 * sum(expected.values())
     policy = PolicyConfig(model_name=str(directory), lora=lora)
-    line = adapter_line(replace(recipe.dpo(), policy=policy), spec) or ""
+    line = adapter_line(policy, recipe.dpo().needs, spec) or ""
     assert f"rank 3, scale 10.6667, {num_trained:,} of" in line
     assert line.endswith("; reference: the model without it")
     check_adapters(policy, spec, 1)
@@ -52,21 +51,24 @@ def test_layers_of_the_files_are_those_of_the_model_and_give_the_number_of_param
 
 def test_a_resume_compares_the_settings_on_which_adapters_depend(recipe: Recipe, tmp_path: Path):
     def identities(*keys: str) -> dict[str, str]:
-        return frozen_models(recipe.sft(*(f"policy.lora.{key}" for key in keys)))
+        config = recipe.sft(*(f"policy.lora.{key}" for key in keys))
+        return frozen_models(config.policy, config.needs)
 
     config = recipe.sft("policy.lora.enabled=true")
     saved = identities("enabled=true", "rank=4", "target_modules=[q_proj, k_proj]")
-    check_frozen_models({}, saved, config, tmp_path)
+    check_frozen_models({}, saved, config.policy, config.needs, tmp_path)
     same = identities(
         "enabled=true", "rank=4", "target_modules=[k_proj, q_proj]", "adapter_path=somewhere"
     )
-    check_frozen_models(saved, same, config, tmp_path)
+    check_frozen_models(saved, same, config.policy, config.needs, tmp_path)
     for key, message in (
         ("rank=5", r"policy\.lora\.rank was 4 and is 5"),
         ("use_rslora=true", r"policy\.lora\.use_rslora was False and is True"),
     ):
         changed = identities("enabled=true", "rank=4", "target_modules=[q_proj, k_proj]", key)
         with pytest.raises(ConfigError, match=message):
-            check_frozen_models(saved, changed, config, tmp_path)
+            check_frozen_models(saved, changed, config.policy, config.needs, tmp_path)
     with pytest.raises(ConfigError, match=r"policy\.lora\.enabled was False and is True"):
-        check_frozen_models(identities("enabled=false"), saved, config, tmp_path)
+        check_frozen_models(
+            identities("enabled=false"), saved, config.policy, config.needs, tmp_path
+        )

@@ -20,7 +20,7 @@ from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.messages import TrainOn
 from nemo_like.data.preferences import PREFERENCE_ROWS, encode_preference
 from nemo_like.data.rows import load_rows
-from nemo_like.training.run_data import encode_sft_row
+from nemo_like.training.encoding import encode_sft_row
 from tests.data.tiny_tokenizer import CHATML, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer(CHATML)

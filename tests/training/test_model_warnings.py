@@ -11,10 +11,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from nemo_like.config.errors import ConfigError
+from nemo_like.config.schema import RunConfig
 from nemo_like.training.model_files import open_encoder, open_model_config
 from nemo_like.training.model_warnings import check_new_tokens, model_warnings
 from tests.policy.tiny import save_tiny_model
 from tests.recipe import Recipe
+
+
+def open_config(config: RunConfig) -> None:
+    open_model_config(config.policy, config.parallel, config.cluster, config.needs)
 
 
 def change(model: Path, **settings: Any) -> None:
@@ -26,7 +31,7 @@ def change(model: Path, **settings: Any) -> None:
 def warnings(config: Any, model: Path, **settings: Any) -> list[str]:
     change(model, **settings)
     policy = replace(config.policy, model_name=str(model))
-    return list(model_warnings(policy, needs_reference=config.needs_reference))
+    return list(model_warnings(policy, needs_reference=config.needs.reference))
 
 
 def test_losses_and_noise_of_the_source_are_named(recipe: Recipe, tmp_path: Path) -> None:
@@ -77,7 +82,7 @@ def test_quantized_weights_are_refused_with_one_text(
     config = recipe.sft(f"policy.model_name={model}")
     # Left by another tool: the weights are not quantized.
     change(model, quantization_config={"quant_method": method})
-    open_model_config(config)
+    open_config(config)
     weights = load_file(model / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     weights[name] = torch.ones(2, 2).to(dtype)
@@ -85,7 +90,7 @@ def test_quantized_weights_are_refused_with_one_text(
     with pytest.raises(
         ConfigError, match=rf"quantized weights \(quantization_config .* {method}\)"
     ):
-        open_model_config(config)
+        open_config(config)
 
 
 def test_new_tokens_need_a_larger_model_and_trained_embeddings(
@@ -98,7 +103,7 @@ def test_new_tokens_need_a_larger_model_and_trained_embeddings(
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     tokens = f"policy.tokenizer_name={tmp_path / 'tokenizer'}"
     config = recipe.sft(f"policy.model_name={model}", tokens)
-    encoder = open_encoder(config, size)
+    encoder = open_encoder(config.policy, config.data, size)
     check_new_tokens(config.policy, encoder)
     with pytest.raises(ConfigError, match="enlarge the model with resize_token_embeddings"):
         encoder.checked_ids([size])

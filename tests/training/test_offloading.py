@@ -75,11 +75,10 @@ reward: {{functions: {{math: {{path: nemo_like.environments.math.math_reward}}}}
 def test_the_peaks_of_a_1b_model_fit_on_a_large_gpu_and_not_on_a_small_one(tmp_path) -> None:
     config = grpo_config(tmp_path, "hf")
     spec = load_spec("1b")
-    _, parts = policy_memory(config, spec)
+    layout = policy_layout(config.parallel, config.cluster)
+    _, parts = policy_memory(config.policy, layout, config.needs, spec, "cuda")
     policy = sum(parts.values())
-    placement = policy_placement(
-        config.policy, policy_layout(config), needs_reference=config.needs_reference
-    )
+    placement = policy_placement(config.policy, layout, needs_reference=config.needs.reference)
     assert policy == MemoryModel(spec, placement).peak(8192)
     generator = generation_backend(config.policy).peak_bytes(config.policy, spec, 139 * GIB)
     # Weights in bfloat16, and at least the KV cache of 64 rows of 1,024 tokens.

@@ -9,8 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from nemo_like.commands.validate import validate
+from nemo_like.config.parallel import policy_layout
+from nemo_like.config.schema import RunConfig
 from nemo_like.training.reporting import config_warnings, step_warnings
 from tests.recipe import Recipe
+
+
+def warnings_of(config: RunConfig) -> list[str]:
+    layout = policy_layout(config.parallel, config.cluster)
+    return list(config_warnings(config.policy, config.needs, layout))
 
 
 def write_rows(path: Path, *completions: str) -> str:
@@ -24,7 +31,7 @@ def write_rows(path: Path, *completions: str) -> str:
 
 def test_a_sound_config_has_none(recipe: Recipe):
     for config in (recipe.sft(), recipe.grpo()):
-        assert list(config_warnings(config)) == [] and validate(config).warnings == ()
+        assert warnings_of(config) == [] and validate(config).warnings == ()
 
 
 def test_fewer_rows_than_one_batch(recipe: Recipe, tmp_path: Path):
@@ -54,18 +61,18 @@ def test_warmup_longer_than_the_run(recipe: Recipe):
 
 def test_averages_of_the_wrong_steps(recipe: Recipe):
     ema = ("policy.ema.enabled=true", "policy.ema.decay=0.99")
-    [warning] = step_warnings(recipe.sft(*ema), 100)
+    [warning] = step_warnings(recipe.sft(*ema).policy, 100)
     assert "37% of the averaged weights come from its beginning" in warning
     assert "policy.ema.decay is 0.99" in warning
-    assert list(step_warnings(recipe.sft(*ema), 300)) == []
+    assert list(step_warnings(recipe.sft(*ema).policy, 300)) == []
 
 
 def test_rows_that_do_not_divide_over_replicas(recipe: Recipe):
     config = recipe.sft()
     cluster = replace(config.cluster, backend="ray", workers_per_node=3)
-    [warning] = config_warnings(replace(config, cluster=cluster))
+    [warning] = warnings_of(replace(config, cluster=cluster))
     assert (
         "train_global_batch_size 16" in warning and "3 workers" in warning and "15 or 18" in warning
     )
     even = replace(cluster, workers_per_node=4)
-    assert list(config_warnings(replace(config, cluster=even))) == []
+    assert warnings_of(replace(config, cluster=even)) == []

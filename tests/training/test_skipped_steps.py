@@ -26,8 +26,9 @@ from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics, Sum
 from nemo_like.policy.isolation import random_rows
 from nemo_like.policy.policy import ShardedBatch
+from nemo_like.run.directory import RunDirectory
 from nemo_like.training.run import TrainingRun
-from nemo_like.training.steps import SkippedStepsError, TrainedBatch, train_steps
+from nemo_like.training.skipped_steps import SkippedStepsError, TrainedBatch, train_steps
 from tests.algorithms.test_runs import read_metrics
 from tests.recipe import Recipe
 
@@ -297,9 +298,9 @@ def test_skipped_steps_of_an_earlier_pass_over_a_rollout_count(tmp_path: Path) -
 
     run = SimpleNamespace(
         policy=SimpleNamespace(train=train, skipped_steps=lambda sharded: []),
-        counters={},
+        log=SimpleNamespace(counters={}),
         num_skipped_in_a_row=0,
-        directory=SimpleNamespace(skipped=lambda step: tmp_path / "skipped" / f"{step}.jsonl"),
+        files=SimpleNamespace(directory=RunDirectory(tmp_path)),
         encoder=SimpleNamespace(tokenizer=None),
         progress=SimpleNamespace(print_line=print),
     )
@@ -307,7 +308,7 @@ def test_skipped_steps_of_an_earlier_pass_over_a_rollout_count(tmp_path: Path) -
         batch = TrainedBatch(step=1, batch=BatchedDataDict(), locations=[], columns={}, epoch=epoch)
         train_steps(cast(TrainingRun, run), cast(ShardedBatch, None), batch, cast(Loss, None))
         assert run.num_skipped_in_a_row == expected
-    assert run.counters == {
+    assert run.log.counters == {
         "num_trained_tokens": 8.0,
         "num_skipped_steps": 4.0,
         "num_skipped_steps_in_a_row": 0.0,

@@ -19,7 +19,7 @@ from nemo_like.commands.validate import validate
 from nemo_like.config.errors import ConfigError
 from nemo_like.rollout.collector import RolloutJob
 from nemo_like.rollout.rows import Rollout
-from nemo_like.training.run import TrainingRun
+from nemo_like.training.rollout_run import RolloutRun
 from tests.recipe import Recipe
 
 QUIET = ("checkpointing.enabled=false", "checkpointing.export_hf=false")
@@ -76,13 +76,13 @@ def test_validation_and_training_sample_with_their_own_filters_and_lengths(
 ) -> None:
     """A filter that leaves the most probable token only must give what Transformers decodes."""
     rollouts: list[Rollout] = []
-    finish = TrainingRun.finish_rollout
+    finish = RolloutRun.finish
 
-    def kept(run: TrainingRun, job: RolloutJob) -> Rollout:
+    def kept(run: RolloutRun, job: RolloutJob) -> Rollout:
         rollouts.append(finish(run, job))
         return rollouts[-1]
 
-    monkeypatch.setattr(TrainingRun, "finish_rollout", kept)
+    monkeypatch.setattr(RolloutRun, "finish", kept)
     common = (
         *("grpo.max_num_steps=1", "grpo.num_prompts_per_step=4", "data.max_validation_rows=3"),
         *("grpo.val_temperature=1", "grpo.val_num_samples=2", "grpo.val_max_new_tokens=3"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nemo_like.algorithms.run import workers_start
 from nemo_like.metrics import Sum, Timers
 from nemo_like.run.progress import Progress
 from nemo_like.training.weights import NUM_CHECKED, GeneratorWeights
@@ -11,7 +12,7 @@ from tests.recipe import Recipe
 
 def test_updates_of_restarted_replicas_add_to_the_metrics_of_the_step(recipe: Recipe) -> None:
     config = recipe.grpo()
-    with start_workers(config, Progress()) as workers:
+    with start_workers(workers_start(config), Progress()) as workers:
         generator = workers.rollout.generator
         lines: list[str] = []
         weights = GeneratorWeights(
@@ -33,7 +34,7 @@ def test_updates_of_restarted_replicas_add_to_the_metrics_of_the_step(recipe: Re
 
 def test_the_first_updates_are_checked_and_every_tenth_later_one(recipe: Recipe) -> None:
     config = recipe.grpo()
-    with start_workers(config, Progress()) as workers:
+    with start_workers(workers_start(config), Progress()) as workers:
         generator = workers.rollout.generator
         weights = GeneratorWeights(
             config.policy, config.cluster, workers.policy, generator, Timers(), lambda line: None

@@ -9,16 +9,13 @@ from typing import Any, get_args
 import pytest
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.run import workers_start
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import ClusterConfig, RunConfig
 from nemo_like.run.progress import Progress
-from nemo_like.training.workers import (
-    WorkerKind,
-    environment_variables,
-    start_workers,
-    worker_environment,
-)
+from nemo_like.training.groups import WorkerKind, environment_variables, worker_environment
+from nemo_like.training.workers import start_workers
 from tests.config.test_check import GRPO, SFT
 from tests.recipe import Recipe
 
@@ -33,12 +30,18 @@ def with_cluster(config: RunConfig, **keys: Any) -> Any:
     return replace(config, cluster=ClusterConfig(**keys))
 
 
+def environment_of(
+    config: RunConfig, kind: WorkerKind, driver: dict[str, str]
+) -> dict[str, str | None]:
+    return worker_environment(config.cluster, config.needs.rollouts, kind, driver)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_networks_and_caches_of_the_driver_reach_every_worker(kind: WorkerKind) -> None:
     passed_on = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "HF_HOME": "/cache"}
     driver = passed_on | {"PATH": "/bin", "WANDB_API_KEY": "secret", "NOT_NCCL_X": "1"}
     removed = {} if kind == "policy" else REMOVED
-    assert worker_environment(SFT, kind, driver) == passed_on | removed
+    assert environment_of(SFT, kind, driver) == passed_on | removed
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -47,13 +50,13 @@ def test_own_variables_replace_those_of_the_driver(kind: WorkerKind) -> None:
     driver = {"NCCL_DEBUG": "INFO", "MY_TOKEN": "secret"}
     expected = {"NCCL_DEBUG": "WARN", "MY_VARIABLE": "1", "MY_TOKEN": "secret"}
     removed = {} if kind == "policy" else REMOVED
-    assert worker_environment(config, kind, driver) == expected | removed
+    assert environment_of(config, kind, driver) == expected | removed
 
 
 def test_a_null_without_a_value_in_the_driver_is_refused() -> None:
     config = with_cluster(SFT, env={"MY_TOKEN": None})
     with pytest.raises(ConfigError, match=r"cluster\.env\.MY_TOKEN is null"):
-        worker_environment(config, "policy", {})
+        environment_of(config, "policy", {})
 
 
 @pytest.mark.parametrize("name", ALLOCATOR_NAMES)
@@ -62,8 +65,8 @@ def test_allocator_settings_reach_the_policy_only(name: str, is_own: bool) -> No
     setting = {name: "max_split_size_mb:512"}
     config = with_cluster(GRPO, gpus_per_node=1, env=setting if is_own else {})
     driver = {} if is_own else setting
-    assert worker_environment(config, "policy", driver) == REMOVED | setting
-    assert worker_environment(config, "generation", driver) == REMOVED
+    assert environment_of(config, "policy", driver) == REMOVED | setting
+    assert environment_of(config, "generation", driver) == REMOVED
 
 
 @pytest.mark.parametrize(
@@ -79,7 +82,7 @@ def test_own_allocator_settings_replace_those_of_the_driver_under_either_name(
     own = {own_name: "max_split_size_mb:512"}
     config = with_cluster(SFT, gpus_per_node=1, env=own)
     driver = {driver_name: "expandable_segments:True"}
-    assert worker_environment(config, "policy", driver) == REMOVED | own
+    assert environment_of(config, "policy", driver) == REMOVED | own
 
 
 @pytest.mark.parametrize(
@@ -97,8 +100,8 @@ def test_expandable_segments_are_the_default_of_gpus_without_ipc(
 ) -> None:
     segments = {ALLOCATOR: "expandable_segments:True"}
     expected = REMOVED | segments if has_segments else {}
-    assert worker_environment(config, "policy", {}) == expected
-    assert worker_environment(config, "generation", {}) == REMOVED
+    assert environment_of(config, "policy", {}) == expected
+    assert environment_of(config, "generation", {}) == REMOVED
 
 
 def test_variables_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +118,6 @@ def test_variables_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_local_backend_has_them_during_the_run(recipe: Recipe) -> None:
     config = recipe.sft("+cluster.env.NEMO_LIKE_C=1e3")
-    with start_workers(config, Progress()):
+    with start_workers(workers_start(config), Progress()):
         assert os.environ["NEMO_LIKE_C"] == "1e3"
     assert "NEMO_LIKE_C" not in os.environ

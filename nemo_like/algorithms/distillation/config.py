@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
 from nemo_like.config.constraints import Ge, Gt, Le, Lt
 from nemo_like.config.errors import Problem
+from nemo_like.config.needs import BatchNeeds, RolloutNeeds, RunNeeds
 from nemo_like.config.schema import MAIN_SET, EpochLoopConfig, RunConfig
 
 
@@ -49,32 +51,28 @@ class DistillRunConfig(RunConfig):
     distill: DistillConfig = field(default_factory=DistillConfig)
 
     kind: ClassVar[str] = "distill"
-    scored_rows: ClassVar[Literal["train", "validation"] | None] = "train"
 
-    @property
-    def generates(self) -> bool:
-        """True if the student samples completions."""
-        return self.distill.on_policy_fraction > 0
-
-    @property
-    def samples_validation(self) -> bool:
-        """False: a validation computes the divergence from the teacher on its rows."""
-        return False
-
-    @property
-    def needs_rewards(self) -> bool:
-        """True if completions are scored, which is for the metrics only."""
-        return bool(self.reward.functions)
-
-    @property
-    def teachers_by_key(self) -> dict[str, str]:
-        """Directories or hub names of the teachers by config key."""
-        return {teacher_key(name): path for name, path in self.named_teachers.items()}
-
-    @property
-    def keeps_teacher_embeddings(self) -> bool:
-        """True unless the teachers give the most probable tokens only."""
-        return self.distill.top_k is None
+    @cached_property
+    def needs(self) -> RunNeeds:
+        """See `RunConfig.needs`; with on-policy steps the student samples completions."""
+        rollouts = None
+        if self.distill.on_policy_fraction > 0:
+            rollouts = RolloutNeeds(
+                generation=self.policy.generation,
+                rewards=self.reward,
+                environment=self.environment,
+                # Scores of completions are metrics only.
+                requires_rewards=bool(self.reward.functions),
+            )
+        return RunNeeds(
+            job=self.kind,
+            batch=BatchNeeds.of_one_step(self.policy.train_global_batch_size),
+            teachers={teacher_key(name): path for name, path in self.named_teachers.items()},
+            # Not for the most probable tokens alone.
+            keeps_teacher_embeddings=self.distill.top_k is None,
+            scored_rows="train",
+            rollouts=rollouts,
+        )
 
     @property
     def named_teachers(self) -> dict[str, str]:

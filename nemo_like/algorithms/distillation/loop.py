@@ -17,6 +17,7 @@ from nemo_like.algorithms.distillation.data import (
     resolve_teachers,
     validation_batches,
 )
+from nemo_like.algorithms.run import open_epochs
 from nemo_like.config.paths import resolve_paths
 from nemo_like.data.jagged import EncodedRow, collate
 from nemo_like.data.loader import RowLoader
@@ -30,10 +31,13 @@ from nemo_like.policy.heads.targets import TEACHER, TargetSettings
 from nemo_like.rollout.conversations import Prompt
 from nemo_like.rollout.rows import rollout_metrics, row_seeds
 from nemo_like.run.progress import Sample
+from nemo_like.training.encoding import RowLimits, encode_conversation
+from nemo_like.training.epochs import run_epochs
 from nemo_like.training.reporting import StepWork, plan_metrics
 from nemo_like.training.run import RunResult, TrainingRun
-from nemo_like.training.run_data import ExampleSource, encode_conversation, named_metrics
-from nemo_like.training.steps import TrainedBatch, run_epochs, show_rollout, train
+from nemo_like.training.run_data import ExampleSource, named_metrics
+from nemo_like.training.skipped_steps import TrainedBatch, train
+from nemo_like.training.validation_answers import show_rollout
 
 _TRAINED_COLUMNS = ("input_ids", "token_mask", "length", "row_mask")
 _VALIDATION_NAMES = {
@@ -52,7 +56,13 @@ def run_distill(config: DistillRunConfig) -> RunResult:
     specs = open_teachers(config, source.data.encoder.tokenizer)
     costs = [CostModel.from_spec(specs[name]) for name in config.named_teachers]
     loader = source.loader()
-    return run_epochs(source, loader, partial(_Task, config, source, loader, costs))
+    return run_epochs(
+        config.distill,
+        source,
+        loader,
+        partial(_Task, config, source, loader, costs),
+        open_epochs(config, source.data, loader),
+    )
 
 
 def target_settings(config: DistillRunConfig) -> TargetSettings:
@@ -126,11 +136,11 @@ def _step(
     # Completions of the student are no examples to imitate.
     loss = DistillationLoss(sft_weight=0.0 if is_sampled else config.distill.sft_weight)
     with run.workers.policy_onloaded():
-        with run.timers("teacher"):
+        with run.log.timers("teacher"):
             targets = run.policy.compute_targets(sharded, target_settings(config))
-        with run.timers("train"):
-            run.add_metrics(train(run, sharded, trained, loss, targets))
-    run.add_metrics(plan_metrics(plan))
+        with run.log.timers("train"):
+            run.log.add(train(run, sharded, trained, loss, targets))
+    run.log.add(plan_metrics(plan))
     return batch, plan
 
 
@@ -141,12 +151,13 @@ def _conversations(
 
     Prompts, which some steps of the run complete, are encoded with the answers of their rows.
     """
+    limits = RowLimits.of(config.policy, config.data)
     found = []
     found_at = []
     for row, location in zip(rows, locations, strict=True):
         example = row.example
         if isinstance(example, Prompt):
-            example = encode_conversation(run.encoder, config, example.row)
+            example = encode_conversation(run.encoder, limits, example.row)
         if example is not None:
             found.append(TaughtRow(example, row.teacher))
             found_at.append(location)
@@ -180,26 +191,26 @@ def _sampled_batch(
         assert isinstance(row.example, Prompt), "a run with sampled completions reads prompts"
         prompts.append(row.example)
     if step > 0:
-        with run.workers.policy_onloaded(), run.timers("weight_sync"):
-            run.sync_weights(step)
-    with run.generating(updates_next=True), run.timers("generation"):
-        job = run.rollouts.start(
+        with run.workers.policy_onloaded(), run.log.timers("weight_sync"):
+            run.rollouts.sync_weights(step)
+    with run.rollouts.generating(updates_next=True), run.log.timers("generation"):
+        job = run.rollouts.collector.start(
             prompts,
             group_size=1,
             sampling=SamplingParams.from_config(config.policy.generation),
             max_total_length=config.policy.max_total_sequence_length,
             seeds=row_seeds(config.seed, step, len(prompts)),
         )
-        rollout = run.finish_rollout(job)
+        rollout = run.rollouts.finish(job)
     rollout.check_versions(step, step)
     if step == 0:
         show_rollout(run, rollout, "rollout", "rollout samples")
     metrics = rollout_metrics(rollout)
-    if not config.needs_rewards:
+    if not config.reward.functions:
         # Nothing scored the completions.
         metrics = {name: value for name, value in metrics.items() if "reward" not in name}
-    run.add_metrics(metrics)
-    run.add_generator_metrics()
+    run.log.add(metrics)
+    run.rollouts.add_generator_metrics()
     columns = {name: rollout.batch[name] for name in _TRAINED_COLUMNS}
     return _with_teachers(columns, rows)
 
@@ -213,7 +224,7 @@ def validate(
     """
     metrics: Metrics = {}
     settings = target_settings(config)
-    with run.timers("validation"), run.workers.policy_onloaded():
+    with run.log.timers("validation"), run.workers.policy_onloaded():
         for name, batches in sets.items():
             merged: Metrics = {}
             for rows in batches:
@@ -234,11 +245,11 @@ def _evaluate(run: TrainingRun, rows: Sequence[TaughtRow], settings: TargetSetti
 
 def _show_rows(run: TrainingRun, loader: RowLoader[TaughtRow]) -> None:
     """Print the first conversations of the file, decoded, with their trained tokens highlighted."""
-    if run.config.generates:
+    if run.settings.needs.rollouts is not None:
         # A sample of the first completions is shown instead.
         return
     samples = []
-    for row in loader.first_rows(run.config.logger.num_samples_shown):
+    for row in loader.first_rows(run.logger.num_samples_shown):
         if isinstance(row.example, EncodedRow):
             samples.append(Sample(run.encoder.segments(row.example)))
     run.show_training_samples(samples)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
 from nemo_like.config.check import batching_section
 from nemo_like.config.constraints import Ge, Gt, Le
 from nemo_like.config.errors import Problem, counted, either, quotient
 from nemo_like.config.loss import PolicyGradientLossConfig
+from nemo_like.config.needs import BatchNeeds, RolloutNeeds, RunNeeds
 from nemo_like.config.parallel import is_colocated, policy_layout
 from nemo_like.config.schema import RunConfig
 from nemo_like.integer_math import nearest_multiples
@@ -159,17 +161,30 @@ class GrpoRunConfig(RunConfig):
     loss_fn: PolicyGradientLossConfig = field(default_factory=PolicyGradientLossConfig)
 
     kind: ClassVar[str] = "grpo"
-    scored_rows: ClassVar[Literal["train", "validation"] | None] = "train"
 
-    @property
-    def generates(self) -> bool:
-        """True: every step samples completions."""
-        return True
-
-    @property
-    def needs_reference(self) -> bool:
-        """True with a KL penalty, or a loss of the user that reads the reference's log-probs."""
-        return self.loss_fn.needs_reference
+    @cached_property
+    def needs(self) -> RunNeeds:
+        """See `RunConfig.needs`."""
+        # With a KL penalty, or a loss of the user that reads the reference's log-probs.
+        has_reference = self.loss_fn.needs_reference
+        batch = BatchNeeds(
+            key="grpo.num_prompts_per_step",
+            num_examples=self.grpo.num_prompts_per_step,
+            num_rows=self.rows_per_step,
+            lines=tuple(_batch_lines(self)),
+        )
+        rollouts = RolloutNeeds(
+            generation=self.policy.generation, rewards=self.reward, environment=self.environment
+        )
+        return RunNeeds(
+            job=self.kind,
+            batch=batch,
+            reference=has_reference,
+            logprob_pass=self.computes_prev_logprobs or has_reference,
+            uses_experts=True,
+            scored_rows="train",
+            rollouts=rollouts,
+        )
 
     @property
     def computes_prev_logprobs(self) -> bool:
@@ -196,64 +211,9 @@ class GrpoRunConfig(RunConfig):
         return self.loss_fn.has_kl_in_reward
 
     @property
-    def has_logprob_pass(self) -> bool:
-        """True if log-probs of the policy or of the reference are computed before training."""
-        return self.computes_prev_logprobs or self.needs_reference
-
-    @property
-    def examples_per_step(self) -> tuple[str, int]:
-        """Prompts of one step: (key, number)."""
-        return "grpo.num_prompts_per_step", self.grpo.num_prompts_per_step
-
-    @property
     def rows_per_step(self) -> int:
         """Completions of one step."""
         return self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
-
-    def batch_lines(self) -> list[str]:
-        """Return the arithmetic from prompts to optimizer steps, one line each."""
-        prompts = self.grpo.num_prompts_per_step
-        group = self.grpo.num_generations_per_prompt
-        batch = self.policy.train_global_batch_size
-        steps = self.grpo.max_num_steps
-        rows = self.rows_per_step
-        # A whole number, or `_group_problems` has refused the config.
-        updates = rows // batch
-        epochs = self.grpo.num_epochs_per_rollout
-        optimizer_steps = counted(updates, "optimizer step")
-        generations = f"{counted(prompts, 'prompt')} x {counted(group, 'generation')}"
-        num_rows = counted(rows, "row")
-        lines = [
-            f"{generations} = {num_rows} per step",
-            f"{num_rows} / {counted(batch, 'row')} per optimizer step = {optimizer_steps}",
-        ]
-        if epochs > 1:
-            lines.append(
-                f"{optimizer_steps} x {epochs} epochs per rollout ="
-                f" {updates * epochs} optimizer steps per step"
-            )
-            updates *= epochs
-        lines.append(
-            f"{counted(steps, 'step')} = {counted(steps * updates, 'optimizer step')} over"
-            f" {counted(steps * rows, 'row')}"
-        )
-        if self.grpo.dynamic_sampling.enabled:
-            tries = 1 + self.grpo.dynamic_sampling.max_refills
-            lines.append(
-                f"dynamic sampling: up to {tries} x {counted(prompts, 'prompt')} per step; a step"
-                " that stays short has fewer optimizer steps"
-            )
-        read = self.loss_fn.logprob_names(is_single_step=False)
-        has_no_ratio = "prev_logprobs" not in read
-        if self.loss_fn.importance_correction.kind == "bypass":
-            lines.append("previous log-probs: from the generator")
-        elif has_no_ratio:
-            lines.append("previous log-probs: the loss does not read them")
-        elif not self.computes_prev_logprobs:
-            lines.append(
-                "previous log-probs: from the training pass, as each rollout has 1 optimizer step"
-            )
-        return lines
 
     def job_problems(self) -> Iterator[Problem]:
         """Yield the problems of groups, sampling and rewards."""
@@ -269,6 +229,52 @@ class GrpoRunConfig(RunConfig):
         yield from _reward_problems(self)
         yield from self.loss_fn.problems()
         yield from _asynchronous_problems(self)
+
+
+def _batch_lines(config: GrpoRunConfig) -> list[str]:
+    """Return the arithmetic from prompts to optimizer steps, one line each."""
+    prompts = config.grpo.num_prompts_per_step
+    group = config.grpo.num_generations_per_prompt
+    batch = config.policy.train_global_batch_size
+    steps = config.grpo.max_num_steps
+    rows = config.rows_per_step
+    # A whole number, or `_group_problems` has refused the config.
+    updates = rows // batch
+    epochs = config.grpo.num_epochs_per_rollout
+    optimizer_steps = counted(updates, "optimizer step")
+    generations = f"{counted(prompts, 'prompt')} x {counted(group, 'generation')}"
+    num_rows = counted(rows, "row")
+    lines = [
+        f"{generations} = {num_rows} per step",
+        f"{num_rows} / {counted(batch, 'row')} per optimizer step = {optimizer_steps}",
+    ]
+    if epochs > 1:
+        lines.append(
+            f"{optimizer_steps} x {epochs} epochs per rollout ="
+            f" {updates * epochs} optimizer steps per step"
+        )
+        updates *= epochs
+    lines.append(
+        f"{counted(steps, 'step')} = {counted(steps * updates, 'optimizer step')} over"
+        f" {counted(steps * rows, 'row')}"
+    )
+    if config.grpo.dynamic_sampling.enabled:
+        tries = 1 + config.grpo.dynamic_sampling.max_refills
+        lines.append(
+            f"dynamic sampling: up to {tries} x {counted(prompts, 'prompt')} per step; a step"
+            " that stays short has fewer optimizer steps"
+        )
+    read = config.loss_fn.logprob_names(is_single_step=False)
+    has_no_ratio = "prev_logprobs" not in read
+    if config.loss_fn.importance_correction.kind == "bypass":
+        lines.append("previous log-probs: from the generator")
+    elif has_no_ratio:
+        lines.append("previous log-probs: the loss does not read them")
+    elif not config.computes_prev_logprobs:
+        lines.append(
+            "previous log-probs: from the training pass, as each rollout has 1 optimizer step"
+        )
+    return lines
 
 
 def _sampling_problems(config: GrpoRunConfig) -> Iterator[Problem]:
@@ -310,7 +316,11 @@ def _group_problems(config: GrpoRunConfig) -> Iterator[Problem]:
     if rows % batch == 0:
         return
     # The suggested batch sizes must also pass `_worker_shares`.
-    unit = policy_layout(config).dp if batching_section(config) is None else 1
+    unit = (
+        policy_layout(config.parallel, config.cluster).dp
+        if batching_section(config.policy) is None
+        else 1
+    )
     divisors = [size for size in range(1, rows + 1) if rows % size == 0]
     legal = [size for size in divisors if size % unit == 0] or divisors
     smaller = [size for size in legal if size < batch]
@@ -371,7 +381,7 @@ def _asynchronous_problems(config: GrpoRunConfig) -> Iterator[Problem]:
             f"grpo.max_staleness is {staleness}, but with cluster.backend local generation and"
             " training share one process: set it to 0, or cluster.backend to ray",
         )
-    elif is_colocated(config):
+    elif is_colocated(cluster, config.needs.rollouts):
         yield Problem(
             ("grpo.max_staleness", "cluster.generation_workers"),
             f"grpo.max_staleness is {staleness}, but cluster.generation_workers is 0: the generator"
@@ -454,7 +464,7 @@ def reward_name_problems(config: GrpoRunConfig) -> Iterator[Problem]:
 def reference_problems(config: GrpoRunConfig) -> Iterator[Problem]:
     """Yield keys of the reference and of its KL penalty that have no effect, or cannot work."""
     period = config.grpo.reference_update_period
-    if period > 0 and not config.needs_reference:
+    if period > 0 and not config.needs.reference:
         yield Problem(
             ("grpo.reference_update_period", "loss_fn.reference_policy_kl_penalty"),
             f"grpo.reference_update_period is {period}, but loss_fn.reference_policy_kl_penalty is"

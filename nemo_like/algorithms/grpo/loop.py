@@ -16,6 +16,7 @@ from nemo_like.algorithms.grpo.advantages import rollout_advantages, without_tru
 from nemo_like.algorithms.grpo.config import GrpoConfig, GrpoRunConfig, asynchronous_warnings
 from nemo_like.algorithms.grpo.data import num_optimizer_steps, open_source
 from nemo_like.algorithms.grpo.rollouts import RolloutPipeline, StepRollout
+from nemo_like.algorithms.run import open_training_run
 from nemo_like.config.loss import LogprobName
 from nemo_like.config.paths import resolve_paths
 from nemo_like.data.columns import take_rows
@@ -35,18 +36,13 @@ from nemo_like.rollout.records import (
 )
 from nemo_like.rollout.rows import Rollout, select_rows
 from nemo_like.run.files import write_json_lines
+from nemo_like.training.epochs import is_due
+from nemo_like.training.prompts import prompt_sets
 from nemo_like.training.reporting import StepWork, check_trained, plan_metrics
-from nemo_like.training.run import RunResult, TrainingRun, open_training_run
-from nemo_like.training.run_data import ExampleSource, prompt_sets
-from nemo_like.training.steps import (
-    AnswerSampling,
-    TrainedBatch,
-    is_due,
-    score_answers,
-    show_rollout,
-    stop_if_too_many,
-    train_steps,
-)
+from nemo_like.training.run import RunResult, TrainingRun
+from nemo_like.training.run_data import ExampleSource
+from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, train_steps
+from nemo_like.training.validation_answers import AnswerSampling, score_answers, show_rollout
 
 logger = logging.getLogger(__name__)
 
@@ -84,32 +80,34 @@ def _train(
     config: GrpoRunConfig, source: ExampleSource[Prompt], loader: RowLoader[Prompt]
 ) -> RunResult:
     total = config.grpo.max_num_steps
-    val_sets = prompt_sets(config, source.data.encoder, source.data.validation)
+    data = source.data
+    val_sets = prompt_sets(data.encoder, source.settings.limits, data.validation)
     sampling = answer_sampling(config.grpo)
     loss = rollout_loss(config.loss_fn, config.policy.generation.max_new_tokens)
     with open_training_run(
         config,
-        source.data,
+        data,
+        loader,
         num_steps=total,
         num_optimizer_steps=num_optimizer_steps(config, source),
     ) as run:
         for warning in asynchronous_warnings(config):
             logger.warning(warning)
-        step = run.resume(loader)
+        step = run.step
         if step > 0:
             # The generator has loaded the initial weights.
             with run.workers.policy_onloaded():
-                run.sync_weights(step)
+                run.rollouts.sync_weights(step)
         elif config.grpo.val_at_start:
-            run.add_metrics(score_answers(run, val_sets, step, sampling))
-            run.log_metrics(step)
+            run.log.add(score_answers(run, val_sets, step, sampling))
+            run.log.write(step)
         pipeline = RolloutPipeline(run, config, loader, step)
         with run.progress.phase("grpo", total, unit="steps", done=step) as phase:
             while step < total and not run.stops_early:
                 run.stop_if_requested(step, pipeline.position)
-                with run.timers("step"):
+                with run.log.timers("step"):
                     pipeline.fetch(step)
-                    with run.generating(updates_next=True):
+                    with run.rollouts.generating(updates_next=True):
                         pipeline.start(step)
                         taken = pipeline.take(step)
                     if step == 0:
@@ -122,14 +120,14 @@ def _train(
                     pipeline.start(step)
                 # The generator has the weights of `step` since the update.
                 if is_due(step, config.grpo.val_period, is_last=step == total):
-                    run.add_metrics(score_answers(run, val_sets, step, sampling))
-                run.add_generator_metrics()
-                with run.rollouts.background():
+                    run.log.add(score_answers(run, val_sets, step, sampling))
+                run.rollouts.add_generator_metrics()
+                with run.rollouts.collector.background():
                     save_rollout(run, trained, step)
                     run.log_step(step, trained.work)
                     stop_if_too_many(run, step, pipeline.position)
                     run.save_if_due(step, pipeline.position, is_last=step == total)
-        check_trained(config, run.counters)
+        check_trained(run.settings.policy, run.settings.needs, run.log.counters)
         return run.finalize(step)
 
 
@@ -146,17 +144,17 @@ def _update(
     The rollouts of later steps, if any were started, run meanwhile.
     """
     with run.workers.policy_onloaded():
-        with run.rollouts.background():
+        with run.rollouts.collector.background():
             trained = train_on_rollout(run, config, taken, loss, step)
             if is_due(step + 1, config.grpo.reference_update_period, is_last=False):
-                with run.timers("reference_update"):
+                with run.log.timers("reference_update"):
                     run.policy.update_reference()
         pipeline.prepare_update()
         # Still inside: the weights are read from the devices.
-        with run.timers("weight_sync"):
-            run.sync_weights(step + 1)
-    run.add_metrics(taken.metrics())
-    run.media.add_histogram("histograms/reward", taken.rollout.batch["reward"])
+        with run.log.timers("weight_sync"):
+            run.rollouts.sync_weights(step + 1)
+    run.log.add(taken.metrics())
+    run.log.media.add_histogram("histograms/reward", taken.rollout.batch["reward"])
     return trained
 
 
@@ -191,7 +189,7 @@ def train_on_rollout(
     logprobs = None
     fetched: dict[str, Jagged] = {}
     if names:
-        with run.timers("logprobs"):
+        with run.log.timers("logprobs"):
             logprobs = run.policy.compute_logprobs(sharded, names)
             if num_epochs > 1 or config.has_kl_in_reward:
                 fetched = run.policy.fetch_logprobs(logprobs)
@@ -206,14 +204,14 @@ def train_on_rollout(
     )
     # No pass computes them where the training pass has the same values.
     keep_logprobs = config.logger.save_rollouts and "prev_logprobs" not in names
-    with run.timers("train"):
+    with run.log.timers("train"):
         steps = train_steps(run, sharded, trained, loss, logprobs, keep_logprobs=keep_logprobs)
     recorded = fetch_logprobs(run, sharded, logprobs, fetched)
     for epoch in range(1, num_epochs):
         shuffled = _shuffled(config, trained, advantages.column, fetched, epoch)
         steps += _train_again(run, shuffled, loss)
-    run.add_metrics(advantages.metrics)
-    run.add_metrics(merge_metrics(steps) | plan_metrics(plan))
+    run.log.add(advantages.metrics)
+    run.log.add(merge_metrics(steps) | plan_metrics(plan))
     return TrainedRollout(
         rollout=rollout,
         locations=trained.locations,
@@ -275,11 +273,11 @@ def _shuffled(
 
 def _train_again(run: TrainingRun, trained: TrainedBatch, loss: RolloutLoss) -> list[Metrics]:
     """Plan and shard the rows in their new order; return the metrics of each optimizer step."""
-    with run.timers("plan"):
+    with run.log.timers("plan"):
         plan = run.policy.plan_rows(trained.batch)
-    with run.timers("shard"):
+    with run.log.timers("shard"):
         sharded = run.policy.shard(trained.batch, plan)
-    with run.timers("train"):
+    with run.log.timers("train"):
         return train_steps(run, sharded, trained, loss)
 
 
@@ -314,9 +312,9 @@ def fetch_logprobs(
     the next log-prob pass and the next training, which release them. Those of the training pass,
     under `policy_logprobs`, take the place of `prev_logprobs` where no pass computes these.
     """
-    if not run.config.logger.save_rollouts:
+    if not run.logger.save_rollouts:
         return {}
-    with run.timers("rollout_record"):
+    with run.log.timers("rollout_record"):
         columns = dict(fetched)
         if logprobs is not None and not fetched:
             columns = run.policy.fetch_logprobs(logprobs)
@@ -330,10 +328,10 @@ def save_rollout(run: TrainingRun, trained: TrainedRollout, step: int) -> None:
 
     `step` is counted from 1. Does nothing unless `logger.save_rollouts` is set. Raises WriteError.
     """
-    config = run.config.logger
+    config = run.logger
     if not config.save_rollouts:
         return
-    with run.timers("rollout_record"):
+    with run.log.timers("rollout_record"):
         columns = BatchedDataDict({**trained.rollout.batch, **trained.columns})
         rows = trained.rollout.recorded_rows(config.max_rollout_rows)
         records = trained.rollout.records(trained.advantages, rows)
@@ -343,7 +341,7 @@ def save_rollout(run: TrainingRun, trained: TrainedRollout, step: int) -> None:
         for row, values in zip(records, added, strict=True):
             row.update(values)
         records += dropped_records(trained.taken, config.max_rollout_rows, len(records))
-        path = run.directory.rollouts(step)
+        path = run.files.directory.rollouts(step)
         write_json_lines(path, records, f"the rollouts of step {step}")
         # A step that trained nothing has nothing to replay, and a replay needs every row.
         if config.keep_rollout_tokens == 0 or not trained.optimizer_steps or not is_complete:
@@ -354,13 +352,15 @@ def save_rollout(run: TrainingRun, trained: TrainedRollout, step: int) -> None:
         record = RolloutRecord(
             step=step,
             weights_version=step - 1,
-            config=run.resolved,
+            config=run.files.resolved,
             optimizer_steps=optimizer_steps,
             columns=columns,
         )
-        record.save(run.directory.rollout_tokens(step))
+        record.save(run.files.directory.rollout_tokens(step))
         if config.keep_rollout_tokens is not None:
-            remove_old_tokens(path.parent, config.keep_rollout_tokens, run.saver.saved_steps())
+            remove_old_tokens(
+                path.parent, config.keep_rollout_tokens, run.files.saver.saved_steps()
+            )
 
 
 def dropped_records(

@@ -110,7 +110,7 @@ def replay_step(run: Path, step: int, overrides: Sequence[str] = ()) -> ReplayRe
         num_rows=len(_first_rows(config, record)),
         num_optimizer_steps=len(record.optimizer_steps),
         weights=config.policy.model_name if weights is None else shown_path(weights),
-        layout=str(policy_layout(config)),
+        layout=str(policy_layout(config.parallel, config.cluster)),
         overrides=changes,
         logged=record.optimizer_steps[0],
         replayed=replayed,
@@ -239,7 +239,12 @@ def _measure(
             batch[name] = take_rows(column, rows)
     # At the beginning of the step the policy's own log-probs are the previous ones.
     missing: list[LogprobName] = [name for name in loss.logprob_names if name not in batch]
-    with local_policy(config, needs_reference="reference_logprobs" in missing) as policy:
+    with local_policy(
+        config.policy,
+        config.cluster,
+        seed=config.seed,
+        needs_reference="reference_logprobs" in missing,
+    ) as policy:
         if weights is not None:
             policy.load(weights)
         plan = policy.plan_rows(batch)
@@ -251,11 +256,11 @@ def _measure(
 
 def _packing_metrics(config: GrpoRunConfig, record: RolloutRecord) -> dict[str, float]:
     """Return `packing/*` of the rollout in the config's own parallel layout."""
-    model = open_model_spec(config)
+    model = open_model_spec(config.policy)
     spec = plan_spec(
-        config.policy_in_rows,
+        config.policy,
         purpose="train",
-        parallel_layout=policy_layout(config),
+        parallel_layout=policy_layout(config.parallel, config.cluster),
         model=model,
         seed=config.seed,
     )

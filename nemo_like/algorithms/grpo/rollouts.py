@@ -105,7 +105,7 @@ class RolloutPipeline:
         assert started.step == step, "rollouts are taken in the order of the steps"
         rollout = self._finish_rollout(started.job, step)
         self._count_rewards(rollout, started.sources)
-        self._run.add_metrics(started.metrics)
+        self._run.log.add(started.metrics)
         self.position = started.position
         if self._config.grpo.max_staleness > 0:
             rollout.batch["version_gap"] = rollout.version_gaps(step)
@@ -142,7 +142,7 @@ class RolloutPipeline:
             self._count_rewards(refilled, sources)
             kept.add(refilled, locations)
         self.position = self._loader.order.copy()
-        self._run.add_metrics(
+        self._run.log.add(
             {"data/epoch": Mean(self._loader.epoch), "data/num_dropped": Sum(num_dropped)}
         )
         if kept.num_missing > 0:
@@ -160,15 +160,15 @@ class RolloutPipeline:
         if sources is not None and mixture is not None:
             rewards = source_rewards(rollout, sources, mixture.names)
             # With those of the rollouts before in this step.
-            self._run.add_metrics(merge_metrics([self._run.pending_metrics, rewards]))
+            self._run.log.add(merge_metrics([self._run.log.pending, rewards]))
 
     def prepare_update(self) -> None:
         """Finish or discard completions that may not continue with other weights."""
-        generator = self._run.workers.rollout.generator
+        generator = self._run.rollouts.generator
         if self._config.grpo.weight_update == "drain":
-            with self._run.timers("drain"):
+            with self._run.log.timers("drain"):
                 # Requests that wait for a restarted replica may start with the new weights.
-                self._run.rollouts.drain()
+                self._run.rollouts.collector.drain()
         elif self._config.grpo.weight_update == "restart":
             generator.restart_unfinished()
 
@@ -178,7 +178,7 @@ class RolloutPipeline:
         A number of prompts is for a refill, which may have fewer at the end of the epoch.
         """
         try:
-            with self._run.timers("data_wait"):
+            with self._run.log.timers("data_wait"):
                 if num_prompts is None:
                     return next(self._loader)
                 return self._loader.take(num_prompts, in_epoch=True)
@@ -204,7 +204,7 @@ class RolloutPipeline:
         self, prompts: list[Prompt], step: int, refill: int = 0, earlier: Sequence[RolloutJob] = ()
     ) -> RolloutJob:
         group_size = self._config.grpo.num_generations_per_prompt
-        return self._run.rollouts.start(
+        return self._run.rollouts.collector.start(
             prompts,
             group_size=group_size,
             sampling=self._sampling,
@@ -215,11 +215,11 @@ class RolloutPipeline:
 
     def _finish_rollout(self, job: RolloutJob, step: int) -> Rollout:
         """Wait for a rollout. Raises RuntimeError for weights older than allowed."""
-        with self._run.timers("rollout_wait"):
-            rollout = self._run.finish_rollout(job)
+        with self._run.log.timers("rollout_wait"):
+            rollout = self._run.rollouts.finish(job)
         rollout.check_versions(step - self._config.grpo.max_staleness, step)
-        self._run.timers.add("generation", job.generation_s)
-        self._run.timers.add("reward", job.reward_s)
+        self._run.log.timers.add("generation", job.generation_s)
+        self._run.log.timers.add("reward", job.reward_s)
         return rollout
 
 

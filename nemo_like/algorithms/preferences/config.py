@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
 from nemo_like.config.constraints import Ge, Gt, Lt
 from nemo_like.config.errors import Problem
-from nemo_like.config.schema import EpochLoopConfig, OutputHead, RunConfig
+from nemo_like.config.needs import BatchNeeds, RunNeeds
+from nemo_like.config.schema import EpochLoopConfig, PolicyConfig, RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +47,22 @@ class DpoRunConfig(RunConfig):
     loss_fn: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)
 
     kind: ClassVar[str] = "dpo"
-    example: ClassVar[str] = "pair"
-    rows_per_example: ClassVar[int] = 2
 
     @property
-    def needs_reference(self) -> bool:
-        """True except for SimPO, which has no reference."""
-        return self.loss_fn.kind != "simpo"
+    def loop(self) -> DpoConfig:
+        """The keys of the loop."""
+        return self.dpo
+
+    @cached_property
+    def needs(self) -> RunNeeds:
+        """See `RunConfig.needs`; every loss but that of SimPO has a reference."""
+        has_reference = self.loss_fn.kind != "simpo"
+        return RunNeeds(
+            job=self.kind,
+            batch=_batch_of_pairs(self.policy),
+            reference=has_reference,
+            logprob_pass=has_reference,
+        )
 
     def job_problems(self) -> Iterator[Problem]:
         """Yield the problems of loss and data keys."""
@@ -82,9 +93,16 @@ class RewardModelRunConfig(RunConfig):
     rm: RewardModelConfig = field(default_factory=RewardModelConfig)
 
     kind: ClassVar[str] = "rm"
-    example: ClassVar[str] = "pair"
-    rows_per_example: ClassVar[int] = 2
-    output_head: ClassVar[OutputHead] = "scores"
+
+    @property
+    def loop(self) -> RewardModelConfig:
+        """The keys of the loop."""
+        return self.rm
+
+    @cached_property
+    def needs(self) -> RunNeeds:
+        """See `RunConfig.needs`."""
+        return RunNeeds(job=self.kind, batch=_batch_of_pairs(self.policy), head="scores")
 
     def job_problems(self) -> Iterator[Problem]:
         """Yield the problems of model and data keys."""
@@ -99,6 +117,12 @@ class RewardModelRunConfig(RunConfig):
 
 
 PreferenceRunConfig = DpoRunConfig | RewardModelRunConfig
+
+
+def _batch_of_pairs(policy: PolicyConfig) -> BatchNeeds:
+    return BatchNeeds.of_one_step(
+        policy.train_global_batch_size, example="pair", rows_per_example=2
+    )
 
 
 def _pair_problems(config: PreferenceRunConfig) -> Iterator[Problem]:

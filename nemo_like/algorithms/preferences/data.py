@@ -1,4 +1,4 @@
-"""Preference pairs of DPO and of reward models: encoding, batches, checks and lengths."""
+"""Preference pairs of DPO and of reward models: their encoding and their batches."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nemo_like.algorithms.preferences.config import PreferenceRunConfig
+from nemo_like.algorithms.rows import open_data, row_settings
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.encoded_rows import EncodedRows, Examples
 from nemo_like.data.formats import RowSchema
 from nemo_like.data.jagged import EncodedRow, collate
-from nemo_like.data.messages import Message
-from nemo_like.data.planning.token_counts import TokenCounts, count_tokens
 from nemo_like.data.preferences import (
     MARGIN_ROWS,
     PREFERENCE_ROWS,
@@ -23,33 +22,21 @@ from nemo_like.data.preferences import (
     encode_preference,
     join_pair,
     pair_margin,
-    preference,
     split_pair,
 )
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import Rows
-from nemo_like.prediction.lengths import RowLengths
-from nemo_like.run.progress import Progress, Sample
-from nemo_like.training.diagnostics import (
-    Diagnostics,
-    check_lengths,
-    check_num_steps,
-    check_texts,
-    describe_plan,
-    encode_sample,
-)
-from nemo_like.training.row_sample import NUM_SAMPLES, length_lines
-from nemo_like.training.run_data import ExampleSource, RunData, fit_row, open_data, training_name
+from nemo_like.run.progress import Sample
+from nemo_like.training.encoding import RowLimits, fit_row
+from nemo_like.training.run_data import ExampleSource, RunData
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from nemo_like.distributed.batched_data_dict import BatchedDataDict
 
 
 def row_schemas(config: PreferenceRunConfig) -> tuple[RowSchema, RowSchema]:
     """Return the row formats of the training and of the validation files."""
-    schema = MARGIN_ROWS if config.kind == "rm" else PREFERENCE_ROWS
+    schema = MARGIN_ROWS if config.needs.head == "scores" else PREFERENCE_ROWS
     return schema, schema
 
 
@@ -62,10 +49,12 @@ def open_source(
     """
     if data is None:
         data = open_data(config, *row_schemas(config))
-    return ExampleSource(config, data, encode_row, partial(_pair_examples, config))
+    # The loss of a reward model has the margins of the pairs.
+    examples = partial(_pair_examples, has_margins=config.needs.head == "scores")
+    return ExampleSource(row_settings(config), data, encode_row, examples)
 
 
-def encode_row(encoder: ChatEncoder, config: PreferenceRunConfig, row: Row) -> EncodedRow | None:
+def encode_row(encoder: ChatEncoder, limits: RowLimits, row: Row) -> EncodedRow | None:
     """Encode a pair as joined rows; None if `policy.oversize_rows` drops one of them.
 
     Raises ConfigError if a row is too long and `policy.oversize_rows` is error, if no token of a
@@ -74,7 +63,7 @@ def encode_row(encoder: ChatEncoder, config: PreferenceRunConfig, row: Row) -> E
     rows = []
     encoded_pair = encode_preference(encoder, row)
     for name, encoded in zip(("chosen", "rejected"), encoded_pair.rows, strict=True):
-        fitted = fit_row(encoded, config)
+        fitted = fit_row(encoded, limits)
         if fitted is None:
             return None
         # Position 0 predicts nothing, so its token is never compared.
@@ -82,7 +71,7 @@ def encode_row(encoder: ChatEncoder, config: PreferenceRunConfig, row: Row) -> E
         if fitted.num_trained == 0:
             raise ConfigError(
                 f"the {name} completion has no token within policy.max_total_sequence_length"
-                f" {config.policy.max_total_sequence_length}; raise it, set policy.oversize_rows to"
+                f" {limits.length}; raise it, set policy.oversize_rows to"
                 " drop, or remove the row"
             )
         rows.append(fitted)
@@ -91,20 +80,20 @@ def encode_row(encoder: ChatEncoder, config: PreferenceRunConfig, row: Row) -> E
         raise ConfigError(
             "the chosen and the rejected row have the same"
             f" {len(pair.chosen.input_ids)} tokens within policy.max_total_sequence_length"
-            f" {config.policy.max_total_sequence_length}, so there is no preference; raise it, set"
+            f" {limits.length}, so there is no preference; raise it, set"
             " policy.oversize_rows to drop, or remove the row"
         )
     return join_pair(pair)
 
 
 def _pair_examples(
-    config: PreferenceRunConfig, rows: Rows, encoded: EncodedRows
+    rows: Rows, encoded: EncodedRows, *, has_margins: bool
 ) -> Examples[PreferencePair]:
-    """Return encoded rows as preference pairs, for a reward model with their margins."""
+    """Return encoded rows as preference pairs, with their margins if the loss has them."""
 
     def pair_of(row: int, joined: EncodedRow) -> PreferencePair:
         pair = split_pair(joined)
-        if config.kind == "rm":
+        if has_margins:
             pair = pair._replace(margin=pair_margin(rows[row]))
         return pair
 
@@ -132,63 +121,9 @@ def collate_pairs(pairs: Sequence[PreferencePair]) -> BatchedDataDict:
     )
 
 
-def check_rows(
-    config: PreferenceRunConfig,
-    data: RunData,
-    model: PretrainedConfig | None,
-    diagnostics: Diagnostics,
-) -> None:
-    """Check texts, lengths and budgets of pairs; if all are fine, plan the first step."""
-    num_problems_before = len(diagnostics.problems)
-    source = open_source(config, data)
-    encoder = data.encoder
-    check_texts(encoder, data.train, _messages, diagnostics)
-    check_num_steps(source, diagnostics)
-    for rows in (data.train, *data.validation.values()):
-        pairs = encode_sample(rows, lambda row: encode_preference(encoder, row), diagnostics)
-        # The limit of a row holds for each of the two.
-        longer = {
-            index: max(pair.rows, key=lambda row: len(row.input_ids))
-            for index, pair in pairs.items()
-        }
-        lengths = {index: len(row.input_ids) for index, row in longer.items()}
-        check_lengths(config, rows, lengths, diagnostics)
-        if rows is data.train:
-            trained = {index: row.num_trained for index, row in longer.items()}
-            lines = length_lines(rows, lengths, config.policy, trained)
-            diagnostics.add_lines("lengths", *lines)
-            for index in sorted(pairs)[:NUM_SAMPLES]:
-                diagnostics.samples += pair_samples(encoder, pairs[index])
-    if len(diagnostics.problems) == num_problems_before:
-        batch = diagnostics.check(lambda: next(source.loader())) or []
-        counts = _count_tokens(batch)
-        describe_plan(config, "the first step", counts, model, diagnostics)
-
-
 def pair_samples(encoder: ChatEncoder, pair: PreferencePair) -> list[Sample]:
     """Return both rows of a pair for the console, the compared tokens highlighted."""
     samples = []
     for name, row in zip(("chosen", "rejected"), pair.rows, strict=True):
         samples.append(Sample(encoder.segments(row), notes={"completion": name}))
     return samples
-
-
-def first_lengths(
-    config: PreferenceRunConfig, data: RunData, num_steps: int, progress: Progress
-) -> RowLengths:
-    """Return the row lengths of the first steps, those of a pair next to each other."""
-    source = open_source(config, data)
-    pairs = source.first_examples(min(num_steps, source.num_steps()), progress)
-    description = f"{training_name(config)}, two rows per pair"
-    return RowLengths(_count_tokens(pairs), description, is_ordered=True)
-
-
-def _count_tokens(pairs: Sequence[PreferencePair]) -> TokenCounts:
-    """Count the tokens of the 2N rows of N pairs."""
-    pair_ids = np.repeat(np.arange(len(pairs)), 2)
-    return count_tokens([row for pair in pairs for row in pair.rows], pair_ids)
-
-
-def _messages(row: Row) -> list[Message]:
-    texts = preference(row)
-    return [*texts.prompt, *texts.chosen, *texts.rejected]

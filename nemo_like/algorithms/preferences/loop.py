@@ -14,6 +14,7 @@ from nemo_like.algorithms.preferences.config import (
 )
 from nemo_like.algorithms.preferences.data import collate_pairs, open_source, pair_samples
 from nemo_like.algorithms.preferences.loss import BradleyTerryLoss, PreferenceLoss
+from nemo_like.algorithms.run import open_epochs
 from nemo_like.config.paths import resolve_paths
 from nemo_like.data.loader import RowLoader
 from nemo_like.data.preferences import PreferencePair
@@ -21,10 +22,11 @@ from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics, merge_metrics
 from nemo_like.policy.checkpoint.hf_export import padding_token_id
 from nemo_like.policy.policy import Logprobs, ShardedBatch
+from nemo_like.training.epochs import run_epochs
 from nemo_like.training.reporting import StepWork, plan_metrics
 from nemo_like.training.run import RunResult, TrainingRun
 from nemo_like.training.run_data import ExampleSource, named_metrics
-from nemo_like.training.steps import TrainedBatch, run_epochs, train
+from nemo_like.training.skipped_steps import TrainedBatch, train
 
 
 def run_dpo(config: DpoRunConfig) -> RunResult:
@@ -46,7 +48,13 @@ def _run(
     config: PreferenceRunConfig, source: ExampleSource[PreferencePair], loss: Loss
 ) -> RunResult:
     loader = source.loader()
-    return run_epochs(source, loader, lambda: _Task(config, source, loader, loss))
+    return run_epochs(
+        config.loop,
+        source,
+        loader,
+        lambda: _Task(source, loader, loss, needs_reference=config.needs.reference),
+        open_epochs(config, source.data, loader),
+    )
 
 
 class _Task:
@@ -54,21 +62,22 @@ class _Task:
 
     def __init__(
         self,
-        config: PreferenceRunConfig,
         source: ExampleSource[PreferencePair],
         loader: RowLoader[PreferencePair],
         loss: Loss,
+        *,
+        needs_reference: bool,
     ) -> None:
         """Encode the validation pairs. Raises ConfigError for a bad row."""
         self._loader = loader
         self._loss = loss
-        self._needs_reference = config.needs_reference
+        self._needs_reference = needs_reference
         self._validation = source.validation_batches()
 
     def show_rows(self, run: TrainingRun) -> None:
         """Print the first pairs of the file, decoded, with the completions highlighted."""
         samples = []
-        for pair in self._loader.first_rows(run.config.logger.num_samples_shown):
+        for pair in self._loader.first_rows(run.logger.num_samples_shown):
             samples += pair_samples(run.encoder, pair)
         run.show_training_samples(samples)
 
@@ -85,17 +94,17 @@ class _Task:
         with run.workers.policy_onloaded():
             logprobs = None
             if self._needs_reference:
-                with run.timers("logprobs"):
+                with run.log.timers("logprobs"):
                     logprobs = _reference_logprobs(run, sharded)
-            with run.timers("train"):
-                run.add_metrics(train(run, sharded, trained, self._loss, logprobs))
-        run.add_metrics(plan_metrics(plan))
+            with run.log.timers("train"):
+                run.log.add(train(run, sharded, trained, self._loss, logprobs))
+        run.log.add(plan_metrics(plan))
         return StepWork.of(plan, num_logprob_passes=int(self._needs_reference))
 
     def validate(self, run: TrainingRun, step: int) -> Metrics:
         """Return the metrics of the loss over the pairs of each validation set."""
         metrics: Metrics = {}
-        with run.timers("validation"), run.workers.policy_onloaded():
+        with run.log.timers("validation"), run.workers.policy_onloaded():
             for name, batches in self._validation.items():
                 metrics |= named_metrics(name, self._set_metrics(run, batches))
         return metrics

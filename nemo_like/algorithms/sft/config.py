@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from functools import cached_property
+from typing import ClassVar
 
 from nemo_like.config.batching import StreamableDataConfig, batching_problems
 from nemo_like.config.errors import Problem
+from nemo_like.config.needs import BatchNeeds, RolloutNeeds, RunNeeds
 from nemo_like.config.schema import EpochLoopConfig, RunConfig
 
 
@@ -28,21 +30,30 @@ class SftRunConfig(RunConfig):
     sft: SftConfig = field(default_factory=SftConfig)
 
     kind: ClassVar[str] = "sft"
-    scored_rows: ClassVar[Literal["train", "validation"] | None] = "validation"
 
-    @property
-    def generates(self) -> bool:
-        """True if validation generates answers."""
-        return self.sft.val_generate
-
-    @property
-    def has_fixed_batches(self) -> bool:
-        """True unless the rows of a step are chosen from a window."""
-        return not self.data.batching.is_streaming
+    @cached_property
+    def needs(self) -> RunNeeds:
+        """See `RunConfig.needs`; validation may generate answers."""
+        rollouts = None
+        if self.sft.val_generate:
+            rollouts = RolloutNeeds(
+                generation=self.policy.generation, rewards=self.reward, environment=self.environment
+            )
+        # The rows of a stream are chosen from a window.
+        batch = BatchNeeds.of_one_step(
+            self.policy.train_global_batch_size, is_fixed=not self.data.batching.is_streaming
+        )
+        return RunNeeds(
+            job=self.kind,
+            batch=batch,
+            groups_rows=False,
+            scored_rows="validation",
+            rollouts=rollouts,
+        )
 
     def job_problems(self) -> Iterator[Problem]:
         """Yield the problems of batch formation and of generated validation answers."""
-        yield from batching_problems(self, self.data, self.sft.max_num_steps)
+        yield from batching_problems(self.policy, self.data, self.sft.max_num_steps)
         if not self.sft.val_generate:
             return
         if not self.data.validation_files:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from nemo_like.algorithms.run import open_epochs
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.algorithms.sft.data import open_loader, open_source
 from nemo_like.config.paths import resolve_paths
@@ -13,20 +14,27 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import ExpMean, Mean, Metric, Metrics, merge_metrics
 from nemo_like.policy.policy import Policy
+from nemo_like.training.epochs import run_epochs
 from nemo_like.training.model_files import open_model_spec
 from nemo_like.training.reporting import StepWork, plan_metrics
 from nemo_like.training.run import RunResult, TrainingRun
-from nemo_like.training.run_data import ExampleSource, PromptSet, named_metrics, prompt_sets
-from nemo_like.training.steps import TrainedBatch, run_epochs, score_answers, train
+from nemo_like.training.run_data import ExampleSource, named_metrics
+from nemo_like.training.skipped_steps import TrainedBatch, train
 
 
 def run_sft(config: SftRunConfig) -> RunResult:
     """Train as configured; return paths and last metrics. Raises ConfigError for wrong input."""
     config = resolve_paths(config)
     source = open_source(config)
-    # The workers make no plans here, so the driver reads the sizes of the model.
-    loader = open_loader(config, source, open_model_spec(config))
-    return run_epochs(source, loader, lambda: _Task(config, source, loader))
+    # The driver plans, so it needs the sizes of the model.
+    loader = open_loader(config, source, open_model_spec(config.policy))
+    return run_epochs(
+        config.sft,
+        source,
+        loader,
+        lambda: _Task(config, source, loader),
+        open_epochs(config, source.data, loader),
+    )
 
 
 class _Task:
@@ -43,10 +51,13 @@ class _Task:
         self._loader = loader
         self._loss = NllLoss(sources=data.train.mixture.names if data.train.mixture else ())
         self._validation = source.validation_batches()
-        self._prompts: list[PromptSet] = []
-        """Empty unless answers are generated."""
+        self._answers: Callable[[TrainingRun, int], Metrics] | None = None
+        """Scores answers to the validation prompts; None unless answers are generated."""
         if config.sft.val_generate:
-            self._prompts = prompt_sets(config, data.encoder, data.validation)
+            # Imported on demand: other runs need neither generation nor environments.
+            from nemo_like.algorithms.sft.validation import open_answers
+
+            self._answers = open_answers(source)
 
     def show_rows(self, run: TrainingRun) -> None:
         run.show_rows(self._loader)
@@ -61,25 +72,22 @@ class _Task:
         trained = TrainedBatch(
             step=step + 1, batch=batch, locations=loader.batch_locations(), columns={}
         )
-        with run.timers("train"), run.workers.policy_onloaded():
+        with run.log.timers("train"), run.workers.policy_onloaded():
             metrics = train(run, sharded, trained, self._loss)
-        run.add_metrics(metrics | _perplexity("policy/perplexity", metrics["policy/loss"]))
-        run.add_metrics(plan_metrics(plan))
-        run.add_metrics({name: Mean(value) for name, value in loader.batch_metrics().items()})
+        run.log.add(metrics | _perplexity("policy/perplexity", metrics["policy/loss"]))
+        run.log.add(plan_metrics(plan))
+        run.log.add({name: Mean(value) for name, value in loader.batch_metrics().items()})
         return StepWork.of(plan)
 
     def validate(self, run: TrainingRun, step: int) -> Metrics:
         """Return the validation loss; with `sft.val_generate` also the reward of answers."""
         metrics: Metrics = {}
-        with run.timers("validation"):
+        with run.log.timers("validation"):
             with run.workers.policy_onloaded():
                 for name, batches in self._validation.items():
                     metrics |= named_metrics(name, evaluate_batches(run.policy, batches))
-            if self._prompts:
-                # SFT generates only here, so the weights are not copied after every step.
-                with run.workers.policy_onloaded():
-                    run.sync_weights(step)
-                metrics |= score_answers(run, self._prompts, step)
+            if self._answers is not None:
+                metrics |= self._answers(run, step)
         return metrics
 
 
