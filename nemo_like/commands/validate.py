@@ -214,7 +214,6 @@ def _describe_model(config: RunConfig, model: PretrainedConfig, diagnostics: Dia
     if max_positions:
         sizes += f", positions up to {max_positions:,}"
     diagnostics.add_lines("model", f"{config.policy.model_name}: {model.model_type}, {sizes}")
-    diagnostics.warnings += spec.estimate_warnings
     line = adapter_line(config.policy, config.needs, spec)
     if line is not None:
         diagnostics.add_lines("model", line)
@@ -284,16 +283,17 @@ class _ScoringChecks:
         if not functions or self.sample is None:
             return
         timeout_s = reward.timeout_s or MAX_CALL_S
-        worker = RewardWorker(None, functions=reward.functions, timeout_s=timeout_s)
+        limit = None
+        if reward.timeout_s is None:
+            limit = f"the {timeout_s:g} s that `validate` waits without reward.timeout_s"
+        worker = RewardWorker(
+            None, functions=reward.functions, timeout_s=timeout_s, timeout_name=limit
+        )
         for name, config in reward.functions.items():
             try:
                 score = float(worker.values(name, [self.sample], [None])[0])
             except RewardError as error:
-                text = str(error)
-                if reward.timeout_s is None:
-                    limit = f"the {timeout_s:g} s that `validate` waits without reward.timeout_s"
-                    text = text.replace(f"reward.timeout_s {timeout_s:g}", limit)
-                self.diagnostics.problems.append(text)
+                self.diagnostics.problems.append(str(error))
             else:
                 shown = "does not apply to" if isnan(score) else f"{score:g} for"
                 text = f"{name} ({config.path}): {shown} the answer of {self.place} itself"

@@ -34,6 +34,9 @@ class BadReward:
     """Example: `returned None, which is not a finite number`."""
 
 
+TIMED_OUT = BadReward("timeout", "exceeded its time limit")
+"""Of a call; the worker names the limit."""
+
 Score = float | BadReward
 """NaN for a function that does not apply to the sample."""
 
@@ -85,11 +88,6 @@ def function_kind(function: RewardFunction) -> Literal["sync", "async", "batched
     # Also an object with an async `__call__`.
     is_async = iscoroutinefunction(called) or iscoroutinefunction(type(called).__call__)
     return "async" if is_async else "sync"
-
-
-def timed_out(timeout_s: float | None) -> BadReward:
-    """Return the failure of a call that exceeded the timeout."""
-    return BadReward("timeout", f"exceeded reward.timeout_s {timeout_s:g}")
 
 
 async def _score_concurrently(
@@ -179,7 +177,7 @@ async def _awaited(value: Awaitable[Any], timeout_s: float | None) -> Any:
             return await value
     except TimeoutError as error:
         if limit.expired():
-            raise _TimedOut(timeout_s) from error
+            raise _TimedOut from error
         raise
 
 
@@ -196,7 +194,7 @@ def _guarded(call: Callable[..., Any], *arguments: Any) -> Any:
 def _failure(error: BaseException) -> BadReward:
     """Return the failure of a call that raised `error`."""
     if isinstance(error, _TimedOut):
-        return timed_out(error.args[0])
+        return TIMED_OUT
     if isinstance(error, SystemExit):
         return BadReward("ended", f"called sys.exit({error.code!r}), which would end the run")
     return BadReward("raised", f"raised {user_error_text(error)}")
@@ -216,7 +214,7 @@ def _checked(value: Any) -> Score:
 
 
 class _TimedOut(Exception):
-    """An async call exceeded the timeout, its argument."""
+    """An async call exceeded the timeout."""
 
 
 def load_reward_functions(

@@ -30,12 +30,12 @@ from nemo_like.distributed.worker_group import (
 from nemo_like.environments.reward import MAX_NUMBER, RewardError, RewardProblem, RewardSample
 from nemo_like.environments.reward_calls import (
     MAX_CONCURRENT,
+    TIMED_OUT,
     BadReward,
     Score,
     function_kind,
     load_reward_functions,
     score_each,
-    timed_out,
 )
 from nemo_like.environments.user_process import Handler, ProcessEnded, ProcessHung, UserProcess
 
@@ -76,13 +76,16 @@ class RewardWorker:
         *,
         functions: Mapping[str, RewardFunctionConfig],
         timeout_s: float | None = None,
+        timeout_name: str | None = None,
         on_error: OnError = "stop",
     ) -> None:
+        """`timeout_name` names the limit in messages; None is the key `reward.timeout_s`."""
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._functions = load_reward_functions(functions)
         self._configs = functions
         self._on_error: OnError = on_error
         self._timeout_s = timeout_s
+        self._timeout_name = timeout_name
         self._process = UserProcess(_prepare_scoring, dict(functions), timeout_s)
 
     def score(
@@ -190,7 +193,10 @@ class RewardWorker:
         problems: list[RewardProblem | None],
     ) -> None:
         """Keep the first problem of a sample. Raises RewardError if `on_error` is `stop`."""
-        problem = RewardProblem(name, self._configs[name].path, bad.kind, bad.text)
+        text = bad.text
+        if bad.kind == "timeout":
+            text = f"exceeded {self._timeout_name or f'reward.timeout_s {self._timeout_s:g}'}"
+        problem = RewardProblem(name, self._configs[name].path, bad.kind, text)
         if self._on_error == "stop":
             raise RewardError.from_problem(problem, samples[index])
         problems[index] = problems[index] or problem
@@ -228,7 +234,7 @@ class RewardWorker:
                     add(sent[position], score)
                 return
             except ProcessHung:
-                failure = timed_out(timeout_s)
+                failure = TIMED_OUT
             except ProcessEnded as error:
                 failure = BadReward("ended", f"ended its process ({error})")
             if kind == "async" and max_concurrent > 1:

@@ -11,6 +11,7 @@ from nemo_like.config.errors import ConfigError, counted
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.models.pretrained import load_model_config, load_tokenizer
+from nemo_like.models.spec import ModelSpec
 from nemo_like.models.weight_files import has_own_head
 
 if TYPE_CHECKING:
@@ -33,9 +34,13 @@ _NOISE = (
 
 
 def model_warnings(policy: PolicyConfig, *, needs_reference: bool) -> Iterator[str]:
-    """Yield what the run does not do as the model's files say, and which model is the reference."""
+    """Yield what the run does not do as the model's files say, and which model is the reference.
+
+    Also yields what is only estimated for the model's type.
+    """
     name = policy.model_name
     model_config = load_model_config(name)
+    yield from ModelSpec.from_config(model_config, name).estimate_warnings
     text = model_config.get_text_config()
     noise = {key: getattr(text, key, None) for key in _NOISE}
     for key, value in noise.items():

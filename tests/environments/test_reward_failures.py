@@ -206,6 +206,15 @@ def test_a_timeout_stops_the_run_with_the_sample() -> None:
         _score("hangs", "stop", "a", "bad", timeout_s=1.0)
 
 
+def test_a_caller_with_a_limit_of_its_own_names_it() -> None:
+    config = RewardFunctionConfig(path="failing_rewards.hangs")
+    worker = RewardWorker(
+        _CONTEXT, functions={"mine": config}, timeout_s=0.5, timeout_name="half a second"
+    )
+    with pytest.raises(RewardError, match=r"hangs\) exceeded half a second, on this sample"):
+        worker.score(_samples("bad"))
+
+
 @pytest.mark.parametrize(
     ("function", "values", "text"),
     [

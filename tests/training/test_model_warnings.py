@@ -10,8 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from nemo_like.algorithms.sft.loop import run_sft
+from nemo_like.commands.validate import validate
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
+from nemo_like.models import spec
 from nemo_like.training.model_files import open_encoder, open_model_config
 from nemo_like.training.model_warnings import check_new_tokens, model_warnings
 from tests.policy.tiny import save_tiny_model
@@ -64,6 +67,18 @@ def test_the_reference_of_a_run_from_an_adapter_is_named(recipe: Recipe, tmp_pat
     assert warnings(recipe.dpo(*lora, "policy.lora.reference=adapter"), model) == []
     assert warnings(recipe.dpo(*lora, "loss_fn.kind=simpo"), model) == []
     assert warnings(recipe.dpo(lora[0]), model) == []
+
+
+def test_estimated_sizes_are_in_the_log_of_a_run_and_once_in_its_check(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "FLOPs and parameters of model type llama are estimated"
+    config = recipe.sft("sft.max_num_steps=1", "checkpointing.enabled=false")
+    assert not [each for each in validate(config).warnings if text in each]
+    monkeypatch.setattr(spec, "COUNTED_TYPES", frozenset())
+    assert len([each for each in validate(config).warnings if text in each]) == 1
+    log = run_sft(config).directory.logs / "driver.log"
+    assert log.read_text().count(text) == 1
 
 
 @pytest.mark.parametrize(
