@@ -5,7 +5,6 @@ A row is oversize if its padded length exceeds the token limit of a microbatch.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -42,6 +41,8 @@ class FittedRows:
     """int64 [B]: tokens with loss that remain; None if they are not known."""
     prefixes: SharedPrefixes | None = None
     """Leading tokens that the remaining rows have in common; None: each row is complete."""
+    warning: str = ""
+    """Which rows were oversize and what happened to them; empty if none were."""
 
     @classmethod
     def of(cls, counts: TokenCounts, spec: PlanSpec) -> FittedRows:
@@ -119,7 +120,7 @@ def fit_rows(counts: TokenCounts, groups: np.ndarray | None, spec: PlanSpec) -> 
     """Apply `spec.oversize` to rows and groups above the token limit.
 
     `counts` are checked, `groups` int64 [B] come from `checked_groups`; a group with common
-    prefixes counts their tokens once. Raises ValueError if the policy is "error", otherwise warns.
+    prefixes counts their tokens once. Raises ValueError if the policy is "error".
     """
     unchanged = FittedRows.of(counts, spec)
     if not spec.has_token_limit or len(counts.lengths) == 0:
@@ -136,14 +137,13 @@ def fit_rows(counts: TokenCounts, groups: np.ndarray | None, spec: PlanSpec) -> 
     message = _oversize_message(lengths, padded, groups, is_oversize, spec)
     if spec.oversize == "error":
         raise ValueError(message)
-    # Level 4 is the caller of `plan_batch`.
-    warnings.warn(message, OversizeWarning, stacklevel=4)
-    num_oversize = int(is_oversize.sum())
+    fitted = unchanged
     if spec.oversize == "truncate":
         truncated = _truncated_lengths(unchanged, groups, is_oversize, spec)
-        return replace(unchanged.truncated(truncated, spec), num_oversize=num_oversize)
-    is_dropped = is_oversize if spec.oversize == "drop" else unchanged.is_dropped
-    return replace(unchanged, is_dropped=is_dropped, num_oversize=num_oversize)
+        fitted = unchanged.truncated(truncated, spec)
+    elif spec.oversize == "drop":
+        fitted = replace(unchanged, is_dropped=is_oversize)
+    return replace(fitted, num_oversize=int(is_oversize.sum()), warning=message)
 
 
 def trained_after_truncation(
