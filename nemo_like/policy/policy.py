@@ -108,8 +108,7 @@ class Policy:
         such rows under another policy is an OversizeWarning if `warn`; later ones count them.
         """
         spec = self._spec(purpose)
-        mode = self._shared_prefix
-        plan = plan_batch(counts, spec, groups, shared_prefix=mode, warn=False)
+        plan = plan_batch(counts, spec, groups, shared_prefix=self._shared_prefix, warn=False)
         if warn and plan.oversize_warning and not self._has_warned:
             self._has_warned = True
             more = "further such rows are counted (packing/num_oversize) without a warning"

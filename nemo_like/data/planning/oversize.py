@@ -122,27 +122,26 @@ def fit_rows(counts: TokenCounts, groups: np.ndarray | None, spec: PlanSpec) -> 
     `counts` are checked, `groups` int64 [B] come from `checked_groups`; a group with common
     prefixes counts their tokens once. Raises ValueError if the policy is "error".
     """
-    unchanged = FittedRows.of(counts, spec)
+    fitted = FittedRows.of(counts, spec)
     if not spec.has_token_limit or len(counts.lengths) == 0:
-        return unchanged
-    lengths, padded = unchanged.lengths, unchanged.padded_lengths
+        return fitted
+    lengths, padded = fitted.lengths, fitted.padded_lengths
     # The padded length counts: padding occupies memory like real tokens.
     is_oversize = padded > spec.capacity
     if groups is not None:
         # All rows of a group count as oversize, because they cannot be separated.
-        group_tokens = _group_tokens(unchanged, groups, spec)
+        group_tokens = _group_tokens(fitted, groups, spec)
         is_oversize |= group_tokens[groups] > spec.capacity
     if not is_oversize.any():
-        return unchanged
+        return fitted
     message = _oversize_message(lengths, padded, groups, is_oversize, spec)
     if spec.oversize == "error":
         raise ValueError(message)
-    fitted = unchanged
     if spec.oversize == "truncate":
-        truncated = _truncated_lengths(unchanged, groups, is_oversize, spec)
-        fitted = unchanged.truncated(truncated, spec)
+        truncated = _truncated_lengths(fitted, groups, is_oversize, spec)
+        fitted = fitted.truncated(truncated, spec)
     elif spec.oversize == "drop":
-        fitted = replace(unchanged, is_dropped=is_oversize)
+        fitted = replace(fitted, is_dropped=is_oversize)
     return replace(fitted, num_oversize=int(is_oversize.sum()), warning=message)
 
 

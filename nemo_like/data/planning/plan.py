@@ -422,8 +422,7 @@ def plan_batch(
     """
     counts = counts if isinstance(counts, TokenCounts) else TokenCounts(checked_lengths(counts))
     counts = counts.checked()
-    is_ignored = shared_prefix == "auto" and spec.layout == "padded"
-    if shared_prefix is False or is_ignored:
+    if shared_prefix is False or (shared_prefix == "auto" and spec.layout == "padded"):
         counts = replace(counts, prefixes=None)
     plan = _plan_counts(counts, spec, groups)
     is_optional = counts.prefixes is not None and shared_prefix is not True
