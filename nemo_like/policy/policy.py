@@ -6,7 +6,6 @@ Everything here is small and on the CPU; nothing imports a model.
 from __future__ import annotations
 
 import dataclasses
-import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -98,33 +97,34 @@ class Policy:
         counts: TokenCounts | Sequence[int] | np.ndarray,
         purpose: Purpose = "train",
         groups: np.ndarray | None = None,
+        *,
+        warn: bool = True,
     ) -> BatchPlan:
         """Assign rows to microbatches and microbatches to dp ranks, see `plan_batch`.
 
         Everything else that a plan depends on is known to the driver; no worker is called.
         With purpose `evaluate` the batch is one step under the log-prob budget. Raises ValueError
-        for a row above the token limit where `policy.oversize_rows` is `error`.
+        for a row above the token limit where `policy.oversize_rows` is `error`. The first plan with
+        such rows under another policy is an OversizeWarning if `warn`; later ones count them.
         """
         spec = self._spec(purpose)
-        plan = plan_batch(counts, spec, groups, shared_prefix=self._shared_prefix)
-        return self._warning_once(plan)
+        plan = plan_batch(counts, spec, groups, shared_prefix=self._shared_prefix, warn=False)
+        if warn and plan.oversize_warning and not self._has_warned:
+            self._has_warned = True
+            more = "further such rows are counted (packing/num_oversize) without a warning"
+            warnings.warn(f"{plan.oversize_warning}; {more}", OversizeWarning, stacklevel=2)
+        return plan
 
-    def plan_rows(self, batch: Mapping[str, Any], purpose: Purpose = "train") -> BatchPlan:
+    def plan_rows(
+        self, batch: Mapping[str, Any], purpose: Purpose = "train", *, warn: bool = True
+    ) -> BatchPlan:
         """Plan the rows of a batch by its columns as `plan` does.
 
         See `TokenCounts.of_batch`. Rows with equal id in `pair` int [B] share a microbatch.
         """
         may_share = self._shared_prefix is not False and self._spec(purpose).layout == "packed"
         counts = TokenCounts.of_batch(batch, with_prefixes=may_share)
-        return self.plan(counts, purpose, batch.get("pair"))
-
-    def _warning_once(self, plan: BatchPlan) -> BatchPlan:
-        """Return `plan`. Further plans do not warn of oversize rows; they count them."""
-        if plan.num_oversize and not self._has_warned:
-            self._has_warned = True
-            message = f".*above {re.escape(plan.spec.budget_key)} "
-            warnings.filterwarnings("ignore", message, OversizeWarning)
-        return plan
+        return self.plan(counts, purpose, batch.get("pair"), warn=warn)
 
     @property
     def _shared_prefix(self) -> SharedPrefixMode:

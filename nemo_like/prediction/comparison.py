@@ -84,7 +84,7 @@ class Strategy:
             )
         if self.method == "ranks before microbatches":
             return plan_ranks_first(counts, self.spec)
-        return plan_batch(counts, self.spec, shared_prefix=self.shares_prefixes)
+        return plan_batch(counts, self.spec, shared_prefix=self.shares_prefixes, warn=False)
 
 
 @dataclass(frozen=True, eq=False)

@@ -207,7 +207,7 @@ class PastRun:
             # A run that was killed may have planned a step without logging it.
             if metrics.keys() >= set(COMPARED):
                 logged.append(metrics)
-                plan = plan_batch(counts, spec, shared_prefix=shared_prefix)
+                plan = plan_batch(counts, spec, shared_prefix=shared_prefix, warn=False)
                 planned.append(plan.metrics())
         if not logged:
             return {}

@@ -136,7 +136,7 @@ def make_plan(request: PlanRequest) -> PlanReport:
     oversize = "singleton" if request.oversize == "singleton" else "error"
     spec = replace(request.spec, oversize=oversize)
     with warnings.catch_warnings():
-        # Every strategy would warn; the notes of the report mention the rows once.
+        # Every stream would warn; the notes of the report mention the rows once.
         warnings.simplefilter("ignore", OversizeWarning)
         comparison = compare(
             counts,

@@ -8,7 +8,6 @@ turn, or of what the template writes after it, and read at the last token.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
@@ -19,7 +18,6 @@ from nemo_like.config.rollout import RewardConfig, RewardModelConfig
 from nemo_like.config.schema import DataConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.errors import Restarts, WorkerDied, WorkerHung
 from nemo_like.environments.reward import BadRewardKind, RewardError, RewardProblem, RewardSample
@@ -160,10 +158,8 @@ class RewardModel:
     def _compute(self, batch: BatchedDataDict) -> np.ndarray:
         """Return the scores of the rows of `batch`, float32 [B]."""
         with self._policy.onloaded() if self._offloads else nullcontext():
-            with warnings.catch_warnings():
-                # A conversation above `mb_tokens` runs alone; the warning names keys of the policy.
-                warnings.simplefilter("ignore", OversizeWarning)
-                plan = self._policy.plan_rows(batch, purpose="evaluate")
+            # A conversation above `mb_tokens` runs alone; a warning would name keys of the policy.
+            plan = self._policy.plan_rows(batch, purpose="evaluate", warn=False)
             return self._policy.compute_scores(self._policy.shard(batch, plan))
 
     def _problem(self, kind: BadRewardKind, text: str) -> RewardProblem:

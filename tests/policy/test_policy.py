@@ -140,18 +140,24 @@ def test_specs_follow_the_configuration():
     )
 
 
-def test_oversize_rows_are_warned_of_once(model_dir):
+def test_each_policy_warns_of_oversize_rows_once_and_leaves_the_filters_alone(model_dir):
     config = dataclasses.replace(
         PACKED, model_name=model_dir("qwen3"), oversize_rows="truncate", train_global_batch_size=2
     )
     group = LocalGroup(DTensorPolicyWorker, {"config": config}, local_context(num_threads=1))
-    policy = Policy(group, config, load_spec(config.model_name))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        plans = [policy.plan([5, length]) for length in (20, 40, 50, 60)]
-    assert [plan.num_oversize for plan in plans] == [0, 1, 1, 1]
-    (warning,) = caught
-    assert "row 1 has 40 tokens" in str(warning.message)
+    for first in (40, 44):
+        policy = Policy(group, config, load_spec(config.model_name))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            filters = list(warnings.filters)
+            # A reward model has no limit that a user sets.
+            policy.plan([5, 30], warn=False)
+            plans = [policy.plan([5, length]) for length in (20, first, 50, 60)]
+            assert warnings.filters == filters
+        assert [plan.num_oversize for plan in plans] == [0, 1, 1, 1]
+        (warning,) = caught
+        assert f"row 1 has {first} tokens" in str(warning.message)
+        assert "further such rows are counted" in str(warning.message)
     group.shutdown()
 
 

@@ -5,7 +5,6 @@ A row is oversize if its padded length exceeds the token limit of a microbatch.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -42,6 +41,8 @@ class FittedRows:
     """int64 [B]: tokens with loss that remain; None if they are not known."""
     prefixes: SharedPrefixes | None = None
     """Leading tokens that the remaining rows have in common; None: each row is complete."""
+    warning: str = ""
+    """Which rows were oversize and what happened to them; empty if none were."""
 
     @classmethod
     def of(cls, counts: TokenCounts, spec: PlanSpec) -> FittedRows:
@@ -119,31 +120,29 @@ def fit_rows(counts: TokenCounts, groups: np.ndarray | None, spec: PlanSpec) -> 
     """Apply `spec.oversize` to rows and groups above the token limit.
 
     `counts` are checked, `groups` int64 [B] come from `checked_groups`; a group with common
-    prefixes counts their tokens once. Raises ValueError if the policy is "error", otherwise warns.
+    prefixes counts their tokens once. Raises ValueError if the policy is "error".
     """
-    unchanged = FittedRows.of(counts, spec)
+    fitted = FittedRows.of(counts, spec)
     if not spec.has_token_limit or len(counts.lengths) == 0:
-        return unchanged
-    lengths, padded = unchanged.lengths, unchanged.padded_lengths
+        return fitted
+    lengths, padded = fitted.lengths, fitted.padded_lengths
     # The padded length counts: padding occupies memory like real tokens.
     is_oversize = padded > spec.capacity
     if groups is not None:
         # All rows of a group count as oversize, because they cannot be separated.
-        group_tokens = _group_tokens(unchanged, groups, spec)
+        group_tokens = _group_tokens(fitted, groups, spec)
         is_oversize |= group_tokens[groups] > spec.capacity
     if not is_oversize.any():
-        return unchanged
+        return fitted
     message = _oversize_message(lengths, padded, groups, is_oversize, spec)
     if spec.oversize == "error":
         raise ValueError(message)
-    # Level 4 is the caller of `plan_batch`.
-    warnings.warn(message, OversizeWarning, stacklevel=4)
-    num_oversize = int(is_oversize.sum())
     if spec.oversize == "truncate":
-        truncated = _truncated_lengths(unchanged, groups, is_oversize, spec)
-        return replace(unchanged.truncated(truncated, spec), num_oversize=num_oversize)
-    is_dropped = is_oversize if spec.oversize == "drop" else unchanged.is_dropped
-    return replace(unchanged, is_dropped=is_dropped, num_oversize=num_oversize)
+        truncated = _truncated_lengths(fitted, groups, is_oversize, spec)
+        fitted = fitted.truncated(truncated, spec)
+    elif spec.oversize == "drop":
+        fitted = replace(fitted, is_dropped=is_oversize)
+    return replace(fitted, num_oversize=int(is_oversize.sum()), warning=message)
 
 
 def trained_after_truncation(

@@ -8,8 +8,9 @@ padded tensors, shards and metrics are derived from it.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 from nemo_like.config.errors import counted
 from nemo_like.data.packing.metrics import bin_stats
 from nemo_like.data.packing.packers import Packing, checked_lengths, prefix_sums
-from nemo_like.data.planning.oversize import FittedRows, checked_groups, fit_rows
+from nemo_like.data.planning.oversize import FittedRows, OversizeWarning, checked_groups, fit_rows
 from nemo_like.data.planning.plan_step import form_rank, form_step, join_ranks, longest_of
 from nemo_like.data.planning.prefixes import MIN_SHARED_WORK, SharedPrefixes, SharedPrefixMode
 from nemo_like.data.planning.shared_step import form_shared_rank, form_shared_step
@@ -101,6 +102,10 @@ class BatchPlan:
     """
     prefixes: SharedPrefixes | None = None
     """The common leading tokens of all rows, after truncation."""
+    oversize_warning: str = field(default="", compare=False)
+    """Which rows were above the token limit and what happened to them; empty if none were, and for
+    plans that `from_json`, `with_budget` or a stream made.
+    """
 
     @property
     def num_steps(self) -> int:
@@ -393,8 +398,8 @@ class BatchPlan:
         return tuple(microbatches)
 
     def _values(self) -> list[tuple[str, Any]]:
-        """Return (name, value) of every field."""
-        return [(field.name, getattr(self, field.name)) for field in fields(self)]
+        """Return (name, value) of every field that is compared and written."""
+        return [(each.name, getattr(self, each.name)) for each in fields(self) if each.compare]
 
 
 def plan_batch(
@@ -403,27 +408,29 @@ def plan_batch(
     groups: Sequence[int] | np.ndarray | None = None,
     *,
     shared_prefix: SharedPrefixMode = True,
+    warn: bool = True,
 ) -> BatchPlan:
     """Plan a batch of B rows, given by their token counts or by their lengths int [B] alone.
 
     Rows with equal id in `groups` int [B] stay in one microbatch. If `counts` has prefixes, a
     microbatch computes common leading tokens of its rows once, and its limit and its work count
     them once; packed layout only. `shared_prefix="auto"` ignores prefixes in the padded layout and
-    where they save less than `MIN_SHARED_WORK`, `False` always. Raises ValueError for a row above
-    the token limit under `oversize="error"`, for a group that cannot stay together, for prefixes in
-    the padded layout, and for wrong counts.
+    where they save less than `MIN_SHARED_WORK`, `False` always. Rows above the token limit are an
+    OversizeWarning, unless `warn=False` leaves `BatchPlan.oversize_warning` to the caller. Raises
+    ValueError for such a row under `oversize="error"`, for a group that cannot stay together, for
+    prefixes in the padded layout, and for wrong counts.
     """
     counts = counts if isinstance(counts, TokenCounts) else TokenCounts(checked_lengths(counts))
     counts = counts.checked()
-    is_ignored = shared_prefix == "auto" and spec.layout == "padded"
-    if shared_prefix is False or is_ignored:
+    if shared_prefix is False or (shared_prefix == "auto" and spec.layout == "padded"):
         counts = replace(counts, prefixes=None)
     plan = _plan_counts(counts, spec, groups)
-    if counts.prefixes is None or shared_prefix is True:
-        return plan
-    if plan.shared_work_share >= MIN_SHARED_WORK:
-        return plan
-    return _plan_counts(replace(counts, prefixes=None), spec, groups)
+    is_optional = counts.prefixes is not None and shared_prefix is not True
+    if is_optional and plan.shared_work_share < MIN_SHARED_WORK:
+        plan = _plan_counts(replace(counts, prefixes=None), spec, groups)
+    if warn and plan.oversize_warning:
+        warnings.warn(plan.oversize_warning, OversizeWarning, stacklevel=2)
+    return plan
 
 
 def _plan_counts(
@@ -471,6 +478,7 @@ def join_steps(spec: PlanSpec, fitted: FittedRows, steps: list[Packing]) -> Batc
         num_trained=None if fitted.num_trained is None else fitted.num_trained[bins.perm],
         shared=shared,
         prefixes=fitted.prefixes,
+        oversize_warning=fitted.warning,
     )
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.data.planning.plan import BatchPlan, Microbatch, PlanSpec, plan_batch
+from nemo_like.data.planning.prefixes import SharedPrefixes
+from nemo_like.data.planning.token_counts import TokenCounts
 
 
 def microbatches(plan: BatchPlan) -> list[Microbatch]:
@@ -45,6 +49,32 @@ def test_an_oversize_row_is_cut_run_alone_or_left_out_with_a_warning() -> None:
         assert without.dropped == (1,)
 
 
+def test_a_plan_has_its_warning_beside_its_value() -> None:
+    spec = PlanSpec(max_tokens=16, oversize="singleton")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = plan_batch([3, 20, 5], spec, warn=False)
+        assert plan_batch([3, 16, 5], spec).oversize_warning == ""
+    assert plan.oversize_warning == (
+        "row 1 has 20 tokens: above policy.sequence_packing.train_mb_tokens = 16; they run alone,"
+        " above the budget"
+    )
+    assert BatchPlan.from_json(plan.to_json()) == plan
+    assert "oversize_warning" not in plan.to_json()
+
+
+def test_one_warning_of_rows_that_are_planned_without_and_with_prefixes() -> None:
+    # One common token of twenty saves too little work for `auto`.
+    counts = TokenCounts(np.array([20, 20]), prefixes=SharedPrefixes.of_groups([0, 0], [1, 1]))
+    spec = PlanSpec(max_tokens=16, oversize="singleton")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan = plan_batch(counts, spec, shared_prefix="auto")
+    assert plan.shared is None
+    assert [str(each.message) for each in caught] == [plan.oversize_warning]
+    assert caught[0].filename == __file__
+
+
 def test_a_step_whose_rows_are_all_left_out_still_runs() -> None:
     with pytest.warns(OversizeWarning):
         plan = plan_batch(
@@ -66,11 +96,8 @@ def test_a_pair_above_the_cap_together_is_treated_as_one() -> None:
     assert Microbatch((0, 1), (8, 8), (8, 8), 16) in microbatches(cut)
     with pytest.warns(OversizeWarning):
         assert plan_batch(lengths, replace(spec, oversize="drop"), pairs).dropped == (0, 1)
-    with (
-        pytest.warns(OversizeWarning),
-        pytest.raises(
-            ValueError, match=r"rows 0, 1, 2 are one group .* even truncated to 8 tokens"
-        ),
+    with pytest.raises(
+        ValueError, match=r"rows 0, 1, 2 are one group .* even truncated to 8 tokens"
     ):
         plan_batch(
             [9, 9, 9],
@@ -82,10 +109,7 @@ def test_a_pair_above_the_cap_together_is_treated_as_one() -> None:
 def test_a_group_that_no_truncation_fits_names_the_usable_limit() -> None:
     # Rows of multiples of 12 in microbatches of multiples of 20: 40 of 48 tokens.
     spec = PlanSpec(max_tokens=48, sequence_length_round=3, microbatch_length_round=5, cp_size=2)
-    with (
-        pytest.warns(OversizeWarning),
-        pytest.raises(ValueError, match=r"truncated to 12 tokens .* = 48 \(usable: 40\)"),
-    ):
+    with pytest.raises(ValueError, match=r"truncated to 12 tokens .* = 48 \(usable: 40\)"):
         plan_batch([1] * 4, replace(spec, oversize="truncate"), [0] * 4)
 
 
