@@ -106,7 +106,7 @@ def measure(folder: Path, num_rounds: int, num_tokens: int) -> None:
     write_model(folder / "model")
     policy = open_policy(folder / "model", num_tokens)
     rows = shard_rows(policy, num_tokens)
-    workers = RunWorkers(policy=policy, rollout_workers=None, offloads=False)
+    workers = RunWorkers(policy=policy, rollout_workers=None)
     checkpointer = Checkpointer(folder, CheckpointingConfig(keep_latest=1))
     saver = CheckpointSaver(checkpointer, workers, Timers())
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -40,6 +40,27 @@ if TYPE_CHECKING:
 ValueT = TypeVar("ValueT")
 
 
+@dataclass(frozen=True)
+class GpuSharing:
+    """What shares the GPUs of the policy."""
+
+    offloads: bool
+    """Policy and generator share GPUs on which they do not fit together, so each is offloaded while
+    the other runs."""
+    reason: str = ""
+    """Of `offloads`."""
+    has_reward_models: bool = False
+    """Reward models run on the GPUs of the policy."""
+
+    @property
+    def line(self) -> str:
+        """The decision of `cluster.offload` with its reason, for the log."""
+        state = "stay on their GPUs"
+        if self.offloads:
+            state = "move to host memory while the other runs"
+        return f"offload: policy and generator {state} ({self.reason})"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunWorkers:
     """The workers of one run."""
@@ -47,11 +68,7 @@ class RunWorkers:
     policy: Policy
     rollout_workers: RolloutWorkers | None
     """None in a run that generates no completions."""
-    offloads: bool
-    """Policy and generator share GPUs on which they do not fit together, so each is offloaded while
-    the other runs."""
-    shares_reward_models: bool = False
-    """Reward models run on the GPUs of the policy."""
+    sharing: GpuSharing = GpuSharing(offloads=False)
 
     @property
     def rollout(self) -> RolloutWorkers:
@@ -62,11 +79,11 @@ class RunWorkers:
 
     def policy_onloaded(self) -> AbstractContextManager[None]:
         """Return a context in which the policy is on its devices."""
-        return self.policy.onloaded() if self.offloads else nullcontext()
+        return self.policy.onloaded() if self.sharing.offloads else nullcontext()
 
     def generator_onloaded(self, *, discards_weights: bool = False) -> AbstractContextManager[None]:
         """Return a context in which the generator is on its devices; see `Generator.onloaded`."""
-        if not self.offloads:
+        if not self.sharing.offloads:
             return nullcontext()
         return self.rollout.generator.onloaded(discards_weights=discards_weights)
 
@@ -76,9 +93,9 @@ class RunWorkers:
 
         Call where the generator is on its devices and the policy does not compute.
         """
-        if not self.shares_reward_models:
+        if not self.sharing.has_reward_models:
             yield
-        elif self.offloads:
+        elif self.sharing.offloads:
             # The policy is in host memory already.
             with self.generator_offloaded():
                 yield
@@ -89,7 +106,7 @@ class RunWorkers:
 
     def generator_offloaded(self) -> AbstractContextManager[None]:
         """Return a context in which the generator is in host memory, if the run offloads it."""
-        return self.rollout.generator.offloaded() if self.offloads else nullcontext()
+        return self.rollout.generator.offloaded() if self.sharing.offloads else nullcontext()
 
 
 @contextmanager
@@ -130,22 +147,17 @@ def start_workers(
             if starter is not None:
                 starter.begin(begin, start, closing)
             policy = policy_start.result()
-            offload = run_offload_decision(settings, policy)
+            sharing = gpu_sharing(settings, policy)
             if is_colocated(cluster, rollouts):
-                _report_offload(offload, progress)
-            if offload.offloads:
+                progress.print_line(sharing.line)
+            if sharing.offloads:
                 # The generator is loaded onto the same device next.
                 call_all(policy.group, PolicyWorker.offload)
             phase.advance()
             rollout_workers = None
             if starter is not None:
-                rollout_workers = starter.finish(offloads=offload.offloads, advance=phase.advance)
-        yield RunWorkers(
-            policy=policy,
-            rollout_workers=rollout_workers,
-            offloads=offload.offloads,
-            shares_reward_models=any_shares_gpus(cluster, rollouts),
-        )
+                rollout_workers = starter.finish(offloads=sharing.offloads, advance=phase.advance)
+        yield RunWorkers(policy=policy, rollout_workers=rollout_workers, sharing=sharing)
 
 
 def _start_in_thread(call: Callable[[], ValueT]) -> Future[ValueT]:
@@ -196,14 +208,6 @@ def local_policy(
         yield Policy(group, policy, open_model_spec(policy), seed=seed)
 
 
-def _report_offload(offload: OffloadDecision, progress: Progress) -> None:
-    """Print the decision of `cluster.offload` with its reason."""
-    state = "stay on their GPUs"
-    if offload.offloads:
-        state = "move to host memory while the other runs"
-    progress.print_line(f"offload: policy and generator {state} ({offload.reason})")
-
-
 def _start_policy(settings: WorkersStart, start: StartGroup) -> Policy:
     policy, needs = settings.policy, settings.needs
     group = start(
@@ -224,40 +228,34 @@ def _start_policy(settings: WorkersStart, start: StartGroup) -> Policy:
     return Policy(group, in_rows, open_model_spec(policy, needs.head), seed=settings.seed)
 
 
-@dataclass(frozen=True)
-class OffloadDecision:
-    """Whether policy and generator move to host memory while the other runs, and why."""
+def gpu_sharing(settings: WorkersStart, policy: Policy) -> GpuSharing:
+    """Return what shares the devices of the policy in a run, and whether they take turns.
 
-    offloads: bool
-    reason: str
-
-
-def run_offload_decision(settings: WorkersStart, policy: Policy) -> OffloadDecision:
-    """Return whether policy and generator of a run take turns on their devices.
-
-    They do not if they share no device: the memory of a CPU holds both.
+    Policy and generator do not if they share no device: the memory of a CPU holds both.
     """
     cluster, needs = settings.cluster, settings.needs
+    has_reward_models = any_shares_gpus(cluster, needs.rollouts)
     if not is_colocated(cluster, needs.rollouts):
-        return OffloadDecision(False, "policy and generator share no GPU")
+        return GpuSharing(False, "policy and generator share no GPU", has_reward_models)
     device_bytes = policy.device_info.memory_bytes
     if device_bytes is None:
-        return OffloadDecision(False, "the workers have no GPU")
-    if any_shares_gpus(cluster, needs.rollouts) and cluster.offload == "auto":
-        return OffloadDecision(True, "a reward model shares their GPUs")
+        return GpuSharing(False, "the workers have no GPU", has_reward_models)
+    if has_reward_models and cluster.offload == "auto":
+        return GpuSharing(True, "a reward model shares their GPUs", has_reward_models)
     config, layout = settings.policy, settings.layout
     _, parts = policy_memory(config, layout, needs, policy.model, "cuda")
-    return decide_offload(
+    decision = decide_offload(
         cluster.offload,
         policy_bytes=sum(parts.values()),
         generator_bytes=generation_backend(config).peak_bytes(config, policy.model, device_bytes),
         device_bytes=device_bytes,
     )
+    return replace(decision, has_reward_models=has_reward_models)
 
 
 def decide_offload(
     mode: Switch, *, policy_bytes: float, generator_bytes: float, device_bytes: float
-) -> OffloadDecision:
+) -> GpuSharing:
     """Return the decision of `cluster.offload` for one GPU.
 
     With `auto` nothing is offloaded if the predicted peaks of policy and generator together fit in
@@ -266,7 +264,7 @@ def decide_offload(
     keeps the memory of activations.
     """
     if mode != "auto":
-        return OffloadDecision(mode, f"cluster.offload is {str(mode).lower()}")
+        return GpuSharing(mode, f"cluster.offload is {str(mode).lower()}")
     usable = max(0.0, (device_bytes - 2 * CONTEXT_BYTES) * (1.0 - SAFETY_SHARE))
     needed = policy_bytes + generator_bytes
     text = (
@@ -274,4 +272,4 @@ def decide_offload(
         f" {generator_bytes / GIB:.1f} GiB; {usable / GIB:.1f} GiB of a GPU's"
         f" {device_bytes / GIB:.1f} GiB are usable"
     )
-    return OffloadDecision(needed > usable, text)
+    return GpuSharing(needed > usable, text)

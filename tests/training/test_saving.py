@@ -54,7 +54,7 @@ def train_step(policy: Policy, seed: int) -> None:
 
 
 def open_saver(policy: Policy, run: Path, keep_latest: int = 2) -> CheckpointSaver:
-    workers = RunWorkers(policy=policy, rollout_workers=None, offloads=False)
+    workers = RunWorkers(policy=policy, rollout_workers=None)
     config = CheckpointingConfig(save_period=1, keep_latest=keep_latest)
     return CheckpointSaver(Checkpointer(run, config), workers, Timers())
 

@@ -13,7 +13,7 @@ from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.training.rollout_workers import RolloutWorkers
-from nemo_like.training.workers import RunWorkers
+from nemo_like.training.workers import GpuSharing, RunWorkers
 
 NO_POLICY = cast(Policy, None)
 NO_REWARDS = cast(RewardEnvironment, None)
@@ -41,7 +41,7 @@ def test_a_generator_is_moved_only_if_the_run_offloads(offloads: bool, expected:
     workers = RunWorkers(
         policy=NO_POLICY,
         rollout_workers=RolloutWorkers(Generator(lambda index: group), NO_REWARDS),
-        offloads=offloads,
+        sharing=GpuSharing(offloads),
     )
     with workers.generator_onloaded():
         (calls,) = group.run_all_workers("recorded")
@@ -54,7 +54,7 @@ def test_a_generator_is_moved_only_if_the_run_offloads(offloads: bool, expected:
 
 
 def test_a_run_without_generation_has_no_rollout_workers() -> None:
-    workers = RunWorkers(policy=NO_POLICY, rollout_workers=None, offloads=False)
+    workers = RunWorkers(policy=NO_POLICY, rollout_workers=None)
     with pytest.raises(RuntimeError, match="without a generator and reward workers"):
         _ = workers.rollout
 
