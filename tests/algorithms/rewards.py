@@ -39,8 +39,10 @@ def broken_sometimes(sample: RewardSample) -> float:
     return digit_share(sample)
 
 
-def slow_digit_share(sample: RewardSample) -> float:
-    """As `digit_share`, in 0.2 s."""
+def slow_digit_share(sample: RewardSample, log: str) -> float:
+    """As `digit_share`, in 0.2 s. Each call appends a character to the file `log`."""
+    with Path(log).open("a") as file:
+        file.write(".")
     time.sleep(0.2)
     return digit_share(sample)
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -59,12 +60,16 @@ def worker_pids(run: Path, group: str) -> list[int]:
     return [int(pid) for pid in re.findall(rf"of the {group} group: pid (\d+)", log)]
 
 
-def wait_for_step(run: Path, step: int, timeout_s: float = 240) -> None:
-    metrics = run / "metrics.jsonl"
+def wait_for(path: Path, has: Callable[[str], bool], timeout_s: float = 240) -> None:
+    """Until the text of a file satisfies `has`."""
     deadline = time.monotonic() + timeout_s
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
-        assert time.monotonic() < deadline, f"step {step} was not reached"
+    while not path.exists() or not has(path.read_text()):
+        assert time.monotonic() < deadline, f"{path} does not have what the test waits for"
         time.sleep(0.1)
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    wait_for(run / "metrics.jsonl", lambda text: len(text.splitlines()) >= step)
 
 
 def test_sigterm_of_a_driver_that_joined_a_cluster_lets_it_finish_a_long_step(
@@ -72,19 +77,21 @@ def test_sigterm_of_a_driver_that_joined_a_cluster_lets_it_finish_a_long_step(
 ) -> None:
     """As `ray job stop` sends it to the driver of a job. Ray's own handler aborts after 3 s."""
     run = recipe.folder / "grpo"
+    rewards = recipe.folder / "rewards.log"
     options = [
         "reward.functions.digits.path=tests.algorithms.rewards.slow_digit_share",
+        f"reward.functions.digits.options={{log: {rewards}}}",
         "checkpointing.save_period=100",
     ]
-    driver = subprocess.Popen(
-        [sys.executable, "-m", "nemo_like", "grpo", "--config", str(config), *options],
-        env=environment() | {"RAY_ADDRESS": os.environ["RAY_ADDRESS"]},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    wait_for_step(run, 1)
-    driver.terminate()
-    _, errors = driver.communicate()
+    command = [sys.executable, "-m", "nemo_like", "grpo", "--config", str(config), *options]
+    variables = environment() | {"RAY_ADDRESS": os.environ["RAY_ADDRESS"]}
+    with subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True) as driver:
+        try:
+            # Step 2, as a step has 32 samples. The metrics of step 1 are written before it ends.
+            wait_for(rewards, lambda text: len(text) > 32)
+        finally:
+            driver.terminate()
+        _, errors = driver.communicate()
     assert driver.returncode == 75, errors
     assert "stopped by SIGTERM after step 2" in errors
     assert (run / "latest").read_text() == "checkpoints/step_2\n"
