@@ -17,18 +17,7 @@ from tests.model_types.table import TABLE, TABLE_COLUMNS, page, read_table, upda
 from tests.model_types.vllm import VLLMTypeCheck
 
 TYPES = read_table(TABLE)["types"]
-USUAL = (
-    "cohere2",
-    "deepseek_v3",
-    "gemma2",
-    "glm4",
-    "gpt_neox",
-    "gpt_oss",
-    "mixtral",
-    "olmo2",
-    "qwen3_next",
-    "smollm3",
-)
+USUAL = ("deepseek_v3", "gemma2", "gpt_neox", "gpt_oss", "olmo2", "qwen3_next", "smollm3")
 
 
 class Pools:
