@@ -117,7 +117,6 @@ def test_checkpointing_changes_nothing_for_types_with_experts(case, pool, monkey
             "olmo2: vLLM, adapters",
         ],
         "gpt_oss: vLLM",
-        "mixtral: vLLM",
     ),
 )
 def test_vllm_has_the_weights_of_the_policy_as_in_the_table(cell, pool):
