@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import runpy
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -50,6 +51,12 @@ class Forked:
     @property
     def errors(self) -> str:
         return self._files[1].read_text()
+
+
+def run_program(path: Path) -> None:
+    """Run a file as the main program, in its folder."""
+    os.chdir(path.parent)
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def _run(

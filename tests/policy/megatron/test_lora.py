@@ -41,7 +41,8 @@ PARTS = {
     "cp2": Part(("qwen2_tied",), uses=True, scores=True),
     "tp2 x pp2 + sp": Part(("qwen2_tied",), uses=True),
     "tp2 x cp2 + sp": Part(("llama",)),
-    "tp2 x ep2 + sp": Part(("qwen3_moe_mixed", "deepseek_v3", "gpt_oss"), uses=True, scores=True),
+    "tp2 x ep2 + sp": Part(("qwen3_moe_mixed", "gpt_oss"), uses=True),
+    "tp2 x dp2 x ep2 + sp": Part(("qwen3_moe_mixed", "deepseek_v3"), scores=True),
     "pp2 x v2": Part(("llama_deep",), uses=True, scores=True),
 }
 """Each axis of a layout is used in full once."""
