@@ -39,7 +39,7 @@ class Forked:
     def wait(self, timeout_s: float = 300.0) -> int:
         """Return the exit code, that of SIGKILL after `timeout_s`."""
         self.process.join(timeout_s)
-        if self.process.exitcode is None:
+        if self.process.is_alive():
             self.process.kill()
             self.process.join()
         return self.process.exitcode

@@ -94,6 +94,7 @@ FOREIGN_NAMES = {
     "_register_backend",
     "_replace",
     "_reset_prefix_cache",
+    "_run_exitfuncs",
     "_schema",
     "_sleep",
     "_timeout",
