@@ -49,10 +49,10 @@ constraints:
 demo: $(STAMP)
 	$(BIN)/python -m nemo_like.demo
 
-# Two test processes, as many tests wait for processes that start. Tests of a file share processes and
-# stay together; the files keep their order, which starts with the slowest ones.
+# Three test processes on two cores, as many tests wait for processes that start. Tests of a file share processes and
+# stay together; the files keep their order, which starts with the slowest ones. Failed tests are run once more alone.
 # Bytecode is written in any case: the tests start hundreds of processes that import the package.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m tests.repeat_failed -n 3 --dist loadfile --no-loadscope-reorder
 # Runs the tests that $(1) selects, with the slow checks beside them, and prints what the checks found last.
 define run_tests
 mkdir -p build

@@ -6,11 +6,8 @@ The source is read as text and as syntax trees; no heavy library is imported.
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -23,6 +20,7 @@ import nemo_like
 from nemo_like.algorithms.registry import RUN_CONFIGS
 from nemo_like.cli import build_parser
 from nemo_like.config.keys import field_types, is_section, type_at, without_none
+from tests.forked import Forked, run_program
 from tests.test_layers import LEVELS
 
 ROOT = Path(__file__).parents[1]
@@ -440,13 +438,9 @@ def test_keys_in_yaml_blocks_exist(page: str) -> None:
     "page", [page for page in PAGE_NAMES if any(b.language == "python" for b in blocks(page))]
 )
 def test_python_blocks_of_a_page_run_as_one_program(page: str, tmp_path: Path) -> None:
-    program = "\n".join(block.text for block in blocks(page) if block.language == "python")
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=300,
+    program = tmp_path / "program.py"
+    program.write_text(
+        "\n".join(block.text for block in blocks(page) if block.language == "python")
     )
-    assert done.returncode == 0, done.stderr
+    ended = Forked(run_program, program, folder=tmp_path)
+    assert ended.wait() == 0, ended.errors

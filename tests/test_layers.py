@@ -101,6 +101,7 @@ FOREIGN_NAMES = {
     "_register_backend",
     "_replace",
     "_reset_prefix_cache",
+    "_run_exitfuncs",
     "_schema",
     "_sleep",
     "_timeout",
@@ -153,17 +154,30 @@ def num_code_lines(path: str, tree: ast.Module) -> int:
     )
 
 
-def imported_names(tree: ast.Module) -> Iterator[str]:
+@cache
+def imported_names(tree: ast.Module) -> list[str]:
     """Dotted names a file imports anywhere in it: `from a import b` is `a.b`, a relative import
     begins with a dot.
     """
+    return list(_imported_names(tree))
+
+
+def called_name(call: ast.Call) -> str:
+    """The last name of what is called: `c` of `a.b.c()`."""
+    function = call.func
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def _imported_names(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
             yield from (f"{module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and called_name(node).endswith("import_module"):
             yield from (
                 str(argument.value) for argument in node.args if isinstance(argument, ast.Constant)
             )
@@ -343,7 +357,7 @@ def test_nothing_is_unpickled() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and (
-            ast.unparse(node.func) == "torch.load"
+            (called_name(node) == "load" and ast.unparse(node.func) == "torch.load")
             or any(word.arg == "allow_pickle" for word in node.keywords)
         )
     ]
@@ -415,8 +429,10 @@ def inner_uses(tree: ast.AST) -> Iterator[str]:
             for alias in node.names:
                 if is_private(alias.name):
                     yield f"{node.lineno}: import {alias.name}"
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
-            (".setattr", "patch.object")
+        elif (
+            isinstance(node, ast.Call)
+            and called_name(node) in ("setattr", "object")
+            and ast.unparse(node.func).endswith((".setattr", "patch.object"))
         ):
             # An object and a name, or one text with both.
             texts = [ast.unparse(argument).strip("'") for argument in node.args[:2]]

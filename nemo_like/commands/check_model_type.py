@@ -282,9 +282,9 @@ def _adapted_layers(model: PreTrainedModel) -> list[str]:
 def opened_pool() -> Iterator[ProcessPoolExecutor]:
     """Open the processes of the ranks, which serve any number of types and layouts."""
     transformers_logging.disable_progress_bar()
-    # A forked process would inherit the threads of torch in an undefined state.
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, mp_context=spawn) as pool:
+    # Forked from this process, a rank would inherit the threads of torch in an undefined state.
+    method = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(2, mp_context=method) as pool:
         yield pool
 
 

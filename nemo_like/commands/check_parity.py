@@ -88,11 +88,11 @@ def check_parity(config: RunConfig) -> ParityReport:
         batch = random_batch(model.config.vocab_size)
         expected = Reference(model, batch, tiny)
         num_workers = tiny.num_workers
-        # A forked process would inherit the threads of torch in an undefined state.
-        spawn = multiprocessing.get_context("spawn")
+        # Forked from this process, a rank would inherit the threads of torch in an undefined state.
+        method = multiprocessing.get_context("forkserver")
         findings: list[Comparison] = []
         # One pool for all modes: starting a process imports torch, which takes seconds.
-        with ProcessPoolExecutor(num_workers, mp_context=spawn) as pool:
+        with ProcessPoolExecutor(num_workers, mp_context=method) as pool:
             for mode in MODES:
                 findings += check_mode(tiny, mode, batch, expected, Path(folder), pool)
     layout = str(tiny.layout)

@@ -39,11 +39,15 @@ def broken_sometimes(sample: RewardSample) -> float:
     return digit_share(sample)
 
 
-def slow_digit_share(sample: RewardSample, log: str) -> float:
-    """As `digit_share`, in 0.2 s. Each call appends a character to the file `log`."""
+def slow_digit_share(sample: RewardSample, log: str, num_quick: int) -> float:
+    """As `digit_share`, after the first calls in 0.15 s. Each call appends a character to the file
+    `log`.
+    """
     with Path(log).open("a") as file:
         file.write(".")
-    time.sleep(0.2)
+        num_calls = file.tell()
+    if num_calls > num_quick:
+        time.sleep(0.15)
     return digit_share(sample)
 
 

@@ -153,7 +153,7 @@ def test_every_epoch_has_all_rows_in_another_order() -> None:
     assert epoch_order(7, 3, 2, 32).tolist() == orders[2].tolist()
 
 
-@pytest.mark.parametrize("batch_size", [16, 32])
+@pytest.mark.parametrize("batch_size", [16, pytest.param(32, marks=pytest.mark.exhaustive)])
 def test_epochs_take_their_optimizer_steps_and_resume(recipe: Recipe, batch_size: int) -> None:
     options = (
         *PLAIN,

@@ -8,8 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,18 +19,9 @@ from safetensors.torch import load_file
 from nemo_like.cli import main
 from nemo_like.config.load import to_yaml
 from tests.algorithms.test_runs import read_metrics
+from tests.forked import Forked
 from tests.recipe import Recipe
 from tests.reward_models import save_reward_model
-
-_REPOSITORY = Path(__file__).parents[2]
-
-
-def environment() -> dict[str, str]:
-    """Rewards of the tests must be importable in the workers too."""
-    hidden = {"RAY_ADDRESS"}
-    return {name: value for name, value in os.environ.items() if name not in hidden} | {
-        "PYTHONPATH": str(_REPOSITORY)
-    }
 
 
 @pytest.fixture
@@ -80,20 +69,20 @@ def test_sigterm_of_a_driver_that_joined_a_cluster_lets_it_finish_a_long_step(
     rewards = recipe.folder / "rewards.log"
     options = [
         "reward.functions.digits.path=tests.algorithms.rewards.slow_digit_share",
-        f"reward.functions.digits.options={{log: {rewards}}}",
+        f"reward.functions.digits.options={{log: {rewards}, num_quick: 32}}",
         "checkpointing.save_period=100",
     ]
-    command = [sys.executable, "-m", "nemo_like", "grpo", "--config", str(config), *options]
-    variables = environment() | {"RAY_ADDRESS": os.environ["RAY_ADDRESS"]}
-    with subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True) as driver:
-        try:
-            # Step 2, as a step has 32 samples. The metrics of step 1 are written before it ends.
-            wait_for(rewards, lambda text: len(text) > 32)
-        finally:
-            driver.terminate()
-        _, errors = driver.communicate()
-    assert driver.returncode == 75, errors
-    assert "stopped by SIGTERM after step 2" in errors
+    command = ["grpo", "--config", str(config), *options]
+    address = {"RAY_ADDRESS": os.environ["RAY_ADDRESS"]}
+    driver = Forked(main, command, folder=recipe.folder, variables=address)
+    try:
+        # Step 2, as a step has 32 samples. The metrics of step 1 are written before it ends.
+        wait_for(rewards, lambda text: len(text) > 32)
+    finally:
+        driver.process.terminate()
+        code = driver.wait()
+    assert code == 75, driver.errors
+    assert "stopped by SIGTERM after step 2" in driver.errors
     assert (run / "latest").read_text() == "checkpoints/step_2\n"
     # Not `read_metrics`, which leaves out times.
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])

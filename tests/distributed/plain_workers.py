@@ -8,6 +8,7 @@ import ctypes
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,6 +116,10 @@ class PlainWorker:
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
+
+    def wait_for_file(self, path: str) -> None:
+        while not Path(path).exists():
+            time.sleep(0.05)
 
     def work(self, seconds: float, hanging_rank: int | None = None) -> int:
         """Reports progress for so long; the hanging rank then loops without progress."""

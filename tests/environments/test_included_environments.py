@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_like.environments.environment import Conversation, StepResult
@@ -44,6 +44,7 @@ def _expressions(draw: st.DrawFn) -> tuple[str, Fraction]:
     return f"({left} {operator} {right})", value
 
 
+@settings(max_examples=40)
 @given(_expressions())
 def test_values_are_exact(expression: tuple[str, Fraction]) -> None:
     text, value = expression

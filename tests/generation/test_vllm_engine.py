@@ -7,25 +7,14 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from nemo_like.config.rollout import VLLMGenerationConfig
 from nemo_like.generation import vllm_engine
 from nemo_like.generation.vllm_engine import ChildProcesses, device_options
-
-LOSE_A_CHILD = """
-import multiprocessing, time
-from nemo_like.generation.vllm_engine import ChildProcesses
-
-child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
-child.start()
-children = ChildProcesses([child], owns_process=True)
-with children.explaining():
-    child.kill()
-    raise ConnectionError("closed by the other side")
-"""
-
+from tests.forked import Forked
 
 CHOOSE_LATENT_ATTENTION = """
 from types import SimpleNamespace
@@ -94,14 +83,23 @@ def test_steps_are_scheduled_ahead_on_gpus_only() -> None:
     assert not device_options(config, is_cpu=True)["async_scheduling"]
 
 
-def test_a_worker_ends_before_an_exception_because_of_a_lost_child() -> None:
+def lose_a_child() -> None:
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    children = ChildProcesses([child], owns_process=True)
+    with children.explaining():
+        child.kill()
+        raise ConnectionError("closed by the other side")
+
+
+def test_a_worker_ends_before_an_exception_because_of_a_lost_child(tmp_path: Path) -> None:
     """The driver restarts a worker whose process ended; an exception would end the run."""
-    done = subprocess.run([sys.executable, "-c", LOSE_A_CHILD], capture_output=True, text=True)
-    assert done.returncode == 1
+    worker = Forked(lose_a_child, folder=tmp_path)
+    assert worker.wait() == 1
     assert re.search(
-        r"this worker ends: .* of vLLM \(pid \d+\) ended with exit code -9", done.stderr
+        r"this worker ends: .* of vLLM \(pid \d+\) ended with exit code -9", worker.errors
     )
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in worker.errors
 
 
 def test_a_lost_child_is_the_cause_where_the_worker_shares_its_process() -> None:

@@ -17,18 +17,7 @@ from tests.model_types.table import TABLE, TABLE_COLUMNS, page, read_table, upda
 from tests.model_types.vllm import VLLMTypeCheck
 
 TYPES = read_table(TABLE)["types"]
-USUAL = (
-    "cohere2",
-    "deepseek_v3",
-    "gemma2",
-    "glm4",
-    "gpt_neox",
-    "gpt_oss",
-    "mixtral",
-    "olmo2",
-    "qwen3_next",
-    "smollm3",
-)
+USUAL = ("deepseek_v3", "gemma2", "gpt_neox", "gpt_oss", "olmo2", "qwen3_next", "smollm3")
 
 
 class Pools:
@@ -128,7 +117,6 @@ def test_checkpointing_changes_nothing_for_types_with_experts(case, pool, monkey
             "olmo2: vLLM, adapters",
         ],
         "gpt_oss: vLLM",
-        "mixtral: vLLM",
     ),
 )
 def test_vllm_has_the_weights_of_the_policy_as_in_the_table(cell, pool):

@@ -162,9 +162,9 @@ def compare_vllm(config: RunConfig, *, sends_adapters: bool) -> str:
     alone = _with_vllm(config, replace(_ADAPTER, weight_sync="adapter"))
     runs = {"adapters": alone} if sends_adapters else {"all weights": full, "merged LoRA": merged}
     first, *_ = runs.values()
-    # A forked process would inherit the threads of torch in an undefined state.
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+    # Forked from this process, it would inherit the threads of torch in an undefined state.
+    method = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(1, mp_context=method) as pool:
         group = cast(
             "WorkerGroup",
             _VLLMGroup(pool, *GeneratorStart(policy=first.policy, seed=first.seed).worker()),

@@ -40,7 +40,7 @@ def measure(mode: str) -> None:
     # Small allocations between the blocks take parts of free blocks, and the heap grows for some
     # rounds. Kept memory gives rounds without new pages; returned memory gives none.
     rounds = []
-    for _ in range(8):
+    for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         in_both_threads()
         rounds.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)

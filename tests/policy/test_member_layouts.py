@@ -68,7 +68,7 @@ def expected(model_dir) -> Expected:
     }
 
 
-@pytest.mark.parametrize("layout", usually(LAYOUTS, "dp 2", "tp 2", "cp 2"))
+@pytest.mark.parametrize("layout", usually(LAYOUTS, "tp 2", "cp 2"))
 def test_a_layout_does_not_change_the_gradient_of_a_member(
     layout, expected, model_dir, rank_pool, meeting
 ):

@@ -92,7 +92,7 @@ def program(
     return found
 
 
-@pytest.mark.parametrize("layout", usually(LAYOUTS, "dp 2", "tp 2", "cp 2"))
+@pytest.mark.parametrize("layout", usually(LAYOUTS, "tp 2", "cp 2"))
 def test_a_layout_does_not_change_scores_and_gradient(
     layout, model_dir, rank_pool, meeting, tmp_path
 ):

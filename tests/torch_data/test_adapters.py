@@ -58,7 +58,7 @@ def test_one_rank_computes_the_gradient_of_all_rows(library: str) -> None:
 
 def test_two_ranks_compute_the_gradient_of_all_rows() -> None:
     port = free_port()
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(2, mp_context=context) as pool:
         futures = [pool.submit(run_rank, rank, 2, port) for rank in range(2)]
         ranks = [future.result(timeout=600) for future in futures]

@@ -464,7 +464,7 @@ def test_iterable_datasets_without_a_state_train_but_cannot_be_saved() -> None:
 
 
 def test_gloo_processes(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(2, mp_context=context) as pool:
         futures = [pool.submit(run_gloo_rank, rank, 2, tmp_path / "meeting") for rank in range(2)]
         first, second = [future.result(timeout=600) for future in futures]

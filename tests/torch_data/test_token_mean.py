@@ -153,7 +153,7 @@ def ddp_rows() -> list[dict[str, Tensor]]:
 
 
 def test_gradients_averaged_by_ddp_are_those_of_one_batch(tmp_path: Path) -> None:
-    method = multiprocessing.get_context("spawn")
+    method = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(2, mp_context=method) as pool:
         futures = [pool.submit(ddp_gradients, rank, str(tmp_path / "file")) for rank in range(2)]
         found = [future.result(timeout=600) for future in futures]

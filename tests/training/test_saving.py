@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import resource
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -30,6 +27,7 @@ from nemo_like.run.checkpoint import Checkpointer, CheckpointError, TrainingStat
 from nemo_like.run.files import WriteError
 from nemo_like.training.saving import CheckpointSaver, policy_directory
 from nemo_like.training.workers import RunWorkers
+from tests.forked import Forked
 from tests.policy.tiny import random_batch, save_tiny_model, saved_tensors
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
@@ -184,19 +182,15 @@ def save_and_wait(model: str, run: Path) -> None:
 
 def test_a_kill_during_the_write_keeps_the_previous_checkpoint(model, tmp_path):
     run = tmp_path / "run"
-    code = (
-        "from pathlib import Path; from tests.training.test_saving import save_and_wait;"
-        f" save_and_wait({model!r}, Path({str(run)!r}))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code])
+    process = Forked(save_and_wait, model, run, folder=tmp_path).process
     try:
         deadline = time.monotonic() + 300
         while not list(run.glob("checkpoints/.writing_step_2/policy/rank_*")):
-            assert process.poll() is None and time.monotonic() < deadline
+            assert process.is_alive() and time.monotonic() < deadline
             time.sleep(0.001)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
     found = Checkpointer(run, CheckpointingConfig()).find_latest()
     assert found is not None and found.step == 1
     # The next save removes what the killed process left.

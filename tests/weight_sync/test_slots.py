@@ -76,7 +76,7 @@ def test_every_receiver_reads_every_bucket_of_every_update_once(
 
 
 def test_a_receiver_that_leaves_or_is_late_does_not_stop_the_others() -> None:
-    sender, (prompt, late, gone) = joined(3, timeout_s=1.0)
+    sender, (prompt, late, gone) = joined(3, timeout_s=3.0)
     gone.close()
     with ThreadPoolExecutor(2) as pool:
         start = time.monotonic()
@@ -85,7 +85,7 @@ def test_a_receiver_that_leaves_or_is_late_does_not_stop_the_others() -> None:
         assert set(late.receive(0).tolist()) == {1}
         assert received.result() == [{1}, {2}, {3}, {4}]
         sent.result()
-        assert time.monotonic() - start < 10.0
+        assert time.monotonic() - start < 60.0, "not three seconds for each bucket and receiver"
     late.receive(1)
     with pytest.raises(ChannelBrokenError, match="has ended, or has left the channel"):
         late.receive(2)

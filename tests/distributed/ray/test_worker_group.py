@@ -321,13 +321,16 @@ def test_a_hung_worker_is_found_beside_calls_that_are_done(
             time.sleep(0.1)
 
 
-def test_a_wait_for_any_call_returns_those_that_are_done(cluster: RayVirtualCluster) -> None:
+def test_a_wait_for_any_call_returns_those_that_are_done(
+    cluster: RayVirtualCluster, tmp_path: Path
+) -> None:
     groups = [plain_group(cluster, ParallelLayout()) for _ in range(2)]
-    (slow,) = groups[0].submit_all("sleep", 3.0)
+    (slow,) = groups[0].submit_all("wait_for_file", str(tmp_path / "go"))
     (quick,) = groups[1].submit_all("multiply", 1)
     assert groups[0].wait_any([], 1.0) == []
     assert groups[0].wait_any([slow, quick], 60.0) == [quick]
     assert groups[0].wait_any([slow], 0.0) == []
+    (tmp_path / "go").touch()
     assert groups[0].wait_any([slow], 60.0) == [slow]
     for group in groups:
         group.shutdown()
@@ -342,7 +345,7 @@ def test_a_hung_worker_is_distinguished_from_a_slow_one(
     timeouts = dataclasses.replace(cluster.config, progress_timeout_s=5.0)
     monkeypatch.setattr(cluster, "config", timeouts)
     group = plain_group(cluster, ParallelLayout(dp=2))
-    assert group.run_all_workers("work", 8.0) == [0, 1], "a slow worker is not taken for a hung one"
+    assert group.run_all_workers("work", 6.0) == [0, 1], "a slow worker is not taken for a hung one"
     pid = group.locations[1].pid
     with pytest.raises(WorkerHung) as caught:
         group.run_all_workers("work", 0.5, hanging_rank=1)

@@ -60,6 +60,7 @@ PARALLEL: dict[str, tuple[int, ParallelConfig]] = {
     "tp2 x pp2": (4, ParallelConfig(tensor=2, pipeline=2)),
     "tp2 x pp2 + sp": (4, ParallelConfig(tensor=2, pipeline=2, sequence=True)),
     "tp2 x cp2 + sp": (4, ParallelConfig(tensor=2, context=2, sequence=True)),
+    "pp2 x dp2": (4, ParallelConfig(pipeline=2)),
     "pp2 x cp2": (4, ParallelConfig(pipeline=2, context=2)),
     "pp2 x ep2": (4, ParallelConfig(pipeline=2, expert=2)),
     "pp2 x v2 x cp2": (4, ParallelConfig(pipeline=2, virtual_pipeline=2, context=2)),

@@ -41,7 +41,8 @@ PARTS = {
     "cp2": Part(("qwen2_tied",), uses=True, scores=True),
     "tp2 x pp2 + sp": Part(("qwen2_tied",), uses=True),
     "tp2 x cp2 + sp": Part(("llama",)),
-    "tp2 x ep2 + sp": Part(("qwen3_moe_mixed", "deepseek_v3", "gpt_oss"), uses=True, scores=True),
+    "tp2 x ep2 + sp": Part(("qwen3_moe_mixed", "gpt_oss"), uses=True),
+    "tp2 x dp2 x ep2 + sp": Part(("qwen3_moe_mixed", "deepseek_v3"), scores=True),
     "pp2 x v2": Part(("llama_deep",), uses=True, scores=True),
 }
 """Each axis of a layout is used in full once."""
@@ -77,9 +78,7 @@ def straight(model_dir, tmp_path_factory) -> Callable[[str], tuple[list[float], 
     return run
 
 
-@pytest.mark.parametrize(
-    "parallel", usually(PARTS, "dp2", "cp2", "tp2 x ep2 + sp", "tp2 x pp2 + sp")
-)
+@pytest.mark.parametrize("parallel", usually(PARTS, "pp2", "cp2", "tp2 x ep2 + sp"))
 def test_every_layout_has_the_gradients_of_peft(
     parallel, reference, reward_reference, straight, model_dir, on_ranks, tmp_path
 ):

@@ -39,7 +39,7 @@ CONFIG = dataclasses.replace(
     max_grad_norm=2.0,
 )
 DTENSOR = ("one rank", "tp2 x dp2")
-CONTEXT, WORLD = "tp2 x cp2 + sp", "tp2 x pp2 x dp2"
+CONTEXT, WORLD = "tp2 x cp2 + sp", "pp2 x dp2"
 PLACES = {"qwen3": ("one rank", "dp2", CONTEXT), "llama_tied": ("one rank", WORLD)}
 """Architecture -> layouts of its `NUM_STEPS` steps."""
 CONTINUED = (("one rank", WORLD), (WORLD, "one rank"), (WORLD, "dp2"), (WORLD, CONTEXT))

@@ -38,7 +38,7 @@ def definitions(model_dir) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("parallel", usually(LAYOUTS, "cp2", "tp2 x pp2 + sp"))
+@pytest.mark.parametrize("parallel", usually(LAYOUTS, "cp2"))
 def test_a_layout_does_not_change_the_gradient_of_a_preference(
     parallel, model_dir, definitions, on_ranks
 ):
