@@ -264,8 +264,13 @@ def missing_file_text(path: Path) -> str:
     return f"{shown_path(path)} does not exist{folder}"
 
 
-def inherited_files(path: Path, trail: tuple[Path, ...]) -> Iterator[tuple[Path, yaml.MappingNode]]:
-    """Yield `path` and the files that it inherits, in the order of merging."""
+def inherited_files(
+    path: Path, trail: tuple[Path, ...], missing: list[str] | None = None
+) -> Iterator[tuple[Path, yaml.MappingNode]]:
+    """Yield `path` and the files that it inherits, in the order of merging.
+
+    The names of those that do not exist are added to `missing`; without it they are an error.
+    """
     # Resolved, so that a cycle through a symbolic link is found as well.
     resolved = path.resolve()
     if resolved in trail:
@@ -284,8 +289,11 @@ def inherited_files(path: Path, trail: tuple[Path, ...]) -> Iterator[tuple[Path,
         file = path.parent / Path(name).expanduser()
         file = file if file.suffix in (".yaml", ".yml") else file.with_name(f"{file.name}.yaml")
         if not is_possible_path(str(file)) or not file.is_file():
+            if missing is not None:
+                missing.append(shown_path(file))
+                continue
             raise ConfigError(f"{place} defaults entry {name}: {missing_file_text(file)}")
-        yield from inherited_files(file, (*trail, resolved))
+        yield from inherited_files(file, (*trail, resolved), missing)
 
 
 def _defaults(path: Path, root: yaml.MappingNode) -> Iterator[tuple[str, str]]:
