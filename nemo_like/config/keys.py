@@ -251,7 +251,8 @@ class Entry:
     switched: Mapping[str, Sequence[str] | Mapping[str, Any]] | None = None
     """Foreign key -> the keys in place of `targets` where that key is on, or other fields."""
     also: Mapping[str, Mapping[str, Any]] | None = None
-    """Canonical old value, or `*` for every other one -> further keys with their values."""
+    """Canonical old value, or `*` for every other one -> further keys with their values, `*` for
+    the old one."""
     off_values: Sequence[str] = ()
     """Canonical values with which this key as a switch is off, besides null, false, 0 and no."""
     when_null: str = ""

@@ -359,7 +359,7 @@ def _carry(
         value = yaml.load(one.new, Loader=YamlLoader)
     for key, further in one.also.items():
         if type_at(result.job.run_config, key) is not None:
-            result.put(key, further, origin)
+            result.put(key, value if further == "*" else further, origin)
     if one.targets[0] in computed:
         if one.path not in result.carried and one.path not in defaults:
             origin = result.origins.get(one.targets[0], result.reasons.get(one.targets[0]))
@@ -464,9 +464,7 @@ def _complete(result: Migration, path: Path) -> None:
             # Of a key that must be set only its default is wrong.
             open_keys = {*result.missing, *result.reasons}
             result.problems = [
-                one
-                for one in problems
-                if one not in layout and open_keys.isdisjoint(one.keys)
+                one for one in problems if one not in layout and open_keys.isdisjoint(one.keys)
             ]
             if not layout:
                 return
@@ -483,7 +481,13 @@ def _needed(result: Migration) -> list[str]:
             needed.append(f"{kind}.max_num_steps")
         if result.missing_files:
             needed += ["policy.precision", "policy.scheduler.kind"]
-    return [key for key in dict.fromkeys(needed) if type_at(result.job.run_config, key) is not None]
+    needed = [key for key in dict.fromkeys(needed) if type_at(result.job.run_config, key)]
+    reason = "not set in the original"
+    if result.missing_files:
+        reason = f"it may be in {result.missing_files[0]}"
+    for key in needed:
+        result.reasons.setdefault(key, reason)
+    return needed
 
 
 def _drop_kl(result: Migration) -> None:

@@ -247,8 +247,8 @@ def _limit(steps: Any) -> Any:
 
 
 def _epochs(tree: Tree, key: str, default: int) -> int:
-    """A number of steps replaces the epochs, so that they do not end the run."""
-    return 1_000_000 if _limit(at(tree, "max_steps")) else at(tree, key, default)
+    """A number of steps replaces the epochs: as many as do not end the run."""
+    return _limit(at(tree, "max_steps")) or at(tree, key, default)
 
 
 def _clip(low: Any, high: Any) -> Values:

@@ -199,7 +199,10 @@ def test_adapters_are_carried_over(name: str, expected: dict[str, Any]) -> None:
             },
         ),
         ("llama_factory_dpo.yaml", {"loss_fn.kind": "simpo", "dpo.max_num_epochs": 3}),
-        ("nemo_rl_grpo.yaml", {"grpo.advantage.normalize": "leave_one_out_std", "parallel.tensor": 1}),
+        (
+            "nemo_rl_grpo.yaml",
+            {"grpo.advantage.normalize": "leave_one_out_std", "parallel.tensor": 1},
+        ),
         ("trl_grpo.yaml", {"grpo.num_prompts_per_step": 4, "policy.train_global_batch_size": 32}),
     ],
 )
