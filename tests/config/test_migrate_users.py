@@ -419,8 +419,8 @@ CASES: dict[str, Case] = {
         "sft",
         {
             "run.sh": "llamafactory-cli train --stage sft --finetuning_type full \\\n"
-            "  --template qwen --model_name_or_path m --cutoff_len 4096 --max_steps 500 --warmup_ratio 0.1 \\\n"
-            "  --lr_scheduler_type cosine --learning_rate 1e-5"
+            "  --template qwen --model_name_or_path m --cutoff_len 4096 --max_steps 500 \\\n"
+            "  --warmup_ratio 0.1 --lr_scheduler_type cosine --learning_rate 1e-5"
         },
         {LENGTH: 4096, LR: 1e-5, KIND: "cosine", WARMUP: 50, "sft.max_num_steps": 500}
         | {"sft.max_num_epochs": 500, PRECISION: "bfloat16"},
@@ -433,7 +433,8 @@ CASES: dict[str, Case] = {
             "run.sh": "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data a/b \\\n"
             "  --train_batch_size 128 --rollout_batch_size 64 --n_samples_per_prompt 8 \\\n"
             "  --prompt_max_len 1024 --generate_max_len 7168 --init_kl_coef 0.0 \\\n"
-            "  --num_episodes 2 --advantage_estimator reinforce_baseline --actor_learning_rate 5e-7 --bf16"
+            "  --num_episodes 2 --advantage_estimator reinforce_baseline --bf16 \\\n"
+            "  --actor_learning_rate 5e-7"
         },
         {ROWS: 128, PROMPTS: 64, GROUP: 8, LENGTH: 8192, NEW: 7168, LR: 5e-7, KIND: "cosine"}
         | {MIN: 0.1, KL_IN: None, KL_TYPE: None, LOW: 0.2, HIGH: 0.2, BASELINE: "group_mean"}
