@@ -43,20 +43,6 @@ _SPREAD = re.compile(r"\$\{?(?:@|\w+\[@\])\}?")
 _ENDS = ("&&", "||", "|", ";", "&", ">", ">>")
 _OPENED = ("if", "case", "while", "until")
 _CLOSED = ("fi", "esac", "done")
-_PRIME_RL = ("rl", "sft", "trainer", "orchestrator")
-"""Programs of prime-rl, which read `@ FILE`."""
-_JOBS = {
-    "sft": "sft",
-    "dpo": "dpo",
-    "rm": "rm",
-    "reward": "rm",
-    "ppo": "grpo",
-    "grpo": "grpo",
-    "gspo": "grpo",
-    "dapo": "grpo",
-    "gkd": "distill",
-}
-"""Word in the name of a program -> job."""
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -64,13 +50,6 @@ _OPERATORS = {
     ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
 }
-_PARTS = {
-    "orchestrator": ("train", "sampling", "env", "group_size", "rollouts_per_example"),
-    "trainer": ("optim", "scheduler", "loss"),
-}
-"""File of prime-rl -> the keys that identify it."""
-_SHARED = ("max_steps", "seq_len", "output_dir", "monitors", "wandb", "ckpt")
-"""Keys of the files of prime-rl that one config of all parts has at its top level."""
 
 
 @dataclass
@@ -124,18 +103,20 @@ def _one_part(source: ForeignSource) -> ForeignSource:
     """Put the keys of a single file of prime-rl into its section of a config of all parts."""
     tree = source.tree
     is_sft = isinstance(tree.get("data"), dict) and not tree["data"].keys() <= {"fake"}
-    if is_sft or not tree.keys().isdisjoint((*_PARTS, "inference", "deployment")):
+    if is_sft or not tree.keys().isdisjoint((*general()["parts"], "inference", "deployment")):
         return source
-    for part, signs in _PARTS.items():
+    for part, signs in general()["parts"].items():
         if not tree.keys().isdisjoint(signs):
             return _nested_part(source, part)
     return source
 
 
 def _nested_part(source: ForeignSource, part: str) -> ForeignSource:
-    shared = {name: source.tree.pop(name) for name in _SHARED if name in source.tree}
+    shared = {
+        name: source.tree.pop(name) for name in general()["shared_keys"] if name in source.tree
+    }
     source.tree = {**shared, part: source.tree}
-    source.missing_files += [_part_text(other) for other in _PARTS if other != part]
+    source.missing_files += [_part_text(other) for other in general()["parts"] if other != part]
     return source
 
 
@@ -153,8 +134,8 @@ def _read_script(job: JobSchema, path: Path, text: str) -> ForeignSource:
     for config in reader.configs:
         tree = merged(tree, config)
     source.tree = merged(tree, source.tree)
-    if _PARTS.keys() <= source.tree.keys():
-        texts = [_part_text(part) for part in _PARTS]
+    if general()["parts"].keys() <= source.tree.keys():
+        texts = [_part_text(part) for part in general()["parts"]]
         source.missing_files = [name for name in source.missing_files if name not in texts]
     return source
 
@@ -275,7 +256,8 @@ class _ScriptReader:
         stem = launcher[-1].removesuffix(".py").rpartition("/")[2].rpartition(".")[2]
         # `trl grpo` has the job in the next word.
         names = re.split(r"[\W_]+", stem) + arguments[:1]
-        self.source.job = next((_JOBS[name] for name in names if name in _JOBS), self.source.job)
+        jobs = general()["jobs"]
+        self.source.job = next((jobs[name] for name in names if name in jobs), self.source.job)
         number = _num_processes(launcher, {**self._variables, **environment}, self._found)
         self.source.num_processes = number or self.source.num_processes
         for section, name in _config_names(arguments):
@@ -329,7 +311,7 @@ def _program_end(words: list[str]) -> int:
     is_launched = _LAUNCHER.fullmatch(words[0]) is not None
     for index, word in enumerate(words):
         is_program = _PROGRAM.fullmatch(word) or words[index - 1] in ("-m", "--module")
-        is_program = is_program or (word in _PRIME_RL and "@" in words)
+        is_program = is_program or (word in general()["part_programs"] and "@" in words)
         # The value of an option is the file of another command's plug-in.
         is_value = not is_launched and index > 0 and words[index - 1].startswith("--")
         # Without arguments a file may be the object of another command, such as `rm`.

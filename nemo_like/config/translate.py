@@ -277,7 +277,7 @@ def _set(
         reason = ""
         if not path and target in result.values:
             continue
-        if isinstance(value, str) and "$" in value and "${div:" not in value:
+        if isinstance(value, str) and "$" in value:
             reason = f"its value {shown_text(value)} is not known; set {target}"
             result.require(target, f"{path} is {shown_text(value)}")
         elif target in _SETS and isinstance(value, list):
