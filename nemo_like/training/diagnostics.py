@@ -197,7 +197,7 @@ def encode_sample(
             title = f"data.on_bad_row=skip leaves out {bad.num_rows:,}{scope}:"
             diagnostics.warnings.append("\n".join([title, *bad.lines()]))
         else:
-            diagnostics.problems.append(bad.text(scope))
+            diagnostics.problems.append(bad.text(scope, are_all=not encoded))
     return encoded
 
 
