@@ -86,11 +86,11 @@ class BadRows:
         return "\n".join([f"{self.num_rows:,} bad rows{scope} ({fix}):", *self.lines()])
 
     def lines(self) -> list[str]:
-        """Return each problem of the rows that are kept, and a line with their places."""
+        """Return each problem of the rows that are kept, with their places in a further line."""
         lines = []
         for problem, locations in self._locations.items():
-            lines.append(f"  {shortened(problem, _MAX_CHARACTERS)}:")
-            lines.append(f"    {', '.join(locations)}")
+            cause = shortened(problem, _MAX_CHARACTERS)
+            lines.append(f"  {cause}:\n    {', '.join(locations)}")
         if self.num_rows > MAX_LISTED:
             lines.append(f"  and {self.num_rows - MAX_LISTED:,} more")
         return lines
