@@ -166,7 +166,7 @@ def _commands(path: Path, text: str) -> Iterator[list[str]]:
             yield words[start:end]
     if pending:
         first = pending.splitlines()[0].strip()
-        raise ConfigError(f"{shown_path(path)}: the quotation that begins in {first!r} has no end")
+        raise ConfigError(f"{source_name(path)}: the quotation that begins in {first!r} has no end")
 
 
 class _ScriptReader:
@@ -226,7 +226,7 @@ class _ScriptReader:
             start = _program_end(words)
             for tool, signs in general()["unread"].items():
                 if not set(signs["programs"]).isdisjoint(words[:3]):
-                    raise ConfigError(unread_text(shown_path(self._path), tool))
+                    raise ConfigError(unread_text(source_name(self._path), tool))
             if start < len(words):
                 self._add_program(words[:start], words[start:], environment)
         option = ""
@@ -296,6 +296,11 @@ class _ScriptReader:
         parts = text.split()
         is_list = text != word and parts[1:] and all(_ARGUMENT.fullmatch(part) for part in parts)
         return parts if is_list else [text]
+
+
+def source_name(path: Path) -> str:
+    """Return a file for a message; `-` is the standard input."""
+    return "the standard input" if str(path) == "-" else shown_path(path)
 
 
 def unread_text(source: str, tool: str) -> str:

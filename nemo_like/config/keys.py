@@ -288,9 +288,9 @@ class Tool:
     defaults: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     """Job, or `all` -> key of the tool -> default of the tool, where the one here differs, or a
     formula."""
-    advice: Sequence[str | Mapping[str, str]] = ()
-    """What differs in behavior: a text, or a `note` that applies with the key `when` on and the key
-    `unless` off."""
+    advice: Sequence[str | Mapping[str, Any]] = ()
+    """What differs in behavior: a text, or a `note` that applies with the keys `when` on and the
+    keys `unless` off."""
     epochs: Sequence[str] = ()
     """Keys of the tool with the number of epochs."""
     ends_at_smaller: bool = False

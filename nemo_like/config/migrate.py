@@ -15,7 +15,7 @@ from typing import Any
 
 from nemo_like.config.build import build_config, resolve_interpolations
 from nemo_like.config.check import find_problems
-from nemo_like.config.errors import ConfigError, Problem, counted, shown_path
+from nemo_like.config.errors import ConfigError, Problem, counted
 from nemo_like.config.foreign import (
     Finding,
     canonical,
@@ -24,7 +24,7 @@ from nemo_like.config.foreign import (
     recognized_tool,
     value_at,
 )
-from nemo_like.config.foreign_source import read_source, unread_text
+from nemo_like.config.foreign_source import read_source, source_name, unread_text
 from nemo_like.config.keys import JobSchema, Tool, general, tools, type_at
 from nemo_like.config.load import merged, schema_defaults
 from nemo_like.config.schema import RunConfig
@@ -71,7 +71,7 @@ def migrate(
     any_job = JobSchema(next(iter(jobs)), jobs)
     source = read_source(any_job, path, text)
     tool = recognized_tool(source.tree, is_fragment=kind is not None)
-    name = shown_path(path) if text is None else "the standard input"
+    name = source_name(path)
     _refuse_unread(name, source.tree)
     if tool is None:
         for file in source.missing_files:
@@ -113,9 +113,9 @@ def _notes(result: Migration, tree: Mapping[str, Any]) -> Iterator[str]:
     for entry in result.tool.advice:
         conditions = {"note": entry} if isinstance(entry, str) else entry
         note = conditions["note"]
-        if "when" in conditions and not is_on(tree, conditions["when"]):
+        if not all(is_on(tree, key) for key in conditions.get("when", ())):
             continue
-        if "unless" in conditions and is_on(tree, conditions["unless"]):
+        if any(is_on(tree, key) for key in conditions.get("unless", ())):
             continue
         # A note that names a key of other jobs only is about them.
         if not any(

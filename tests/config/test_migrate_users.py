@@ -574,3 +574,5 @@ def test_the_report_names_missing_files_first_and_reasons(
     steps = "grpo.max_num_steps: num_train_epochs is 1: 1 x the rows of the data / 8"
     assert steps in output.err and steps in output.out
     assert "reward_funcs: rewards are Python functions" in output.err
+    # Notes about other values and jobs.
+    assert "What differs" not in output.err
