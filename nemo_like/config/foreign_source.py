@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from nemo_like.config.errors import ConfigError, shown_path
-from nemo_like.config.foreign import with_indices
+from nemo_like.config.foreign import value_at, with_indices
 from nemo_like.config.keys import JobSchema, general
 from nemo_like.config.load import Composition, YamlLoader, inherited_files, merged, read_root
 
@@ -41,7 +41,7 @@ _LAUNCHER = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|u
 _CONFIG = re.compile(r"[^=]+\.(?:ya?ml|toml)")
 _SPREAD = re.compile(r"\$\{?(?:@|\w+\[@\])\}?")
 _ENDS = ("&&", "||", "|", ";", "&", ">", ">>")
-_OPENED = ("if", "case", "while", "until")
+_OPENED = ("if", "case", "for", "while", "until")
 _CLOSED = ("fi", "esac", "done")
 _OPERATORS = {
     ast.Add: operator.add,
@@ -106,7 +106,7 @@ def _one_part(source: ForeignSource) -> ForeignSource:
     if is_sft or not tree.keys().isdisjoint((*general()["parts"], "inference", "deployment")):
         return source
     for part, signs in general()["parts"].items():
-        if not tree.keys().isdisjoint(signs):
+        if any(value_at(tree, sign) is not None for sign in signs):
             return _nested_part(source, part)
     return source
 
@@ -161,8 +161,7 @@ def _commands(path: Path, text: str) -> Iterator[list[str]]:
         pending = ""
         end = next((index for index, word in enumerate(words) if word in _ENDS), len(words))
         start = 1 if words[:1] in (["export"], ["local"], ["declare"]) else 0
-        is_label = words[:1] != [] and words[0].endswith(")") and "(" not in words[0]
-        if words[start:end] and not is_label:
+        if words[start:end]:
             yield words[start:end]
     if pending:
         first = pending.splitlines()[0].strip()
@@ -185,7 +184,11 @@ class _ScriptReader:
 
     def add_line(self, words: list[str]) -> None:
         """Add the words of one line."""
-        self._depth += (words[0] in _OPENED) - (words[0] in _CLOSED)
+        if not self._is_list and words[0].endswith(")") and "(" not in words[0]:
+            # A label of `case`, whose commands depend on the arguments of the script.
+            return
+        is_one_line = words[-1].rstrip(";") in _CLOSED
+        self._depth += (words[0] in _OPENED and not is_one_line) - (words[0] in _CLOSED)
         environment: dict[str, str] = {}
         first = None if self._is_list else _ASSIGNMENT.fullmatch(words[0])
         if first is not None and first[2].startswith("("):
@@ -258,7 +261,7 @@ class _ScriptReader:
         names = re.split(r"[\W_]+", stem) + arguments[:1]
         jobs = general()["jobs"]
         self.source.job = next((jobs[name] for name in names if name in jobs), self.source.job)
-        number = _num_processes(launcher, {**self._variables, **environment}, self._found)
+        number = _num_processes(launcher, {**self._variables, **environment}, self._content)
         self.source.num_processes = number or self.source.num_processes
         for section, name in _config_names(arguments):
             file = self._found(name)
@@ -270,6 +273,10 @@ class _ScriptReader:
                 config = _nested_part(config, section)
             self.configs.append(config.tree)
             self.source.missing_files += config.missing_files
+
+    def _content(self, name: str) -> dict[str, Any]:
+        file = self._found(name)
+        return {} if file is None else read_source(self._job, file).tree
 
     def _found(self, name: str) -> Path | None:
         """Return the path of a file that the script names relative to a folder of its project."""
@@ -315,7 +322,8 @@ def _program_end(words: list[str]) -> int:
     """Return the index behind the name of the program; that of the last word without one."""
     is_launched = _LAUNCHER.fullmatch(words[0]) is not None
     for index, word in enumerate(words):
-        is_program = _PROGRAM.fullmatch(word) or words[index - 1] in ("-m", "--module")
+        is_module = words[index - 1] in ("-m", "--module") and not word.startswith("torch.")
+        is_program = _PROGRAM.fullmatch(word) or is_module
         is_program = is_program or (word in general()["part_programs"] and "@" in words)
         # The value of an option is the file of another command's plug-in.
         is_value = not is_launched and index > 0 and words[index - 1].startswith("--")
@@ -334,19 +342,23 @@ def _config_names(arguments: list[str]) -> Iterator[tuple[str, str]]:
         if not has_value:
             option, value = before[1], word
         is_file = _CONFIG.fullmatch(value) is not None
+        # Not the value of another option or key.
+        is_named = (
+            option == "--config" if has_value else option in ("--config", "@") or option[:2] != "--"
+        )
         if option == "--config-path":
             folder = f"{value.rstrip('/')}/"
         elif option == "--config-name" and Path(value).stem not in general()["own_configs"]:
             yield "", f"{folder}{value.removesuffix('.yaml')}.yaml"
         elif is_file and option == "@":
             yield before[0].removeprefix("--") if before[0].startswith("--") else "", value
-        elif is_file and (option == "--config" or option[:2] != "--"):
+        elif is_file and is_named:
             yield "", value
         before = [before[1], word]
 
 
 def _num_processes(
-    launcher: list[str], variables: Mapping[str, str], found: Callable[[str], Path | None]
+    launcher: list[str], variables: Mapping[str, str], content: Callable[[str], dict[str, Any]]
 ) -> int | None:
     """Return the number of processes that a launcher starts; None if it is not known."""
     options = {"nproc_per_node": variables.get("NPROC_PER_NODE"), "nnodes": variables.get("NNODES")}
@@ -354,16 +366,16 @@ def _num_processes(
         name, has_value, value = word.lstrip("-").replace("-", "_").partition("=")
         if word.startswith("-"):
             options[name] = value if has_value else following
-    file = options.get("config_file")
-    path = found(file) if file is not None else None
-    if path is not None:
-        options = {**yaml.safe_load(path.read_text("utf-8")), **options}
     number = options.get("num_processes")
+    if number is None and "config_file" in options:
+        number = content(str(options["config_file"])).get("num_processes")
     per_node = options.get("nproc_per_node") or options.get("num_gpus")
     if number is None and per_node is not None:
         number = f"{per_node}*{options.get('nnodes') or options.get('num_nodes') or 1}"
-    if number is None and re.fullmatch(r"(?:.*/)?python[\d.]*", launcher[0]):
-        number = None if any("torch.distributed" in word for word in launcher) else 1
+    devices = variables.get("CUDA_VISIBLE_DEVICES")
+    if number is None and devices and re.search("python|llamafactory", launcher[0]):
+        # Without a launcher one process has a batch for each device.
+        number = devices.count(",") + 1
     try:
         return _number(ast.parse(str(number), mode="eval").body)
     except (SyntaxError, KeyError, ZeroDivisionError):

@@ -275,7 +275,10 @@ CASES: dict[str, Case] = {
     "TRL reward model on one device": Case(
         "TRL",
         "rm",
-        {"run.sh": "python trl/scripts/reward.py --dataset_name a/b --use_peft --bf16 False"},
+        {
+            "run.sh": "CUDA_VISIBLE_DEVICES=0 python trl/scripts/reward.py --dataset_name a/b"
+            " --use_peft --bf16 False"
+        },
         {ROWS: 8, LR: 1e-4, "rm.max_num_epochs": 3, KIND: "linear", LENGTH: 1024, PRECISION: None},
     ),
     "verl DAPO": Case(
@@ -312,6 +315,47 @@ CASES: dict[str, Case] = {
             "  actor_rollout_ref.model.path=m trainer.total_epochs=1 \\\n"
         },
         {ROWS: 256, PROMPTS: 256, BASELINE: "leave_one_out", NORMALIZE: "none", LENGTH: 1024},
+        (STEPS,),
+    ),
+    "verl with lists, loops and files of tools": Case(
+        "verl",
+        "grpo",
+        {
+            "run.sh": "for x in 1 2; do echo $x; done\nN=2\nN=4\nROLLOUT=(\n"
+            "  actor_rollout_ref.rollout.n=$N\n  actor_rollout_ref.model.path=m)\nP=(\n"
+            "  trainer.total_training_steps=5\n)\nB=64\n"
+            "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo ${P[@]}"
+            " actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml"
+            ' data.train_batch_size=$B "${ROLLOUT[@]}"'
+            " actor_rollout_ref.actor.ppo_mini_batch_size=$B"
+        },
+        {ROWS: 256, PROMPTS: 64, GROUP: 4, STEPS: 5, LR: 1e-6, LENGTH: 1024},
+    ),
+    "TRL by a launcher of torch": Case(
+        "TRL",
+        "sft",
+        {
+            "run.sh": "python -m torch.distributed.launch --nproc_per_node=4 trl/scripts/sft.py"
+            " --dataset_name a/b --use_peft --per_device_train_batch_size 2"
+        },
+        {ROWS: 8, "sft.max_num_epochs": 3},
+    ),
+    "TRL without a launcher": Case(
+        "TRL",
+        "sft",
+        {"run.sh": "python trl/scripts/sft.py --dataset_name a/b --use_peft --max_length 512"},
+        {LENGTH: 512, "sft.max_num_epochs": 3},
+        # Every device of the machine has a batch.
+        (ROWS,),
+    ),
+    "Cosmos-RL": Case(
+        "Cosmos-RL",
+        "grpo",
+        {
+            "run.toml": "[train]\ntrain_batch_per_replica = 64\n[train.train_policy]\n"
+            'type = "grpo"\n[policy]\nmodel_name_or_path = "m"\n[rollout]\nn_generation = 8\n'
+        },
+        {PROMPTS: 8, GROUP: 8, LENGTH: 4096, NEW: 2048, LR: 1e-6, WARMUP: 20},
         (STEPS,),
     ),
     "verl GSPO with a condition": Case(
