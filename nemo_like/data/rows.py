@@ -82,8 +82,10 @@ class BadRows:
         if self.num_rows == 1:
             ((problem, (location,)),) = self._locations.items()
             return f"{location}: {problem}"
-        fix = "no row can be used" if are_all else "data.on_bad_row=skip leaves them out"
-        return "\n".join([f"{self.num_rows:,} bad rows{scope} ({fix}):", *self.lines()])
+        title = f"{self.num_rows:,} bad rows{scope} (data.on_bad_row=skip leaves them out):"
+        if are_all:
+            title = f"{self.num_rows:,} bad rows{scope}, and no row can be used:"
+        return "\n".join([title, *self.lines()])
 
     def lines(self) -> list[str]:
         """Return each problem of the rows that are kept, with their places in a further line."""
