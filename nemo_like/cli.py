@@ -139,8 +139,8 @@ _COMMANDS = {
 """,
     ),
     "migrate": _Command(
-        "write a config from one of NeMo RL, verl, TRL, axolotl, LLaMA-Factory, OpenRLHF or"
-        " prime-rl, and list what could not be carried over",
+        "write a config from one of NeMo RL, verl, TRL, axolotl, LLaMA-Factory, OpenRLHF, prime-rl"
+        " or Cosmos-RL, and list what could not be carried over",
         "migrate.run",
         command_arguments.add_migrate,
         """examples:

@@ -258,6 +258,8 @@ def add_migrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="OLD", help=text)
     text = "the new YAML file; default: the standard output"
     parser.add_argument("--out", type=Path, metavar="NEW", help=text)
+    text = "processes of the original run, for tools that count rows per process"
+    parser.add_argument("--num-processes", type=int, metavar="N", help=text)
     add_kind(parser)
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -20,6 +18,7 @@ from nemo_like.config.migrate import Migration, migrate
 from nemo_like.console import say, say_error
 
 _HELP = {
+    "grpo.max_num_steps": "the number of steps",
     "data.train_path": "a file, or hf://NAME?split=SPLIT",
     "data.validation_path": "a file, or hf://NAME?split=SPLIT",
     "policy.model_name": "a directory, or a name of the Hugging Face hub",
@@ -32,15 +31,12 @@ _WIDTH = 32
 def run(arguments: argparse.Namespace) -> int:
     """Write the config and the report; return the exit code. Raises ConfigError."""
     source, target = arguments.source, arguments.out
-    if str(source) == "-":
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "command")
-            path.write_text(sys.stdin.read())
-            result = migrate(RUN_CONFIGS, path, arguments.kind)
-    elif not source.is_file():
+    command = sys.stdin.read() if str(source) == "-" else None
+    if command is None and not source.is_file():
         raise ConfigError(missing_file_text(source))
-    else:
-        result = migrate(RUN_CONFIGS, source, arguments.kind)
+    result = migrate(
+        RUN_CONFIGS, source, arguments.kind, text=command, num_processes=arguments.num_processes
+    )
     text = config_text(result, str(source))
     if target is None:
         say(text.rstrip("\n"))
@@ -58,7 +54,8 @@ def config_text(result: Migration, source: str) -> str:
     """Return the YAML with the origin of each key, and with what is missing and left out."""
     lines = [f"# From {source}, a config of {result.tool.name} for `{result.job.kind}`."]
     sections = [
-        ("What you must set", [f"{key}: {_HELP.get(key, '')}" for key in result.missing]),
+        ("Not found, so that their keys are not known", result.missing_files),
+        ("What you must set", _must_set(result)),
         ("What you must change", [str(problem) for problem in result.problems]),
         ("What differs", result.notes),
     ]
@@ -84,6 +81,7 @@ def report_lines(result: Migration, source: str, target: str) -> Iterator[str]:
         f" {counted(len(result.carried), 'key')} carried over, {len(result.dropped)} dropped,"
         f" {len(result.unknown)} unknown"
     )
+    yield from _groups([("Not found, so that their keys are not known", result.missing_files)])
     carried = []
     for path, keys in result.carried.items():
         values = [f"{key}: {_shown(result.values.get(key))}" for key in dict.fromkeys(keys)]
@@ -95,11 +93,15 @@ def report_lines(result: Migration, source: str, target: str) -> Iterator[str]:
             ("Unknown keys, not carried over", [shown_key(one.path) for one in result.unknown]),
             ("What differs", result.notes),
             ("What you must change", [str(problem) for problem in result.problems]),
-            ("What you must set", [f"{key}: {_HELP.get(key, '')}" for key in result.missing]),
+            ("What you must set", _must_set(result)),
         ]
     )
     settings = "".join(f" {key}=..." for key in result.missing)
     yield f"next: nemo-like validate --config {target}{settings}"
+
+
+def _must_set(result: Migration) -> list[str]:
+    return [f"{key}: {result.reasons.get(key) or _HELP.get(key, '')}" for key in result.missing]
 
 
 def _dropped(result: Migration) -> list[tuple[str, list[str]]]:
@@ -144,7 +146,8 @@ def _yaml_lines(
             yield f"{indent}{name}:"
             yield from _yaml_lines(result, value, key, f"{indent}  ")
         elif isinstance(value, _Missing):
-            yield f"{indent}{name}: ???".ljust(_WIDTH) + "  # you must set it"
+            reason = result.reasons.get(key, "you must set it")
+            yield f"{indent}{name}: ???".ljust(_WIDTH) + f"  # {reason}"
         elif key in result.origins:
             yield f"{indent}{name}: {_shown(value)}".ljust(_WIDTH) + f"  # {result.origins[key]}"
         else:

@@ -36,9 +36,10 @@ from nemo_like.config.load import (
 )
 from nemo_like.config.schema import RunConfig
 from nemo_like.console import say
-from nemo_like.data.formats import PROMPT_ROWS, SFT_ROWS, question
-from nemo_like.data.preferences import PREFERENCE_ROWS
-from nemo_like.data.rows import load_rows
+from nemo_like.data.column_names import column_guesses, shown_columns
+from nemo_like.data.formats import question
+from nemo_like.data.preferences import job_of_row
+from nemo_like.data.rows import first_row
 from nemo_like.models.pretrained import import_transformers_without_torch
 from nemo_like.models.spec import ModelSpec
 from nemo_like.run.progress import Progress
@@ -118,9 +119,12 @@ def choose_config(arguments: argparse.Namespace, kind: str | None) -> Chosen:
     draft, data = _draft_data(job, values, overrides)
     if kind == "grpo" and not has_own_functions:
         if question(data.train[0]).answer is None:
+            guesses = column_guesses(data.train[0], [("answer",)])
+            named_column = f", or set data.columns={shown_columns(guesses[0])}" if guesses else ""
             raise ConfigError(
                 f"{arguments.data} has no answers to compare completions with; give --reward"
                 " package.function, which scores a completion, or add a column answer"
+                f"{named_column}"
             )
         named["reward.functions.answer.path"] = (_ANSWER_REWARD, "the rows have answers")
     progress = Progress(sys.stderr)
@@ -162,10 +166,8 @@ def _kind_of_file(path: str, tree: dict[str, Any]) -> str:
     It is `sft` for a row that no job can use, whose error then names what is wrong.
     """
     columns = tree.get("data", {}).get("columns", {})
-    for kind, schema in (("dpo", PREFERENCE_ROWS), ("sft", SFT_ROWS), ("grpo", PROMPT_ROWS)):
-        with suppress(ConfigError):
-            load_rows(path, schema, max_rows=1, columns=columns)
-            return kind
+    with suppress(ConfigError):
+        return job_of_row(first_row(path), columns)
     return "sft"
 
 

@@ -55,6 +55,8 @@ class Finding:
     """The new value; None if the value does not change."""
     text: str = ""
     """A note, or the reason; empty for an unknown key."""
+    also: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys with their values."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,13 @@ def recognized_tool(tree: Mapping[str, Any], *, is_fragment: bool = False) -> To
         return likeliest
     keys = list(key_paths(tree))
     if is_fragment:
-        counts = {each: sum(_in_table(key) in each.entries for key in keys) for each in tools()}
+        counts = {each: sum(in_table(key) in each.entries for key in keys) for each in tools()}
         likeliest = max(counts, key=lambda each: (signs[each], counts[each]))
         return likeliest if signs[likeliest] + counts[likeliest] else None
     if len(keys) <= _MIN_SIGNS or not set(_SECTIONS).isdisjoint(tree):
         return None
     shares = {
-        each: sum(_in_table(key) in each.entries for key in keys) / len(keys) for each in tools()
+        each: sum(in_table(key) in each.entries for key in keys) / len(keys) for each in tools()
     }
     likeliest = max(shares, key=lambda each: shares[each])
     return likeliest if shares[likeliest] >= _MIN_KNOWN_SHARE else None
@@ -207,7 +209,7 @@ def _section(source: _Source, section: Mapping[str, Any], prefix: str) -> Iterat
 
 
 def _unknown(source: _Source, path: str, value: Any) -> Iterator[Finding]:
-    has_inner = _in_table(path) in source.sections
+    has_inner = in_table(path) in source.sections
     # Hydra's instantiation, which no tool's table lists for each of its keys.
     is_class = path.endswith("._target_")
     entry = Entry("obsolete", note=_CLASS) if is_class else _entry(source, path)
@@ -271,24 +273,30 @@ def _judged(source: _Source, path: str, value: Any, entry: Entry) -> Finding:
             return Finding(path, "deletable", text=f"{entry.switch} is off")
     for key, switched in (entry.switched or {}).items():
         if not _is_switched_off(source, key):
-            entry = replace(entry, targets=tuple(switched))
+            is_fields = isinstance(switched, Mapping)
+            entry = replace(entry, **(switched if is_fields else {"targets": tuple(switched)}))
     old = canonical(value)
+    also = (entry.also or {}).get(old, (entry.also or {}).get("*", {}))
     notes = [entry.note] if entry.note else []
     new: str | None = "*"
     if entry.values is not None:
         if old not in entry.values and "*" not in entry.values:
             known = [f"{key} is {mapped}" for key, mapped in entry.values.items() if mapped]
             notes += [f"of its values, {', '.join(known)}"] if known else []
-            return Finding(path, "unsupported", text=f"{targets}: {'; '.join(notes)}")
+            text = f"{targets}: {'; '.join(notes)}"
+            return Finding(path, "unsupported", entry.targets, text=text)
         new = entry.values.get(old, entry.values.get("*"))
         if new is None:
-            is_reference = "${" in old
-            text = _REFERENCE if is_reference else f"the default of {targets} has the same effect"
+            text = f"the default of {targets} has the same effect"
+            if "${" in old or old.startswith("-"):
+                text = _REFERENCE if "${" in old else NO_EFFECT
             return Finding(path, "deletable", text=text)
     # `*` in a table stands for every other value, which stays as it is.
     if new == "*":
-        return Finding(path, "renamed", entry.targets, text="; ".join(notes))
-    return Finding(path, "renamed", entry.targets, old=old, new=new, text="; ".join(notes))
+        return Finding(path, "renamed", entry.targets, text="; ".join(notes), also=also)
+    return Finding(
+        path, "renamed", entry.targets, old=old, new=new, text="; ".join(notes), also=also
+    )
 
 
 def _is_switched_off(source: _Source, key: str) -> bool:
@@ -309,7 +317,7 @@ def _is_unchanged(finding: Finding, entry: Entry) -> bool:
 def _entry(source: _Source, path: str) -> Entry | None:
     """Return the entry of the key, or of the nearest section above it that covers all its keys."""
     entries = source.entries
-    path = _in_table(path)
+    path = in_table(path)
     entry = entries.get(path)
     parent = path.rpartition(".")[0]
     while entry is None and parent:
@@ -323,13 +331,12 @@ def _entry(source: _Source, path: str) -> Entry | None:
     wanted = (entry.sft,) if job.kind == "sft" and entry.sft is not None else entry.targets
     targets = tuple(key for key in wanted if type_at(job.run_config, key) is not None)
     if not targets:
-        note = f"; {entry.note}" if entry.note else ""
-        note = f"`nemo-like {job.kind}` has no {' or '.join(wanted)}{note}"
+        note = entry.note or f"`nemo-like {job.kind}` has no such key"
         return Entry("unsupported", note=note, no_effect=())
     return replace(entry, targets=targets, sft=None)
 
 
-def _in_table(path: str) -> str:
+def in_table(path: str) -> str:
     """Return a key as the tables have it: NAME for a name of the user and for an index."""
     return _INDEX.sub(".NAME", _NAMED.sub(r"\1NAME.", path))
 

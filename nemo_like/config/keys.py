@@ -258,8 +258,11 @@ class Entry:
     """A foreign key that must be on, or this one has no effect."""
     unless: str | None = None
     """A foreign key that must be off, or this one has no effect."""
-    switched: Mapping[str, Sequence[str]] | None = None
-    """Foreign key -> the keys in place of `targets` where that key is on."""
+    switched: Mapping[str, Sequence[str] | Mapping[str, Any]] | None = None
+    """Foreign key -> the keys in place of `targets` where that key is on, or other fields."""
+    also: Mapping[str, Mapping[str, Any]] | None = None
+    """Canonical old value, or `*` for every other one -> further keys with their values, `*` for
+    the old one."""
     off_values: Sequence[str] = ()
     """Canonical values with which this key as a switch is off, besides null, false, 0 and no."""
     when_null: str = ""
@@ -295,8 +298,18 @@ class Tool:
     defaults: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     """Job, or `all` -> key of the tool -> default of the tool, where the one here differs, or a
     formula."""
-    advice: Sequence[str] = ()
-    """What differs in behavior."""
+    advice: Sequence[str | Mapping[str, Any]] = ()
+    """What differs in behavior: a text, or a `note` that applies with the keys `when` on and the
+    keys `unless` off."""
+    epochs: Sequence[str] = ()
+    """Keys of the tool with the number of epochs."""
+    ends_at_smaller: bool = False
+    """True if a run with a number of steps ends earlier with its epochs."""
+    undecided: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    """Key of the schema -> key of the tool -> why the user must set the first where the second is
+    on."""
+    hub: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    """`config` and `split` of a data set of the hub -> keys beside that of its name."""
 
 
 @cache

@@ -51,6 +51,7 @@ from nemo_like.config.keys import (
 from nemo_like.config.schema import RunConfig
 
 COMMAND_LINE = Location("the command line")
+_Files = Iterator[tuple[Path, yaml.MappingNode]]
 _SELF = "_self_"
 _MIN_UNKNOWN = 5
 """Unknown keys from which a config without sections of this package is one of another tool."""
@@ -264,8 +265,11 @@ def missing_file_text(path: Path) -> str:
     return f"{shown_path(path)} does not exist{folder}"
 
 
-def inherited_files(path: Path, trail: tuple[Path, ...]) -> Iterator[tuple[Path, yaml.MappingNode]]:
-    """Yield `path` and the files that it inherits, in the order of merging."""
+def inherited_files(path: Path, trail: tuple[Path, ...], absent: list[str] | None = None) -> _Files:
+    """Yield `path` and the files that it inherits, in the order of merging.
+
+    The names of those that do not exist are added to `absent`; without it they are an error.
+    """
     # Resolved, so that a cycle through a symbolic link is found as well.
     resolved = path.resolve()
     if resolved in trail:
@@ -284,8 +288,11 @@ def inherited_files(path: Path, trail: tuple[Path, ...]) -> Iterator[tuple[Path,
         file = path.parent / Path(name).expanduser()
         file = file if file.suffix in (".yaml", ".yml") else file.with_name(f"{file.name}.yaml")
         if not is_possible_path(str(file)) or not file.is_file():
+            if absent is not None:
+                absent.append(shown_path(file))
+                continue
             raise ConfigError(f"{place} defaults entry {name}: {missing_file_text(file)}")
-        yield from inherited_files(file, (*trail, resolved))
+        yield from inherited_files(file, (*trail, resolved), absent)
 
 
 def _defaults(path: Path, root: yaml.MappingNode) -> Iterator[tuple[str, str]]:

@@ -20,7 +20,8 @@ _OTHER_NAMES = {
     "messages": ("conversation", "dialog", "dialogue", "chat", "turns"),
     "conversations": ("conversation", "messages", "dialog", "dialogue", "chat", "turns"),
     "prompt": ("question", "instruction", "query", "problem", "input", "request", "user", "source"),
-    "completion": ("reply", "response", "output", "answer", "assistant", "target", "solution"),
+    # `answer` last: beside a solution it is its result.
+    "completion": ("reply", "response", "output", "assistant", "target", "solution", "answer"),
     "answer": ("solution", "target", "result", "label", "truth", "reference"),
     "chosen": ("preferred", "accepted", "better", "winner", "positive"),
     "rejected": ("dispreferred", "refused", "worse", "loser", "negative"),
@@ -46,7 +47,10 @@ def column_guesses(
     for columns in formats:
         found: dict[str, str] = {}
         for column in columns:
-            name = _likeliest(column, [name for name in names if name not in found.values()])
+            others = [name for name in names if name not in found.values()]
+            if column == "answer" and isinstance(names, Mapping):
+                others += _nested_names(names)
+            name = _likeliest(column, others)
             if name is not None:
                 found[column] = name
         if len(found) == len(columns):
@@ -55,6 +59,12 @@ def column_guesses(
             renamed = {column: name for column, name in found.items() if name != column}
             guesses.append((-num_equal, -len(columns), renamed))
     return [renamed for _, _, renamed in sorted(guesses, key=lambda guess: guess[:2]) if renamed]
+
+
+def _nested_names(row: Mapping[str, Any]) -> list[str]:
+    """Return the entries of columns that are objects, such as `reward_model.ground_truth`."""
+    objects = [(name, value) for name, value in row.items() if isinstance(value, dict)]
+    return [f"{name}.{entry}" for name, value in objects for entry in value]
 
 
 def _likeliest(column: str, names: Sequence[str]) -> str | None:

@@ -230,7 +230,8 @@ class EncodedRows:
             if bad.num_rows >= MAX_LISTED or time.monotonic() > deadline:
                 break
         if bad.num_rows:
-            raise ConfigError(bad.text(f" among {self.num_encoded + bad.num_rows:,} encoded"))
+            scope = f" among {self.num_encoded + bad.num_rows:,} encoded"
+            raise ConfigError(bad.text(scope, are_all=self.num_encoded == 0))
 
     def _store(self, row: int, encoded: EncodedRow | None) -> None:
         """Write an encoded row to the file. Raises ConfigError if it cannot be written."""

@@ -34,8 +34,8 @@ from nemo_like.data.messages import (
 from nemo_like.data.row_files import Row, shown_json
 
 UNDERSTOOD = (
-    "messages [+ answer]; prompt + completion; prompt + answer; question + answer with"
-    " '#### result' (GSM8K)"
+    "messages [+ answer]; conversations (ShareGPT); prompt + completion; prompt + answer;"
+    " instruction [+ input] + output (Alpaca); question + answer with '#### result' (GSM8K)"
 )
 _ASSISTANT_COLUMNS = ("completion", "answer", "text", "chosen", "rejected")
 """Columns whose text is a turn of the assistant."""
@@ -102,7 +102,11 @@ class RowSchema:
         """Return the value of `data.columns` with which the job can use a row; None without."""
         # With its own columns first. Rollouts need the answer, and SFT trains on it as well.
         formats = sorted(self.formats, key=lambda columns: "completion" in columns)
-        for columns in ({}, *column_guesses(row, [*formats, ("conversations",)])):
+        guesses = column_guesses(row, [*formats, ("conversations",)])
+        if ("text",) in formats:
+            # A column `answer` may have only the result of the text to train on.
+            guesses = [*column_guesses(row, [("prompt", "completion")]), *guesses]
+        for columns in ({}, *guesses):
             with suppress(ConfigError):
                 renamed = known_row(row, columns)
                 recognized = self._recognized(renamed)
@@ -200,7 +204,7 @@ def question(row: Row) -> Question:
 
 def _check_sft(row: Row, columns: tuple[str, ...]) -> None:
     if columns == ("question", "answer"):
-        _check_gsm8k(row)
+        _check_gsm8k(row, ("prompt", "completion"))
     if columns == ("input_ids",):
         return
     # A text in a CSV file.
@@ -245,15 +249,17 @@ def _other_job(row: Row, formats: Sequence[tuple[str, ...]]) -> str:
 
 def _check_prompt(row: Row, columns: tuple[str, ...]) -> None:
     if columns == ("question", "answer"):
-        _check_gsm8k(row)
+        _check_gsm8k(row, ("prompt", "answer"))
     if not question(row).messages:
         raise ConfigError("there is no turn before the assistant's, so nothing to ask the model")
 
 
-def _check_gsm8k(row: Row) -> None:
+def _check_gsm8k(row: Row, plain: tuple[str, ...]) -> None:
+    """Raise ConfigError that names the columns `plain` for an answer of another form."""
     if not isinstance(row["answer"], str) or "####" not in row["answer"]:
+        fix = shown_columns(column_guesses(row, [plain])[0])
         raise ConfigError(
-            "the answer has no '#### result'; for plain answers name the columns prompt and answer"
+            f"the answer has no '#### result'; for plain answers set data.columns={fix}"
         )
 
 

@@ -7,6 +7,7 @@ with turns of `Human:` and `Assistant:`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -15,8 +16,9 @@ import numpy as np
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.column_names import column_guesses, shown_columns
-from nemo_like.data.formats import RowSchema, turns
+from nemo_like.data.formats import PROMPT_ROWS, SFT_ROWS, RowSchema, turns
 from nemo_like.data.jagged import EncodedRow
+from nemo_like.data.known_rows import known_row
 from nemo_like.data.messages import Message, is_trained, row_tools, unknown_roles
 from nemo_like.data.row_files import Row, shown_json
 
@@ -202,3 +204,26 @@ MARGIN_ROWS = RowSchema(
     PREFERENCE_ROWS.formats, f"{_UNDERSTOOD}; each optionally with margin (a number)", _check_margin
 )
 """Preference pairs of a reward model: optionally with the column `margin`."""
+
+
+def job_of_row(row: Row, columns: Mapping[str, str]) -> str:
+    """Return the job that a row is for, with the names of `data.columns`.
+
+    A row that could be a prompt is one for SFT if it has a completion under another name. It is
+    `sft` for a row that no job can use, whose error then names what is wrong.
+    """
+    schemas = {"dpo": PREFERENCE_ROWS, "sft": SFT_ROWS, "grpo": PROMPT_ROWS}
+    possible = [kind for kind, schema in schemas.items() if _is_usable(row, columns, schema)]
+    if possible[:1] in (["dpo"], ["sft"]):
+        return possible[0]
+    if PREFERENCE_ROWS.guess(row) is not None:
+        return "dpo"
+    return "sft" if "completion" in (SFT_ROWS.guess(row) or {}) else (*possible, "sft")[0]
+
+
+def _is_usable(row: Row, columns: Mapping[str, str], schema: RowSchema) -> bool:
+    with suppress(ConfigError):
+        known = known_row(row, columns)
+        schema.check(known, schema.recognize(known))
+        return True
+    return False

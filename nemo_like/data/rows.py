@@ -62,8 +62,8 @@ _PLACE = np.dtype(
 class BadRows:
     """Bad rows in the order in which they were found. The memory does not grow with their number.
 
-    Example: `3 bad rows:` with the lines `train.jsonl:2, train.jsonl:9: column 'answer' is missing`
-    and `train.jsonl:4: not valid JSON at column 7`.
+    Example: `3 bad rows:` with the lines `column 'answer' is missing:`, `train.jsonl:2,
+    train.jsonl:9`, `not valid JSON at column 7:` and `train.jsonl:4`.
     """
 
     def __init__(self, num_rows: int = 0) -> None:
@@ -77,19 +77,22 @@ class BadRows:
             self._locations.setdefault(problem, []).append(str(location))
         self.num_rows += 1
 
-    def text(self, scope: str = "") -> str:
+    def text(self, scope: str = "", *, are_all: bool = False) -> str:
         """Return the message; `scope` tells among which rows they were counted."""
         if self.num_rows == 1:
             ((problem, (location,)),) = self._locations.items()
             return f"{location}: {problem}"
         title = f"{self.num_rows:,} bad rows{scope} (data.on_bad_row=skip leaves them out):"
+        if are_all:
+            title = f"{self.num_rows:,} bad rows{scope}, and no row can be used:"
         return "\n".join([title, *self.lines()])
 
     def lines(self) -> list[str]:
-        """Return a line for each problem of the rows that are kept."""
+        """Return each problem of the rows that are kept, with their places in a further line."""
         lines = []
         for problem, locations in self._locations.items():
-            lines.append(f"  {', '.join(locations)}: {shortened(problem, _MAX_CHARACTERS)}")
+            cause = shortened(problem, _MAX_CHARACTERS)
+            lines.append(f"  {cause}:\n    {', '.join(locations)}")
         if self.num_rows > MAX_LISTED:
             lines.append(f"  and {self.num_rows - MAX_LISTED:,} more")
         return lines
@@ -229,6 +232,15 @@ def _write(file: IO[bytes], data: bytes, *, flush: bool = False) -> None:
         ) from error
 
 
+def first_row(path: str | Path, key: str = "data.train_path") -> Row:
+    """Return the first row of a file as it is there. Raises ConfigError."""
+    for _, row, _ in read_rows(_local_path(path, key), key):
+        if isinstance(row, ConfigError):
+            raise row
+        return row
+    raise ConfigError(f"{key}: {path} has no rows")
+
+
 def load_rows(
     path: str | Path,
     schema: RowSchema,
@@ -260,7 +272,7 @@ def load_rows(
             raise
         raise ConfigError(f"{check.bad.text()}\n{error}") from error
     if check.bad.num_rows and not (skips_bad and len(rows)):
-        raise ConfigError(check.bad.text())
+        raise ConfigError(check.bad.text(are_all=not len(rows)))
     if not len(rows):
         limit = "" if max_rows is None else f" (the first {max_rows} were requested)"
         if check.num_left_out:

@@ -132,7 +132,7 @@ class RowChecks:
                 title = f"data.on_bad_row=skip leaves out {bad.num_rows:,}{scope}:"
                 self.diagnostics.warnings.append("\n".join([title, *bad.lines()]))
             else:
-                self.diagnostics.problems.append(bad.text(scope))
+                self.diagnostics.problems.append(bad.text(scope, are_all=not encoded))
         return encoded
 
     def check_lengths(self, rows: Rows, lengths: Mapping[int, int]) -> None:

@@ -153,9 +153,9 @@ def test_bad_rows_are_skipped_and_counted_in_the_metrics(
     assert result.last["data/num_skipped_rows"] == 3
     shown = capsys.readouterr()
     for line, reason in ((17, "unknown role 'human'"), (18, "missing"), (19, "not an object")):
-        assert re.search(rf"rows.jsonl:{line}: .*{reason}", shown.out)
+        assert re.search(rf"{reason}.*:\n +\S*rows.jsonl:{line}\n", shown.out)
         # Of the validation file, which is the same one.
-        assert re.search(rf"rows.jsonl:{line}: .*{reason}", shown.err)
+        assert re.search(rf"{reason}.*:\n +\S*rows.jsonl:{line}\n", shown.err)
 
 
 def test_a_run_whose_rows_are_all_dropped_is_an_error(recipe: Recipe):

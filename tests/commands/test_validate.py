@@ -435,7 +435,7 @@ def test_a_tokenizer_of_another_model(model: Path, write: Write, tmp_path: Path)
         ([{"chosen": "1+1=2", "rejected": "1+1=3"}], "`nemo-like dpo` and `nemo-like rm`"),
         (
             [{"problem": "1+1", "solution": "2"}],
-            "Set data.columns={prompt: problem, answer: solution}",
+            "Set data.columns={prompt: problem, completion: solution}",
         ),
     ],
 )
@@ -636,10 +636,8 @@ def test_rows_without_a_trained_token_are_told(model: Path, write: Write, tmp_pa
     )
     report = validate(sft(model, write(ROWS[:8]), chat_template=str(template)))
     assert "8 bad rows of the 8 rows sampled" in report.problems[0]
-    assert (
-        "train.jsonl:8: the chat template's {% generation %} blocks mark no token"
-        in (report.problems[0])
-    )
+    assert "the chat template's {% generation %} blocks mark no token" in report.problems[0]
+    assert "train.jsonl:8" in report.problems[0]
 
 
 def test_the_module_of_a_loss_of_the_user_must_exist(model: Path, write: Write) -> None:

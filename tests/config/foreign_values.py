@@ -33,7 +33,7 @@ def trl(tree: Tree, kind: str) -> Values:
     }
     if kind != "grpo":
         values["policy.max_total_sequence_length"] = at(tree, "max_length", 1024)
-        values[f"{kind}.max_num_epochs"] = at(tree, "num_train_epochs", 3)
+        values[f"{kind}.max_num_epochs"] = _epochs(tree, "num_train_epochs", 3)
         return values
     group = at(tree, "num_generations", 8)
     generated = at(
@@ -64,7 +64,7 @@ def axolotl(tree: Tree, kind: str) -> Values:
         **_schedule(tree, at(tree, "learning_rate"), "lr_scheduler", "cosine"),
     }
     if kind != "grpo":
-        return {**values, f"{kind}.max_num_epochs": at(tree, "num_epochs", 1)}
+        return {**values, f"{kind}.max_num_epochs": _epochs(tree, "num_epochs", 1)}
     group = at(tree, "trl.num_generations", 8)
     return {
         **values,
@@ -84,7 +84,7 @@ def llama_factory(tree: Tree, kind: str) -> Values:
         "policy.optimizer.lr": lr,
         "policy.max_total_sequence_length": at(tree, "cutoff_len", 2048),
         f"{kind}.max_num_steps": _limit(at(tree, "max_steps")),
-        f"{kind}.max_num_epochs": at(tree, "num_train_epochs", 3),
+        f"{kind}.max_num_epochs": _epochs(tree, "num_train_epochs", 3),
         **_schedule(tree, lr, "lr_scheduler_type"),
     }
 
@@ -244,6 +244,11 @@ READERS = {
 
 def _limit(steps: Any) -> Any:
     return steps if isinstance(steps, int | float) and steps > 0 else None
+
+
+def _epochs(tree: Tree, key: str, default: int) -> int:
+    """A number of steps replaces the epochs: as many as do not end the run."""
+    return _limit(at(tree, "max_steps")) or at(tree, key, default)
 
 
 def _clip(low: Any, high: Any) -> Values:

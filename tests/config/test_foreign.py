@@ -121,9 +121,9 @@ def test_every_entry_of_the_tables_fits_the_schema() -> None:
         for path, entry in tool.same_keys.items():
             assert is_key(path), path
             check_entry(tool, entry)
-        for target in tool.computed:
+        for target in (*tool.computed, *tool.undecided):
             assert is_key(target), target
-        for key in OUR_KEY.findall(" ".join(tool.advice)):
+        for key in OUR_KEY.findall(str(tool.advice)):
             assert is_key(key) or key in tool.entries, key
 
 
@@ -138,7 +138,10 @@ def check_entry(tool: Tool, entry: Entry) -> None:
         assert entry.switch is None or entry.switch in tool.entries
         assert entry.unless is None or entry.unless in tool.entries
         for switch, others in (entry.switched or {}).items():
-            assert switch in tool.entries and all(is_key(target) for target in others)
+            assert switch in tool.entries
+            assert isinstance(others, dict) or all(is_key(target) for target in others)
+        for further in (entry.also or {}).values():
+            assert all(is_key(target) for target in further)
         for value in (entry.values or {}).values():
             if value in (None, "*") or "${" in value:
                 continue

@@ -186,7 +186,7 @@ def migrated(tree: dict[str, Any], kind: str | None = None) -> Migration:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run.yaml")
         path.write_text(yaml.safe_dump(tree))
-        return migrate(RUN_CONFIGS, path, kind)
+        return migrate(RUN_CONFIGS, path, kind, num_processes=1)
 
 
 def is_same(value: Any, expected: Any) -> bool:
@@ -241,21 +241,21 @@ def test_a_key_is_carried_over_or_dropped(key: str, tree: dict[str, Any]) -> Non
     assert f"{key}.min_lr" in result.carried
 
 
-def test_notes_are_about_the_job() -> None:
+def test_notes_are_about_the_job_and_the_values() -> None:
     trl = {"per_device_train_batch_size": 2, "generation_batch_size": 16, "num_generations": 4}
     sampled = migrated({"reward_funcs": ["x"], **trl})
     # 16 completions of all processes are 4 prompts, of however many processes.
     assert sampled.values["grpo.num_prompts_per_step"] == 4
-    (note,) = [note for note in sampled.notes if "generation_batch_size" in note]
-    assert "counts all processes" in note
+    plain = {"dataset_name": "a/b", "use_peft": False, "assistant_only_loss": True}
     for tree in (
-        {"dataset_name": "a/b", "use_peft": False},
+        plain,
         {"base_model": "m", "sequence_len": 64},
         {"train": {"train_policy": {"type": "sft"}}, "policy": {"model_max_length": 64}},
     ):
         notes = " ".join(migrated(tree, "sft").notes)
-        assert "policy.train_global_batch_size" in notes
         assert "grpo." not in notes and "GRPO" not in notes
+        assert "LoRA" not in notes and "packed" not in notes and "validation" not in notes
+    assert "LoRA" in " ".join(migrated({**plain, "use_peft": True}, "sft").notes)
 
 
 def test_the_budget_of_load_balancing_is_that_of_the_layout() -> None:

@@ -179,7 +179,7 @@ GOOD = {"prompt": "a", "answer": "1"}
         ),
         (
             [{"question": "a", "answer": "b"}],
-            "the answer has no '#### result'; for plain answers name the columns",
+            r"no '#### result'; for plain answers set data.columns=\{prompt: question",
         ),
         (
             [GOOD, {**GOOD, "messages": [USER]}],
