@@ -48,10 +48,10 @@ class FaultyVLLMWorker(VLLMGenerationWorker):
         self._steps_in_polls = only
 
     @between_steps
-    def poll(self, max_seconds: float) -> GenerationProgress:
+    def poll(self, max_seconds: float, min_seconds: float | None = None) -> GenerationProgress:
         self._is_polled = True
         try:
-            return super().poll(max_seconds)
+            return super().poll(max_seconds, min_seconds)
         finally:
             self._is_polled = False
 

@@ -42,7 +42,9 @@ class Generator:
         self.num_unfinished += len(seeds)
         return list(range(first, self.num_requests))
 
-    def collect(self, timeout_s: float) -> tuple[list[int], Completions]:
+    def collect(
+        self, timeout_s: float, calls: Sequence[Any] = ()
+    ) -> tuple[list[int], Completions]:
         ids = self.finished
         self.finished = []
         self.num_unfinished -= len(ids)
@@ -58,6 +60,7 @@ class Rewards:
     def __init__(self, is_grouped: bool) -> None:
         self.config = RewardConfig()
         self.is_grouped = is_grouped
+        self.running_calls: list[Any] = []
         self.submitted: list[list[int]] = []
         self.groups: dict[int, set[int]] = {}
         self._scored: list[ScoredSamples] = []
