@@ -78,6 +78,11 @@ class FaultyVLLMWorker(VLLMGenerationWorker):
     def num_in_flight(self) -> int:
         return len(self._core().batch_queue)
 
+    @between_steps
+    def num_free_blocks(self) -> int:
+        """Blocks of the KV cache that no request uses."""
+        return self._core().scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
     def _core(self) -> Any:
         client: Any = self._engine.engine_core
         return client.engine_core

@@ -42,9 +42,7 @@ class Generator:
         self.num_unfinished += len(seeds)
         return list(range(first, self.num_requests))
 
-    def collect(
-        self, timeout_s: float, calls: Sequence[Any] = ()
-    ) -> tuple[list[int], Completions]:
+    def collect(self, timeout_s: float, calls: Sequence[Any] = ()) -> tuple[list[int], Completions]:
         ids = self.finished
         self.finished = []
         self.num_unfinished -= len(ids)
