@@ -272,9 +272,9 @@ def test_a_replica_that_hangs_does_not_block_requests_for_others(
     # None of these calls waits for the stopped replica.
     generator.cancel(waiting[:1])
     call = generator.replicas[1].group.submit_one(0, "partial_tokens")
-    start = time.monotonic()
+    started_s = time.monotonic()
     assert generator.collect(30.0, [call])[0] == []
-    assert time.monotonic() - start < 30.0
+    assert time.monotonic() - started_s < 30.0
     os.kill(group.locations[0].pid, signal.SIGCONT)
     while generator.num_unfinished:
         finished += generator.collect(0.1)[0]
