@@ -298,6 +298,16 @@ def test_calls_with_different_options_are_sampled_with_their_own(model_directory
     assert len(distinct) == len(options), "the options matter"
 
 
+def test_polls_of_turns_are_short_and_at_most_500_per_second() -> None:
+    assert replica_module.poll_seconds(1, has_turns=False) == (0.1, None)
+    assert replica_module.poll_seconds(100, has_turns=False) == (pytest.approx(0.2), None)
+    assert replica_module.poll_seconds(1, has_turns=True) == pytest.approx((0.02, 0.002))
+    for num_replicas in (1, 9, 10, 11, 100, 500):
+        max_s, min_s = replica_module.poll_seconds(num_replicas, has_turns=True)
+        assert min_s is not None and max_s >= min_s
+        assert num_replicas / min_s == pytest.approx(500.0)
+
+
 def test_a_prompt_without_room_names_the_key(model_directory: Path) -> None:
     generator = _generator(model_directory, 1)
     sampling = SamplingParams(max_new_tokens=4)
