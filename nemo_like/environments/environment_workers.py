@@ -326,7 +326,7 @@ class EnvironmentWorkers:
         """Ask workers with unfinished steps for outcomes; return the calls that run.
 
         A call ends with the first step, or after a short time. A worker in this process waits for
-        steps only if the driver `is_idle`.
+        steps only if the driver `is_idle`: nothing is decoded meanwhile.
         """
         for worker in self._workers:
             with self._replacing(worker):

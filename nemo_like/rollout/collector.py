@@ -210,7 +210,7 @@ class RolloutCollector:
         self._request_turns()
         calls = [] if self._rewards is None else self._rewards.running_calls
         if self._conversations is not None:
-            is_idle = not self.generator.num_unfinished
+            is_idle = not self.generator.num_running
             calls += self._conversations.workers.start_calls(is_idle=is_idle)
         if self.generator.num_unfinished or calls:
             request_ids, completions = self.generator.collect(_WAIT_S, calls)
