@@ -83,7 +83,9 @@ class _Replica:
         self._waiting += zip(ids, requests.seeds.astype(int).tolist(), strict=True)
         self._next_s = time.monotonic() + self._interval_s
 
-    async def poll(self, max_seconds: float) -> GenerationProgress:
+    async def poll(
+        self, max_seconds: float, min_seconds: float | None = None
+    ) -> GenerationProgress:
         start = time.monotonic()
         ended = []
         while self._waiting:

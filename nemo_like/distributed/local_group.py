@@ -41,6 +41,7 @@ class LocalGroup:
 
     parallel_layout = ParallelLayout()
     world_size = 1
+    is_local = True
 
     def __init__(
         self,

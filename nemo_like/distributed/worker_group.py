@@ -67,6 +67,8 @@ class WorkerGroup(Protocol):
 
     name: str
     parallel_layout: ParallelLayout
+    is_local: bool
+    """The worker is in this process: a call is done when it is started."""
 
     @property
     def world_size(self) -> int: ...

@@ -320,9 +320,19 @@ class EnvironmentWorkers:
             worker = min(self._workers, key=lambda each: len(each.tasks))
             worker.tasks[task.key] = task
             worker.new_tasks.append(task)
+        self.start_calls(is_idle=False)
+
+    def start_calls(self, *, is_idle: bool) -> list[Handle]:
+        """Ask workers with unfinished steps for outcomes; return the calls that run.
+
+        A call ends with the first step, or after a short time. A worker in this process waits for
+        steps only if the driver `is_idle`: nothing is decoded meanwhile.
+        """
         for worker in self._workers:
             with self._replacing(worker):
-                self._advance(worker, 0.0)
+                waits = is_idle or not worker.group.is_local
+                self._advance(worker, _POLL_S if waits else 0.0)
+        return [worker.call for worker in self._workers if worker.call is not None]
 
     def collect(self, timeout_s: float) -> list[StepOutcome]:
         """Return the outcomes of the steps that ended since the last call.
@@ -330,10 +340,7 @@ class EnvironmentWorkers:
         Waits up to `timeout_s` for one, if any is unfinished. Raises WorkerFailure if a step
         failed, or a process that may not be restarted any more.
         """
-        for worker in self._workers:
-            with self._replacing(worker):
-                self._advance(worker, min(timeout_s, _POLL_S))
-        calls = [worker.call for worker in self._workers if worker.call is not None]
+        calls = self.start_calls(is_idle=timeout_s > 0)
         if not calls:
             return []
         self._workers[0].group.wait_any(calls, timeout_s)

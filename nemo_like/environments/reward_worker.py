@@ -271,6 +271,11 @@ class RewardEnvironment:
         """Calls of `set_tokenizer`."""
         self._checked_s = 0.0
 
+    @property
+    def running_calls(self) -> list[Handle]:
+        """Running calls of the workers; `collect` has results when one ends."""
+        return list(self._running.values())
+
     def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Send the tokenizer that decodes completions to the workers. Returns at once."""
         self._starting = submit_all(self.group, RewardWorker.set_tokenizer, tokenizer)
@@ -294,7 +299,7 @@ class RewardEnvironment:
         Waits up to `timeout_s` for one, if any is unfinished. Raises WorkerFailure if a function
         or a worker fails.
         """
-        handles = list(self._running.values())
+        handles = self.running_calls
         if not handles:
             return []
         ended = self.group.wait_any(handles, timeout_s)

@@ -9,7 +9,7 @@ no new rows join.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -185,6 +185,16 @@ class DecodingBatch:
             self._slots = [self._slots[slot] for slot in unfinished]
         self._last_token_ids = token_ids
         return finished
+
+    def cancel(self, request_ids: Collection[int]) -> int:
+        """Finish rows without a result; return the number of tokens sampled for them.
+
+        They leave the batch as other finished rows do.
+        """
+        cancelled = [row for row in self.unfinished if row.request_id in request_ids]
+        for row in cancelled:
+            row.is_finished = True
+        return sum(len(row.token_ids) for row in cancelled)
 
     def free_cache(self) -> None:
         """Free the KV cache. Call `recompute` before the next `step`."""

@@ -97,6 +97,8 @@ class HFGenerationWorker:
         """Batches that wait, each of at most `batch_size` requests."""
         self.batch: DecodingBatch | None = None
         """The batch that is decoded."""
+        self._num_cancelled_tokens = 0
+        """Tokens of cancelled requests that `poll` has not reported."""
 
     def submit(self, requests: GenerationRequests) -> None:
         """See `GenerationWorkerProtocol.submit`."""
@@ -106,7 +108,7 @@ class HFGenerationWorker:
         for start in range(0, len(order), self.batch_size):
             self.queue.append(requests.take(order[start : start + self.batch_size]))
 
-    def poll(self, max_seconds: float) -> GenerationProgress:
+    def poll(self, max_seconds: float, min_seconds: float | None = None) -> GenerationProgress:
         """See `GenerationWorkerProtocol.poll`."""
         if self.coverage is not None:
             raise RuntimeError(
@@ -131,8 +133,12 @@ class HFGenerationWorker:
             num_tokens += num_rows
             if not self.batch.unfinished:
                 self.batch = None
-            if time.monotonic() - start >= max_seconds:
+            seconds = time.monotonic() - start
+            if seconds >= max_seconds:
                 break
+            if finished and min_seconds is not None and seconds >= min_seconds:
+                break
+        num_cancelled_tokens, self._num_cancelled_tokens = self._num_cancelled_tokens, 0
         experts = []
         if self._recorder is not None:
             experts = [np.concatenate(row.routed_experts) for row in finished]
@@ -148,6 +154,7 @@ class HFGenerationWorker:
             num_unfinished=self._num_unfinished(),
             num_tokens=num_tokens,
             busy_s=time.monotonic() - start,
+            num_cancelled_tokens=num_cancelled_tokens,
         )
 
     def partial_tokens(self) -> dict[int, list[int]]:
@@ -160,7 +167,21 @@ class HFGenerationWorker:
         running = [] if self.batch is None else self.batch.unfinished
         self.batch = None
         self.queue = []
-        return sum(len(row.token_ids) for row in running)
+        num_cancelled_tokens, self._num_cancelled_tokens = self._num_cancelled_tokens, 0
+        return num_cancelled_tokens + sum(len(row.token_ids) for row in running)
+
+    def cancel(self, request_ids: Sequence[int]) -> None:
+        """See `GenerationWorkerProtocol.cancel`."""
+        waiting = self.queue
+        self.queue = []
+        for requests in waiting:
+            rows = np.flatnonzero(~np.isin(requests.request_ids, request_ids))
+            if len(rows):
+                self.queue.append(requests.take(rows))
+        if self.batch is not None:
+            self._num_cancelled_tokens += self.batch.cancel(request_ids)
+            if not self.batch.unfinished:
+                self.batch = None
 
     def start_rollout(self) -> None:
         """Do nothing: no prefix is cached, and rows do not depend on each other."""

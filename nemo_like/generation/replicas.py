@@ -34,6 +34,9 @@ from nemo_like.generation.requests import (
 
 POLL_S = 0.1
 """Seconds that a replica decodes per poll; the completions that end in it arrive at its end."""
+_TURN_POLL_SHARE = 0.2
+"""Share of this time for turns of conversations. The next turn of one waits for the polls that were
+started for the others."""
 _REPLICAS_PER_POLL_S = 50
 """With more replicas a poll is longer in proportion, so that the driver reads at most 500 polls per
 second; up to `_MAX_POLL_FACTOR`, since a weight update waits for the polls that were started.
@@ -72,6 +75,10 @@ class Replica:
     """Tokens sampled since then."""
     num_unfinished_tokens: int = 0
     """Tokens sampled for unfinished requests, as of the last poll that was read."""
+    num_prompt_tokens: int = 0
+    """Prompt tokens of requests that finished since the last `Generator.pop_metrics`."""
+    num_cached_tokens: int = 0
+    """Those of them that were read from the prefix cache."""
     polls: deque[list[Handle]] = field(default_factory=deque)
     """Polls that were started and whose result has not been read, oldest first."""
     started: deque[list[Handle]] = field(default_factory=deque)
@@ -94,11 +101,17 @@ class Replica:
         costs = (requests.prompt_ids.lengths + requests.max_new_tokens()).tolist()
         self.costs |= dict(zip(requests.request_ids.tolist(), costs, strict=True))
 
-    def start_polls(self, max_seconds: float) -> None:
-        """Queue polls while requests are unfinished."""
+    def cancel(self, request_ids: Sequence[int]) -> None:
+        """Discard those of the requests that it has. Returns at once."""
+        ids = [each for each in request_ids if self.costs.pop(each, None) is not None]
+        if ids:
+            self.start(GenerationWorkerProtocol.cancel, ids)
+
+    def start_polls(self, max_seconds: float, min_seconds: float | None) -> None:
+        """Queue polls while requests are unfinished; see `poll_seconds`."""
         while self.costs and len(self.polls) < _POLLS_AHEAD:
-            handles = submit_all(self.group, GenerationWorkerProtocol.poll, max_seconds)
-            self.polls.append(handles)
+            poll = GenerationWorkerProtocol.poll
+            self.polls.append(submit_all(self.group, poll, max_seconds, min_seconds))
 
     @property
     def is_due(self) -> bool:
@@ -116,7 +129,8 @@ class Replica:
     def read_poll(self, results: list[GenerationProgress]) -> None:
         """Append the result of the oldest poll; waits until it is done.
 
-        Raises WorkerFailure if it failed, or a call without a result before it.
+        It may have requests that were cancelled after they finished. Raises WorkerFailure if it
+        failed, or a call without a result before it.
         """
         self.checked_s = time.monotonic()
         while self.started and self.group.is_done(self.started[0]):
@@ -126,8 +140,11 @@ class Replica:
         self.num_tokens += progress.num_tokens
         num_finished = len(progress.completions.token_ids.values)
         self.num_unfinished_tokens += progress.num_tokens - num_finished
+        self.num_unfinished_tokens -= progress.num_cancelled_tokens
+        self.num_prompt_tokens += progress.num_prompt_tokens
+        self.num_cached_tokens += progress.num_cached_tokens
         for request_id in progress.request_ids.tolist():
-            del self.costs[request_id]
+            self.costs.pop(request_id, None)
         results.append(progress)
 
     def wait(self, results: list[GenerationProgress]) -> None:
@@ -155,9 +172,15 @@ class Replica:
         return request_ids
 
 
-def poll_seconds(num_replicas: int) -> float:
-    """Return how long the polls of so many replicas decode."""
-    return POLL_S * min(max(num_replicas / _REPLICAS_PER_POLL_S, 1.0), _MAX_POLL_FACTOR)
+def poll_seconds(num_replicas: int, *, has_turns: bool) -> tuple[float, float | None]:
+    """Return the arguments of `GenerationWorkerProtocol.poll` with so many replicas.
+
+    With `has_turns` a completion is returned as soon as it has ended: the environment waits for it.
+    """
+    min_seconds = POLL_S * min(num_replicas / _REPLICAS_PER_POLL_S, _MAX_POLL_FACTOR)
+    if has_turns:
+        return max(_TURN_POLL_SHARE * POLL_S, min_seconds), min_seconds
+    return max(POLL_S, min_seconds), None
 
 
 def assign_units(unit_costs: np.ndarray, outstanding: np.ndarray) -> np.ndarray:

@@ -207,6 +207,12 @@ class GenerationProgress:
     """Tokens sampled since the last poll, also of unfinished completions."""
     busy_s: float
     """Seconds of decoding since the last poll."""
+    num_cancelled_tokens: int = 0
+    """Tokens that were sampled for the requests cancelled since the last poll."""
+    num_prompt_tokens: int = 0
+    """Prompt tokens of the finished requests; 0 where the worker caches no prefixes."""
+    num_cached_tokens: int = 0
+    """Those of them whose keys and values were read from the prefix cache."""
 
 
 def check_room(requests: GenerationRequests) -> None:
@@ -276,12 +282,13 @@ class GenerationWorkerProtocol(WeightTarget, Protocol):
         """
         ...
 
-    def poll(self, max_seconds: float) -> GenerationProgress:
+    def poll(self, max_seconds: float, min_seconds: float | None = None) -> GenerationProgress:
         """Decode for about `max_seconds`, or until every request is finished.
 
-        Also returns what finished since the last poll. At least one decoding step is done if a
-        request is unfinished. Raises FloatingPointError if the model's logits are not finite,
-        RuntimeError inside a weight update.
+        With `min_seconds` it ends after that time if a request has finished. Also returns what
+        finished since the last poll. At least one decoding step is done if a request is unfinished.
+        Raises FloatingPointError if the model's logits are not finite, RuntimeError inside a weight
+        update.
         """
         ...
 
@@ -293,7 +300,18 @@ class GenerationWorkerProtocol(WeightTarget, Protocol):
         ...
 
     def abort(self) -> int:
-        """Discard all unfinished requests; return the number of tokens sampled for them."""
+        """Discard all unfinished requests; return the number of tokens sampled for them.
+
+        Also of cancelled requests that no poll has reported.
+        """
+        ...
+
+    def cancel(self, request_ids: Sequence[int]) -> None:
+        """Discard these requests and free their KV cache; no later `poll` returns them.
+
+        Ids of requests that a poll has returned are ignored. The next poll reports the number of
+        tokens that were sampled for the others.
+        """
         ...
 
     def start_rollout(self) -> None:

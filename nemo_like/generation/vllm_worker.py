@@ -106,6 +106,8 @@ class VLLMGenerationWorker:
         """Tokens of all requests of the driver that finished or were aborted."""
         self._num_reported_tokens = 0
         """Tokens that `poll` has counted."""
+        self._num_cancelled_tokens = 0
+        """Tokens of cancelled requests that `poll` has not reported."""
         self._busy_s = 0.0
         """Seconds of steps that `poll` has not reported."""
         self._moe: MoeSpec | None = None
@@ -205,7 +207,7 @@ class VLLMGenerationWorker:
             self._engine.add_request(str(request_id), prompt, params, **self._request_options)
 
     @between_steps
-    def poll(self, max_seconds: float) -> GenerationProgress:
+    def poll(self, max_seconds: float, min_seconds: float | None = None) -> GenerationProgress:
         """See `GenerationWorkerProtocol.poll`."""
         if self._is_updating:
             raise RuntimeError(
@@ -213,8 +215,12 @@ class VLLMGenerationWorker:
             )
         self._require_awake("poll")
         start = time.monotonic()
-        while self.advance() and time.monotonic() - start < max_seconds:
-            pass
+        while self.advance():
+            seconds = time.monotonic() - start
+            if seconds >= max_seconds:
+                break
+            if self._finished and min_seconds is not None and seconds >= min_seconds:
+                break
         finished = self._finished
         self._finished = []
         num_sampled_tokens = self._num_ended_tokens + self._num_unfinished_tokens()
@@ -222,12 +228,16 @@ class VLLMGenerationWorker:
         self._num_reported_tokens = num_sampled_tokens
         busy_s = self._busy_s
         self._busy_s = 0.0
+        num_cancelled_tokens, self._num_cancelled_tokens = self._num_cancelled_tokens, 0
         return GenerationProgress(
             np.array([int(output.request_id) for output in finished], dtype=np.int64),
             to_completions([output.outputs[0] for output in finished], self._version, self._moe),
             num_unfinished=self._engine.get_num_unfinished_requests(),
             num_tokens=num_new_tokens,
             busy_s=busy_s,
+            num_cancelled_tokens=num_cancelled_tokens,
+            num_prompt_tokens=sum(len(output.prompt_token_ids) for output in finished),
+            num_cached_tokens=sum(output.num_cached_tokens or 0 for output in finished),
         )
 
     @between_steps
@@ -242,12 +252,31 @@ class VLLMGenerationWorker:
     @between_steps
     def abort(self) -> int:
         """See `GenerationWorkerProtocol.abort`."""
-        num_tokens = self._num_unfinished_tokens()
+        num_cancelled_tokens, self._num_cancelled_tokens = self._num_cancelled_tokens, 0
+        return num_cancelled_tokens + self._discard(None)
+
+    @between_steps
+    def cancel(self, request_ids: Sequence[int]) -> None:
+        """See `GenerationWorkerProtocol.cancel`."""
+        self._num_cancelled_tokens += self._discard({str(each) for each in request_ids})
+
+    def _discard(self, names: set[str] | None) -> int:
+        """Discard the requests of these names, or all; return the number of tokens sampled."""
+        states = self._engine.output_processor.request_states
+        running = []
+        num_tokens = 0
+        for key, state in states.items():
+            if names is None or state.external_req_id in names:
+                running.append(key)
+                num_tokens += _num_sampled_tokens(state)
         self._num_ended_tokens += num_tokens
+        kept = []
         for output in self._finished:
-            num_tokens += len(output.outputs[0].token_ids)
-        self._finished = []
-        running = list(self._engine.output_processor.request_states)
+            if names is None or output.request_id in names:
+                num_tokens += len(output.outputs[0].token_ids)
+            else:
+                kept.append(output)
+        self._finished = kept
         self._engine.abort_request(running, internal=True)
         return num_tokens
 
@@ -471,11 +500,12 @@ class VLLMGenerationWorker:
 
     def _num_unfinished_tokens(self) -> int:
         """Return the tokens sampled for unfinished requests."""
-        total = 0
-        for state in self._engine.output_processor.request_states.values():
-            if state.detokenizer is not None:
-                total += state.detokenizer.num_output_tokens()
-        return total
+        return sum(map(_num_sampled_tokens, self._engine.output_processor.request_states.values()))
+
+
+def _num_sampled_tokens(state: Any) -> int:
+    """Return the tokens sampled for a request of vLLM, given its `RequestState`."""
+    return 0 if state.detokenizer is None else state.detokenizer.num_output_tokens()
 
 
 def _declared_end_ids(model_name: str, tokenizer_name: str) -> frozenset[int]:

@@ -153,6 +153,8 @@ class RolloutCollector:
             rewards.set_tokenizer(tokenizer)
         self._num_groups = 0
         """Groups that were started."""
+        self._num_rows = 0
+        """Rows that were started."""
         self._incomplete: dict[int, list[int]] = {}
         """By group: requests that ended, while others of the group have not."""
         self._jobs: dict[int, tuple[RolloutJob, int]] = {}
@@ -190,8 +192,10 @@ class RolloutCollector:
             messages = [] if self._conversations is None else prompt_messages(prompt)
             row = ConversationRow.start(prompt, int(seed), messages, self._tokenizer)
             row.group = self._num_groups + index // group_size
+            row.episode = self._num_rows + index
             job.rows.append(row)
         self._num_groups += len(prompts)
+        self._num_rows += len(repeated)
         if self.generator.num_unfinished == 0:
             self.generator.start_rollout()
         self._request(job, range(len(repeated)))
@@ -204,17 +208,16 @@ class RolloutCollector:
         functions or the environment failed in more rows than `reward.max_error_share` allows.
         """
         self._request_turns()
-        if self.generator.num_unfinished:
-            request_ids, completions = self.generator.collect(_WAIT_S)
+        calls = [] if self._rewards is None else self._rewards.running_calls
+        if self._conversations is not None:
+            is_idle = not self.generator.num_running
+            calls += self._conversations.workers.start_calls(is_idle=is_idle)
+        if self.generator.num_unfinished or calls:
+            request_ids, completions = self.generator.collect(_WAIT_S, calls)
             if request_ids:
                 self._add_completions(request_ids, completions)
-            self._collect_steps(0.0)
-            self._collect_rewards(0.0)
-        elif self._conversations is not None and self._conversations.workers.num_unfinished:
-            self._collect_steps(_WAIT_S)
-            self._collect_rewards(0.0)
-        else:
-            self._collect_rewards(_WAIT_S)
+        self._collect_steps()
+        self._collect_rewards()
 
     def drain(self) -> None:
         """Finish the completions that are being decoded.
@@ -276,12 +279,12 @@ class RolloutCollector:
         else:
             self._end_rows(request_ids)
 
-    def _collect_steps(self, timeout_s: float) -> None:
+    def _collect_steps(self) -> None:
         """Continue or end the conversations whose turn the environment has answered."""
         if self._conversations is None:
             return
         ended = []
-        for outcome in self._conversations.workers.collect(timeout_s):
+        for outcome in self._conversations.workers.collect(0.0):
             job, row = self._jobs[outcome.key]
             self._conversations.add_outcome(job.rows[row], outcome, job.max_total_length)
             if outcome.failure is not None and outcome.failure.problem is not None:
@@ -310,11 +313,13 @@ class RolloutCollector:
         """Request the next turn of the model in rows of a job."""
         conversations = [job.rows[row] for row in rows]
         seeds = [turn_seed(each.seed, each.num_turns) for each in conversations]
+        has_turns = self._conversations is not None
         request_ids = self.generator.submit(
             Jagged.from_rows([np.concatenate(each.segments) for each in conversations], np.int32),
             np.array(seeds, dtype=np.uint64),
             job.sampling,
             max_total_length=job.max_total_length,
+            affinity=[each.episode for each in conversations] if has_turns else None,
         )
         for request_id, row in zip(request_ids, rows, strict=True):
             self._jobs[request_id] = (job, row)
@@ -355,10 +360,10 @@ class RolloutCollector:
                 complete += sorted(ended, key=lambda each: self._jobs[each][1])
         return complete
 
-    def _collect_rewards(self, timeout_s: float) -> None:
+    def _collect_rewards(self) -> None:
         if self._rewards is None:
             return
-        for scored in self._rewards.collect(timeout_s):
+        for scored in self._rewards.collect(0.0):
             for position, request_id in enumerate(scored.keys):
                 job, row = self._jobs.pop(request_id)
                 # On top of the reward of the environment, if there is one.

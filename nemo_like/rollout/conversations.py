@@ -82,6 +82,8 @@ class ConversationRow:
     """Seconds of the environment's steps."""
     group: int = 0
     """Equal for the completions of one prompt in a rollout, and for no others of the run."""
+    episode: int = 0
+    """Number of the row among all rows of the run."""
     ended_by: EndReason | None = None
     """None while the conversation goes on, and without an environment."""
 

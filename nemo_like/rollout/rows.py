@@ -73,6 +73,22 @@ class Rollout:
                 f" {newest} needs version {allowed}; the weights were not synchronized"
             )
 
+    def drop_stale(self, oldest: int, newest: int) -> int:
+        """Leave rows with a token of weights older than `oldest` out; return their number.
+
+        Raises RuntimeError for tokens of weights newer than `newest`, and if no row is left or no
+        older weights are allowed: the weights were not synchronized then.
+        """
+        is_stale = np.zeros(len(self.conversations), dtype=bool)
+        for index, row in enumerate(self.conversations):
+            is_stale[index] = any((turn < oldest).any() for turn in row.weight_versions)
+        if is_stale.all() or oldest == newest:
+            self.check_versions(oldest, newest)
+        self.check_versions(0, newest)
+        self.batch["reward_mask"] &= ~is_stale
+        self.batch["row_mask"] &= ~is_stale
+        return int(is_stale.sum())
+
     def version_gaps(self, version: int) -> Jagged:
         """Return `version` minus the weight version of each completion token, float32.
 
@@ -131,7 +147,9 @@ class Rollout:
             problem = self.reward_problems[i]
             if problem is not None:
                 record["error"] = str(problem)
-                record["dropped"] = not self.batch["reward_mask"][i]
+            is_dropped = not self.batch["reward_mask"][i]
+            if problem is not None or is_dropped:
+                record["dropped"] = is_dropped
             if advantages is not None:
                 record["advantage"] = float(advantages[i])
             record["completion_tokens"] = conversation.num_model_tokens

@@ -9,15 +9,20 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from benchmarks.replica_failures import num_steps, replica_pids, rollout_problems, signal_replicas
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.grpo.rollouts import RolloutPipeline
 from nemo_like.algorithms.registry import load_config
 from nemo_like.cli import main
 from nemo_like.config.errors import ConfigError
+from nemo_like.metrics import Timers, metric_values
 from tests.recipe import Recipe
+from tests.rollout.test_rollout import rollout_of
 
 ON_RAY = (
     "cluster.backend=ray",
@@ -123,6 +128,62 @@ def test_the_completions_of_lost_replicas_are_sampled_by_others(
     assert code == 0 and num_signals == [2], (output + errors)[-3000:]
     assert "failed and is restarted (restart 1 of at most 10)" in output + errors
     assert rollout_problems(config, run) == []
+
+
+class _Loader:
+    """Two prompts per step."""
+
+    epoch = batch_epoch = num_dropped = 0
+    rows = SimpleNamespace(num_skipped=0)
+    mixture = None
+    order = SimpleNamespace(copy=dict)
+
+    def __next__(self) -> list[None]:
+        return [None, None]
+
+    def batch_locations(self) -> list[str]:
+        return ["data.jsonl:1", "data.jsonl:2"]
+
+    def batch_sources(self) -> None:
+        return None
+
+
+def test_rows_older_than_allowed_are_dropped_and_counted(recipe: Recipe) -> None:
+    """Started = trained + dropped, at every step; with `grpo.max_staleness=1`."""
+    versions = {
+        0: [[0], [0, 0], [0], [0]],
+        1: [[0, 1], [1], [0], [1]],
+        2: [[0, 1, 2], [1, 2], [0], [2]],
+        3: [[2], [3, 3], [2], [1, 1]],
+    }
+    started: list[int] = []
+    pending: dict[str, Any] = {}
+
+    def start(*_: Any, **__: Any) -> SimpleNamespace:
+        started.append(len(started))
+        return SimpleNamespace(step=started[-1], generation_s=0.0, reward_s=0.0)
+
+    run: Any = SimpleNamespace(
+        timers=Timers(),
+        rollouts=SimpleNamespace(start=start),
+        finish_rollout=lambda job: rollout_of(versions[job.step]),
+        add_metrics=pending.update,
+    )
+    config = recipe.grpo(*ON_RAY, "cluster.generation_workers=1", "grpo.max_staleness=1")
+    loader: Any = _Loader()
+    pipeline = RolloutPipeline(run, config, loader, 0)
+    dropped = []
+    for step in range(4):
+        pipeline.start(step)
+        taken = pipeline.take(step)
+        num_trained = int(taken.rollout.batch["row_mask"].sum())
+        metrics = metric_values({**pending, **taken.metrics()})
+        dropped.append(metrics["staleness/num_dropped"])
+        assert num_trained + metrics["reward/num_dropped"] == 4
+        gaps = taken.rollout.batch["version_gap"]
+        for row in range(4):
+            assert taken.rollout.batch["row_mask"][row] == (gaps[row].max() <= 1)
+    assert dropped == [0, 0, 2, 1]
 
 
 def test_asynchronous_rollouts_need_processes_of_their_own(recipe: Recipe) -> None:

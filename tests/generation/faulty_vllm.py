@@ -48,10 +48,10 @@ class FaultyVLLMWorker(VLLMGenerationWorker):
         self._steps_in_polls = only
 
     @between_steps
-    def poll(self, max_seconds: float) -> GenerationProgress:
+    def poll(self, max_seconds: float, min_seconds: float | None = None) -> GenerationProgress:
         self._is_polled = True
         try:
-            return super().poll(max_seconds)
+            return super().poll(max_seconds, min_seconds)
         finally:
             self._is_polled = False
 
@@ -77,6 +77,11 @@ class FaultyVLLMWorker(VLLMGenerationWorker):
     @between_steps
     def num_in_flight(self) -> int:
         return len(self._core().batch_queue)
+
+    @between_steps
+    def num_free_blocks(self) -> int:
+        """Blocks of the KV cache that no request uses."""
+        return self._core().scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
     def _core(self) -> Any:
         client: Any = self._engine.engine_core

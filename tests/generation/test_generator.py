@@ -20,6 +20,7 @@ from nemo_like.demo.task import build_model, build_tokenizer
 from nemo_like.distributed.errors import WorkerDied
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.worker_group import Handle
+from nemo_like.generation import replicas as replica_module
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.generation.replicas import Replica, assign_units
@@ -53,6 +54,12 @@ def _generator(model_directory: Path, num_replicas: int, batch_size: int = 4) ->
             return LocalGroup(HFGenerationWorker, kwargs, context, name=f"generation-{index}")
 
     return Generator(start, num_replicas)
+
+
+@pytest.fixture(scope="module")
+def generators(model_directory: Path) -> list[Generator]:
+    """One of two replicas, and one of a single replica."""
+    return [_generator(model_directory, 2, batch_size=2), _generator(model_directory, 1)]
 
 
 @settings(max_examples=100)
@@ -127,6 +134,178 @@ def test_restarted_requests_are_answered_once(model_directory: Path) -> None:
         finished += done
     assert sorted(finished) == ids
     assert generator.num_unfinished == 0
+
+
+def _cancel_all(generator: Generator) -> None:
+    generator.cancel([each for replica in generator.replicas for each in replica.costs])
+    assert generator.num_unfinished == generator.num_running == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(0, 4), st.integers(1, 40), st.integers(1, 60)),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_an_episode_stays_on_its_replica_unless_that_has_too_much_work(
+    generators: list[Generator], requests: list[tuple[int, int, int]]
+) -> None:
+    """Each request is an episode, the length of its prompt and the limit of its completion."""
+    generator = generators[0]
+    _cancel_all(generator)
+    generator.start_rollout()
+    loads = [0, 0]
+    last: dict[int, int] = {}
+    for episode, length, limit in requests:
+        expected = loads.index(min(loads))
+        if episode in last and loads[last[episode]] <= 1.5 * min(loads) + length:
+            expected = last[episode]
+        last[episode] = expected
+        loads[expected] += length + limit
+        (request_id,) = generator.submit(
+            Jagged.from_rows([[5] * length], np.int32),
+            np.zeros(1, np.uint64),
+            SamplingParams(max_new_tokens=limit),
+            max_total_length=100,
+            affinity=[episode],
+        )
+        assert request_id in generator.replicas[expected].costs
+        assert [replica.cost for replica in generator.replicas] == loads
+
+
+def _owner(generator: Generator, length: int, episode: int | None) -> int:
+    """The replica that gets a request of `length` tokens."""
+    (request_id,) = generator.submit(
+        Jagged.from_rows([[5] * length], np.int32),
+        np.zeros(1, np.uint64),
+        SamplingParams(max_new_tokens=5),
+        max_total_length=64,
+        affinity=None if episode is None else [episode],
+    )
+    return [request_id in replica.costs for replica in generator.replicas].index(True)
+
+
+def test_turns_that_start_together_stay_on_their_replicas(model_directory: Path) -> None:
+    """The order of the rows must not matter: the first ones may all be of one replica."""
+    generator = _generator(model_directory, 2)
+    prompts = Jagged.from_rows([[5 + row] * 4 for row in range(8)], np.int32)
+    rng = np.random.default_rng(0)
+    owners: dict[int, int] = {}
+    for _ in range(3):
+        episodes = sorted(range(8), key=lambda each: (owners.get(each, 0), rng.random()))
+        ids = generator.submit(
+            prompts,
+            np.arange(8, dtype=np.uint64),
+            SamplingParams(max_new_tokens=20),
+            max_total_length=30,
+            affinity=episodes,
+        )
+        for request_id, episode in zip(ids, episodes, strict=True):
+            index = [request_id in replica.costs for replica in generator.replicas].index(True)
+            assert owners.setdefault(episode, index) == index
+        assert sorted(owners.values()) == [0] * 4 + [1] * 4
+        while generator.num_unfinished:
+            generator.collect(0.1)
+
+
+def test_an_update_ends_the_affinity_of_episodes_without_a_request(model_directory: Path) -> None:
+    """Their prefixes are not in a cache any more; a request that runs computes its own again."""
+    generator = _generator(model_directory, 2)
+    assert [_owner(generator, 9, episode) for episode in (0, 1)] == [0, 1]
+    while generator.num_unfinished:
+        generator.collect(0.1)
+    assert _owner(generator, 1, None) == 0
+    assert _owner(generator, 8, 0) == 0, "6 tokens wait there, and none at the other"
+    generator.set_version(generator.replicas, 1)
+    assert _owner(generator, 1, 1) == 1
+    _cancel_all(generator)
+    assert _owner(generator, 1, None) == 0
+    assert _owner(generator, 9, 0) == 0, "it had a request"
+    _cancel_all(generator)
+    generator.set_version(generator.replicas, 2)
+    assert _owner(generator, 1, None) == 0
+    assert _owner(generator, 9, 0) == 1
+
+
+@settings(max_examples=10, deadline=None)
+@given(num_rows=st.integers(1, 10), seed=st.integers(0, 1000))
+def test_requests_are_returned_once_or_cancelled(
+    generators: list[Generator], num_rows: int, seed: int
+) -> None:
+    """Requests are cancelled while they wait, run, and after they have finished."""
+    generator, alone = generators
+    rng = np.random.default_rng(seed)
+    _cancel_all(generator)
+    generator.pop_metrics(wall_s=1.0)
+    prompts = Jagged.from_rows([[5 + row] for row in range(num_rows)], np.int32)
+    seeds = np.arange(num_rows, dtype=np.uint64)
+    sampling = SamplingParams(max_new_tokens=6)
+    expected = alone.generate(prompts, seeds, sampling, max_total_length=16).token_ids
+    ids = generator.submit(prompts, seeds, sampling, max_total_length=16)
+    returned: dict[int, list[int]] = {}
+    cancelled: set[int] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        # One decoding step per poll.
+        patch.setattr(replica_module, "POLL_S", 0.0)
+        while generator.num_unfinished:
+            action = rng.integers(4)
+            if action == 0:
+                chosen = rng.choice(ids, rng.integers(0, 4)).tolist()
+                cancelled |= set(chosen) - returned.keys()
+                generator.cancel(chosen)
+            elif action == 1:
+                generator.restart_unfinished()
+            done, completions = generator.collect(0.1)
+            for request_id, token_ids in zip(done, completions.token_ids, strict=True):
+                assert request_id not in returned
+                returned[request_id] = token_ids.tolist()
+    assert cancelled.isdisjoint(returned) and cancelled | returned.keys() == set(ids)
+    for request_id, token_ids in returned.items():
+        assert token_ids == expected[request_id - ids[0]].tolist()
+    assert generator.num_running == 0
+    metrics = generator.pop_metrics(wall_s=1.0)
+    assert metrics["generation/num_cancelled"].value == len(cancelled)
+
+
+def test_calls_with_different_options_are_sampled_with_their_own(model_directory: Path) -> None:
+    generator, alone = _generator(model_directory, 2), _generator(model_directory, 1)
+    prompts = Jagged.from_rows([[5], [5], [6, 7]], np.int32)
+    options = [
+        (SamplingParams(max_new_tokens=9), 5, 12),
+        (SamplingParams(max_new_tokens=3, temperature=0.0), 5, 12),
+        (SamplingParams(max_new_tokens=9, temperature=1.7, top_p=0.8), 5, 12),
+        (SamplingParams(max_new_tokens=9, stop_strings=("1", "2", "3")), 5, 12),
+        (SamplingParams(max_new_tokens=9), 6, 12),
+        (SamplingParams(max_new_tokens=9), 5, 4),
+    ]
+    found: dict[int, list[int]] = {}
+    calls = []
+    for sampling, seed, limit in options:
+        seeds = np.full(3, seed, dtype=np.uint64)
+        calls.append(generator.submit(prompts, seeds, sampling, max_total_length=limit))
+    while generator.num_unfinished:
+        done, completions = generator.collect(0.1)
+        found |= dict(zip(done, map(np.ndarray.tolist, completions.token_ids), strict=True))
+    distinct = set()
+    for ids, (sampling, seed, limit) in zip(calls, options, strict=True):
+        seeds = np.full(3, seed, dtype=np.uint64)
+        expected = alone.generate(prompts, seeds, sampling, max_total_length=limit).token_ids
+        rows = [found[each] for each in ids]
+        assert rows == [row.tolist() for row in expected]
+        distinct.add(str(rows))
+    assert len(distinct) == len(options), "the options matter"
+
+
+def test_polls_of_turns_are_short_and_at_most_500_per_second() -> None:
+    assert replica_module.poll_seconds(1, has_turns=False) == (0.1, None)
+    assert replica_module.poll_seconds(100, has_turns=False) == (pytest.approx(0.2), None)
+    assert replica_module.poll_seconds(1, has_turns=True) == pytest.approx((0.02, 0.002))
+    for num_replicas in (1, 9, 10, 11, 100, 500):
+        max_s, min_s = replica_module.poll_seconds(num_replicas, has_turns=True)
+        assert min_s is not None and max_s >= min_s
+        assert num_replicas / min_s == pytest.approx(500.0)
 
 
 def test_a_prompt_without_room_names_the_key(model_directory: Path) -> None:

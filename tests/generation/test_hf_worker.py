@@ -439,6 +439,62 @@ def test_aborted_requests_are_gone_and_their_tokens_counted(model_directory: Pat
             assert partial[request_id] == row[:2].tolist()
 
 
+def test_cancelled_requests_are_gone_also_inside_an_update(model_directory: Path) -> None:
+    """Requests that wait, run, have finished, or are unknown; the others keep their tokens."""
+    prompts, seeds = _prompts(6), _seeds(6)
+    sampling = SamplingParams(max_new_tokens=9)
+    plain = _worker(model_directory)
+    plain.end_ids = frozenset()
+    expected = plain.generate(prompts, seeds, sampling, max_total_length=64)
+    worker = _worker(model_directory, batch_size=4)
+    worker.end_ids = frozenset()
+    ids = np.arange(6, dtype=np.int64)
+    worker.submit(GenerationRequests(ids, prompts, seeds, sampling, 64))
+    worker.poll(0.0)
+    worker.poll(0.0)
+    running = sorted(worker.partial_tokens())
+    waiting = sorted(set(range(6)) - set(running))
+    assert (len(running), len(waiting)) == (4, 2)
+    worker.cancel([running[0], waiting[0], 99])
+    progress = worker.poll(0.0)
+    assert (progress.num_cancelled_tokens, progress.num_unfinished) == (2, 4)
+    assert worker.batch is not None
+    named = list(worker.model.named_parameters())
+    _begin_update(worker, [name for name, _ in named])
+    worker.cancel([running[1]])
+    worker.load_bucket(BucketMessage(0, tuple((name, p.data.clone()) for name, p in named)))
+    worker.finish_update(version=1)
+    progress = worker.poll(60.0)
+    kept = sorted([*running[2:], *waiting[1:]])
+    assert (progress.num_cancelled_tokens, progress.num_unfinished) == (3, 0)
+    assert sorted(progress.request_ids.tolist()) == kept
+    worker.cancel(kept)
+    completions = progress.completions.take(np.argsort(progress.request_ids))
+    assert np.array_equal(
+        completions.token_ids.values, expected.take(np.array(kept)).token_ids.values
+    )
+    worker.submit(GenerationRequests(ids, prompts, seeds, sampling, 64))
+    worker.poll(0.0)
+    worker.cancel(range(6))
+    assert worker.batch is None and not worker.queue, "the KV cache is freed"
+    progress = worker.poll(0.0)
+    assert (progress.num_cancelled_tokens, len(progress.request_ids)) == (4, 0)
+
+
+def test_a_poll_may_end_with_the_first_completion(model_directory: Path) -> None:
+    worker = _worker(model_directory)
+    worker.end_ids = frozenset()
+    prompts, seeds = _prompts(2), _seeds(2)
+    for request_id, limit in enumerate((3, 9)):
+        ids = np.array([request_id], dtype=np.int64)
+        sampling = SamplingParams(max_new_tokens=9)
+        length = len(prompts[request_id])
+        row = prompts.take([request_id])
+        worker.submit(GenerationRequests(ids, row, seeds[:1], sampling, length + limit))
+    assert worker.poll(60.0, 0.0).request_ids.tolist() == [0]
+    assert worker.poll(60.0, 30.0).request_ids.tolist() == [1]
+
+
 def test_waiting_requests_of_several_calls_are_decoded_in_one_batch(model_directory: Path) -> None:
     prompts, seeds = _prompts(7), _seeds(7)
     sampling = SamplingParams(max_new_tokens=9)

@@ -113,6 +113,63 @@ def test_tokens_of_a_lost_replica_are_counted_as_discarded(
     assert generator.pop_metrics(wall_s=1.0)["generation/num_discarded_tokens"].value == 0
 
 
+def test_requests_of_a_lost_replica_can_be_cancelled(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after its loss is known, and while they wait for the next one."""
+    monkeypatch.setattr(replica_module, "POLL_S", 0.0)
+    starts = LocalStarts(model_directory)
+    generator = Generator(starts, 1, max_restarts=2)
+    ids = _submit(generator, 6, max_new_tokens=30)
+    assert generator.collect(0.1)[0] == []
+    starts.allowed.clear()
+    generator.cancel(ids[:1])
+    generator.replace(generator.replicas[0], LOST)
+    generator.cancel(ids[1:2])
+    assert generator.collect(0.0)[0] == [], "the others wait"
+    generator.cancel([*ids[:3], 999])
+    starts.allowed.set()
+    _wait_until(lambda: bool(generator.collect(0.0) and generator.replicas_without_weights))
+    generator.set_version(generator.live_replicas, 0)
+    finished: list[int] = []
+    while generator.num_unfinished:
+        finished += generator.collect(0.1)[0]
+    assert sorted(finished) == ids[3:]
+    metrics = generator.pop_metrics(wall_s=1.0)
+    assert metrics["generation/num_cancelled"].value == 3
+    num_discarded = metrics["generation/num_discarded_tokens"].value
+    assert num_discarded == 4, "a step of four rows, as of the poll that was read"
+    _submit(generator, 6, max_new_tokens=30)
+    generator.cancel(range(100))
+    assert generator.num_unfinished == generator.num_running == 0
+
+
+def test_an_episode_of_a_lost_replica_goes_on_at_another(model_directory: Path) -> None:
+    generator = Generator(LocalStarts(model_directory), 2, max_restarts=1)
+
+    def submit(episode: int) -> int:
+        (request_id,) = generator.submit(
+            Jagged.from_rows([[5] * 20], np.int32),
+            np.zeros(1, np.uint64),
+            SamplingParams(max_new_tokens=3),
+            max_total_length=MAX_LENGTH,
+            affinity=[episode],
+        )
+        return request_id
+
+    requests = [submit(0), submit(1)]
+    assert [list(replica.costs) for replica in generator.replicas] == [requests[:1], requests[1:]]
+    generator.replace(generator.replicas[0], LOST)
+    requests.append(submit(0))
+    finished: list[int] = []
+    while generator.num_unfinished:
+        finished += generator.collect(0.1)[0]
+    assert sorted(finished) == requests
+    _wait_until(lambda: bool(generator.collect(0.0) and generator.replicas_without_weights))
+    generator.set_version(generator.live_replicas, 0)
+    assert submit(0) in generator.replicas[1].costs, "the cache of the new process is empty"
+
+
 def test_an_exception_of_a_request_is_raised_when_it_is_known(model_directory: Path) -> None:
     generator = Generator(LocalStarts(model_directory), 1, max_restarts=5)
     (replica,) = generator.replicas
@@ -210,10 +267,46 @@ def test_a_replica_that_hangs_does_not_block_requests_for_others(
     while generator.replicas[1].costs:
         finished += generator.collect(0.1)[0]
     assert 0 < len(finished) < len(ids)
-    assert generator.replicas[0].costs
+    waiting = list(generator.replicas[0].costs)
+    assert waiting
+    # None of these calls waits for the stopped replica.
+    generator.cancel(waiting[:1])
+    call = generator.replicas[1].group.submit_one(0, "partial_tokens")
+    started_s = time.monotonic()
+    assert generator.collect(30.0, [call])[0] == []
+    assert time.monotonic() - started_s < 30.0
     os.kill(group.locations[0].pid, signal.SIGCONT)
     while generator.num_unfinished:
         finished += generator.collect(0.1)[0]
-    assert sorted(finished) == ids
-    assert generator.pop_metrics(wall_s=1.0)["generation/num_restarts"].value == 0
+    assert sorted([*finished, waiting[0]]) == ids
+    metrics = generator.pop_metrics(wall_s=1.0)
+    assert metrics["generation/num_restarts"].value == 0
+    assert metrics["generation/num_cancelled"].value == 1
+    _end_with_a_killed_replica(generator)
     generator.shutdown()
+
+
+def _end_with_a_killed_replica(generator: Generator) -> None:
+    """A replica is killed; what it had is cancelled or sampled by the other."""
+    prompts = Jagged.from_rows([[5 + row] for row in range(8)], np.int32)
+    ids = generator.submit(
+        prompts,
+        np.arange(8, dtype=np.uint64),
+        SamplingParams(max_new_tokens=40),
+        max_total_length=MAX_LENGTH,
+        affinity=range(8),
+    )
+    lost = list(generator.replicas[0].costs)
+    group: Any = generator.replicas[0].group
+    os.kill(group.locations[0].pid, signal.SIGKILL)
+    generator.cancel(lost[:2])
+    finished: list[int] = []
+    while generator.num_unfinished:
+        finished += generator.collect(0.1)[0]
+        # It has no effect on those that were returned.
+        generator.cancel(finished)
+    assert sorted(set(finished)) == sorted(finished)
+    assert set(ids) - set(finished) == set(lost[:2]), "a poll may not have them any more"
+    metrics = generator.pop_metrics(wall_s=1.0)
+    assert metrics["generation/num_restarts"].value == 1
+    assert metrics["generation/num_cancelled"].value == 2

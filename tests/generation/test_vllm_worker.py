@@ -455,6 +455,102 @@ def test_aborted_requests_are_gone_and_their_tokens_counted(engine: Engine) -> N
 
 
 @pytest.mark.usefixtures("stepwise")
+def test_cancelled_requests_free_their_cache_also_inside_an_update(engine: Engine) -> None:
+    """Requests that wait, run, have finished, or are unknown."""
+    engine.worker.start_rollout()
+    num_free = engine.worker.num_free_blocks()
+    num_rows = MAX_ROWS + 4
+    prompts = _prompts(num_rows, seed=20)
+    sampling = SamplingParams(max_new_tokens=40, temperature=1.5)
+    ids = np.arange(num_rows, dtype=np.int64)
+    engine.worker.submit(GenerationRequests(ids, prompts, _seeds(num_rows), sampling, MAX_LENGTH))
+    polls = [engine.worker.poll(0.0) for _ in range(3)]
+    partial = engine.worker.partial_tokens()
+    running = [each for each, token_ids in partial.items() if token_ids]
+    waiting = [each for each, token_ids in partial.items() if not token_ids]
+    assert len(running) > 4 and waiting
+    cancelled = [*running[:2], waiting[0]]
+    engine.worker.cancel([*cancelled, 999])
+    polls.append(engine.worker.poll(0.0))
+    assert polls[-1].num_cancelled_tokens == sum(len(partial[each]) for each in cancelled)
+    names = [name for name, _ in engine.model.named_parameters()]
+    engine.worker.begin_update(names)
+    engine.worker.cancel([running[2]])
+    engine.update()
+    cancelled.append(running[2])
+    while polls[-1].num_unfinished:
+        polls.append(engine.worker.poll(60.0))
+    finished = np.concatenate([each.request_ids for each in polls]).tolist()
+    assert sorted([*finished, *cancelled]) == ids.tolist()
+    num_sampled = sum(each.num_tokens for each in polls)
+    num_returned = sum(len(each.completions.token_ids.values) for each in polls)
+    assert num_sampled == num_returned + sum(each.num_cancelled_tokens for each in polls)
+    engine.worker.submit(GenerationRequests(ids, prompts, _seeds(num_rows), sampling, MAX_LENGTH))
+    engine.worker.poll(0.0)
+    assert engine.worker.num_free_blocks() < num_free
+    engine.worker.cancel(ids.tolist())
+    assert engine.worker.poll(0.0).num_unfinished == 0
+    assert engine.worker.num_free_blocks() == num_free
+
+
+def test_a_request_that_finished_can_be_cancelled_before_its_poll(engine: Engine) -> None:
+    sampling = SamplingParams(max_new_tokens=3, temperature=1.5)
+    ids = np.arange(3, dtype=np.int64)
+    engine.worker.submit(GenerationRequests(ids, _prompts(3), _seeds(3), sampling, MAX_LENGTH))
+    deadline = time.monotonic() + 60
+    while engine.worker.partial_tokens():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    engine.worker.cancel([1])
+    progress = engine.worker.poll(0.0)
+    assert sorted(progress.request_ids.tolist()) == [0, 2]
+    assert 0 < progress.num_cancelled_tokens <= 3
+
+
+def test_requests_with_different_options_run_together(engine: Engine) -> None:
+    engine.worker.start_rollout()
+    options = [*SAMPLINGS, SamplingParams(max_new_tokens=2), SamplingParams(max_new_tokens=12)]
+    prompts = _prompts(3, seed=21)
+    ids = np.arange(3 * len(options), dtype=np.int64)
+    seeds = _seeds(3)
+    for index, sampling in enumerate(options):
+        # The last call differs in its seeds only.
+        rows = seeds + (index == len(options) - 1)
+        part = ids[3 * index : 3 * index + 3]
+        engine.worker.submit(GenerationRequests(part, prompts, rows, sampling, MAX_LENGTH))
+    polls = [engine.worker.poll(0.0)]
+    while polls[-1].num_unfinished:
+        polls.append(engine.worker.poll(60.0))
+    order = np.argsort(np.concatenate([each.request_ids for each in polls]))
+    completions = Completions.concat([each.completions for each in polls]).take(order)
+    assert sum(each.num_prompt_tokens for each in polls) == len(options) * len(prompts.values)
+    for index, sampling in enumerate(options):
+        part = completions.take(ids[3 * index : 3 * index + 3])
+        _check_logprobs(engine, prompts, part, sampling)
+        assert part.token_ids.lengths.max() <= sampling.max_new_tokens
+    first, last = completions.take(ids[:3]), completions.take(ids[-3:])
+    assert not np.array_equal(first.token_ids.values, last.token_ids.values)
+
+
+@pytest.mark.usefixtures("stepwise")
+def test_tokens_of_the_prefix_cache_are_counted(engine: Engine) -> None:
+    """A prompt of 100 tokens, and the next turn, which has three blocks of 32 tokens in common."""
+    engine.worker.start_rollout()
+    rng = np.random.default_rng(22)
+    text = rng.integers(3, 320, 160).astype(np.int32)
+    counts = []
+    for length in (100, 160):
+        prompts = Jagged.from_rows([text[:length]], np.int32)
+        sampling = SamplingParams(max_new_tokens=1)
+        engine.worker.submit(
+            GenerationRequests(np.zeros(1, np.int64), prompts, _seeds(1), sampling, MAX_LENGTH)
+        )
+        progress = engine.worker.poll(60.0, 0.0)
+        counts.append((progress.num_prompt_tokens, progress.num_cached_tokens))
+    assert counts == [(100, 0), (160, 96)]
+
+
+@pytest.mark.usefixtures("stepwise")
 def test_scores_do_not_wait_for_queued_requests(engine: Engine) -> None:
     """More requests than run at a time, and an update between two of their steps."""
     num_rows = 40

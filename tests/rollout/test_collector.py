@@ -30,6 +30,7 @@ class Generator:
         self.num_unfinished = 0
         self.num_requests = 0
         self.finished: list[int] = []
+        self.awaited_calls: list[Any] = []
 
     def start_rollout(self) -> None:
         pass
@@ -42,7 +43,8 @@ class Generator:
         self.num_unfinished += len(seeds)
         return list(range(first, self.num_requests))
 
-    def collect(self, timeout_s: float) -> tuple[list[int], Completions]:
+    def collect(self, timeout_s: float, calls: Sequence[Any] = ()) -> tuple[list[int], Completions]:
+        self.awaited_calls = list(calls)
         ids = self.finished
         self.finished = []
         self.num_unfinished -= len(ids)
@@ -58,6 +60,7 @@ class Rewards:
     def __init__(self, is_grouped: bool) -> None:
         self.config = RewardConfig()
         self.is_grouped = is_grouped
+        self.running_calls: list[Any] = []
         self.submitted: list[list[int]] = []
         self.groups: dict[int, set[int]] = {}
         self._scored: list[ScoredSamples] = []
@@ -150,3 +153,20 @@ def test_a_group_is_submitted_when_its_last_completion_has_ended(
 def test_only_grouped_functions_wait_for_the_group(is_grouped: bool) -> None:
     rewards = _run(is_grouped, [2], [2], [[1], [2, 3], [0]])
     assert rewards.submitted == ([[2, 3], [0, 1]] if is_grouped else [[1], [2, 3], [0]])
+
+
+def test_the_wait_for_completions_ends_with_a_call_of_the_reward_workers() -> None:
+    generator, rewards = Generator(), Rewards(is_grouped=False)
+    tokenizer: Any = SimpleNamespace()
+    collector = RolloutCollector(generator, rewards, tokenizer)  # type: ignore[arg-type]
+    prompt = Prompt(token_ids=np.array([1], dtype=np.int32), text="p", answer=None)
+    collector.start(
+        [prompt],
+        group_size=1,
+        sampling=SAMPLING,
+        max_total_length=8,
+        seeds=np.zeros(1, dtype=np.uint64),
+    )
+    rewards.running_calls = ["a call"]
+    collector.advance()
+    assert generator.awaited_calls == ["a call"]

@@ -99,7 +99,8 @@ class RolloutPipeline:
     def take(self, step: int) -> StepRollout:
         """Wait for the rollout of `step`. Call `fetch` and `start` before.
 
-        Raises RuntimeError if a token was sampled with weights older than allowed.
+        Rows with a token of weights older than allowed are left out of training. Raises
+        RuntimeError if no row is left.
         """
         started = self._started.popleft()
         assert started.step == step, "rollouts are taken in the order of the steps"
@@ -214,10 +215,12 @@ class RolloutPipeline:
         )
 
     def _finish_rollout(self, job: RolloutJob, step: int) -> Rollout:
-        """Wait for a rollout. Raises RuntimeError for weights older than allowed."""
+        """Wait for a rollout; rows with tokens of older weights than allowed are not trained."""
         with self._run.log.timers("rollout_wait"):
             rollout = self._run.rollouts.finish(job)
-        rollout.check_versions(step - self._config.grpo.max_staleness, step)
+        num_stale = rollout.drop_stale(step - self._config.grpo.max_staleness, step)
+        if self._config.grpo.max_staleness > 0:
+            self._run.log.add_metrics({"staleness/num_dropped": Sum(float(num_stale))})
         self._run.log.timers.add("generation", job.generation_s)
         self._run.log.timers.add("reward", job.reward_s)
         return rollout

@@ -74,6 +74,8 @@ class RayWorkerGroup:
     otherwise. The group cannot be used after that.
     """
 
+    is_local = False
+
     def __init__(
         self,
         cluster: RayVirtualCluster,
