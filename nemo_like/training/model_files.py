@@ -21,7 +21,12 @@ from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.routed_experts import routed_bytes
 from nemo_like.models.adapters import ADAPTER_WEIGHTS, check_adapters
 from nemo_like.models.layout_check import frozen_weights, model_problems
-from nemo_like.models.pretrained import load_model_config, load_tokenizer, with_output_head
+from nemo_like.models.pretrained import (
+    check_model_type,
+    load_model_config,
+    load_tokenizer,
+    with_output_head,
+)
 from nemo_like.models.spec import ModelSpec
 from nemo_like.models.weight_files import (
     INDEX_NAME,
@@ -124,9 +129,11 @@ def open_model_config(config: RunConfig) -> PretrainedConfig:
     vLLM does not support.
     """
     name = config.policy.model_name
-    model_config = with_output_head(
-        load_checked_config(name, "policy.model_name"), config.output_head, name
-    )
+    stored = load_checked_config(name, _POLICY)
+    # vLLM generates with models that the engines do not train.
+    if config.kind != "answers":
+        check_model_type(stored, config.output_head, name, _POLICY)
+    model_config = with_output_head(stored, config.output_head, name)
     spec = ModelSpec.from_config(model_config, name)
     policy_backend(config.policy).check_model(spec, name)
     layout_problems = model_problems(policy_layout(config), config.policy.engine, spec)
@@ -218,6 +225,7 @@ def open_reward_model(name: str, config: RewardModelConfig) -> RewardModelFiles:
             f"{key}.model_name is {config.model_name!r}, a classifier of {num_labels} labels; a"
             " reward model has one output (num_labels 1 in config.json)"
         )
+    check_model_type(model, "scores", config.model_name, f"{key}.model_name")
     spec = ModelSpec.from_config(model, config.model_name)
     limit = spec.max_positions
     if config.max_length is not None and limit is not None and config.max_length > limit:
