@@ -197,7 +197,7 @@ def _without_training(base: RunConfig) -> AnswerSettings:
             answer_sampling(base.grpo) if isinstance(base, GrpoRunConfig) else AnswerSampling()
         ),
     )
-    open_model_config(policy, ParallelConfig(), config.cluster, config.needs)
+    open_model_config(policy, ParallelConfig(), config.cluster, config.needs, is_trained=False)
     return config
 
 

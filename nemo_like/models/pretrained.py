@@ -25,6 +25,9 @@ _NOT_NEEDED = ("torch", "PIL")
 """Packages that transformers imports with configurations and tokenizers where they are
 installed.
 """
+_OTHER_PARTS = ("vision_config", "audio_config")
+_LANGUAGE_MODEL_ALONE = ("qwen3_5", "qwen3_5_moe")
+"""Composite types whose language model is built and loaded without the other parts."""
 
 
 def import_transformers_without_torch() -> None:
@@ -99,6 +102,47 @@ def with_output_head(
     config.architectures = [_classification_architecture(config)]
     config.num_labels = 1
     return config
+
+
+def is_composite(model_config: PretrainedConfig) -> bool:
+    """Return True for a model with other parts than a language model, such as a vision tower."""
+    is_nested = model_config.get_text_config() is not model_config
+    return is_nested or any(getattr(model_config, part, None) for part in _OTHER_PARTS)
+
+
+def check_model_type(
+    model_config: PretrainedConfig, head: OutputHead, model_name: str, key: str
+) -> None:
+    """Raise ConfigError for a model that the engines cannot build with the output head `head`.
+
+    `key` is the config key of `model_name`. Composite models are refused, except those of which
+    transformers builds the language model alone.
+    """
+    # Not from the package above: without torch that one has no such names.
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    )
+
+    model_type = model_config.model_type
+    is_causal = head == "vocabulary"
+    subject = f"{key} is {model_name!r}, a model of type {model_type}"
+    if is_composite(model_config) and not (is_causal and model_type in _LANGUAGE_MODEL_ALONE):
+        parts = [part for part in _OTHER_PARTS if getattr(model_config, part, None)]
+        raise ConfigError(
+            f"{subject}, which has {' and '.join(parts or ['other parts'])} beside its language"
+            " model: such composite models cannot be trained; use a language model, for example"
+            " one of type qwen3"
+        )
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if not is_causal:
+        names = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    if model_type not in names:
+        kind = "causal language model" if is_causal else "sequence classification"
+        raise ConfigError(
+            f"{subject}: transformers has no {kind} of this type; use a Llama-, Mistral- or"
+            " Qwen-like model"
+        )
 
 
 def _open(from_pretrained: Callable[..., Any], directory: str) -> Any:

@@ -29,7 +29,12 @@ from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.routed_experts import routed_bytes
 from nemo_like.models.adapters import ADAPTER_WEIGHTS, check_adapters
 from nemo_like.models.layout_check import frozen_weights, model_problems
-from nemo_like.models.pretrained import load_model_config, load_tokenizer, with_output_head
+from nemo_like.models.pretrained import (
+    check_model_type,
+    load_model_config,
+    load_tokenizer,
+    with_output_head,
+)
 from nemo_like.models.spec import ModelSpec
 from nemo_like.models.weight_files import (
     INDEX_NAME,
@@ -126,7 +131,12 @@ def _read_chat_template(path: Path, key: str) -> str:
 
 
 def open_model_config(
-    policy: PolicyConfig, parallel: ParallelConfig, cluster: ClusterConfig, needs: RunNeeds
+    policy: PolicyConfig,
+    parallel: ParallelConfig,
+    cluster: ClusterConfig,
+    needs: RunNeeds,
+    *,
+    is_trained: bool = True,
 ) -> PretrainedConfig:
     """Load the model's configuration and check it against its files, the engine and `parallel`.
 
@@ -134,9 +144,11 @@ def open_model_config(
     vLLM does not support.
     """
     name = policy.model_name
-    model_config = with_output_head(
-        load_checked_config(name, "policy.model_name"), needs.head, name
-    )
+    stored = load_checked_config(name, _POLICY)
+    # vLLM generates with models that the engines do not train.
+    if is_trained:
+        check_model_type(stored, needs.head, name, _POLICY)
+    model_config = with_output_head(stored, needs.head, name)
     spec = ModelSpec.from_config(model_config, name)
     policy_backend(policy).check_model(spec, name)
     layout_problems = model_problems(policy_layout(parallel, cluster), policy.engine, spec)
@@ -226,6 +238,7 @@ def open_reward_model(name: str, config: RewardModelConfig) -> RewardModelFiles:
             f"{key}.model_name is {config.model_name!r}, a classifier of {num_labels} labels; a"
             " reward model has one output (num_labels 1 in config.json)"
         )
+    check_model_type(model, "scores", config.model_name, f"{key}.model_name")
     spec = ModelSpec.from_config(model, config.model_name)
     limit = spec.max_positions
     if config.max_length is not None and limit is not None and config.max_length > limit:

@@ -1,10 +1,14 @@
-"""Checks of the model that need no workers: frozen weights, the budget of router replay."""
+"""Checks of the model that need no workers: its type, frozen weights, router replay."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
@@ -52,3 +56,54 @@ def test_experts_of_a_rollout_above_their_budget_stop_the_run(recipe: Recipe, tm
     with pytest.raises(ConfigError, match=r"GiB of the driver's memory: .* raise it, or set"):
         open_config(replace(config, policy=policy))
     open_config(replace(config, policy=replace(policy, router_replay=False)))
+
+
+@pytest.fixture
+def model_of_type(recipe: Recipe, tmp_path: Path) -> Callable[[str], Path]:
+    """`model_of_type(model_type)` gives the demo's model with a configuration of that type."""
+
+    def save(model_type: str) -> Path:
+        directory = tmp_path / model_type
+        shutil.copytree(recipe.demo / "model", directory)
+        AutoConfig.for_model(model_type).save_pretrained(directory)
+        return directory
+
+    return save
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("qwen2_5_vl", "has vision_config beside its language model"),
+        ("qwen3_vl", "has vision_config beside its language model"),
+        ("smolvlm", "has vision_config beside its language model"),
+        ("gemma3", "has vision_config beside its language model"),
+        ("llama4", "has vision_config beside its language model"),
+        ("qwen2_audio", "has audio_config beside its language model"),
+        ("phi4_multimodal", "has vision_config and audio_config beside its language model"),
+        ("emu3", "has other parts beside its language model"),
+        ("t5", "transformers has no causal language model of this type"),
+    ],
+)
+def test_a_type_that_the_engine_cannot_build_is_refused(
+    model_type: str, reason: str, recipe: Recipe, model_of_type: Callable[[str], Path]
+) -> None:
+    model = model_of_type(model_type)
+    start = f"policy.model_name is '{model}', a model of type {model_type}"
+    with pytest.raises(ConfigError) as raised:
+        open_config(recipe.sft(f"policy.model_name={model}"))
+    message = str(raised.value)
+    assert message.startswith(start) and reason in message and "; use a " in message
+    assert len(message) < len(str(model)) + 300
+
+
+def test_the_language_model_of_a_composite_is_no_reward_model(
+    recipe: Recipe, model_of_type: Callable[[str], Path]
+) -> None:
+    model = model_of_type("qwen3_5")
+    open_config(recipe.sft(f"policy.model_name={model}", "policy.shared_prefix=false"))
+    with pytest.raises(ConfigError, match="has vision_config beside its language model"):
+        open_config(recipe.rm(f"policy.model_name={model}"))
+    model = model_of_type("granite")
+    with pytest.raises(ConfigError, match="transformers has no sequence classification of this"):
+        open_config(recipe.rm(f"policy.model_name={model}"))

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -30,7 +31,7 @@ from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.chat_template import ChatTemplate
 from nemo_like.distributed import activity
 from nemo_like.models.output_head import meta_model
-from nemo_like.models.pretrained import load_tokenizer
+from nemo_like.models.pretrained import is_composite, load_model_config, load_tokenizer
 from nemo_like.models.spec import ModelSpec
 from nemo_like.models.weight_files import HEADS
 from nemo_like.policy.checkpoint.hf_metadata import write_config, write_tokenizer
@@ -69,8 +70,9 @@ def write_hf(
     Names and shapes are those that `save_pretrained` writes. They differ from those in memory for
     MoE layers: a model in memory stacks the experts, files have one tensor per expert
     (`mlp.experts.0.gate_proj.weight`), which vLLM and other readers expect. Tied weights are
-    written once, under the name of the input embedding. Raises NonFiniteError on the writer for a
-    weight that is not finite in compute precision.
+    written once, under the name of the input embedding. A composite model, of which the language
+    model alone was trained, is written with its other parts. Raises NonFiniteError on the writer
+    for a weight that is not finite in compute precision.
     """
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     shapes = weights.weight_shapes()
@@ -83,6 +85,10 @@ def write_hf(
     skeleton = meta_model(model_config) if is_writer else None
     kept: list[StoredTensor] = []
     if skeleton is not None:
+        if is_composite(load_model_config(config.model_name)):
+            # With the prefix of the language model, which transformers would leave out.
+            conversions: Any = get_model_conversion_mapping(skeleton, add_legacy=False)
+            skeleton._weight_conversions = conversions
         kept = _unloaded(skeleton, config.model_name)
     kept_files = split_by_bytes({each.key: each.shape for each in kept}, 8, MAX_FILE_BYTES)
     last_bytes = sum(prod(shapes[name]) for name in files[-1]) * dtype.itemsize
@@ -116,9 +122,9 @@ def write_hf(
 def _unloaded(skeleton: PreTrainedModel, model_name: str) -> list[StoredTensor]:
     """Return the tensors in the files of the trained model that its class does not load.
 
-    Layers for multi-token prediction are such, which config.json announces to other tools. Left out
-    are frequencies of rotary embeddings, which are computed, and for a model without an output
-    embedding that of the language model that it was.
+    Layers for multi-token prediction are such, which config.json announces to other tools, and the
+    other parts of a composite model. Left out are frequencies of rotary embeddings, which are
+    computed, and for a model without an output embedding that of the language model that it was.
     """
     with open_model(model_name, skeleton) as files:
         found = files.unloaded(skeleton)
@@ -129,8 +135,8 @@ def _unloaded(skeleton: PreTrainedModel, model_name: str) -> list[StoredTensor]:
     if kept:
         logger.warning(
             "%s of %s, such as %s, are exported as they were: transformers does not load them, so"
-            " training does not change them. Layers for multi-token prediction then predict the"
-            " trained model less well",
+            " training does not change them. Such parts, for example layers for multi-token"
+            " prediction or a vision tower, then fit the trained model less well",
             counted(len(kept), "tensor"),
             model_name,
             kept[0].key,
@@ -221,14 +227,18 @@ def split_by_bytes(
 def _write_configuration(
     model_config: PretrainedConfig, config: PolicyConfig, dtype: torch.dtype, directory: Path
 ) -> None:
-    # A copy, because the engine goes on using its configuration.
-    model_config = copy.deepcopy(model_config)
-    model_config.dtype = dtype
+    source = load_model_config(config.model_name)
+    has_other_parts = is_composite(source)
+    # Of a composite model an engine has the configuration of the language model. Otherwise a copy,
+    # because the engine goes on using its configuration.
+    model_config = source if has_other_parts else copy.deepcopy(model_config)
+    model_config.dtype = model_config.get_text_config().dtype = dtype
     is_causal = ModelSpec.from_config(model_config).head == "vocabulary"
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if not is_causal:
         names = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-    model_config.architectures = [names[model_config.model_type]]
+    if not has_other_parts:
+        model_config.architectures = [names[model_config.model_type]]
     name = config.tokenizer_name or config.model_name
     tokenizer = load_tokenizer(name)
     if config.chat_template is not None:

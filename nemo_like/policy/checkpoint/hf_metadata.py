@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,11 @@ _TOKENIZER_FILES = (
     _SPECIAL_TOKENS_MAP,
     TOKENIZER_CONFIG,
 )
+_PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
 _ROPE_KEYS = (
     "rope_theta",
     "rope_scaling",
@@ -49,8 +54,12 @@ _LOADING_OPTIONS = ("backend", "is_local", "local_files_only", "trust_remote_cod
 
 
 def write_config(model_config: PretrainedConfig, source: Path, directory: Path) -> None:
-    """Write config.json of a model that was trained from the directory `source`."""
+    """Write config.json of a model that was trained from the directory `source`.
+
+    The settings of its image processor are copied.
+    """
     model_config.save_pretrained(directory)
+    _copy(_PROCESSOR_FILES, source, directory)
     path = directory / CONFIG
     content = _read(path)
     original = _read(source / CONFIG)
@@ -105,9 +114,7 @@ def write_tokenizer(
     replaces its padding token.
     """
     tokenizer.save_pretrained(directory)
-    for name in _TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, directory / name)
+    _copy(_TOKENIZER_FILES, source, directory)
     settings = _read(directory / TOKENIZER_CONFIG)
     for name in _LOADING_OPTIONS:
         settings.pop(name, None)
@@ -124,6 +131,13 @@ def write_tokenizer(
         if tokens:
             write_json(directory / _SPECIAL_TOKENS_MAP, tokens | {"pad_token": pad_token})
     write_json(directory / TOKENIZER_CONFIG, settings)
+
+
+def _copy(names: Sequence[str], source: Path, directory: Path) -> None:
+    """Copy those of the files that `source` has."""
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    Qwen3_5Config,
+)
 
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.pretrained import load_model_config
@@ -125,6 +131,53 @@ def test_tensors_that_the_model_does_not_load_are_kept(
         # The sum of the tensors in the files, buffers of routers included.
         assert read_json(index)["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
         assert read_json(index)["weight_map"].keys() == expected.keys()
+
+
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 16,
+    "num_position_embeddings": 16,
+}
+
+
+@pytest.mark.parametrize("of_engine", [True, False], ids=["engine", "checkpoint"])
+def test_the_tower_of_a_composite_is_kept(of_engine: bool, tmp_path: Path) -> None:
+    """An engine has the configuration of the language model, `nemo-like export` that of both."""
+    source = tmp_path / "source"
+    save_tiny_model(source, "llama")
+    text = SIZES | {"head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    text["layer_types"] = ["linear_attention", "full_attention"]
+    config = Qwen3_5Config(text_config=text, vision_config=VISION, tie_word_embeddings=False)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(source)
+    (source / "preprocessor_config.json").write_text('{"patch_size": 4}')
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with torch.no_grad():
+        model.model.norm.weight += 1
+    stored = model.config if of_engine else load_model_config(str(source))
+    policy = PolicyConfig(model_name=str(source), precision="float32")
+    hf_export.write_hf(ModelWeights(model), stored, policy, tmp_path / "export")
+    expected = load_file(source / "model.safetensors")
+    expected["model.language_model.norm.weight"] += 1
+    found = load_file(tmp_path / "export/model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert any(name.startswith("model.visual.") for name in found)
+    written, original = (
+        read_json(tmp_path / f"{name}/config.json") for name in ("export", "source")
+    )
+    assert written["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+    assert original["text_config"].items() <= written["text_config"].items()
+    assert original["vision_config"] == written["vision_config"]
+    copied = tmp_path / "export/preprocessor_config.json"
+    assert copied.read_text() == '{"patch_size": 4}'
+    auto_class: Any = AutoModelForImageTextToText
+    _, loading = auto_class.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not any(loading.values()), loading
 
 
 def test_the_tokenizer_is_that_of_the_source(source: Path, tmp_path: Path) -> None:
