@@ -72,7 +72,7 @@ class Call:
     """Why the call has no parent."""
     sampled: Sampled | None = None
     reply: Message = field(default_factory=dict)
-    is_delivered: bool = False
+    is_delivered: bool = True
     """False for an answer that the program has not received. It is not trained."""
 
     @property
@@ -210,7 +210,6 @@ class Episode:
     def answer(self, call: Call, sampled: Sampled) -> None:
         """Record the answer to a call, and set its reply."""
         call.sampled = sampled
-        call.is_delivered = True
         self.calls.append(call)
         if call.reason is not None:
             self.reasons[call.reason] += 1

@@ -17,11 +17,11 @@ def return_to_go(
 
         A_k = sum over j >= k of gamma^(j - k) r_j - b,
 
-    where b is the mean of sum over j of gamma^j r_j over the other episodes of the group, 0 for a
-    group of one. The expected policy gradient is exact for gamma = 1: rewards before a turn do not
-    depend on it, and b does not depend on the episode. A baseline that includes the episode itself
-    would scale the gradient, and one per number of the turn would change its direction, because
-    episodes that have ended are missing there.
+    where b is the mean of sum over j of gamma^j r_j over the other episodes of the group. The
+    expected policy gradient is exact for gamma = 1: rewards before a turn do not depend on it, and
+    b does not depend on the episode. A baseline that includes the episode itself would scale the
+    gradient, and one per number of the turn would change its direction, because episodes that have
+    ended are missing there. Raises ValueError for a group of one episode.
     """
     to_go = []
     for values in rewards:
@@ -36,6 +36,7 @@ def return_to_go(
     for episode, returns in enumerate(to_go):
         others = groups == groups[episode]
         others[episode] = False
-        baseline = totals[others].mean() if others.any() else 0.0
-        advantages.append(returns - baseline)
+        if not others.any():
+            raise ValueError("a group of one episode has no others for its baseline")
+        advantages.append(returns - totals[others].mean())
     return advantages

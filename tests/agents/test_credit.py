@@ -80,8 +80,11 @@ def test_centering_per_number_of_the_turn_is_not(logits: Tensor) -> None:
 
 def test_a_worked_example() -> None:
     rewards = [np.array([1.0, 2.0, 4.0]), np.array([3.0]), np.array([8.0, 8.0]), np.zeros(0)]
-    advantages = return_to_go(rewards, np.array([0, 0, 1, 0]), discount=0.5)
-    # Returns from the first turn: 1 + 1 + 1 = 3, 3, 12, 0.
-    expected = [[3 - 1.5, 4 - 1.5, 4 - 1.5], [3 - 1.5], [12.0, 8.0], []]
+    rewards.append(np.array([2.0]))
+    advantages = return_to_go(rewards, np.array([0, 0, 1, 0, 1]), discount=0.5)
+    # Returns from the first turn: 1 + 1 + 1 = 3, 3, 12, 0, 2.
+    expected = [[3 - 1.5, 4 - 1.5, 4 - 1.5], [3 - 1.5], [12.0 - 2, 8.0 - 2], [], [2.0 - 12]]
     for found, each in zip(advantages, expected, strict=True):
         assert found.tolist() == pytest.approx(each)
+    with pytest.raises(ValueError, match="a group of one episode"):
+        return_to_go(rewards[:1], np.zeros(1, dtype=np.int64))

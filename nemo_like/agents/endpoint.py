@@ -1,0 +1,499 @@
+"""An endpoint in the form of OpenAI's API for the programs of many episodes.
+
+It samples nothing itself: `sample(call)` does, one request of the generator per call. All methods
+run in one event loop. A call is recorded when it is answered, and trained if its answer reached the
+program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from nemo_like.agents.calls import Call, Episode, Sampled
+from nemo_like.agents.protocol import (
+    ApiError,
+    ApiRequest,
+    Dialect,
+    RequestRules,
+    answer_body,
+    parse_request,
+    stream_chunks,
+)
+from nemo_like.agents.statuses import Status
+from nemo_like.config.errors import ConfigError, error_text
+from nemo_like.environments.reward import finite_number
+
+Sampler = Callable[[Call], Awaitable[Sampled]]
+
+_MAX_KEPT = 64
+"""Answers of an episode that are kept for repeated requests."""
+_DIALECTS: dict[str, Dialect] = {
+    "chat/completions": "chat",
+    "completions": "completions",
+    "responses": "responses",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndpointLimits:
+    """Limits of each episode."""
+
+    max_turns: int = 64
+    """Max calls."""
+    max_concurrent: int = 64
+    """Max requests at a time."""
+    max_body_bytes: int = 64 << 20
+    max_refused: int = 1000
+    """Refused requests after which the program counts as failed."""
+    heartbeat_s: float = 5.0
+    """Seconds between two signs of life while an answer is sampled. Clients wait 10 minutes for the
+    next byte."""
+    retry_grace_s: float = 10.0
+    """Seconds that sampling goes on after its client has left: it may repeat the request."""
+
+
+@dataclass(frozen=True)
+class RewardEvent:
+    """A reward that a program has given while it runs."""
+
+    call: int
+    """Number of the call, counted from 0 in the order of answers; -1 before the first."""
+    values: Mapping[str, float]
+
+
+@dataclass(eq=False)
+class Answer:
+    """The answer to one request, while it is sampled and for repetitions of the request."""
+
+    request: ApiRequest
+    digest: bytes
+    """Of path and body."""
+    calls: list[Call]
+    task: asyncio.Task[dict[str, Any]]
+    num_waiting: int = 0
+    """Connections that wait for it."""
+
+    @property
+    def is_delivered(self) -> bool:
+        """True if it reached the program, as far as this side of the connection can tell."""
+        return self.calls[0].is_delivered
+
+    @property
+    def is_repeatable(self) -> bool:
+        """False if it failed."""
+        task = self.task
+        return not task.done() or not (task.cancelled() or task.exception())
+
+    def set_delivered(self) -> None:
+        """Mark the calls as delivered."""
+        for call in self.calls:
+            call.is_delivered = True
+
+
+@dataclass(eq=False)
+class Session:
+    """The requests of one episode."""
+
+    episode: Episode
+    key: str = field(repr=False)
+    num_turns: int = 0
+    """Calls that were accepted."""
+    num_refused: int = 0
+    not_applied: Counter[str] = field(default_factory=Counter)
+    """Requests with fields that were accepted but not applied, by field."""
+    rewards: list[RewardEvent] = field(default_factory=list)
+    limit: Status | None = None
+    """The limit that the last request met."""
+    failure: Status | None = None
+    problem: str = ""
+    """Of a failure."""
+    answers: list[Answer] = field(default_factory=list)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Answers that are being sampled."""
+        return sum(not answer.task.done() for answer in self.answers)
+
+    def call_rewards(self, default: float = 0.0) -> list[float]:
+        """Return the sum of rewards of each call; `default` is added to the last call."""
+        totals = [0.0] * len(self.episode.calls)
+        for event in self.rewards:
+            if totals:
+                totals[max(event.call, 0)] += sum(event.values.values())
+        if totals:
+            totals[-1] += default
+        return totals
+
+
+class AgentEndpoint:
+    """Serves the requests of the programs of any number of episodes."""
+
+    def __init__(
+        self,
+        sample: Sampler,
+        *,
+        rules: RequestRules | None = None,
+        limits: EndpointLimits | None = None,
+        model: str = "policy",
+    ) -> None:
+        self._sample = sample
+        self._rules = rules or RequestRules()
+        self._limits = limits or EndpointLimits()
+        self._model = model
+        self._secret = secrets.token_bytes(32)
+        self._num_sessions = 0
+        self._sessions: dict[str, Session] = {}
+        """By key."""
+        self._url = ""
+        routes = []
+        for base in ("/e/{key}/v1", "/e/{key}/untrained/v1", "/v1"):
+            for path in _DIALECTS:
+                routes.append(Route(f"{base}/{path}", self._respond, methods=["POST"]))
+            routes.append(Route(f"{base}/models", self._models, methods=["GET"]))
+            routes.append(Route(f"{base}/reward", self._reward, methods=["POST"]))
+        self.app = Starlette(routes=routes, exception_handlers={ApiError: _refusal})
+
+    @contextlib.asynccontextmanager
+    async def serving(self, host: str = "127.0.0.1") -> AsyncIterator[AgentEndpoint]:
+        """Serve at a free port while the block runs."""
+        server = uvicorn.Server(
+            uvicorn.Config(
+                self.app,
+                # A line per request would have the keys.
+                access_log=False,
+                log_level="error",
+                lifespan="off",
+                ws="none",
+                timeout_graceful_shutdown=1,
+            )
+        )
+        # The process handles signals itself.
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+        listener = socket.create_server((host, 0))
+        self._url = f"http://{host}:{listener.getsockname()[1]}"
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            while not server.started and not task.done():
+                await asyncio.sleep(0.005)
+            yield self
+        finally:
+            for session in list(self._sessions.values()):
+                self.end(session)
+            server.should_exit = True
+            await task
+            listener.close()
+
+    def start(self, episode: Episode) -> Session:
+        """Accept requests for an episode."""
+        number = str(self._num_sessions)
+        self._num_sessions += 1
+        session = Session(episode, f"{number}-{self._mac(number)}")
+        self._sessions[session.key] = session
+        return session
+
+    def base_url(self, session: Session) -> str:
+        """Return the URL for clients of OpenAI's API. It has the key of the session."""
+        return f"{self._url}/e/{session.key}/v1"
+
+    def stop(self, session: Session, limit: Status) -> None:
+        """Refuse further calls of an episode that has reached a limit."""
+        session.limit = limit
+        session.num_turns = max(session.num_turns, self._limits.max_turns)
+
+    def end(self, session: Session) -> None:
+        """Refuse further requests of an episode, and cancel those that are not answered."""
+        self._sessions.pop(session.key, None)
+        for answer in session.answers:
+            answer.task.cancel()
+
+    def _mac(self, number: str) -> str:
+        return hmac.digest(self._secret, number.encode(), "sha256").hex()[:40]
+
+    def _authenticated(self, request: Request) -> Session:
+        """Return the session of a request. Raises ApiError."""
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        keys = [request.path_params.get("key"), bearer, request.headers.get("x-session-id")]
+        # A program may have a dummy key beside the one in the path.
+        valid = {key for key in keys if key is not None and self._is_valid(key)}
+        if len(valid) != 1 or keys[0] not in (None, *valid):
+            raise ApiError(401, "the key is not that of an episode", "invalid_api_key")
+        session = self._sessions.get(valid.pop())
+        if session is None:
+            raise ApiError(410, "the episode has ended", "episode_ended")
+        return session
+
+    def _is_valid(self, key: str) -> bool:
+        """Return whether a key is that of an episode, which may have ended."""
+        number, _, mac = key.partition("-")
+        return hmac.compare_digest(mac.encode(), self._mac(number).encode())
+
+    async def _models(self, request: Request) -> Response:
+        self._authenticated(request)
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "nemo_like"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _reward(self, request: Request) -> Response:
+        session = self._authenticated(request)
+        try:
+            content = json.loads(await self._body(request, session))
+            reward, call = content["reward"], content.get("call")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise ApiError(400, 'give {"reward": a number, or numbers by name}') from None
+        given = reward if isinstance(reward, dict) else {"reward": reward}
+        values = {}
+        for name, value in given.items():
+            number = None if isinstance(value, bool) else finite_number(value)
+            if number is None:
+                raise ApiError(400, f"reward {name!r} is not a finite number")
+            values[name] = number
+        ids = [_call_id(index) for index in range(len(session.episode.calls))]
+        if call is not None and call not in ids:
+            raise ApiError(400, "call is not the id of an answer of this episode")
+        index = len(ids) - 1 if call is None else ids.index(call)
+        session.rewards.append(RewardEvent(index, values))
+        return JSONResponse({"object": "reward"})
+
+    async def _respond(self, request: Request) -> Response:
+        session = self._authenticated(request)
+        try:
+            body = await self._body(request, session)
+            path = request.url.path.rpartition("/v1/")[2]
+            digest = hashlib.blake2b(path.encode() + b"\n" + body, digest_size=16).digest()
+            answer = _repeated(session, digest, request.headers)
+            if answer is None:
+                is_trained = "/untrained/" not in request.url.path
+                is_trained &= request.headers.get("x-nemo-like-train", "").lower() != "false"
+                parsed = parse_request(_DIALECTS[path], body, self._rules)
+                answer = self._new_answer(session, parsed, digest, is_trained=is_trained)
+        except ApiError:
+            session.num_refused += 1
+            if session.num_refused > self._limits.max_refused:
+                session.failure = Status.FAILED_PROGRAM
+                session.problem = f"more than {self._limits.max_refused} requests were refused"
+            raise
+        return Delivery(answer, self._limits, lambda: self._left(answer))
+
+    async def _body(self, request: Request, session: Session) -> bytes:
+        """Read the body. Raises ApiError."""
+        if session.failure is not None:
+            raise ApiError(410, "the episode has failed", "episode_ended")
+        body = bytearray()
+        with contextlib.suppress(ClientDisconnect):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > self._limits.max_body_bytes:
+                    limit = self._limits.max_body_bytes
+                    raise ApiError(413, f"the body has more than {limit} bytes")
+        return bytes(body)
+
+    def _new_answer(
+        self, session: Session, request: ApiRequest, digest: bytes, *, is_trained: bool
+    ) -> Answer:
+        """Start to sample the answer to a request. Raises ApiError."""
+        limits = self._limits
+        if session.num_unfinished >= limits.max_concurrent:
+            raise ApiError(429, f"more than {limits.max_concurrent} requests at a time")
+        if session.num_turns + request.num_answers > limits.max_turns:
+            if session.limit is not Status.LIMIT_TIME:
+                session.limit = Status.LIMIT_TURNS
+            raise ApiError(400, "the episode has reached its limit", session.limit.value)
+        options = request.options
+        if options.temperature is not None or options.top_p is not None:
+            is_trained = False
+        episode = session.episode
+        try:
+            if isinstance(request.request, tuple):
+                messages, tools = request.request
+                first = episode.chat(messages, tools, options, is_trained=is_trained)
+            else:
+                prompt = request.request if request.prompt_ids is None else request.prompt_ids
+                assert prompt is not None
+                first = episode.completion(prompt, options, is_trained=is_trained)
+        except ConfigError as error:
+            raise ApiError(400, str(error)) from None
+        num_tokens = len(first.prompt_ids)
+        if num_tokens >= episode.max_total_tokens:
+            session.limit = Status.LIMIT_TOKENS
+            raise ApiError(
+                400,
+                f"the prompt has {num_tokens} tokens, and the maximum context length is"
+                f" {episode.max_total_tokens} tokens with the answer",
+                "context_length_exceeded",
+            )
+        session.limit = None
+        session.num_turns += request.num_answers
+        session.not_applied.update(request.not_applied)
+        calls = [first, *(episode.sibling(first) for _ in range(request.num_answers - 1))]
+        for call in calls:
+            call.is_delivered = False
+        task = asyncio.create_task(self._answered(session, request, calls))
+        # A failure is known without a client that waits for it.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        answer = Answer(request, digest, calls, task)
+        kept = [each for each in session.answers if each.task.done()]
+        if len(kept) >= _MAX_KEPT:
+            session.answers.remove(kept[0])
+        session.answers.append(answer)
+        return answer
+
+    async def _answered(
+        self, session: Session, request: ApiRequest, calls: list[Call]
+    ) -> dict[str, Any]:
+        """Sample and record the answers; return the body. Raises ApiError."""
+        try:
+            sampled = await asyncio.gather(*map(self._sample, calls))
+        except Exception as error:  # noqa: BLE001 (whatever the generator raises)
+            session.failure = Status.FAILED_INFRA
+            session.problem = error_text(error)
+            raise ApiError(500, "the generator failed", "generator_failed") from None
+        answer_id = _call_id(len(session.episode.calls))
+        for call, each in zip(calls, sampled, strict=True):
+            session.episode.answer(call, each)
+        return answer_body(request, calls, answer_id, self._model, int(time.time()))
+
+    def _left(self, answer: Answer) -> None:
+        """Give up an answer for which nobody waits, unless its request is repeated in time."""
+        if answer.is_delivered:
+            return
+
+        def give_up() -> None:
+            if answer.num_waiting == 0 and not answer.task.done():
+                answer.task.cancel()
+
+        asyncio.get_running_loop().call_later(self._limits.retry_grace_s, give_up)
+
+
+class Delivery(Response):
+    """Sends an answer when it is sampled, with signs of life before."""
+
+    def __init__(self, answer: Answer, limits: EndpointLimits, on_left: Callable[[], None]) -> None:
+        super().__init__()
+        self._answer = answer
+        self._heartbeat_s = limits.heartbeat_s
+        self._on_left = on_left
+        self._is_stream = answer.request.is_streamed
+        self._is_open = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer unless the client leaves before."""
+        del scope
+        answer = self._answer
+        answer.num_waiting += 1
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await self._wait(send, gone)
+            if answer.task.done() and not gone.done():
+                await self._finish(send)
+        finally:
+            gone.cancel()
+            answer.num_waiting -= 1
+            self._on_left()
+
+    async def _wait(self, send: Send, gone: asyncio.Future[None]) -> None:
+        """Return when the answer is sampled, or the client has left."""
+        task = self._answer.task
+        if self._is_stream and not task.done():
+            await self._open(send, 200)
+        while True:
+            await asyncio.wait(
+                {task, gone}, timeout=self._heartbeat_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if task.done() or gone.done():
+                return
+            if not self._is_open:
+                await self._open(send, 200)
+            # A comment of the stream, or white space before a JSON value.
+            await self._write(send, b": waiting\n\n" if self._is_stream else b" ")
+
+    async def _finish(self, send: Send) -> None:
+        """Send the answer, or its error."""
+        status, content = self._content()
+        if status == 200:
+            # The connection is open; what becomes of it later is not known here.
+            self._answer.set_delivered()
+        elif self._is_open and not self._is_stream:
+            # The status is sent already. The server closes an unfinished connection, and a client
+            # that repeats its request gets the error.
+            return
+        if not self._is_open:
+            await self._open(send, status)
+        await self._write(send, content, is_last=True)
+
+    def _content(self) -> tuple[int, bytes]:
+        """Return status and body of the answer."""
+        try:
+            body = self._answer.task.result()
+        except asyncio.CancelledError:
+            error = ApiError(410, "the episode has ended", "episode_ended")
+        except ApiError as failure:
+            error = failure
+        else:
+            if not self._is_stream:
+                return 200, json.dumps(body).encode()
+            chunks = stream_chunks(self._answer.request, body)
+            events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+            return 200, "".join([*events, "data: [DONE]\n\n"]).encode()
+        text = json.dumps(error.body)
+        if self._is_stream and self._is_open:
+            text = f"data: {text}\n\n"
+        return error.status, text.encode()
+
+    async def _open(self, send: Send, status: int) -> None:
+        self._is_open = True
+        is_events = self._is_stream and status == 200
+        kind = b"text/event-stream" if is_events else b"application/json"
+        # Clients repeat a request after status 500 otherwise.
+        headers = [(b"content-type", kind), (b"x-should-retry", b"false")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _write(self, send: Send, content: bytes, *, is_last: bool = False) -> None:
+        await send({"type": "http.response.body", "body": content, "more_body": not is_last})
+
+
+def _repeated(session: Session, digest: bytes, headers: Mapping[str, str]) -> Answer | None:
+    """Return the answer to a request that repeats an earlier one.
+
+    That is the last equal request if a client marks a repetition, or one whose answer did not
+    reach its client. Programs may send equal requests on purpose.
+    """
+    equal = [each for each in session.answers if each.digest == digest and each.is_repeatable]
+    for answer in equal:
+        if not answer.is_delivered and answer.num_waiting == 0:
+            return answer
+    is_repetition = headers.get("x-stainless-retry-count", "0") != "0"
+    return equal[-1] if is_repetition and equal else None
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Return when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _refusal(request: Request, error: Exception) -> Response:
+    del request
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body, error.status)
+
+
+def _call_id(index: int) -> str:
+    """Return the id of the answer whose first call has this number in its episode."""
+    return f"call-{index}"
