@@ -166,12 +166,14 @@ def _run(request: dict[str, Any], program: Callable[[Any], Any] | None, output: 
         os.close(output)
         os.environ.update(request["environment"])
         if program is None:
-            os.execvp(request["command"][0], request["command"])
+            _execute(request["command"])
         # Forked processes would draw equal numbers.
         random.seed(request["seed"])
         _call(request["environment"], program)
         status = 0
     except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:  # noqa: BLE001 (whatever the program raises)
         traceback.print_exc()
@@ -180,6 +182,14 @@ def _run(request: dict[str, Any], program: Callable[[Any], Any] | None, output: 
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status & 0xFF)
+
+
+def _execute(command: list[str]) -> None:
+    """Replace this process by a command. Raises SystemExit if it cannot be started."""
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        raise SystemExit(f"environment.command {command[0]!r} cannot be started: {error}") from None
 
 
 def _call(environment: dict[str, str], program: Callable[[Any], Any]) -> None:
