@@ -24,8 +24,8 @@ from nemo_like.agents.history import History, Reason
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.messages import Message, Tool
 
-Request = tuple[Sequence[Message], Sequence[Tool] | None] | str | None
-"""Messages and tools, the text of a prompt, or None for a prompt of token ids."""
+Request = tuple[Sequence[Message], Sequence[Tool] | None] | str
+"""Messages and tools, or the text of a prompt."""
 HistoryMode = Literal["exact", "template"]
 """`exact` continues the sampled token ids, whatever the template does with earlier turns.
 `template` renders every request completely, as a server without a record does; a row ends where
@@ -65,8 +65,8 @@ class Call:
     seed: int
     """Seed of the sampling stream; see `Episode`."""
     options: CallOptions
-    request: Request
-    """None once it is answered."""
+    request: Request | None
+    """None for a prompt of token ids, and once it is answered."""
     is_trained: bool = True
     reason: Reason | None = None
     """Why the call has no parent."""
@@ -157,51 +157,50 @@ class Episode:
         """Prompt and answer of calls without messages."""
         self._num_equal: Counter[bytes] = Counter()
 
-    def chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] | None,
-        options: CallOptions,
-        *,
-        is_trained: bool = True,
+    def request(
+        self, content: Request | np.ndarray, options: CallOptions, *, is_trained: bool = True
     ) -> Call:
-        """Return the call for a request of cleaned messages.
+        """Return the call for a request.
 
-        Raises ConfigError if the chat template refuses or drops a part of it.
+        `content` are cleaned messages and tools, or a prompt without messages: a text, or token ids
+        int32 [L]. The program writes the control tokens of such a prompt itself. Raises ConfigError
+        if the chat template refuses or drops a part of the messages.
         """
+        reason: Reason | None = "new_root" if self._num_equal else "first"
+        if isinstance(content, tuple):
+            parent, given, reason = self._place(*content)
+        elif isinstance(content, str):
+            parent, given = self._place_text(content)
+        else:
+            parent, given = self._split(content)
+        request = None if isinstance(content, np.ndarray) else content
+        return self._call(Call(given, parent, 0, options, request, is_trained, reason))
+
+    def _place(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None
+    ) -> tuple[Call | None, np.ndarray, Reason | None]:
+        """Return the call that a request continues, the other tokens, and why there is none."""
         match = self._history.find(messages, tools)
-        parent = match.parent
         reason = match.reason
-        given = None
-        if parent is not None:
+        if match.parent is not None:
             # The program has it, whatever became of the connection.
-            parent.is_delivered = True
-            if self._mode == "exact":
-                given = self._continuation(parent, match.new_messages)
+            match.parent.is_delivered = True
             reason = "template"
-        if given is None:
-            parent, given = self._split(self.codec.prompt_ids(messages, tools))
-        return self._call(Call(given, parent, 0, options, (messages, tools), is_trained, reason))
+            if self._mode == "exact":
+                given = self._continuation(match.parent, match.new_messages)
+                if given is not None:
+                    return match.parent, given, None
+        return *self._split(self.codec.prompt_ids(messages, tools)), reason
 
-    def completion(
-        self, prompt: str | np.ndarray, options: CallOptions, *, is_trained: bool = True
-    ) -> Call:
-        """Return the call for a prompt without messages: a text, or token ids int32 [L].
-
-        The program writes the control tokens of such a prompt itself.
-        """
-        reason: Reason = "new_root" if self._num_equal else "first"
-        if isinstance(prompt, str):
-            known = [each for each in self._texts if prompt.startswith(each[0])]
-            if known:
-                text, parent = max(known, key=lambda each: len(each[0]))
-                given = self.codec.encoder.encode_continuation(prompt[len(text) :])
-            else:
-                tokens: Any = self.codec.encoder.tokenizer(prompt)["input_ids"]
-                parent, given = self._split(self.codec.encoder.checked_ids(tokens))
-            return self._call(Call(given, parent, 0, options, prompt, is_trained, reason))
-        parent, given = self._split(prompt)
-        return self._call(Call(given, parent, 0, options, None, is_trained, reason))
+    def _place_text(self, prompt: str) -> tuple[Call | None, np.ndarray]:
+        """Return the call whose prompt and answer begin a text, and the tokens of the rest."""
+        encoder = self.codec.encoder
+        known = [each for each in self._texts if prompt.startswith(each[0])]
+        if known:
+            text, parent = max(known, key=lambda each: len(each[0]))
+            return parent, encoder.encode_continuation(prompt[len(text) :])
+        tokens: Any = encoder.tokenizer(prompt)["input_ids"]
+        return self._split(encoder.checked_ids(tokens))
 
     def sibling(self, call: Call) -> Call:
         """Return a call for another answer to the same request."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -121,6 +122,17 @@ def request_messages(messages: Sequence[Any]) -> list[Message]:
     return cleaned
 
 
+def with_text_arguments(reply: Message) -> Message:
+    """Return a reply as the API writes it: the arguments of tool calls are JSON texts."""
+    calls = []
+    for call in reply.get("tool_calls", ()):
+        arguments = call["function"]["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**reply, "tool_calls": calls} if calls else dict(reply)
+
+
 def _template_parser(encoder: ChatEncoder, template: dict[str, Any]) -> Parser:
     """Return the parser of transformers for a response template."""
     tokenizer = encoder.tokenizer
@@ -133,11 +145,7 @@ def _template_parser(encoder: ChatEncoder, template: dict[str, Any]) -> Parser:
         parsed: Any = tokenizer.parse_response(
             text, template, prefix=prefix, tools=None if tools is None else list(tools)
         )
-        message = {"content": parsed.get("content") or ""}
-        if parsed.get("thinking"):
-            message["reasoning_content"] = parsed["thinking"]
-        if parsed.get("tool_calls"):
-            message["tool_calls"] = parsed["tool_calls"]
-        return message
+        # The other names are those of messages.
+        return {"reasoning_content": parsed.pop("thinking", None), **parsed}
 
     return parse

@@ -1,10 +1,26 @@
-"""Advantages of single turns from rewards that programs give while they run."""
+"""Rewards that programs give, and advantages of single turns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+
+from nemo_like.config.errors import ConfigError, shown_value
+from nemo_like.environments.reward import finite_number
+
+
+def named_rewards(value: Any) -> dict[str, float]:
+    """Return the rewards in a JSON value: a number, or numbers by name. Raises ConfigError."""
+    given = value if isinstance(value, dict) else {"reward": value}
+    rewards = {}
+    for name, each in given.items():
+        number = finite_number(each)
+        if number is None:
+            raise ConfigError(f"{shown_value(value)} is not a finite number or numbers by name")
+        rewards[name] = number
+    return rewards
 
 
 def return_to_go(

@@ -25,9 +25,10 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from nemo_like.agents.calls import Call, Episode, Sampled
+from nemo_like.agents.credit import named_rewards
+from nemo_like.agents.delivery import Answer, Delivery
 from nemo_like.agents.protocol import (
     ApiError,
     ApiRequest,
@@ -35,11 +36,9 @@ from nemo_like.agents.protocol import (
     RequestRules,
     answer_body,
     parse_request,
-    stream_chunks,
 )
 from nemo_like.agents.statuses import Status
 from nemo_like.config.errors import ConfigError, error_text
-from nemo_like.environments.reward import finite_number
 
 Sampler = Callable[[Call], Awaitable[Sampled]]
 
@@ -80,35 +79,6 @@ class RewardEvent:
 
 
 @dataclass(eq=False)
-class Answer:
-    """The answer to one request, while it is sampled and for repetitions of the request."""
-
-    request: ApiRequest
-    digest: bytes
-    """Of path and body."""
-    calls: list[Call]
-    task: asyncio.Task[dict[str, Any]]
-    num_waiting: int = 0
-    """Connections that wait for it."""
-
-    @property
-    def is_delivered(self) -> bool:
-        """True if it reached the program, as far as this side of the connection can tell."""
-        return self.calls[0].is_delivered
-
-    @property
-    def is_repeatable(self) -> bool:
-        """False if it failed."""
-        task = self.task
-        return not task.done() or not (task.cancelled() or task.exception())
-
-    def set_delivered(self) -> None:
-        """Mark the calls as delivered."""
-        for call in self.calls:
-            call.is_delivered = True
-
-
-@dataclass(eq=False)
 class Session:
     """The requests of one episode."""
 
@@ -133,13 +103,16 @@ class Session:
         return sum(not answer.task.done() for answer in self.answers)
 
     def call_rewards(self, default: float = 0.0) -> list[float]:
-        """Return the sum of rewards of each call; `default` is added to the last call."""
+        """Return the sum of rewards of each call; `default` is added to the last call.
+
+        An episode without calls has none.
+        """
+        if not self.episode.calls:
+            return []
         totals = [0.0] * len(self.episode.calls)
         for event in self.rewards:
-            if totals:
-                totals[max(event.call, 0)] += sum(event.values.values())
-        if totals:
-            totals[-1] += default
+            totals[max(event.call, 0)] += sum(event.values.values())
+        totals[-1] += default
         return totals
 
 
@@ -167,7 +140,6 @@ class AgentEndpoint:
         for base in ("/e/{key}/v1", "/e/{key}/untrained/v1", "/v1"):
             for path in _DIALECTS:
                 routes.append(Route(f"{base}/{path}", self._respond, methods=["POST"]))
-            routes.append(Route(f"{base}/models", self._models, methods=["GET"]))
             routes.append(Route(f"{base}/reward", self._reward, methods=["POST"]))
         self.app = Starlette(routes=routes, exception_handlers={ApiError: _refusal})
 
@@ -245,25 +217,15 @@ class AgentEndpoint:
         number, _, mac = key.partition("-")
         return hmac.compare_digest(mac.encode(), self._mac(number).encode())
 
-    async def _models(self, request: Request) -> Response:
-        self._authenticated(request)
-        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "nemo_like"}
-        return JSONResponse({"object": "list", "data": [model]})
-
     async def _reward(self, request: Request) -> Response:
         session = self._authenticated(request)
+        body = await self._body(request, session)
         try:
-            content = json.loads(await self._body(request, session))
-            reward, call = content["reward"], content.get("call")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise ApiError(400, 'give {"reward": a number, or numbers by name}') from None
-        given = reward if isinstance(reward, dict) else {"reward": reward}
-        values = {}
-        for name, value in given.items():
-            number = None if isinstance(value, bool) else finite_number(value)
-            if number is None:
-                raise ApiError(400, f"reward {name!r} is not a finite number")
-            values[name] = number
+            content = json.loads(body)
+            values, call = named_rewards(content["reward"]), content.get("call")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            problem = str(error) if isinstance(error, ConfigError) else "the body has none"
+            raise ApiError(400, f'reward: {problem}; give {{"reward": a number}}') from None
         ids = [_call_id(index) for index in range(len(session.episode.calls))]
         if call is not None and call not in ids:
             raise ApiError(400, "call is not the id of an answer of this episode")
@@ -289,7 +251,7 @@ class AgentEndpoint:
                 session.failure = Status.FAILED_PROGRAM
                 session.problem = f"more than {self._limits.max_refused} requests were refused"
             raise
-        return Delivery(answer, self._limits, lambda: self._left(answer))
+        return Delivery(answer, self._limits.heartbeat_s, lambda: self._left(answer))
 
     async def _body(self, request: Request, session: Session) -> bytes:
         """Read the body. Raises ApiError."""
@@ -320,13 +282,7 @@ class AgentEndpoint:
             is_trained = False
         episode = session.episode
         try:
-            if isinstance(request.request, tuple):
-                messages, tools = request.request
-                first = episode.chat(messages, tools, options, is_trained=is_trained)
-            else:
-                prompt = request.request if request.prompt_ids is None else request.prompt_ids
-                assert prompt is not None
-                first = episode.completion(prompt, options, is_trained=is_trained)
+            first = episode.request(request.content, options, is_trained=is_trained)
         except ConfigError as error:
             raise ApiError(400, str(error)) from None
         num_tokens = len(first.prompt_ids)
@@ -381,93 +337,6 @@ class AgentEndpoint:
         asyncio.get_running_loop().call_later(self._limits.retry_grace_s, give_up)
 
 
-class Delivery(Response):
-    """Sends an answer when it is sampled, with signs of life before."""
-
-    def __init__(self, answer: Answer, limits: EndpointLimits, on_left: Callable[[], None]) -> None:
-        super().__init__()
-        self._answer = answer
-        self._heartbeat_s = limits.heartbeat_s
-        self._on_left = on_left
-        self._is_stream = answer.request.is_streamed
-        self._is_open = False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer unless the client leaves before."""
-        del scope
-        answer = self._answer
-        answer.num_waiting += 1
-        gone = asyncio.ensure_future(_disconnected(receive))
-        try:
-            await self._wait(send, gone)
-            if answer.task.done() and not gone.done():
-                await self._finish(send)
-        finally:
-            gone.cancel()
-            answer.num_waiting -= 1
-            self._on_left()
-
-    async def _wait(self, send: Send, gone: asyncio.Future[None]) -> None:
-        """Return when the answer is sampled, or the client has left."""
-        task = self._answer.task
-        if self._is_stream and not task.done():
-            await self._open(send, 200)
-        while True:
-            await asyncio.wait(
-                {task, gone}, timeout=self._heartbeat_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if task.done() or gone.done():
-                return
-            if not self._is_open:
-                await self._open(send, 200)
-            # A comment of the stream, or white space before a JSON value.
-            await self._write(send, b": waiting\n\n" if self._is_stream else b" ")
-
-    async def _finish(self, send: Send) -> None:
-        """Send the answer, or its error."""
-        status, content = self._content()
-        if status == 200:
-            # The connection is open; what becomes of it later is not known here.
-            self._answer.set_delivered()
-        elif self._is_open and not self._is_stream:
-            # The status is sent already. The server closes an unfinished connection, and a client
-            # that repeats its request gets the error.
-            return
-        if not self._is_open:
-            await self._open(send, status)
-        await self._write(send, content, is_last=True)
-
-    def _content(self) -> tuple[int, bytes]:
-        """Return status and body of the answer."""
-        try:
-            body = self._answer.task.result()
-        except asyncio.CancelledError:
-            error = ApiError(410, "the episode has ended", "episode_ended")
-        except ApiError as failure:
-            error = failure
-        else:
-            if not self._is_stream:
-                return 200, json.dumps(body).encode()
-            chunks = stream_chunks(self._answer.request, body)
-            events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
-            return 200, "".join([*events, "data: [DONE]\n\n"]).encode()
-        text = json.dumps(error.body)
-        if self._is_stream and self._is_open:
-            text = f"data: {text}\n\n"
-        return error.status, text.encode()
-
-    async def _open(self, send: Send, status: int) -> None:
-        self._is_open = True
-        is_events = self._is_stream and status == 200
-        kind = b"text/event-stream" if is_events else b"application/json"
-        # Clients repeat a request after status 500 otherwise.
-        headers = [(b"content-type", kind), (b"x-should-retry", b"false")]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-
-    async def _write(self, send: Send, content: bytes, *, is_last: bool = False) -> None:
-        await send({"type": "http.response.body", "body": content, "more_body": not is_last})
-
-
 def _repeated(session: Session, digest: bytes, headers: Mapping[str, str]) -> Answer | None:
     """Return the answer to a request that repeats an earlier one.
 
@@ -480,12 +349,6 @@ def _repeated(session: Session, digest: bytes, headers: Mapping[str, str]) -> An
             return answer
     is_repetition = headers.get("x-stainless-retry-count", "0") != "0"
     return equal[-1] if is_repetition and equal else None
-
-
-async def _disconnected(receive: Receive) -> None:
-    """Return when the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _refusal(request: Request, error: Exception) -> Response:

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from nemo_like.agents.credit import named_rewards
 from nemo_like.agents.endpoint import AgentEndpoint, Session
 from nemo_like.agents.statuses import Status
-from nemo_like.config.errors import ConfigError, shortened, shown_value
-from nemo_like.environments.reward import finite_number
+from nemo_like.config.errors import ConfigError, shortened
 
 _PACKAGE_PARENT = str(Path(__file__).parents[2])
 # Only for the import: packages of this interpreter are not those of the user's.
@@ -90,32 +90,43 @@ class Launcher:
     """Runs a program any number of times, also at the same time."""
 
     def __init__(self, program: Program) -> None:
-        """Raises ConfigError unless there is either a path or a command."""
+        """Start the zygote, which imports the program.
+
+        Raises ConfigError if it cannot, and unless there is either a path or a command.
+        """
         if (program.path is None) == (not program.command):
             raise ConfigError("give either environment.path or environment.command")
         self._program = program
-        self._zygote: subprocess.Popen[bytes] | None = None
-        self._connection: socket.socket | None = None
-
-    async def __aenter__(self) -> Launcher:
-        """Start the zygote. Raises ConfigError if it cannot import the program."""
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [program.python, "-c", _SERVE, _PACKAGE_PARENT]
         try:
-            await asyncio.to_thread(self._start)
-        except BaseException:
+            # Ctrl-C is for the driver.
+            self._zygote = subprocess.Popen(command, stdin=theirs, start_new_session=True)
+        except OSError as error:
+            self._connection.close()
+            problem = f"environment.python {program.python!r} cannot be started: {error}"
+            raise ConfigError(problem) from None
+        finally:
+            theirs.close()
+        self._connection.settimeout(_START_LIMIT_S)
+        reply = b""
+        with contextlib.suppress(OSError):
+            self._connection.send(json.dumps({"path": program.path}).encode())
+            reply = self._connection.recv(_MAX_RESULT_BYTES)
+        self._connection.settimeout(None)
+        problem = json.loads(reply)["error"] if reply else "its process ended"
+        if problem is not None:
             self.close()
-            raise
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        self.close()
+            raise ConfigError(
+                f"environment.path is {program.path!r}, which {program.python} cannot import:"
+                f" {problem}"
+            )
 
     def close(self) -> None:
         """End the zygote; programs that run end when their `run` is cancelled."""
-        if self._connection is not None:
-            self._connection.close()
-        if self._zygote is not None:
-            self._zygote.kill()
-            self._zygote.wait()
+        self._connection.close()
+        self._zygote.kill()
+        self._zygote.wait()
 
     async def run(
         self, row: Mapping[str, Any], base_url: str, key: str, *, seed: int, timeout_s: float
@@ -139,7 +150,7 @@ class Launcher:
             if reply is None:
                 return ProgramEnd("lost")
             output = reply["output"]
-            if reply["is_cut"]:
+            if len(output.encode()) >= self._program.max_kept_bytes:
                 # The first characters may be the end of a key.
                 output = output[len(key) :]
             rewards, problem = None, ""
@@ -155,35 +166,8 @@ class Launcher:
         finally:
             await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
 
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._connection = ours
-        with theirs:
-            command = [self._program.python, "-c", _SERVE, _PACKAGE_PARENT]
-            try:
-                # Ctrl-C is for the driver.
-                self._zygote = subprocess.Popen(command, stdin=theirs, start_new_session=True)
-            except OSError as error:
-                raise ConfigError(
-                    f"environment.python is {self._program.python!r}, which cannot be started:"
-                    f" {error}"
-                ) from None
-        ours.settimeout(_START_LIMIT_S)
-        reply = b""
-        with contextlib.suppress(OSError):
-            ours.send(json.dumps({"path": self._program.path}).encode())
-            reply = ours.recv(_MAX_RESULT_BYTES)
-        error = json.loads(reply)["error"] if reply else "its process ended"
-        if error is not None:
-            raise ConfigError(
-                f"environment.path is {self._program.path!r}, which {self._program.python} cannot"
-                f" import: {error}"
-            )
-        ours.settimeout(None)
-
     async def _supervised(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the reply of the supervisor of a program; None if it is lost."""
-        assert self._connection is not None, "enter the launcher before"
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -262,11 +246,7 @@ def _result(path: Path) -> tuple[dict[str, float] | None, str]:
         return None, f"the result is not JSON: {shortened(str(error))}"
     if result is None:
         return None, ""
-    named = result if isinstance(result, dict) else {"reward": result}
-    rewards = {}
-    for name, value in named.items():
-        number = None if isinstance(value, str) else finite_number(value)
-        if number is None:
-            return None, f"the result is {shown_value(result)}, not a number or numbers by name"
-        rewards[name] = number
-    return rewards, ""
+    try:
+        return named_rewards(result), ""
+    except ConfigError as error:
+        return None, f"the result {error}"

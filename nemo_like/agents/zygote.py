@@ -25,13 +25,10 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 from nemo_like.environments.sandbox import linux
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
 
 _CHUNK_BYTES = 1 << 16
 _MAX_REQUEST_BYTES = 1 << 16
@@ -145,13 +142,7 @@ def _watch(
     status = None
     if reason == "ended":
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    is_cut = num_bytes > len(kept)
-    return {
-        "reason": reason,
-        "status": status,
-        "output": kept.decode("utf-8", "replace"),
-        "is_cut": is_cut,
-    }
+    return {"reason": reason, "status": status, "output": kept.decode("utf-8", "replace")}
 
 
 def _run(request: dict[str, Any], program: Callable[[Any], Any] | None, output: int) -> None:
@@ -198,15 +189,11 @@ def _call(environment: dict[str, str], program: Callable[[Any], Any]) -> None:
         row = json.load(file)
     task = Task(row, environment["OPENAI_BASE_URL"], environment["OPENAI_API_KEY"])
     result = program(task)
-    if inspect.isawaitable(result):
-        result = asyncio.run(_awaited(result))
+    if inspect.iscoroutine(result):
+        result = asyncio.run(result)
     with open(environment["NEMO_LIKE_RESULT"], "w", encoding="utf-8") as file:
         # Scalars of NumPy and torch have the method `item`.
         json.dump(result, file, default=lambda value: value.item())
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:

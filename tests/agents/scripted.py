@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from nemo_like.agents.calls import Call, CallOptions, Episode, HistoryMode, Sampled
-from nemo_like.agents.codec import ChatCodec, request_messages
+from nemo_like.agents.codec import ChatCodec, request_messages, with_text_arguments
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.generation.requests import FinishReason
 from tests.data.chat_templates import QWEN
@@ -110,26 +110,13 @@ class Conversation:
         self, messages: Sequence[Any], tools: Any = None, *, is_trained: bool = True
     ) -> Call:
         cleaned = request_messages(messages)
-        return self.episode.chat(cleaned, tools, CallOptions(), is_trained=is_trained)
+        return self.episode.request((cleaned, tools), CallOptions(), is_trained=is_trained)
 
     def call(self, messages: Sequence[Any], tools: Any = None, **options: bool) -> dict[str, Any]:
         """The reply as a client of the API gets it."""
         call = self.request(messages, tools, **options)
         self.episode.answer(call, self.model.sample(call))
-        return as_sent(call.reply)
-
-
-def as_sent(reply: dict[str, Any]) -> dict[str, Any]:
-    """Arguments are texts in the API."""
-    sent = dict(reply)
-    calls = []
-    for call in reply.get("tool_calls", ()):
-        function = call["function"]
-        arguments = json.dumps(function["arguments"])
-        calls.append({**call, "function": {**function, "arguments": arguments}})
-    if calls:
-        sent["tool_calls"] = calls
-    return sent
+        return with_text_arguments(call.reply)
 
 
 def assert_exact(episode: Episode, log: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:

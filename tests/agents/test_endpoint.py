@@ -126,7 +126,7 @@ def test_the_parts_of_a_stream_are_the_answer() -> None:
             assert "".join(delta.content or "" for delta in deltas) == "I add."
             assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "hm"
             assert deltas[0].tool_calls[0].index == 0
-            assert [c.choices[0].finish_reason for c in chunks if c.choices] == [None, "tool_calls"]
+            assert chunks[-2].choices[0].finish_reason == "tool_calls"
             prompt, sampled = each.model.log[0]
             assert chunks[-1].usage.prompt_tokens == len(prompt)
             assert chunks[-1].usage.completion_tokens == len(sampled)
@@ -323,7 +323,7 @@ def test_signs_of_life_keep_impatient_clients() -> None:
             assert completion.choices[0].message.content == "four"
             stream = await each.chat([USER, USER], stream=True)
             texts = [chunk.choices[0].delta.content async for chunk in stream]
-            assert texts == ["four", None]
+            assert texts == ["four"]
             assert len(each.model.log) == 2
 
     asyncio.run(run())
@@ -456,7 +456,7 @@ def test_calls_may_be_tagged_as_not_trained() -> None:
     asyncio.run(run())
 
 
-def test_completions_and_models() -> None:
+def test_completions_of_texts_and_token_ids() -> None:
     async def run() -> None:
         async with served([f"four{END}", "five", "six"]) as each:
             prompt = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
@@ -474,8 +474,6 @@ def test_completions_and_models() -> None:
             for wrong in all_wrong:
                 with pytest.raises(openai.BadRequestError):
                     await each.client.completions.create(model="m", prompt=wrong)
-            models = await each.client.models.list()
-            assert [model.id for model in models.data] == ["policy"]
 
     asyncio.run(run())
 
@@ -531,7 +529,7 @@ def test_rewards_belong_to_calls() -> None:
             assert (await raw_post(url, {"reward": {"a": 2, "b": 0.5}})).status_code == 200
             assert (await raw_post(url, {"reward": 4, "call": first.id})).status_code == 200
             assert each.session.call_rewards(default=8) == [5, 10.5]
-            bad = ("x", True, None, [1], {"a": "x"}, 1e300)
+            bad = ("x", None, [1], {"a": "x"}, 1e300)
             for body in [b"{", b"3", {}, *({"reward": value} for value in bad)]:
                 assert (await raw_post(url, body)).status_code == 400
             assert (await raw_post(url, {"reward": 1, "call": "call-7"})).status_code == 400

@@ -1,9 +1,8 @@
-"""The rows of an episode have the gradient of one row per call, with and without shared prefixes."""
+"""The rows of an episode have the gradient of one row per call, also with shared prefixes."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +14,8 @@ from nemo_like.data.planning.prefixes import SharedPrefixes
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import ClippedPolicyGradientLoss
 from tests.agents.scripted import codec_of
-from tests.policy.conftest import model_dir  # noqa: F401 (a fixture)
 from tests.policy.test_gradient_equality import gradient_of, packed, sharing
-from tests.policy.tiny import VOCABULARY, relative_error
+from tests.policy.tiny import VOCABULARY, relative_error, save_tiny_model
 
 TOLERANCE = 1e-5
 LOSS = ClippedPolicyGradientLoss(
@@ -39,7 +37,7 @@ class Random:
 
     def call(self, *prompt: np.ndarray, num_tokens: int = 5) -> np.ndarray:
         """Sample after a prompt; return the sampled tokens."""
-        call = self.episode.completion(np.concatenate(prompt), CallOptions())
+        call = self.episode.request(np.concatenate(prompt), CallOptions())
         ids = self.tokens(num_tokens)
         logprobs = self._random.normal(-4, 0.3, num_tokens).astype(np.float32)
         self.episode.answer(call, Sampled(ids, logprobs, np.zeros(num_tokens, np.int32)))
@@ -123,9 +121,9 @@ def batch_of(rows: list[RowValues], groups: list[int]) -> BatchedDataDict:
 
 
 def test_rows_of_every_kind_of_episode_have_the_gradient_of_one_row_per_call(
-    model_dir: Callable[[str], str],  # noqa: F811 (a fixture)
     tmp_path: Path,
 ) -> None:
+    model = str(save_tiny_model(tmp_path / "model", "qwen2_tied"))
     per_call: list[RowValues] = []
     rows: list[RowValues] = []
     call_groups: list[int] = []
@@ -150,7 +148,7 @@ def test_rows_of_every_kind_of_episode_have_the_gradient_of_one_row_per_call(
         ("shared", sharing(512), batches[1]),
     ):
         sized = dataclasses.replace(config, train_global_batch_size=batch.size)
-        gradient, _ = gradient_of(sized, model_dir("qwen2_tied"), batch, LOSS, tmp_path / name)
+        gradient, _ = gradient_of(sized, model, batch, LOSS, tmp_path / name)
         gradients.append(gradient)
     assert relative_error(gradients[1], gradients[0]) < TOLERANCE
     assert relative_error(gradients[2], gradients[0]) < TOLERANCE

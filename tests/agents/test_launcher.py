@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -31,7 +32,7 @@ def run(
     given: Program, row: dict[str, Any] | None = None, timeout_s: float = 60.0, seed: int = 1
 ) -> ProgramEnd:
     async def once() -> ProgramEnd:
-        async with Launcher(given) as launcher:
+        with contextlib.closing(Launcher(given)) as launcher:
             return await launcher.run(row or ROW, URL, KEY, seed=seed, timeout_s=timeout_s)
 
     return asyncio.run(once())
@@ -56,12 +57,12 @@ def test_a_function_returns_its_reward() -> None:
     end = run(program("gives_nothing"))
     assert end.rewards is None and end.problem == ""
     end = run(program("gives_text"))
-    assert end.rewards is None and "not a number" in end.problem and KEY not in end.problem
+    assert end.rewards is None and "not a finite number" in end.problem and KEY not in end.problem
 
 
 def test_programs_of_one_launcher_draw_the_numbers_of_their_seeds() -> None:
     async def draw() -> list[Any]:
-        async with Launcher(program("draws")) as launcher:
+        with contextlib.closing(Launcher(program("draws"))) as launcher:
             ends = [launcher.run(ROW, URL, KEY, seed=seed, timeout_s=60) for seed in (1, 2, 1)]
             return [end.rewards for end in await asyncio.gather(*ends)]
 
@@ -102,7 +103,7 @@ def test_cancelling_ends_a_program() -> None:
     marker = f"marker_{time.time_ns()}"
 
     async def cancel() -> None:
-        async with Launcher(program("never_ends")) as launcher:
+        with contextlib.closing(Launcher(program("never_ends"))) as launcher:
             running = asyncio.create_task(
                 launcher.run({"marker": marker}, URL, KEY, seed=1, timeout_s=60)
             )
@@ -146,11 +147,13 @@ async def episode(
         return model.sample(call) if sample is None else await sample(model, call)
 
     endpoint = AgentEndpoint(sampled, limits=EndpointLimits(**limits))
-    async with endpoint.serving(), Launcher(given) as launcher:
+    async with endpoint.serving():
+        launcher = Launcher(given)
         session = endpoint.start(Episode(codec, 1, max_total_tokens=1000))
-        status, end = await run_episode(
-            endpoint, launcher, session, ROW, timeout_s=timeout_s, grace_s=1.0
-        )
+        with contextlib.closing(launcher):
+            status, end = await run_episode(
+                endpoint, launcher, session, ROW, timeout_s=timeout_s, grace_s=1.0
+            )
         assert session.key not in end.output
         assert_exact(session.episode, model.log) if model.log else None
         return status, end, session.episode
