@@ -101,7 +101,7 @@ class Launcher:
         command = [program.python, "-c", _SERVE, _PACKAGE_PARENT]
         try:
             # Ctrl-C is for the driver.
-            self._zygote = subprocess.Popen(command, stdin=theirs, start_new_session=True)
+            self._zygote = subprocess.Popen(command, stdin=theirs.fileno(), start_new_session=True)
         except OSError as error:
             self._connection.close()
             problem = f"environment.python {program.python!r} cannot be started: {error}"

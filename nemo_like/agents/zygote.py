@@ -26,7 +26,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from nemo_like.environments.sandbox import linux
 
@@ -175,7 +175,7 @@ def _run(request: dict[str, Any], program: Callable[[Any], Any] | None, output: 
         os._exit(status & 0xFF)
 
 
-def _execute(command: list[str]) -> None:
+def _execute(command: list[str]) -> NoReturn:
     """Replace this process by a command. Raises SystemExit if it cannot be started."""
     try:
         os.execvp(command[0], command)

@@ -32,7 +32,9 @@ def episodes(logits: Tensor) -> list[tuple[list[Tensor], np.ndarray]]:
 
 def true_gradient(logits: Tensor) -> Tensor:
     """Of the expected sum of rewards."""
-    terms = [sum(logprobs).exp() * rewards.sum() for logprobs, rewards in episodes(logits)]
+    terms = [
+        torch.stack(logprobs).sum().exp() * rewards.sum() for logprobs, rewards in episodes(logits)
+    ]
     (gradient,) = torch.autograd.grad(torch.stack(terms).sum(), logits)
     return gradient
 
@@ -41,7 +43,9 @@ def expected_gradient(logits: Tensor, advantages: Advantages, group_size: int = 
     """Of the policy gradient over all groups, each with its probability."""
     total = torch.zeros((), dtype=torch.float64)
     for group in itertools.product(episodes(logits), repeat=group_size):
-        probability = torch.stack([sum(logprobs) for logprobs, _ in group]).sum().exp().detach()
+        probability = (
+            torch.stack([each for logprobs, _ in group for each in logprobs]).sum().exp().detach()
+        )
         found = advantages([rewards for _, rewards in group], np.zeros(group_size, dtype=np.int64))
         for (logprobs, _), values in zip(group, found, strict=True):
             weighted = [value * each for value, each in zip(values, logprobs, strict=True)]

