@@ -17,7 +17,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import uvicorn
@@ -44,6 +44,9 @@ Sampler = Callable[[Call], Awaitable[Sampled]]
 
 _MAX_KEPT = 64
 """Answers of an episode that are kept for repeated requests."""
+_BYTES_PER_TOKEN = 64
+"""Far more than requests have; longer ones would take minutes to encode."""
+_MARGIN_TOKENS = 1024
 _DIALECTS: dict[str, Dialect] = {
     "chat/completions": "chat",
     "completions": "completions",
@@ -59,7 +62,6 @@ class EndpointLimits:
     """Max calls."""
     max_concurrent: int = 64
     """Max requests at a time."""
-    max_body_bytes: int = 64 << 20
     max_refused: int = 1000
     """Refused requests after which the program counts as failed."""
     heartbeat_s: float = 5.0
@@ -237,13 +239,13 @@ class AgentEndpoint:
         session = self._authenticated(request)
         try:
             body = await self._body(request, session)
-            path = request.url.path.rpartition("/v1/")[2]
+            path = request.url.path
             digest = hashlib.blake2b(path.encode() + b"\n" + body, digest_size=16).digest()
             answer = _repeated(session, digest, request.headers)
             if answer is None:
-                is_trained = "/untrained/" not in request.url.path
+                is_trained = "/untrained/" not in path
                 is_trained &= request.headers.get("x-nemo-like-train", "").lower() != "false"
-                parsed = parse_request(_DIALECTS[path], body, self._rules)
+                parsed = parse_request(_DIALECTS[path.rpartition("/v1/")[2]], body, self._rules)
                 answer = self._new_answer(session, parsed, digest, is_trained=is_trained)
         except ApiError:
             session.num_refused += 1
@@ -255,15 +257,16 @@ class AgentEndpoint:
 
     async def _body(self, request: Request, session: Session) -> bytes:
         """Read the body. Raises ApiError."""
-        if session.failure is not None:
-            raise ApiError(410, "the episode has failed", "episode_ended")
         body = bytearray()
+        limit = _BYTES_PER_TOKEN * (session.episode.max_total_tokens + _MARGIN_TOKENS)
         with contextlib.suppress(ClientDisconnect):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > self._limits.max_body_bytes:
-                    limit = self._limits.max_body_bytes
-                    raise ApiError(413, f"the body has more than {limit} bytes")
+                if len(body) > limit:
+                    raise _context_error(session, f"more than {limit} bytes")
+        # The episode may have ended meanwhile.
+        if session.failure is not None or session.key not in self._sessions:
+            raise ApiError(410, "the episode has ended", "episode_ended")
         return bytes(body)
 
     def _new_answer(
@@ -287,13 +290,7 @@ class AgentEndpoint:
             raise ApiError(400, str(error)) from None
         num_tokens = len(first.prompt_ids)
         if num_tokens >= episode.max_total_tokens:
-            session.limit = Status.LIMIT_TOKENS
-            raise ApiError(
-                400,
-                f"the prompt has {num_tokens} tokens, and the maximum context length is"
-                f" {episode.max_total_tokens} tokens with the answer",
-                "context_length_exceeded",
-            )
+            raise _context_error(session, f"{num_tokens} tokens")
         session.limit = None
         session.num_turns += request.num_answers
         session.not_applied.update(request.not_applied)
@@ -303,7 +300,8 @@ class AgentEndpoint:
         task = asyncio.create_task(self._answered(session, request, calls))
         # A failure is known without a client that waits for it.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        answer = Answer(request, digest, calls, task)
+        # Without its messages, which the recorded tokens replace.
+        answer = Answer(replace(request, content=""), digest, calls, task)
         kept = [each for each in session.answers if each.task.done()]
         if len(kept) >= _MAX_KEPT:
             session.answers.remove(kept[0])
@@ -355,6 +353,17 @@ async def _refusal(request: Request, error: Exception) -> Response:
     del request
     assert isinstance(error, ApiError)
     return JSONResponse(error.body, error.status)
+
+
+def _context_error(session: Session, size: str) -> ApiError:
+    """Return the error for a request without room for an answer, and record the limit."""
+    session.limit = Status.LIMIT_TOKENS
+    return ApiError(
+        400,
+        f"the prompt has {size}, and the maximum context length is"
+        f" {session.episode.max_total_tokens} tokens with the answer",
+        "context_length_exceeded",
+    )
 
 
 def _call_id(index: int) -> str:

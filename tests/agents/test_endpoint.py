@@ -237,6 +237,23 @@ def test_keys_of_other_and_ended_episodes_are_refused() -> None:
     asyncio.run(run())
 
 
+def test_an_episode_that_ends_while_a_request_arrives_records_nothing() -> None:
+    async def run() -> None:
+        async with served() as each:
+
+            async def slow_body() -> AsyncIterator[bytes]:
+                yield b'{"model": "m", '
+                each.endpoint.end(each.session)
+                yield json.dumps({"messages": [USER]})[1:].encode()
+
+            url = f"{each.client.base_url}chat/completions"
+            async with httpx.AsyncClient(trust_env=False, verify=False) as client:
+                response = await client.post(url, content=slow_body())
+            assert response.status_code == 410 and each.model.log == []
+
+    asyncio.run(run())
+
+
 def test_a_repeated_request_is_one_call() -> None:
     async def run() -> None:
         async with served([f"{text}{END}" for text in "abcd"]) as each:
@@ -365,7 +382,7 @@ def test_a_failure_of_the_generator_is_not_repeated() -> None:
     async def run_late() -> None:
         # The status was sent with the first sign of life.
         async with served(sample=fail_late, heartbeat_s=0.05) as each:
-            with pytest.raises(openai.APIStatusError, match="the episode has failed"):
+            with pytest.raises(openai.APIStatusError, match="the episode has ended"):
                 await each.chat()
             assert len(each.model.calls) == 1
 
@@ -566,14 +583,15 @@ def test_a_flood_ends_only_its_episode() -> None:
         return model.sample(call)
 
     async def run() -> None:
-        limits: dict[str, Any] = {"max_concurrent": 2, "max_body_bytes": 1000, "max_refused": 5}
+        limits: dict[str, Any] = {"max_concurrent": 2, "max_refused": 5}
         async with served(sample=slowly, **limits) as each:
             bodies = [
                 {"model": "m", "messages": [{"role": "user", "content": str(i)}]} for i in range(4)
             ]
             found = await asyncio.gather(*map(each.post, bodies))
             assert sorted(response.status_code for response in found) == [200, 200, 429, 429]
-            assert (await each.post(b"x" * 1001)).status_code == 413
+            response = await each.post(b"x" * 1_000_000)
+            assert response.json()["error"]["code"] == "context_length_exceeded"
             other = each.endpoint.start(Episode(codec_of(), 2, max_total_tokens=1000))
             for _ in range(3):
                 await each.post(b"x")
