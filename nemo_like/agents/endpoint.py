@@ -286,7 +286,8 @@ class AgentEndpoint:
         episode = session.episode
         try:
             first = episode.request(request.content, options, is_trained=is_trained)
-        except ConfigError as error:
+        except (ValueError, TypeError, RecursionError) as error:
+            # Texts that cannot be encoded, or values that are too deep, beside ConfigError.
             raise ApiError(400, str(error)) from None
         num_tokens = len(first.prompt_ids)
         if num_tokens >= episode.max_total_tokens:
@@ -314,14 +315,14 @@ class AgentEndpoint:
         """Sample and record the answers; return the body. Raises ApiError."""
         try:
             sampled = await asyncio.gather(*map(self._sample, calls))
+            answer_id = _call_id(len(session.episode.calls))
+            for call, each in zip(calls, sampled, strict=True):
+                session.episode.answer(call, each)
+            return answer_body(request, calls, answer_id, self._model, int(time.time()))
         except Exception as error:  # noqa: BLE001 (whatever the generator raises)
             session.failure = Status.FAILED_INFRA
             session.problem = error_text(error)
             raise ApiError(500, "the generator failed", "generator_failed") from None
-        answer_id = _call_id(len(session.episode.calls))
-        for call, each in zip(calls, sampled, strict=True):
-            session.episode.answer(call, each)
-        return answer_body(request, calls, answer_id, self._model, int(time.time()))
 
     def _left(self, answer: Answer) -> None:
         """Give up an answer for which nobody waits, unless its request is repeated in time."""

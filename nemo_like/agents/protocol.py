@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -124,16 +125,18 @@ def parse_request(dialect: Dialect, body: bytes, rules: RequestRules) -> ApiRequ
     num_answers = values.get("n", 1)
     if not 1 <= num_answers <= _MAX_ANSWERS or (max_tokens is not None and max_tokens < 1):
         raise ApiError(400, f"n must be 1 to {_MAX_ANSWERS}, and max_tokens at least 1")
+    temperature, top_p = given.get("temperature", 0), given.get("top_p", 1)
+    if not (0 <= temperature < math.inf and 0 < top_p <= 1):
+        raise ApiError(400, "temperature must be at least 0, and top_p above 0 and at most 1")
     stop = values.get("stop", ())
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in stop):
+        raise ApiError(400, "stop must be texts that are not empty")
     is_run = rules.sampling == "run"
     return ApiRequest(
         dialect=dialect,
         content=content,
-        options=CallOptions(
-            max_tokens=max_tokens,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            **({} if is_run else given),
-        ),
+        options=CallOptions(max_tokens=max_tokens, stop=stop, **({} if is_run else given)),
         num_answers=num_answers,
         is_streamed=bool(values.get("stream", False)),
         has_usage=bool(values.get("stream_options", {}).get("include_usage")),
@@ -170,8 +173,9 @@ def _content(dialect: Dialect, values: Mapping[str, Any]) -> Request | np.ndarra
         (prompt,) = prompt
     if isinstance(prompt, str) and prompt:
         return prompt
-    if isinstance(prompt, list) and prompt and all(isinstance(each, int) for each in prompt):
-        return np.array(prompt, dtype=np.int32)
+    ids = prompt if isinstance(prompt, list) else []
+    if ids and all(isinstance(each, int) and 0 <= each < 2**31 for each in ids):
+        return np.array(ids, dtype=np.int32)
     raise ConfigError("prompt is not one text or one list of token ids")
 
 

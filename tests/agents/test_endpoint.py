@@ -415,9 +415,18 @@ def test_every_field_is_applied_or_refused() -> None:
                     await each.chat(**{name: value})
             with pytest.raises(openai.BadRequestError, match="top_k"):
                 await each.chat(extra_body={"top_k": 3})
-            for wrong in ({"n": 0}, {"n": "x"}, {"max_tokens": 0}, {"stop": 3}, {"tools": 4}):
+            all_wrong: Any = (
+                {"n": 0}, {"n": "x"}, {"max_tokens": 0}, {"tools": 4}, {"tools": [3]},
+                {"stop": 3}, {"stop": [3]}, {"stop": ""}, {"stop": ["a", ""]},
+                {"temperature": -1}, {"temperature": "x"}, {"top_p": 0}, {"top_p": 1.5},
+            )  # fmt: skip
+            for wrong in all_wrong:
                 with pytest.raises(openai.BadRequestError):
                     await each.chat(**wrong)
+            body = b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}'
+            assert (await each.post(body)).status_code in (200, 400)
+            assert each.session.failure is None
+            each.session.episode.calls[1:] = []
             image = {"type": "image_url", "image_url": {"url": "data:,"}}
             wrong_messages: Any = (
                 [],
@@ -509,7 +518,7 @@ def test_completions_of_texts_and_token_ids() -> None:
             await each.client.completions.create(model="m", prompt=[*ids, 5])
             assert len(each.session.episode.rows()) == 1
             assert_exact(each.session.episode, each.model.log)
-            all_wrong: Any = ([], "", ["a", "b"], [[1], [2]], [1, "a"])
+            all_wrong: Any = ([], "", ["a", "b"], [[1], [2]], [1, "a"], [-1], [2**40])
             for wrong in all_wrong:
                 with pytest.raises(openai.BadRequestError):
                     await each.client.completions.create(model="m", prompt=wrong)
