@@ -19,18 +19,19 @@ def turn_parser(
 
     The names are those of vLLM's options `--tool-call-parser` and `--reasoning-parser`.
     """
-    parser_type = ParserManager.get_parser(
+    # vLLM's protocol of a tokenizer has names that the declared type lacks.
+    any_tokenizer: Any = tokenizer
+    parser_type: Any = ParserManager.get_parser(
         tool_parser_name=tool_parser,
         reasoning_parser_name=reasoning_parser,
         enable_auto_tools=tool_parser is not None,
-        tokenizer=tokenizer,
+        tokenizer=any_tokenizer,
     )
 
     def parse(token_ids: list[int], tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
         message = {"role": "user", "content": ""}
         request = ChatCompletionRequest(messages=[message], tools=tools)  # type: ignore[arg-type]
-        assert parser_type is not None
-        reasoning, content, calls = parser_type(tokenizer, request.tools).parse(
+        reasoning, content, calls = parser_type(any_tokenizer, request.tools).parse(
             str(tokenizer.decode(token_ids)),
             request,
             enable_auto_tools=True,

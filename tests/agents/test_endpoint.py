@@ -79,8 +79,9 @@ async def agent(each: Served, *, is_streamed: bool) -> list[Any]:
     messages: list[Any] = [USER]
     while True:
         if is_streamed:
+            tools: Any = TOOLS
             async with each.client.chat.completions.stream(
-                model="m", messages=messages, tools=TOOLS
+                model="m", messages=messages, tools=tools
             ) as stream:
                 completion = await stream.get_final_completion()
         else:
@@ -424,9 +425,7 @@ def test_every_field_is_applied_or_refused() -> None:
                 with pytest.raises(openai.BadRequestError):
                     await each.chat(**wrong)
             body = b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}'
-            assert (await each.post(body)).status_code in (200, 400)
-            assert each.session.failure is None
-            each.session.episode.calls[1:] = []
+            assert (await each.post(body)).status_code == 400
             image = {"type": "image_url", "image_url": {"url": "data:,"}}
             wrong_messages: Any = (
                 [],
