@@ -172,7 +172,7 @@ class Episode:
         elif isinstance(content, str):
             parent, given = self._place_text(content)
         else:
-            parent, given = self._split(self.codec.encoder.checked_ids(content))
+            parent, given = self._split(self.codec.encoder.checked_ids(content.tolist()))
         request = None if isinstance(content, np.ndarray) else content
         return self._call(Call(given, parent, 0, options, request, is_trained, reason))
 

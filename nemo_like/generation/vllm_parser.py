@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.parser import ParserManager
 
 
 def turn_parser(
@@ -19,6 +17,10 @@ def turn_parser(
 
     The names are those of vLLM's options `--tool-call-parser` and `--reasoning-parser`.
     """
+    # Its import takes 25 seconds.
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.parser import ParserManager
+
     # vLLM's protocol of a tokenizer has names that the declared type lacks.
     any_tokenizer: Any = tokenizer
     parser_type: Any = ParserManager.get_parser(

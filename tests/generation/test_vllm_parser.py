@@ -8,6 +8,7 @@ import pytest
 
 from nemo_like.agents.codec import ChatCodec
 from nemo_like.data.chat import ChatEncoder
+from nemo_like.generation.vllm_parser import turn_parser
 from tests.agents.scripted import END, TOOLS, tool_call
 from tests.data.chat_templates import QWEN
 from tests.data.tiny_tokenizer import tiny_tokenizer
@@ -20,8 +21,6 @@ pytestmark = [
 
 
 def test_calls_are_parsed_and_malformed_ones_stay_text() -> None:
-    from nemo_like.generation.vllm_parser import turn_parser
-
     encoder = ChatEncoder(tiny_tokenizer(QWEN))
     codec = ChatCodec(encoder, turn_parser(encoder.tokenizer, "hermes"))
     reply = codec.reply(encoder.encode_continuation(tool_call()), TOOLS)
