@@ -180,16 +180,15 @@ class Episode:
         self, messages: Sequence[Message], tools: Sequence[Tool] | None
     ) -> tuple[Call | None, np.ndarray, Reason | None]:
         """Return the call that a request continues, the other tokens, and why there is none."""
-        match = self._history.find(messages, tools)
-        reason = match.reason
-        if match.parent is not None:
+        parent, new_messages, reason = self._history.find(messages, tools)
+        if parent is not None:
             # The program has it, whatever became of the connection.
-            match.parent.is_delivered = True
+            parent.is_delivered = True
             reason = "template"
             if self._mode == "exact":
-                given = self._continuation(match.parent, match.new_messages)
+                given = self._continuation(parent, new_messages)
                 if given is not None:
-                    return match.parent, given, None
+                    return parent, given, None
         return *self._split(self.codec.prompt_ids(messages, tools)), reason
 
     def _place_text(self, prompt: str) -> tuple[Call | None, np.ndarray]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from nemo_like.data.messages import Message, Tool
@@ -23,18 +22,6 @@ writes earlier turns differently than they were sampled, or has no fixed text fo
 CallT = TypeVar("CallT")
 
 
-@dataclass(frozen=True)
-class Match(Generic[CallT]):
-    """The place of a request in its episode."""
-
-    parent: CallT | None
-    """The call whose reply the `new_messages` follow; None if there is none."""
-    new_messages: Sequence[Message]
-    """Messages without a turn of the model; all messages of the request without a parent."""
-    reason: Reason | None
-    """None with a parent."""
-
-
 class History(Generic[CallT]):
     """The replies of one episode by the conversations that they end."""
 
@@ -42,11 +29,14 @@ class History(Generic[CallT]):
         self._replies: dict[bytes, CallT] = {}
         self._requests: set[bytes] = set()
 
-    def find(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> Match[CallT]:
-        """Return the call that the request continues, and what is new, and remember the request.
+    def find(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None
+    ) -> tuple[CallT | None, Sequence[Message], Reason | None]:
+        """Return the call that the request continues, the messages after its reply, and None.
 
-        The messages are those of `nemo_like.data.messages.clean_message`. The longest conversation
-        that ends with a reply is continued if no turn of the model follows it.
+        Without such a call it is None, all messages and the reason. The messages are those of
+        `nemo_like.data.messages.clean_message`. The longest conversation that ends with a reply is
+        continued if no turn of the model follows it. The request is remembered.
         """
         digests = _digests(messages, tools)
         is_first = not self._requests
@@ -60,9 +50,9 @@ class History(Generic[CallT]):
             new_messages = messages[length:]
             if any(message["role"] == "assistant" for message in new_messages):
                 break
-            return Match(parent, new_messages, None)
+            return parent, new_messages, None
         reason: Reason = "edited" if extends else "new_root"
-        return Match(None, messages, "first" if is_first else reason)
+        return None, messages, "first" if is_first else reason
 
     def add(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None, reply: Message, call: CallT
