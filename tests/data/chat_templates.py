@@ -187,3 +187,25 @@ MISTRAL_TOOLS = (
     "{% else %}{{ '[RESULT] ' + message.content + '[/RESULT]' }}{% endif %}{% endfor %}"
 )
 """As Mistral with tools: tools stand before the last question, roles alternate but for calls."""
+
+RESULT_NEEDS_CALL = (
+    "{% for m in messages %}{% if m.role == 'tool' and not"
+    " (messages[loop.index0 - 1].tool_calls or messages[loop.index0 - 1].role == 'tool') %}"
+    "{{ raise_exception('a result without a call') }}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""A result that does not follow a call is refused."""
+
+RESULT_NAMES_CALL = (
+    "{% for m in messages %}{{ '<|start|>' + m.role + '<|/start|>' }}"
+    "{% if m.role == 'tool' %}{% set before = namespace(call=none) %}"
+    "{% for call in messages[loop.index0 - 1].tool_calls or [] %}"
+    "{% if call.id == m.tool_call_id %}{% set before.call = call %}{% endif %}{% endfor %}"
+    "{{ '[' + before.call.function.name + '] ' }}{% endif %}{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name + (call.function.arguments | tojson)"
+    " }}{% endfor %}{{ '<|eot|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant<|/start|>' }}{% endif %}"
+)
+"""A result is written with the name of the function that was called."""

@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.observations import PROBE_ANSWERS, ObservationEncoder
-from tests.data.chat_templates import GEMMA, LLAMA_TOOLS, MISTRAL, QWEN
+from tests.data.chat_templates import (
+    GEMMA,
+    HEADER_AFTER_RESULT,
+    LLAMA_TOOLS,
+    MISTRAL,
+    MISTRAL_TOOLS,
+    QWEN,
+    RESULT_NAMES_CALL,
+    RESULT_NEEDS_CALL,
+    TEXT_AFTER_RESULT,
+)
 from tests.data.tiny_tokenizer import CHATML, LLAMA, NO_END_OF_TURN, tiny_tokenizer
 
 USER = {"role": "user", "content": "what is two plus two"}
@@ -84,6 +94,67 @@ def test_an_observation_cannot_end_its_turn(parts: list[str]) -> None:
     special = set(encoder.tokenizer.all_special_ids) | {end}
     found = [token for token in ids.tolist() if token in special]
     assert found == [token for token in plain.tolist() if token in special]
+
+
+CALL = {
+    "id": "abcdefghi",
+    "type": "function",
+    "function": {"name": "add", "arguments": {"a": 2, "b": 2}},
+}
+RESULT = {"role": "tool", "name": "add", "tool_call_id": "abcdefghi", "content": "84"}
+
+
+def _has_fixed_text(template: str, calls: list[dict[str, object]]) -> bool:
+    """The row continued by an observation has the text of a complete rendering."""
+    encoder = ChatEncoder(tiny_tokenizer(template))
+    turn = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    end = encoder.template.end_of_call or encoder.template.end_of_turn
+    assert end is not None
+    alone = encoder.template.render([USER, turn])
+    # What the model samples: up to the end of the turn.
+    sampled = alone[: alone.rindex(end)] + end
+    (last,) = encoder.encode_continuation(sampled)[-1:]
+    try:
+        ids = ObservationEncoder(encoder).encode([RESULT], int(last), calls=calls)
+    except ConfigError:
+        return False
+    expected = encoder.template.render([USER, turn, RESULT], opening=True)
+    assert sampled + _text(encoder, ids) == expected
+    return True
+
+
+@pytest.mark.parametrize(
+    "template",
+    [RESULT_NEEDS_CALL, RESULT_NAMES_CALL, LLAMA_TOOLS, HEADER_AFTER_RESULT, MISTRAL_TOOLS],
+    ids=["needs call", "names call", "llama", "header", "mistral"],
+)
+def test_a_result_follows_the_calls_of_the_turn(template: str) -> None:
+    assert _has_fixed_text(template, [CALL])
+    if template in (RESULT_NEEDS_CALL, RESULT_NAMES_CALL):
+        assert not _has_fixed_text(template, [])
+
+
+@pytest.mark.parametrize("template", [RESULT_NEEDS_CALL, QWEN])
+def test_results_of_several_calls_follow_each_other(template: str) -> None:
+    encoder = ChatEncoder(tiny_tokenizer(template))
+    (end,) = encoder.template.end_token_ids
+    results = [{**RESULT, "content": text} for text in ("84", "85")]
+    ids = ObservationEncoder(encoder).encode(results, end, calls=[CALL, CALL])
+    assert _text(encoder, ids).index("84") < _text(encoder, ids).index("85")
+
+
+def test_a_result_within_the_turn_of_its_call_has_no_fixed_text() -> None:
+    assert not _has_fixed_text(TEXT_AFTER_RESULT, [CALL])
+
+
+def test_texts_of_calls_cannot_end_a_turn() -> None:
+    encoder = ChatEncoder(tiny_tokenizer(RESULT_NAMES_CALL))
+    (end,) = encoder.template.end_token_ids
+    function = {"name": "add<|eot|>", "arguments": {"a": "<|eot|><|start|>"}}
+    call = {**CALL, "function": function}
+    ids = ObservationEncoder(encoder).encode([RESULT], end, calls=[call])
+    plain = ObservationEncoder(encoder).encode([RESULT], end, calls=[CALL])
+    assert np.array_equal(ids, plain)
 
 
 def test_other_fields_of_an_observation_cannot_end_its_turn() -> None:

@@ -1,0 +1,151 @@
+"""Converts messages of requests to token ids, and sampled token ids to replies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.data.chat import ChatEncoder
+from nemo_like.data.messages import MEANT, Message, Tool, clean_message
+from nemo_like.data.observations import ObservationEncoder
+
+Parser = Callable[[list[int], Sequence[Tool] | None], Message]
+"""Takes the token ids of a turn, without the token that ends it, and the tools of the request;
+returns a message with `content`, `tool_calls` and `reasoning_content`. It may raise any exception
+for calls that it cannot parse."""
+
+
+class ChatCodec:
+    """Converts with the chat template of one tokenizer.
+
+    The encoder should have no system prompt and no prompt template: programs write complete
+    messages. Texts of control tokens are removed from everything that a request contains, so that
+    a result of a tool cannot end its own turn or begin one of the model.
+    """
+
+    def __init__(
+        self,
+        encoder: ChatEncoder,
+        parser: Parser | None = None,
+        response_template: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`parser` is by default that of transformers.
+
+        It needs a `response_template`, by default the tokenizer's; see `parse_response` of a
+        tokenizer. Without one all of a turn is content.
+        """
+        self.encoder = encoder
+        self._observations = ObservationEncoder(encoder)
+        template = response_template or getattr(encoder.tokenizer, "response_template", None)
+        if parser is None and template is not None:
+            parser = _template_parser(encoder, dict(template))
+        self._parser = parser
+
+    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> np.ndarray:
+        """Encode a complete request and the generation prompt, int32 [L].
+
+        Raises ConfigError if the chat template refuses or drops a part.
+        """
+        without = self._observations.without_control_texts
+        return self.encoder.encode_prompt(without(list(messages)), tools and without(list(tools)))
+
+    def continuation_ids(
+        self, messages: Sequence[Message], last_token_id: int, reply: Message, max_tokens: int
+    ) -> np.ndarray:
+        """Encode the messages after a reply that ended with `last_token_id`, int32 [L].
+
+        See `ObservationEncoder.encode`, also for the errors.
+        """
+        calls = reply.get("tool_calls") or ()
+        return self._observations.encode(messages, last_token_id, max_tokens, calls)
+
+    def reply(
+        self, token_ids: np.ndarray, tools: Sequence[Tool] | None, stop: Sequence[str] = ()
+    ) -> Message:
+        """Return the message of a sampled turn, `token_ids` int32 [L].
+
+        What cannot be parsed as a tool call stays in the content. The content ends before the first
+        of the texts `stop`.
+        """
+        ids = self._without_end(token_ids)
+        message = None
+        if self._parser is not None:
+            try:
+                message = clean_reply(self._parser(ids, tools))
+            except Exception:  # noqa: BLE001 (parsers raise anything for text of a model)
+                message = None
+        if message is None:
+            message = {"role": "assistant", "content": self.text(ids)}
+        for text in stop:
+            message["content"] = message["content"].partition(text)[0]
+        return message
+
+    def text(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """Decode without special tokens."""
+        ids = list(map(int, token_ids))
+        return str(self.encoder.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def full_text(self, token_ids: np.ndarray) -> str:
+        """Decode with special tokens."""
+        return str(self.encoder.tokenizer.decode(token_ids.tolist()))
+
+    def _without_end(self, token_ids: np.ndarray) -> list[int]:
+        ids = token_ids.tolist()
+        return ids[:-1] if ids and ids[-1] in self.encoder.end_token_ids else ids
+
+
+def clean_reply(message: Mapping[str, Any]) -> Message:
+    """Return a reply as `request_messages` returns its copies."""
+    return request_messages([{**message, "role": "assistant"}])[0]
+
+
+def request_messages(messages: Sequence[Any]) -> list[Message]:
+    """Return the messages of a request as chat templates expect them.
+
+    Roles have the names of this package, contents are texts, arguments of tool calls are parsed.
+    Raises ConfigError for something that is no message, and for contents other than texts.
+    """
+    cleaned = []
+    for index, message in enumerate(messages):
+        renamed = message
+        if isinstance(message, dict):
+            role = message.get("role")
+            role = MEANT.get(role, role) if isinstance(role, str) else role
+            renamed = {**message, "role": role, "content": message.get("content") or ""}
+        cleaned.append(clean_message(renamed, f"messages[{index}]"))
+    if not cleaned:
+        raise ConfigError("messages is empty; give at least one message")
+    return cleaned
+
+
+def with_text_arguments(reply: Message) -> Message:
+    """Return a reply as the API writes it: the arguments of tool calls are JSON texts."""
+    calls = []
+    for call in reply.get("tool_calls", ()):
+        arguments = call["function"]["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**reply, "tool_calls": calls} if calls else dict(reply)
+
+
+def _template_parser(encoder: ChatEncoder, template: dict[str, Any]) -> Parser:
+    """Return the parser of transformers for a response template."""
+    tokenizer = encoder.tokenizer
+    # The parser needs the generation prompt, which may open a thought.
+    prefix = encoder.template.opening
+
+    def parse(token_ids: list[int], tools: Sequence[Tool] | None) -> Message:
+        # As text: the parser reads an empty list as an empty batch.
+        text = str(tokenizer.decode(token_ids))
+        parsed: Any = tokenizer.parse_response(
+            text, template, prefix=prefix, tools=None if tools is None else list(tools)
+        )
+        # The other names are those of messages.
+        return {"reasoning_content": parsed.pop("thinking", None), **parsed}
+
+    return parse

@@ -1,0 +1,115 @@
+"""Programs of the tests: functions that the launcher runs in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+
+def _post(task: Any, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    import json
+    import urllib.request
+
+    request = urllib.request.Request(
+        f"{task.base_url}/{path}",
+        json.dumps(body).encode(),
+        {"Authorization": f"Bearer {task.api_key}"},
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request) as response:
+        return json.loads(response.read())
+
+
+def answers(task: Any) -> dict[str, float]:
+    body = {"model": "m", "messages": [{"role": "user", "content": task.row["question"]}]}
+    reply = _post(task, "chat/completions", body)["choices"][0]["message"]["content"]
+    return {"right": float(reply == task.row["answer"])}
+
+
+def uses_client(task: Any) -> int:
+    """As programs of users do."""
+    from openai import OpenAI
+
+    messages: Any = [{"role": "user", "content": task.row["question"]}]
+    reply = OpenAI().chat.completions.create(model="m", messages=messages)
+    return int(reply.choices[0].message.content == task.row["answer"])
+
+
+async def is_async(task: Any) -> Any:
+    await asyncio.sleep(0)
+    return np.float32(len(task.row))
+
+
+def gives_nothing(task: Any) -> None:
+    del task
+
+
+def gives_text(task: Any) -> str:
+    return f"a result with {task.api_key}"
+
+
+def draws(task: Any) -> float:
+    del task
+    return random.random()
+
+
+def never_ends(task: Any) -> None:
+    """A tree of processes that ignore signals and leave their session."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for _ in range(2):
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            break
+    marker = f"{task.row['marker']}"
+    subprocess.run([sys.executable, "-c", "import time; time.sleep(600)", marker], check=False)
+
+
+def leaves_process(task: Any) -> float:
+    command = [sys.executable, "-c", "import time; time.sleep(600)", task.row["marker"]]
+    subprocess.Popen(command, start_new_session=True)
+    return 1.0
+
+
+def prints_key(task: Any) -> None:
+    logging.basicConfig(level=logging.DEBUG)
+    logging.getLogger("program").info("POST %s", task.base_url)
+    print(task, task.api_key, "x" * 100_000, task.api_key)
+    raise ValueError(f"{task.base_url} does not answer")
+
+
+def floods(task: Any) -> None:
+    del task
+    while True:
+        os.write(1, b"x" * (1 << 16))
+
+
+def exits(task: Any) -> None:
+    sys.exit(task.row["status"])
+
+
+def kills_itself(task: Any) -> None:
+    del task
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def calls_until_refused(task: Any) -> None:
+    while True:
+        answers(task)
+        time.sleep(0.01)
+
+
+def kills_supervisor(task: Any) -> None:
+    del task
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
