@@ -84,9 +84,8 @@ def _encode_mixed(encoder: ChatEncoder, limits: RowLimits, row: Row) -> EncodedR
     return encode_question(encoder, limits, row)
 
 
-def _encoding(config: DistillRunConfig) -> EncodeRow:
+def _encoding(fraction: float) -> EncodeRow:
     """Return how rows are encoded: as conversations, or for sampled completions as prompts."""
-    fraction = config.distill.on_policy_fraction
     if fraction == 0:
         return encode_conversation
     return encode_question if fraction == 1 else _encode_mixed
@@ -100,7 +99,9 @@ def open_source(config: DistillRunConfig, data: RunData | None = None) -> Exampl
     if data is None:
         data = open_data(config, *row_schemas(config))
     taught = partial(taught_examples, config)
-    return ExampleSource(row_settings(config), data, _encoding(config), taught)
+    return ExampleSource(
+        row_settings(config), data, _encoding(config.distill.on_policy_fraction), taught
+    )
 
 
 def validation_batches(config: DistillRunConfig, data: RunData, name: str) -> list[list[TaughtRow]]:

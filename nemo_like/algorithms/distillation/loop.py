@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_like.algorithms.distillation.config import DistillRunConfig
+from nemo_like.algorithms.distillation.config import DistillConfig, DistillRunConfig
 from nemo_like.algorithms.distillation.data import (
     TaughtRow,
     open_source,
@@ -65,13 +65,12 @@ def run_distill(config: DistillRunConfig) -> RunResult:
     )
 
 
-def target_settings(config: DistillRunConfig) -> TargetSettings:
+def target_settings(config: DistillConfig) -> TargetSettings:
     """Return the divergence of a config and what it needs of the teachers."""
-    distill = config.distill
     divergence = Divergence(
-        kind=distill.divergence, weight=distill.divergence_weight, temperature=distill.temperature
+        kind=config.divergence, weight=config.divergence_weight, temperature=config.temperature
     )
-    return TargetSettings(divergence=divergence, top_k=distill.top_k)
+    return TargetSettings(divergence=divergence, top_k=config.top_k)
 
 
 def is_on_policy(config: DistillRunConfig, step: int) -> bool:
@@ -137,7 +136,7 @@ def _step(
     loss = DistillationLoss(sft_weight=0.0 if is_sampled else config.distill.sft_weight)
     with run.workers.policy_onloaded():
         with run.log.timers("teacher"):
-            targets = run.policy.compute_targets(sharded, target_settings(config))
+            targets = run.policy.compute_targets(sharded, target_settings(config.distill))
         with run.log.timers("train"):
             run.log.add(train(run, sharded, trained, loss, targets))
     run.log.add(plan_metrics(plan))
@@ -223,7 +222,7 @@ def validate(
     The rows of each set are given in batches.
     """
     metrics: Metrics = {}
-    settings = target_settings(config)
+    settings = target_settings(config.distill)
     with run.log.timers("validation"), run.workers.policy_onloaded():
         for name, batches in sets.items():
             merged: Metrics = {}

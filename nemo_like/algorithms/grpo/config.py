@@ -14,6 +14,7 @@ from nemo_like.config.errors import Problem, counted, either, quotient
 from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.needs import BatchNeeds, RolloutNeeds, RunNeeds
 from nemo_like.config.parallel import is_colocated, policy_layout
+from nemo_like.config.rollout import EnvironmentConfig, GenerationConfig, RewardConfig
 from nemo_like.config.schema import RunConfig
 from nemo_like.integer_math import nearest_multiples
 
@@ -217,16 +218,16 @@ class GrpoRunConfig(RunConfig):
 
     def job_problems(self) -> Iterator[Problem]:
         """Yield the problems of groups, sampling and rewards."""
-        yield from _sampling_problems(self)
+        yield from _sampling_problems(self.policy.generation)
         yield from _validation_problems(self)
         yield from _group_problems(self)
         yield from self.grpo.advantage.problems(self.grpo.num_generations_per_prompt)
         yield from overlong_problems(self)
-        yield from reward_name_problems(self)
-        yield from dynamic_sampling_problems(self)
+        yield from reward_name_problems(self.reward, self.environment)
+        yield from dynamic_sampling_problems(self.grpo)
         yield from epoch_problems(self)
         yield from reference_problems(self)
-        yield from _reward_problems(self)
+        yield from _reward_problems(self.reward, self.environment)
         yield from self.loss_fn.problems()
         yield from _asynchronous_problems(self)
 
@@ -277,8 +278,8 @@ def _batch_lines(config: GrpoRunConfig) -> list[str]:
     return lines
 
 
-def _sampling_problems(config: GrpoRunConfig) -> Iterator[Problem]:
-    if config.policy.generation.temperature == 0:
+def _sampling_problems(generation: GenerationConfig) -> Iterator[Problem]:
+    if generation.temperature == 0:
         yield Problem(
             ("policy.generation.temperature",),
             "policy.generation.temperature is 0: greedy completions of one prompt are all equal, so"
@@ -341,9 +342,9 @@ def _group_problems(config: GrpoRunConfig) -> Iterator[Problem]:
     )
 
 
-def _reward_problems(config: GrpoRunConfig) -> Iterator[Problem]:
-    weights = config.reward.weights
-    if config.environment.path is not None:
+def _reward_problems(reward: RewardConfig, environment: EnvironmentConfig) -> Iterator[Problem]:
+    weights = reward.weights
+    if environment.path is not None:
         # The environment gives rewards.
         return
     if not weights:
@@ -413,12 +414,12 @@ def asynchronous_warnings(config: GrpoRunConfig) -> list[str]:
     return [text]
 
 
-def dynamic_sampling_problems(config: GrpoRunConfig) -> Iterator[Problem]:
+def dynamic_sampling_problems(grpo: GrpoConfig) -> Iterator[Problem]:
     """Yield what dynamic sampling cannot be combined with."""
-    if not config.grpo.dynamic_sampling.enabled:
+    if not grpo.dynamic_sampling.enabled:
         return
     key = "grpo.dynamic_sampling.enabled"
-    staleness = config.grpo.max_staleness
+    staleness = grpo.max_staleness
     if staleness > 0:
         yield Problem(
             (key, "grpo.max_staleness"),
@@ -426,7 +427,7 @@ def dynamic_sampling_problems(config: GrpoRunConfig) -> Iterator[Problem]:
             " dropped groups belong to later steps, whose rollouts have already started. Set"
             " grpo.max_staleness to 0, or dynamic sampling to false",
         )
-    if config.grpo.advantage.baseline == "none":
+    if grpo.advantage.baseline == "none":
         yield Problem(
             (key, "grpo.advantage.baseline"),
             f"{key} is true and grpo.advantage.baseline none: without a baseline a group with equal"
@@ -447,12 +448,12 @@ def overlong_problems(config: GrpoRunConfig) -> Iterator[Problem]:
         )
 
 
-def reward_name_problems(config: GrpoRunConfig) -> Iterator[Problem]:
+def reward_name_problems(reward: RewardConfig, environment: EnvironmentConfig) -> Iterator[Problem]:
     """Yield rewards with a name that a reward of the environment may have."""
-    if config.environment.path is None:
+    if environment.path is None:
         return
-    for name in config.reward.weights:
-        section = "functions" if name in config.reward.functions else "models"
+    for name in reward.weights:
+        section = "functions" if name in reward.functions else "models"
         if name == "environment" or name.startswith("environment_"):
             yield Problem(
                 (f"reward.{section}.{name}", "environment.path"),

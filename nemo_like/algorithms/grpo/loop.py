@@ -52,7 +52,7 @@ def run_grpo(config: GrpoRunConfig) -> RunResult:
     config = resolve_paths(config)
     source = open_source(config)
     loader = source.loader()
-    source.encode_ahead(loader.order.upcoming(_max_num_prompts(config)))
+    source.encode_ahead(loader.order.upcoming(_max_num_prompts(config.grpo)))
     return _train(config, source, loader)
 
 
@@ -68,12 +68,12 @@ def answer_sampling(config: GrpoConfig) -> AnswerSampling:
     )
 
 
-def _max_num_prompts(config: GrpoRunConfig) -> int:
+def _max_num_prompts(grpo: GrpoConfig) -> int:
     """Return the number of prompts that a run may need."""
     tries = 1
-    if config.grpo.dynamic_sampling.enabled:
-        tries += config.grpo.dynamic_sampling.max_refills
-    return config.grpo.max_num_steps * config.grpo.num_prompts_per_step * tries
+    if grpo.dynamic_sampling.enabled:
+        tries += grpo.dynamic_sampling.max_refills
+    return grpo.max_num_steps * grpo.num_prompts_per_step * tries
 
 
 def _train(
@@ -208,7 +208,7 @@ def train_on_rollout(
         steps = train_steps(run, sharded, trained, loss, logprobs, keep_logprobs=keep_logprobs)
     recorded = fetch_logprobs(run, sharded, logprobs, fetched)
     for epoch in range(1, num_epochs):
-        shuffled = _shuffled(config, trained, advantages.column, fetched, epoch)
+        shuffled = _shuffled(config.seed, trained, advantages.column, fetched, epoch)
         steps += _train_again(run, shuffled, loss)
     run.log.add(advantages.metrics)
     run.log.add(merge_metrics(steps) | plan_metrics(plan))
@@ -245,7 +245,7 @@ def _logprob_names(config: GrpoRunConfig, loss: RolloutLoss) -> tuple[LogprobNam
 
 
 def _shuffled(
-    config: GrpoRunConfig,
+    seed: int,
     trained: TrainedBatch,
     advantages: np.ndarray | Jagged,
     logprobs: Mapping[str, Jagged],
@@ -256,7 +256,7 @@ def _shuffled(
     `advantages` are float32 [B], or [T] per token; `logprobs` are float32 [T] each.
     """
     batch = trained.batch
-    order = epoch_order(config.seed, trained.step, epoch, batch.size)
+    order = epoch_order(seed, trained.step, epoch, batch.size)
     # On other ranks than in the first pass, where the log-probs were kept.
     columns = BatchedDataDict({**batch, **logprobs})
     shuffled = take_rows(advantages, order)

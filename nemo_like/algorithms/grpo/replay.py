@@ -21,7 +21,7 @@ from nemo_like.config.load import JobSchema, load_config
 from nemo_like.config.loss import LogprobName
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.paths import resolve_paths
-from nemo_like.config.schema import CheckpointingConfig
+from nemo_like.config.schema import CheckpointingConfig, PolicyConfig
 from nemo_like.data.columns import take_rows
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.data.planning.token_counts import TokenCounts
@@ -107,7 +107,7 @@ def replay_step(run: Path, step: int, overrides: Sequence[str] = ()) -> ReplayRe
         replayed = _measure(config, record, weights)
     return ReplayReport(
         step=step,
-        num_rows=len(_first_rows(config, record)),
+        num_rows=len(_first_rows(config.policy, record)),
         num_optimizer_steps=len(record.optimizer_steps),
         weights=config.policy.model_name if weights is None else shown_path(weights),
         layout=str(policy_layout(config.parallel, config.cluster)),
@@ -215,11 +215,11 @@ def _find_weights(directory: RunDirectory, step: int) -> Path | None:
     return policy_directory(checkpoint)
 
 
-def _first_rows(config: GrpoRunConfig, record: RolloutRecord) -> np.ndarray:
+def _first_rows(policy: PolicyConfig, record: RolloutRecord) -> np.ndarray:
     """Return the rows of the first optimizer step, int64 [n]."""
     num_rows = len(record.columns["length"])
     # A plan never moves a row to another optimizer step.
-    return np.arange(min(config.policy.train_global_batch_size, num_rows), dtype=np.int64)
+    return np.arange(min(policy.train_global_batch_size, num_rows), dtype=np.int64)
 
 
 def _measure(
@@ -232,7 +232,7 @@ def _measure(
     unused.difference_update(loss.logprob_names)
     if config.policy.router_replay is False:
         unused.add(ROUTED_EXPERTS)
-    rows = _first_rows(config, record)
+    rows = _first_rows(config.policy, record)
     batch = BatchedDataDict()
     for name, column in record.columns.items():
         if name not in unused:
