@@ -62,7 +62,7 @@ def column_guesses(
 
 
 def _nested_names(row: Mapping[str, Any]) -> list[str]:
-    """Return the entries of columns that are objects, such as `reward_model.ground_truth`."""
+    """Return the entries of columns that are objects, each behind the column and a dot."""
     objects = [(name, value) for name, value in row.items() if isinstance(value, dict)]
     return [f"{name}.{entry}" for name, value in objects for entry in value]
 
