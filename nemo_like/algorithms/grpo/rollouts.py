@@ -220,7 +220,8 @@ class RolloutPipeline:
             rollout = self._run.rollouts.finish(job)
         num_stale = rollout.drop_stale(step - self._config.grpo.max_staleness, step)
         if self._config.grpo.max_staleness > 0:
-            self._run.log.add_metrics({"staleness/num_dropped": Sum(float(num_stale))})
+            dropped: Metrics = {"staleness/num_dropped": Sum(float(num_stale))}
+            self._run.log.add(merge_metrics([self._run.log.pending, dropped]))
         self._run.log.timers.add("generation", job.generation_s)
         self._run.log.timers.add("reward", job.reward_s)
         return rollout
