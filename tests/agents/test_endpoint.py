@@ -244,6 +244,8 @@ def test_an_episode_that_ends_while_a_request_arrives_records_nothing() -> None:
 
             async def slow_body() -> AsyncIterator[bytes]:
                 yield b'{"model": "m", '
+                # Until the server has read this part.
+                await asyncio.sleep(0.2)
                 each.endpoint.end(each.session)
                 yield json.dumps({"messages": [USER]})[1:].encode()
 
