@@ -45,7 +45,7 @@ class Answer:
 
 
 class Delivery(Response):
-    """Sends an answer when it is sampled, with signs of life before."""
+    """Sends an answer when it is sampled, with heartbeats before."""
 
     def __init__(self, answer: Answer, heartbeat_s: float, on_left: Callable[[], None]) -> None:
         super().__init__()

@@ -65,7 +65,7 @@ class EndpointLimits:
     max_refused: int = 1000
     """Refused requests after which the program counts as failed."""
     heartbeat_s: float = 5.0
-    """Seconds between two signs of life while an answer is sampled. Clients wait 10 minutes for the
+    """Seconds between two heartbeats while an answer is sampled. Clients wait 10 minutes for the
     next byte."""
     retry_grace_s: float = 10.0
     """Seconds that sampling goes on after its client has left: it may repeat the request."""

@@ -244,6 +244,8 @@ def test_an_episode_that_ends_while_a_request_arrives_records_nothing() -> None:
 
             async def slow_body() -> AsyncIterator[bytes]:
                 yield b'{"model": "m", '
+                # Until the server has read this part.
+                await asyncio.sleep(0.2)
                 each.endpoint.end(each.session)
                 yield json.dumps({"messages": [USER]})[1:].encode()
 
@@ -275,7 +277,7 @@ def test_a_client_that_gives_up_and_repeats_gets_the_answer_that_is_sampled() ->
         return model.sample(call)
 
     async def run() -> None:
-        # No sign of life before the limit of the client.
+        # No heartbeat before the limit of the client.
         async with served([f"a{END}"], slowly, timeout=0.6, heartbeat_s=9.0) as each:
             completion = await each.chat()
             assert completion.choices[0].message.content == "a"
@@ -346,7 +348,7 @@ def test_an_answer_for_which_nobody_waits_is_cancelled() -> None:
     asyncio.run(run())
 
 
-def test_signs_of_life_keep_impatient_clients() -> None:
+def test_heartbeats_keep_impatient_clients() -> None:
     async def slowly(model: ScriptedModel, call: Call) -> Sampled:
         await asyncio.sleep(1.2)
         return model.sample(call)
@@ -381,7 +383,7 @@ def test_a_failure_of_the_generator_is_not_repeated() -> None:
         return await fail(model, call)
 
     async def run_late() -> None:
-        # The status was sent with the first sign of life.
+        # The status was sent with the first heartbeat.
         async with served(sample=fail_late, heartbeat_s=0.05) as each:
             with pytest.raises(openai.APIStatusError, match="the episode has ended"):
                 await each.chat()

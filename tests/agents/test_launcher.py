@@ -161,6 +161,7 @@ async def episode(
 def test_a_function_with_the_client_trains_behind_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "example.com")
     status, end, found = asyncio.run(episode(program("uses_client")))
     assert status is Status.DONE and end.rewards == {"reward": 1.0}, end
     assert len(found.rows()) == 1
