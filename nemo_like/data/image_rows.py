@@ -6,7 +6,7 @@
   LLaMA-Factory). A part `{"type": "image"}` without a source takes the next one as well.
 * The column alone (TRL): the images stand before the text of the first user turn.
 
-Only in these forms a text means an image: `<image>` in a row without images is a text.
+Only in these forms a text means an image: `<image>` in a row without such a column is a text.
 """
 
 from __future__ import annotations
@@ -39,28 +39,34 @@ class ImageMessages(NamedTuple):
     """In the order of the parts."""
 
 
-def column_images(row: Row) -> list[Any]:
-    """Return the images of the row's column, as in the file. Raises ConfigError for two columns."""
+def column_images(row: Row) -> list[Any] | None:
+    """Return the images of the row's column, as in the file; None without a column.
+
+    Raises ConfigError for two columns.
+    """
     found = [name for name in COLUMNS if row.get(name) is not None]
     if len(found) > 1:
         raise ConfigError(f"the row has both {found[0]!r} and {found[1]!r}; remove one of them")
     if not found:
-        return []
+        return None
     value = row[found[0]]
     return parsed_items(value) if isinstance(value, list) else [value]
 
 
-def place_images(messages: Sequence[Message], values: Sequence[Any], root: Path) -> ImageMessages:
-    """Return the messages with image parts, and the references of the images.
+def place_images(
+    messages: Sequence[Message], values: Sequence[Any] | None, root: Path, column: str = "messages"
+) -> ImageMessages:
+    """Return the messages of a column with image parts, and the references of the images.
 
     `values` are those of `column_images`; paths are relative to `root`. Raises ConfigError that
     names message and part, without the location of the row, for a bad part or reference and for
     numbers that differ.
     """
     contents = [
-        _parts(message, f"messages[{index}].content", cuts=bool(values), root=root)
+        _parts(message, f"{column}[{index}].content", cuts=values is not None, root=root)
         for index, message in enumerate(messages)
     ]
+    values = values or []
     num_places = sum(part is None for parts in contents for part in parts)
     has_sources = any(isinstance(part, ImageRef) for parts in contents for part in parts)
     roles = [message["role"] for message in messages]

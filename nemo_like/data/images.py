@@ -52,10 +52,9 @@ class ImageRef:
     data: bytes | None = None
 
     def __str__(self) -> str:
-        name = shown_path(Path(self.path)) if self.path else "a data: URI or column of bytes"
-        if self.data is None:
-            return f"image {shortened(name, _MAX_SHOWN)!r}"
-        return f"image {shortened(name, _MAX_SHOWN)!r} of {len(self.data):,} bytes"
+        name = f" {shortened(shown_path(Path(self.path)), _MAX_SHOWN)!r}" if self.path else ""
+        size = "" if self.data is None else f" of {len(self.data):,} bytes"
+        return f"image{name}{size}"
 
     def read(self) -> bytes:
         """Return the bytes of the file. Raises ConfigError if it cannot be read."""
@@ -86,7 +85,6 @@ def image_ref(value: Any, root: Path) -> ImageRef:
         return ImageRef(data=value)
     if not isinstance(value, str) or not value:
         return _no_reference(value)
-    # A path may have a colon; a URI of one character would be a drive.
     scheme = value.partition(":")[0].lower()
     if scheme == "data":
         return ImageRef(data=_decoded_uri(value))
@@ -171,7 +169,7 @@ def _as_rgb(image: Image.Image) -> Image.Image:
     from PIL import Image
 
     if image.mode in ("I", "F"):
-        raise ValueError(f"has pixels of mode {image.mode}; save it with 8 bits per channel")
+        raise ValueError(f"it has pixels of mode {image.mode}; save it with 8 bits per channel")
     if image.mode.startswith("I;16"):
         # A conversion by Pillow would clip all values above 255.
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")

@@ -107,7 +107,16 @@ def with_output_head(
 def is_composite(model_config: PretrainedConfig) -> bool:
     """Return True for a model with other parts than a language model, such as a vision tower."""
     is_nested = model_config.get_text_config() is not model_config
-    return is_nested or any(getattr(model_config, part, None) for part in _OTHER_PARTS)
+    return is_nested or bool(_other_parts(model_config))
+
+
+def _other_parts(model_config: PretrainedConfig) -> list[str]:
+    """Return the keys of other parts that the type has, not those left over from another type."""
+    return [
+        part
+        for part in _OTHER_PARTS
+        if part in model_config.sub_configs and getattr(model_config, part) is not None
+    ]
 
 
 def check_model_type(
@@ -128,7 +137,7 @@ def check_model_type(
     is_causal = head == "vocabulary"
     subject = f"{key} is {model_name!r}, a model of type {model_type}"
     if is_composite(model_config) and not (is_causal and model_type in _LANGUAGE_MODEL_ALONE):
-        parts = [part for part in _OTHER_PARTS if getattr(model_config, part, None)]
+        parts = _other_parts(model_config)
         raise ConfigError(
             f"{subject}, which has {' and '.join(parts or ['other parts'])} beside its language"
             " model: such composite models cannot be trained; use a language model, for example"

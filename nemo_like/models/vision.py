@@ -28,6 +28,7 @@ _BICUBIC = 3
 _STEPS = {
     "do_resize": True,
     "do_rescale": True,
+    "rescale_factor": 1 / 255,
     "do_normalize": True,
     "do_convert_rgb": True,
     "resample": _BICUBIC,
@@ -78,6 +79,7 @@ class VisionSpec:
         fields = ConfigFields(values["vision_config"], name)
         depth = fields.size("depth")
         patch_size = fields.size("patch_size")
+        merge_size = fields.size("spatial_merge_size")
         window = fields.get("window_size", default=None)
         full_layers = fields.get("fullatt_block_indexes", default=range(depth))
         return cls(
@@ -89,8 +91,9 @@ class VisionSpec:
             out_hidden_size=fields.size("out_hidden_size"),
             patch_size=patch_size,
             temporal_patch_size=fields.size("temporal_patch_size"),
-            merge_size=fields.size("spatial_merge_size"),
-            window=None if window is None else window // patch_size,
+            merge_size=merge_size,
+            # Windows have complete image tokens.
+            window=None if window is None else window // patch_size // merge_size * merge_size,
             num_full_layers=len(full_layers),
             num_deepstack=len(fields.get("deepstack_visual_indexes", default=())),
             image_token_id=values["image_token_id"],
@@ -190,6 +193,7 @@ class ImageSettings:
     ) -> ImageSettings:
         """Read the image processor of a model directory; the limits replace its own.
 
+        A limit beyond the other one of the file replaces that as well.
         Raises ConfigError for a missing or unusable file.
         """
         path = directory / PROCESSOR_FILE
@@ -199,7 +203,8 @@ class ImageSettings:
             own_min = values.get("min_pixels") or size["shortest_edge"]
             own_max = values.get("max_pixels") or size["longest_edge"]
             means = {name: tuple(values[f"image_{name}"]) for name in ("mean", "std")}
-            expected = {"patch_size": spec.patch_size, "merge_size": spec.merge_size, **_STEPS}
+            sizes = ("patch_size", "temporal_patch_size", "merge_size")
+            expected = _STEPS | {name: getattr(spec, name) for name in sizes}
             for name, value in expected.items():
                 if values.get(name, value) != value:
                     raise ValueError(f"{name} is {values[name]}, and only {value} is supported")

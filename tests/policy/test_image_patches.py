@@ -39,10 +39,10 @@ def test_patches_are_those_of_the_image_processor(model_type: str) -> None:
         patch_size=4, size={"shortest_edge": 64, "longest_edge": 4096}
     )
     cache = cache_of(model_type)
-    loaded = cache.load([*images, *images])
+    loaded = cache.load([*images, *images[::-1]])
     cache.close()
-    assert list(loaded) == [image.digest(SETTINGS) for image in images]
-    for image, patches in zip(images, loaded.values(), strict=True):
+    assert loaded.numbers == [*range(30), *reversed(range(30))]
+    for image, patches in zip(images, loaded.patches, strict=True):
         decoded = Image.open(io.BytesIO(image.read()))
         expected = processor(images=[decoded], return_tensors="pt")
         assert expected["image_grid_thw"].tolist() == [list(image_grid(image, SETTINGS, 4))]
@@ -59,13 +59,13 @@ def test_images_are_decoded_once_while_they_fit(tmp_path: Path) -> None:
     path.write_bytes(images[0].read())
     cache = cache_of(max_bytes=2 * 12_288)
     loaded = cache.load([images[0], ImageRef(str(path))])
-    assert len(loaded) == 1
-    (patches,) = loaded.values()
+    assert loaded.numbers == [0, 0]
+    (patches,) = loaded.patches
 
     def is_kept(number: int) -> bool:
         """Whether the first image was not decoded again after the use of another one."""
         cache.load([images[number]])
-        return next(iter(cache.load([images[0]]).values())) is patches
+        return cache.load([images[0]]).patches[0] is patches
 
     assert is_kept(1) and is_kept(2) and is_kept(1)
     cache.load([images[1]])

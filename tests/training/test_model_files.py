@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -95,6 +96,15 @@ def test_a_type_that_the_engine_cannot_build_is_refused(
     message = str(raised.value)
     assert message.startswith(start) and reason in message and "; use a " in message
     assert len(message) < len(str(model)) + 300
+
+
+def test_a_language_model_may_have_keys_of_the_model_that_it_was_part_of(
+    recipe: Recipe, model_of_type: Callable[[str], Path]
+) -> None:
+    path = model_of_type("llama") / "config.json"
+    vision = {"vision_config": {"hidden_size": 8}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | vision))
+    open_model_config(recipe.sft(f"policy.model_name={path.parent}"))
 
 
 def test_the_language_model_of_a_composite_is_no_reward_model(

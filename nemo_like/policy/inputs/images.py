@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -48,6 +49,15 @@ def normalize(patches: Tensor, settings: ImageSettings, num_frames: int) -> Tens
     return ((values - mean) / std).expand(-1, -1, num_frames, -1).flatten(1)
 
 
+class UniqueImages(NamedTuple):
+    """Images without repetition."""
+
+    patches: list[np.ndarray]
+    """uint8 [N, 3 * patch_size^2] of each."""
+    numbers: list[int]
+    """Which of them each of the given images is."""
+
+
 class PatchCache:
     """Patches of recently used images by hash, decoded in threads.
 
@@ -66,16 +76,18 @@ class PatchCache:
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="images")
 
-    def load(self, images: Sequence[ImageRef]) -> dict[str, np.ndarray]:
-        """Return the patches of the unique images, uint8 [N, 3 * patch_size^2] each, by hash.
+    def load(self, images: Sequence[ImageRef]) -> UniqueImages:
+        """Return the unique images among `images`, in the order of their first use.
 
-        They are in the order of their first use. Raises ConfigError that names an image which
-        cannot be read.
+        Raises ConfigError that names an image which cannot be read.
         """
-        digests = list(self._threads.map(lambda image: image.digest(self._settings), images))
-        unique = dict(zip(digests, images, strict=True))
-        loaded = self._threads.map(lambda item: self._load(*item), unique.items())
-        return dict(zip(unique, loaded, strict=True))
+        refs = list(dict.fromkeys(images))
+        digests = self._threads.map(lambda ref: ref.digest(self._settings), refs)
+        digest_of = dict(zip(refs, digests, strict=True))
+        unique = {digest: ref for ref, digest in digest_of.items()}
+        patches = list(self._threads.map(lambda item: self._load(*item), unique.items()))
+        number_of = {digest: number for number, digest in enumerate(unique)}
+        return UniqueImages(patches, [number_of[digest_of[image]] for image in images])
 
     def close(self) -> None:
         """End the threads."""
@@ -93,9 +105,8 @@ class PatchCache:
         patches = to_patches(decoded, side, self._spec.merge_size)
         with self._lock:
             # Two calls may decode one image at a time.
-            replaced = self._patches.get(digest)
+            self._num_bytes += 0 if digest in self._patches else patches.nbytes
             self._patches[digest] = patches
-            self._num_bytes += 0 if replaced is not None else patches.nbytes
             while self._num_bytes > self._max_bytes:
                 _, oldest = self._patches.popitem(last=False)
                 self._num_bytes -= oldest.nbytes
