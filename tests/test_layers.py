@@ -116,12 +116,13 @@ FOREIGN_NAMES = {
 MAX_FILE_LINES = 400
 """Code lines: without blank lines, comments and docstrings."""
 MAX_FUNCTION_LINES = 80
-MAX_CODE_LINES = 55603
+MAX_CODE_LINES = 55_604
 """Code lines of the package. A change that needs more raises this number; lower it with each
 merge that leaves at least a hundred lines of room.
 """
 JOB_COMPARISONS = {
     "config/foreign.py": 3,
+    "config/migrate.py": 3,
     "training/reporting.py": 1,
     "demo/__main__.py": 1,
     "commands/choices.py": 5,

@@ -41,6 +41,7 @@ _TRANSPOSED = {
 }
 """Orientation in EXIF -> how to turn the stored image; from 5 on its sides are exchanged."""
 _MAX_SHOWN = 80
+_MAX_SHOWN_PATH = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class ImageRef:
     data: bytes | None = None
 
     def __str__(self) -> str:
-        name = f" {shortened(shown_path(Path(self.path)), _MAX_SHOWN)!r}" if self.path else ""
+        name = f" {shortened(shown_path(Path(self.path)), _MAX_SHOWN_PATH)!r}" if self.path else ""
         size = "" if self.data is None else f" of {len(self.data):,} bytes"
         return f"image{name}{size}"
 

@@ -163,11 +163,13 @@ def test_rows_older_than_allowed_are_dropped_and_counted(recipe: Recipe) -> None
         started.append(len(started))
         return SimpleNamespace(step=started[-1], generation_s=0.0, reward_s=0.0)
 
+    log = SimpleNamespace(timers=Timers(), pending=pending, add=pending.update)
     run: Any = SimpleNamespace(
-        timers=Timers(),
-        rollouts=SimpleNamespace(start=start),
-        finish_rollout=lambda job: rollout_of(versions[job.step]),
-        add_metrics=pending.update,
+        log=log,
+        rollouts=SimpleNamespace(
+            collector=SimpleNamespace(start=start),
+            finish=lambda job: rollout_of(versions[job.step]),
+        ),
     )
     config = recipe.grpo(*ON_RAY, "cluster.generation_workers=1", "grpo.max_staleness=1")
     loader: Any = _Loader()
@@ -179,6 +181,7 @@ def test_rows_older_than_allowed_are_dropped_and_counted(recipe: Recipe) -> None
         num_trained = int(taken.rollout.batch["row_mask"].sum())
         metrics = metric_values({**pending, **taken.metrics()})
         dropped.append(metrics["staleness/num_dropped"])
+        pending.clear()
         assert num_trained + metrics["reward/num_dropped"] == 4
         gaps = taken.rollout.batch["version_gap"]
         for row in range(4):
