@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,12 +16,15 @@ from transformers import AutoModelForCausalLM
 from nemo_like.config.loss import LossNormalization, PolicyGradientLossConfig
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.jagged import Jagged
+from nemo_like.data.planning.plan import PlanSpec
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import ClippedPolicyGradientLoss
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.rank_groups import RankGroups
+from nemo_like.policy.shard_rows import EPISODE_TRAINED, ShardRows
 from tests.policy.planned import planned
 from tests.policy.test_gradient_equality import fixed, gradient_of, packed, sharing, train_once
 from tests.policy.tiny import VOCABULARY, context, relative_error, run_ranks, saved_tensors
@@ -192,3 +196,30 @@ def test_a_global_batch_is_a_number_of_episodes(model_dir, tmp_path) -> None:
         weights.append(saved_tensors(tmp_path / str(index), "weight"))
     assert losses[1] == pytest.approx(losses[0], rel=TOLERANCE)
     assert relative_error(weights[1], weights[0]) < TOLERANCE
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextParallelRanks:
+    """Rank 0 of dp 2 x cp 2; the other dp rank has 5 trained tokens of episode 1."""
+
+    dp_rank: int = 0
+
+    def gather_over_dp_cp(self, value: Any) -> list[Any]:
+        other = (1, Counter({1: 5}))
+        return [value, value, other, other]
+
+
+def test_context_parallel_ranks_do_not_count_their_rows_twice() -> None:
+    batch = batch_of(ONE_CALL)
+    spec = PlanSpec(max_tokens=24, cp_size=2, microbatch_multiple=8)
+    plan = planned(batch, spec).rank_plan(0)
+    assert any(not each.rows for each in plan.microbatches)
+    shard = batch.shard(planned(batch, spec))[0]
+    rows = ShardRows(shard, spec, 0, torch.device("cpu"))
+    counted = rows.with_episodes(plan.microbatches, cast(RankGroups, ContextParallelRanks()))
+    tokens = [sum(stop - start for start, stop in calls) for calls in CALLS]
+    totals = np.array([tokens[0], tokens[1] + 5, tokens[2], 0], dtype=np.float32)
+    assert counted.columns[EPISODE_TRAINED].tolist() == totals[shard["episode"]].tolist()
+    num_tokens, num_rows = counted.count(plan.microbatches)
+    assert num_tokens == sum(tokens[:NUM_TRAINED_EPISODES])
+    assert num_rows == pytest.approx(1 + tokens[1] / totals[1] + 1, rel=1e-12)
