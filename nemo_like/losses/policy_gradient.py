@@ -84,6 +84,9 @@ def row_log_ratio(inputs: LossInputs, log_ratio: Tensor) -> Tensor:
     GSPO has the same gradient. The loss of a row is a function f(s), and its token weights add up
     to 1 if each is 1/n. d f(s) / d l_t is f'(s) s / n, and so is the derivative of 1/n f(s_t). So
     each context-parallel rank needs the sum of the row only, and no gradient of other ranks.
+
+    Each row of an episode has a ratio of its own: n is that of the row, and its loss has the weight
+    n / (trained tokens of the episode).
     """
     sums = inputs.sum_over_row(log_ratio.detach())
     means = sums / inputs.row_num_tokens.clamp(min=1.0)

@@ -144,6 +144,9 @@ class LossInputs:
     """int64 [T]: row of each position, 0 on padding."""
     row_num_tokens: Tensor
     """float32 [R]: trained tokens of each row over all context-parallel ranks."""
+    episode_num_tokens: Tensor | None = None
+    """float32 [R]: trained tokens of the episode of each row, over all its rows in all microbatches
+    and ranks; None: every row is an episode of its own."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """float32 [T] each: columns per token, such as `prev_logprobs` and `reference_logprobs`."""
     row_columns: Mapping[str, Tensor] = field(default_factory=dict)
@@ -186,6 +189,10 @@ class LossInputs:
     def sum_over_row(self, values: Tensor) -> Tensor:
         """Sum `values` [T] over the trained tokens of each row, [R], over all cp ranks.
 
+        The sum is that of the row also where an episode has several rows: ratios and importance
+        weights of sequences (GSPO, sequence masks) belong to the row, not to the episode, and so
+        depend on how an episode is split. Divide it by `row_num_tokens` for the mean.
+
         A loss may be any function of the result. Every context-parallel rank then computes the
         same loss, and its backward reaches the rank's own tokens, so that the gradients of the
         ranks add up to the gradient of the loss.
@@ -219,7 +226,7 @@ class GlobalCounts:
     num_tokens: float
     """Trained tokens."""
     num_rows: float
-    """Rows with at least one trained token."""
+    """Rows with at least one trained token; of a batch with the column `episode`, episodes."""
 
     def denominator(self, normalization: Normalization) -> float:
         """Return the divisor of the summed loss, at least 1."""
@@ -266,18 +273,24 @@ def token_weights(inputs: LossInputs, normalization: Normalization) -> Tensor:
     """Return the weight of each token in the sum, float32 [T]; 0 for tokens not trained.
 
     `token`: 1. `sequence`: 1 / trained tokens of the row, so that the weights of a row sum to 1.
+    With `episode_num_tokens` it is 1 / trained tokens of the episode, so that the weights of an
+    episode sum to 1, however it is split into rows.
     """
     weights = inputs.token_mask.to(torch.float32)
     if normalization == "token":
         return weights
     # Padding has row 0, and rows without trained tokens have weight 0 anyway.
-    row_num_tokens = inputs.row_num_tokens.clamp(min=1.0)
-    return weights / row_num_tokens[inputs.row_ids]
+    num_tokens = inputs.episode_num_tokens
+    if num_tokens is None:
+        num_tokens = inputs.row_num_tokens
+    return weights / num_tokens.clamp(min=1.0)[inputs.row_ids]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Normalizer:
     """Divides the summed loss by tokens, by rows, or by rows x a constant number of tokens.
+
+    Where a batch has the column `episode`, the rows of an episode count as one row.
 
     Sources: token mean as in DAPO (Yu et al. 2025); sequence mean as in GRPO (Shao et al. 2024);
     the constant of Dr. GRPO (Liu et al. 2025), which keeps the weight of a token independent of

@@ -16,6 +16,7 @@ from nemo_like.policy.device import peak_memory_bytes
 from nemo_like.policy.engine import Engine
 from nemo_like.policy.inputs.model_inputs import NUM_TRAINED, ModelInputs
 from nemo_like.policy.outputs import TokenLogprobs
+from nemo_like.policy.shard_rows import EPISODE_TRAINED
 
 
 @dataclass
@@ -47,6 +48,7 @@ class LossStep:
             token_mask=inputs.label_mask,
             row_ids=inputs.row_ids,
             row_num_tokens=inputs.row_columns[NUM_TRAINED],
+            episode_num_tokens=inputs.row_columns.get(EPISODE_TRAINED),
             columns={**_loss_columns(inputs), **(outputs.columns or {})},
             row_columns=inputs.row_columns,
             host_rows=HostRows(

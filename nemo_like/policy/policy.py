@@ -98,6 +98,7 @@ class Policy:
         purpose: Purpose = "train",
         groups: np.ndarray | None = None,
         *,
+        episodes: np.ndarray | None = None,
         warn: bool = True,
     ) -> BatchPlan:
         """Assign rows to microbatches and microbatches to dp ranks, see `plan_batch`.
@@ -108,7 +109,9 @@ class Policy:
         such rows under another policy is an OversizeWarning if `warn`; later ones count them.
         """
         spec = self._spec(purpose)
-        plan = plan_batch(counts, spec, groups, shared_prefix=self._shared_prefix, warn=False)
+        plan = plan_batch(
+            counts, spec, groups, episodes=episodes, shared_prefix=self._shared_prefix, warn=False
+        )
         if warn and plan.oversize_warning and not self._has_warned:
             self._has_warned = True
             more = "further such rows are counted (packing/num_oversize) without a warning"
@@ -120,11 +123,15 @@ class Policy:
     ) -> BatchPlan:
         """Plan the rows of a batch by its columns as `plan` does.
 
-        See `TokenCounts.of_batch`. Rows with equal id in `pair` int [B] share a microbatch.
+        See `TokenCounts.of_batch`. Rows with equal id in `pair` int [B] share a microbatch. Rows
+        with equal id in `episode` int [B] are in one optimizer step, on any rank, and
+        `policy.train_global_batch_size` counts episodes.
         """
         may_share = self._shared_prefix is not False and self._spec(purpose).layout == "packed"
         counts = TokenCounts.of_batch(batch, with_prefixes=may_share)
-        return self.plan(counts, purpose, batch.get("pair"), warn=warn)
+        return self.plan(
+            counts, purpose, batch.get("pair"), episodes=batch.get("episode"), warn=warn
+        )
 
     @property
     def _shared_prefix(self) -> SharedPrefixMode:

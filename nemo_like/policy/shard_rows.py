@@ -5,6 +5,7 @@ The driver has handles of the log-probs and targets.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,10 @@ from nemo_like.data.planning.plan import Microbatch, PlanSpec
 from nemo_like.distributed import activity
 from nemo_like.policy.heads.targets import Targets
 from nemo_like.policy.inputs.model_inputs import ModelInputs, build_inputs, num_predicted_tokens
+from nemo_like.policy.rank_groups import RankGroups
+
+EPISODE_TRAINED = "num_trained_tokens_of_episode"
+"""Row column: float32 [R], trained tokens of the episode of each row; see `with_episodes`."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class ShardRows:
     """Columns of a shard with the layout of its plan.
 
     The column `token_mask` is True for trained tokens, the optional column `row_mask` for trained
-    rows.
+    rows. With `EPISODE_TRAINED`, see `with_episodes`, the rows of an episode count as one.
     """
 
     columns: Mapping[str, Any]
@@ -38,15 +43,41 @@ class ShardRows:
     def count(self, microbatches: Iterable[Microbatch]) -> tuple[float, float]:
         """Count (trained tokens, rows with at least one trained token) of this dp rank.
 
-        Summed over the dp ranks, these are the denominators of the loss.
+        Summed over the dp ranks, these are the denominators of the loss. A row that is a part of an
+        episode counts as its share of the trained tokens of the episode.
         """
         num_tokens = 0
         num_rows = 0
         for microbatch in microbatches:
             counts = self.num_trained_tokens(microbatch)
             num_tokens += counts.sum()
-            num_rows += (counts > 0).sum()
+            shares = counts > 0
+            if EPISODE_TRAINED in self.columns and microbatch.rows:
+                totals = self.columns[EPISODE_TRAINED][list(microbatch.rows)]
+                shares = counts / np.maximum(totals, 1)
+            num_rows += shares.sum()
         return float(num_tokens), float(num_rows)
+
+    def with_episodes(self, microbatches: Iterable[Microbatch], ranks: RankGroups) -> ShardRows:
+        """Return the rows with `EPISODE_TRAINED`, counted over all dp ranks, which call this.
+
+        `microbatches` are those of all optimizer steps. Without the column `episode`, int [n],
+        which is equal for the rows of an episode, the rows are returned unchanged.
+        """
+        if "episode" not in self.columns:
+            return self
+        tokens: Counter[int] = Counter()
+        for microbatch in microbatches:
+            # A dummy has one count and no row.
+            episodes = self.columns["episode"][list(microbatch.rows)].tolist()
+            counts = self.num_trained_tokens(microbatch).tolist()
+            for episode, count in zip(episodes, counts, strict=False):
+                tokens[episode] += count
+        # Every context-parallel rank has counted the complete rows of its dp rank.
+        by_rank = dict(ranks.gather_over_dp_cp((ranks.dp_rank, tokens)))
+        totals = sum(by_rank.values(), Counter())
+        column = np.array([totals[each] for each in self.columns["episode"].tolist()], np.float32)
+        return replace(self, columns={**self.columns, EPISODE_TRAINED: column})
 
     def num_trained_tokens(self, microbatch: Microbatch) -> np.ndarray:
         """Count the trained tokens of each row, int64 [R]; [1] of 0 for a dummy microbatch."""

@@ -264,6 +264,7 @@ class PolicyWorker:
         """
         plan = _logprob_plan(shard)
         rows = self.rows({**shard, **self._kept_logprobs(shard, logprobs)}, plan.spec, logprobs)
+        rows = rows.with_episodes(plan.microbatches, self.engine.ranks)
         # Only the metrics are used, so the loss is not normalized.
         step_fn = LossStep(loss, 1.0, self.engine.ranks.sum_over_cp)
         inputs = map(rows.inputs, plan.microbatches)
@@ -411,7 +412,8 @@ class PolicyWorker:
     ) -> ShardRows:
         """Return the rows of the shard with `columns`, [B, ...] or [T] each, and log-probs."""
         kept = self._kept_logprobs(shard, logprobs)
-        return self.rows({**shard, **(columns or {}), **kept}, plan.spec, logprobs)
+        rows = self.rows({**shard, **(columns or {}), **kept}, plan.spec, logprobs)
+        return rows.with_episodes(plan.microbatches, self.engine.ranks)
 
     def rows(
         self, columns: Mapping[str, Any], spec: PlanSpec, handle: LogprobHandle | None = None
@@ -489,7 +491,9 @@ class PolicyWorker:
         self, rows: ShardRows, microbatches: Sequence[Microbatch], loss: Loss
     ) -> tuple[GlobalCounts, LossStep]:
         """Count the optimizer step over the dp ranks; return the counts and the step function."""
-        counts = GlobalCounts(*self.engine.ranks.sum_over_dp(rows.count(microbatches)))
+        sums = self.engine.ranks.sum_over_dp(rows.count(microbatches))
+        # The shares of the rows of an episode add up to 1 but for rounding errors.
+        counts = GlobalCounts(*(round(total, 6) for total in sums))
         return counts, LossStep(loss, loss.denominator(counts), self.engine.ranks.sum_over_cp)
 
     def _record_skipped(

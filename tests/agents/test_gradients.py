@@ -6,9 +6,10 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from nemo_like.agents.calls import Call, CallOptions, Episode, Sampled
-from nemo_like.config.loss import PolicyGradientLossConfig
+from nemo_like.config.loss import LossNormalization, PolicyGradientLossConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.prefixes import SharedPrefixes
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
@@ -18,9 +19,7 @@ from tests.policy.test_gradient_equality import gradient_of, packed, sharing
 from tests.policy.tiny import VOCABULARY, relative_error, save_tiny_model
 
 TOLERANCE = 1e-5
-LOSS = ClippedPolicyGradientLoss(
-    config=PolicyGradientLossConfig(normalization="token", reference_policy_kl_penalty=0.1)
-)
+NORMALIZATIONS: tuple[LossNormalization, ...] = ("token", "sequence", "constant")
 RowValues = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Token ids, mask and log-probs of the sampler."""
 
@@ -102,6 +101,22 @@ def row_per_call(call: Call) -> RowValues:
     return ids, mask, np.concatenate([zeros, call.sampled.logprobs]).astype(np.float32)
 
 
+def halves_of(row: RowValues) -> list[RowValues]:
+    """Two rows of the same tokens: the even ones are trained in one, the odd ones in the other."""
+    ids, mask, logprobs = row
+    is_even = (np.arange(len(ids)) % 2 == 0).astype(np.uint8)
+    return [(ids, mask * is_even, logprobs), (ids, mask * (1 - is_even), logprobs)]
+
+
+def loss_of(normalization: LossNormalization) -> ClippedPolicyGradientLoss:
+    config = PolicyGradientLossConfig(
+        normalization=normalization,
+        constant_length=30 if normalization == "constant" else None,
+        reference_policy_kl_penalty=0.1,
+    )
+    return ClippedPolicyGradientLoss(config=config)
+
+
 def batch_of(rows: list[RowValues], groups: list[int]) -> BatchedDataDict:
     ids, masks, logprobs = zip(*rows, strict=True)
     token_logprobs = Jagged.from_rows(logprobs, np.float32)
@@ -117,11 +132,13 @@ def batch_of(rows: list[RowValues], groups: list[int]) -> BatchedDataDict:
         length=input_ids.lengths,
         row_mask=np.ones(len(rows), dtype=bool),
         group=np.array(groups, dtype=np.int64),
+        episode=np.array(groups, dtype=np.int64),
     )
 
 
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
 def test_rows_of_every_kind_of_episode_have_the_gradient_of_one_row_per_call(
-    tmp_path: Path,
+    normalization: LossNormalization, tmp_path: Path
 ) -> None:
     model = str(save_tiny_model(tmp_path / "model", "qwen2_tied"))
     per_call: list[RowValues] = []
@@ -137,7 +154,12 @@ def test_rows_of_every_kind_of_episode_have_the_gradient_of_one_row_per_call(
         rows += [(row.token_ids, row.token_mask, row.logprobs) for row in found]
         call_groups += [group] * len(random.episode.calls)
         row_groups += [group] * num_rows
-    batches = (batch_of(per_call, call_groups), batch_of(rows, row_groups))
+    halves = [half for row in rows for half in halves_of(row)]
+    batches = (
+        batch_of(per_call, call_groups),
+        batch_of(rows, row_groups),
+        batch_of(halves, np.repeat(row_groups, 2).tolist()),
+    )
     shared = SharedPrefixes.of_tokens(row_groups, batches[1]["input_ids"])
     sizes = [int(batch["length"].sum()) for batch in batches]
     assert sizes[0] > sizes[1] > sizes[1] - int(shared.shared.sum())
@@ -146,9 +168,13 @@ def test_rows_of_every_kind_of_episode_have_the_gradient_of_one_row_per_call(
         ("calls", packed(512), batches[0]),
         ("rows", packed(512), batches[1]),
         ("shared", sharing(512), batches[1]),
+        ("halves", sharing(512), batches[2]),
     ):
-        sized = dataclasses.replace(config, train_global_batch_size=batch.size)
-        gradient, _ = gradient_of(sized, model, batch, LOSS, tmp_path / name)
+        sized = dataclasses.replace(config, train_global_batch_size=len(KINDS))
+        gradient, metrics = gradient_of(
+            sized, model, batch, loss_of(normalization), tmp_path / name
+        )
+        assert metrics["policy/num_rows"] == len(KINDS), name
         gradients.append(gradient)
-    assert relative_error(gradients[1], gradients[0]) < TOLERANCE
-    assert relative_error(gradients[2], gradients[0]) < TOLERANCE
+    for gradient in gradients[1:]:
+        assert relative_error(gradient, gradients[0]) < TOLERANCE

@@ -15,4 +15,6 @@ def planned(
 ) -> BatchPlan:
     """Plan as `Policy.plan_rows` does, which derives the spec from its configuration."""
     counts = TokenCounts.of_batch(batch, with_prefixes=spec.layout == "packed")
-    return plan_batch(counts, spec, batch.get("pair"), shared_prefix=shared_prefix)
+    return plan_batch(
+        counts, spec, batch.get("pair"), episodes=batch.get("episode"), shared_prefix=shared_prefix
+    )

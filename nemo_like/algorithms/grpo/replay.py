@@ -23,6 +23,7 @@ from nemo_like.config.parallel import policy_layout
 from nemo_like.config.paths import resolve_paths
 from nemo_like.config.schema import CheckpointingConfig, PolicyConfig
 from nemo_like.data.columns import take_rows
+from nemo_like.data.planning.oversize import step_of_rows
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.data.routed_experts import ROUTED_EXPERTS
@@ -217,9 +218,17 @@ def _find_weights(directory: RunDirectory, step: int) -> Path | None:
 
 def _first_rows(policy: PolicyConfig, record: RolloutRecord) -> np.ndarray:
     """Return the rows of the first optimizer step, int64 [n]."""
-    num_rows = len(record.columns["length"])
     # A plan never moves a row to another optimizer step.
-    return np.arange(min(policy.train_global_batch_size, num_rows), dtype=np.int64)
+    step_of = step_of_rows(
+        len(record.columns["length"]), policy.train_global_batch_size, _episodes(record)
+    )
+    return np.flatnonzero(step_of == 0)
+
+
+def _episodes(record: RolloutRecord) -> np.ndarray | None:
+    """Return the episode of each row, int [B]; None where each row is an episode of its own."""
+    episodes = record.columns.get("episode")
+    return episodes if isinstance(episodes, np.ndarray) else None
 
 
 def _measure(
@@ -267,4 +276,5 @@ def _packing_metrics(config: GrpoRunConfig, record: RolloutRecord) -> dict[str, 
     shared_prefix = shared_prefix_mode(config.policy, model)
     may_share = shared_prefix is not False and spec.layout == "packed"
     counts = TokenCounts.of_batch(record.columns, with_prefixes=may_share)
-    return plan_batch(counts, spec, shared_prefix=shared_prefix).metrics()
+    episodes = _episodes(record)
+    return plan_batch(counts, spec, episodes=episodes, shared_prefix=shared_prefix).metrics()

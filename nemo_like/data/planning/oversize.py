@@ -74,46 +74,66 @@ class FittedRows:
         return bins, round_up(self.lengths[bins.perm] - shared, spec.row_multiple), shared
 
 
+def step_of_rows(
+    num_rows: int, batch_size: int | None, episodes: Sequence[int] | np.ndarray | None = None
+) -> np.ndarray:
+    """Return the optimizer step of each of B rows, int64 [B]: step s has rows s * batch_size up to
+    the next; None: all rows.
+
+    With `episodes` int [B], equal for the rows of an episode, `batch_size` counts episodes in the
+    order of their first rows, and each episode is in one step. Raises ValueError for another shape.
+    """
+    numbers = np.arange(num_rows)
+    if episodes is not None:
+        _, _, numbers = _numbered("episode", episodes, num_rows)
+    return numbers // (batch_size or max(num_rows, 1))
+
+
+def _numbered(
+    name: str, ids: Sequence[int] | np.ndarray, num_rows: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (ids [B], first row of each different id in their order, number of each row's id).
+
+    Numbers are 0, 1, ... by first row, int64 [B]. Raises ValueError unless ids are [num_rows].
+    """
+    ids = np.asarray(ids)
+    if ids.shape != (num_rows,):
+        raise ValueError(f"{name} has one id per row; got shape {ids.shape} for {num_rows} rows")
+    # `np.unique` numbers ids by value; they are renumbered by first row, so that the plan does not
+    # depend on the ids.
+    _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+    number_of = np.empty(len(first), dtype=np.int64)
+    number_of[np.argsort(first)] = np.arange(len(first))
+    return ids, np.sort(first), number_of[inverse]
+
+
 def checked_groups(
-    groups: Sequence[int] | np.ndarray | None, num_rows: int, spec: PlanSpec
+    groups: Sequence[int] | np.ndarray | None, step_of: np.ndarray, spec: PlanSpec
 ) -> np.ndarray | None:
     """Number groups 0, 1, ... by their first row, int64 [B].
 
-    Raises ValueError for a group that cannot be in one microbatch: its rows are in two optimizer
-    steps, or more than `spec.max_rows`.
+    `step_of` int64 [B] is from `step_of_rows`. Raises ValueError for a group that cannot be in one
+    microbatch: its rows are in two optimizer steps, or more than `spec.max_rows`.
     """
     if groups is None:
         return None
-    ids = np.asarray(groups)
-    if ids.shape != (num_rows,):
-        raise ValueError(f"groups has one id per row; got shape {ids.shape} for {num_rows} rows")
-    # `np.unique` numbers ids by value; groups are renumbered by first row, so that the plan does
-    # not depend on the ids.
-    _, first, inverse, counts = np.unique(
-        ids, return_index=True, return_inverse=True, return_counts=True
-    )
-    number_of = np.empty(len(first), dtype=np.int64)
-    number_of[np.argsort(first)] = np.arange(len(first))
-    if spec.global_batch_size is not None:
-        last = np.zeros(len(first), dtype=np.int64)
-        np.maximum.at(last, inverse, np.arange(num_rows))
-        first_step = first // spec.global_batch_size
-        last_step = last // spec.global_batch_size
-        crossing = np.flatnonzero(first_step != last_step)
-        if len(crossing):
-            group = crossing[0]
-            raise ValueError(
-                f"group {ids[first[group]]} has rows {first[group]} and {last[group]}, of two"
-                f" optimizer steps of {spec.global_batch_size} rows; keep the rows of a group"
-                " together and policy.train_global_batch_size a multiple of the group size"
-            )
+    ids, first, numbers = _numbered("groups", groups, len(step_of))
+    crossing = np.flatnonzero(step_of != step_of[first[numbers]])
+    if len(crossing):
+        first_row = first[numbers[crossing[0]]]
+        raise ValueError(
+            f"group {ids[first_row]} has rows {first_row} and {crossing[0]}, of two optimizer steps"
+            f" of {spec.global_batch_size} rows; keep the rows of a group"
+            " together and policy.train_global_batch_size a multiple of the group size"
+        )
+    counts = np.bincount(numbers)
     if spec.max_rows is not None and len(counts) and counts.max() > spec.max_rows:
         largest = counts.argmax()
         raise ValueError(
             f"group {ids[first[largest]]} has {counts[largest]} rows, more than the"
             f" {spec.max_rows} of a microbatch; raise policy.train_micro_batch_size"
         )
-    return number_of[inverse]
+    return numbers
 
 
 def fit_rows(counts: TokenCounts, groups: np.ndarray | None, spec: PlanSpec) -> FittedRows:

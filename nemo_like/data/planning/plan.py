@@ -20,7 +20,13 @@ import numpy as np
 from nemo_like.config.errors import counted
 from nemo_like.data.packing.metrics import bin_stats
 from nemo_like.data.packing.packers import Packing, checked_lengths, prefix_sums
-from nemo_like.data.planning.oversize import FittedRows, OversizeWarning, checked_groups, fit_rows
+from nemo_like.data.planning.oversize import (
+    FittedRows,
+    OversizeWarning,
+    checked_groups,
+    fit_rows,
+    step_of_rows,
+)
 from nemo_like.data.planning.plan_step import form_rank, form_step, join_ranks, longest_of
 from nemo_like.data.planning.prefixes import MIN_SHARED_WORK, SharedPrefixes, SharedPrefixMode
 from nemo_like.data.planning.shared_step import form_shared_rank, form_shared_step
@@ -66,8 +72,8 @@ class BatchPlan:
     3. Every rank runs the same number of microbatches in a step, a multiple of
        `spec.microbatch_multiple`; dummies without rows where rows run out.
     4. The same lengths, groups, counts and spec (which has the seed) give the same plan.
-    5. No row crosses a global batch: step s has rows s * global_batch_size up to the next; rows of
-       a group share a microbatch.
+    5. No row crosses a global batch: step s has rows s * global_batch_size up to the next, or the
+       rows of so many episodes; rows of a group share a microbatch.
     6. Padded lengths are multiples of `spec.row_multiple` (2 * cp and the configured rounding),
        positions of a microbatch of `spec.total_multiple` (2 * cp, cp * tp with sequence
        parallelism, the configured rounding).
@@ -407,38 +413,43 @@ def plan_batch(
     spec: PlanSpec,
     groups: Sequence[int] | np.ndarray | None = None,
     *,
+    episodes: Sequence[int] | np.ndarray | None = None,
     shared_prefix: SharedPrefixMode = True,
     warn: bool = True,
 ) -> BatchPlan:
     """Plan a batch of B rows, given by their token counts or by their lengths int [B] alone.
 
-    Rows with equal id in `groups` int [B] stay in one microbatch. If `counts` has prefixes, a
-    microbatch computes common leading tokens of its rows once, and its limit and its work count
-    them once; packed layout only. `shared_prefix="auto"` ignores prefixes in the padded layout and
-    where they save less than `MIN_SHARED_WORK`, `False` always. Rows above the token limit are an
-    OversizeWarning, unless `warn=False` leaves `BatchPlan.oversize_warning` to the caller. Raises
-    ValueError for such a row under `oversize="error"`, for a group that cannot stay together, for
-    prefixes in the padded layout, and for wrong counts.
+    Rows with equal id in `groups` int [B] stay in one microbatch. Rows with equal id in `episodes`
+    int [B] stay in one optimizer step, and `spec.global_batch_size` counts episodes. If `counts`
+    has prefixes, a microbatch computes common leading tokens of its rows once, and its limit and
+    its work count them once; packed layout only. `shared_prefix="auto"` ignores prefixes in the
+    padded layout and where they save less than `MIN_SHARED_WORK`, `False` always. Rows above the
+    token limit are an OversizeWarning, unless `warn=False` leaves `BatchPlan.oversize_warning` to
+    the caller. Raises ValueError for such a row under `oversize="error"`, for a group that cannot
+    stay together, for prefixes in the padded layout, and for wrong counts.
     """
     counts = counts if isinstance(counts, TokenCounts) else TokenCounts(checked_lengths(counts))
     counts = counts.checked()
     if shared_prefix is False or (shared_prefix == "auto" and spec.layout == "padded"):
         counts = replace(counts, prefixes=None)
-    plan = _plan_counts(counts, spec, groups)
+    step_of = step_of_rows(len(counts.lengths), spec.global_batch_size, episodes)
+    plan = _plan_counts(counts, spec, groups, step_of)
     is_optional = counts.prefixes is not None and shared_prefix is not True
     if is_optional and plan.shared_work_share < MIN_SHARED_WORK:
-        plan = _plan_counts(replace(counts, prefixes=None), spec, groups)
+        plan = _plan_counts(replace(counts, prefixes=None), spec, groups, step_of)
     if warn and plan.oversize_warning:
         warnings.warn(plan.oversize_warning, OversizeWarning, stacklevel=2)
     return plan
 
 
 def _plan_counts(
-    counts: TokenCounts, spec: PlanSpec, groups: Sequence[int] | np.ndarray | None
+    counts: TokenCounts,
+    spec: PlanSpec,
+    groups: Sequence[int] | np.ndarray | None,
+    step_of: np.ndarray,
 ) -> BatchPlan:
-    """Plan checked counts; see `plan_batch`."""
-    num_rows = len(counts.lengths)
-    row_groups = checked_groups(groups, num_rows, spec)
+    """Plan checked counts of rows in the optimizer steps `step_of` int64 [B]; see `plan_batch`."""
+    row_groups = checked_groups(groups, step_of, spec)
     if counts.prefixes is not None and spec.layout == "padded":
         raise ValueError(
             "common leading tokens are computed once in the packed layout only; plan without"
@@ -446,10 +457,11 @@ def _plan_counts(
         )
     fitted = fit_rows(counts, row_groups, spec)
     form = form_step if counts.prefixes is None else form_shared_step
-    rows_per_step = spec.global_batch_size or max(num_rows, 1)
+    by_step = np.argsort(step_of, kind="stable")
+    bounds = np.append(0, np.cumsum(np.bincount(step_of)))
     steps = []
-    for start in range(0, num_rows, rows_per_step):
-        rows = np.arange(start, min(start + rows_per_step, num_rows))
+    for start, stop in pairwise(bounds.tolist()):
+        rows = by_step[start:stop]
         rows = rows[~fitted.is_dropped[rows]]
         steps.append(form(rows, fitted, row_groups, spec))
     return join_steps(spec, fitted, steps)

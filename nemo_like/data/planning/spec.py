@@ -196,7 +196,9 @@ class PlanSpec:
     num_ranks: int = 1
     """Data-parallel size."""
     global_batch_size: int | None = None
-    """Rows per optimizer step; None: the batch is one step. Only the last step may have fewer."""
+    """Rows, or episodes where rows belong to some, per optimizer step; None: the batch is one step.
+    Only the last step may have fewer.
+    """
     algorithm: PackingAlgorithm | str = PackingAlgorithm.BALANCED
     """Packed layout: `balanced` packs rows and assigns them to ranks jointly. The bins of any other
     algorithm are assigned to ranks by work. Where their number is no multiple of the ranks (and of

@@ -583,3 +583,38 @@ def test_pipelines_run_the_number_of_microbatches_with_the_shortest_step(
     assert plan.num_microbatches in possible
     assert seconds(plan.num_microbatches) <= 1.001 * min(map(seconds, possible))
     assert all(microbatch.rows for rank in plan.ranks for microbatch in rank)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), episodes=st.lists(st.integers(-3, 9), min_size=1, max_size=40))
+def test_rows_of_an_episode_are_in_one_step_and_a_step_has_so_many_episodes(case, episodes):
+    _, spec, _ = case
+    spec = replace(spec, oversize="truncate")
+    lengths = [1 + 3 * (index % 7) for index in range(len(episodes))]
+    plan = plan_batch(lengths, spec, episodes=episodes, warn=False)
+    in_order = list(dict.fromkeys(episodes))
+    size = spec.global_batch_size or len(in_order)
+    assert plan.num_steps == -(-len(in_order) // size)
+    for step, (start, stop) in enumerate(pairwise(plan.step_offsets)):
+        rows = [row for rank in plan.ranks for each in rank[start:stop] for row in each.rows]
+        own = set(in_order[step * size : (step + 1) * size])
+        assert sorted(rows) == [row for row, each in enumerate(episodes) if each in own]
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases(), first=st.integers(0, 9))
+def test_episodes_of_one_row_have_the_plan_of_rows(case, first):
+    lengths, spec, groups = case
+    spec = replace(spec, oversize="singleton")
+    episodes = np.arange(len(lengths))[::-1] + first
+    plan = plan_batch(lengths, spec, groups, episodes=episodes, warn=False)
+    assert plan == plan_batch(lengths, spec, groups, warn=False)
+
+
+def test_a_group_of_two_steps_and_ids_for_other_rows_are_errors():
+    spec = PlanSpec(max_tokens=64, global_batch_size=1)
+    with pytest.raises(ValueError, match="group 4 has rows 0 and 1, of two optimizer steps"):
+        plan_batch([3, 3, 3], spec, [4, 4, 5], episodes=[0, 1, 1])
+    assert plan_batch([3, 3, 3], spec, [4, 4, 5], episodes=[0, 0, 1]).num_steps == 2
+    with pytest.raises(ValueError, match=r"episode has one id per row; got shape \(2,\) for 3"):
+        plan_batch([3, 3, 3], spec, episodes=[0, 1])
