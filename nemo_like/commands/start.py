@@ -14,13 +14,11 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from nemo_like.algorithms.registry import ALGORITHMS, detect_kind, job_schema, load_config
@@ -47,6 +45,11 @@ from nemo_like.training.model_files import load_checked_config, open_encoder
 from nemo_like.training.run_data import RunData, load_training
 
 _ANSWER_REWARD = "nemo_like.environments.math.answer_reward"
+_OPTIONS_OF = {
+    "reward": ("grpo", "reward.functions.NAME.path"),
+    "teacher": ("distill", "distill.teacher"),
+}
+"""The job of each option that only one job has, and its key."""
 _NUM_SAMPLED = 1024
 """Examples whose tokens are counted."""
 _ENCODING_KEYS = ("data.", "policy.tokenizer_name", "policy.chat_template", "seed")
@@ -79,6 +82,11 @@ def open_config(
     if arguments.model is None and arguments.data is None:
         if arguments.config is None:
             raise ConfigError("give --config FILE, or --model DIR and --data FILE")
+        for option, (_, key) in _OPTIONS_OF.items():
+            if getattr(arguments, option) is not None:
+                raise ConfigError(
+                    f"--{option} belongs to --model and --data; with --config set {key}"
+                )
         kind = kind or _detected_kind(arguments)
         return load_config(kind, arguments.config, arguments.overrides)
     if arguments.config is not None:
@@ -103,6 +111,12 @@ def choose_config(arguments: argparse.Namespace, kind: str | None) -> Chosen:
         by_option = ("distill" if arguments.teacher else "") or ("grpo" if arguments.reward else "")
         kind = by_option or _kind_of_file(arguments.data, given)
         say(f"job: {kind}, by {arguments.data}; --kind selects another")
+    for option, (owner, _) in _OPTIONS_OF.items():
+        if getattr(arguments, option) is not None and kind != owner:
+            raise ConfigError(
+                f"--{option} is an option of {owner}, and the job is {kind}; leave it out, or use"
+                f" {owner}"
+            )
     job = job_schema(kind)
     raise_problems(list(with_overrides(Composition(job), overrides).problems()))
     if given.get("resume") and "run_name" not in given:
@@ -229,7 +243,7 @@ def _draft_data(
 
 
 def this_machine() -> Machine:
-    """Return the GPUs that a run may use, or the free memory and the speed of the CPU.
+    """Return the GPUs that a run may use, or the free memory and the cores of the CPU.
 
     Reads what the driver and the kernel report; torch is not imported.
     """
@@ -248,7 +262,7 @@ def this_machine() -> Machine:
             r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE
         )
         available = min(available, limit - used + int(cached[0] if cached else 0))
-    return Machine(memory_gib=available / 2**30, flops=_cpu_flops())
+    return Machine(memory_gib=available / 2**30, num_cores=len(os.sched_getaffinity(0)))
 
 
 def _gpu_memory_gib() -> list[float]:
@@ -266,18 +280,6 @@ def _gpu_memory_gib() -> list[float]:
         # GPUs that share the memory of the host report none.
         if free.isdecimal() and (chosen is None or chosen & set(names))
     ]
-
-
-def _cpu_flops() -> float:
-    """Return the float32 FLOP/s of matrix products of this size, measured for some 0.1 s."""
-    size = 1024
-    matrix = np.ones((size, size), dtype=np.float32)
-    seconds = []
-    for _ in range(4):
-        start = time.perf_counter()
-        np.matmul(matrix, matrix)
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / min(seconds)
 
 
 def commented_yaml(chosen: Chosen) -> str:
