@@ -79,6 +79,7 @@ class Phase:
         self._has_eta = has_eta
         self._done_before = done
         self._started_at = time.monotonic()
+        self._advanced_at = self._started_at
         self._lock = threading.Lock()
 
     def advance(self, count: int = 1) -> None:
@@ -86,16 +87,21 @@ class Phase:
         # `+=` is not atomic between threads.
         with self._lock:
             self.done += count
+            self._advanced_at = time.monotonic()
 
     def eta_s(self) -> float | None:
-        """Return the estimated seconds left; None before the first item or without an estimate."""
+        """Return the estimated seconds left, which decrease while an item is unfinished.
+
+        None before the first item, after the last one, and without an estimate.
+        """
         # Only items of this process: items of an earlier one took time that is not measured here.
         done_here = self.done - self._done_before
-        if self.total is None or done_here == 0 or not self._has_eta:
+        if self.total is None or done_here == 0 or self.done >= self.total or not self._has_eta:
             return None
-        elapsed_s = time.monotonic() - self._started_at
-        num_left = max(self.total - self.done, 0)
-        return elapsed_s / done_here * num_left
+        # The pace of complete items: the time of an unfinished one would count as time of these.
+        pace_s = (self._advanced_at - self._started_at) / done_here
+        left_s = pace_s * (self.total - self.done)
+        return max(left_s - (time.monotonic() - self._advanced_at), 0.0)
 
     def status(self) -> str:
         """Return the state in words; only the time for a phase without items.
