@@ -265,21 +265,33 @@ def this_machine() -> Machine:
     return Machine(memory_gib=available / 2**30, num_cores=len(os.sched_getaffinity(0)))
 
 
+def lacks_gpu() -> bool:
+    """Return True if torch is built for CPUs, or this machine has no visible GPU."""
+    if shutil.which("nvidia-smi"):
+        return not _visible_gpus()
+    # A container may have GPUs and no tools.
+    return _is_built_for_cpus() or not list(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _is_built_for_cpus() -> bool:
+    return importlib.metadata.version("torch").endswith("+cpu")
+
+
 def _gpu_memory_gib() -> list[float]:
-    """Return the free memory of each visible GPU; none for a build of torch for CPUs."""
-    if importlib.metadata.version("torch").endswith("+cpu") or not shutil.which("nvidia-smi"):
+    """Return the free memory of each visible GPU that has memory of its own."""
+    return [float(free) / 1024 for free in _visible_gpus() if free.isdecimal()]
+
+
+def _visible_gpus() -> list[str]:
+    """Return the free MiB of each visible GPU, as text; none for a build of torch for CPUs."""
+    if _is_built_for_cpus() or not shutil.which("nvidia-smi"):
         return []
     query = ["nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
     done = subprocess.run(query, capture_output=True, text=True, check=False)
     rows = [line.split(", ") for line in done.stdout.splitlines() if line.count(", ") == 2]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = None if visible is None else set(visible.split(","))
-    return [
-        float(free) / 1024
-        for *names, free in rows
-        # GPUs that share the memory of the host report none.
-        if free.isdecimal() and (chosen is None or chosen & set(names))
-    ]
+    return [free for *names, free in rows if chosen is None or chosen & set(names)]
 
 
 def commented_yaml(chosen: Chosen) -> str:
