@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,9 @@ from rich.text import Text
 
 from nemo_like.config.errors import printable, shortened
 
+_MAX_HEADING = 90
+"""Characters of heading and details of a sample in one line; more are below the heading."""
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 _MAX_CELL = 600
 """Characters of a prompt or completion in a table."""
 
@@ -202,11 +206,14 @@ class Progress:
     def show_samples(self, samples: Sequence[Sample], title: str) -> None:
         """Print decoded samples; trained text is green on a terminal, else between ⟦ and ⟧."""
         for index, sample in enumerate(samples, start=1):
-            heading = f"{title} {index}/{len(samples)}"
-            if self._is_terminal:
-                self._console.print(self._panel(sample, heading), soft_wrap=False)
-            else:
-                self.print_line(sample_text(sample, heading))
+            self.show_sample(sample, f"{title} {index}/{len(samples)}")
+
+    def show_sample(self, sample: Sample, heading: str) -> None:
+        """Print one decoded sample as `show_samples` does."""
+        if self._is_terminal:
+            self._console.print(self._panel(sample, heading), soft_wrap=False)
+        else:
+            self.print_line(sample_text(sample, heading))
 
     def show_table(self, samples: Sequence[Sample], title: str) -> None:
         """Print decoded samples as a table with prompt, completion, reward and notes."""
@@ -289,8 +296,13 @@ def sample_text(sample: Sample, heading: str) -> str:
     parts = [f"⟦{text}⟧" if is_trained else text for text, is_trained in sample.segments]
     body = "".join(parts)
     details = _details(sample)
-    if details:
+    if details and len(heading) + len(details) <= _MAX_HEADING:
         heading = f"{heading} | {details}"
+    elif details:
+        # Lines break between the values only.
+        joined = details.replace(" ", _NO_BREAK).replace(f",{_NO_BREAK}", ", ")
+        lines = textwrap.wrap(joined, break_on_hyphens=False)
+        heading = "\n    ".join([heading, *lines]).replace(_NO_BREAK, " ")
     return f"--- {heading}\n{body}"
 
 

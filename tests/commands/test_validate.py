@@ -193,8 +193,8 @@ def test_equal_rows_are_counted(model: Path, write: Write) -> None:
     path = write([*ROWS[:20], *[ROWS[3]] * 10])
     assert validate(sft(model, path)).warnings == (
         (
-            f"10 of the 30 rows are equal to an earlier row, e.g. {path}:21 to {path}:4; remove them,"
-            " or they count several times"
+            f"10 of the 30 rows are equal to an earlier row, e.g. {path}:21 to {path}:4; remove"
+            " them, or they count several times"
         ),
     )
     # A tenth of the rows may be equal.
@@ -229,9 +229,9 @@ def test_a_tokenizer_without_a_chat_template_is_a_warning(
     for run in (sft(plain, write(ROWS)), grpo(plain, write(ROWS))):
         assert validate(run).warnings[:1] == (
             (
-                f"the tokenizer of {plain} has no chat template: the turns of a conversation are only"
-                " separated by line breaks or end tokens, and nemo-like chat refuses the model; set"
-                " policy.chat_template=FILE"
+                f"the tokenizer of {plain} has no chat template: the turns of a conversation are"
+                " only separated by line breaks or end tokens, and nemo-like chat refuses the"
+                " model; set policy.chat_template=FILE"
             ),
         )
 

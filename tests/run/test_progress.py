@@ -114,6 +114,17 @@ def test_sample_text_makes_the_mask_visible() -> None:
     assert sample_text(SAMPLE, "sample 1/1") == "--- sample 1/1 | reward 1.000, answer 4\n2+2=⟦4⟧"
 
 
+def test_a_heading_with_many_values_has_them_on_separate_lines() -> None:
+    notes = {f"number {index}": "12345" for index in range(8)}
+    assert sample_text(Sample((("a", True),), reward=0.5, notes=notes), "prompt 3, 1/2") == (
+        "--- prompt 3, 1/2\n"
+        "    reward 0.500, number 0 12345, number 1 12345, number 2 12345,\n"
+        "    number 3 12345, number 4 12345, number 5 12345, number 6 12345,\n"
+        "    number 7 12345\n"
+        "⟦a⟧"
+    )
+
+
 def test_eta_is_pace_times_what_is_left(now: list[float]) -> None:
     phase = Phase("train", 100, "rows")
     assert phase.eta_s() is None

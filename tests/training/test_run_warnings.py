@@ -97,16 +97,10 @@ def test_a_learning_rate_far_outside_of_the_usual_range(recipe: Recipe):
 )
 def test_the_range_of_learning_rates(num_params: int, has_lora: bool, low: float, high: float):
     lora = AdapterConfig(enabled=has_lora)
-    for rate, is_usual in (
-        (low * 1.1, True),
-        (low / 1.1, False),
-        (high / 1.1, True),
-        (high * 1.1, False),
-    ):
-        for optimizer in (
-            OptimizerConfig(lr=rate),
-            OptimizerConfig(name="muon", lr=1e-5, muon_lr=rate),
-        ):
+    cases = ((low * 1.1, True), (low / 1.1, False), (high / 1.1, True), (high * 1.1, False))
+    for rate, is_usual in cases:
+        muon = OptimizerConfig(name="muon", lr=1e-5, muon_lr=rate)
+        for optimizer in (OptimizerConfig(lr=rate), muon):
             policy = PolicyConfig(model_name="m", optimizer=optimizer, lora=lora)
             found = list(rate_warnings(policy, num_params))
             assert len(found) == (0 if is_usual else 1), (rate, found)
