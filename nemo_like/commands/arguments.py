@@ -28,6 +28,12 @@ _TRAINING_DATA = {
     "distill": "chat.jsonl --teacher DIR",
 }
 
+OPTIONS_OF_JOBS = {
+    "reward": ("grpo", "reward.functions.NAME.path"),
+    "teacher": ("distill", "distill.teacher"),
+}
+"""The job of each option that only one job has, and its key."""
+
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Add overrides of keys."""
@@ -55,11 +61,16 @@ def add_start(parser: argparse.ArgumentParser, kind: str | None = None) -> None:
     text = "without --config: the training file, whose format is detected"
     parser.add_argument("--data", metavar="FILE", help=text)
     text = "grpo: import path of a reward function; default: compares with the answers of the data"
-    text = text if kind in (None, "grpo") else argparse.SUPPRESS
-    parser.add_argument("--reward", metavar="PACKAGE.FUNCTION", help=text)
-    text = "distill: the model to learn from"
-    text = text if kind in (None, "distill") else argparse.SUPPRESS
-    parser.add_argument("--teacher", metavar="DIR", help=text)
+    _add_option_of_job(parser, "reward", "PACKAGE.FUNCTION", text, kind)
+    _add_option_of_job(parser, "teacher", "DIR", "distill: the model to learn from", kind)
+
+
+def _add_option_of_job(
+    parser: argparse.ArgumentParser, name: str, metavar: str, text: str, kind: str | None
+) -> None:
+    owner, _ = OPTIONS_OF_JOBS[name]
+    shown = text if kind in (None, owner) else argparse.SUPPRESS
+    parser.add_argument(f"--{name}", metavar=metavar, help=shown)
 
 
 def add_training(parser: argparse.ArgumentParser, kind: str | None = None) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from nemo_like.algorithms.registry import ALGORITHMS, detect_kind, job_schema, load_config
+from nemo_like.commands.arguments import OPTIONS_OF_JOBS
 from nemo_like.commands.choices import Chosen, Machine, Task, choose, nested
 from nemo_like.config.errors import ConfigError, UnknownJobError, raise_problems, shown_path
 from nemo_like.config.keys import JobSchema
@@ -45,11 +46,6 @@ from nemo_like.training.model_files import load_checked_config, open_encoder
 from nemo_like.training.run_data import RunData, load_training
 
 _ANSWER_REWARD = "nemo_like.environments.math.answer_reward"
-_OPTIONS_OF = {
-    "reward": ("grpo", "reward.functions.NAME.path"),
-    "teacher": ("distill", "distill.teacher"),
-}
-"""The job of each option that only one job has, and its key."""
 _NUM_SAMPLED = 1024
 """Examples whose tokens are counted."""
 _ENCODING_KEYS = ("data.", "policy.tokenizer_name", "policy.chat_template", "seed")
@@ -82,7 +78,7 @@ def open_config(
     if arguments.model is None and arguments.data is None:
         if arguments.config is None:
             raise ConfigError("give --config FILE, or --model DIR and --data FILE")
-        for option, (_, key) in _OPTIONS_OF.items():
+        for option, (_, key) in OPTIONS_OF_JOBS.items():
             if getattr(arguments, option) is not None:
                 raise ConfigError(
                     f"--{option} belongs to --model and --data; with --config set {key}"
@@ -111,7 +107,7 @@ def choose_config(arguments: argparse.Namespace, kind: str | None) -> Chosen:
         by_option = ("distill" if arguments.teacher else "") or ("grpo" if arguments.reward else "")
         kind = by_option or _kind_of_file(arguments.data, given)
         say(f"job: {kind}, by {arguments.data}; --kind selects another")
-    for option, (owner, _) in _OPTIONS_OF.items():
+    for option, (owner, _) in OPTIONS_OF_JOBS.items():
         if getattr(arguments, option) is not None and kind != owner:
             raise ConfigError(
                 f"--{option} is an option of {owner}, and the job is {kind}; leave it out, or use"

@@ -5,6 +5,7 @@ be trained on.
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import io
 import json
@@ -160,12 +161,14 @@ def test_a_missing_vllm_is_a_warning_since_another_machine_may_have_it(
 
 
 def test_gpus_that_are_not_there(
-    model: Path, write: Write, monkeypatch: pytest.MonkeyPatch
+    model: Path, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(sft(model, write(ROWS)), policy=policy(model))
     local = replace(config, cluster=ClusterConfig(backend="local", gpus_per_node=1))
     on_ray = replace(config, cluster=ClusterConfig(gpus_per_node=2))
-    monkeypatch.setattr(validate_module, "lacks_gpu", lambda: True)
+    # No tool of the driver, and a build of torch for CPUs.
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.0+cpu")
     missing = (
         "cluster.gpus_per_node is 1, but this machine has no GPU that torch can use; set"
         " cluster.gpus_per_node=0 to run on the CPU, or use cluster.backend=ray with nodes that"
@@ -180,7 +183,12 @@ def test_gpus_that_are_not_there(
             " cluster with GPUs"
         ),
     )
-    monkeypatch.setattr(validate_module, "lacks_gpu", lambda: False)
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, GPU-1, 80000'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.0+cu130")
     assert validate(local).problems == () and validate(on_ray).warnings == ()
     # The run itself has the same message, before any worker is started.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
