@@ -14,6 +14,7 @@ import os
 import select
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,7 +74,7 @@ _COMMANDS = {
         kind: _Command(
             each.summary,
             "train.run",
-            command_arguments.add_training,
+            partial(command_arguments.add_training, kind=kind),
             command_arguments.training_examples(kind),
         )
         for kind, each in ALGORITHMS.items()

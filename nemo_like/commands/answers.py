@@ -71,6 +71,10 @@ _SETTINGS = (
     *("oversize_rows", "generation"),
 )
 """Keys of `policy` that determine the answers."""
+_CHAT_SAMPLING = {"temperature": 0.7, "top_p": 0.95}
+"""Sampling of `nemo-like chat` for a model that declares none."""
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+"""Keys of `policy.generation` with the name that they have in generation_config.json."""
 _BATCHES = (
     *("sequence_packing", "dynamic_batching", "train_micro_batch_size", "logprob_chunk_size"),
     "train_global_batch_size",
@@ -168,7 +172,34 @@ def answer_config(arguments: argparse.Namespace) -> AnswerSettings:
     if arguments.command == "eval":
         generation = config.sampling.applied(config.policy.generation)
         config = config.with_policy(replace(config.policy, generation=generation))
+    if arguments.command == "chat" and (source is None or source.is_dir()):
+        # The config of a run has the values of its rollouts.
+        given = {text.lstrip("+").partition("=")[0] for text in overrides}
+        values = _declared_sampling(Path(config.policy.model_name))
+        kept = {name: values[name] for name in values if f"policy.generation.{name}" not in given}
+        generation = replace(config.policy.generation, **kept)
+        config = config.with_policy(replace(config.policy, generation=generation))
     return config
+
+
+def _declared_sampling(model: Path) -> dict[str, Any]:
+    """Return the keys of `policy.generation` that generation_config.json of a model sets.
+
+    Raises ConfigError for a damaged file.
+    """
+    path = model / "generation_config.json"
+    try:
+        declared = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{shown_path(path)} cannot be read: {error}") from error
+    if declared.get("do_sample") is False:
+        return {"temperature": 0.0}
+    values = _CHAT_SAMPLING
+    if "temperature" in declared or "top_p" in declared:
+        # The defaults of transformers.
+        values = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
+    found = {name: declared[name] for name in _SAMPLING if declared.get(name) is not None}
+    return {**values, **found}
 
 
 def _without_training(base: RunConfig) -> AnswerSettings:

@@ -28,6 +28,12 @@ _TRAINING_DATA = {
     "distill": "chat.jsonl --teacher DIR",
 }
 
+OPTIONS_OF_JOBS = {
+    "reward": ("grpo", "reward.functions.NAME.path"),
+    "teacher": ("distill", "distill.teacher"),
+}
+"""The job of each option that only one job has, and its key."""
+
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Add overrides of keys."""
@@ -48,21 +54,29 @@ def add_kind(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", choices=tuple(ALGORITHMS), help=text)
 
 
-def add_start(parser: argparse.ArgumentParser) -> None:
-    """Add what can replace a config."""
+def add_start(parser: argparse.ArgumentParser, kind: str | None = None) -> None:
+    """Add what can replace a config; options of other jobs than `kind` are not in the help."""
     text = "without --config: a model directory, a name on the hub, or a run with its model"
     parser.add_argument("--model", metavar="DIR", help=text)
     text = "without --config: the training file, whose format is detected"
     parser.add_argument("--data", metavar="FILE", help=text)
     text = "grpo: import path of a reward function; default: compares with the answers of the data"
-    parser.add_argument("--reward", metavar="PACKAGE.FUNCTION", help=text)
-    parser.add_argument("--teacher", metavar="DIR", help="distill: the model to learn from")
+    _add_option_of_job(parser, "reward", "PACKAGE.FUNCTION", text, kind)
+    _add_option_of_job(parser, "teacher", "DIR", "distill: the model to learn from", kind)
 
 
-def add_training(parser: argparse.ArgumentParser) -> None:
-    """Add a config, or what replaces it."""
+def _add_option_of_job(
+    parser: argparse.ArgumentParser, name: str, metavar: str, text: str, kind: str | None
+) -> None:
+    owner, _ = OPTIONS_OF_JOBS[name]
+    shown = text if kind in (None, owner) else argparse.SUPPRESS
+    parser.add_argument(f"--{name}", metavar=metavar, help=shown)
+
+
+def add_training(parser: argparse.ArgumentParser, kind: str | None = None) -> None:
+    """Add a config of the job `kind`, or what replaces it."""
     add_config(parser, required=False)
-    add_start(parser)
+    add_start(parser, kind)
 
 
 def add_validate(parser: argparse.ArgumentParser) -> None:

@@ -45,7 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     device = "cuda:0" if config.cluster.gpus_per_node else "cpu"
     worker = worker_class(local_context(device=device), **kwargs)
     if sys.stdin.isatty():
-        say(f"{config.policy.model_name}: /reset, /exit; Ctrl-C stops a reply")
+        sampling = config.policy.generation
+        values = f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}"
+        say(f"{config.policy.model_name}: {values}; /reset, /exit; Ctrl-C stops a reply")
     messages: list[Message] = []
     is_complete = True
     try:

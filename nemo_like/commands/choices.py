@@ -14,7 +14,7 @@ import numpy as np
 
 from nemo_like.config.check import batching_section
 from nemo_like.config.errors import ConfigError, counted
-from nemo_like.config.keys import JobSchema, type_at
+from nemo_like.config.keys import JobSchema
 from nemo_like.config.load import Composition, load_values, merged, with_overrides
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import RunConfig
@@ -32,10 +32,11 @@ _UNSEEN = 1.25
 """Largest length of a row that was not sampled, over the largest of the sampled ones."""
 _CPU_TOKENS = 2048
 """Token budget from which a larger microbatch is no faster on a CPU."""
-_CPU_MINUTES = 10
-"""Length of a run on a CPU, if nothing else is set."""
+_MARGIN = 3
+"""Standard deviations of the tokens of a step that its token budget has above their mean."""
+_NUM_VALIDATIONS = 5
 _MIN_STEPS = 10
-"""Steps of an epoch below which batches are made smaller; least number of steps on a CPU."""
+"""Steps of an epoch below which batches are made smaller."""
 _MANY_STEPS = 1000
 _LEARNING_RATES = {"sft": 1e-5, "distill": 1e-5, "rm": 1e-5, "grpo": 1e-6, "dpo": 5e-7}
 """Of full training of a model of some billion parameters."""
@@ -46,10 +47,10 @@ _ATTEMPTS: tuple[Mapping[str, Any], ...] = (
     {"policy.activation_checkpointing": "full"},
     {"policy.activation_checkpointing": "full", "policy.lora.enabled": True},
 )
-_TRAIN_EFFICIENCY = 0.5
-_SAMPLING_EFFICIENCY = 0.1
-"""Achieved share of the FLOP/s of a large matrix product on a CPU, where sampling reads all weights
-for every token."""
+_TRAIN_FLOPS = 2e10
+_SAMPLING_FLOPS = 4e9
+"""float32 FLOP/s of a CPU core, for the estimated duration only. It is not measured, so that equal
+machines print equal estimates. Sampling reads all weights for every token."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class Machine:
     memory_gib: float
     """Free memory: of the GPU that has the least, or of the host without GPUs."""
     num_gpus: int = 0
-    flops: float = 1e11
-    """float32 FLOP/s of the CPU; not used with GPUs."""
+    num_cores: int = 1
+    """Cores of the CPU; not used with GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,7 @@ class Chosen:
     num_steps: int
     seconds: float | None
     """Estimated duration of the steps; None with GPUs."""
+    num_cores: int
 
     def lines(self) -> Iterator[str]:
         """Yield one line per choice, and one about the length of the run."""
@@ -110,8 +112,11 @@ class Chosen:
         length = counted(self.num_steps, "step")
         if self.seconds is not None:
             minutes = max(round(self.seconds / 60), 1)
-            length += f", about {counted(minutes, 'minute')} on this CPU"
-        yield f"{length}; validation is off without data.validation_path=FILE"
+            time = f"{counted(minutes, 'minute')}" if minutes < 120 else f"{minutes / 60:.0f} hours"
+            length += f", about {time} on {counted(self.num_cores, 'CPU core')}"
+        yield f"{length}; {self.config.kind}.max_num_steps=N shortens the run"
+        if not self.config.data.validation_files:
+            yield "validation is off without data.validation_path=FILE"
 
 
 class _Choices:
@@ -190,7 +195,7 @@ def choose(task: Task) -> Chosen:
     _choose_memory(choices, task)
     num_steps, seconds = _choose_steps(choices, task, rows)
     items = (*choices.items, *choices.given_items())
-    return Chosen(items, choices.config(), num_steps, seconds)
+    return Chosen(items, choices.config(), num_steps, seconds, task.machine.num_cores)
 
 
 def _choose_devices(choices: _Choices, machine: Machine) -> None:
@@ -255,7 +260,8 @@ def _choose_lengths(choices: _Choices, task: Task) -> None:
         reason += ", more than the positions of the model"
     length = choices.pick("policy.max_total_sequence_length", length, reason)
     if not is_complete or length < longest:
-        choices.pick("policy.oversize_rows", "truncate", "longer rows lose their end")
+        cut = "prompts lose their beginning" if config.needs.rollouts else "rows lose their end"
+        choices.pick("policy.oversize_rows", "truncate", f"longer {cut}")
 
 
 def _draft(choices: _Choices, tokens: int, **more: Any) -> RunConfig:
@@ -303,17 +309,45 @@ def _choose_memory(
     name, _ = mode
     if name == "policy.sequence_packing":
         choices.pick(f"{name}.enabled", True, "no padding between rows")
-    rows = config.policy.in_rows(config.needs.batch.rows_per_example).train_global_batch_size
-    useful = ceil_div(
-        round(rows * float(task.counts.lengths.mean())),
-        policy_layout(config.parallel, config.cluster).dp,
-    )
-    useful += config.policy.max_total_sequence_length
+    dp = policy_layout(config.parallel, config.cluster).dp
+    useful = round(_step_tokens(config, task) / dp)
+    # The rows of a rank may exceed its share of a step by one.
+    useful += config.policy.max_total_sequence_length if dp > 1 else 0
     cap = useful if task.machine.num_gpus else min(useful, _CPU_TOKENS)
-    budget = max(min(largest, cap) // _MULTIPLE * _MULTIPLE, needed)
-    reason = f"tokens per microbatch, {memory.peak(budget) / GIB:.1f} of {free}"
+    budget = max(min(largest, round_up(cap, _MULTIPLE)), needed)
+    reason = f"tokens per microbatch, {memory.peak(budget) / GIB:.3g} of {free}"
     budget = choices.pick(f"{name}.train_mb_tokens", budget, reason)
     choices.pick(f"{name}.logprob_mb_tokens", budget, "as in training")
+
+
+def _step_tokens(config: RunConfig, task: Task) -> float:
+    """Return the tokens that few optimizer steps exceed: `_MARGIN` deviations above the mean.
+
+    Examples are independent. The rows of an example are counted, or are completions of its prompt,
+    whose lengths are uniformly random.
+    """
+    batch = config.needs.batch
+    lengths, _ = _expected_lengths(config, task)
+    num_rows = config.policy.in_rows(batch.rows_per_example).train_global_batch_size
+    rows_per_example = batch.num_rows // batch.num_examples
+    examples = lengths.reshape(-1, batch.rows_per_example).mean(axis=1) * rows_per_example
+    variance = num_rows / rows_per_example * float(examples.var())
+    if config.needs.rollouts:
+        variance += num_rows * config.policy.generation.max_new_tokens**2 / 12
+    return num_rows * float(lengths.mean()) + _MARGIN * variance**0.5
+
+
+def _expected_lengths(config: RunConfig, task: Task) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of the sampled rows and those with loss, int [N] each.
+
+    A completion to be sampled has half of its limit.
+    """
+    lengths, trained = task.counts.lengths, task.counts.num_trained
+    assert trained is not None
+    if not config.needs.rollouts:
+        return lengths, trained
+    completions = np.full_like(lengths, max(config.policy.generation.max_new_tokens // 2, 1))
+    return lengths - trained + completions, completions
 
 
 def _usable_bytes(config: RunConfig, task: Task) -> float:
@@ -345,52 +379,43 @@ def _choose_steps(choices: _Choices, task: Task, rows: int) -> tuple[int, float 
     is_small = task.spec.num_params < _SMALL_MODEL
     has_lora = config.policy.lora.enabled
     rate = _LEARNING_RATES[kind] * (2 if is_small else 1) * (_LORA_FACTOR if has_lora else 1)
-    size = f"{task.spec.num_params / 1e9:.2f}"
+    size = f"{task.spec.num_params / 1e9:.2f} billion"
+    if is_small:
+        size = f"{task.spec.num_params / 1e6:.3g} million"
     choices.pick(
         "policy.optimizer.lr",
         float(f"{rate:.3g}"),
-        f"{'LoRA' if has_lora else 'full training'} of {size} billion parameters",
+        f"{'LoRA' if has_lora else 'full training'} of {size} parameters",
     )
-    seconds = None if task.machine.num_gpus else _step_seconds(config, task)
     per_epoch = ceil_div(task.num_examples, rows)
-    num_steps = 100
-    key = f"{kind}.max_num_epochs"
-    if type_at(task.job.run_config, key) is not None:
-        epochs = 3 if kind in ("sft", "distill") and 3 * per_epoch <= _MANY_STEPS else 1
-        epochs = choices.pick(key, epochs, f"{counted(per_epoch, 'step')} each")
-        num_steps = epochs * per_epoch
     key = f"{kind}.max_num_steps"
-    given = choices.given(key)
-    is_open = not choices.is_given(key)
-    if is_open and seconds is not None and num_steps * seconds > 60 * _CPU_MINUTES:
-        fitting = max(int(60 * _CPU_MINUTES / seconds), _MIN_STEPS)
-        reason = f"of {num_steps:,}: {_CPU_MINUTES} minutes, or {_MIN_STEPS} steps, on a CPU"
-        num_steps = choices.pick(key, min(fitting, num_steps), reason)
-    elif kind == "grpo" and is_open:
-        num_steps = choices.pick(key, num_steps, f"{counted(per_epoch, 'step')} per epoch")
-    elif given is not None:
-        num_steps = min(given, num_steps)
+    if kind == "grpo":
+        num_steps = choices.pick(key, 100, f"{counted(per_epoch, 'step')} per epoch")
+    else:
+        epochs = 3 if kind in ("sft", "distill") and 3 * per_epoch <= _MANY_STEPS else 1
+        reason = f"{counted(per_epoch, 'step')} each"
+        num_steps = per_epoch * choices.pick(f"{kind}.max_num_epochs", epochs, reason)
+        num_steps = min(choices.given(key) or num_steps, num_steps)
     if kind != "grpo":
         choices.pick("policy.scheduler.kind", "cosine", "decays to 0")
         choices.pick("policy.scheduler.warmup_steps", num_steps // 20, "5 % of the steps")
-    return num_steps, None if seconds is None else num_steps * seconds
+    if config.data.validation_files:
+        period = max(num_steps // _NUM_VALIDATIONS, 1)
+        choices.pick(f"{kind}.val_period", period, "steps between validations")
+    seconds = None if task.machine.num_gpus else num_steps * _step_seconds(config, task)
+    return num_steps, seconds
 
 
 def _step_seconds(config: RunConfig, task: Task) -> float:
     """Return the estimated seconds of a step on a CPU."""
-    counts = task.counts
-    assert counts.num_trained is not None
-    lengths, trained = counts.lengths, counts.num_trained
+    lengths, trained = _expected_lengths(config, task)
     cost = CostModel.from_spec(task.spec)
-    sampled = 0.0
+    seconds = 0.0
     if config.needs.rollouts:
-        # A completion may end early.
-        trained = np.full_like(lengths, max(config.policy.generation.max_new_tokens // 2, 1))
-        lengths = lengths - counts.num_trained + trained
-        sampled = float(cost.of(trained).mean()) / _SAMPLING_EFFICIENCY
+        seconds = float(cost.of(trained).mean()) / _SAMPLING_FLOPS
     passes = 3 + config.needs.logprob_pass + config.needs.reference
     flops = passes * float(cost.of(lengths, trained).mean())
     for teacher in task.teachers:
         flops += float(CostModel.from_spec(teacher).of(lengths, trained).mean())
-    per_row = flops / _TRAIN_EFFICIENCY + sampled
-    return config.needs.batch.num_rows * per_row / task.machine.flops
+    seconds += flops / _TRAIN_FLOPS
+    return config.needs.batch.num_rows * seconds / task.machine.num_cores

@@ -63,23 +63,21 @@ def show(arguments: argparse.Namespace) -> int:
     if arguments.tokens:
         samples = _with_tokens(samples, chosen, directory, step)
     progress = Progress()
-    rows = zip(chosen, samples, strict=True)
-    # Completions of one prompt that follow one another.
-    for group, members in itertools.groupby(rows, lambda pair: records[pair[0]]["group"]):
-        title = f"step {step}, prompt {group}, completion"
-        progress.show_samples(_without_repeats([sample for _, sample in members]), title)
-    return 0
-
-
-def _without_repeats(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the completions of one prompt, the prompt in the first of them only."""
-    shown = list(samples[:1])
-    for sample in samples[1:]:
+    members: dict[Any, list[int]] = {}
+    for row, record in enumerate(records):
+        members.setdefault(record["group"], []).append(row)
+    shown_prompt = None
+    for row, sample in zip(chosen, samples, strict=True):
+        group = records[row]["group"]
+        rows = members[group]
+        heading = f"step {step}, prompt {group}, completion {rows.index(row) + 1}/{len(rows)}"
+        # The prompt of completions that follow one another is shown once.
         segments = sample.segments
-        if sample.prompt == samples[0].prompt:
+        if shown_prompt == (group, sample.prompt):
             segments = tuple(itertools.dropwhile(lambda segment: not segment[1], segments))
-        shown.append(replace(sample, segments=segments))
-    return shown
+        shown_prompt = (group, sample.prompt)
+        progress.show_sample(replace(sample, segments=segments), heading)
+    return 0
 
 
 def parse_rows(text: str, num_rows: int) -> list[int]:

@@ -14,16 +14,15 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from nemo_like.algorithms.registry import ALGORITHMS, detect_kind, job_schema, load_config
+from nemo_like.commands.arguments import OPTIONS_OF_JOBS
 from nemo_like.commands.choices import Chosen, Machine, Task, choose, nested
 from nemo_like.config.errors import ConfigError, UnknownJobError, raise_problems, shown_path
 from nemo_like.config.keys import JobSchema
@@ -79,6 +78,11 @@ def open_config(
     if arguments.model is None and arguments.data is None:
         if arguments.config is None:
             raise ConfigError("give --config FILE, or --model DIR and --data FILE")
+        for option, (_, key) in OPTIONS_OF_JOBS.items():
+            if getattr(arguments, option) is not None:
+                raise ConfigError(
+                    f"--{option} belongs to --model and --data; with --config set {key}"
+                )
         kind = kind or _detected_kind(arguments)
         return load_config(kind, arguments.config, arguments.overrides)
     if arguments.config is not None:
@@ -103,6 +107,12 @@ def choose_config(arguments: argparse.Namespace, kind: str | None) -> Chosen:
         by_option = ("distill" if arguments.teacher else "") or ("grpo" if arguments.reward else "")
         kind = by_option or _kind_of_file(arguments.data, given)
         say(f"job: {kind}, by {arguments.data}; --kind selects another")
+    for option, (owner, _) in OPTIONS_OF_JOBS.items():
+        if getattr(arguments, option) is not None and kind != owner:
+            raise ConfigError(
+                f"--{option} is an option of {owner}, and the job is {kind}; leave it out, or use"
+                f" {owner}"
+            )
     job = job_schema(kind)
     raise_problems(list(with_overrides(Composition(job), overrides).problems()))
     if given.get("resume") and "run_name" not in given:
@@ -229,7 +239,7 @@ def _draft_data(
 
 
 def this_machine() -> Machine:
-    """Return the GPUs that a run may use, or the free memory and the speed of the CPU.
+    """Return the GPUs that a run may use, or the free memory and the cores of the CPU.
 
     Reads what the driver and the kernel report; torch is not imported.
     """
@@ -248,36 +258,36 @@ def this_machine() -> Machine:
             r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE
         )
         available = min(available, limit - used + int(cached[0] if cached else 0))
-    return Machine(memory_gib=available / 2**30, flops=_cpu_flops())
+    return Machine(memory_gib=available / 2**30, num_cores=len(os.sched_getaffinity(0)))
+
+
+def lacks_gpu() -> bool:
+    """Return True if torch is built for CPUs, or this machine has no visible GPU."""
+    if shutil.which("nvidia-smi"):
+        return not _visible_gpus()
+    # A container may have GPUs and no tools.
+    return _is_built_for_cpus() or not list(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _is_built_for_cpus() -> bool:
+    return importlib.metadata.version("torch").endswith("+cpu")
 
 
 def _gpu_memory_gib() -> list[float]:
-    """Return the free memory of each visible GPU; none for a build of torch for CPUs."""
-    if importlib.metadata.version("torch").endswith("+cpu") or not shutil.which("nvidia-smi"):
+    """Return the free memory of each visible GPU that has memory of its own."""
+    return [float(free) / 1024 for free in _visible_gpus() if free.isdecimal()]
+
+
+def _visible_gpus() -> list[str]:
+    """Return the free MiB of each visible GPU, as text; none for a build of torch for CPUs."""
+    if _is_built_for_cpus() or not shutil.which("nvidia-smi"):
         return []
     query = ["nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
     done = subprocess.run(query, capture_output=True, text=True, check=False)
     rows = [line.split(", ") for line in done.stdout.splitlines() if line.count(", ") == 2]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = None if visible is None else set(visible.split(","))
-    return [
-        float(free) / 1024
-        for *names, free in rows
-        # GPUs that share the memory of the host report none.
-        if free.isdecimal() and (chosen is None or chosen & set(names))
-    ]
-
-
-def _cpu_flops() -> float:
-    """Return the float32 FLOP/s of matrix products of this size, measured for some 0.1 s."""
-    size = 1024
-    matrix = np.ones((size, size), dtype=np.float32)
-    seconds = []
-    for _ in range(4):
-        start = time.perf_counter()
-        np.matmul(matrix, matrix)
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / min(seconds)
+    return [free for *names, free in rows if chosen is None or chosen & set(names)]
 
 
 def commented_yaml(chosen: Chosen) -> str:

@@ -18,7 +18,7 @@ from math import isnan
 from typing import TYPE_CHECKING
 
 from nemo_like.algorithms.registry import ALGORITHMS
-from nemo_like.commands.start import open_config
+from nemo_like.commands.start import lacks_gpu, open_config
 from nemo_like.commands.train import WRONG_INPUT
 from nemo_like.config.check import derivation
 from nemo_like.config.errors import ConfigError, counted
@@ -55,8 +55,8 @@ from nemo_like.training.model_files import (
     open_reward_model,
     policy_memory,
 )
-from nemo_like.training.model_warnings import check_new_tokens, model_warnings
-from nemo_like.training.reporting import config_warnings, device_line, rows_warnings
+from nemo_like.training.model_warnings import check_new_tokens, encoder_warnings, model_warnings
+from nemo_like.training.reporting import config_warnings, device_line, no_gpu_text, rows_warnings
 from nemo_like.training.row_checks import RowChecks
 from nemo_like.training.run_data import (
     RunData,
@@ -71,6 +71,10 @@ from nemo_like.training.run_data import (
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_NO_GPU_HERE = (
+    "cluster.gpus_per_node is above 0, and this machine has no GPU: the run needs a Ray cluster"
+    " with GPUs"
+)
 _POLL_S = 1.0
 MAX_CALL_S = 60.0
 """Time limit of a call of a user's code for which the config sets none."""
@@ -102,6 +106,10 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
     # Named here for its position: the report shows the model before the data.
     diagnostics.add_lines("model")
     diagnostics.warnings += config_warnings(policy, needs, layout)
+    if config.cluster.gpus_per_node and lacks_gpu():
+        is_local = config.cluster.backend == "local"
+        found = diagnostics.problems if is_local else diagnostics.warnings
+        found.append(no_gpu_text(config.cluster) if is_local else _NO_GPU_HERE)
     _describe_generator(policy, config.cluster, needs, diagnostics)
     algorithm = ALGORITHMS[config.kind]
     train_schema, validation_schema = algorithm.import_data().row_schemas(config)
@@ -135,6 +143,7 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
         encoder = diagnostics.check(lambda: open_encoder(policy, config.data, vocab_size))
         if encoder is not None:
             diagnostics.check(partial(check_new_tokens, config.policy, encoder))
+            diagnostics.warnings += encoder_warnings(policy, encoder)
     if encoder is not None and train is not None:
         data = RunData(encoder, train, validation)
         checks = RowChecks(
@@ -146,6 +155,7 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
             model=None if model is None else ModelSpec.from_config(model),
             diagnostics=diagnostics,
         )
+        checks.check_repeated(train)
         algorithm.import_checks().check_rows(config, data, checks)
     if needs.rollouts is not None:
         if config.environment.path is not None:

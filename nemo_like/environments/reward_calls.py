@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, partial
-from inspect import isawaitable, iscoroutinefunction, signature
+from inspect import isawaitable, iscoroutinefunction, signature, unwrap
 from math import nan
 from typing import Any, Literal, TypeVar, cast
 
@@ -197,7 +197,13 @@ def _failure(error: BaseException) -> BadReward:
         return TIMED_OUT
     if isinstance(error, SystemExit):
         return BadReward("ended", f"called sys.exit({error.code!r}), which would end the run")
-    return BadReward("raised", f"raised {user_error_text(error)}")
+    text = f"raised {user_error_text(error)}"
+    if isinstance(error, TypeError) and "'RewardSample'" in str(error):
+        text += (
+            "; the function gets one RewardSample, and a list of them only with the attribute"
+            " batched = True"
+        )
+    return BadReward("raised", text)
 
 
 def _checked(value: Any) -> Score:
@@ -233,28 +239,75 @@ def _import_reward(name: str, config: RewardFunctionConfig) -> RewardFunction:
     example = "nemo_like.environments.math.answer_reward"
     key = f"reward.functions.{name}.path"
     imported = import_function(key, config.path, example, "RewardSample")
-    if config.options:
-        _check_options(f"reward.functions.{name}.options", imported, config)
-    if not config.options and not config.grouped:
-        return cast(RewardFunction, imported)
+    is_trl = _check_signature(name, imported, config)
     function = partial(imported, **config.options)
-    if config.grouped:
-        # Called once with the samples of a group.
+    if is_trl:
+        function = partial(_trl_rewards, imported, config.options)
+    if is_trl or config.grouped:
+        # Called once with many samples.
         setattr(function, "batched", True)  # noqa: B010 (a partial declares no attributes)
     return cast(RewardFunction, function)
 
 
-def _check_options(key: str, function: Callable[..., Any], config: RewardFunctionConfig) -> None:
-    """Raise ConfigError if the function cannot be called with a sample and its options."""
+def _check_signature(name: str, function: Callable[..., Any], config: RewardFunctionConfig) -> bool:
+    """Return True for a function with the signature of TRL, which has a parameter `completions`.
+
+    Raises ConfigError, with file and line of the function, if it cannot be called with a sample and
+    its options.
+    """
     try:
         parameters = signature(function)
     except (TypeError, ValueError):
         # Functions of C extensions may have none; the first call shows a mistake.
-        return
+        return False
+    if "completions" in parameters.parameters:
+        return True
     try:
         parameters.bind("sample", **config.options)
     except TypeError as error:
+        key = f"reward.functions.{name}"
+        cause = f"{key}.path is {config.path}"
+        if config.options:
+            cause = f"{key}.options is {config.options}"
+        code = getattr(unwrap(function), "__code__", None)
+        place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+        taken = "a sample and these" if config.options else "a sample"
         raise ConfigError(
-            f"{key} is {config.options}, but {config.path}{parameters} cannot be called with a"
-            f" sample and these: {error}"
+            f"{cause}, but {config.path}{parameters}{place} cannot be called with {taken}: {error};"
+            " write def score(sample), which reads sample.prompt, sample.completion and"
+            " sample.answer, or def score(completions, **kwargs) as in TRL"
         ) from error
+    return False
+
+
+def _trl_rewards(
+    function: Callable[..., Any], options: Mapping[str, Any], samples: Sequence[RewardSample]
+) -> Any:
+    """Call a function with the arguments that TRL passes: lists with an entry per completion.
+
+    They are `prompts`, `completions`, `completion_ids` and the columns of the rows, as far as the
+    function has parameters for them. The completions of a row whose prompt is a list of messages
+    are lists of one message.
+    """
+    completions: list[Any] = []
+    for sample in samples:
+        is_chat = isinstance(sample.row.get("prompt"), list)
+        message = {"role": "assistant", "content": sample.completion}
+        completions.append([message] if is_chat else sample.completion)
+    columns = [name for name in samples[0].row if name not in ("prompt", "completion")]
+    arguments: dict[str, Any] = {
+        **{name: [sample.row.get(name) for sample in samples] for name in columns},
+        "prompts": [sample.row.get("prompt", sample.prompt) for sample in samples],
+        "completions": completions,
+        "completion_ids": [sample.completion_ids.tolist() for sample in samples],
+        **options,
+    }
+    parameters = signature(function).parameters.values()
+    for each in parameters:
+        is_required = each.kind is not each.VAR_KEYWORD and each.default is each.empty
+        if is_required and each.name not in arguments:
+            raise TypeError(f"the parameter {each.name!r} is not a column of the rows")
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        names = [each.name for each in parameters if each.name in arguments]
+        arguments = {name: arguments[name] for name in names}
+    return function(**arguments)

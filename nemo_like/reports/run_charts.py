@@ -1,6 +1,7 @@
 """The charts of the report of one run, or of several with a color each.
 
-A chart names its metrics; a run that logs none of them has no such chart, and the section names it.
+A chart names its metrics; a run that logs none of them has no such chart, and a section without
+charts is left out.
 """
 
 from __future__ import annotations
@@ -56,21 +57,19 @@ def specification() -> dict[str, Any]:
 
 
 def group_charts(runs: Sequence[RunFiles]) -> Iterator[dict[str, Any]]:
-    """Yield title, description, charts, and titles of charts without any value, of each section."""
+    """Yield title, description and charts of each section that has charts."""
     for group in specification()["groups"]:
         charts = []
-        missing = []
         for spec in group["charts"]:
             names = list(dict.fromkeys(name for run in runs for name in _names(spec, run)))
             if not names:
-                missing.append(spec["title"])
                 continue
             note = names[0] if len(names) == 1 else _area(names[0])
             series = list(_series(spec, runs))
             is_share = spec.get("share", False)
             charts.append(curves(spec["title"], series, note=note, percent=is_share))
-        about = group.get("about", "")
-        yield {"title": group["title"], "about": about, "charts": charts, "missing": missing}
+        if charts:
+            yield {"title": group["title"], "about": group.get("about", ""), "charts": charts}
 
 
 def _series(spec: Mapping[str, Any], runs: Sequence[RunFiles]) -> Iterator[Series]:

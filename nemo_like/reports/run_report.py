@@ -103,10 +103,7 @@ def _key_figures(run: RunFiles) -> dict[str, tuple[str, str]]:
     ]
     if len(run.steps):
         figures["duration"] = (duration(float(sum(seconds))), "all steps")
-    for label, name in (
-        ("packing efficiency", "packing/efficiency"),
-        ("padding", "packing/padding_share"),
-    ):
+    for label, name in (("packed", "packing/utilization"), ("padding", "packing/padding_share")):
         _, values = run.values(name)
         if len(values):
             figures[label] = (f"{values.mean():.1%}", "mean")

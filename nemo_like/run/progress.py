@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,9 @@ from rich.text import Text
 
 from nemo_like.config.errors import printable, shortened
 
+_MAX_HEADING = 90
+"""Characters of heading and details of a sample in one line; more are below the heading."""
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 _MAX_CELL = 600
 """Characters of a prompt or completion in a table."""
 
@@ -79,6 +83,7 @@ class Phase:
         self._has_eta = has_eta
         self._done_before = done
         self._started_at = time.monotonic()
+        self._advanced_at = self._started_at
         self._lock = threading.Lock()
 
     def advance(self, count: int = 1) -> None:
@@ -86,16 +91,21 @@ class Phase:
         # `+=` is not atomic between threads.
         with self._lock:
             self.done += count
+            self._advanced_at = time.monotonic()
 
     def eta_s(self) -> float | None:
-        """Return the estimated seconds left; None before the first item or without an estimate."""
+        """Return the estimated seconds left, which decrease while an item is unfinished.
+
+        None before the first item, after the last one, and without an estimate.
+        """
         # Only items of this process: items of an earlier one took time that is not measured here.
         done_here = self.done - self._done_before
-        if self.total is None or done_here == 0 or not self._has_eta:
+        if self.total is None or done_here == 0 or self.done >= self.total or not self._has_eta:
             return None
-        elapsed_s = time.monotonic() - self._started_at
-        num_left = max(self.total - self.done, 0)
-        return elapsed_s / done_here * num_left
+        # The pace of complete items: the time of an unfinished one would count as time of these.
+        pace_s = (self._advanced_at - self._started_at) / done_here
+        left_s = pace_s * (self.total - self.done)
+        return max(left_s - (time.monotonic() - self._advanced_at), 0.0)
 
     def status(self) -> str:
         """Return the state in words; only the time for a phase without items.
@@ -196,11 +206,14 @@ class Progress:
     def show_samples(self, samples: Sequence[Sample], title: str) -> None:
         """Print decoded samples; trained text is green on a terminal, else between ⟦ and ⟧."""
         for index, sample in enumerate(samples, start=1):
-            heading = f"{title} {index}/{len(samples)}"
-            if self._is_terminal:
-                self._console.print(self._panel(sample, heading), soft_wrap=False)
-            else:
-                self.print_line(sample_text(sample, heading))
+            self.show_sample(sample, f"{title} {index}/{len(samples)}")
+
+    def show_sample(self, sample: Sample, heading: str) -> None:
+        """Print one decoded sample as `show_samples` does."""
+        if self._is_terminal:
+            self._console.print(self._panel(sample, heading), soft_wrap=False)
+        else:
+            self.print_line(sample_text(sample, heading))
 
     def show_table(self, samples: Sequence[Sample], title: str) -> None:
         """Print decoded samples as a table with prompt, completion, reward and notes."""
@@ -283,8 +296,13 @@ def sample_text(sample: Sample, heading: str) -> str:
     parts = [f"⟦{text}⟧" if is_trained else text for text, is_trained in sample.segments]
     body = "".join(parts)
     details = _details(sample)
-    if details:
+    if details and len(heading) + len(details) <= _MAX_HEADING:
         heading = f"{heading} | {details}"
+    elif details:
+        # Lines break between the values only.
+        joined = details.replace(" ", _NO_BREAK).replace(f",{_NO_BREAK}", ", ")
+        lines = textwrap.wrap(joined, break_on_hyphens=False)
+        heading = "\n    ".join([heading, *lines]).replace(_NO_BREAK, " ")
     return f"--- {heading}\n{body}"
 
 

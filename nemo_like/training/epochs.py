@@ -59,9 +59,15 @@ def run_epochs(
         if run.step == 0:
             task.show_rows(run)
             if limits.val_at_start:
-                run.log.add(task.validate(run, run.step))
+                run.log.add(_validated(task, run, run.step))
                 run.log.write(run.step)
         return run.finalize(_train(run, limits, source, loader, task))
+
+
+def _validated(task: EpochTask, run: TrainingRun, step: int) -> Metrics:
+    """Validate, with the time that it takes on the console."""
+    with run.progress.phase("validation"):
+        return task.validate(run, step)
 
 
 def _train(
@@ -90,7 +96,7 @@ def _train(
             phase.advance()
             is_last = is_end()
             if is_due(step, limits.val_period, is_last=is_last):
-                run.log.add(task.validate(run, step))
+                run.log.add(_validated(task, run, step))
             run.log_step(step, work)
             # With a mixture an epoch need not have every row.
             if loader.epoch > 0 and loader.mixture is None:

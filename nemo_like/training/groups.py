@@ -24,6 +24,7 @@ from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.metrics import start_timers
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.run.progress import Progress
+from nemo_like.training.reporting import no_gpu_text
 
 if TYPE_CHECKING:
     from nemo_like.distributed.ray.virtual_cluster import BundleSet
@@ -93,6 +94,12 @@ def group_starter(
 def _local_starter(
     cluster: ClusterConfig, rollouts: RolloutNeeds | None, closing: ExitStack
 ) -> StartGroup:
+    if cluster.gpus_per_node:
+        # Imported here: it takes seconds, and this module is also used without GPUs.
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError(no_gpu_text(cluster))
     # All groups share the process, and with it the device and the process group.
     context = local_context(
         device="cuda:0" if cluster.gpus_per_node else "cpu",

@@ -17,6 +17,14 @@ from nemo_like.models.weight_files import has_own_head
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_USUAL_RATES = (1e-7, 1e-4)
+"""Learning rates of AdamW for full training of a model of `_LARGE_MODEL` parameters or more."""
+_LARGE_MODEL = 1e9
+_MAX_SMALL_FACTOR = 100.0
+"""The usual maximum grows with one over the square root of the parameters, up to this factor."""
+_LORA_FACTOR = 10.0
+_FAR = 10.0
+"""A rate is far outside if it is so many times above the maximum or below the minimum."""
 _NOISE = (
     "attention_dropout",
     "hidden_dropout",
@@ -40,7 +48,9 @@ def model_warnings(policy: PolicyConfig, *, needs_reference: bool) -> Iterator[s
     """
     name = policy.model_name
     model_config = load_model_config(name)
-    yield from ModelSpec.from_config(model_config, name).estimate_warnings
+    spec = ModelSpec.from_config(model_config, name)
+    yield from spec.estimate_warnings
+    yield from rate_warnings(policy, spec.num_params)
     text = model_config.get_text_config()
     noise = {key: getattr(text, key, None) for key in _NOISE}
     for key, value in noise.items():
@@ -70,6 +80,36 @@ def model_warnings(policy: PolicyConfig, *, needs_reference: bool) -> Iterator[s
             f"policy.lora.adapter_path is {adapter.adapter_path!r}, and the reference is the model"
             " without adapters, so the policy differs from it at the first step; for a run that"
             " starts at its reference set policy.lora.reference to adapter"
+        )
+
+
+def rate_warnings(policy: PolicyConfig, num_params: int) -> Iterator[str]:
+    """Warn of learning rates far outside of the usual range, which grows for small models.
+
+    The rate of Muon is scaled so that those of AdamW can be kept.
+    """
+    factor = _LORA_FACTOR if policy.adapter is not None else 1.0
+    small = min(max(_LARGE_MODEL / num_params, 1.0) ** 0.5, _MAX_SMALL_FACTOR)
+    low, high = _USUAL_RATES[0] * factor, _USUAL_RATES[1] * factor * small
+    optimizer = policy.optimizer
+    for key, rate in (("lr", optimizer.lr), ("muon_lr", optimizer.muon_lr)):
+        if rate is None or low / _FAR <= rate <= high * _FAR:
+            continue
+        effect = "the loss will probably diverge" if rate > high else "the weights hardly change"
+        kind = "LoRA" if policy.adapter is not None else "full training"
+        yield (
+            f"policy.optimizer.{key} is {rate:g}, and {effect}: usual for {kind} of"
+            f" {num_params:,} parameters is {low:.2g} to {high:.2g}"
+        )
+
+
+def encoder_warnings(policy: PolicyConfig, encoder: ChatEncoder) -> Iterator[str]:
+    """Warn of a tokenizer without a chat template."""
+    if not encoder.template.exists:
+        yield (
+            f"the tokenizer of {policy.tokenizer_name or policy.model_name} has no chat template:"
+            " the turns of a conversation are only separated by line breaks or end tokens, and"
+            " nemo-like chat refuses the model; set policy.chat_template=FILE"
         )
 
 

@@ -21,7 +21,7 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.prediction.placement import frozen_share
 from nemo_like.training.model_files import adapter_line
-from nemo_like.training.model_warnings import model_warnings
+from nemo_like.training.model_warnings import encoder_warnings, model_warnings
 from nemo_like.training.run_data import training_name
 
 _LARGE_SHARE = 0.1
@@ -220,6 +220,15 @@ def device_line(cluster: ClusterConfig, precision: str) -> str:
     return f"device: {device}, {precision}"
 
 
+def no_gpu_text(cluster: ClusterConfig) -> str:
+    """Return what to change if the GPUs of a config are not there."""
+    return (
+        f"cluster.gpus_per_node is {cluster.gpus_per_node}, but this machine has no GPU that torch"
+        " can use; set cluster.gpus_per_node=0 to run on the CPU, or use cluster.backend=ray with"
+        " nodes that have GPUs"
+    )
+
+
 def step_line(kind: str, step: int, num_steps: int | None, metrics: Mapping[str, float]) -> str:
     """Return the lines of a step of the job `kind`, without those that it has no metrics for.
 
@@ -311,6 +320,7 @@ def start_warnings(
     """Yield the warnings of a run before its first step; `num_steps` is None if it is not known."""
     yield from config_warnings(policy, needs, layout)
     yield from model_warnings(policy, needs_reference=needs.reference)
+    yield from encoder_warnings(policy, encoder)
     if num_steps is not None:
         yield from step_warnings(policy, num_steps)
     if needs.rollouts is None:

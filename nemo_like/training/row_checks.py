@@ -38,6 +38,10 @@ from nemo_like.training.run_data import ExampleSource, RunData, describe_run
 
 Value = TypeVar("Value")
 
+_MAX_REPEATED = 0.1
+_MAX_UNKNOWN = 0.01
+"""Shares of the rows and of the tokens above which `validate` warns."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowChecks:
@@ -109,6 +113,16 @@ class RowChecks:
                 "data", describe_run(self.data, self.needs.batch, num_steps, num_rows)
             )
             self.diagnostics.warnings += step_warnings(self.policy, num_steps)
+            per_epoch = source.steps_per_epoch()
+            num_epochs = limits.max_num_epochs
+            # With one epoch, the default, the steps alone are the intended length.
+            if num_epochs > 1 and num_steps < num_epochs * per_epoch:
+                job = self.needs.job
+                self.diagnostics.warnings.append(
+                    f"{job}.max_num_steps {num_steps:,} ends the run after"
+                    f" {num_steps / per_epoch:.2g} of {job}.max_num_epochs {num_epochs}, which are"
+                    f" {num_epochs * per_epoch:,} steps; remove one of the keys"
+                )
 
     def encode_sample(self, rows: Rows, encode: Callable[[Row], Value]) -> dict[int, Value]:
         """Encode a sample of the rows; return index -> result.
@@ -134,6 +148,41 @@ class RowChecks:
             else:
                 self.diagnostics.problems.append(bad.text(scope, are_all=not encoded))
         return encoded
+
+    def check_repeated(self, rows: Rows) -> None:
+        """Warn about rows with the same content as an earlier one; all rows are read."""
+        first: dict[str, int] = {}
+        repeated = []
+        for index in range(len(rows)):
+            earlier = first.setdefault(rows.digest(index), index)
+            if earlier != index:
+                repeated.append((index, earlier))
+        if len(repeated) > _MAX_REPEATED * len(rows):
+            index, earlier = repeated[0]
+            self.diagnostics.warnings.append(
+                f"{_count(repeated, rows)} are equal to an earlier row, e.g. {rows.location(index)}"
+                f" to {rows.location(earlier)}; remove them, or they count several times"
+            )
+
+    def check_unknown(
+        self, encoder: ChatEncoder, rows: Rows, encoded: Mapping[int, np.ndarray]
+    ) -> None:
+        """Warn if many tokens of the sampled rows, index -> int [L], are the unknown token."""
+        tokenizer = encoder.tokenizer
+        unknown = tokenizer.unk_token_id
+        # Some tokenizers name a token of another purpose.
+        known = (*encoder.end_token_ids, tokenizer.bos_token_id, tokenizer.pad_token_id)
+        if unknown is None or unknown in known or not encoded:
+            return
+        counts = {index: int((token_ids == unknown).sum()) for index, token_ids in encoded.items()}
+        share = sum(counts.values()) / max(sum(map(len, encoded.values())), 1)
+        if share > _MAX_UNKNOWN:
+            worst = max(counts, key=lambda index: counts[index])
+            self.diagnostics.warnings.append(
+                f"{share:.1%} of the tokens of the rows sampled are {tokenizer.unk_token}, most in"
+                f" {rows.location(worst)}: the tokenizer does not know these texts; choose a model"
+                " for them, or correct policy.tokenizer_name"
+            )
 
     def check_lengths(self, rows: Rows, lengths: Mapping[int, int]) -> None:
         """Check rows against `max_total_sequence_length` and the token budgets.
@@ -170,6 +219,8 @@ class RowChecks:
         encoded = self.encode_sample(rows, lambda row: encode_sft_row(data.encoder, train_on, row))
         lengths = {index: len(row.input_ids) for index, row in encoded.items()}
         self.check_lengths(rows, lengths)
+        token_ids = {index: row.input_ids for index, row in encoded.items()}
+        self.check_unknown(data.encoder, rows, token_ids)
         if rows is data.train:
             self.diagnostics.warnings += data.encoder.sft_warnings()
             trained = {index: row.num_trained for index, row in encoded.items()}

@@ -157,14 +157,15 @@ class TrainingRun:
         the following steps. Call it after every step: it also publishes the earlier checkpoint.
         Raises CheckpointError.
         """
-        self.files.save_if_due(
-            step,
-            position,
-            self.log.counters,
-            is_last=is_last or self.stops_early,
-            # While steps are skipped the weights may be useless: older checkpoints are kept.
-            prunes=self.num_skipped_in_a_row == 0,
-        )
+        with self.progress.phase("saving"):
+            self.files.save_if_due(
+                step,
+                position,
+                self.log.counters,
+                is_last=is_last or self.stops_early,
+                # While steps are skipped the weights may be useless: older checkpoints are kept.
+                prunes=self.num_skipped_in_a_row == 0,
+            )
 
     @property
     def stops_early(self) -> bool:

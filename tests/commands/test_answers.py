@@ -18,7 +18,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nemo_like.cli import main
+from nemo_like.cli import build_parser, main
+from nemo_like.commands.answers import answer_config
 from tests.reward_models import ReferenceScores, save_reward_model
 
 CPU = ("cluster.gpus_per_node=0", "policy.precision=float32", "policy.generation.max_new_tokens=12")
@@ -326,6 +327,32 @@ def test_replies_of_a_pipe_are_those_of_generate(model, tmp_path, capsys, monkey
     # A refused message has an empty line: the lines of a pipe keep their places.
     assert code == 1 and printed == f"{expected[0]}\n\n{expected[1]}\n"
     assert "[the message is not UTF-8 text]" in message
+
+
+@pytest.mark.parametrize(
+    ("declared", "expected"),
+    [
+        ({}, (0.7, 0.95, None, 0.0)),
+        ({"eos_token_id": 2, "do_sample": False}, (0.0, 1.0, None, 0.0)),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.8, "top_k": 20}, (0.6, 0.8, 20, 0.0)),
+        # What is not declared has the default of transformers.
+        ({"temperature": 0.3, "min_p": 0.1}, (0.3, 1.0, 50, 0.1)),
+    ],
+)
+def test_chat_samples_as_the_model_declares(demo, tmp_path, declared, expected):
+    copied = tmp_path / "model"
+    shutil.copytree(demo / "model", copied)
+    (copied / "generation_config.json").write_text(json.dumps(declared))
+
+    def sampling(command: str, *overrides: str) -> tuple[object, ...]:
+        arguments = build_parser().parse_args([command, "--model", str(copied), *overrides])
+        arguments.command = command
+        generation = answer_config(arguments).policy.generation
+        return generation.temperature, generation.top_p, generation.top_k, generation.min_p
+
+    assert sampling("chat") == expected
+    assert sampling("chat", "policy.generation.temperature=0.9") == (0.9, *expected[1:])
+    assert sampling("generate") == (1.0, 1.0, None, 0.0)
 
 
 def test_a_conversation_ends_at_the_length_of_the_config(model, capsys, monkeypatch):

@@ -159,9 +159,15 @@ def check_show(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["show", str(run.path), "--step", "2", "--rows", "0-3", "--sort", key]) == 0
         text = capsys.readouterr().out
         order = sorted(range(32), key=lambda row: -records[row][name])
-        positions = [text.index(f"row {row}, ") for row in order[:4]]
+        positions = [text.index(f"row {row},") for row in order[:4]]
         assert positions == sorted(positions) and text.count("--- step 2, prompt ") == 4
         assert f"[assistant] ⟦{records[order[0]]['completion']}⟧" in text
+        # Prompts have four completions that follow one another in the batch.
+        headings = re.findall(r"--- (step 2, prompt .*? completion \d/\d)", text)
+        assert headings == [
+            f"step 2, prompt {records[row]['group']}, completion {row % 4 + 1}/4"
+            for row in order[:4]
+        ]
     # Without a step the last one; a prompt is printed once for its completions.
     assert main(["show", str(run.path), "--rows", "0-7"]) == 0
     text = capsys.readouterr().out
@@ -170,7 +176,7 @@ def check_show(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
         assert text.count(f"--- step 2, prompt {group}, completion ") == 4
     assert main(["show", str(run.path), "--step", "2", "--rows", "5", "--tokens"]) == 0
     text = capsys.readouterr().out
-    assert "row 5, " in text and "<assistant>⟦" in text, "with special tokens"
+    assert "row 5," in text and "<assistant>⟦" in text, "with special tokens"
     for arguments, message in (
         (["--step", "9"], "recorded are steps 1, 2"),
         (["--step", "2", "--rows", "32"], "the step has rows 0 to 31"),

@@ -5,6 +5,7 @@ be trained on.
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import io
 import json
@@ -13,12 +14,14 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+import torch
 from transformers import AutoConfig
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
@@ -26,6 +29,7 @@ from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.commands import validate as validate_module
 from nemo_like.commands.validate import validate
 from nemo_like.config.batching import StreamableDataConfig as DataConfig
+from nemo_like.config.errors import ConfigError
 from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.rollout import (
     GenerationConfig,
@@ -42,6 +46,7 @@ from nemo_like.environments.reward import RewardSample
 from nemo_like.models.spec import ModelSpec
 from nemo_like.run.progress import Progress
 from nemo_like.training.diagnostics import Report
+from nemo_like.training.groups import group_starter
 from nemo_like.training.row_sample import length_lines, sampled_rows
 from tests.hub_server import Hub, Repository
 from tests.recipe import Recipe
@@ -153,6 +158,90 @@ def test_a_missing_vllm_is_a_warning_since_another_machine_may_have_it(
         assert f"pip install 'nemo-like[{extra}]'" in warning
     # The embedded generator needs no vLLM.
     assert not any("vllm" in warning for warning in validate(grpo(model, write(ROWS))).warnings)
+
+
+def test_gpus_that_are_not_there(
+    model: Path, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(sft(model, write(ROWS)), policy=policy(model))
+    local = replace(config, cluster=ClusterConfig(backend="local", gpus_per_node=1))
+    on_ray = replace(config, cluster=ClusterConfig(gpus_per_node=2))
+    # No tool of the driver, and a build of torch for CPUs.
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.0+cpu")
+    missing = (
+        "cluster.gpus_per_node is 1, but this machine has no GPU that torch can use; set"
+        " cluster.gpus_per_node=0 to run on the CPU, or use cluster.backend=ray with nodes that"
+        " have GPUs"
+    )
+    assert validate(local).problems == (missing,)
+    report = validate(on_ray)
+    assert report.problems == ()
+    assert report.warnings == (
+        (
+            "cluster.gpus_per_node is above 0, and this machine has no GPU: the run needs a Ray"
+            " cluster with GPUs"
+        ),
+    )
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, GPU-1, 80000'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.0+cu130")
+    assert validate(local).problems == () and validate(on_ray).warnings == ()
+    # The run itself has the same message, before any worker is started.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with ExitStack() as closing, pytest.raises(ConfigError) as caught:
+        group_starter(local.cluster, closing, Progress())
+    assert str(caught.value) == missing
+
+
+def test_equal_rows_are_counted(model: Path, write: Write) -> None:
+    path = write([*ROWS[:20], *[ROWS[3]] * 10])
+    assert validate(sft(model, path)).warnings == (
+        (
+            f"10 of the 30 rows are equal to an earlier row, e.g. {path}:21 to {path}:4; remove"
+            " them, or they count several times"
+        ),
+    )
+    # A tenth of the rows may be equal.
+    assert validate(sft(model, write([*ROWS[:18], *ROWS[:2]]))).warnings == ()
+
+
+def test_unknown_tokens_are_counted(model: Path, write: Write) -> None:
+    # The tokenizer of the demo knows characters of arithmetic only.
+    rows = [*ROWS[:19], {"prompt": "Wer?", "completion": "Ich.", "answer": "1"}]
+    path = write(rows)
+    for config in (sft(model, path), grpo(model, path, max_total_sequence_length=80)):
+        (warning,) = [each for each in validate(config).warnings if "<unk>" in each]
+        found = re.fullmatch(
+            r"([0-9.]+)% of the tokens of the rows sampled are <unk>, most in (\S+):20: the"
+            r" tokenizer does not know these texts; choose a model for them, or correct"
+            r" policy\.tokenizer_name",
+            warning,
+        )
+        assert found is not None and found[2] == path and 1 < float(found[1]) < 10
+    assert not any("<unk>" in each for each in validate(sft(model, write(ROWS))).warnings)
+
+
+def test_a_tokenizer_without_a_chat_template_is_a_warning(
+    model: Path, write: Write, tmp_path: Path
+) -> None:
+    plain = tmp_path / "plain"
+    shutil.copytree(model, plain)
+    (plain / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((plain / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (plain / "tokenizer_config.json").write_text(json.dumps(config))
+    for run in (sft(plain, write(ROWS)), grpo(plain, write(ROWS))):
+        assert validate(run).warnings[:1] == (
+            (
+                f"the tokenizer of {plain} has no chat template: the turns of a conversation are"
+                " only separated by line breaks or end tokens, and nemo-like chat refuses the"
+                " model; set policy.chat_template=FILE"
+            ),
+        )
 
 
 def test_a_model_that_vllm_would_refuse_is_a_problem(model: Path, write: Write) -> None:

@@ -207,6 +207,91 @@ def test_a_failing_function_shows_the_sample(function: str, message: str) -> Non
     assert str(pickle.loads(pickle.dumps(caught.value))) == text
 
 
+_TRL_SOURCE = """
+seen = []
+
+def plain(completions, **kwargs):
+    seen.append(kwargs | {"completions": completions})
+    return [float(len(completion)) for completion in completions]
+
+async def correct(prompts, completions, solution, scale=1, **kwargs):
+    texts = [completion[0]["content"] for completion in completions]
+    return [scale * (text == wanted) if wanted else None for text, wanted in zip(texts, solution)]
+
+def by_length(completions, completion_ids):
+    return [len(each) for each in completion_ids]
+
+def unknown_column(completions, ground_truth):
+    return [0.0 for completion in completions]
+"""
+
+
+def test_functions_with_the_signature_of_trl_get_lists_and_columns(tmp_path: Path) -> None:
+    (tmp_path / "trl_rewards.py").write_text(_TRL_SOURCE)
+    sys.modules.pop("trl_rewards", None)
+    paths = {name: f"trl_rewards.{name}" for name in ("plain", "correct", "by_length")}
+    functions = _functions(plain=paths["plain"], by_length=paths["by_length"])
+    ids = np.array([5, 6, 7], dtype=np.int32)
+    samples = [
+        RewardSample(
+            prompt="2+2=?",
+            completion=text,
+            row={"prompt": "2+2=?", "completion": "4", "answer": "4"},
+            completion_ids=ids[:number],
+        )
+        for number, text in enumerate(("4", "five"))
+    ]
+    scored = RewardWorker(_CONTEXT, functions=functions).score(samples)
+    assert scored.components["plain"].tolist() == [1.0, 4.0]
+    assert scored.components["by_length"].tolist() == [0.0, 1.0]
+    assert sys.modules["trl_rewards"].seen == [
+        {
+            "prompts": ["2+2=?", "2+2=?"],
+            "completions": ["4", "five"],
+            "completion_ids": [[], [5]],
+            "answer": ["4", "4"],
+        }
+    ]
+    # Conversations are lists of messages, and an option is passed as it is.
+    chat = [{"role": "user", "content": "2+2=?"}]
+    rows = [{"prompt": chat, "solution": "4"}, {"prompt": chat, "solution": None}]
+    samples = [RewardSample(prompt="2+2=?", completion="4", row=row) for row in rows]
+    config = RewardFunctionConfig(path=paths["correct"], options={"scale": 3})
+    worker = RewardWorker(_CONTEXT, functions={"correct": config, **functions}, timeout_s=5.0)
+    values = worker.score(samples).components["correct"]
+    worker.close()
+    assert values[0] == 3.0 and np.isnan(values[1])
+    worker = RewardWorker(_CONTEXT, functions=_functions(a="trl_rewards.unknown_column"))
+    missing = "TypeError: the parameter 'ground_truth' is not a column of the rows"
+    with pytest.raises(RewardError, match=missing):
+        worker.score(samples)
+
+
+def test_a_wrong_signature_names_the_file_of_the_user_and_the_right_one(tmp_path: Path) -> None:
+    path = tmp_path / "wrong_rewards.py"
+    path.write_text(
+        "\ndef score(prompt, completion):\n    return 1.0\n"
+        "\ndef length(completions_):\n    return [len(each) for each in completions_]\n"
+    )
+    sys.modules.pop("wrong_rewards", None)
+    with pytest.raises(ConfigError) as caught:
+        load_reward_functions(_functions(mine="wrong_rewards.score"))
+    assert str(caught.value) == (
+        "reward.functions.mine.path is wrong_rewards.score, but wrong_rewards.score(prompt,"
+        f" completion) ({path}:2) cannot be called with a sample: missing a required argument:"
+        " 'completion'; write def score(sample), which reads sample.prompt, sample.completion and"
+        " sample.answer, or def score(completions, **kwargs) as in TRL"
+    )
+    worker = RewardWorker(_CONTEXT, functions=_functions(mine="wrong_rewards.length"))
+    with pytest.raises(RewardError) as raised:
+        worker.score([_sample("4")])
+    assert (
+        f"raised TypeError: 'RewardSample' object is not iterable ({path}:6: return [len(each) for"
+        " each in completions_]); the function gets one RewardSample, and a list of them only with"
+        " the attribute batched = True"
+    ) in str(raised.value)
+
+
 def test_a_long_sample_is_shown_in_part() -> None:
     worker = RewardWorker(_CONTEXT, functions=_functions(bonus="user_rewards.from_row"))
     with pytest.raises(RewardError, match=r"\(9,002 characters\)") as caught:

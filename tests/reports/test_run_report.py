@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -88,21 +89,30 @@ def test_conversations_have_roles_and_runs_without_tokens_say_why(tmp_path: Path
     assert "cannot be loaded" in Page(report_page([run_with_tokens])).shown
 
 
-def test_a_run_without_results_has_a_sentence_for_each_missing_part(tmp_path: Path) -> None:
+def test_a_run_without_results_has_no_empty_sections(tmp_path: Path) -> None:
     path = tmp_path / "empty"
     path.mkdir()
     (path / "config.yaml").write_text("sft: {max_num_steps: 3}\n")
     page = Page(report_page([path]))
     assert page.charts == {}
-    for sentence in (
-        "Not logged by this run: loss, reward",
-        "The plan of the first step is not recorded",
-        "No step is timed yet.",
-        "No row lengths are recorded",
-        "No rollouts are recorded",
-    ):
-        assert sentence in page.shown
+    assert re.findall("<h2>(.*?)</h2>", page.text) == ["Config"]
+    assert re.findall('href="#(.*?)"', page.text) == ["config"]
     assert main(["report", str(tmp_path)]) == 2
+
+
+def test_a_run_of_sft_has_the_sections_that_it_logs(tmp_path: Path) -> None:
+    path = tmp_path / "sft"
+    path.mkdir()
+    (path / "config.yaml").write_text("sft: {max_num_steps: 2}\n")
+    metrics = {"policy/loss": 2.5, "packing/utilization": 0.75, "packing/efficiency": 1.0}
+    lines = [json.dumps({"step": step, **metrics}) for step in (1, 2)]
+    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    page = Page(report_page([path]))
+    sections = ["Learning", "Packing and balance of ranks", "Config"]
+    assert re.findall("<h2>(.*?)</h2>", page.text) == sections
+    assert "Not logged" not in page.shown
+    # The name of the console, and the same quantity.
+    assert "<dt>packed</dt><dd>75.0%" in page.text and "packing efficiency" not in page.text
 
 
 def test_several_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

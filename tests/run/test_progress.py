@@ -114,14 +114,44 @@ def test_sample_text_makes_the_mask_visible() -> None:
     assert sample_text(SAMPLE, "sample 1/1") == "--- sample 1/1 | reward 1.000, answer 4\n2+2=⟦4⟧"
 
 
+def test_a_heading_with_many_values_has_them_on_separate_lines() -> None:
+    notes = {f"number {index}": "12345" for index in range(8)}
+    assert sample_text(Sample((("a", True),), reward=0.5, notes=notes), "prompt 3, 1/2") == (
+        "--- prompt 3, 1/2\n"
+        "    reward 0.500, number 0 12345, number 1 12345, number 2 12345,\n"
+        "    number 3 12345, number 4 12345, number 5 12345, number 6 12345,\n"
+        "    number 7 12345\n"
+        "⟦a⟧"
+    )
+
+
 def test_eta_is_pace_times_what_is_left(now: list[float]) -> None:
     phase = Phase("train", 100, "rows")
     assert phase.eta_s() is None
     now[0] += 5
     phase.advance(20)
     assert phase.eta_s() == pytest.approx(80 * 5 / 20)
-    phase.advance(80)
+    # The time of an unfinished item does not count for the pace: 20 s were left 3 s ago.
+    now[0] += 3
+    assert phase.eta_s() == pytest.approx(17)
+    now[0] += 30
     assert phase.eta_s() == 0.0
+    phase.advance(80)
+    assert phase.eta_s() is None and phase.status() == "100/100 rows, 0:38"
+
+
+def test_the_line_of_a_step_and_the_states_of_phases_have_the_same_time_left(
+    now: list[float],
+) -> None:
+    stream = io.StringIO()
+    progress = Progress(stream, interval_s=20)
+    with progress.phase("sft", 6, unit="steps") as phase:
+        now[0] += 100
+        phase.advance()
+        progress.show_step("step 1/6")
+        now[0] += 90
+        assert phase.status() == "1/6 steps, 3:10, 6:50 left"
+    assert stream.getvalue() == "step 1/6  8:20 left\n"
 
 
 def test_what_was_done_before_a_resume_does_not_count_for_the_pace(now: list[float]) -> None:

@@ -54,6 +54,7 @@ def _check_lengths(checks: RowChecks, data: RunData) -> None:
         prompts = checks.encode_sample(data.train, lambda row: encode_prompt_of(encoder, row))
         lengths = {index: len(token_ids) for index, token_ids in prompts.items()}
         checks.check_prompts(data.train, lengths)
+        checks.check_unknown(encoder, data.train, prompts)
         lines = length_lines(data.train, lengths, checks.policy)
         checks.diagnostics.add_lines("lengths", *lines)
     for rows in (data.train, *data.validation.values()):

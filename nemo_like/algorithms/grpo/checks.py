@@ -43,6 +43,7 @@ def check_rows(config: GrpoRunConfig, data: RunData, checks: RowChecks) -> None:
         encoded = checks.encode_sample(rows, lambda row: encode_prompt_of(encoder, row))
         lengths = {index: len(token_ids) for index, token_ids in encoded.items()}
         checks.check_prompts(rows, lengths)
+        checks.check_unknown(encoder, rows, encoded)
         if rows is data.train:
             diagnostics.add_lines("lengths", *length_lines(rows, lengths, config.policy))
     if len(diagnostics.problems) > num_problems_before:

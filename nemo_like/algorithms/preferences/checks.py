@@ -36,6 +36,8 @@ def check_rows(config: PreferenceRunConfig, data: RunData, checks: RowChecks) ->
         }
         lengths = {index: len(row.input_ids) for index, row in longer.items()}
         checks.check_lengths(rows, lengths)
+        token_ids = {index: row.input_ids for index, row in longer.items()}
+        checks.check_unknown(encoder, rows, token_ids)
         if rows is data.train:
             trained = {index: row.num_trained for index, row in longer.items()}
             lines = length_lines(rows, lengths, config.policy, trained)

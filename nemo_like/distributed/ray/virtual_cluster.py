@@ -444,6 +444,11 @@ class ResourceRequest:
         """Return which key to change, with the largest value that fits these nodes."""
         if self.fits(nodes):
             return "Other runs use the missing resources: stop them, wait, or request less."
+        if self.bundle.gpus and nodes and not any(node.total.gpus for node in nodes):
+            return (
+                "No node has a GPU: add nodes with GPUs, or set cluster.gpus_per_node to 0 to run"
+                " on CPU."
+            )
         # Workers per node, largest node first.
         sizes = [node.total.num_fitting(self.bundle) for node in nodes]
         sizes.sort(reverse=True)

@@ -117,6 +117,13 @@ def test_the_advice_fits_or_names_what_to_add(
             assert not request(**kept | {key: largest + 1}).fits(nodes)
 
 
+def test_a_cluster_without_gpus_is_named() -> None:
+    requested = request(gpus_per_node=1)
+    assert requested.advise([node("a", 8)]) == (
+        "No node has a GPU: add nodes with GPUs, or set cluster.gpus_per_node to 0 to run on CPU."
+    )
+
+
 def test_needed_and_available_are_spelled_out() -> None:
     requested = request(num_nodes=2, workers_per_node=4, generation_workers=1)
     assert requested.describe([node("10.0.0.1", 4, free=1.5), node("10.0.0.2", 2)]) == (
