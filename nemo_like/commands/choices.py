@@ -112,7 +112,7 @@ class Chosen:
         length = counted(self.num_steps, "step")
         if self.seconds is not None:
             minutes = max(round(self.seconds / 60), 1)
-            time = f"{counted(minutes, 'minute')}" if minutes < 120 else f"{minutes / 60:.0f} hours"
+            time = counted(minutes, "minute") if minutes < 120 else f"{minutes / 60:.0f} hours"
             length += f", about {time} on {counted(self.num_cores, 'CPU core')}"
         yield f"{length}; {self.config.kind}.max_num_steps=N shortens the run"
         if not self.config.data.validation_files:
