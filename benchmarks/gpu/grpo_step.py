@@ -64,7 +64,7 @@ def time_grpo_steps(
     config = grpo_config(folder, device, size, backend)
     start = time.perf_counter()
     # Not `algorithms.run`, which imports packages that a machine with a bare PyTorch image lacks.
-    start = WorkersStart(
+    settings = WorkersStart(
         policy=config.policy,
         parallel=config.parallel,
         cluster=config.cluster,
@@ -72,7 +72,7 @@ def time_grpo_steps(
         needs=config.needs,
         seed=config.seed,
     )
-    with start_workers(start, Progress()) as workers:
+    with start_workers(settings, Progress()) as workers:
         start_s = time.perf_counter() - start
         step = _GrpoStep(config, workers, device, size)
         results = [step.run(index) for index in range(num_steps)]
