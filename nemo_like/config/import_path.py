@@ -76,7 +76,7 @@ def import_function(key: str, path: str, example: str, argument: str) -> Callabl
 def import_class(key: str, path: str, example: str, methods: Sequence[str]) -> type[Any]:
     """Import `module.Class`. Raises ConfigError that begins with `key`.
 
-    `example` is a legal path, and `methods` are those that the class must have.
+    `example` is a legal path, and the class must have `methods`.
     """
     imported = import_function(key, path, example, "conversation")
     wanted = f"name a class with the methods {' and '.join(methods)}, e.g. {example}"
