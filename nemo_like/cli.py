@@ -260,7 +260,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code. Every user error is one message, no traceback.
 
-    Without `argv` the arguments are those of this process, which ends with the command.
+    Without `argv` the arguments of this process are used, and it ends with the command.
     """
     _log_to_console()
     quiet_libraries()

@@ -214,7 +214,7 @@ MISTAKES = {
         changes=("reward.functions.digits.path=own_reward_a.score",),
         cause="No module named 'own_reward_a'",
         place="reward.functions.digits.path",
-        fix="rewards/own_reward_a.py exists: export PYTHONPATH=",
+        fix="rewards/own_reward_a.py exists: write its path as FILE.py:function",
     ),
     "a reward with a wrong name": Mistake(
         kind="grpo",

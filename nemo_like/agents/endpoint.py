@@ -96,7 +96,7 @@ class Session:
     """The limit that the last request met."""
     failure: Status | None = None
     problem: str = ""
-    """Of a failure."""
+    """What failed; empty without a failure."""
     answers: list[Answer] = field(default_factory=list)
 
     @property
@@ -215,7 +215,7 @@ class AgentEndpoint:
         return session
 
     def _is_valid(self, key: str) -> bool:
-        """Return whether a key is that of an episode, which may have ended."""
+        """Return whether a key belongs to an episode, which may have ended."""
         number, _, mac = key.partition("-")
         return hmac.compare_digest(mac.encode(), self._mac(number).encode())
 

@@ -34,7 +34,7 @@ class History(Generic[CallT]):
     ) -> tuple[CallT | None, Sequence[Message], Reason | None]:
         """Return the call that the request continues, the messages after its reply, and None.
 
-        Without such a call it is None, all messages and the reason. The messages are those of
+        Without such a call return None, all messages and the reason. The messages are those of
         `nemo_like.data.messages.clean_message`. The longest conversation that ends with a reply is
         continued if no turn of the model follows it. The request is remembered.
         """

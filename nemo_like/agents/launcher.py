@@ -68,7 +68,7 @@ class ProgramEnd:
     rewards: Mapping[str, float] | None = None
     """What it returned; None without a reward."""
     problem: str = ""
-    """Why its result is none."""
+    """Why it has no result."""
 
     def episode_status(self, session: Session) -> Status:
         """Return the status of the episode. A program may fail because a limit was reached."""

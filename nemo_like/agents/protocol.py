@@ -52,7 +52,7 @@ _NEUTRAL: dict[str, Sequence[Any]] = {
 
 
 class ApiError(Exception):
-    """A request is refused; `status` and `code` are those of OpenAI's API."""
+    """A request is refused; `status` and `code` are as in OpenAI's API."""
 
     def __init__(self, status: int, message: str, code: str = "invalid_request") -> None:
         super().__init__(message)
@@ -74,7 +74,7 @@ class RequestRules:
     """Whose `temperature` and `top_p` are applied. With `request` a call with others than those of
     the run is not trained, because its tokens are drawn from another distribution."""
     constrained: Literal["ignore", "refuse"] = "ignore"
-    """Of a tool choice or a JSON schema, which are not enforced."""
+    """What happens to a tool choice or a JSON schema, which are not enforced."""
     ignored_fields: frozenset[str] = frozenset()
     """Further fields that are accepted without effect; others are refused."""
     temperature: float = 1.0

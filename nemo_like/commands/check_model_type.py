@@ -67,7 +67,7 @@ class Layout(NamedTuple):
 
     parallel: ParallelConfig = ParallelConfig()
     mode: str = "packed"
-    """Of the rows, see `parity.in_mode`."""
+    """Layout of the rows, see `parity.in_mode`."""
     engine: EngineName = "dtensor"
     experts: ParallelConfig | None = None
     """Types with experts are trained in this layout as well."""

@@ -172,7 +172,7 @@ def _row_lengths(
 def first_lengths(config: RunConfig, num_rows: int | None, num_steps: int) -> RowLengths:
     """Return the row lengths of a run in its order.
 
-    The rows are those of about `num_rows` rows, or of `num_steps` steps if it is None. Raises
+    There are about `num_rows` rows, or the rows of `num_steps` steps if it is None. Raises
     ConfigError for files that cannot be read.
     """
     encoder = open_encoder(config.policy, config.data, None)

@@ -198,7 +198,7 @@ def _named_values(
     if arguments.teacher is not None:
         named["distill.teacher"] = (model_of(arguments.teacher), "--teacher")
     if arguments.reward is not None:
-        function = arguments.reward.rpartition(".")[2]
+        function = re.split(r"[.:]", arguments.reward)[-1]
         named[f"reward.functions.{function}.path"] = (arguments.reward, "--reward")
     return named
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,18 +37,34 @@ def run(arguments: argparse.Namespace) -> int:
     # Imported here: it imports NumPy, which the other users of this module do not need.
     from nemo_like.commands.start import open_config
 
-    result = train(open_config(arguments, arguments.command))
+    config = open_config(arguments, arguments.command)
+    result = train(config)
     if isinstance(result, int):
         return result
-    run = shown_path(result.directory.path)
-    if result.export is None:
-        say(f"next: nemo-like export {run} --out DIR")
-    elif arguments.command == "rm":
-        say(f"next: nemo-like grpo reward.models.NAME.model_name={shown_path(result.export)}")
-    else:
-        say(f"next: nemo-like chat --model {run} | nemo-like eval --model {run}")
-    say(f"      nemo-like report {run}")
+    say("next: " + "\n      ".join(_next_commands(config, result)))
     return 0
+
+
+def _next_commands(config: RunConfig, result: RunResult) -> Iterator[str]:
+    """Yield commands that use the run and work as they are, except for DIR and FILE."""
+    run = shown_path(result.directory.path)
+    yield f"nemo-like report {run}"
+    needs = config.needs
+    if result.export is None:
+        yield f"nemo-like export {run} --out DIR"
+        return
+    if needs.head == "scores":
+        model = f"reward.models.quality.model_name={shown_path(result.export)}"
+        yield f"nemo-like grpo --model DIR --data FILE {model}"
+        return
+    yield f"nemo-like chat --model {run}"
+    has_rewards = bool(config.reward.weights) or config.environment.path is not None
+    if not config.data.validation_files or needs.batch.rows_per_example > 1:
+        return
+    if has_rewards:
+        yield f"nemo-like eval --model {run}"
+    elif needs.rollouts is None:
+        yield f"nemo-like eval --model {run} --perplexity"
 
 
 @lasting_console()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from nemo_like.config.constraints import Ge
+from nemo_like.config.constraints import IMPORT_PATH, Ge
 from nemo_like.config.errors import Problem
 from nemo_like.config.schema import DataConfig, PolicyConfig, SchedulerConfig
 
@@ -134,9 +134,7 @@ def _curriculum_problems(curriculum: str | None) -> Iterator[Problem]:
     if curriculum is None or curriculum == "length":
         return
     is_column = curriculum.startswith("column:") and len(curriculum) > len("column:")
-    parts = curriculum.split(".")
-    is_path = len(parts) > 1 and all(part.isidentifier() for part in parts)
-    if not (is_column or is_path):
+    if not (is_column or IMPORT_PATH.accepts(curriculum)):
         yield Problem(
             ("data.curriculum",),
             f"data.curriculum is {curriculum!r}; write length, column:NAME, or the import path of a"

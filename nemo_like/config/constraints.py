@@ -53,7 +53,7 @@ def parse_duration(text: str) -> float:
 
 # Not starting with a dot, so that a run is not a hidden directory, nor `..`.
 _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+|(.*/)?[A-Za-z_]\w*\.py:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ DIRECTORY_NAME = Rule(
     lambda value: _RUN_NAME.fullmatch(value) is not None,
 )
 IMPORT_PATH = Rule(
-    "an import path module.function, e.g. nemo_like.environments.math.answer_reward",
+    "an import path module.function, e.g. nemo_like.environments.math.answer_reward, or"
+    " FILE.py:function",
     lambda value: _IMPORT_PATH.fullmatch(value) is not None,
 )
 PROMPT_TEMPLATE = Rule(

@@ -28,7 +28,7 @@ _MIN_SIGNS = 2
 _MIN_KNOWN_SHARE = 0.75
 """Share of the keys that a table must have if the config has too few keys of one tool alone."""
 _SECTIONS = ("policy", "cluster", "checkpointing", "logger")
-"""Sections of this package; a config with mistakes in them is none of another tool."""
+"""Sections of this package; a config that has one belongs to no other tool."""
 _NAMED = re.compile(r"^(reward\.(?:functions|models)\.)[^.]+\.")
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 _FORMS = {"scalar": str | int | float, "list": list, "dict": dict}

@@ -319,7 +319,7 @@ def unread_text(source: str, tool: str) -> str:
 
 
 def _program_end(words: list[str]) -> int:
-    """Return the index behind the name of the program; that of the last word without one."""
+    """Return the index behind the name of the program; without one, the index of the last word."""
     is_launched = _LAUNCHER.fullmatch(words[0]) is not None
     for index, word in enumerate(words):
         is_module = words[index - 1] in ("-m", "--module") and not word.startswith("torch.")

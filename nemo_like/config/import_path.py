@@ -1,4 +1,8 @@
-"""Functions of the user that a config names by their import path."""
+"""Functions of the user that a config names by their import path.
+
+A path is `module.function`, or `FILE.py:function` for a file that is in no package. Modules are
+searched on `PYTHONPATH` and then in the working directory of the driver.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +24,22 @@ _INSTALLED = (
     "<frozen ",
 )
 """Beginnings of the paths of code that is not the user's."""
+WORKING_DIRECTORY = "NEMO_LIKE_WORKING_DIRECTORY"
+"""Variable of a worker: the driver's working directory, which a Ray worker does not have."""
 _MAX_FRAMES = 3
 """Lines of the user's code that the text of an exception names."""
 
 
 def import_function(key: str, path: str, example: str, argument: str) -> Callable[..., Any]:
-    """Import `module.function`. Raises ConfigError that begins with `key`.
+    """Import `module.function` or `FILE.py:function`. Raises ConfigError that begins with `key`.
 
     `example` is a legal path and `argument` what the function takes, for the messages.
     """
-    module_name, _, attribute = path.rpartition(".")
+    file, module_name, attribute = _parts(key, path)
     if not module_name or not attribute:
-        raise ConfigError(f"{key} is {path!r}; write module.function, e.g. {example}")
+        raise ConfigError(
+            f"{key} is {path!r}; write module.function, e.g. {example}, or FILE.py:function"
+        )
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
@@ -40,6 +48,12 @@ def import_function(key: str, path: str, example: str, argument: str) -> Callabl
             f"{key} is {path!r}, but importing {module_name!r} failed with"
             f" {_import_error_text(error, module_name)}"
         ) from error
+    found = module.__file__
+    if file is not None and (found is None or not file.samefile(found)):
+        raise ConfigError(
+            f"{key} is {path!r}, but {module_name!r} is the name of the module"
+            f" {found or 'of Python'}; rename the file"
+        )
     function = getattr(module, attribute, None)
     if function is None:
         # The most likely mistake is a misspelled name, so the existing ones are listed.
@@ -62,7 +76,7 @@ def import_function(key: str, path: str, example: str, argument: str) -> Callabl
 def import_class(key: str, path: str, example: str, methods: Sequence[str]) -> type[Any]:
     """Import `module.Class`. Raises ConfigError that begins with `key`.
 
-    `example` is a legal path, and `methods` are those that the class must have.
+    `example` is a legal path, and the class must have `methods`.
     """
     imported = import_function(key, path, example, "conversation")
     wanted = f"name a class with the methods {' and '.join(methods)}, e.g. {example}"
@@ -79,7 +93,7 @@ def check_module(key: str, path: str) -> None:
 
     Its parent packages are imported. Raises ConfigError that begins with `key`.
     """
-    module_name, _, _ = path.rpartition(".")
+    _, module_name, _ = _parts(key, path)
     try:
         spec = importlib.util.find_spec(module_name)
     except (Exception, SystemExit) as error:
@@ -92,6 +106,31 @@ def check_module(key: str, path: str) -> None:
         raise ConfigError(
             f"{key} is {path!r}, but there is no module {module_name!r}. {_path_hint(module_name)}"
         )
+
+
+def _parts(key: str, path: str) -> tuple[Path | None, str, str]:
+    """Return the file if `path` names one, the module and the function.
+
+    Both can be empty. The module can be imported from then on if it exists. Raises ConfigError that
+    begins with `key` if the file does not exist.
+    """
+    working_directory = Path(os.environ.get(WORKING_DIRECTORY) or Path.cwd())
+    name, separator, attribute = path.rpartition(".py:")
+    if not separator:
+        _search(working_directory)
+        module_name, _, attribute = path.rpartition(".")
+        return None, module_name, attribute
+    file = working_directory / f"{name}.py"
+    if not file.is_file():
+        raise ConfigError(f"{key} is {path!r}, but there is no file {shown_path(file)}")
+    _search(file.parent)
+    return file, file.stem, attribute
+
+
+def _search(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        # The last place: a file of the user must not hide a library.
+        sys.path.append(str(folder))
 
 
 def user_error_text(error: BaseException) -> str:
@@ -129,5 +168,8 @@ def _path_hint(module_name: str) -> str:
         files = sorted(Path.cwd().glob(pattern))
         if files and str(files[0].parent) not in sys.path:
             folder = files[0].parent
-            return f"{shown_path(files[0])} exists: export PYTHONPATH={folder} (on every node)"
+            return (
+                f"{shown_path(files[0])} exists: write its path as FILE.py:function, or export"
+                f" PYTHONPATH={folder} (on every node)"
+            )
     return "If it is your own file, put its directory on PYTHONPATH (on every node)"

@@ -6,7 +6,7 @@ description from the string below the field in the source.
 The tables `config/foreign/*.yaml` have the keys of other tools. `renamed` maps a dotted key to its
 key here, or to a mapping with the fields of `Entry`. `unsupported` lists groups of keys with one
 `reason`; a value of `no_effect` (by default false) is off. `obsolete` lists keys that have no
-influence on training, also in groups with a `reason`. The other fields are those of `Tool`. A
+influence on training, also in groups with a `reason`. The other fields are described in `Tool`. A
 section in `unsupported` or `obsolete` stands for all keys below it
 that are not listed.
 """

@@ -44,7 +44,7 @@ _FOLDERS = "*/*"
 def model_directory(key: str, name: str, *, weights: bool) -> str:
     """Return the absolute path of the model or tokenizer that `key` names.
 
-    A directory has priority over the hub's model of that name; links are kept. Of a hub name, the
+    A directory has priority over the hub's model of that name; links are kept. For a hub name, the
     files that are not in the cache are downloaded, with `weights` also the weights.
     Raises ConfigError if there is no such model, or if it cannot be downloaded.
     """

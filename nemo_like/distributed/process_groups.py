@@ -23,7 +23,7 @@ from nemo_like.parallel_layout import AXES, ParallelLayout
 logger = logging.getLogger(__name__)
 
 _NUM_ATTEMPTS = 3
-"""Of the connections between all ranks."""
+"""Attempts to connect all ranks."""
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 

@@ -68,7 +68,7 @@ _EXPONENT = r"[eE][-+]?\d{1,9}(?!\w)"
 _TIMES_TEN = r" ?(?:\u00d7|x|\*|\\times|\\cdot) ?10 ?\^ ?"
 _POWER = rf"(?:{_EXPONENT}|{_TIMES_TEN}(?:\{{ ?[-+]?\d{{1,9}} ?\}}|[-+]?\d{{1,9}}(?!\d)))"
 _FRACTION = r"(?:\d++ ?)?\\[dt]?frac ?\{ ?-?\d++ ?\}\{ ?\d++ ?\}|\d++ \d++/\d++"
-"""Of two integers, also in a mixed number."""
+"""A fraction of two integers, also in a mixed number."""
 _COMPOUND = r"\d++(?:/\d++){2,}|\d++(?:-\d++){2,}|\d++(?::\d++)+"
 """Dates, times and ratios: one token, which is not a number."""
 NUMBER = re.compile(rf"{_SIGN}(?:{_FRACTION}|{_COMPOUND}|(?:{_DIGITS})(?:{_POWER}|/\d++)?)")

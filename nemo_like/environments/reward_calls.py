@@ -35,7 +35,7 @@ class BadReward:
 
 
 TIMED_OUT = BadReward("timeout", "exceeded its time limit")
-"""Of a call; the worker names the limit."""
+"""Result of a call that exceeded its limit, which the worker names."""
 
 Score = float | BadReward
 """NaN for a function that does not apply to the sample."""

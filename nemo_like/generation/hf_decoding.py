@@ -216,7 +216,7 @@ class DecodingBatch:
         self._last_token_ids = None
 
     def _computed(self, texts: Sequence[np.ndarray]) -> _CachedForward:
-        """Compute the KV cache of `texts`, int32 [length] each, which are those of the rows."""
+        """Compute the KV cache of `texts`, int32 [length] each, one per row."""
         forward = _CachedForward(
             self._model, texts, self._max_total_length, self._device, self._recorder
         )

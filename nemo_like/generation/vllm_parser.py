@@ -15,7 +15,7 @@ def turn_parser(
 ) -> Callable[[list[int], Sequence[Mapping[str, Any]] | None], dict[str, Any]]:
     """Return a parser for `nemo_like.agents.codec.ChatCodec`.
 
-    The names are those of vLLM's options `--tool-call-parser` and `--reasoning-parser`.
+    The names are values of vLLM's options `--tool-call-parser` and `--reasoning-parser`.
     """
     # Its import takes 25 seconds.
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

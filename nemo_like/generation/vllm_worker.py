@@ -95,7 +95,7 @@ class VLLMGenerationWorker:
         self._end_ids = sorted({*start.end_token_ids, *declared})
         self._rank = context.rank
         self._weight_spec: ChannelSpec | None = None
-        """Of the open channel."""
+        """Specification of the open channel."""
         self._is_updating = False
         self._is_cache_old = False
         """True after a weight update, until a score has verified that the prefix cache is empty."""

@@ -91,7 +91,7 @@ class ModelSpec:
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    """Of the dense feed-forward block."""
+    """Width of the dense feed-forward block."""
     num_heads: int
     num_kv_heads: int
     head_dim: int

@@ -204,7 +204,7 @@ def _shorten_rope(config: Any, model_config: Any) -> None:
     """Set the lengths and factors of rotary frequencies that depend on the length of a row.
 
     The original length is then short enough for rows on both sides of it, and there are as many
-    factors as `config` has frequencies; `model_config` is that of the real model.
+    factors as `config` has frequencies; `model_config` describes the real model.
     """
     original = ModelSpec.from_config(model_config).rope_threshold
     if original is None:

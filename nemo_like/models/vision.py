@@ -22,7 +22,7 @@ from nemo_like.models.config_fields import ConfigFields
 _IS_GATED = {"qwen2_5_vl": True, "qwen3_vl": False}
 """Model types with such a tower -> its feed-forward blocks have a gate."""
 _MAX_ASPECT_RATIO = 200
-"""Of the image processor."""
+"""Limit of the image processor."""
 PROCESSOR_FILE = "preprocessor_config.json"
 _BICUBIC = 3
 _STEPS = {
@@ -41,13 +41,13 @@ class VisionSpec:
     """Sizes of a vision tower, with the names of Hugging Face's configurations."""
 
     model_type: str
-    """Of the composite model."""
+    """Model type of the composite model."""
     depth: int
     hidden_size: int
     intermediate_size: int
     num_heads: int
     out_hidden_size: int
-    """Of an image token, the hidden size of the language model."""
+    """Width of an image token, the hidden size of the language model."""
     patch_size: int
     temporal_patch_size: int
     """Frames of a patch; an image has equal ones."""

@@ -27,7 +27,7 @@ class PolicyStart:
 
     parallel: ParallelConfig = ParallelConfig()  # noqa: RUF009  (immutable)
     seed: int = 0
-    """Of the initial adapters and the initial score head."""
+    """Seed of the initial adapters and the initial score head."""
     needs_reference: bool = False
     """Load a frozen copy of the model. With adapters there is none: the reference is the model
     without them.

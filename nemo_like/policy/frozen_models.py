@@ -196,7 +196,7 @@ class _TeacherHead:
         self._settings = settings
         self._vocab_size = vocab_size
         self.embedding: TeacherEmbedding | None = None
-        """Of the first microbatch; not needed with top-k."""
+        """Output embedding for the first microbatch; not needed with top-k."""
 
     def __call__(self, embedding: OutputEmbedding, inputs: ModelInputs) -> TokenLogprobs:
         """Return tensors [N, ...] at the trained positions as columns, and no log-probs."""

@@ -354,7 +354,7 @@ def nf4_linear(hidden: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
 def quantized_layers(causal_lm: PreTrainedModel) -> dict[str, nn.Linear]:
     """Return the layers of a model that are quantized, by name.
 
-    They are those that transformers replaces by layers of bitsandbytes: all linear layers except
+    transformers replaces them by layers of bitsandbytes: all linear layers except
     the output embedding.
     """
     head = causal_lm.get_output_embeddings()

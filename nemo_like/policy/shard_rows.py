@@ -38,7 +38,7 @@ class ShardRows:
     cp_rank: int
     device: torch.device
     targets: Targets | None = None
-    """Of the teachers, which choose the output head of each microbatch."""
+    """Targets of the teachers, which choose the output head of each microbatch."""
 
     def count(self, microbatches: Iterable[Microbatch]) -> tuple[float, float]:
         """Count (trained tokens, rows with at least one trained token) of this dp rank.

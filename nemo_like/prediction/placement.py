@@ -92,8 +92,7 @@ class Placement:
     def gathered_layer_params(self, spec: ModelSpec) -> float:
         """Return the parameters of one layer that FSDP gathers on a rank, on average.
 
-        They are those of the tensor-parallel rank without the experts of other expert-parallel
-        ranks.
+        The experts of other expert-parallel ranks are not included.
         """
         layout = self.parallel_layout
         others = 0.0

@@ -226,7 +226,7 @@ def rank_timeline(
 
     `work` and `real` float64 [R, M] are the work of each microbatch with and without padding. With
     `waits` a microbatch starts when the slowest rank has finished the one before. `unit` is the
-    work of time 1, by default the real work spread evenly; `end` is that of the time axis.
+    work of time 1, by default the real work spread evenly; the time axis ends at `end`.
     """
     unit = unit or float(real.sum()) / len(real)
     starts = microbatch_starts(work, waits=waits) / unit

@@ -62,7 +62,7 @@ class ConversationRow:
     messages: list[Message] = field(default_factory=list)
     """Texts of all turns so far, the prompt first; empty without an environment."""
     tokenizer: PreTrainedTokenizerBase | None = None
-    """Of the texts; None for a row whose text nothing reads."""
+    """Tokenizer of the texts; None for a row whose text nothing reads."""
     logprobs: list[np.ndarray] = field(default_factory=list)
     """float32 [L] for each turn of the model."""
     weight_versions: list[np.ndarray] = field(default_factory=list)
@@ -71,13 +71,13 @@ class ConversationRow:
     """[n, layers, top-k] each, of consecutive tokens from the first of the prompt; see
     `data.routed_experts`. Empty where the generator records none."""
     finish_reason: FinishReason = "stop"
-    """Of the last turn of the model; `length` also for a conversation without room for the next
-    turn."""
+    """How the last turn of the model ended; `length` also for a conversation without room for the
+    next turn."""
     state: State = field(default_factory=dict)
     rewards: dict[str, float] = field(default_factory=dict)
     """Components of the environment's reward, summed over turns."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the environment, summed over turns."""
+    """Metrics of the environment, summed over turns."""
     step_s: float = 0.0
     """Seconds of the environment's steps."""
     group: int = 0

@@ -39,7 +39,7 @@ class Rollout:
     conversations: Sequence[ConversationRow]
     """The B rows as they were sampled; their texts are decoded when they are read."""
     reward_problems: Sequence[RewardProblem | None]
-    """Of each row why a reward function or the environment failed, None if none did."""
+    """Why a reward function or the environment failed, per row; None without a failure."""
 
     @property
     def completion_lengths(self) -> np.ndarray:
@@ -125,7 +125,7 @@ class Rollout:
     ) -> list[dict[str, Any]]:
         """Return one JSON object per row, for `rollouts/step_<N>.jsonl`.
 
-        `advantages` is [B]; `rows` int [n] are those to return, None: all.
+        `advantages` is [B]; `rows` int [n] selects rows, None: all.
         """
         groups = self.batch["group"]
         rewards = self.batch["reward"]

@@ -290,7 +290,7 @@ def sample_sort(
 ) -> torch.Tensor:
     """Sort the rows of all ranks by the first column, then the second, and so on.
 
-    The arguments are those of DeepSpeed. Collective over `comm_group`; None is the default group,
+    The arguments are as in DeepSpeed. Collective over `comm_group`; None is the default group,
     or this process alone without one. The result of rank 0, followed by the results of ranks 1, 2,
     ..., is the sorted sequence. With N rows on all ranks and n_r on rank r, a rank receives at most
     `N / ranks + c + sum(c_r - 1) + 1` rows, where `c_r = ceil(n_r / s)`, c is the largest of them

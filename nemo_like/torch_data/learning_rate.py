@@ -66,7 +66,7 @@ class VariableBatchSizeLR(LRScheduler):
         *,
         unit: Unit = "rows",
     ) -> None:
-        """Wrap a scheduler; the arguments are those of DeepSpeed, in its order.
+        """Wrap a scheduler; the arguments are as in DeepSpeed, in its order.
 
         `dataloader` is not used: the batch sizes are `batch_sizes`. `last_epoch` must be -1, as
         `load_state_dict` restores a position. `verbose` logs the learning rates of each step.
@@ -172,7 +172,7 @@ class VariableBatchSizeLR(LRScheduler):
         self._choose_batch_size()
 
     def _checked_step(self, value: float | None) -> int | None:
-        """Return `value` as the number of a step. Raises ValueError if it is none."""
+        """Return `value` as the number of a step. Raises ValueError for another value."""
         if value is not None and value != int(value):
             raise ValueError(
                 f"{type(self.base_scheduler).__name__} was called with metrics={value}: leave it"

@@ -180,7 +180,7 @@ def forward_arguments(batch: Mapping[str, Any], attn_implementation: str) -> dic
     Rows stay separate under each implementation of attention, which take their bounds from
     different arguments: "flash_attention_2" and other names with "flash" from `cu_seq_lens_q` and
     so on, "nemo_like" (`inputs.attention`) from `cu_seqlens` and `max_seqlen`, "sdpa" and "eager"
-    from `position_ids`, but only without an `attention_mask` and a cache. Of the columns, only
+    from `position_ids`, but only without an `attention_mask` and a cache. Only the columns
     `input_ids`, `labels`, `shift_labels` and `position_ids` are included.
 
     Raises ValueError for another implementation, and for a slice of a sequence except with flash

@@ -32,7 +32,7 @@ def dataloader_for_variable_batch_size(
 ) -> DataLoader[Any]:
     """Return a DataLoader of the batches of one rank, over the steps of `microbatch_ids` once.
 
-    The arguments are those of DeepSpeed, but for the last one. Each step deals its microbatches to
+    The arguments are as in DeepSpeed, except the last one. Each step deals its microbatches to
     the ranks in turn, and all ranks have equally many batches in it. DeepSpeed repeats microbatches
     to that end, so that their rows count twice; here the ranks that have none get a dummy.
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from nemo_like.config.errors import ConfigError
+from nemo_like.config.import_path import WORKING_DIRECTORY
 from nemo_like.config.needs import RolloutNeeds, RunNeeds
 from nemo_like.config.parallel import is_colocated, policy_layout
 from nemo_like.config.rollout import RewardModelConfig
@@ -134,6 +135,7 @@ def _ray_starter(
     environments: dict[str, dict[str, str | None]] = {}
     for kind in get_args(WorkerKind):
         environments[kind] = worker_environment(cluster, rollouts, kind, os.environ)
+        environments[kind][WORKING_DIRECTORY] = os.getcwd()
     # Imported on demand: a run on the local backend does not need Ray.
     from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
     from nemo_like.distributed.ray.worker_group import RayWorkerGroup

@@ -271,7 +271,7 @@ class Health:
     """
 
     def __init__(self, limits: HealthConfig, config: Mapping[str, Any]) -> None:
-        """`config` is that of the run as plain values."""
+        """`config` is the config of the run as plain values."""
         self._limits = limits
         self._settings = flatten(config)
         self._metrics: dict[str, deque[float]] = defaultdict(partial(deque, maxlen=limits.window))

@@ -223,7 +223,7 @@ class Selection:
     def __init__(self, checkpointing: CheckpointingConfig, stopping: EarlyStoppingConfig) -> None:
         self.patience = stopping.patience
         self.best: BestValue | None = None
-        """Of the steps that have a checkpoint; None without `checkpointing.keep_best`."""
+        """Best of the steps that have a checkpoint; None without `checkpointing.keep_best`."""
         self.stopping: BestValue | None = None
         """Of all values, for early stopping; None without `early_stopping.patience`."""
         metric = checkpointing.keep_best

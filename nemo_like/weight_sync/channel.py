@@ -377,7 +377,7 @@ class SentWeights:
     gather_s: float = 0.0
     """Casting the weights and gathering them from the policy's ranks into the buffers."""
     transfer_s: tuple[float, ...] = ()
-    """Of each bucket the broadcast; about 0 where receivers read the slot itself."""
+    """Seconds of the broadcast of each bucket; about 0 where receivers read the slot itself."""
     buffer_bytes: int = 0
     """Memory of the sender's buffers."""
     broken: str = ""

@@ -113,7 +113,7 @@ class WeightSync:
         self._members: list[WorkerGroup] = []
         """The replicas that the open channel reaches; empty without one."""
         self._spec: ChannelSpec | None = None
-        """Of the last channel."""
+        """Specification of the last channel."""
 
     @property
     def transport(self) -> str | None:

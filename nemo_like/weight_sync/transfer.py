@@ -233,7 +233,7 @@ class WeightReceiver:
         """`device` is the device of the process; with the GPU transports buckets arrive on it."""
         self._device = device
         self.spec: ChannelSpec | None = None
-        """Of the open channel."""
+        """Specification of the open channel."""
         self._channel: ChannelReceiver | None = None
 
     def endpoint(self) -> Endpoint:

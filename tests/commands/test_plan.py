@@ -153,6 +153,12 @@ def test_the_page_of_the_planner_shows_what_its_commands_print(tmp_path: Path, c
     # In order; lines in between are left out.
     missing = [line for line in shown if line not in printed]
     assert missing == [] and len(shown) > 8
+    # The first page has the same commands.
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    section = readme.split("## Plan without a GPU")[1].replace("\\\n", "")
+    first, second = section.split("```bash\n")[1].split("```")[0].splitlines()
+    assert shlex.split(first)[1:] == shlex.split(generate)[1:]
+    assert shlex.split(second) == shlex.split(command)
 
 
 @pytest.mark.parametrize("dp", [1, 64, 100])

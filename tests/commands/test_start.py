@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -294,14 +296,24 @@ def test_init_writes_a_config_with_reasons_that_validates(started, capsys, kind:
     assert Path("new.yaml").read_text() == text
 
 
-def test_a_run_names_the_next_commands_which_accept_its_directory(started, capsys):
+def test_a_run_names_the_next_commands_which_accept_its_directory(started, capsys, monkeypatch):
     model, folder = started
     arguments = ["--model", model, "--data", "sft.jsonl", "sft.max_num_steps=1"]
     overrides = ["logger.num_samples_shown=0", "policy.parity_check=false"]
+    overrides += ["data.validation_path=sft.jsonl", "data.max_validation_rows=2"]
     assert main(["sft", *arguments, *overrides]) == 0
     shown = capsys.readouterr().out
     assert "policy.optimizer.lr" in shown and "full training" in shown
-    assert "next: nemo-like chat --model runs/sft_sft | nemo-like eval" in shown
+    lines = shown[shown.index("next: ") :].removeprefix("next: ").splitlines()
+    assert [line.strip() for line in lines] == [
+        "nemo-like report runs/sft_sft",
+        "nemo-like chat --model runs/sft_sft",
+        "nemo-like eval --model runs/sft_sft --perplexity",
+    ]
+    monkeypatch.setattr("sys.stdin", io.StringIO("1+2=?\n"))
+    for line in lines:
+        assert main(shlex.split(line)[1:]) == 0, line
+    assert "perplexity" in capsys.readouterr().out
     config = load_config("sft", folder / "runs" / "sft_sft" / "config.yaml")
     assert config.policy.train_global_batch_size == 8
     # The next run has another name, and starts from the model of this one.

@@ -45,7 +45,7 @@ class _Started:
     epoch: int
     """Epoch of the prompts."""
     metrics: Metrics
-    """Of the loader."""
+    """Metrics of the loader."""
     sources: np.ndarray | None
     """Index of the training set of each prompt, int64 [P]; None with one set."""
 

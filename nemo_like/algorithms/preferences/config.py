@@ -55,7 +55,7 @@ class DpoRunConfig(RunConfig):
 
     @cached_property
     def needs(self) -> RunNeeds:
-        """See `RunConfig.needs`; every loss but that of SimPO has a reference."""
+        """See `RunConfig.needs`; every loss except SimPO has a reference."""
         has_reference = self.loss_fn.kind != "simpo"
         return RunNeeds(
             job=self.kind,

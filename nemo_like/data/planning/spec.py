@@ -89,7 +89,7 @@ class CostModel:
     ) -> np.ndarray:
         """Work of each row, float64 of the shape of `lengths`.
 
-        `num_trained` are the tokens of each row with loss; None: all positions. Of a row with
+        `num_trained` are the tokens of each row with loss; None: all positions. In a row with
         `shared` leading tokens that another row computes, only the others are work; they attend to
         all.
         """

@@ -67,7 +67,7 @@ def write_hf(
 ) -> None:
     """Write weights in compute precision, configuration and tokenizer; every rank calls.
 
-    Names and shapes are those that `save_pretrained` writes. They differ from those in memory for
+    Names and shapes are as `save_pretrained` writes them. They differ from those in memory for
     MoE layers: a model in memory stacks the experts, files have one tensor per expert
     (`mlp.experts.0.gate_proj.weight`), which vLLM and other readers expect. Tied weights are
     written once, under the name of the input embedding. A composite model, of which the language

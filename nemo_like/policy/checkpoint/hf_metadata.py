@@ -134,7 +134,7 @@ def write_tokenizer(
 
 
 def _copy(names: Sequence[str], source: Path, directory: Path) -> None:
-    """Copy those of the files that `source` has."""
+    """Copy the files that `source` has."""
     for name in names:
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)

@@ -143,7 +143,7 @@ class DTensorEngine(Engine[ShardedOptimizer]):
     def local_weights(self) -> Iterator[Tensor]:
         """Yield this rank's shard of each weight, with the shape of the shard.
 
-        It is float32, or of a frozen model in compute precision. Of a weight in NF4 it is both
+        It is float32, or in compute precision for a frozen model. Of a weight in NF4 it is both
         tensors, which are not sharded by FSDP.
         """
         for sharded in self.parameters:

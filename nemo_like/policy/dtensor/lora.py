@@ -1,7 +1,7 @@
 """LoRA on a Hugging Face model: adapters beside frozen weights, sharded like them.
 
-Of a layer W [outputs, inputs] the adapter is A [rank, inputs] and B [outputs, rank], and the output
-is W x + scale B A x. Tensor parallelism shards an adapter along the dim of its layer:
+For a layer W [outputs, inputs] the adapter is A [rank, inputs] and B [outputs, rank]. The output is
+W x + scale B A x. Tensor parallelism shards an adapter along the dim of its layer:
 
     layer                     A                     B
     q, k, v, gate, up         replicated            rows (output features)

@@ -99,7 +99,7 @@ def _parts(outputs: Any) -> tuple[Tensor, ...]:
 def _forget_growth(module: Any, kind: str | None) -> None:
     """Restore the frequencies of short rows, which dynamic NTK replaces by those of a longer one.
 
-    `kind` is that of the layers whose frequencies are computed next.
+    `kind` is the type of the layers whose frequencies are computed next.
     """
     prefix = "" if kind is None else f"{kind}_"
     rope_type = module.rope_type if kind is None else module.rope_type[kind]

@@ -107,7 +107,7 @@ class Grid:
     bounds: np.ndarray
     """int64 [segments + 1]: segment bounds over all cp ranks."""
     segment: np.ndarray
-    """int64 [T]: segment of each position; segment r is that of row r of the microbatch."""
+    """int64 [T]: segment of each position; segment r is row r of the microbatch."""
     position: np.ndarray
     """int64 [T]: position within the row, for trailing padding within the segment."""
     length: np.ndarray

@@ -19,7 +19,7 @@ from nemo_like.policy.collectives import gather_rows
 from nemo_like.policy.megatron.layers import RMSNorm, Segments, rotated
 
 _NORM_EPS = 1e-6
-"""Of the norms of latent vectors, whatever the model's other norms have."""
+"""Epsilon of the norms of latent vectors, whatever the model's other norms have."""
 
 
 def latent_attention(latent: LatentAttention) -> ModuleSpec:

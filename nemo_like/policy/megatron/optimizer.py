@@ -69,7 +69,7 @@ class ShardedAdamW:
         groups: Groups,
         config: OptimizerConfig,
     ) -> None:
-        """`parameters` are those of all `chunks` of the rank, by their names in `param_map`."""
+        """`parameters` are of all `chunks` of the rank, by their names in `param_map`."""
         for name, parameter in parameters.items():
             # Without this Megatron-Core would sum the gradients of unsharded experts over dp and cp
             # only, although the tokens of all tp ranks reach them.
