@@ -21,6 +21,8 @@ from nemo_like.models.config_fields import ConfigFields
 
 _IS_GATED = {"qwen2_5_vl": True, "qwen3_vl": False}
 """Model types with such a tower -> its feed-forward blocks have a gate."""
+VISION_TYPES = tuple(_IS_GATED)
+"""Model types that are trained with images."""
 _MAX_ASPECT_RATIO = 200
 """Of the image processor."""
 PROCESSOR_FILE = "preprocessor_config.json"

@@ -17,6 +17,7 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
 from nemo_like.distributed import activity
 from nemo_like.policy.heads.targets import Targets
+from nemo_like.policy.inputs.images import RowImages
 from nemo_like.policy.inputs.model_inputs import ModelInputs, build_inputs, num_predicted_tokens
 
 
@@ -34,6 +35,8 @@ class ShardRows:
     device: torch.device
     targets: Targets | None = None
     """Of the teachers, which choose the output head of each microbatch."""
+    images: RowImages | None = None
+    """Of the rows, if any row of the batch has one."""
 
     def count(self, microbatches: Iterable[Microbatch]) -> tuple[float, float]:
         """Count (trained tokens, rows with at least one trained token) of this dp rank.
@@ -67,6 +70,7 @@ class ShardRows:
             cp_rank=self.cp_rank,
             device=self.device,
             num_trained=self.num_trained_tokens(microbatch),
+            images=self.images if microbatch.has_images else None,
         )
         if self.targets is None:
             return inputs

@@ -41,6 +41,8 @@ class FittedRows:
     """int64 [B]: tokens with loss that remain; None if they are not known."""
     prefixes: SharedPrefixes | None = None
     """Leading tokens that the remaining rows have in common; None: each row is complete."""
+    image_tokens: np.ndarray | None = None
+    """int64 [B]: tokens of images; None if no row has any."""
     warning: str = ""
     """Which rows were oversize and what happened to them; empty if none were."""
 
@@ -50,7 +52,8 @@ class FittedRows:
         padded = round_up(counts.lengths, spec.row_multiple)
         is_dropped = np.zeros(len(padded), dtype=bool)
         trained, prefixes = counts.num_trained, counts.prefixes
-        return cls(counts.lengths, padded, is_dropped, 0, 0, trained, prefixes)
+        images = counts.image_tokens
+        return cls(counts.lengths, padded, is_dropped, 0, 0, trained, prefixes, images)
 
     def truncated(self, lengths: np.ndarray, spec: PlanSpec) -> FittedRows:
         """Return the rows truncated to `lengths` int64 [B], each at most its own."""

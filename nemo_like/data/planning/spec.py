@@ -174,6 +174,10 @@ class Microbatch:
     """Leading tokens that each row has in common with the row before it, which are computed there:
     the positions of a row are those of its other tokens. Empty: all rows are complete.
     """
+    has_images: bool = False
+    """A row of this microbatch, or of one that another rank computes at the same time, has an
+    image: all of them compute the vision tower.
+    """
 
     @property
     def is_dummy(self) -> bool:
