@@ -49,17 +49,18 @@ TRAITS = {
     "persimmon": _UNGATED,
     "phi": _UNGATED,
     "qwen2": FamilyTraits(has_qkv_bias=True),
-    "qwen2_5_vl_text": FamilyTraits(has_qkv_bias=True),
     "qwen3": FamilyTraits(has_qk_norm=True),
     "qwen3_5_moe_text": _QUERY_GATE,
     "qwen3_5_text": _QUERY_GATE,
     "qwen3_moe": FamilyTraits(has_qk_norm=True, has_window_in_every_layer=True),
     "qwen3_next": _QUERY_GATE,
-    "qwen3_vl_text": FamilyTraits(has_qk_norm=True),
     "stablelm_epoch": _UNGATED,
     "starcoder2": _UNGATED,
 }
 """By `model_type`; families without an entry have the defaults, as Llama does."""
+
+SAME_LAYERS = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+"""Types of language models in composites -> the type with the same layers."""
 
 _COUNTED = """
     apertus arcee aria_text axk1 bitnet cohere cohere2 cohere2_moe cwm deepseek_v3 diffllama dots1

@@ -16,6 +16,10 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 from nemo_like.algorithms.registry import load_config
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.algorithms.sft.loop import run_sft
+from nemo_like.commands.validate import validate
+from nemo_like.config.errors import ConfigError
+from nemo_like.models.vision import PROCESSOR_FILE
+from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.vision import FAMILIES, IMAGE_TOKEN, save_tiny_vision_model
 
 SIZES = {"a.png": (24, 16), "b.png": (16, 16), "c.png": (40, 24), "d.png": (9, 21)}
@@ -143,8 +147,95 @@ def test_a_run_with_images_equals_single_rows_in_transformers(
     save_tiny_vision_model(model_type, tmp_path / "model")
     write_data(tmp_path)
     result = run_sft(config(tmp_path, "policy.vision.train=all"))
-    steps = [json.loads(line) for line in (result.directory.path / "metrics.jsonl").open()]
+    steps = read_metrics(result.directory.path)
     loss, norm = plain_loss(tmp_path)
     assert steps[0]["policy/loss"] == pytest.approx(loss, rel=1e-5)
     assert steps[0]["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert steps[3]["policy/loss"] < steps[0]["policy/loss"] - 0.1
+
+
+@pytest.mark.parametrize(
+    ("model_type", "train"), [("qwen2_5_vl", "frozen"), ("qwen3_vl", "projector")]
+)
+def test_a_resumed_run_equals_a_straight_one_and_exports_every_tensor(
+    tmp_path: Path, model_type: str, train: str
+) -> None:
+    start = save_tiny_vision_model(model_type, tmp_path / "model").state_dict()
+    write_data(tmp_path)
+    options = (f"policy.vision.train={train}", "checkpointing.keep_latest=5")
+    straight = run_sft(config(tmp_path, *options))
+    expected = read_metrics(straight.directory.path)
+    files = [straight.directory.hf / name for name in ("model.safetensors", PROCESSOR_FILE)]
+    contents = [file.read_bytes() for file in files]
+    interrupt_at(straight.directory.path, 2)
+    run_sft(config(tmp_path, *options, "resume=true"))
+    assert read_metrics(straight.directory.path) == expected
+    assert [file.read_bytes() for file in files] == contents
+    assert contents[1] == (tmp_path / "model" / PROCESSOR_FILE).read_bytes()
+    exported, info = AutoModelForImageTextToText.from_pretrained(
+        straight.directory.hf, output_loading_info=True
+    )
+    assert not any(info.values())
+    moved = {
+        name for name, value in exported.state_dict().items() if not torch.equal(value, start[name])
+    }
+    tower = {name for name in start if "visual." in name}
+    # The features of rows with images are added to a text.
+    assert moved - tower == start.keys() - tower
+    assert moved & tower == {name for name in tower if "merger" in name and train == "projector"}
+
+
+def test_rows_without_images_keep_the_tower(tmp_path: Path) -> None:
+    start = save_tiny_vision_model("qwen3_vl", tmp_path / "model").state_dict()
+    (tmp_path / "train.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    options = ("policy.train_global_batch_size=1", "policy.optimizer.weight_decay=0")
+    result = run_sft(config(tmp_path, *options, "policy.vision.train=all"))
+    exported = AutoModelForImageTextToText.from_pretrained(result.directory.hf)
+    for name, value in exported.state_dict().items():
+        assert torch.equal(value, start[name]) == ("visual." in name), name
+
+
+def test_validate_lists_bad_images_with_row_and_file(tmp_path: Path) -> None:
+    save_tiny_vision_model("qwen3_vl", tmp_path / "model")
+    write_data(tmp_path)
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG broken")
+    Image.new("RGB", (500, 2)).save(tmp_path / "wide.png")
+
+    def row(name: str) -> dict[str, Any]:
+        question = {"role": "user", "content": [image_part(name), text_part("what?")]}
+        return {"messages": [question, answer("a")]}
+
+    rows = [row(name) for name in ("a.png", "missing.png", "broken.png", "wide.png")]
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    (problem,) = validate(config(tmp_path, "policy.train_global_batch_size=1")).problems
+    for number, name, text in (
+        (2, "missing.png", "does not exist"),
+        (3, "broken.png", "cannot be read"),
+        (4, "wide.png", "500x2"),
+    ):
+        assert f"train.jsonl:{number}" in problem
+        assert name in problem
+        assert text in problem
+    rows = [{"messages": ROWS[0]["messages"], "images": ["a.png", "b.png"]}]
+    rows[0]["messages"] = [{"role": "user", "content": "<image>"}, answer("a")]
+    path.write_text(json.dumps(rows[0]) + "\n")
+    problems = "\n".join(validate(config(tmp_path, "policy.train_global_batch_size=1")).problems)
+    assert "train.jsonl:1: the row has 2 images in its column and 1 place" in problems
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("policy.sequence_packing.enabled=false", "policy.sequence_packing.enabled=true"),
+        ("policy.lora.enabled=true", "adapters"),
+        ("policy.engine=megatron", "megatron"),
+    ],
+)
+def test_runs_that_cannot_train_with_images_are_refused(
+    tmp_path: Path, override: str, text: str
+) -> None:
+    save_tiny_vision_model("qwen3_vl", tmp_path / "model")
+    write_data(tmp_path)
+    with pytest.raises(ConfigError, match=text):
+        run_sft(config(tmp_path, override))
