@@ -106,6 +106,8 @@ class BatchPlan:
     """The common leading tokens of all rows, after truncation."""
     image_tokens: np.ndarray | None = None
     """int64 [n]: image tokens of each of `rows`; None: no row has an image."""
+    image_work: np.ndarray | None = None
+    """float64 [n]: work of the vision tower of each of `rows`; None: it is not known."""
     oversize_warning: str = field(default="", compare=False)
     """Which rows were above the token limit and what happened to them; empty if none were, and for
     plans that `from_json`, `with_budget` or a stream made.
@@ -136,7 +138,8 @@ class BatchPlan:
     def work(self) -> np.ndarray:
         """Forward work of each of `rows` by `spec.cost`, float64 [n], without its shared tokens."""
         if self.shared is None:
-            return self.spec.cost.of(self.padded_lengths, self.num_trained)
+            work = self.spec.cost.of(self.padded_lengths, self.num_trained)
+            return work if self.image_work is None else work + self.image_work
         return self.spec.cost.of(self.padded_lengths + self.shared, self.num_trained, self.shared)
 
     @property
@@ -190,11 +193,15 @@ class BatchPlan:
             return self
         num_trained = None if self.num_trained is None else self._by_row(self.num_trained)
         image_tokens = None if self.image_tokens is None else self._by_row(self.image_tokens)
-        lengths = self._by_row(self.lengths)
+        image_work = None if self.image_work is None else self._by_row(self.image_work)
+        counts = TokenCounts(
+            self._by_row(self.lengths), num_trained, self.prefixes, image_tokens, image_work
+        )
+        lengths = counts.lengths
         is_dropped = np.zeros(self.num_rows, dtype=bool)
         is_dropped[list(self.dropped)] = True
         fitted = replace(
-            FittedRows.of(TokenCounts(lengths, num_trained, self.prefixes, image_tokens), spec),
+            FittedRows.of(counts, spec),
             is_dropped=is_dropped,
             num_truncated=self.num_truncated,
             num_oversize=self.num_oversize,
@@ -254,6 +261,8 @@ class BatchPlan:
             # An empty plan has neither.
             num_slots = max(self.num_microbatches + bubble, 1)
             optional["packing/pipeline_bubble_share"] = bubble / num_slots
+        if self.image_work is not None:
+            optional["packing/rank_imbalance_vision"] = self._imbalance(self.image_work)
         if self.shared is not None:
             num_row_tokens = max(self.lengths.sum(), 1)
             optional["packing/shared_token_share"] = float(1 - num_computed / num_row_tokens)
@@ -294,6 +303,8 @@ class BatchPlan:
         for name in (*_ARRAYS, "num_trained", "shared", "image_tokens"):
             if name in values:
                 values[name] = np.asarray(values[name], dtype=np.int64)
+        if "image_work" in values:
+            values["image_work"] = np.asarray(values["image_work"], dtype=np.float64)
         for name in ("step_offsets", "deferred", "dropped"):
             values[name] = tuple(values[name])
         values["spec"] = PlanSpec.from_dict(values["spec"])
@@ -493,6 +504,7 @@ def join_steps(spec: PlanSpec, fitted: FittedRows, steps: list[Packing]) -> Batc
         shared=shared,
         prefixes=fitted.prefixes,
         image_tokens=None if fitted.image_tokens is None else fitted.image_tokens[bins.perm],
+        image_work=None if fitted.image_work is None else fitted.image_work[bins.perm],
         oversize_warning=fitted.warning,
     )
 

@@ -242,6 +242,10 @@ class PlanSpec:
     cost: CostModel = field(default_factory=CostModel)
     """Work of a row, for `balance="flops"`."""
     seed: int = 0
+    image_weight: float = 0.0
+    """Packed layout: the limit of a microbatch counts an image token as so many tokens more, for
+    the activations of the vision tower.
+    """
 
     def __post_init__(self) -> None:
         # The dataclass is frozen; names are accepted in any case and stored as members.
@@ -383,7 +387,10 @@ class PlanSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {**asdict(self), "algorithm": str(self.algorithm)}
+        values = {**asdict(self), "algorithm": str(self.algorithm)}
+        if not self.image_weight:
+            del values["image_weight"]
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PlanSpec:

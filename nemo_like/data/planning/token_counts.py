@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,9 @@ class TokenCounts:
     """Common leading tokens; None if they are not known, or there are none."""
     image_tokens: np.ndarray | None = None
     """int64 [B]: tokens that are of images; None if no row has any."""
+    image_work: np.ndarray | None = None
+    """float64 [B]: work of the vision tower, in the unit of the work of the language model; None if
+    it is not known."""
 
     @classmethod
     def of_batch(cls, columns: Mapping[str, Any], *, with_prefixes: bool = True) -> TokenCounts:
@@ -60,7 +63,7 @@ class TokenCounts:
         if self.prefixes is not None:
             self.prefixes.check(lengths)
         num_trained = _checked_trained(self.num_trained, lengths)
-        return TokenCounts(lengths, num_trained, self.prefixes, self.image_tokens)
+        return replace(self, lengths=lengths, num_trained=num_trained)
 
     def take(self, rows: np.ndarray) -> TokenCounts:
         """Return the counts of some rows, int64 [n] without repetition, in their order."""

@@ -25,24 +25,29 @@ from nemo_like.data.jagged import EncodedRow, collate
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.parallel_layout import ParallelLayout
+from nemo_like.policy.batching import plan_spec
 from tests.policy.dtensor.test_layouts import Rank, gradients
+from tests.policy.planned import planned
 from tests.policy.tiny import context, relative_error, run_ranks
 from tests.vision import FAMILIES, IMAGE_TOKEN, save_tiny_vision_model
 
 TOLERANCE = 2e-5
 CONFIG = PolicyConfig(
     model_name="",
-    train_global_batch_size=6,
+    train_global_batch_size=9,
     logprob_chunk_size=16,
     shared_prefix=False,
-    sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=64),
+    sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=24),
     vision=VisionConfig(train="all"),
 )
 SHARED = dataclasses.replace(CONFIG, shared_prefix=True)
 GRIDS = ((4, 6), (2, 2), (6, 4), (4, 4))
 """Rows and columns of the patches of each picture; four patches are an image token."""
-IMAGES = ((), (0,), (1, 2, 1), (), (3,), (3,))
-"""Pictures of each row. The last two rows have the same prompt."""
+IMAGES = ((), (0,), (1, 2, 1), (), (3,), (3,), (), (), (0,))
+"""Pictures of each row."""
+GROUP = (4, 5)
+"""Rows with the same prompt."""
 LAYOUTS = {
     "dp 2": (2, ParallelConfig()),
     "cp 2": (2, ParallelConfig(context=2)),
@@ -61,7 +66,7 @@ def rows() -> list[EncodedRow]:
     made = []
     prompt = rng.integers(7, 60, 4)
     for row, pictures in enumerate(IMAGES):
-        parts = [prompt if row >= 4 else rng.integers(7, 60, rng.integers(2, 9))]
+        parts = [prompt if row in GROUP else rng.integers(7, 60, rng.integers(2, 9))]
         images = []
         for picture in pictures:
             height, width = GRIDS[picture]
@@ -81,7 +86,7 @@ def rows() -> list[EncodedRow]:
 
 def batch() -> BatchedDataDict:
     columns = collate(rows())
-    return BatchedDataDict({**columns, "group": np.array([0, 1, 2, 3, 4, 4])})
+    return BatchedDataDict({**columns, "group": np.array([0, 1, 2, 3, 4, 4, 6, 7, 8])})
 
 
 def expected_gradients(model_dir: str) -> dict[str, torch.Tensor]:
@@ -147,6 +152,19 @@ def assert_gradients(found: dict[str, dict[str, np.ndarray]], expected: Any) -> 
                 assert tensors.pop(key).norm() < 1e-5
                 del wanted[key]
         assert relative_error(tensors, wanted) < TOLERANCE, name
+
+
+def test_two_ranks_have_microbatches_with_an_image_on_one_of_them_and_without_any() -> None:
+    """What `dp 2` below computes."""
+    spec = plan_spec(CONFIG, purpose="train", parallel_layout=ParallelLayout(dp=2), model=None)
+    has_images = []
+    for microbatches in zip(*planned(batch(), spec, False).ranks, strict=True):
+        own = [any(IMAGES[row] for row in each.rows) for each in microbatches]
+        has_images.append(own)
+        assert [each.has_images for each in microbatches] == [any(own)] * 2
+    assert {(True, False), (False, False)} <= {
+        tuple(sorted(own, reverse=True)) for own in has_images
+    }
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
