@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen3VLConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen3VLConfig,
+)
 
 IMAGE_TOKEN = 5
 VOCABULARY = 67
@@ -50,12 +58,14 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 """Model type -> class, settings of the text and of the tower."""
 
 
-def tiny_vision_model(model_type: str, *, attention: str = "eager", **vision: Any) -> Any:
+def tiny_vision_model(
+    model_type: str, *, attention: str = "eager", vocab_size: int = VOCABULARY, **vision: Any
+) -> Any:
     """A random model in float32; every one-dimensional parameter is perturbed."""
     torch.manual_seed(0)
     config_class, text, tower = FAMILIES[model_type]
     config = config_class(
-        text_config=_TEXT | text,
+        text_config=_TEXT | text | {"vocab_size": vocab_size},
         vision_config=_VISION | tower | vision,
         image_token_id=IMAGE_TOKEN,
         video_token_id=6,
@@ -71,3 +81,59 @@ def tiny_vision_model(model_type: str, *, attention: str = "eager", **vision: An
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model.eval()
+
+
+_SPECIAL = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
+    *("<|image_pad|>", "<|video_pad|>"),
+)
+"""In the order of the ids of `tiny_vision_model`."""
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As that of Qwen2.5-VL."""
+
+
+def tiny_vision_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes and the special tokens of the models."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    core.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=263, special_tokens=list(_SPECIAL), initial_alphabet=alphabet
+    )
+    core.train_from_iterator(["a"], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        chat_template=TEMPLATE,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=list(_SPECIAL[1:]),
+    )
+
+
+def save_tiny_vision_model(model_type: str, directory: Path) -> Any:
+    """Write a model with tokenizer and image processor; an image token is 8x8 pixels."""
+    tokenizer = tiny_vision_tokenizer()
+    assert tokenizer.convert_tokens_to_ids("<|image_pad|>") == IMAGE_TOKEN
+    model = tiny_vision_model(model_type, vocab_size=len(tokenizer))
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "patch_size": 4,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "min_pixels": 64,
+        "max_pixels": 4096,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+    return model

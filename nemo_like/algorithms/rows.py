@@ -6,6 +6,7 @@ from nemo_like.config.schema import RunConfig
 from nemo_like.data.formats import RowSchema
 from nemo_like.run.progress import Progress
 from nemo_like.training.encoding import RowLimits
+from nemo_like.training.images import open_images
 from nemo_like.training.model_files import open_encoder, open_model_config
 from nemo_like.training.model_warnings import check_new_tokens
 from nemo_like.training.run_data import RowSettings, RunData, load_training, load_validation
@@ -15,9 +16,11 @@ def open_data(config: RunConfig, train_schema: RowSchema, validation_schema: Row
     """Read and check the files of a run. Raises ConfigError for a missing or bad file or row."""
     # The model first: its check is faster than reading the data.
     model = open_model_config(config.policy, config.parallel, config.cluster, config.needs)
-    train = load_training(config.data, train_schema, Progress())
-    validation = load_validation(config.data, validation_schema)
-    encoder = open_encoder(config.policy, config.data, model.get_text_config().vocab_size)
+    images = open_images(config.policy, config.data)
+    train = load_training(config.data, train_schema, Progress(), images)
+    validation = load_validation(config.data, validation_schema, images)
+    vocab_size = model.get_text_config().vocab_size
+    encoder = open_encoder(config.policy, config.data, vocab_size, images)
     check_new_tokens(config.policy, encoder)
     return RunData(encoder, train, validation)
 

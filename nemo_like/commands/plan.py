@@ -28,6 +28,7 @@ from nemo_like.prediction.placement import policy_placement
 from nemo_like.prediction.plan_report import PlanRequest, make_plan
 from nemo_like.prediction.table import show, to_record
 from nemo_like.run.progress import Progress
+from nemo_like.training.images import open_images
 from nemo_like.training.model_files import open_encoder
 from nemo_like.training.run_data import RunData, load_training
 from nemo_like.training_engines import ENGINES
@@ -175,11 +176,12 @@ def first_lengths(config: RunConfig, num_rows: int | None, num_steps: int) -> Ro
     There are about `num_rows` rows, or the rows of `num_steps` steps if it is None. Raises
     ConfigError for files that cannot be read.
     """
-    encoder = open_encoder(config.policy, config.data, None)
+    images = open_images(config.policy, config.data)
+    encoder = open_encoder(config.policy, config.data, None, images)
     algorithm = ALGORITHMS[config.kind]
     schema, _ = algorithm.import_data().row_schemas(config)
     progress = Progress(sys.stderr)
-    data = RunData(encoder, load_training(config.data, schema, progress))
+    data = RunData(encoder, load_training(config.data, schema, progress, images))
     if num_rows is not None:
         num_steps = num_rows // config.needs.batch.num_rows
     return algorithm.import_checks().first_lengths(config, data, num_steps, progress)

@@ -28,6 +28,7 @@ from nemo_like.config.schema import ClusterConfig, DataConfig, PolicyConfig, Run
 from nemo_like.console import say
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.formats import RowSchema, conversation, question
+from nemo_like.data.image_encoding import ImageEncoder
 from nemo_like.data.observations import ObservationEncoder
 from nemo_like.data.rows import Rows
 from nemo_like.environments.environment import (
@@ -47,6 +48,7 @@ from nemo_like.run.progress import Progress
 from nemo_like.run.tracking import check_logger
 from nemo_like.training.diagnostics import Diagnostics, Report
 from nemo_like.training.generation_backends import generation_backend
+from nemo_like.training.images import open_images
 from nemo_like.training.model_files import (
     RewardModelFiles,
     adapter_line,
@@ -113,8 +115,12 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
     _describe_generator(policy, config.cluster, needs, diagnostics)
     algorithm = ALGORITHMS[config.kind]
     train_schema, validation_schema = algorithm.import_data().row_schemas(config)
-    train = _load_training(config.data, train_schema, diagnostics)
-    validation = diagnostics.check(lambda: load_validation(config.data, validation_schema)) or {}
+    images = diagnostics.check(
+        lambda: open_images(policy, config.data, without_torch=without_torch)
+    )
+    train = _load_training(config.data, train_schema, images, diagnostics)
+    load = partial(load_validation, config.data, validation_schema, images)
+    validation = diagnostics.check(load) or {}
     if train is not None:
         diagnostics.warnings += rows_warnings(config.data, needs, train)
     for name, rows in validation.items():
@@ -140,7 +146,7 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
     # Without a model the tokenizer's name is only known if the config sets it.
     if model is not None or config.policy.tokenizer_name is not None:
         vocab_size = None if model is None else model.get_text_config().vocab_size
-        encoder = diagnostics.check(lambda: open_encoder(policy, config.data, vocab_size))
+        encoder = diagnostics.check(lambda: open_encoder(policy, config.data, vocab_size, images))
         if encoder is not None:
             diagnostics.check(partial(check_new_tokens, config.policy, encoder))
             diagnostics.warnings += encoder_warnings(policy, encoder)
@@ -165,7 +171,9 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
     return diagnostics.report()
 
 
-def _load_training(data: DataConfig, schema: RowSchema, diagnostics: Diagnostics) -> Rows | None:
+def _load_training(
+    data: DataConfig, schema: RowSchema, images: ImageEncoder | None, diagnostics: Diagnostics
+) -> Rows | None:
     """Read and describe every training set; return their rows, None if one has a problem."""
     num_problems = len(diagnostics.problems)
     diagnostics.check(partial(check_all_columns, data))
@@ -173,7 +181,7 @@ def _load_training(data: DataConfig, schema: RowSchema, diagnostics: Diagnostics
         return None
     sets = {}
     for name, path in training_files(data).items():
-        load = partial(load_set, data, schema, name, Progress(sys.stderr))
+        load = partial(load_set, data, schema, name, Progress(sys.stderr), images)
         rows = diagnostics.check(load)
         if rows is not None:
             sets[name] = rows

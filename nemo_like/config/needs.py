@@ -89,6 +89,8 @@ class RunNeeds:
     """Rows form groups, which may have prefixes in common."""
     scored_rows: Literal["train", "validation"] | None = None
     """The rows whose completions the reward functions score, if any."""
+    trains_images: bool = False
+    """Rows may have images, if the model has a vision tower."""
     rollouts: RolloutNeeds | None = None
     """None in a run that samples no completions."""
 

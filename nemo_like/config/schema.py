@@ -245,6 +245,18 @@ class DynamicBatchingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """The vision tower of a model that is trained with images."""
+
+    train: Literal["frozen", "projector", "all"] = "frozen"
+    """Trained weights of the tower."""
+    min_pixels: Annotated[int | None, Ge(1)] = None
+    """Smaller images are enlarged; null: as the model does."""
+    max_pixels: Annotated[int | None, Ge(1)] = 1048576
+    """Larger images are reduced."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
     """The model that is trained, and how its batches are formed."""
 
@@ -295,6 +307,7 @@ class PolicyConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
+    vision: VisionConfig = field(default_factory=VisionConfig)
     shared_prefix: Switch = "auto"
     """Compute the leading tokens that rows of a group have in common once per microbatch, such as
     the prompt of several completions. Needs sequence packing. `auto` does so in steps where the
@@ -414,6 +427,8 @@ class DataConfig:
     set_columns: dict[str, dict[str, str]] = field(default_factory=dict)
     """`columns` of single sets in its place: `train`, `validation`, and the names of `train_sets`
     and `validation_sets`. Example: `{validation: {}}` if only the training file has other names."""
+    image_root: str | None = None
+    """Directory of relative paths of images; null: that of the data file."""
     on_bad_row: Literal["error", "skip"] = "error"
     """Treatment of rows that cannot be read, have another format, or that the chat template
     refuses: `error` stops before the first step, `skip` leaves them out and counts them."""

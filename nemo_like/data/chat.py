@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -26,6 +27,8 @@ from nemo_like.data.messages import Message, Tool, check_roles, template_roles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from nemo_like.data.image_encoding import ImageEncoder
 
 _CLOSED_THOUGHT = re.compile(r"\s*(</\w+>|\[/\w+\])\s*")
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -67,6 +70,8 @@ class ChatEncoder:
         self.tokenizer = tokenizer
         self.train_on = train_on
         self.vocab_size = vocab_size
+        self.images: ImageEncoder | None = None
+        """Of a model that is trained with images."""
         self._system_prompt = system_prompt
         self._prompt_template = prompt_template
         self.template = ChatTemplate(tokenizer, chat_template_kwargs)
@@ -232,13 +237,21 @@ class ChatEncoder:
             )
 
     def segments(self, row: EncodedRow) -> tuple[tuple[str, bool], ...]:
-        """Decode the row in segments of equal mask: (text, is trained)."""
+        """Decode the row in segments of equal mask: (text, is trained).
+
+        The tokens of an image are shown as `[image 640x480 = 391 tokens]`.
+        """
         edges = np.flatnonzero(np.diff(row.token_mask)) + 1
-        parts = zip(np.split(row.input_ids, edges), np.split(row.token_mask, edges), strict=True)
+        shown = {image.start: image for image in row.images}
+        if shown:
+            edges = np.union1d(edges, [at for each in row.images for at in (each.start, each.end)])
+        bounds = [0, *edges.tolist(), len(row.input_ids)]
         segments = []
-        for ids, mask in parts:
-            text = str(self.tokenizer.decode(ids.tolist()))
-            segments.append((text, bool(mask.any())))
+        for start, stop in pairwise(bounds):
+            text = str(self.tokenizer.decode(row.input_ids[start:stop].tolist()))
+            if start in shown and self.images is not None:
+                text = self.images.shown(shown[start])
+            segments.append((text, bool(row.token_mask[start:stop].any())))
         return tuple(segments)
 
     def _prepare(self, messages: Sequence[Message]) -> list[Message]:

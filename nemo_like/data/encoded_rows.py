@@ -30,6 +30,8 @@ import numpy as np
 
 from nemo_like import __version__
 from nemo_like.config.errors import ConfigError
+from nemo_like.data.image_encoding import stored_images
+from nemo_like.data.images import RowImage
 from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.row_files import Row
 from nemo_like.data.rows import MAX_LISTED, BadRows, Rows
@@ -45,6 +47,8 @@ logger = logging.getLogger(__name__)
 CACHE_VARIABLE = "NEMO_LIKE_CACHE"
 _BYTES_PER_TOKEN = 5
 """An int32 token id and a uint8 mask."""
+_BYTES_PER_IMAGE = 20
+"""Its grid, the position of its first token and their number, in int32."""
 _ROWS_PER_CHUNK = 16
 _TRIAL_S = 1.0
 """Time for which rows are encoded here to estimate the total time."""
@@ -105,6 +109,8 @@ class EncodedRows:
         self._settings = settings
         self._starts = np.zeros(len(rows), dtype=np.int64)
         self._lengths = np.full(len(rows), _TODO, dtype=np.int32)
+        self._num_images: np.ndarray | None = None
+        """int32 [N] of each row; None: no row has any."""
         # The duplicate descriptor keeps the unnamed file open after the block.
         with tempfile.TemporaryFile() as file:
             self._file = os.dup(file.fileno())
@@ -241,6 +247,12 @@ class EncodedRows:
         ids = np.asarray(encoded.input_ids, dtype=np.int32)
         mask = np.asarray(encoded.token_mask, dtype=np.uint8)
         data = ids.tobytes() + mask.tobytes()
+        if encoded.images:
+            if self._num_images is None:
+                self._num_images = np.zeros(len(self), dtype=np.int32)
+            self._num_images[row] = len(encoded.images)
+            values = [(*image.grid, image.start, image.num_tokens) for image in encoded.images]
+            data += np.array(values, dtype=np.int32).tobytes()
         try:
             num_written = os.pwrite(self._file, data, self._end)
         except OSError as error:
@@ -257,10 +269,21 @@ class EncodedRows:
         if length < _TODO:
             return None
         # Not mapped: mapped pages of a shuffled order would count as memory of the process.
-        data = os.pread(self._file, _BYTES_PER_TOKEN * length, int(self._starts[row]))
+        num_images = 0 if self._num_images is None else int(self._num_images[row])
+        num_bytes = _BYTES_PER_TOKEN * length + _BYTES_PER_IMAGE * num_images
+        data = os.pread(self._file, num_bytes, int(self._starts[row]))
         ids = np.frombuffer(data, np.int32, length)
-        mask = np.frombuffer(data, np.uint8, offset=4 * length)
-        return EncodedRow(ids, mask)
+        mask = np.frombuffer(data, np.uint8, length, offset=4 * length)
+        if not num_images:
+            return EncodedRow(ids, mask)
+        # A copy: the offset is no multiple of the size of an item.
+        values = np.frombuffer(data[_BYTES_PER_TOKEN * length :], np.int32).reshape(-1, 5).tolist()
+        # The references are those of the row, of which the end may be cut off.
+        references = stored_images(self._rows[row])[:num_images]
+        images = zip(references, values, strict=True)
+        return EncodedRow(
+            ids, mask, tuple(RowImage(ref, (t, h, w), *span) for ref, (t, h, w, *span) in images)
+        )
 
     @contextmanager
     def _cached(self, advance: Advance, num_processes: int) -> Iterator[bool]:
@@ -297,6 +320,8 @@ class EncodedRows:
             # Written last: the cache has the rows if it has the index.
             partial = index.with_name(f"{index.name}.{os.getpid()}.npz")
             arrays = {"starts": self._starts, "lengths": self._lengths}
+            if self._num_images is not None:
+                arrays["images"] = self._num_images
             np.savez(partial, **arrays, checksum=np.frombuffer(checksum, np.uint8))
             partial.replace(index)
         except OSError:
@@ -310,6 +335,7 @@ class EncodedRows:
             with np.load(index) as arrays:
                 starts, lengths = arrays["starts"], arrays["lengths"]
                 expected = arrays["checksum"].tobytes()
+                num_images = arrays.get("images")
             with data.open("rb") as file:
                 if len(starts) != len(self) or _checksum(file) != expected:
                     raise ValueError("its checksum differs")
@@ -320,6 +346,7 @@ class EncodedRows:
             return False
         os.close(self._file)
         self._file, self._starts, self._lengths = own, starts, lengths
+        self._num_images = num_images
         return True
 
 

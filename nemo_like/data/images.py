@@ -12,10 +12,10 @@ import binascii
 import hashlib
 import io
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 import numpy as np
@@ -68,6 +68,28 @@ class ImageRef:
         """Return a hash of the bytes and of the text of `settings`, for caches."""
         return hashlib.sha256(str(settings).encode() + b"\0" + self.read()).hexdigest()
 
+    def stored(self) -> str:
+        """Return a text of which `image_ref` makes an equal reference."""
+        if self.data is None:
+            return self.path
+        return f"data:;base64,{base64.b64encode(self.data).decode()}"
+
+
+class RowImage(NamedTuple):
+    """An image in an encoded row."""
+
+    image: ImageRef
+    grid: tuple[int, int, int]
+    """Frames, rows and columns of its patches."""
+    start: int
+    """Position of its first token in the row."""
+    num_tokens: int
+
+    @property
+    def end(self) -> int:
+        """Position behind its last token."""
+        return self.start + self.num_tokens
+
 
 def image_ref(value: Any, root: Path) -> ImageRef:
     """Return the reference that a row has: a path, a `data:` or `file:` URI, or a struct.
@@ -78,8 +100,9 @@ def image_ref(value: Any, root: Path) -> ImageRef:
     """
     if isinstance(value, Mapping):
         name = value.get("path") or ""
-        if isinstance(value.get("bytes"), bytes):
-            return ImageRef(str(name), value["bytes"])
+        data = _struct_bytes(value.get("bytes"))
+        if data is not None:
+            return ImageRef(str(name), data)
         inner = name or value.get("url") or value.get("image")
         return image_ref(inner, root) if isinstance(inner, str) else _no_reference(value)
     if isinstance(value, bytes):
@@ -97,6 +120,16 @@ def image_ref(value: Any, root: Path) -> ImageRef:
         )
     path = unquote(urlsplit(value).path) if scheme == "file" else value
     return ImageRef(str((root / Path(path).expanduser()).absolute()))
+
+
+def _struct_bytes(value: Any) -> bytes | None:
+    """Return the bytes of a struct, which a row of a parquet file has in hexadecimal digits."""
+    if isinstance(value, Mapping):
+        value = value.get("bytes")
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return bytes.fromhex(value)
+    return value if isinstance(value, bytes) else None
 
 
 def _no_reference(value: Any) -> ImageRef:

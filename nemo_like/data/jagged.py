@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from nemo_like.data.images import RowImage
 
 _SHORT_ROW_TOKENS = 100
 """Mean row length below which `take` gathers by token index instead of by row slice."""
@@ -149,16 +152,25 @@ class EncodedRow(NamedTuple):
     """int32 [L]."""
     token_mask: np.ndarray
     """uint8 [L], 1 for a trained token."""
+    images: tuple[RowImage, ...] = ()
+    """In the order of their tokens."""
 
     @property
     def num_trained(self) -> int:
         """Number of tokens with loss; no position predicts the first one."""
         return int(np.count_nonzero(self.token_mask[1:]))
 
+    def beginning(self, num_tokens: int) -> EncodedRow:
+        """Return the first `num_tokens` tokens at most: it ends before an image that is cut."""
+        kept = tuple(image for image in self.images if image.end <= num_tokens)
+        for image in self.images[len(kept) :]:
+            num_tokens = min(num_tokens, image.start)
+        return EncodedRow(self.input_ids[:num_tokens], self.token_mask[:num_tokens], kept)
 
-def collate(rows: Sequence[EncodedRow]) -> dict[str, Jagged | np.ndarray]:
+
+def collate(rows: Sequence[EncodedRow]) -> dict[str, Any]:
     """Return the columns of a batch: `input_ids` and `token_mask` (Jagged), `length` int64 [B] and
-    `row_mask` bool [B].
+    `row_mask` bool [B]. If any row has images, `images` is the list of the images of each row.
 
     Raises ValueError for no rows.
     """
@@ -166,12 +178,15 @@ def collate(rows: Sequence[EncodedRow]) -> dict[str, Jagged | np.ndarray]:
         raise ValueError("a batch needs at least one row")
     input_ids = Jagged.from_rows([row.input_ids for row in rows], np.int32)
     mask_values = np.concatenate([row.token_mask for row in rows]).astype(np.uint8, copy=False)
-    return {
+    columns = {
         "input_ids": input_ids,
         "token_mask": Jagged(mask_values, input_ids.offsets),
         "length": input_ids.lengths,
         "row_mask": np.ones(len(rows), dtype=bool),
     }
+    if any(row.images for row in rows):
+        columns["images"] = [row.images for row in rows]
+    return columns
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:

@@ -289,4 +289,4 @@ def mask_turns(encoded: EncodedRow, turns: Sequence[bool]) -> EncodedRow:
         if has_loss:
             mask[start:end] = 1
     end = int(np.flatnonzero(mask)[-1]) + 1
-    return EncodedRow(encoded.input_ids[:end], mask[:end])
+    return encoded._replace(token_mask=mask).beginning(end)

@@ -14,9 +14,10 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO, overload
+from typing import IO, TYPE_CHECKING, overload
 
 import numpy as np
 
@@ -45,6 +46,9 @@ from nemo_like.data.row_files import (
     shown_json,
 )
 from nemo_like.data.row_order import Mixture
+
+if TYPE_CHECKING:
+    from nemo_like.data.image_encoding import ImageEncoder
 
 MAX_LISTED = 20
 """Rows that the message lists."""
@@ -251,18 +255,21 @@ def load_rows(
     set_name: str = MAIN_SET,
     skips_bad: bool = False,
     selection: PassRateFilter | None = None,
+    images: ImageEncoder | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> Rows:
     """Load the first `max_rows` rows (default all) and check each against `schema`.
 
     `columns` are those of the set `set_name` (`data.columns`); `selection` leaves out some of the
-    `max_rows`. `advance` is called with the number of rows read since its last call. Raises
-    ConfigError that names `key` and the path, or the file, the line and the problem of the first
-    bad rows; with `skips_bad` only if no other row is left.
+    `max_rows`, `images` places the images of rows. `advance` is called with the number of rows read
+    since its last call. Raises ConfigError that names `key` and the path, or the file, the line and
+    the problem of the first bad rows; with `skips_bad` only if no other row is left.
     """
     file = _local_path(path, key)
     is_csv = any(".csv" in format_suffix(each) for each in data_files(file, key))
     check = _RowCheck(schema, columns or {}, selection, is_csv, set_name or VALIDATION_SET)
+    if images is not None:
+        check.place_images = partial(images.placed, folder=file if file.is_dir() else file.parent)
     located = check.usable_rows(islice(read_rows(file, key), max_rows), advance)
     try:
         rows = _store_rows(located)
@@ -300,6 +307,7 @@ class _RowCheck:
     num_left_out: int = 0
     format: tuple[str, ...] = ()
     """Columns of the format, which the first row decides."""
+    place_images: Callable[[Row], Row] | None = None
 
     def usable_rows(
         self, located: Iterable[LocatedRow], advance: Callable[[int], None] | None
@@ -334,6 +342,8 @@ class _RowCheck:
             raise ConfigError(
                 f"{error}, or give this file other columns: data.set_columns.{self.set_name}={own}"
             ) from error
+        if self.place_images is not None:
+            row = self.place_images(row)
         columns = self.format or self.schema.recognize(row)
         self.schema.check(row, columns)
         check_columns_used(row, columns, self.columns)

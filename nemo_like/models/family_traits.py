@@ -59,6 +59,9 @@ TRAITS = {
 }
 """By `model_type`; families without an entry have the defaults, as Llama does."""
 
+SAME_LAYERS = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+"""Types of language models in composites -> the type with the same layers."""
+
 _COUNTED = """
     apertus arcee aria_text axk1 bitnet cohere cohere2 cohere2_moe cwm deepseek_v3 diffllama dots1
     ernie4_5 ernie4_5_moe exaone4 flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite

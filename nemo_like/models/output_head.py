@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
@@ -22,6 +23,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import OutputHead
 from nemo_like.models.pretrained import load_model_config, with_output_head
 from nemo_like.models.spec import SCORE_WEIGHT, ModelSpec
+from nemo_like.models.vision import VISION_TYPES
 
 
 class OpenedConfig(NamedTuple):
@@ -74,6 +76,8 @@ def meta_model(model_config: PretrainedConfig, **options: Any) -> PreTrainedMode
     """
     is_causal = ModelSpec.from_config(model_config).head == "vocabulary"
     auto_class: Any = AutoModelForCausalLM if is_causal else AutoModelForSequenceClassification
+    if model_config.model_type in VISION_TYPES:
+        auto_class = AutoModelForImageTextToText
     with torch.device("meta"):
         try:
             model = auto_class.from_config(model_config, **options)

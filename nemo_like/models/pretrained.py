@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import OutputHead
 from nemo_like.models.spec import ModelSpec
+from nemo_like.models.vision import VISION_TYPES
 from nemo_like.models.weight_files import has_own_head
 
 if TYPE_CHECKING:
@@ -120,12 +121,18 @@ def _other_parts(model_config: PretrainedConfig) -> list[str]:
 
 
 def check_model_type(
-    model_config: PretrainedConfig, head: OutputHead, model_name: str, key: str
-) -> None:
+    model_config: PretrainedConfig,
+    head: OutputHead,
+    model_name: str,
+    key: str,
+    *,
+    trains_images: bool = False,
+) -> bool:
     """Raise ConfigError for a model that the engines cannot build with the output head `head`.
 
     `key` is the config key of `model_name`. Composite models are refused, except those of which
-    transformers builds the language model alone.
+    transformers builds the language model alone, and with `trains_images` those that are trained
+    with images: then the result is True.
     """
     # Not from the package above: without torch that one has no such names.
     from transformers.models.auto.modeling_auto import (
@@ -136,6 +143,8 @@ def check_model_type(
     model_type = model_config.model_type
     is_causal = head == "vocabulary"
     subject = f"{key} is {model_name!r}, a model of type {model_type}"
+    if trains_images and is_causal and model_type in VISION_TYPES:
+        return True
     if is_composite(model_config) and not (is_causal and model_type in _LANGUAGE_MODEL_ALONE):
         parts = _other_parts(model_config)
         raise ConfigError(
@@ -152,6 +161,7 @@ def check_model_type(
             f"{subject}: transformers has no {kind} of this type; use a Llama-, Mistral- or"
             " Qwen-like model"
         )
+    return False
 
 
 def _open(from_pretrained: Callable[..., Any], directory: str) -> Any:

@@ -19,8 +19,9 @@ from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.paths import model_directory
 from nemo_like.config.schema import OutputHead
 from nemo_like.models.config_fields import ConfigFields
-from nemo_like.models.family_traits import COUNTED_TYPES, TRAITS, FamilyTraits
+from nemo_like.models.family_traits import COUNTED_TYPES, SAME_LAYERS, TRAITS, FamilyTraits
 from nemo_like.models.linear_attention import linear_attention_layers, linear_attention_params
+from nemo_like.models.vision import VISION_TYPES, VisionSpec
 
 SCORE_WEIGHT = "score.weight"
 """Name of the score head of a reward model, [1, hidden size]."""
@@ -130,6 +131,8 @@ class ModelSpec:
     """Rows of more tokens have other rotary frequencies (LongRoPE, dynamic NTK); None: no row."""
     head: OutputHead = "vocabulary"
     """`scores` for a reward model, whose input embedding is not tied to anything."""
+    vision: VisionSpec | None = None
+    """The tower of a model that is trained with images."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | object, name: str = "") -> ModelSpec:
@@ -139,7 +142,13 @@ class ModelSpec:
         """
         fields = ConfigFields(config, name)
         try:
-            return cls._from_fields(fields)
+            spec = cls._from_fields(fields)
+            model_type = ConfigFields.of_composite(config).get("model_type", default=None)
+            if model_type not in VISION_TYPES:
+                return spec
+            # The language model alone does not name them.
+            is_tied = ConfigFields.of_composite(config).get("tie_word_embeddings", default=False)
+            return replace(spec, vision=VisionSpec.from_config(config, name), is_tied=bool(is_tied))
         except ConfigError:
             raise
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -150,6 +159,7 @@ class ModelSpec:
     @classmethod
     def _from_fields(cls, fields: ConfigFields) -> ModelSpec:
         model_type = str(fields.get("model_type", default=""))
+        model_type = SAME_LAYERS.get(model_type, model_type)
         hidden_size = fields.size("hidden_size", "n_embd", "d_model")
         num_layers = fields.size("num_hidden_layers", "n_layer", "num_layers")
         num_heads = fields.size("num_attention_heads", "n_head")
@@ -252,7 +262,10 @@ class ModelSpec:
             num_idle = self.moe.num_experts - self.moe.num_active_experts
             expert_params = self._mlp_params(self.moe.expert_size)
             idle_experts = self.num_sparse_layers * num_idle * expert_params
-        return self.num_active_params + input_embedding + self._vector_params + idle_experts
+        vision = 0 if self.vision is None else self.vision.num_params
+        return (
+            self.num_active_params + input_embedding + self._vector_params + idle_experts + vision
+        )
 
     @property
     def embedding_params(self) -> int:
@@ -269,6 +282,8 @@ class ModelSpec:
         """Parameters of one layer, on average."""
         input_embedding = 0 if self.is_tied else self.embedding_params
         outside_layers = input_embedding + self.head_params + self.hidden_size
+        if self.vision is not None:
+            outside_layers += self.vision.num_params
         return (self.num_params - outside_layers) // self.num_layers
 
     @property

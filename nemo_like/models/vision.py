@@ -21,6 +21,8 @@ from nemo_like.models.config_fields import ConfigFields
 
 _IS_GATED = {"qwen2_5_vl": True, "qwen3_vl": False}
 """Model types with such a tower -> its feed-forward blocks have a gate."""
+VISION_TYPES = tuple(_IS_GATED)
+"""Model types that are trained with images."""
 _MAX_ASPECT_RATIO = 200
 """Limit of the image processor."""
 PROCESSOR_FILE = "preprocessor_config.json"
@@ -58,6 +60,8 @@ class VisionSpec:
     """Layers that attend to the complete image."""
     num_deepstack: int
     """Layers whose features are added in the language model's first layers as well."""
+    num_positions: int
+    """Learned positions of patches; 0 without."""
     image_token_id: int
 
     @classmethod
@@ -96,6 +100,7 @@ class VisionSpec:
             window=None if window is None else window // patch_size // merge_size * merge_size,
             num_full_layers=len(full_layers),
             num_deepstack=len(fields.get("deepstack_visual_indexes", default=())),
+            num_positions=fields.get("num_position_embeddings", default=0),
             image_token_id=values["image_token_id"],
         )
 
@@ -103,6 +108,24 @@ class VisionSpec:
     def num_mlp_matrices(self) -> int:
         """3 for a gated feed-forward block (gate, up, down), else 2."""
         return 3 if _IS_GATED[self.model_type] else 2
+
+    @property
+    def num_params(self) -> int:
+        """All parameters of the tower."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        merged = self.merge_size**2 * hidden
+        is_gated = _IS_GATED[self.model_type]
+        # RMSNorm has a weight, LayerNorm a bias as well.
+        norm = hidden if is_gated else 2 * hidden
+        biases = 5 * hidden + (2 * inner if is_gated else inner)
+        layer = hidden * (4 * hidden + self.num_mlp_matrices * inner) + biases + 2 * norm
+        patch = 3 * self.temporal_patch_size * self.patch_size**2 * hidden
+        if not is_gated:
+            patch += hidden
+        merger = merged * (merged + 1) + (merged + 1) * self.out_hidden_size
+        # Those of `deepstack` normalize merged patches.
+        deep = self.num_deepstack * (merger + self.merge_size**2 * norm)
+        return patch + self.num_positions * hidden + self.depth * layer + merger + norm + deep
 
     def image_tokens(self, grids: np.ndarray) -> np.ndarray:
         """Return the image tokens of each image, int64 [n]."""

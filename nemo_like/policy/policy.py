@@ -36,7 +36,13 @@ from nemo_like.distributed.worker_group import (
 from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics
 from nemo_like.models.spec import ModelSpec
-from nemo_like.policy.batching import Purpose, microbatch_budget, plan_spec, shared_prefix_mode
+from nemo_like.policy.batching import (
+    Purpose,
+    microbatch_budget,
+    plan_spec,
+    shared_prefix_mode,
+    with_image_work,
+)
 from nemo_like.policy.device import DeviceInfo
 from nemo_like.policy.heads.targets import TargetSettings
 from nemo_like.policy.isolation import IsolationReport
@@ -129,6 +135,7 @@ class Policy:
         """
         may_share = self._shared_prefix is not False and self._spec(purpose).layout == "packed"
         counts = TokenCounts.of_batch(batch, with_prefixes=may_share)
+        counts = with_image_work(counts, batch.get("images", ()), self.config, self.model)
         return self.plan(
             counts, purpose, batch.get("pair"), episodes=batch.get("episode"), warn=warn
         )

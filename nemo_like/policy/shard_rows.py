@@ -18,6 +18,7 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
 from nemo_like.distributed import activity
 from nemo_like.policy.heads.targets import Targets
+from nemo_like.policy.inputs.images import RowImages
 from nemo_like.policy.inputs.model_inputs import ModelInputs, build_inputs, num_predicted_tokens
 from nemo_like.policy.rank_groups import RankGroups
 
@@ -39,6 +40,8 @@ class ShardRows:
     device: torch.device
     targets: Targets | None = None
     """Targets of the teachers, which choose the output head of each microbatch."""
+    images: RowImages | None = None
+    """Images of the rows, if any row of the batch has one."""
 
     def count(self, microbatches: Iterable[Microbatch]) -> tuple[float, float]:
         """Count (trained tokens, rows with at least one trained token) of this dp rank.
@@ -98,6 +101,7 @@ class ShardRows:
             cp_rank=self.cp_rank,
             device=self.device,
             num_trained=self.num_trained_tokens(microbatch),
+            images=self.images if microbatch.has_images else None,
         )
         if self.targets is None:
             return inputs

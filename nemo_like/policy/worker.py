@@ -36,6 +36,7 @@ from nemo_like.policy.heads.row_outputs import (
     unpack_outputs,
 )
 from nemo_like.policy.heads.targets import TargetSettings
+from nemo_like.policy.inputs.images import ImageFiles
 from nemo_like.policy.isolation import IsolationReport, probe_isolation
 from nemo_like.policy.loss_step import (
     LossStep,
@@ -420,7 +421,21 @@ class PolicyWorker:
     ) -> ShardRows:
         cp_rank = self.engine.ranks.cp_rank
         targets = self._logprobs.targets(handle)
-        return ShardRows(columns, spec, cp_rank, self.engine.device, targets)
+        images = None
+        if "images" in columns:
+            images = self._image_files.rows(columns["input_ids"], columns["images"])
+        return ShardRows(columns, spec, cp_rank, self.engine.device, targets, images)
+
+    @cached_property
+    def _image_files(self) -> ImageFiles:
+        """Reads images of rows; its cache lasts for the run."""
+        vision = self.config.vision
+        return ImageFiles.open(
+            self.engine.model_config,
+            Path(self.config.model_name),
+            vision.min_pixels,
+            vision.max_pixels,
+        )
 
     @property
     def _sampling_distribution(self) -> TokenDistribution:

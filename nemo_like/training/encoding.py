@@ -76,7 +76,9 @@ def encode_sft_row(encoder: ChatEncoder, train_on: TrainOn, row: Row) -> Encoded
         return _encode_text(encoder, row["text"])
     turns = trained_turns(flagged_conversation(row), train_on)
     encoded = encoder.encode_sft(conversation(row), row_tools(row))
-    return encoded if turns is None else mask_turns(encoded, turns)
+    if turns is not None:
+        encoded = mask_turns(encoded, turns)
+    return encoded if encoder.images is None else encoder.images.expand(encoded, row)
 
 
 def _encode_tokens(encoder: ChatEncoder, row: Row) -> EncodedRow:
@@ -122,7 +124,7 @@ def fit_row(encoded: EncodedRow, limits: RowLimits) -> EncodedRow | None:
     if length <= limit or limits.oversize == "singleton":
         return encoded
     if limits.oversize == "truncate":
-        return EncodedRow(encoded.input_ids[:limit], encoded.token_mask[:limit])
+        return encoded.beginning(limit)
     if limits.oversize == "drop":
         return None
     raise OversizeError(
@@ -174,5 +176,6 @@ def encoding_settings(
         str(tokenizer.chat_template),
         tokenizer.special_tokens_map,
         tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab(),
+        *([] if encoder.images is None else [encoder.images]),
     )
     return repr(values)

@@ -26,6 +26,7 @@ from nemo_like.config.schema import (
     Switch,
 )
 from nemo_like.data.chat import ChatEncoder
+from nemo_like.data.image_encoding import ImageEncoder
 from nemo_like.data.routed_experts import routed_bytes
 from nemo_like.models.adapters import ADAPTER_WEIGHTS, check_adapters
 from nemo_like.models.layout_check import frozen_weights, model_problems
@@ -49,19 +50,26 @@ from nemo_like.policy.batching import microbatch_budget, shared_prefix_mode
 from nemo_like.prediction.memory import GIB, MemoryModel
 from nemo_like.prediction.placement import num_adapter_params, policy_placement
 from nemo_like.training.generation_backends import generation_backend
+from nemo_like.training.images import check_trains_images
 from nemo_like.training.policy_backends import policy_backend
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def open_encoder(policy: PolicyConfig, data: DataConfig, vocab_size: int | None) -> ChatEncoder:
+def open_encoder(
+    policy: PolicyConfig,
+    data: DataConfig,
+    vocab_size: int | None,
+    images: ImageEncoder | None = None,
+) -> ChatEncoder:
     """Load the policy's tokenizer with its chat template, or with `policy.chat_template`.
 
-    `vocab_size` is the size of the model's vocabulary, None if it is not known. Raises ConfigError
-    for missing or unusable files.
+    `vocab_size` is the size of the model's vocabulary, None if it is not known; `images` encodes
+    the images of rows. Raises ConfigError for missing or unusable files, and for a chat template
+    that does not write images.
     """
-    return load_encoder(
+    encoder = load_encoder(
         policy,
         "policy",
         vocab_size,
@@ -71,6 +79,10 @@ def open_encoder(policy: PolicyConfig, data: DataConfig, vocab_size: int | None)
         train_on="all" if data.train_on == "all" else "assistant",
         chat_template_kwargs=data.chat_template_kwargs,
     )
+    if images is not None:
+        images.check_template(encoder.template)
+        encoder.images = images
+    return encoder
 
 
 def load_encoder(
@@ -147,7 +159,12 @@ def open_model_config(
     stored = load_checked_config(name, _POLICY)
     # vLLM generates with models that the engines do not train.
     if is_trained:
-        check_model_type(stored, needs.head, name, _POLICY)
+        has_images = check_model_type(
+            stored, needs.head, name, _POLICY, trains_images=needs.trains_images
+        )
+        if has_images:
+            layout = policy_layout(parallel, cluster)
+            check_trains_images(policy, layout, needs, stored.model_type)
     model_config = with_output_head(stored, needs.head, name)
     spec = ModelSpec.from_config(model_config, name)
     policy_backend(policy).check_model(spec, name)

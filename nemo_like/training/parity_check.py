@@ -34,6 +34,7 @@ from nemo_like.config.schema import ClusterConfig, ParallelConfig, PolicyConfig
 from nemo_like.data.encoded_rows import cache_directory
 from nemo_like.models.pretrained import load_model_config
 from nemo_like.models.tiny import save_tiny_copy
+from nemo_like.models.vision import VISION_TYPES
 from nemo_like.parallel_layout import LayoutError
 from nemo_like.run.files import write_json
 from nemo_like.run.progress import Progress
@@ -70,6 +71,9 @@ class ParityCheck:
         self._started_s = time.monotonic()
         if not policy.parity_check:
             logger.info("%s is false: the layout is not compared with transformers", _KEY)
+            return
+        if load_model_config(policy.model_name).model_type in VISION_TYPES:
+            logger.info("%s: models with a vision tower are not compared with transformers", _KEY)
             return
         run = checked_run(policy, parallel, build_layout(parallel, num_policy_workers(cluster)).dp)
         self._kept = cache_directory("parity") / f"{_digest(run)}.json"

@@ -336,6 +336,8 @@ class RowChecks:
         forged: list[tuple[int, str]] = []
         for index, row in enumerate(rows):
             messages = messages_of(row)
+            if encoder.images is not None:
+                messages = [encoder.images.without_images(each) for each in messages]
             # Joined by a character of no control text, so that none is found across messages.
             answers = "\0".join(_texts(messages, assistant=True))
             if any(end in answers for end in ends):

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from nemo_like.config.errors import counted
 from nemo_like.config.schema import LoggerConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.columns import num_trained_tokens
 from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.loader import BatchLoader, Position
 from nemo_like.data.planning.plan import BatchPlan
@@ -103,7 +102,7 @@ class TrainingRun:
             write_text(self.files.directory.plan(step), plan.to_json() + "\n")
             self.progress.print_line(f"first batch: {plan}")
         # For `nemo-like plan --metrics`, which plans the steps of a past run again.
-        counts = TokenCounts(batch["length"], num_trained_tokens(batch), plan.prefixes)
+        counts = replace(TokenCounts.of_batch(batch, with_prefixes=False), prefixes=plan.prefixes)
         record = {"step": step + 1, **counts.to_dict()}
         self.files.lengths.append_json(record, f"the row lengths of step {step + 1}")
         with self.log.timers("shard"):

@@ -18,6 +18,7 @@ from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.column_names import check_columns
 from nemo_like.data.encoded_rows import EncodedRows, Examples
 from nemo_like.data.formats import RowSchema
+from nemo_like.data.image_encoding import ImageEncoder
 from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.loader import BatchLoader, RowLoader, no_batch_text, num_batches
 from nemo_like.data.row_order import Curriculum, Mixture
@@ -41,8 +42,10 @@ def named_metrics(name: str, metrics: Metrics) -> Metrics:
     return named
 
 
-def load_validation(data: DataConfig, schema: RowSchema) -> dict[str, Rows]:
-    """Read the rows of every validation set, by name.
+def load_validation(
+    data: DataConfig, schema: RowSchema, images: ImageEncoder | None = None
+) -> dict[str, Rows]:
+    """Read the rows of every validation set, by name; `images` places those of a row.
 
     Raises ConfigError for a missing or empty file, or a bad line.
     """
@@ -56,6 +59,7 @@ def load_validation(data: DataConfig, schema: RowSchema) -> dict[str, Rows]:
             columns=data.columns_of(name),
             set_name=name,
             skips_bad=data.on_bad_row == "skip",
+            images=images,
         )
         report_skipped(rows[name].bad, validation_key(name))
     return rows
@@ -68,10 +72,12 @@ def report_skipped(bad: BadRows, name: str, progress: Progress | None = None) ->
         (progress or Progress(sys.stderr)).print_line("\n".join([f"{text}:", *bad.lines()]))
 
 
-def load_training(data: DataConfig, schema: RowSchema, progress: Progress) -> Rows:
+def load_training(
+    data: DataConfig, schema: RowSchema, progress: Progress, images: ImageEncoder | None = None
+) -> Rows:
     """Read the training rows. Raises ConfigError for a missing or empty file, or a bad line."""
     check_all_columns(data)
-    sets = {name: load_set(data, schema, name, progress) for name in training_files(data)}
+    sets = {name: load_set(data, schema, name, progress, images) for name in training_files(data)}
     return mixed_rows(sets, data.train_weights)
 
 
@@ -93,7 +99,13 @@ def training_name(data: DataConfig) -> str:
     return data.train_path if len(names) == 1 else f"the training sets {', '.join(names)}"
 
 
-def load_set(data: DataConfig, schema: RowSchema, name: str, progress: Progress) -> Rows:
+def load_set(
+    data: DataConfig,
+    schema: RowSchema,
+    name: str,
+    progress: Progress,
+    images: ImageEncoder | None = None,
+) -> Rows:
     """Read one training set. Raises ConfigError for a missing or empty file, or a bad line."""
     key = training_key(name)
     with progress.phase(f"reading {key}") as phase:
@@ -106,6 +118,7 @@ def load_set(data: DataConfig, schema: RowSchema, name: str, progress: Progress)
             set_name=name,
             skips_bad=data.on_bad_row == "skip",
             selection=_selection(data),
+            images=images,
             advance=phase.advance,
         )
     report_skipped(rows.bad, key, progress)

@@ -48,6 +48,7 @@ class SftRunConfig(RunConfig):
             batch=batch,
             groups_rows=False,
             scored_rows="validation",
+            trains_images=True,
             rollouts=rollouts,
         )
 

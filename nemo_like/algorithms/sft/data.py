@@ -95,6 +95,11 @@ def open_stream(
     Raises ConfigError for values of `data.batching` that do not fit together.
     """
     batching = config.data.batching
+    if source.data.encoder.images is not None:
+        raise ConfigError(
+            f"data.batching.kind is {batching.kind}, and policy.model_name has a vision tower: rows"
+            " are not streamed with images; set data.batching.kind=fixed"
+        )
     plan = plan_spec(
         config.policy,
         purpose="train",

@@ -15,6 +15,7 @@ from nemo_like.data.planning.prefixes import SharedPrefixes
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.integer_math import round_up
+from nemo_like.models.vision import planner_sizes
 
 _MAX_ROWS_SHOWN = 3
 """Maximum number of rows that a message about oversize rows lists."""
@@ -41,6 +42,10 @@ class FittedRows:
     """int64 [B]: tokens with loss that remain; None if they are not known."""
     prefixes: SharedPrefixes | None = None
     """Leading tokens that the remaining rows have in common; None: each row is complete."""
+    image_tokens: np.ndarray | None = None
+    """int64 [B]: tokens of images; None if no row has any."""
+    image_work: np.ndarray | None = None
+    """float64 [B]: work of the vision tower; None if it is not known."""
     warning: str = ""
     """Which rows were oversize and what happened to them; empty if none were."""
 
@@ -50,7 +55,14 @@ class FittedRows:
         padded = round_up(counts.lengths, spec.row_multiple)
         is_dropped = np.zeros(len(padded), dtype=bool)
         trained, prefixes = counts.num_trained, counts.prefixes
-        return cls(counts.lengths, padded, is_dropped, 0, 0, trained, prefixes)
+        images = (counts.image_tokens, counts.image_work)
+        return cls(counts.lengths, padded, is_dropped, 0, 0, trained, prefixes, *images)
+
+    def sizes(self, spec: PlanSpec) -> np.ndarray:
+        """Return what counts of each row for the limit of a microbatch, int64 [B]."""
+        if self.image_tokens is None or not spec.image_weight:
+            return self.padded_lengths
+        return planner_sizes(self.padded_lengths, self.image_tokens, spec.image_weight)
 
     def truncated(self, lengths: np.ndarray, spec: PlanSpec) -> FittedRows:
         """Return the rows truncated to `lengths` int64 [B], each at most its own."""

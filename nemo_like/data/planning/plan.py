@@ -34,6 +34,8 @@ from nemo_like.data.planning.spec import Microbatch, PlanSpec
 from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.integer_math import ceil_div, round_up
 
+_ARRAYS = ("rows", "lengths", "padded_lengths", "offsets")
+
 __all__ = ["BatchPlan", "Microbatch", "PlanSpec", "RankPlan", "plan_batch"]
 
 
@@ -108,6 +110,10 @@ class BatchPlan:
     """
     prefixes: SharedPrefixes | None = None
     """The common leading tokens of all rows, after truncation."""
+    image_tokens: np.ndarray | None = None
+    """int64 [n]: image tokens of each of `rows`; None: no row has an image."""
+    image_work: np.ndarray | None = None
+    """float64 [n]: work of the vision tower of each of `rows`; None: it is not known."""
     oversize_warning: str = field(default="", compare=False)
     """Which rows were above the token limit and what happened to them; empty if none were, and for
     plans that `from_json`, `with_budget` or a stream made.
@@ -138,7 +144,8 @@ class BatchPlan:
     def work(self) -> np.ndarray:
         """Forward work of each of `rows` by `spec.cost`, float64 [n], without its shared tokens."""
         if self.shared is None:
-            return self.spec.cost.of(self.padded_lengths, self.num_trained)
+            work = self.spec.cost.of(self.padded_lengths, self.num_trained)
+            return work if self.image_work is None else work + self.image_work
         return self.spec.cost.of(self.padded_lengths + self.shared, self.num_trained, self.shared)
 
     @property
@@ -191,11 +198,16 @@ class BatchPlan:
         if spec == self.spec:
             return self
         num_trained = None if self.num_trained is None else self._by_row(self.num_trained)
-        lengths = self._by_row(self.lengths)
+        image_tokens = None if self.image_tokens is None else self._by_row(self.image_tokens)
+        image_work = None if self.image_work is None else self._by_row(self.image_work)
+        counts = TokenCounts(
+            self._by_row(self.lengths), num_trained, self.prefixes, image_tokens, image_work
+        )
+        lengths = counts.lengths
         is_dropped = np.zeros(self.num_rows, dtype=bool)
         is_dropped[list(self.dropped)] = True
         fitted = replace(
-            FittedRows.of(TokenCounts(lengths, num_trained, self.prefixes), spec),
+            FittedRows.of(counts, spec),
             is_dropped=is_dropped,
             num_truncated=self.num_truncated,
             num_oversize=self.num_oversize,
@@ -255,6 +267,8 @@ class BatchPlan:
             # An empty plan has neither.
             num_slots = max(self.num_microbatches + bubble, 1)
             optional["packing/pipeline_bubble_share"] = bubble / num_slots
+        if self.image_work is not None:
+            optional["packing/rank_imbalance_vision"] = self._imbalance(self.image_work)
         if self.shared is not None:
             num_row_tokens = max(self.lengths.sum(), 1)
             optional["packing/shared_token_share"] = float(1 - num_computed / num_row_tokens)
@@ -292,9 +306,11 @@ class BatchPlan:
     def from_json(cls, text: str) -> BatchPlan:
         """Return the plan that `to_json` wrote."""
         values = json.loads(text)
-        for name in ("rows", "lengths", "padded_lengths", "offsets", "num_trained", "shared"):
+        for name in (*_ARRAYS, "num_trained", "shared", "image_tokens"):
             if name in values:
                 values[name] = np.asarray(values[name], dtype=np.int64)
+        if "image_work" in values:
+            values["image_work"] = np.asarray(values["image_work"], dtype=np.float64)
         for name in ("step_offsets", "deferred", "dropped"):
             values[name] = tuple(values[name])
         values["spec"] = PlanSpec.from_dict(values["spec"])
@@ -364,6 +380,14 @@ class BatchPlan:
         """All microbatches as bins, rank-major."""
         return Packing(self.rows, self.offsets)
 
+    @cached_property
+    def _has_images(self) -> np.ndarray:
+        """True for each microbatch in which a row of any rank has an image, bool [M]."""
+        if self.image_tokens is None:
+            return np.zeros(self.num_microbatches, dtype=bool)
+        by_rank = self._bins.loads(self._by_row(self.image_tokens))
+        return by_rank.reshape(self.spec.num_ranks, -1).any(axis=0)
+
     def _by_row(self, values: np.ndarray) -> np.ndarray:
         """Reorder values [n] of `rows` into an array over row ids [num_rows]."""
         by_row = np.zeros(self.num_rows, dtype=values.dtype)
@@ -394,11 +418,12 @@ class BatchPlan:
         padded_lengths = tuple(self.padded_lengths[start:stop].tolist())
         shared = () if self.shared is None else tuple(self.shared[start:stop].tolist())
         tokens = self.num_tokens[dp_rank].tolist()
+        has_images = self._has_images.tolist()
         microbatches = []
         for m, (a, b) in enumerate(pairwise(offsets)):
             shared_of = shared[a:b] if any(shared[a:b]) else ()
             microbatch = Microbatch(
-                rows[a:b], lengths[a:b], padded_lengths[a:b], tokens[m], shared_of
+                rows[a:b], lengths[a:b], padded_lengths[a:b], tokens[m], shared_of, has_images[m]
             )
             microbatches.append(microbatch)
         return tuple(microbatches)
@@ -490,6 +515,8 @@ def join_steps(spec: PlanSpec, fitted: FittedRows, steps: list[Packing]) -> Batc
         num_trained=None if fitted.num_trained is None else fitted.num_trained[bins.perm],
         shared=shared,
         prefixes=fitted.prefixes,
+        image_tokens=None if fitted.image_tokens is None else fitted.image_tokens[bins.perm],
+        image_work=None if fitted.image_work is None else fitted.image_work[bins.perm],
         oversize_warning=fitted.warning,
     )
 

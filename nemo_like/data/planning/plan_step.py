@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from nemo_like.data.packing.algorithms import PackingAlgorithm, SequencePacker
 from nemo_like.data.packing.balance import assign_bins, schedule
 from nemo_like.data.packing.packers import Packing, concatenative, longest_first, prefix_sums
+from nemo_like.data.planning.image_balance import RowCosts, exchange_rows
 from nemo_like.data.planning.oversize import FittedRows, group_rows
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.integer_math import ceil_div, round_up
@@ -54,12 +55,11 @@ def form_step(
 
     `groups` int64 [B] are group ids of all rows of the batch.
     """
-    items = _items(
-        fitted.padded_lengths[rows],
-        None if fitted.num_trained is None else fitted.num_trained[rows],
-        group_rows(rows, groups),
-        spec,
-    )
+    sizes = fitted.sizes(spec)
+    trained = None if fitted.num_trained is None else fitted.num_trained[rows]
+    items = _items(fitted.padded_lengths[rows], trained, group_rows(rows, groups), spec)
+    if fitted.image_tokens is not None and groups is None and spec.layout == "packed":
+        items = _with_images(items, rows, sizes, fitted.image_work)
     if len(items.lengths) == 0:
         step = empty_bins(spec.bins_multiple)
     elif not spec.has_token_limit:
@@ -71,6 +71,11 @@ def form_step(
     # Items to positions in `rows`, then to row ids.
     bins = step.expand(items.rows)
     bins = Packing(rows[bins.perm], bins.offsets)
+    if fitted.image_work is not None and groups is None and spec.sync == "microbatch":
+        language = row_work(fitted.padded_lengths, spec, fitted.num_trained)
+        if language is not None:
+            costs = RowCosts(sizes, fitted.image_work, language)
+            bins = exchange_rows(bins, costs, spec.num_ranks, spec.capacity)
     return in_execution_order(bins, fitted, spec)
 
 
@@ -87,6 +92,8 @@ def form_rank(rows: np.ndarray, fitted: FittedRows, spec: PlanSpec) -> Packing:
     Used by `BatchPlan.with_budget`. `rows` int64 [n] are row ids; the result has bins of row ids.
     """
     lengths = fitted.padded_lengths[rows]
+    if spec.layout == "packed":
+        lengths = fitted.sizes(spec)[rows]
     if len(rows) == 0:
         return empty_bins(0)
     if not spec.has_token_limit:
@@ -172,6 +179,19 @@ def _items(
         return Items(groups, num_rows, longest, work, loss_work)
     work = _sums(groups, row_work(padded, spec, num_trained))
     return Items(groups, num_rows, total, work, np.zeros(len(total)))
+
+
+def _with_images(
+    items: Items, rows: np.ndarray, sizes: np.ndarray, image_work: np.ndarray | None
+) -> Items:
+    """Return items that are `rows` int64 [n] with the sizes and the work of their images.
+
+    `sizes` int64 [B] and `image_work` float64 [B] are those of all rows of the batch.
+    """
+    work = items.work
+    if work is not None and image_work is not None:
+        work = work + image_work[rows]
+    return replace(items, lengths=sizes[rows], work=work)
 
 
 def _sums(groups: Packing | None, values: np.ndarray | None) -> np.ndarray | None:

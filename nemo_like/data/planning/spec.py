@@ -174,6 +174,10 @@ class Microbatch:
     """Leading tokens that each row has in common with the row before it, which are computed there:
     the positions of a row are those of its other tokens. Empty: all rows are complete.
     """
+    has_images: bool = False
+    """A row of this microbatch, or of one that another rank computes at the same time, has an
+    image: all of them compute the vision tower.
+    """
 
     @property
     def is_dummy(self) -> bool:
@@ -240,6 +244,10 @@ class PlanSpec:
     cost: CostModel = field(default_factory=CostModel)
     """Work of a row, for `balance="flops"`."""
     seed: int = 0
+    image_weight: float = 0.0
+    """Packed layout: the limit of a microbatch counts an image token as so many tokens more, for
+    the activations of the vision tower.
+    """
 
     def __post_init__(self) -> None:
         # The dataclass is frozen; names are accepted in any case and stored as members.
@@ -381,7 +389,10 @@ class PlanSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {**asdict(self), "algorithm": str(self.algorithm)}
+        values = {**asdict(self), "algorithm": str(self.algorithm)}
+        if not self.image_weight:
+            del values["image_weight"]
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PlanSpec:

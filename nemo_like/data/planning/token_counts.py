@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from nemo_like.data.images import RowImage
 from nemo_like.data.jagged import EncodedRow, Jagged
 from nemo_like.data.packing.packers import Packing, checked_lengths
 from nemo_like.data.planning.prefixes import SharedPrefixes
@@ -29,6 +30,11 @@ class TokenCounts:
     """
     prefixes: SharedPrefixes | None = None
     """Common leading tokens; None if they are not known, or there are none."""
+    image_tokens: np.ndarray | None = None
+    """int64 [B]: tokens that are of images; None if no row has any."""
+    image_work: np.ndarray | None = None
+    """float64 [B]: work of the vision tower, in the unit of the work of the language model; None if
+    it is not known."""
 
     @classmethod
     def of_batch(cls, columns: Mapping[str, Any], *, with_prefixes: bool = True) -> TokenCounts:
@@ -44,7 +50,8 @@ class TokenCounts:
         prefixes = None
         if with_prefixes and groups is not None:
             prefixes = SharedPrefixes.of_tokens(groups, columns["input_ids"])
-        return cls(columns["length"], num_trained_tokens(columns), prefixes)
+        images = _image_tokens(columns.get("images", ()))
+        return cls(columns["length"], num_trained_tokens(columns), prefixes, images)
 
     def checked(self) -> TokenCounts:
         """Return the counts as int64 arrays.
@@ -55,7 +62,8 @@ class TokenCounts:
         lengths = checked_lengths(self.lengths)
         if self.prefixes is not None:
             self.prefixes.check(lengths)
-        return TokenCounts(lengths, _checked_trained(self.num_trained, lengths), self.prefixes)
+        num_trained = _checked_trained(self.num_trained, lengths)
+        return replace(self, lengths=lengths, num_trained=num_trained)
 
     def take(self, rows: np.ndarray) -> TokenCounts:
         """Return the counts of some rows, int64 [n] without repetition, in their order."""
@@ -66,7 +74,8 @@ class TokenCounts:
             position_of = np.zeros(len(self.lengths), dtype=np.int64)
             position_of[rows] = np.arange(len(rows))
             prefixes = SharedPrefixes(position_of[by_depth.perm], shared)
-        return TokenCounts(self.lengths[rows], num_trained, prefixes)
+        image_tokens = None if self.image_tokens is None else self.image_tokens[rows]
+        return TokenCounts(self.lengths[rows], num_trained, prefixes, image_tokens)
 
     def in_trees(self) -> Packing:
         """Return bins of rows with common leading tokens; other rows are bins of their own."""
@@ -91,6 +100,15 @@ class TokenCounts:
             order.append(first + own.order)
             shared.append(own.shared)
             first += num_rows
+        image_tokens = None
+        if any(part.image_tokens is not None for part in parts):
+            known = [part.image_tokens for part in parts]
+            image_tokens = np.concatenate(
+                [
+                    np.zeros(len(part.lengths), dtype=np.int64) if own is None else own
+                    for part, own in zip(parts, known, strict=True)
+                ]
+            )
         prefixes = None
         if any(part.prefixes is not None for part in parts):
             prefixes = SharedPrefixes(np.concatenate(order), np.concatenate(shared))
@@ -98,6 +116,7 @@ class TokenCounts:
             np.concatenate([part.lengths for part in parts]),
             np.concatenate(trained) if len(trained) == len(parts) else None,
             prefixes,
+            image_tokens,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,6 +126,8 @@ class TokenCounts:
             values["num_trained"] = self.num_trained.tolist()
         if self.prefixes is not None:
             values["prefixes"] = self.prefixes.to_dict()
+        if self.image_tokens is not None:
+            values["image_tokens"] = self.image_tokens.tolist()
         return values
 
     @classmethod
@@ -114,10 +135,12 @@ class TokenCounts:
         """Return the counts that `to_dict` converted; other keys are ignored."""
         trained = values.get("num_trained")
         prefixes = values.get("prefixes")
+        image_tokens = values.get("image_tokens")
         return cls(
             np.array(values["lengths"], dtype=np.int64),
             None if trained is None else np.array(trained, dtype=np.int64),
             None if prefixes is None else SharedPrefixes.from_dict(prefixes),
+            None if image_tokens is None else np.array(image_tokens, dtype=np.int64),
         )
 
 
@@ -134,8 +157,17 @@ def count_tokens(
         input_ids = Jagged.from_rows([row.input_ids for row in rows], np.int32)
         prefixes = SharedPrefixes.of_tokens(groups, input_ids)
     return TokenCounts(
-        np.array(lengths, dtype=np.int64), np.array(num_trained, dtype=np.int64), prefixes
+        np.array(lengths, dtype=np.int64),
+        np.array(num_trained, dtype=np.int64),
+        prefixes,
+        _image_tokens([row.images for row in rows]),
     )
+
+
+def _image_tokens(images: Sequence[Sequence[RowImage]]) -> np.ndarray | None:
+    """Return the image tokens of rows with `images` each, int64 [B]; None without any image."""
+    counts = [sum(image.num_tokens for image in row) for row in images]
+    return np.array(counts, dtype=np.int64) if any(counts) else None
 
 
 def _checked_trained(

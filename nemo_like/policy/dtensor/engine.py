@@ -129,6 +129,12 @@ class DTensorEngine(Engine[ShardedOptimizer]):
                     assert loss is not None, "a step function gives a loss when run with backward"
                     loss.backward()
                 results.append(result)
+        if backward and self.spec.vision is not None:
+            # A step without an image leaves the tower without gradients; all parameters have
+            # optimizer state of the same age.
+            for sharded in self.trained:
+                if sharded.parameter.grad is None:
+                    sharded.parameter.grad = torch.zeros_like(sharded.parameter)
         if not backward:
             # Without a backward the root, and all units of a small model, are still unsharded. The
             # next optimizer step updates the shards only and would leave these copies stale.

@@ -33,6 +33,7 @@ from nemo_like.policy.decoder_layers import (
     layers_are_compiled,
 )
 from nemo_like.policy.device import ComputeClock
+from nemo_like.policy.dtensor import vision
 from nemo_like.policy.dtensor.experts import ExpertLoads, distribute_all, expert_modules
 from nemo_like.policy.dtensor.lora import QuantizedParameter, add_adapters, quantize_layers
 from nemo_like.policy.dtensor.parallel import Groups, ShardSpec, Specs
@@ -136,7 +137,7 @@ def check_head(causal_lm: PreTrainedModel, model_name: str) -> None:
         """Return `hidden`, [1, 8, D], as the output of the backbone."""
         # The class has the fields of a dense model's output as well.
         output: Any = MoeModelOutputWithPast(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
-        output.cross_attentions = None
+        output.cross_attentions = output.rope_deltas = None
         return output
 
     try:
@@ -290,6 +291,7 @@ class LogprobModel(nn.Module):
         self.groups = groups
         self.expert_loads = expert_loads
         self._head = head
+        self._is_composite = vision.is_composite(causal_lm)
         self._replay = RouterReplay(causal_lm)
         self._rope = RowRope(causal_lm, ModelSpec.from_config(causal_lm.config).rope_threshold)
 
@@ -313,6 +315,11 @@ class LogprobModel(nn.Module):
             options["exchange"] = inputs.exchange
         if self.groups.cp is not None:
             options["cp_group"] = self.groups.cp
+        if self._is_composite:
+            hidden = vision.hidden_states(
+                self.causal_lm, inputs.input_ids, inputs.position_ids, inputs.vision, **options
+            )
+            return self._head(hidden, inputs, distribution)
         output = backbone(self.causal_lm)(
             input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, **options
         )
@@ -325,10 +332,15 @@ def backbone(causal_lm: PreTrainedModel) -> Callable[..., Any]:
 
 
 def decoder_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
-    """Return the repeated blocks in order; each is an FSDP unit and a unit of recomputation."""
+    """Return the repeated blocks in order; each is an FSDP unit and a unit of recomputation.
+
+    Of a composite model they are those of the language model.
+    """
     names = set(causal_lm._no_split_modules or [])
+    is_composite = vision.is_composite(causal_lm)
+    model = causal_lm.base_model.language_model if is_composite else causal_lm
     layers = []
-    for module in causal_lm.modules():
+    for module in model.modules():
         # FSDP makes the class of a unit a subclass of it.
         if names.intersection(each.__name__ for each in type(module).__mro__):
             layers.append(module)
@@ -353,6 +365,8 @@ def build_model(
     device = groups.device
     attention.register()
     causal_lm = _meta_model(config, model_config)
+    if vision.is_composite(causal_lm):
+        vision.prepare(causal_lm)
     spec = ModelSpec.from_config(model_config)
     has_vocabulary = spec.head == "vocabulary"
     if has_vocabulary:
@@ -402,7 +416,10 @@ def build_model(
     # agree between two forwards.
     model.eval()
     if config.activation_checkpointing != "none" and trainable:
-        checkpoint_layers(decoder_layers(model.causal_lm), config.activation_checkpointing)
+        layers = decoder_layers(model.causal_lm)
+        if config.vision.train == "all":
+            layers += vision.tower_layers(causal_lm)
+        checkpoint_layers(layers, config.activation_checkpointing)
     if is_compiled:
         if device.type == "cuda":
             # The choice of a kernel cannot be traced.
@@ -487,9 +504,9 @@ def _frozen_parameters(
         return list(causal_lm.parameters())
     if config.adapter is not None:
         return [weight for name, weight in causal_lm.named_parameters() if name != SCORE_WEIGHT]
-    if not config.freeze:
-        return []
-    frozen = frozen_names(causal_lm, config.freeze)
+    frozen = set(vision.frozen_names(causal_lm, config.vision.train))
+    if config.freeze:
+        frozen |= frozen_names(causal_lm, config.freeze)
     return [weight for name, weight in causal_lm.named_parameters() if name in frozen]
 
 
@@ -522,7 +539,7 @@ def _shard(
                 mp_policy=policy,
                 reshard_after_forward=reshard_after_forward,
             )
-    units = decoder_layers(model.causal_lm)
+    units = decoder_layers(model.causal_lm) + vision.tower_layers(model.causal_lm)
     if not is_tied(model.causal_lm):
         units.append(model.causal_lm.get_input_embeddings())
     mesh = groups.fsdp_mesh

@@ -8,7 +8,7 @@ device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,25 +22,12 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from nemo_like.models.vision import VisionSpec
+from nemo_like.models.vision import VISION_TYPES, VisionSpec
 from nemo_like.policy.inputs import attention
+from nemo_like.policy.inputs.images import VisionInputs
 
 TOWER_IMPLEMENTATION = "nemo_like_vision"
 """The `attn_implementation` of vision towers."""
-
-
-@dataclass(frozen=True, eq=False)
-class VisionInputs:
-    """Unique images of a microbatch, and the places of their features."""
-
-    patches: Tensor
-    """float [N, patch size], normalized."""
-    grids: Tensor
-    """int64 [n, 3] on the CPU."""
-    positions: Tensor
-    """int64 [F], ascending: positions of image tokens in the packed rows."""
-    features: Tensor
-    """int64 [F]: the feature of each, counted over all images."""
 
 
 class _Segments(NamedTuple):
@@ -86,6 +73,26 @@ class _PatchProjection(nn.Module):
         """Return the embeddings [N, D] of patches [N, patch size]."""
         weight = self.proj.weight.flatten(1)
         return F.linear(patches.to(weight.dtype), weight, self.proj.bias)
+
+
+def is_composite(model: PreTrainedModel) -> bool:
+    """Return True for a model with a vision tower that is trained with images."""
+    return model.config.model_type in VISION_TYPES
+
+
+def tower_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the repeated blocks of the tower in order; none of a language model."""
+    tower: Any = model.base_model.visual if is_composite(model) else None
+    return [] if tower is None else list(tower.blocks)
+
+
+def frozen_names(model: PreTrainedModel, train: str) -> Iterator[str]:
+    """Yield the names of the weights of the tower that `policy.vision.train` freezes."""
+    for name, _ in model.named_parameters() if is_composite(model) else ():
+        # The projector merges patches to image tokens, also those of `deepstack`.
+        is_projector = "merger" in name
+        if "visual." in name and (train == "frozen" or (train == "projector" and not is_projector)):
+            yield name
 
 
 def prepare(model: PreTrainedModel) -> None:

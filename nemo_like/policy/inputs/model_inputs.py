@@ -44,6 +44,7 @@ from nemo_like.policy.inputs.grid import (
     segment_positions,
     segment_starts,
 )
+from nemo_like.policy.inputs.images import RowImages, VisionInputs
 from nemo_like.policy.inputs.segment_attention import Spans
 from nemo_like.policy.outputs import OutputEmbedding, TokenLogprobs
 
@@ -117,6 +118,8 @@ class ModelInputs:
     """Of shared prefixes: the keys of each segment of this rank. None: all rows are complete."""
     routed_experts: Tensor | None = None
     """int16 [T, layers, top-k]: the experts that the routers choose, -1 for their own choice."""
+    vision: VisionInputs | None = None
+    """Images of the rows; `position_ids` are int64 [3, 1, T] then."""
     head: Callable[[OutputEmbedding, ModelInputs], TokenLogprobs] | None = None
     """Computes the outputs of this microbatch in the place of the log-probs of `labels`."""
 
@@ -162,6 +165,7 @@ def build_inputs(
     cp_rank: int = 0,
     device: str | torch.device = "cpu",
     num_trained: np.ndarray | None = None,
+    images: RowImages | None = None,
 ) -> ModelInputs:
     """Build the tensors of `microbatch`, whose `rows` index the columns of `shard`.
 
@@ -171,7 +175,8 @@ def build_inputs(
 
     `num_trained`, int64 [R] ([1] for a dummy), are the trained tokens of each row over all
     context-parallel ranks. With it only trained tokens have a label: those with `token_mask` in
-    rows that have some. The counts become the row column `NUM_TRAINED`, float32 [R].
+    rows that have some. The counts become the row column `NUM_TRAINED`, float32 [R]. `images` are
+    those of the rows of the shard.
 
     The host does not wait for the device.
     """
@@ -187,9 +192,12 @@ def build_inputs(
         has_label &= columns["token_mask"] & is_trained_row[labels.grid.row_ids]
     label_positions = np.flatnonzero(has_label)
     keys = None if shared is None else shared.keys
+    image_arrays = {} if images is None else images.arrays(grid)
+    grids = image_arrays.pop("image_grids", None)
     tensors = to_device(
         {
             **_position_arrays(grid, shard["input_ids"], pad_token_id, keys),
+            **image_arrays,
             **_expert_arrays(grid, shard.get(ROUTED_EXPERTS), shared),
             **labels.arrays(shard["input_ids"]),
             "label_mask": has_label,
@@ -224,6 +232,7 @@ def build_inputs(
         cp_size=spec.cp_size,
         exchange=None if keys is None else _exchange(tensors, keys),
         routed_experts=tensors.get(ROUTED_EXPERTS),
+        vision=None if images is None else images.inputs(tensors, grids),
     )
 
 

@@ -1,0 +1,68 @@
+"""Opens what rows with images need of a model, and refuses runs that cannot train with images."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.needs import RunNeeds
+from nemo_like.config.paths import model_directory
+from nemo_like.config.schema import DataConfig, PolicyConfig
+from nemo_like.data.image_encoding import ImageEncoder
+from nemo_like.models.pretrained import import_transformers_without_torch, load_model_config
+from nemo_like.models.vision import VISION_TYPES, ImageSettings, VisionSpec
+from nemo_like.parallel_layout import ParallelLayout
+
+
+def open_images(
+    policy: PolicyConfig, data: DataConfig, *, without_torch: bool = False
+) -> ImageEncoder | None:
+    """Return what encodes the images of rows; None for a model without a vision tower.
+
+    `without_torch` is as in `import_transformers_without_torch`. A model whose configuration
+    cannot be read is left to `open_model_config`. Raises ConfigError for a missing or unusable
+    configuration of its image processor.
+    """
+    name = policy.model_name
+    try:
+        directory = model_directory("policy.model_name", name, weights=False)
+        values = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+        if values["model_type"] not in VISION_TYPES:
+            return None
+        if without_torch:
+            import_transformers_without_torch()
+        model_config = load_model_config(directory)
+    except (ConfigError, OSError, ValueError, LookupError, TypeError):
+        return None
+    spec = VisionSpec.from_config(model_config, name)
+    limits = policy.vision
+    settings = ImageSettings.load(
+        Path(directory), spec, min_pixels=limits.min_pixels, max_pixels=limits.max_pixels
+    )
+    root = None if data.image_root is None else Path(data.image_root).expanduser().absolute()
+    return ImageEncoder(spec, settings, root)
+
+
+def check_trains_images(
+    policy: PolicyConfig, layout: ParallelLayout, needs: RunNeeds, model_type: str
+) -> None:
+    """Raise ConfigError for a run that cannot train a model with a vision tower."""
+    subject = f"policy.model_name is {policy.model_name!r}, a model of type {model_type}"
+    refused = {
+        "policy.engine=megatron": policy.engine != "dtensor",
+        f"the job {needs.job}": not needs.trains_images,
+        "generation (sft.val_generate)": needs.rollouts is not None,
+        "adapters (policy.lora)": policy.adapter is not None,
+        "tensor parallelism (parallel.tensor)": layout.tp > 1,
+        "pipeline parallelism (parallel.pipeline)": layout.pp > 1,
+        "padded rows: set policy.sequence_packing.enabled=true": (
+            not policy.sequence_packing.enabled
+        ),
+    }
+    for text, is_refused in refused.items():
+        if is_refused:
+            raise ConfigError(
+                f"{subject}: models with a vision tower are trained by `nemo-like sft` with FSDP2"
+                f" (policy.engine=dtensor), not with {text}"
+            )
