@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from nemo_like.agents.worker import AgentWorker
+from nemo_like.agents.workers import AgentWorkers
 from nemo_like.config.needs import RolloutNeeds
 from nemo_like.config.parallel import is_colocated, num_generation_workers, num_policy_workers
 from nemo_like.config.rollout import EnvironmentConfig, RewardConfig, RewardModelConfig
@@ -38,6 +40,7 @@ from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.rollout.collector import RolloutCollector
 from nemo_like.rollout.conversations import ConversationDriver
+from nemo_like.rollout.episodes import EpisodeDriver
 from nemo_like.rollout.rewards import ModelRewards, RewardModel
 from nemo_like.run.progress import Progress
 from nemo_like.training.generation_backends import generation_backend
@@ -55,7 +58,7 @@ class RolloutWorkers:
     generator: Generator
     rewards: RewardEnvironment | None
     """None without reward functions: an environment or reward models may give rewards."""
-    environment: EnvironmentWorkers | None = None
+    environment: EnvironmentWorkers | AgentWorkers | None = None
     """None in rollouts of one turn."""
     reward_models: ModelRewards | None = None
     """None without `reward.models`."""
@@ -124,15 +127,21 @@ def start_generator(
     )
 
 
+def check_environment(config: EnvironmentConfig) -> None:
+    """Import the class of the environment. Raises ConfigError. Workers import programs."""
+    if config.is_used and not config.is_program:
+        load_environment(config)
+
+
 def start_environment(
     environment: EnvironmentConfig,
     cluster: ClusterConfig,
     start: StartGroup,
     closing: ExitStack,
     progress: Progress,
-) -> EnvironmentWorkers | None:
-    """Start the workers of the environment; None in a run without one."""
-    if environment.path is None:
+) -> EnvironmentWorkers | AgentWorkers | None:
+    """Start the workers of the environment or of programs; None in a run without."""
+    if not environment.is_used:
         return None
     num_workers = environment.num_workers
     if cluster.backend == "local":
@@ -145,9 +154,12 @@ def start_environment(
         placement = GroupPlacement(
             kind="environment", name=f"environment-{index}", bundles="anywhere"
         )
+        if environment.is_program:
+            return start(placement, AgentWorker, environment=environment)
         return start(placement, EnvironmentWorker, config=environment)
 
-    workers = EnvironmentWorkers(
+    workers_class = AgentWorkers if environment.is_program else EnvironmentWorkers
+    workers = workers_class(
         start_worker, num_workers, max_restarts=cluster.max_restarts, report=progress.print_line
     )
     closing.callback(workers.shutdown)
@@ -171,12 +183,16 @@ def open_collector(
     rollouts: RolloutNeeds, workers: RolloutWorkers, encoder: ChatEncoder
 ) -> RolloutCollector:
     """Return the collector on `workers`; its rows are conversations if they have an environment."""
-    conversations = None
-    if workers.environment is not None:
-        conversations = ConversationDriver(
-            workers.environment, ObservationEncoder(encoder), rollouts.environment, rollouts.rewards
-        )
-    return RolloutCollector(workers.generator, workers.rewards, encoder.tokenizer, conversations)
+    generator, environment = workers.generator, workers.environment
+    config, rewards = rollouts.environment, rollouts.rewards
+    conversations = episodes = None
+    if isinstance(environment, AgentWorkers):
+        environment.set_encoder(encoder)
+        episodes = EpisodeDriver(environment, generator, config, rewards)
+    elif environment is not None:
+        observations = ObservationEncoder(encoder)
+        conversations = ConversationDriver(environment, observations, config, rewards)
+    return RolloutCollector(generator, workers.rewards, encoder.tokenizer, conversations, episodes)
 
 
 def open_reward_models(models: Mapping[str, RewardModelConfig]) -> dict[str, RewardModelFiles]:
@@ -260,8 +276,7 @@ class RolloutStarter:
         self._progress = progress
         load_reward_functions(rollouts.rewards.functions)
         self._files = open_reward_models(rollouts.rewards.models)
-        if rollouts.environment.path is not None:
-            load_environment(rollouts.environment)
+        check_environment(rollouts.environment)
 
     def begin(self, begin: Begin, start: StartGroup, closing: ExitStack) -> None:
         """Start what shares no GPU with the policy. `begin` calls a function, or lets a thread."""
@@ -309,7 +324,9 @@ class RolloutStarter:
         )
         return start_generator(start, settings.cluster, self._start, self._progress)
 
-    def _start_services(self) -> tuple[EnvironmentWorkers | None, RewardEnvironment | None]:
+    def _start_services(
+        self,
+    ) -> tuple[EnvironmentWorkers | AgentWorkers | None, RewardEnvironment | None]:
         """Start the workers of the environment and of the reward functions."""
         rollouts = self._rollouts
         environment = start_environment(

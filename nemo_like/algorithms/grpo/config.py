@@ -228,6 +228,7 @@ class GrpoRunConfig(RunConfig):
         yield from epoch_problems(self)
         yield from reference_problems(self)
         yield from _reward_problems(self.reward, self.environment)
+        yield from _program_problems(self)
         yield from self.loss_fn.problems()
         yield from _asynchronous_problems(self)
 
@@ -344,7 +345,7 @@ def _group_problems(config: GrpoRunConfig) -> Iterator[Problem]:
 
 def _reward_problems(reward: RewardConfig, environment: EnvironmentConfig) -> Iterator[Problem]:
     weights = reward.weights
-    if environment.path is not None:
+    if environment.is_used:
         # The environment gives rewards.
         return
     if not weights:
@@ -359,6 +360,26 @@ def _reward_problems(reward: RewardConfig, environment: EnvironmentConfig) -> It
             ("reward.functions", "reward.models"),
             "every weight in reward.functions and reward.models is 0, so the reward is always 0;"
             " give one a weight",
+        )
+
+
+def _program_problems(config: GrpoRunConfig) -> Iterator[Problem]:
+    """Yield what episodes of programs, of which each has any number of rows, cannot have."""
+    if not config.environment.is_program:
+        return
+    batch, rows = config.policy.train_global_batch_size, config.rows_per_step
+    if batch != rows:
+        yield Problem(
+            ("policy.train_global_batch_size", "environment.kind"),
+            f"policy.train_global_batch_size is {batch}, but the {rows} episodes of a step of"
+            " programs (environment.kind) are one optimizer step: set it to"
+            f" {rows}",
+        )
+    if config.reward.models:
+        yield Problem(
+            ("reward.models", "environment.kind"),
+            "reward.models is set, but reward models score no episodes of programs"
+            " (environment.kind): remove it, and call the model in the program",
         )
 
 
@@ -439,7 +460,7 @@ def dynamic_sampling_problems(grpo: GrpoConfig) -> Iterator[Problem]:
 def overlong_problems(config: GrpoRunConfig) -> Iterator[Problem]:
     """Yield an overlong penalty of conversations, whose turns have a limit each."""
     yield from config.grpo.overlong.problems(config.policy.generation.max_new_tokens)
-    if config.environment.path is not None and config.grpo.overlong.penalty_buffer > 0:
+    if config.environment.is_used and config.grpo.overlong.penalty_buffer > 0:
         yield Problem(
             ("grpo.overlong.penalty_buffer", "environment.path"),
             f"grpo.overlong.penalty_buffer is {config.grpo.overlong.penalty_buffer}, but with"
@@ -450,7 +471,7 @@ def overlong_problems(config: GrpoRunConfig) -> Iterator[Problem]:
 
 def reward_name_problems(reward: RewardConfig, environment: EnvironmentConfig) -> Iterator[Problem]:
     """Yield rewards with a name that a reward of the environment may have."""
-    if environment.path is None:
+    if not environment.is_used:
         return
     for name in reward.weights:
         section = "functions" if name in reward.functions else "models"
