@@ -36,8 +36,6 @@ _START_LIMIT_S = 300.0
 _MAX_RESULT_BYTES = 1 << 20
 _MAX_TIMEOUT_S = 1e6
 _MIN_WAIT_S = 0.05
-_GRACE_S = 10.0
-"""Seconds from the first refused call after the time limit to the end of the program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +202,7 @@ async def run_episode(
     row: Mapping[str, Any],
     *,
     timeout_s: float | None,
-    grace_s: float = _GRACE_S,
+    grace_s: float = 10.0,
 ) -> tuple[Status, ProgramEnd]:
     """Run the program of an episode against its endpoint, and end the episode.
 

@@ -34,6 +34,8 @@ from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
 
 _CLOSE_S = 10.0
+_GRACE_S = 10.0
+"""Max seconds in which a program may end itself after its time limit."""
 _NO_NUMBERS = np.zeros(0, dtype=np.float32)
 
 
@@ -252,7 +254,12 @@ class AgentWorker:
         launcher = await self._live_launcher()
         session = self._endpoint.start(episode)
         status, program_end = await run_episode(
-            self._endpoint, launcher, session, start.row, timeout_s=self._config.timeout_s
+            self._endpoint,
+            launcher,
+            session,
+            start.row,
+            timeout_s=self._config.timeout_s,
+            grace_s=min(_GRACE_S, self._config.timeout_s or _GRACE_S),
         )
         # Without the answers that nobody has received.
         await asyncio.sleep(0)

@@ -113,3 +113,8 @@ def kills_supervisor(task: Any) -> None:
     del task
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(60)
+
+
+def hangs(task: Any) -> None:
+    del task
+    time.sleep(600)
