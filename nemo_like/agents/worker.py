@@ -13,23 +13,27 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, Literal
 
 import numpy as np
 
 from nemo_like.agents.calls import Call, Episode, Sampled
 from nemo_like.agents.codec import ChatCodec
 from nemo_like.agents.endpoint import AgentEndpoint, EndpointLimits, Session
-from nemo_like.agents.history import Reason
+from nemo_like.agents.events import (
+    CallAnswer,
+    CallCancel,
+    CallRequest,
+    EpisodeEnd,
+    EpisodeStart,
+    Event,
+)
 from nemo_like.agents.launcher import Launcher, Program, ProgramEnd, run_episode
 from nemo_like.agents.statuses import Status
 from nemo_like.config.errors import error_text, shortened
 from nemo_like.config.rollout import EnvironmentConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.messages import Message
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
 
@@ -39,89 +43,16 @@ _GRACE_S = 10.0
 _NO_NUMBERS = np.zeros(0, dtype=np.float32)
 
 
-@dataclass(frozen=True, kw_only=True)
-class EpisodeStart:
-    """One attempt to run a program on a row of data."""
-
-    episode: int
-    """Number of the attempt among all of the run."""
-    row: Mapping[str, Any]
-    seed: int
-    max_total_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CallRequest:
-    """A call that the generator answers."""
-
-    episode: int
-    number: int
-    """Counted from 0 in its episode."""
-    parent: int | None
-    """Number of the call that it continues."""
-    given: np.ndarray
-    """int32 [L]: the prompt, or with a parent what follows the tokens of the parent."""
-    seed: int
-    max_tokens: int | None
-    """Limit of the request; None has only that of the run."""
-    stop: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CallAnswer:
-    """The sampled tokens of a call."""
-
-    episode: int
-    number: int
-    token_ids: np.ndarray
-    """int32 [L]."""
-    finish_reason: Literal["stop", "length"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CallCancel:
-    """A call whose answer nobody waits for."""
-
-    episode: int
-    number: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpisodeEnd:
-    """An episode that has ended. No event of it follows."""
-
-    episode: int
-    status: Status
-    problem: str = ""
-    """Why it failed."""
-    rewards: Mapping[str, float] | None = None
-    """Named rewards of the program and of its requests; None if there are none."""
-    rows: Sequence[tuple[Sequence[int], Sequence[bool]]] = ()
-    """Training rows: the numbers of their calls, and which of them the row trains."""
-    last_row: int = -1
-    """Index of the row with the last call; -1 without rows."""
-    messages: Sequence[Message] = ()
-    """Messages and reply of the last call."""
-    num_calls: int = 0
-    """Answered calls."""
-    reasons: Mapping[Reason, int] = field(default_factory=dict)
-    """Number of calls that continue no other, by reason."""
-    seconds: float = 0.0
-
-
-Event = CallRequest | CallCancel | EpisodeEnd
-
-
 class AgentWorker:
-    """Runs the program of `environment` any number of times, also at the same time."""
+    """Runs the program of the section `environment` any number of times, also at the same time."""
 
-    def __init__(self, context: WorkerContext | None, *, environment: EnvironmentConfig) -> None:
+    def __init__(self, context: WorkerContext | None, *, config: EnvironmentConfig) -> None:
         """Import the program and start the endpoint; `context` is not needed.
 
         Raises ConfigError for a program that cannot be imported.
         """
-        self._config = environment
-        self._program = program_of(environment)
+        self._config = config
+        self._program = program_of(config)
         self._launcher = Launcher(self._program)
         self._codec: ChatCodec | None = None
         self._numbers: dict[int, dict[Call, int]] = {}
@@ -136,7 +67,7 @@ class AgentWorker:
         self._stopped = asyncio.Event()
         self._launching = asyncio.Lock()
         self._endpoint = AgentEndpoint(
-            self._sample, limits=EndpointLimits(max_turns=environment.max_turns)
+            self._sample, limits=EndpointLimits(max_turns=config.max_turns)
         )
         started: Future[None] = Future()
         self._thread = threading.Thread(

@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from nemo_like.agents.events import CallAnswer, EpisodeEnd, EpisodeStart, Event
 from nemo_like.agents.statuses import Status
-from nemo_like.agents.worker import AgentWorker, CallAnswer, EpisodeEnd, EpisodeStart, Event
+from nemo_like.agents.worker import AgentWorker
 from nemo_like.config.errors import error_text
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.distributed.errors import Restarts, WorkerDied, WorkerFailure, WorkerHung

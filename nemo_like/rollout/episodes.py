@@ -10,14 +10,13 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
+from nemo_like.agents.events import CallAnswer, CallCancel, CallRequest, EpisodeEnd, EpisodeStart
 from nemo_like.agents.history import Reason
 from nemo_like.agents.statuses import Status, attempt_seed, outcome_of
-from nemo_like.agents.worker import CallAnswer, CallCancel, CallRequest, EpisodeEnd, EpisodeStart
-from nemo_like.agents.workers import AgentWorkers
 from nemo_like.config.errors import shown_value
 from nemo_like.config.rollout import EnvironmentConfig, RewardConfig
 from nemo_like.data.jagged import Jagged
@@ -28,6 +27,10 @@ from nemo_like.generation.requests import Completions, SamplingParams
 from nemo_like.metrics import Max, Mean, Metrics, Sum
 from nemo_like.rollout.conversations import ConversationRow, EpisodeOutcome
 from nemo_like.rollout.rows import Rollout
+
+if TYPE_CHECKING:
+    # It imports the packages of the endpoint, which other runs do not need.
+    from nemo_like.agents.workers import AgentWorkers
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,9 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from nemo_like.agents.worker import AgentWorker
-from nemo_like.agents.workers import AgentWorkers
+from nemo_like.config.errors import ConfigError
 from nemo_like.config.needs import RolloutNeeds
 from nemo_like.config.parallel import is_colocated, num_generation_workers, num_policy_workers
 from nemo_like.config.rollout import EnvironmentConfig, RewardConfig, RewardModelConfig
@@ -46,6 +45,9 @@ from nemo_like.run.progress import Progress
 from nemo_like.training.generation_backends import generation_backend
 from nemo_like.training.groups import GroupPlacement, StartGroup, WorkersStart, shares_gpus
 from nemo_like.training.model_files import RewardModelFiles, open_reward_model, recorded_experts
+
+if TYPE_CHECKING:
+    from nemo_like.agents.workers import AgentWorkers
 
 Begin = Callable[[Callable[[], Any]], Future[Any]]
 """Calls a function, or lets a thread call it; the future has the result."""
@@ -128,8 +130,13 @@ def start_generator(
 
 
 def check_environment(config: EnvironmentConfig) -> None:
-    """Import the class of the environment. Raises ConfigError. Workers import programs."""
-    if config.is_used and not config.is_program:
+    """Import the class of the environment, or what programs need. Raises ConfigError.
+
+    The workers import the programs.
+    """
+    if config.is_program:
+        _environment_classes(config)
+    elif config.is_used:
         load_environment(config)
 
 
@@ -148,22 +155,40 @@ def start_environment(
         # The steps share this process in any case.
         num_workers = 1
 
+    worker_class, workers_class = _environment_classes(environment)
+
     def start_worker(index: int) -> WorkerGroup:
         # Environments and reward functions need no GPU and little CPU, so their workers reserve
         # nothing.
         placement = GroupPlacement(
             kind="environment", name=f"environment-{index}", bundles="anywhere"
         )
-        if environment.is_program:
-            return start(placement, AgentWorker, environment=environment)
-        return start(placement, EnvironmentWorker, config=environment)
+        return start(placement, worker_class, config=environment)
 
-    workers_class = AgentWorkers if environment.is_program else EnvironmentWorkers
     workers = workers_class(
         start_worker, num_workers, max_restarts=cluster.max_restarts, report=progress.print_line
     )
     closing.callback(workers.shutdown)
     return workers
+
+
+def _environment_classes(config: EnvironmentConfig) -> tuple[type, type]:
+    """Return the classes of the workers of an environment and of their driver side.
+
+    Raises ConfigError if the packages of an endpoint are not installed.
+    """
+    if not config.is_program:
+        return EnvironmentWorker, EnvironmentWorkers
+    try:
+        # Imported on demand: they import the packages of an extra.
+        from nemo_like.agents.worker import AgentWorker
+        from nemo_like.agents.workers import AgentWorkers
+    except ImportError as error:
+        raise ConfigError(
+            "environment.kind is program, which needs packages that are not installed: pip install"
+            f" 'nemo-like[agents]' ({error})"
+        ) from error
+    return AgentWorker, AgentWorkers
 
 
 def start_rewards(config: RewardConfig, start: StartGroup) -> RewardEnvironment:
@@ -186,10 +211,11 @@ def open_collector(
     generator, environment = workers.generator, workers.environment
     config, rewards = rollouts.environment, rollouts.rewards
     conversations = episodes = None
-    if isinstance(environment, AgentWorkers):
-        environment.set_encoder(encoder)
-        episodes = EpisodeDriver(environment, generator, config, rewards)
-    elif environment is not None:
+    if environment is not None and config.is_program:
+        agents = cast("AgentWorkers", environment)
+        agents.set_encoder(encoder)
+        episodes = EpisodeDriver(agents, generator, config, rewards)
+    elif isinstance(environment, EnvironmentWorkers):
         observations = ObservationEncoder(encoder)
         conversations = ConversationDriver(environment, observations, config, rewards)
     return RolloutCollector(generator, workers.rewards, encoder.tokenizer, conversations, episodes)

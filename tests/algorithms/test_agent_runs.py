@@ -61,9 +61,7 @@ def test_a_resumed_run_of_programs_continues_a_straight_one(recipe: Recipe) -> N
 
 
 def test_an_asynchronous_run_on_ray_replaces_failed_episodes(
-    recipe: Recipe,
-    joined_ray: None,
-    capfd: pytest.CaptureFixture[str],
+    recipe: Recipe, joined_ray: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     markers = recipe.folder / "markers"
     markers.mkdir()

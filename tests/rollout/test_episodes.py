@@ -69,7 +69,7 @@ def generator(tmp_path_factory: pytest.TempPathFactory) -> Generator:
 def collector_of(generator: Generator, path: str, **options: Any) -> Iterator[RolloutCollector]:
     config = EnvironmentConfig(kind="program", path=path, max_turns=6, **options)
     encoder = ChatEncoder(build_tokenizer())
-    workers = AgentWorkers(lambda _: LocalGroup(AgentWorker, {"environment": config}, context()), 1)
+    workers = AgentWorkers(lambda _: LocalGroup(AgentWorker, {"config": config}, context()), 1)
     workers.set_encoder(encoder)
     rewards = RewardConfig(max_error_share=0.9)
     episodes = EpisodeDriver(workers, generator, config, rewards)
