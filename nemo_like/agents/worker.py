@@ -8,7 +8,7 @@ tokens travel. Everything else runs in one event loop in a thread of its own.
 from __future__ import annotations
 
 import asyncio
-import pickle
+import copy
 import sys
 import threading
 import time
@@ -82,8 +82,7 @@ class AgentWorker:
     def set_encoder(self, encoder: ChatEncoder) -> None:
         """Set the encoder of the requests. It must be called before episodes are started."""
         # In a run without Ray the driver uses it in another thread.
-        copied = pickle.loads(pickle.dumps(encoder.without_prompts()))
-        self._codec = ChatCodec(copied)
+        self._codec = ChatCodec(copy.deepcopy(encoder.without_prompts()))
 
     def advance(
         self, starts: Sequence[EpisodeStart], answers: Sequence[CallAnswer], max_seconds: float

@@ -14,7 +14,12 @@ from nemo_like.config.errors import Problem, counted, either, quotient
 from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.needs import BatchNeeds, RolloutNeeds, RunNeeds
 from nemo_like.config.parallel import is_colocated, policy_layout
-from nemo_like.config.rollout import EnvironmentConfig, GenerationConfig, RewardConfig
+from nemo_like.config.rollout import (
+    EnvironmentConfig,
+    GenerationConfig,
+    RewardConfig,
+    program_problems,
+)
 from nemo_like.config.schema import RunConfig
 from nemo_like.integer_math import nearest_multiples
 
@@ -228,7 +233,12 @@ class GrpoRunConfig(RunConfig):
         yield from epoch_problems(self)
         yield from reference_problems(self)
         yield from _reward_problems(self.reward, self.environment)
-        yield from _program_problems(self)
+        if self.environment.is_program:
+            yield from program_problems(
+                self.reward,
+                train_batch=self.policy.train_global_batch_size,
+                num_episodes=self.rows_per_step,
+            )
         yield from self.loss_fn.problems()
         yield from _asynchronous_problems(self)
 
@@ -360,26 +370,6 @@ def _reward_problems(reward: RewardConfig, environment: EnvironmentConfig) -> It
             ("reward.functions", "reward.models"),
             "every weight in reward.functions and reward.models is 0, so the reward is always 0;"
             " give one a weight",
-        )
-
-
-def _program_problems(config: GrpoRunConfig) -> Iterator[Problem]:
-    """Yield what episodes of programs, of which each has any number of rows, cannot have."""
-    if not config.environment.is_program:
-        return
-    batch, rows = config.policy.train_global_batch_size, config.rows_per_step
-    if batch != rows:
-        yield Problem(
-            ("policy.train_global_batch_size", "environment.kind"),
-            f"policy.train_global_batch_size is {batch}, but the {rows} episodes of a step of"
-            " programs (environment.kind) are one optimizer step: set it to"
-            f" {rows}",
-        )
-    if config.reward.models:
-        yield Problem(
-            ("reward.models", "environment.kind"),
-            "reward.models is set, but reward models score no episodes of programs"
-            " (environment.kind): remove it, and call the model in the program",
         )
 
 
