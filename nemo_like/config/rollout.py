@@ -284,25 +284,3 @@ class RewardConfig:
         for name, model in self.models.items():
             weights[name] = model.weight
         return weights
-
-
-def program_problems(
-    reward: RewardConfig, *, train_batch: int, num_episodes: int
-) -> Iterator[Problem]:
-    """Yield what episodes of programs, of which each has any number of rows, cannot have.
-
-    A step trains `num_episodes`, and an optimizer step `train_batch` of them.
-    """
-    if train_batch != num_episodes:
-        yield Problem(
-            ("policy.train_global_batch_size", "environment.kind"),
-            f"policy.train_global_batch_size is {train_batch}, but the {num_episodes} episodes of a"
-            " step of programs (environment.kind) are one optimizer step: set it to"
-            f" {num_episodes}",
-        )
-    if reward.models:
-        yield Problem(
-            ("reward.models", "environment.kind"),
-            "reward.models is set, but reward models score no episodes of programs"
-            " (environment.kind): remove it, and call the model in the program",
-        )

@@ -9,7 +9,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -98,20 +98,16 @@ class Policy:
         purpose: Purpose = "train",
         groups: np.ndarray | None = None,
         *,
-        is_one_step: bool = False,
         warn: bool = True,
     ) -> BatchPlan:
         """Assign rows to microbatches and microbatches to dp ranks, see `plan_batch`.
 
         Everything else that a plan depends on is known to the driver; no worker is called.
-        With purpose `evaluate` the batch is one step under the log-prob budget; with `is_one_step`
-        it is one optimizer step, whatever its number of rows. Raises ValueError
+        With purpose `evaluate` the batch is one step under the log-prob budget. Raises ValueError
         for a row above the token limit where `policy.oversize_rows` is `error`. The first plan with
         such rows under another policy is an OversizeWarning if `warn`; later ones count them.
         """
         spec = self._spec(purpose)
-        if is_one_step:
-            spec = replace(spec, global_batch_size=None)
         plan = plan_batch(counts, spec, groups, shared_prefix=self._shared_prefix, warn=False)
         if warn and plan.oversize_warning and not self._has_warned:
             self._has_warned = True
@@ -124,13 +120,11 @@ class Policy:
     ) -> BatchPlan:
         """Plan the rows of a batch by its columns as `plan` does.
 
-        See `TokenCounts.of_batch`. Rows with equal id in `pair` int [B] share a microbatch. A batch
-        with the column `episode` is one optimizer step: episodes have any number of rows.
+        See `TokenCounts.of_batch`. Rows with equal id in `pair` int [B] share a microbatch.
         """
         may_share = self._shared_prefix is not False and self._spec(purpose).layout == "packed"
         counts = TokenCounts.of_batch(batch, with_prefixes=may_share)
-        is_one_step = "episode" in batch
-        return self.plan(counts, purpose, batch.get("pair"), is_one_step=is_one_step, warn=warn)
+        return self.plan(counts, purpose, batch.get("pair"), warn=warn)
 
     @property
     def _shared_prefix(self) -> SharedPrefixMode:

@@ -72,8 +72,6 @@ def test_a_program_is_a_function_or_a_command() -> None:
         return problems(GRPO, **{f"environment__{key}": value for key, value in keys.items()})
 
     path, command = "my_agent.solve", ["python", "agent.py"]
-    size = GRPO.rows_per_step
-    assert GRPO.policy.train_global_batch_size == size
     assert found(kind="program", path=path, python="/usr/bin/python3") == []
     assert found(kind="program", command=command) == []
     (text,) = found(kind="program")
@@ -86,13 +84,6 @@ def test_a_program_is_a_function_or_a_command() -> None:
     assert text.startswith("environment.options is set")
     (text,) = problems(SFT, environment__kind="program", environment__command=command)
     assert text.startswith("environment.command is python agent.py, which has no effect")
-    (text,) = problems(
-        GRPO,
-        environment__kind="program",
-        environment__path=path,
-        policy__train_global_batch_size=size // 2,
-    )
-    assert text.endswith(f"are one optimizer step: set it to {size}")
     models = {"judge": RewardModelConfig(model_name="judge")}
     (text,) = problems(
         GRPO, environment__kind="program", environment__path=path, reward__models=models

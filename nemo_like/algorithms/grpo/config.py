@@ -14,12 +14,7 @@ from nemo_like.config.errors import Problem, counted, either, quotient
 from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.needs import BatchNeeds, RolloutNeeds, RunNeeds
 from nemo_like.config.parallel import is_colocated, policy_layout
-from nemo_like.config.rollout import (
-    EnvironmentConfig,
-    GenerationConfig,
-    RewardConfig,
-    program_problems,
-)
+from nemo_like.config.rollout import EnvironmentConfig, GenerationConfig, RewardConfig
 from nemo_like.config.schema import RunConfig
 from nemo_like.integer_math import nearest_multiples
 
@@ -233,12 +228,6 @@ class GrpoRunConfig(RunConfig):
         yield from epoch_problems(self)
         yield from reference_problems(self)
         yield from _reward_problems(self.reward, self.environment)
-        if self.environment.is_program:
-            yield from program_problems(
-                self.reward,
-                train_batch=self.policy.train_global_batch_size,
-                num_episodes=self.rows_per_step,
-            )
         yield from self.loss_fn.problems()
         yield from _asynchronous_problems(self)
 
@@ -355,6 +344,12 @@ def _group_problems(config: GrpoRunConfig) -> Iterator[Problem]:
 
 def _reward_problems(reward: RewardConfig, environment: EnvironmentConfig) -> Iterator[Problem]:
     weights = reward.weights
+    if environment.is_program and reward.models:
+        yield Problem(
+            ("reward.models", "environment.kind"),
+            "reward.models is set, but reward models score no episodes of programs"
+            " (environment.kind): remove it, and call the model in the program",
+        )
     if environment.is_used:
         # The environment gives rewards.
         return
