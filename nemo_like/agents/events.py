@@ -62,7 +62,7 @@ class CallCancel:
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeEnd:
-    """An episode that has ended. No event of it follows."""
+    """An episode that has ended. At most cancelled calls of it follow."""
 
     episode: int
     status: Status

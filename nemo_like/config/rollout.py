@@ -176,7 +176,9 @@ class EnvironmentConfig:
         return self.on_error or ("drop" if self.kind == "program" else "stop")
 
 
-def environment_problems(config: EnvironmentConfig, *, generates: bool) -> Iterator[Problem]:
+def environment_problems(
+    config: EnvironmentConfig, *, generates: bool, has_reward_models: bool
+) -> Iterator[Problem]:
     """Yield the problems of `environment`; `generates` is True if the run samples completions."""
     if config.is_used and not generates:
         key, value = "environment.path", config.path
@@ -201,6 +203,12 @@ def environment_problems(config: EnvironmentConfig, *, generates: bool) -> Itera
             ("environment.path", "environment.command", "environment.kind"),
             "environment.kind is program, which needs either environment.path or"
             f" environment.command, and {'both are' if config.command else 'none is'} set",
+        )
+    if has_reward_models:
+        yield Problem(
+            ("reward.models", "environment.kind"),
+            "reward.models is set, but reward models score no episodes of programs"
+            " (environment.kind): remove it, and call the model in the program",
         )
     if config.options:
         yield Problem(

@@ -200,9 +200,13 @@ class EpisodeDriver:
 
     def _cancel(self, event: CallCancel) -> None:
         """Discard the request of a call for which nobody waits."""
+        attempt = self._attempts.get(event.episode)
+        if attempt is None:
+            # Its end has cancelled all calls.
+            return
         key = (event.episode, event.number)
         self._held = [each for each in self._held if (each.episode, each.number) != key]
-        call = self._attempts[event.episode].calls.get(event.number)
+        call = attempt.calls.get(event.number)
         if call is not None and self._calls.pop(call.request_id, None):
             self._generator.cancel([call.request_id])
 
@@ -298,16 +302,16 @@ def episode_metrics(rollout: Rollout, trained_groups: np.ndarray) -> Metrics:
     has_problem = np.array([rollout.reward_problems[row] is not None for row in first_rows])
     is_dropped = np.array([each.is_dropped for each in outcomes]) | has_problem | ~is_kept
     counts = {
-        "trained": int(is_trained.sum()),
-        "dropped": int((is_dropped & ~is_trained & ~is_cancelled).sum()),
-        "cancelled": int(is_cancelled.sum()),
-        "replaced": sum(each.num_attempts - 1 for each in outcomes),
+        "episodes/trained": int(is_trained.sum()),
+        "episodes/dropped": int((is_dropped & ~is_trained & ~is_cancelled).sum()),
+        "episodes/cancelled": int(is_cancelled.sum()),
+        "episodes/replaced": sum(each.num_attempts - 1 for each in outcomes),
     }
     if sum(counts.values()) != rollout.num_started:
         raise RuntimeError(
             f"{rollout.num_started} episodes were started, but the sum of {counts} differs"
         )
-    metrics: Metrics = {f"episodes/{name}": Sum(float(each)) for name, each in counts.items()}
+    metrics: Metrics = {name: Sum(float(each)) for name, each in counts.items()}
     metrics["episodes/started"] = Sum(float(rollout.num_started))
     for status in Status:
         metrics[f"episodes/num_{status.value}"] = Sum(float(statuses[status]))

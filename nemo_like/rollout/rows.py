@@ -186,8 +186,9 @@ class Rollout:
             versions = {int(each) for turn in conversation.weight_versions for each in turn}
             record["weight_versions"] = sorted(versions)
             if conversation.outcome is not None:
+                if conversation.messages:
+                    record["messages"] = conversation.messages
                 record |= {
-                    "messages": conversation.messages,
                     "num_turns": conversation.num_turns,
                     "episode": int(self.batch[EPISODE][i]),
                     "status": conversation.outcome.status.value,

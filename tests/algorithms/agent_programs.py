@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,11 @@ def does(task: Any) -> Any:
     if do == "loop":
         while True:
             converses(task, 1)
+    if do == "leave":
+        # It ends while a call is answered.
+        threading.Thread(target=converses, args=(task, 6), daemon=True).start()
+        time.sleep(0.3)
+        return 1.0
     if do == "silent":
         return 1.0
     asyncio.run(_calls([prompt]))

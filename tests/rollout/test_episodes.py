@@ -16,7 +16,9 @@ from nemo_like.agents.workers import AgentWorkers
 from nemo_like.config.rollout import EnvironmentConfig, RewardConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.demo.task import build_model, build_tokenizer
+from nemo_like.distributed.errors import WorkerDied
 from nemo_like.distributed.local_group import LocalGroup
+from nemo_like.distributed.worker_group import Handle
 from nemo_like.environments.reward import RewardError
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
@@ -66,10 +68,14 @@ def generator(tmp_path_factory: pytest.TempPathFactory) -> Generator:
 
 
 @contextlib.contextmanager
-def collector_of(generator: Generator, path: str, **options: Any) -> Iterator[RolloutCollector]:
+def collector_of(
+    generator: Generator, path: str, group: type[LocalGroup] = LocalGroup, **options: Any
+) -> Iterator[RolloutCollector]:
     config = EnvironmentConfig(kind="program", path=path, max_turns=6, **options)
     encoder = ChatEncoder(build_tokenizer())
-    workers = AgentWorkers(lambda _: LocalGroup(AgentWorker, {"config": config}, context()), 1)
+    workers = AgentWorkers(
+        lambda _: group(AgentWorker, {"config": config}, context()), 1, max_restarts=1
+    )
     workers.set_encoder(encoder)
     rewards = RewardConfig(max_error_share=0.9)
     episodes = EpisodeDriver(workers, generator, config, rewards)
@@ -139,7 +145,7 @@ def test_rows_are_what_the_generator_has_sampled(collector: RolloutCollector) ->
 
 
 def test_failures_and_limits_end_no_rollout(collector: RolloutCollector) -> None:
-    rollout = rollout_of(collector, "crash", "none", "loop", "converse")
+    rollout = rollout_of(collector, "crash", "none", "loop", "converse", "leave")
     outcomes = [row.outcome for row in rollout.conversations]
     statuses = [outcome.status for outcome in outcomes if outcome is not None]
     first = rollout.first_rows
@@ -148,17 +154,41 @@ def test_failures_and_limits_end_no_rollout(collector: RolloutCollector) -> None
         Status.FAILED_PROGRAM,
         Status.LIMIT_TURNS,
         Status.DONE,
+        Status.DONE,
     ]
-    assert rollout.batch["reward_mask"][first].tolist() == [False, False, True, True]
+    assert rollout.batch["reward_mask"][first].tolist() == [False, False, True, True, True]
     problems = [str(rollout.reward_problems[row]) for row in first]
     assert "ValueError: it crashes" in problems[0] and "it has no reward" in problems[1]
     values = metric_values(episode_metrics(rollout, rollout.batch["group"]))
-    counts = {"trained": 2, "dropped": 2, "cancelled": 0, "replaced": 2, "started": 6}
+    counts = {"trained": 3, "dropped": 2, "cancelled": 0, "replaced": 2, "started": 7}
     assert {name: values[f"episodes/{name}"] for name in counts} == counts
     broken = copy.copy(rollout)
-    object.__setattr__(broken, "num_started", 7)
-    with pytest.raises(RuntimeError, match="7 episodes were started"):
+    object.__setattr__(broken, "num_started", 8)
+    with pytest.raises(RuntimeError, match="8 episodes were started"):
         episode_metrics(broken, rollout.batch["group"])
+
+
+class DyingGroup(LocalGroup):
+    """Its process dies at the first call with an answer."""
+
+    num_deaths = 0
+
+    def submit_one(self, rank: int, method: str, /, *args: Any, **kwargs: Any) -> Handle:
+        if DyingGroup.num_deaths == 0 and args[1]:
+            DyingGroup.num_deaths += 1
+            self.shutdown()
+            raise WorkerDied("it died", group="environment", rank=0, method=method)
+        return super().submit_one(rank, method, *args, **kwargs)
+
+
+def test_episodes_of_a_lost_worker_are_tried_again(generator: Generator) -> None:
+    path = "tests.agents.programs.answers_anything"
+    with collector_of(generator, path, retries=1, group=DyingGroup) as collector:
+        rollout = rollout_of(collector, "a", "b")
+    assert DyingGroup.num_deaths == 1
+    values = metric_values(episode_metrics(rollout, rollout.batch["group"]))
+    assert values["episodes/trained"] == values["episodes/replaced"] == 2
+    assert rollout.batch["reward"].tolist() == [1.0, 1.0]
 
 
 def test_a_program_that_hangs_ends_at_its_time_limit(generator: Generator) -> None:

@@ -344,12 +344,6 @@ def _group_problems(config: GrpoRunConfig) -> Iterator[Problem]:
 
 def _reward_problems(reward: RewardConfig, environment: EnvironmentConfig) -> Iterator[Problem]:
     weights = reward.weights
-    if environment.is_program and reward.models:
-        yield Problem(
-            ("reward.models", "environment.kind"),
-            "reward.models is set, but reward models score no episodes of programs"
-            " (environment.kind): remove it, and call the model in the program",
-        )
     if environment.is_used:
         # The environment gives rewards.
         return
