@@ -74,6 +74,8 @@ class Call:
     reply: Message = field(default_factory=dict)
     is_delivered: bool = True
     """False for an answer that the program has not received. It is not trained."""
+    episode: int = 0
+    """Number of the episode."""
 
     @property
     def path(self) -> list[Call]:
@@ -141,9 +143,18 @@ class Episode:
     """
 
     def __init__(
-        self, codec: ChatCodec, seed: int, *, max_total_tokens: int, history: HistoryMode = "exact"
+        self,
+        codec: ChatCodec,
+        seed: int,
+        *,
+        max_total_tokens: int,
+        history: HistoryMode = "exact",
+        number: int = 0,
     ) -> None:
         """`max_total_tokens` is the limit of a row."""
+        self.number = number
+        self.messages: list[Message] = []
+        """Messages and reply of the last answered call that is trained and has messages."""
         self.codec = codec
         self.seed = seed
         self.max_total_tokens = max_total_tokens
@@ -220,6 +231,8 @@ class Episode:
                 # Nine characters, which some chat templates require.
                 tool_call["id"] = f"{len(self.calls):06d}{index:03d}"
             self._history.add(messages, tools, call.reply, call)
+            if call.is_trained:
+                self.messages = [*messages, call.reply]
             return
         call.reply = {"role": "assistant", "content": self.codec.text(sampled.token_ids)}
         # Its end token as well, which the program writes itself where the text continues.
@@ -251,6 +264,7 @@ class Episode:
         """Set the seed of a new call, and remove the reason of one that continues another."""
         if call.parent is not None:
             call.reason = None
+        call.episode = self.number
         digest = hashlib.blake2b(call.prompt_ids.tobytes(), digest_size=16).digest()
         entropy = (self.seed, int.from_bytes(digest), self._num_equal[digest])
         self._num_equal[digest] += 1

@@ -16,7 +16,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -98,6 +98,27 @@ class Session:
     problem: str = ""
     """What failed; empty without a failure."""
     answers: list[Answer] = field(default_factory=list)
+    _num_waiting: int = 0
+    _waiting_since_s: float = 0.0
+    _waited_s: float = 0.0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time of the block as time in which the program waits for an answer."""
+        if self._num_waiting == 0:
+            self._waiting_since_s = time.monotonic()
+        self._num_waiting += 1
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
+            if self._num_waiting == 0:
+                self._waited_s += time.monotonic() - self._waiting_since_s
+
+    def waited_s(self) -> float:
+        """Return the seconds in which at least one answer was sampled."""
+        now = time.monotonic()
+        return self._waited_s + (now - self._waiting_since_s if self._num_waiting else 0.0)
 
     @property
     def num_unfinished(self) -> int:
@@ -154,6 +175,8 @@ class AgentEndpoint:
                 # A line per request would have the keys.
                 access_log=False,
                 log_level="error",
+                # Its own would close the log files of the run, whose process it may share.
+                log_config=None,
                 lifespan="off",
                 ws="none",
                 timeout_graceful_shutdown=1,
@@ -314,7 +337,8 @@ class AgentEndpoint:
     ) -> dict[str, Any]:
         """Sample and record the answers; return the body. Raises ApiError."""
         try:
-            sampled = await asyncio.gather(*map(self._sample, calls))
+            with session.waiting():
+                sampled = await asyncio.gather(*map(self._sample, calls))
             answer_id = _call_id(len(session.episode.calls))
             for call, each in zip(calls, sampled, strict=True):
                 session.episode.answer(call, each)

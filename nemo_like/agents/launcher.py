@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +34,8 @@ _SERVE = (
 )
 _START_LIMIT_S = 300.0
 _MAX_RESULT_BYTES = 1 << 20
-_GRACE_S = 10.0
-"""Seconds from the first refused call after the time limit to the end of the program."""
+_MAX_TIMEOUT_S = 1e6
+_MIN_WAIT_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +123,11 @@ class Launcher:
                 f" {problem}"
             )
 
+    @property
+    def is_alive(self) -> bool:
+        """False if the zygote has ended, and no program can be started."""
+        return self._zygote.poll() is None
+
     def close(self) -> None:
         """End the zygote; programs that run end when their `run` is cancelled."""
         self._connection.close()
@@ -195,27 +201,47 @@ async def run_episode(
     session: Session,
     row: Mapping[str, Any],
     *,
-    timeout_s: float,
-    grace_s: float = _GRACE_S,
+    timeout_s: float | None,
+    grace_s: float = 10.0,
 ) -> tuple[Status, ProgramEnd]:
     """Run the program of an episode against its endpoint, and end the episode.
 
-    After `timeout_s` its calls are refused, and `grace_s` later it is killed.
+    After `timeout_s`, without the time in which it waits for answers, its calls are refused, and
+    `grace_s` later it is killed.
     """
-    loop = asyncio.get_running_loop()
-    timer = loop.call_later(timeout_s, endpoint.stop, session, Status.LIMIT_TIME)
-    try:
-        end = await launcher.run(
+    running = asyncio.ensure_future(
+        launcher.run(
             row,
             endpoint.base_url(session),
             session.key,
             seed=session.episode.seed,
-            timeout_s=timeout_s + grace_s,
+            timeout_s=_MAX_TIMEOUT_S,
         )
+    )
+    try:
+        await _wait(running, session, timeout_s)
+        if not running.done():
+            endpoint.stop(session, Status.LIMIT_TIME)
+            await asyncio.wait({running}, timeout=grace_s)
+        end = running.result() if running.done() else ProgramEnd("timeout")
     finally:
-        timer.cancel()
+        running.cancel()
+        await asyncio.wait({running})
         endpoint.end(session)
     return end.episode_status(session), end
+
+
+async def _wait(
+    running: asyncio.Future[ProgramEnd], session: Session, timeout_s: float | None
+) -> None:
+    """Return when a program has ended, or has run for `timeout_s` without waiting for answers."""
+    started_s = time.monotonic()
+    left = timeout_s
+    while not running.done() and (left is None or left > 0):
+        # Not again at once where the time stands still.
+        await asyncio.wait({running}, timeout=None if left is None else max(left, _MIN_WAIT_S))
+        if timeout_s is not None:
+            left = timeout_s - (time.monotonic() - started_s - session.waited_s())
 
 
 def _environment(scratch: Path, base_url: str, key: str) -> dict[str, str]:

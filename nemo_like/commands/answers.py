@@ -41,7 +41,6 @@ from nemo_like.config.schema import (
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.formats import PROMPT_ROWS, RowSchema
 from nemo_like.data.rows import Rows
-from nemo_like.environments.environment_workers import load_environment
 from nemo_like.environments.reward_calls import load_reward_functions
 from nemo_like.generation.requests import SamplingParams
 from nemo_like.models.weight_files import weight_paths
@@ -55,6 +54,7 @@ from nemo_like.training.prompts import PromptSet, prompt_sets
 from nemo_like.training.rollout_workers import (
     GeneratorStart,
     RolloutWorkers,
+    check_environment,
     open_collector,
     start_environment,
     start_generator,
@@ -368,8 +368,7 @@ class Answers:
         """
         rollouts = config.rollouts
         load_reward_functions(rollouts.rewards.functions)
-        if rollouts.environment.path is not None:
-            load_environment(rollouts.environment)
+        check_environment(rollouts.environment)
         with ExitStack() as stack:
             with self.progress.phase("loading the model"):
                 start = group_starter(config.cluster, stack, self.progress, rollouts=rollouts)
@@ -452,7 +451,7 @@ def _fitted(config: AnswerSettings, num_tokens: int) -> AnswerSettings:
     """
     policy = config.policy
     needed = num_tokens + policy.generation.max_new_tokens
-    if config.rollouts.environment.path is not None or needed >= policy.max_total_sequence_length:
+    if config.rollouts.environment.is_used or needed >= policy.max_total_sequence_length:
         return config
     return config.with_policy(replace(policy, max_total_sequence_length=needed))
 

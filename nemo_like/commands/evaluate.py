@@ -118,7 +118,7 @@ def _measure_perplexity(config: AnswerSettings) -> dict[str, Any]:
 
 def _score(config: AnswerSettings, out: Path | None, *, resume: bool) -> dict[str, Any]:
     """Sample answers, score them, and return the results."""
-    if not config.rollouts.rewards.weights and config.rollouts.environment.path is None:
+    if not config.rollouts.rewards.weights and not config.rollouts.environment.is_used:
         raise ConfigError(
             "there is no reward to score answers with; set reward.functions, e.g."
             " reward.functions={answer: {path: nemo_like.environments.math.answer_reward}}"
@@ -157,7 +157,7 @@ def _open_models(config: AnswerSettings) -> dict[str, RewardModelFiles]:
 
     Raises ConfigError for a model that cannot be used, and with an environment.
     """
-    if config.rollouts.rewards.models and config.rollouts.environment.path is not None:
+    if config.rollouts.rewards.models and config.rollouts.environment.is_used:
         raise ConfigError(
             "reward.models and environment.path are both set, and `nemo-like eval` keeps the last"
             " turn of a conversation only, which a reward model cannot score by itself; set"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import shutil
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -164,7 +165,9 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
         checks.check_repeated(train)
         algorithm.import_checks().check_rows(config, data, checks)
     if needs.rollouts is not None:
-        if config.environment.path is not None:
+        if config.environment.is_program:
+            diagnostics.check(scoring.check_program)
+        elif config.environment.is_used:
             scoring.check_environment(encoder)
         for name in config.reward.models:
             diagnostics.check(partial(scoring.check_model, name))
@@ -363,6 +366,24 @@ class _ScoringChecks:
                 " with"
             )
         return len(encoded.input_ids)
+
+    def check_program(self) -> None:
+        """Import the program in its interpreter, or find its command. Raises ConfigError."""
+        # Imported here: other configs do not need them, or have not installed them.
+        from nemo_like.training.rollout_workers import check_environment
+
+        section = self.config.environment
+        check_environment(section)
+        from nemo_like.agents.launcher import Launcher
+        from nemo_like.agents.worker import program_of
+
+        Launcher(program_of(section)).close()
+        if section.command and shutil.which(section.command[0]) is None:
+            raise ConfigError(
+                f"environment.command: {section.command[0]!r} is not a program on PATH; correct its"
+                " name, or give its path"
+            )
+        self.diagnostics.add_lines("environment", f"{section.name}: can be started")
 
     def check_environment(self, encoder: ChatEncoder | None) -> None:
         """Import the environment; reset it, step it once, and encode its observation."""

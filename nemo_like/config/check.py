@@ -68,7 +68,11 @@ def find_problems(config: RunConfig) -> list[Problem]:
         *_timeouts(config.reward, cluster),
         *_cluster(cluster),
         *_environment(cluster),
-        *environment_problems(config.environment, generates=needs.rollouts is not None),
+        *environment_problems(
+            config.environment,
+            generates=needs.rollouts is not None,
+            has_reward_models=bool(config.reward.models),
+        ),
         *optimization_problems(policy),
         *data_problems(config.data, needs),
         *_validation(config),

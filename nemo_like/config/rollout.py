@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -110,36 +111,110 @@ OnError = Literal["stop", "zero", "drop"]
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
-    """Rollouts of several turns: a class that answers each turn of the model."""
+    """Rollouts of several turns: a class that answers the model, or a program that calls it."""
 
+    kind: Literal["class", "program"] = "class"
+    """`class`: `path` is a class that answers each turn. `program`: `path` is a function, or
+    `command` a command, that runs an episode and calls the model through an endpoint with OpenAI's
+    API."""
     path: Annotated[str | None, IMPORT_PATH] = None
     """Import path of a class with the methods of `Environment`, e.g.
-    `nemo_like.environments.included.Calculator`; null for one completion per prompt."""
+    `nemo_like.environments.included.Calculator`, or of the function of a program; null for one
+    completion per prompt, and with `command`."""
+    command: Annotated[tuple[str, ...], NO_EMPTY_TEXTS] = ()
+    """Command and arguments of a program, e.g. `[python, agent.py]`."""
+    python: Annotated[str | None, NOT_EMPTY] = None
+    """Interpreter that imports the function of a program; null is that of the run."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class."""
     max_turns: Annotated[int, Ge(1)] = 8
-    """Max turns of the model in one conversation. `policy.generation.max_new_tokens` limits each
-    turn, and `policy.max_total_sequence_length` all of them with prompt and observations."""
+    """Max turns of the model in one conversation, or calls of a program in one episode.
+    `policy.generation.max_new_tokens` limits each turn, and `policy.max_total_sequence_length` all
+    of them with prompt and observations."""
     timeout_s: Annotated[float | None, Gt(0)] = 60.0
-    """Max seconds of the environment's steps in one conversation together, at which it ends. null
-    sets no limit."""
+    """Max seconds of the environment's steps in one conversation together, or of a program without
+    the time in which it waits for the model, at which it ends. null sets no limit."""
     num_workers: Annotated[int, Ge(1)] = 1
-    """Processes that run the environment; each runs the steps of many conversations at the same
-    time."""
-    on_error: OnError = "stop"
-    """An exception in `reset` or `step`, or an invalid result. `stop` ends the run with the
-    conversation. The others end the conversation only: `zero` takes 0 as the reward of the
-    environment, `drop` leaves the row out of training and of the statistics of its group.
-    `reward.max_error_share` limits the share of such rows."""
+    """Processes that run the environment; each runs the steps of many conversations, or the
+    programs of many episodes, at the same time."""
+    on_error: OnError | None = None
+    """A failure: an exception in `reset` or `step`, or an invalid result; a program that ends with
+    an error or without a reward, after its `retries`. `stop` ends the run with the conversation.
+    The others end the conversation only: `zero` takes 0 as the reward of the environment, `drop`
+    leaves the row out of training and of the statistics of its group. null is `stop` for a class
+    and `drop` for a program. `reward.max_error_share` limits the share of such rows."""
+    retries: Annotated[int, Ge(0)] = 2
+    """Further attempts after an episode of a program has failed, each with another seed."""
+    on_limit: Literal["score", "drop", "zero"] = "score"
+    """Reward of a program that ended at a limit of turns, tokens or time: what it was given so far
+    (`score`), or 0 (`zero`); `drop` leaves the episode out of training."""
+    history: Literal["exact", "template"] = "exact"
+    """Prompt of a call that continues an earlier one: `exact` continues the sampled tokens,
+    `template` renders all messages again, as a server without a record does, and begins another
+    training row where the chat template changes earlier turns."""
+
+    @property
+    def is_used(self) -> bool:
+        """True if rollouts have an environment or a program."""
+        return self.path is not None or bool(self.command)
+
+    @property
+    def is_program(self) -> bool:
+        """True if rollouts are episodes of a program."""
+        return self.is_used and self.kind == "program"
+
+    @property
+    def name(self) -> str:
+        """Key and value of what is run, for messages."""
+        if self.path is not None:
+            return f"environment.path {self.path}"
+        return f"environment.command {shlex.join(self.command)}"
+
+    @property
+    def failures(self) -> OnError:
+        """`on_error`, or its default for the kind."""
+        return self.on_error or ("drop" if self.kind == "program" else "stop")
 
 
-def environment_problems(config: EnvironmentConfig, *, generates: bool) -> Iterator[Problem]:
+def environment_problems(
+    config: EnvironmentConfig, *, generates: bool, has_reward_models: bool
+) -> Iterator[Problem]:
     """Yield the problems of `environment`; `generates` is True if the run samples completions."""
-    if config.path is not None and not generates:
+    if config.is_used and not generates:
+        key, value = "environment.path", config.path
+        if value is None:
+            key, value = "environment.command", shlex.join(config.command)
         yield Problem(
-            ("environment.path",),
-            f"environment.path is {config.path}, which has no effect: this run samples no"
+            (key,),
+            f"{key} is {value}, which has no effect: this run samples no"
             " completions. Set it to null",
+        )
+    if config.kind == "class":
+        for key, value in (("command", config.command), ("python", config.python)):
+            if value:
+                yield Problem(
+                    (f"environment.{key}", "environment.kind"),
+                    f"environment.{key} is set, but environment.kind is class, which has no"
+                    f" {key}: set environment.kind to program, or remove environment.{key}",
+                )
+        return
+    if (config.path is None) == (not config.command):
+        yield Problem(
+            ("environment.path", "environment.command", "environment.kind"),
+            "environment.kind is program, which needs either environment.path or"
+            f" environment.command, and {'both are' if config.command else 'none is'} set",
+        )
+    if has_reward_models:
+        yield Problem(
+            ("reward.models", "environment.kind"),
+            "reward.models is set, but reward models score no episodes of programs"
+            " (environment.kind): remove it, and call the model in the program",
+        )
+    if config.options:
+        yield Problem(
+            ("environment.options", "environment.kind"),
+            "environment.options is set, but programs (environment.kind) have no arguments beside"
+            " the row of the data file: remove it",
         )
 
 
@@ -207,7 +282,7 @@ class RewardConfig:
     its process, or does not return one finite number): `stop` ends the run, `zero` takes 0 as its
     value, `drop` leaves the completion out of training and of the statistics of its group."""
     max_error_share: Annotated[float, Ge(0), Le(1)] = 0.1
-    """Max share of the completions of a rollout with a failed function or environment, for
+    """Max share of the completions of a rollout with a failed function, environment or program, for
     `on_error` `zero` and `drop`; above it the run stops."""
 
     @property

@@ -11,6 +11,7 @@ token after an assistant turn; the beginning-of-sequence token comes first if th
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -85,6 +86,12 @@ class ChatEncoder:
         """Whether the template of rows with tools has `{% generation %}` blocks."""
         self._bos_text = _bos_text(tokenizer)
         self._roles = template_roles(tokenizer.chat_template)
+
+    def without_prompts(self) -> ChatEncoder:
+        """Return an encoder for complete messages, to which no prompt is added."""
+        encoder = copy.copy(self)
+        encoder._system_prompt = encoder._prompt_template = None
+        return encoder
 
     def checked_ids(self, token_ids: Sequence[int]) -> np.ndarray:
         """Return token ids as int32 [L]. Raises ConfigError for one that the model does not have.

@@ -84,7 +84,7 @@ class EnvironmentWorker:
         `margin_s` more.
         """
         self._path = config.path or ""
-        self._on_error = config.on_error
+        self._on_error = config.failures
         self._environment = load_environment(config)
         self._is_plain = not iscoroutinefunction(self._environment.step)
         """`step` runs in a thread."""

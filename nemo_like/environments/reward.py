@@ -94,7 +94,7 @@ class RewardProblem:
     """
 
     name: str
-    """Name in `reward.functions` or `reward.models`."""
+    """Name in `reward.functions` or `reward.models`; `command` for the command of a program."""
     path: str
     """Import path of the function or the environment, or `model_name` of the model."""
     kind: BadRewardKind
@@ -103,7 +103,8 @@ class RewardProblem:
 
     def __str__(self) -> str:
         if self.section == "environment":
-            return f"environment.path {self.path} {self.text}"
+            key = "command" if self.name == "command" else "path"
+            return f"environment.{key} {self.path} {self.text}"
         return f"reward.{self.section}.{self.name} ({self.path}) {self.text}"
 
 

@@ -96,7 +96,7 @@ def _answer(job: RolloutJob, row: int) -> Answer:
     return Answer(
         text=conversation.text,
         token_ids=conversation.model_token_ids,
-        logprob=float(np.concatenate(conversation.logprobs).sum(dtype=np.float64)),
+        logprob=sum(float(turn.sum(dtype=np.float64)) for turn in conversation.logprobs),
         finish_reason=conversation.finish_reason,
         reward=float(job.rewards[row]),
         components={name: float(values[row]) for name, values in job.components.items()},
@@ -181,17 +181,19 @@ def answer_metrics(
     """Return the means over `rows` (int64 [n], prompt-major) of reward, components and lengths.
 
     With several samples per prompt also avg@n and pass@k, where an answer with a reward of at least
-    `pass_reward` is correct. A row without a reward (`row_mask` False) counts in none of the means
-    of rewards, and as not correct; without rewards there are no such means.
+    `pass_reward` is correct. A row without a reward (`reward_mask` False) counts in none of the
+    means of rewards, and as not correct; without rewards there are no such means. `rows` of
+    programs are episodes.
     """
+    first_rows = rollout.first_rows[rows]
 
     def by_prompt(values: np.ndarray) -> np.ndarray:
-        return values[rows].reshape(-1, num_samples)
+        return values[first_rows].reshape(-1, num_samples)
 
     answers = ScoredAnswers(
         rewards=by_prompt(rollout.batch["reward"]),
-        is_scored=by_prompt(np.asarray(rollout.batch["row_mask"], dtype=bool)),
-        lengths=by_prompt(rollout.completion_lengths),
+        is_scored=by_prompt(np.asarray(rollout.batch["reward_mask"], dtype=bool)),
+        lengths=rollout.episode_lengths[rows].reshape(-1, num_samples),
         is_truncated=by_prompt(rollout.finish_reasons != "stop"),
         components={name: by_prompt(values) for name, values in rollout.components.items()},
     )

@@ -26,6 +26,7 @@ from nemo_like.rollout.conversations import (
     prompt_messages,
     turn_seed,
 )
+from nemo_like.rollout.episodes import EpisodeDriver
 from nemo_like.rollout.rows import Rollout, build_rollout
 
 _WAIT_S = 0.05
@@ -129,8 +130,8 @@ class RolloutJob:
 class RolloutCollector:
     """Runs any number of jobs at a time on one generator and one group of reward workers.
 
-    With an environment every row is a conversation of several turns. Not thread-safe: `background`
-    is the only way to run it in another thread.
+    With an environment every row is a conversation of several turns, with a program an episode.
+    Not thread-safe: `background` is the only way to run it in another thread.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class RolloutCollector:
         rewards: RewardEnvironment | None,
         tokenizer: PreTrainedTokenizerBase,
         conversations: ConversationDriver | None = None,
+        episodes: EpisodeDriver | None = None,
     ) -> None:
         """`rewards` is None without reward functions: an environment or models may give rewards.
 
@@ -148,6 +150,7 @@ class RolloutCollector:
         self._rewards = rewards
         self._tokenizer = tokenizer
         self._conversations = conversations
+        self._episodes = episodes
         if rewards is not None:
             # The workers get token ids.
             rewards.set_tokenizer(tokenizer)
@@ -158,7 +161,8 @@ class RolloutCollector:
         self._incomplete: dict[int, list[int]] = {}
         """By group: requests that ended, while others of the group have not."""
         self._jobs: dict[int, tuple[RolloutJob, int]] = {}
-        """By request id: the job and the row of requests without a reward."""
+        """By request id, or by number of an episode: the job and the row of those without a reward.
+        """
         self._next_turns: list[int] = []
         """Requests whose conversations wait for their next turn."""
         self._is_draining = False
@@ -198,7 +202,12 @@ class RolloutCollector:
         self._num_rows += len(repeated)
         if self.generator.num_unfinished == 0:
             self.generator.start_rollout()
-        self._request(job, range(len(repeated)))
+        if self._episodes is None:
+            self._request(job, range(len(repeated)))
+            return job
+        for index, row in enumerate(job.rows):
+            self._jobs[row.episode] = (job, index)
+        self._episodes.start(job.rows, sampling, max_total_length)
         return job
 
     def advance(self) -> None:
@@ -212,11 +221,14 @@ class RolloutCollector:
         if self._conversations is not None:
             is_idle = not self.generator.num_running
             calls += self._conversations.workers.start_calls(is_idle=is_idle)
+        if self._episodes is not None:
+            calls += self._episodes.workers.start_calls(is_idle=not self.generator.num_running)
         if self.generator.num_unfinished or calls:
             request_ids, completions = self.generator.collect(_WAIT_S, calls)
             if request_ids:
                 self._add_completions(request_ids, completions)
         self._collect_steps()
+        self._collect_episodes()
         self._collect_rewards()
 
     def drain(self) -> None:
@@ -269,6 +281,9 @@ class RolloutCollector:
 
     def _add_completions(self, request_ids: Sequence[int], completions: Completions) -> None:
         """Add finished completions to their rows; submit them for steps or for rewards."""
+        if self._episodes is not None:
+            self._episodes.add_completions(request_ids, completions)
+            return
         turns: dict[int, ConversationRow] = {}
         for position, request_id in enumerate(request_ids):
             job, row = self._jobs[request_id]
@@ -288,7 +303,7 @@ class RolloutCollector:
             job, row = self._jobs[outcome.key]
             self._conversations.add_outcome(job.rows[row], outcome, job.max_total_length)
             if outcome.failure is not None and outcome.failure.problem is not None:
-                limits, on_error = self._conversations.rewards, self._conversations.config.on_error
+                limits, on_error = self._conversations.rewards, self._conversations.config.failures
                 job.add_problem(row, outcome.failure.problem, limits, on_error)
             if job.rows[row].ended_by is None:
                 self._next_turns.append(outcome.key)
@@ -296,6 +311,23 @@ class RolloutCollector:
                 ended.append(outcome.key)
         self._end_rows(ended)
         self._request_turns()
+
+    def _collect_episodes(self) -> None:
+        """Continue the episodes of programs, and add those that have ended to their jobs."""
+        if self._episodes is None:
+            return
+        keys = []
+        for row in self._episodes.advance(submits=not self._is_draining):
+            job, index = self._jobs[row.episode]
+            outcome = row.outcome
+            assert outcome is not None
+            if outcome.is_dropped:
+                job.dropped_rows.add(index)
+            if outcome.status.is_failure:
+                problem, on_error = self._episodes.problem(outcome), self._episodes.config.failures
+                job.add_problem(index, problem, self._episodes.rewards, on_error)
+            keys.append(row.episode)
+        self._end_rows(keys)
 
     def _request_turns(self) -> None:
         """Request the next turns of conversations, unless completions are drained."""

@@ -8,11 +8,13 @@ all ids so far.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from nemo_like.agents.history import Reason
+from nemo_like.agents.statuses import Status
 from nemo_like.config.errors import ConfigError, shown_value
 from nemo_like.config.rollout import EnvironmentConfig, RewardConfig
 from nemo_like.config.schema import DataConfig
@@ -33,6 +35,22 @@ EndReason = Literal["done", "turns", "tokens", "timeout", "error"]
 """`done`: the environment ended the conversation. `turns`, `tokens` and `timeout` are its limits:
 `environment.max_turns`, `policy.max_total_sequence_length` and `environment.timeout_s`. `error`:
 the environment failed, and `environment.on_error` is not `stop`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeOutcome:
+    """How the episode of a program ended; its rows have it in common."""
+
+    status: Status
+    is_dropped: bool
+    """Left out of training."""
+    num_attempts: int = 1
+    num_calls: int = 0
+    """Answered calls of the last attempt."""
+    reasons: Mapping[Reason, int] = field(default_factory=dict)
+    """Number of calls that continue no other, by reason."""
+    seconds: float = 0.0
+    problem: str = ""
 
 
 _NO_IDS = np.zeros(0, dtype=np.int32)
@@ -86,6 +104,15 @@ class ConversationRow:
     """Number of the row among all rows of the run."""
     ended_by: EndReason | None = None
     """None while the conversation goes on, and without an environment."""
+    is_trained: Sequence[bool] | None = None
+    """Of a row of a program: whether it trains each turn of the model, which is context otherwise.
+    None trains all."""
+    rows: Sequence[ConversationRow] = ()
+    """All rows of the episode of a program, of which this is one; empty for another row."""
+    num_started: int = 0
+    """Attempts of the episode of a program."""
+    outcome: EpisodeOutcome | None = None
+    """Of the episode of a program, once it has ended."""
 
     @classmethod
     def start(
@@ -115,7 +142,7 @@ class ConversationRow:
     @property
     def last_turn(self) -> np.ndarray:
         """Token ids of the last turn of the model, int32 [L]."""
-        return self.segments[2 * self.num_turns - 1]
+        return self.segments[2 * self.num_turns - 1] if self.num_turns else _NO_IDS
 
     @property
     def num_turns(self) -> int:
@@ -130,15 +157,28 @@ class ConversationRow:
     @property
     def model_token_ids(self) -> np.ndarray:
         """Token ids of all turns of the model, int32 [L]."""
-        return np.concatenate(self.segments[1::2])
+        return np.concatenate([_NO_IDS, *self.segments[1::2]])
 
     @property
     def num_model_tokens(self) -> int:
-        """Tokens of all turns of the model."""
-        return sum(len(segment) for segment in self.segments[1::2])
+        """Tokens of all turns of the model that the row trains."""
+        return sum(map(len, self.trained(self.segments[1::2])))
+
+    def trained(self, turns: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return those of the row's turns of the model, [L, ...] each, that are trained."""
+        if self.is_trained is None:
+            return list(turns)
+        return [turn for turn, is_trained in zip(turns, self.is_trained, strict=True) if is_trained]
 
     def add_turn(self, completions: Completions, position: int) -> None:
         """Append the turn of the model in row `position` of `completions`."""
+        self.add_sampled(completions, position)
+        if self.messages:
+            # The environment answers the text.
+            self.messages.append({"role": "assistant", "content": self.text})
+
+    def add_sampled(self, completions: Completions, position: int) -> None:
+        """Append the tokens of the model in row `position` of `completions`, without a message."""
         self.segments.append(completions.token_ids[position])
         self.logprobs.append(completions.logprobs[position])
         versions = completions.weight_versions[position]
@@ -151,9 +191,6 @@ class ConversationRow:
             num_known = sum(map(len, self.routed_experts))
             self.routed_experts.append(completions.routed_experts[position][num_known:])
         self.finish_reason = completions.finish_reasons[position]
-        if self.messages:
-            # The environment answers the text.
-            self.messages.append({"role": "assistant", "content": self.text})
 
     def task(self, key: int, timeout_s: float | None) -> StepTask:
         """Return the step of the environment that answers the last turn.
@@ -203,6 +240,11 @@ class ConversationRow:
             return
         self.segments.append(token_ids)
         self.messages += messages
+
+    def cancel(self) -> None:
+        """Mark the episode of a program as cancelled."""
+        if self.outcome is not None:
+            self.outcome = replace(self.outcome, status=Status.CANCELLED)
 
     def sample(self, *, has_text: bool = True) -> RewardSample:
         """Return the input of reward functions; without `has_text` no completion is in it."""

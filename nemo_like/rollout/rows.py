@@ -18,6 +18,8 @@ from nemo_like.environments.reward import BadRewardKind, RewardProblem
 from nemo_like.metrics import Max, Mean, Metrics, Min, Sum
 from nemo_like.rollout.conversations import ConversationRow
 
+EPISODE = "episode"
+"""Column of the rows of programs, int64 [R]: the episode of each row, counted from 0."""
 _TOLERANCE = 1e-12
 """Rewards whose difference, relative to their size, is smaller count as equal: sums of equal
 components in another order differ by rounding errors of float64."""
@@ -40,6 +42,28 @@ class Rollout:
     """The B rows as they were sampled; their texts are decoded when they are read."""
     reward_problems: Sequence[RewardProblem | None]
     """Why a reward function or the environment failed, per row; None without a failure."""
+    num_started: int = 0
+    """Episodes of programs that were started, also those that were replaced by another attempt."""
+
+    @property
+    def first_rows(self) -> np.ndarray:
+        """The first row of each episode, int64 [E]; without programs all rows are episodes."""
+        return np.unique(self.episodes, return_index=True)[1]
+
+    @property
+    def episodes(self) -> np.ndarray:
+        """The episode of each row, int64 [R], counted from 0."""
+        if EPISODE not in self.batch:
+            return np.arange(len(self.conversations))
+        return self.batch[EPISODE]
+
+    @property
+    def episode_lengths(self) -> np.ndarray:
+        """Tokens of the model that are trained in each episode, int64 [E]."""
+        if EPISODE not in self.batch:
+            return self.completion_lengths
+        lengths = np.bincount(self.batch[EPISODE], weights=self.completion_lengths)
+        return lengths.astype(np.int64)
 
     @property
     def completion_lengths(self) -> np.ndarray:
@@ -82,12 +106,17 @@ class Rollout:
         is_stale = np.zeros(len(self.conversations), dtype=bool)
         for index, row in enumerate(self.conversations):
             is_stale[index] = any((turn < oldest).any() for turn in row.weight_versions)
+        if EPISODE in self.batch:
+            episodes = self.batch[EPISODE]
+            is_stale = np.isin(episodes, episodes[is_stale])
         if is_stale.all() or oldest == newest:
             self.check_versions(oldest, newest)
         self.check_versions(0, newest)
+        for index in np.flatnonzero(is_stale).tolist():
+            self.conversations[index].cancel()
         self.batch["reward_mask"] &= ~is_stale
         self.batch["row_mask"] &= ~is_stale
-        return int(is_stale.sum())
+        return int(is_stale[self.first_rows].sum())
 
     def version_gaps(self, version: int) -> Jagged:
         """Return `version` minus the weight version of each completion token, float32.
@@ -97,7 +126,7 @@ class Rollout:
         """
         gaps = np.zeros(len(self.batch["input_ids"].values), dtype=np.float32)
         is_completion = self.batch["token_mask"].values.astype(bool)
-        turns = [turn for row in self.conversations for turn in row.weight_versions]
+        turns = [turn for row in self.conversations for turn in row.trained(row.weight_versions)]
         if turns:
             gaps[is_completion] = version - np.concatenate(turns)
         if gaps.min(initial=0.0) < 0:
@@ -154,9 +183,18 @@ class Rollout:
                 record["advantage"] = float(advantages[i])
             record["completion_tokens"] = conversation.num_model_tokens
             record["finish_reason"] = conversation.finish_reason
-            versions = np.concatenate(conversation.weight_versions)
-            record["weight_versions"] = np.unique(versions).tolist()
-            if conversation.messages:
+            versions = {int(each) for turn in conversation.weight_versions for each in turn}
+            record["weight_versions"] = sorted(versions)
+            if conversation.outcome is not None:
+                if conversation.messages:
+                    record["messages"] = conversation.messages
+                record |= {
+                    "num_turns": conversation.num_turns,
+                    "episode": int(self.batch[EPISODE][i]),
+                    "status": conversation.outcome.status.value,
+                    "attempts": conversation.outcome.num_attempts,
+                }
+            elif conversation.messages:
                 record |= {
                     "messages": conversation.messages,
                     "num_turns": conversation.num_turns,
@@ -190,26 +228,44 @@ def build_rollout(
 
     The arrays of the rows become views of the columns, so that each token is in memory once.
     `rewards` and each of the `components` are float64 [B]. `problems` has B entries, or none.
-    `dropped_rows` are not trained.
+    `dropped_rows` are not trained. An episode of a program becomes all its rows; they are
+    consecutive and have its number in the column `episode`.
     """
-    num_rows = len(conversations)
-    batch = training_rows(conversations)
-    batch["reward"] = rewards
-    batch["group"] = np.repeat(np.arange(num_rows // group_size, dtype=np.int64), group_size)
-    problems = problems or [None] * num_rows
-    batch["reward_mask"] = np.ones(num_rows, dtype=bool)
-    batch["reward_mask"][list(dropped_rows)] = False
+    num_episodes = len(conversations)
+    sizes = [len(each.rows) or 1 for each in conversations]
+    episode = np.repeat(np.arange(num_episodes, dtype=np.int64), sizes)
+    rows = [row for each in conversations for row in (each.rows or (each,))]
+    batch = training_rows(rows)
+    batch["reward"] = rewards[episode]
+    batch["group"] = episode // group_size
+    problems = problems or [None] * num_episodes
+    is_kept = np.ones(num_episodes, dtype=bool)
+    is_kept[list(dropped_rows)] = False
+    batch["reward_mask"] = is_kept[episode]
     batch["row_mask"] = batch["reward_mask"].copy()
-    return Rollout(batch, components, conversations, problems)
+    if any(each.rows for each in conversations):
+        batch[EPISODE] = episode
+        # An episode may have no token to train.
+        batch["row_mask"] &= np.array([row.num_model_tokens > 0 for row in rows])
+    return Rollout(
+        batch,
+        {name: values[episode] for name, values in components.items()},
+        rows,
+        [problems[each] for each in episode.tolist()],
+        sum(each.num_started for each in conversations),
+    )
 
 
 def select_rows(rollout: Rollout, rows: np.ndarray) -> Rollout:
     """Return the given rows (int64 [n]) of a rollout in the given order; `group` is unchanged."""
+    batch = rollout.batch.select_indices(rows)
+    if EPISODE in batch:
+        batch[EPISODE] = np.unique(batch[EPISODE], return_inverse=True)[1]
     return replace(
         rollout,
         conversations=[rollout.conversations[row] for row in rows.tolist()],
         reward_problems=[rollout.reward_problems[row] for row in rows.tolist()],
-        batch=rollout.batch.select_indices(rows),
+        batch=batch,
         components={name: values[rows] for name, values in rollout.components.items()},
     )
 
@@ -223,14 +279,23 @@ def concat_rollouts(parts: Sequence[Rollout]) -> Rollout:
         raise ValueError("concat_rollouts needs at least one rollout")
     conversations = []
     problems = []
+    episodes = []
+    num_episodes = 0
     for part in parts:
         conversations += part.conversations
         problems += part.reward_problems
+        if EPISODE in part.batch:
+            episodes.append(part.batch[EPISODE] + num_episodes)
+            num_episodes += len(part.first_rows)
+    batch = BatchedDataDict.from_batches([part.batch for part in parts])
+    if episodes:
+        batch[EPISODE] = np.concatenate(episodes)
     return replace(
         parts[0],
         conversations=conversations,
         reward_problems=problems,
-        batch=BatchedDataDict.from_batches([part.batch for part in parts]),
+        num_started=sum(part.num_started for part in parts),
+        batch=batch,
         components=_concat_components(parts),
     )
 
@@ -262,7 +327,10 @@ def training_rows(conversations: Sequence[ConversationRow]) -> BatchedDataDict:
     )
     is_model = []
     for row in conversations:
-        is_model.append(np.arange(len(row.segments)) % 2)
+        flags = np.arange(len(row.segments)) % 2
+        if row.is_trained is not None:
+            flags[1::2] = row.is_trained
+        is_model.append(flags)
     sizes = np.array([len(segment) for segment in segments], dtype=np.int64)
     # Frees what the rows still refer to, segment by segment.
     del segments
@@ -299,7 +367,10 @@ def _routed_experts(conversations: Sequence[ConversationRow]) -> Jagged:
 
 def rollout_metrics(rollout: Rollout) -> Metrics:
     """Return metrics of rewards, lengths, and completions that reached the length limit."""
-    lengths = rollout.completion_lengths
+    lengths = rollout.episode_lengths
+    if EPISODE in rollout.batch:
+        # Metrics are those of episodes, whatever the number of their rows.
+        rollout = select_rows(rollout, rollout.first_rows)
     is_stopped = rollout.finish_reasons == "stop"
     prompt_lengths = np.array([len(each.segments[0]) for each in rollout.conversations])
     mask = rollout.batch["reward_mask"]
@@ -325,7 +396,7 @@ def rollout_metrics(rollout: Rollout) -> Metrics:
     if experts is not None:
         num_bytes = float(experts.values.nbytes)
         metrics["generation/routed_experts_bytes_per_token"] = Mean(num_bytes, len(experts.values))
-    if any(conversation.messages for conversation in rollout.conversations):
+    if any(each.messages and each.outcome is None for each in rollout.conversations):
         metrics |= conversation_metrics(rollout.conversations)
     return metrics
 

@@ -7,8 +7,9 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+from nemo_like.config.errors import ConfigError
 from nemo_like.config.needs import RolloutNeeds
 from nemo_like.config.parallel import is_colocated, num_generation_workers, num_policy_workers
 from nemo_like.config.rollout import EnvironmentConfig, RewardConfig, RewardModelConfig
@@ -38,11 +39,15 @@ from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.rollout.collector import RolloutCollector
 from nemo_like.rollout.conversations import ConversationDriver
+from nemo_like.rollout.episodes import EpisodeDriver
 from nemo_like.rollout.rewards import ModelRewards, RewardModel
 from nemo_like.run.progress import Progress
 from nemo_like.training.generation_backends import generation_backend
 from nemo_like.training.groups import GroupPlacement, StartGroup, WorkersStart, shares_gpus
 from nemo_like.training.model_files import RewardModelFiles, open_reward_model, recorded_experts
+
+if TYPE_CHECKING:
+    from nemo_like.agents.workers import AgentWorkers
 
 Begin = Callable[[Callable[[], Any]], Future[Any]]
 """Calls a function, or lets a thread call it; the future has the result."""
@@ -55,7 +60,7 @@ class RolloutWorkers:
     generator: Generator
     rewards: RewardEnvironment | None
     """None without reward functions: an environment or reward models may give rewards."""
-    environment: EnvironmentWorkers | None = None
+    environment: EnvironmentWorkers | AgentWorkers | None = None
     """None in rollouts of one turn."""
     reward_models: ModelRewards | None = None
     """None without `reward.models`."""
@@ -124,20 +129,33 @@ def start_generator(
     )
 
 
+def check_environment(config: EnvironmentConfig) -> None:
+    """Import the class of the environment, or what programs need. Raises ConfigError.
+
+    The workers import the programs.
+    """
+    if config.is_program:
+        _environment_classes(config)
+    elif config.is_used:
+        load_environment(config)
+
+
 def start_environment(
     environment: EnvironmentConfig,
     cluster: ClusterConfig,
     start: StartGroup,
     closing: ExitStack,
     progress: Progress,
-) -> EnvironmentWorkers | None:
-    """Start the workers of the environment; None in a run without one."""
-    if environment.path is None:
+) -> EnvironmentWorkers | AgentWorkers | None:
+    """Start the workers of the environment or of programs; None in a run without."""
+    if not environment.is_used:
         return None
     num_workers = environment.num_workers
     if cluster.backend == "local":
         # The steps share this process in any case.
         num_workers = 1
+
+    worker_class, workers_class = _environment_classes(environment)
 
     def start_worker(index: int) -> WorkerGroup:
         # Environments and reward functions need no GPU and little CPU, so their workers reserve
@@ -145,13 +163,32 @@ def start_environment(
         placement = GroupPlacement(
             kind="environment", name=f"environment-{index}", bundles="anywhere"
         )
-        return start(placement, EnvironmentWorker, config=environment)
+        return start(placement, worker_class, config=environment)
 
-    workers = EnvironmentWorkers(
+    workers = workers_class(
         start_worker, num_workers, max_restarts=cluster.max_restarts, report=progress.print_line
     )
     closing.callback(workers.shutdown)
     return workers
+
+
+def _environment_classes(config: EnvironmentConfig) -> tuple[type, type]:
+    """Return the classes of the workers of an environment and of their driver side.
+
+    Raises ConfigError if the packages of an endpoint are not installed.
+    """
+    if not config.is_program:
+        return EnvironmentWorker, EnvironmentWorkers
+    try:
+        # Imported on demand: they import the packages of an extra.
+        from nemo_like.agents.worker import AgentWorker
+        from nemo_like.agents.workers import AgentWorkers
+    except ImportError as error:
+        raise ConfigError(
+            "environment.kind is program, which needs packages that are not installed: pip install"
+            f" 'nemo-like[agents]' ({error})"
+        ) from error
+    return AgentWorker, AgentWorkers
 
 
 def start_rewards(config: RewardConfig, start: StartGroup) -> RewardEnvironment:
@@ -171,12 +208,17 @@ def open_collector(
     rollouts: RolloutNeeds, workers: RolloutWorkers, encoder: ChatEncoder
 ) -> RolloutCollector:
     """Return the collector on `workers`; its rows are conversations if they have an environment."""
-    conversations = None
-    if workers.environment is not None:
-        conversations = ConversationDriver(
-            workers.environment, ObservationEncoder(encoder), rollouts.environment, rollouts.rewards
-        )
-    return RolloutCollector(workers.generator, workers.rewards, encoder.tokenizer, conversations)
+    generator, environment = workers.generator, workers.environment
+    config, rewards = rollouts.environment, rollouts.rewards
+    conversations = episodes = None
+    if environment is not None and config.is_program:
+        agents = cast("AgentWorkers", environment)
+        agents.set_encoder(encoder)
+        episodes = EpisodeDriver(agents, generator, config, rewards)
+    elif isinstance(environment, EnvironmentWorkers):
+        observations = ObservationEncoder(encoder)
+        conversations = ConversationDriver(environment, observations, config, rewards)
+    return RolloutCollector(generator, workers.rewards, encoder.tokenizer, conversations, episodes)
 
 
 def open_reward_models(models: Mapping[str, RewardModelConfig]) -> dict[str, RewardModelFiles]:
@@ -260,8 +302,7 @@ class RolloutStarter:
         self._progress = progress
         load_reward_functions(rollouts.rewards.functions)
         self._files = open_reward_models(rollouts.rewards.models)
-        if rollouts.environment.path is not None:
-            load_environment(rollouts.environment)
+        check_environment(rollouts.environment)
 
     def begin(self, begin: Begin, start: StartGroup, closing: ExitStack) -> None:
         """Start what shares no GPU with the policy. `begin` calls a function, or lets a thread."""
@@ -309,7 +350,9 @@ class RolloutStarter:
         )
         return start_generator(start, settings.cluster, self._start, self._progress)
 
-    def _start_services(self) -> tuple[EnvironmentWorkers | None, RewardEnvironment | None]:
+    def _start_services(
+        self,
+    ) -> tuple[EnvironmentWorkers | AgentWorkers | None, RewardEnvironment | None]:
         """Start the workers of the environment and of the reward functions."""
         rollouts = self._rollouts
         environment = start_environment(

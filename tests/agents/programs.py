@@ -113,3 +113,14 @@ def kills_supervisor(task: Any) -> None:
     del task
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(60)
+
+
+def hangs(task: Any) -> None:
+    del task
+    time.sleep(600)
+
+
+def answers_anything(task: Any) -> float:
+    body = {"model": "m", "messages": [{"role": "user", "content": task.row["prompt"]}]}
+    _post(task, "chat/completions", body)
+    return 1.0

@@ -18,7 +18,7 @@ from nemo_like.config.build import build_config, to_dict
 from nemo_like.config.check import batching_section, derivation, find_problems
 from nemo_like.config.loss import CorrectionKind
 from nemo_like.config.parallel import num_policy_workers, policy_layout
-from nemo_like.config.rollout import RewardConfig, RewardFunctionConfig
+from nemo_like.config.rollout import RewardConfig, RewardFunctionConfig, RewardModelConfig
 from nemo_like.config.schema import AdapterConfig, ClusterConfig, PolicyConfig, RunConfig
 from tests.recipe import Recipe
 
@@ -65,6 +65,30 @@ def test_keys_of_the_environment_need_completions_and_an_environment() -> None:
     (text,) = problems(SFT, environment__path=path)
     assert text.startswith(f"environment.path is {path}, which has no effect")
     assert problems(GRPO, environment__path=path) == []
+
+
+def test_a_program_is_a_function_or_a_command() -> None:
+    def found(**keys: Any) -> list[str]:
+        return problems(GRPO, **{f"environment__{key}": value for key, value in keys.items()})
+
+    path, command = "my_agent.solve", ["python", "agent.py"]
+    assert found(kind="program", path=path, python="/usr/bin/python3") == []
+    assert found(kind="program", command=command) == []
+    (text,) = found(kind="program")
+    assert "needs either environment.path or environment.command, and none is set" in text
+    (text,) = found(kind="program", path=path, command=command)
+    assert text.endswith("both are set")
+    (text,) = found(command=command)
+    assert "environment.command is set, but environment.kind is class" in text
+    (text,) = found(kind="program", path=path, options={"a": 1})
+    assert text.startswith("environment.options is set")
+    (text,) = problems(SFT, environment__kind="program", environment__command=command)
+    assert text.startswith("environment.command is python agent.py, which has no effect")
+    models = {"judge": RewardModelConfig(model_name="judge")}
+    (text,) = problems(
+        GRPO, environment__kind="program", environment__path=path, reward__models=models
+    )
+    assert text.startswith("reward.models is set")
 
 
 def test_the_defaults_are_fine() -> None:

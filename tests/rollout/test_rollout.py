@@ -69,7 +69,7 @@ def test_answers_without_rewards_have_no_mean_reward() -> None:
     rollout = rollout_of([[3, 3], [3], [3]])
     rollout.components["answer"] = np.array([1.0, 0.0, 0.0], dtype=np.float32)
     rollout.batch["reward"] = np.array([1.0, 0.0, 0.0], dtype=np.float32)
-    rollout.batch["row_mask"] = np.array([True, True, False])
+    rollout.batch["reward_mask"] = np.array([True, True, False])
     rows = np.arange(3)
     values = metric_values(answer_metrics(rollout, rows, num_samples=1, pass_reward=1.0))
     assert (values["reward_mean"], values["answer_mean"]) == (0.5, 0.5)

@@ -92,11 +92,11 @@ class DistillRunConfig(RunConfig):
                 " distill.on_policy_fraction 1: no step trains on the rows of the data. Set it to"
                 " 0, or distill.on_policy_fraction below 1",
             )
-        if self.environment.path is not None:
+        if self.environment.is_used:
             yield Problem(
                 ("environment.path",),
-                "environment.path is set, but distillation samples completions of one turn; set it"
-                " to null",
+                f"{self.environment.name} is set, but distillation samples completions of one"
+                " turn; remove it",
             )
 
 

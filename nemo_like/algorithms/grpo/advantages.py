@@ -301,8 +301,11 @@ def rollout_advantages(
         if advantage.whiten == "tokens":
             advantages = whitened(advantages, num_trained, EPS)
         elif advantage.whiten == "rows":
-            is_row_trained = (num_trained > 0).astype(np.float64)
-            advantages = whitened(advantages, is_row_trained, EPS)
+            # Every episode once.
+            weights = np.zeros(batch.size)
+            num_per_episode = np.bincount(rollout.episodes, weights=num_trained)
+            weights[rollout.first_rows] = num_per_episode > 0
+            advantages = whitened(advantages, weights, EPS)
         is_effective = (advantages != 0) & (num_trained > 0)
         metrics["reward/num_effective_rows"] = Sum(float(is_effective.sum()))
         return RolloutAdvantages(advantages, advantages, metrics)
@@ -346,18 +349,24 @@ def _row_advantages(config: GrpoRunConfig, rollout: Rollout, metrics: Metrics) -
     if overlong.filter:
         num_filtered = float(is_truncated(rollout).sum())
         metrics["reward/num_overlong_filtered"] = Sum(num_filtered)
-    groups = rollout.batch["group"]
-    reward_mask = rollout.batch["reward_mask"]
+    # The rows of an episode have one reward, which counts once.
+    first_rows = rollout.first_rows
+    repeated = rollout.episodes
+    groups = rollout.batch["group"][first_rows]
+    reward_mask = rollout.batch["reward_mask"][first_rows]
     if config.grpo.advantage.components == "sum":
-        rewards = rollout.batch["reward"].astype(np.float64) + penalty
-        return group_advantages(rewards, groups, config.grpo.advantage, reward_mask)
-    components = dict(rollout.components)
+        rewards = (rollout.batch["reward"].astype(np.float64) + penalty)[first_rows]
+        return group_advantages(rewards, groups, config.grpo.advantage, reward_mask)[repeated]
+    components = {name: values[first_rows] for name, values in rollout.components.items()}
     # The rewards of an environment are added as they are.
     weights = dict.fromkeys(components, 1.0) | config.reward.weights
     if overlong.penalty_buffer > 0:
-        components[_PENALTY] = penalty
+        components[_PENALTY] = penalty[first_rows]
         weights[_PENALTY] = 1.0
-    return separate_advantages(components, weights, groups, config.grpo.advantage, reward_mask)
+    advantages = separate_advantages(
+        components, weights, groups, config.grpo.advantage, reward_mask
+    )
+    return advantages[repeated]
 
 
 def _policy_logprobs(batch: BatchedDataDict, logprobs: Mapping[str, Jagged]) -> Jagged:

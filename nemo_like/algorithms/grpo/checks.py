@@ -95,7 +95,7 @@ def rollout_lengths(
     """
     prompts = np.repeat(prompt_lengths, config.grpo.num_generations_per_prompt)
     max_completions = config.policy.max_total_sequence_length - prompts
-    if config.environment.path is None:
+    if not config.environment.is_used:
         max_new_tokens = config.policy.generation.max_new_tokens
         max_completions = np.minimum(max_completions, max_new_tokens)
     groups = np.repeat(np.arange(len(prompt_lengths)), config.grpo.num_generations_per_prompt)

@@ -344,7 +344,7 @@ def _group_problems(config: GrpoRunConfig) -> Iterator[Problem]:
 
 def _reward_problems(reward: RewardConfig, environment: EnvironmentConfig) -> Iterator[Problem]:
     weights = reward.weights
-    if environment.path is not None:
+    if environment.is_used:
         # The environment gives rewards.
         return
     if not weights:
@@ -439,7 +439,7 @@ def dynamic_sampling_problems(grpo: GrpoConfig) -> Iterator[Problem]:
 def overlong_problems(config: GrpoRunConfig) -> Iterator[Problem]:
     """Yield an overlong penalty of conversations, whose turns have a limit each."""
     yield from config.grpo.overlong.problems(config.policy.generation.max_new_tokens)
-    if config.environment.path is not None and config.grpo.overlong.penalty_buffer > 0:
+    if config.environment.is_used and config.grpo.overlong.penalty_buffer > 0:
         yield Problem(
             ("grpo.overlong.penalty_buffer", "environment.path"),
             f"grpo.overlong.penalty_buffer is {config.grpo.overlong.penalty_buffer}, but with"
@@ -450,7 +450,7 @@ def overlong_problems(config: GrpoRunConfig) -> Iterator[Problem]:
 
 def reward_name_problems(reward: RewardConfig, environment: EnvironmentConfig) -> Iterator[Problem]:
     """Yield rewards with a name that a reward of the environment may have."""
-    if environment.path is None:
+    if not environment.is_used:
         return
     for name in reward.weights:
         section = "functions" if name in reward.functions else "models"

@@ -21,7 +21,9 @@ from nemo_like.generation.requests import SamplingParams
 from nemo_like.metrics import Mean, Metrics, Sum, merge_metrics
 from nemo_like.rollout.collector import RolloutJob
 from nemo_like.rollout.conversations import Prompt
+from nemo_like.rollout.episodes import episode_metrics
 from nemo_like.rollout.rows import (
+    EPISODE,
     Rollout,
     concat_rollouts,
     has_spread,
@@ -245,7 +247,10 @@ class StepRollout:
     def metrics(self) -> Metrics:
         """Return the metrics of all completions of the step, whether they are trained on or not."""
         sampled = self.rollout if self.sampled is None else self.sampled
-        return rollout_metrics(sampled) | self.sampling_metrics
+        metrics = rollout_metrics(sampled) | self.sampling_metrics
+        if EPISODE in sampled.batch:
+            metrics |= episode_metrics(sampled, self.rollout.batch["group"])
+        return metrics
 
 
 def rows_with_spread(
@@ -272,9 +277,11 @@ def source_rewards(rollout: Rollout, sources: np.ndarray, names: Sequence[str]) 
     not count.
     """
     metrics: Metrics = {}
-    source_of_row = sources[rollout.batch["group"]]
+    first_rows = rollout.first_rows
+    source_of_row = sources[rollout.batch["group"][first_rows]]
+    mask = rollout.batch["reward_mask"][first_rows]
     for index, name in enumerate(names):
-        rewards = rollout.batch["reward"][rollout.batch["reward_mask"] & (source_of_row == index)]
+        rewards = rollout.batch["reward"][first_rows][mask & (source_of_row == index)]
         if len(rewards):
             mean = Mean(float(rewards.sum()), len(rewards))
             metrics[f"data/source_{name}/reward_mean"] = mean

@@ -1,0 +1,86 @@
+"""What the driver and the workers of agents exchange about episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from nemo_like.agents.history import Reason
+from nemo_like.agents.statuses import Status
+from nemo_like.data.messages import Message
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeStart:
+    """One attempt to run a program on a row of data."""
+
+    episode: int
+    """Number of the attempt among all of the run."""
+    row: Mapping[str, Any]
+    seed: int
+    max_total_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CallRequest:
+    """A call that the generator answers."""
+
+    episode: int
+    number: int
+    """Counted from 0 in its episode."""
+    parent: int | None
+    """Number of the call that it continues."""
+    given: np.ndarray
+    """int32 [L]: the prompt, or with a parent what follows the tokens of the parent."""
+    seed: int
+    max_tokens: int | None
+    """Limit of the request; None has only that of the run."""
+    stop: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CallAnswer:
+    """The sampled tokens of a call."""
+
+    episode: int
+    number: int
+    token_ids: np.ndarray
+    """int32 [L]."""
+    finish_reason: Literal["stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallCancel:
+    """A call whose answer nobody waits for."""
+
+    episode: int
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeEnd:
+    """An episode that has ended. At most cancelled calls of it follow."""
+
+    episode: int
+    status: Status
+    problem: str = ""
+    """Why it failed."""
+    rewards: Mapping[str, float] | None = None
+    """Named rewards of the program and of its requests; None if there are none."""
+    rows: Sequence[tuple[Sequence[int], Sequence[bool]]] = ()
+    """Training rows: the numbers of their calls, and which of them the row trains."""
+    last_row: int = -1
+    """Index of the row with the last call; -1 without rows."""
+    messages: Sequence[Message] = ()
+    """Messages and reply of the last call."""
+    num_calls: int = 0
+    """Answered calls."""
+    reasons: Mapping[Reason, int] = field(default_factory=dict)
+    """Number of calls that continue no other, by reason."""
+    seconds: float = 0.0
+
+
+Event = CallRequest | CallCancel | EpisodeEnd

@@ -1,0 +1,331 @@
+"""Episodes of programs: their calls become requests of the generator, and their ends become rows.
+
+The driver keeps what was sampled; the worker of an episode gets the token ids only, and names the
+calls of each row when the episode ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, get_args
+
+import numpy as np
+
+from nemo_like.agents.events import CallAnswer, CallCancel, CallRequest, EpisodeEnd, EpisodeStart
+from nemo_like.agents.history import Reason
+from nemo_like.agents.statuses import Status, attempt_seed, outcome_of
+from nemo_like.config.errors import shown_value
+from nemo_like.config.rollout import EnvironmentConfig, RewardConfig
+from nemo_like.data.jagged import Jagged
+from nemo_like.environments.environment import ENVIRONMENT
+from nemo_like.environments.reward import RewardError, RewardProblem
+from nemo_like.generation.generator import Generator
+from nemo_like.generation.requests import Completions, SamplingParams
+from nemo_like.metrics import Max, Mean, Metrics, Sum
+from nemo_like.rollout.conversations import ConversationRow, EpisodeOutcome
+from nemo_like.rollout.rows import Rollout
+
+if TYPE_CHECKING:
+    # It imports the packages of the endpoint, which other runs do not need.
+    from nemo_like.agents.workers import AgentWorkers
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Recorded:
+    """A call as the driver knows it."""
+
+    request: CallRequest
+    parent: _Recorded | None
+    request_id: int = -1
+    """Of the generator; -1 for one that was not submitted."""
+    completion: Completions | None = None
+    """One row."""
+
+    @property
+    def path(self) -> list[_Recorded]:
+        """The calls that this one continues, and itself."""
+        calls = [self]
+        while (parent := calls[-1].parent) is not None:
+            calls.append(parent)
+        return calls[::-1]
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """Token ids that the answer follows, int32 [L]."""
+        parts = []
+        for call in self.path[:-1]:
+            assert call.completion is not None
+            parts += [call.request.given, call.completion.token_ids[0]]
+        return np.concatenate([*parts, self.request.given])
+
+
+@dataclass(eq=False)
+class _Attempt:
+    """One run of a program on a row."""
+
+    row: ConversationRow
+    sampling: SamplingParams
+    max_total_tokens: int
+    number: int = 0
+    """Attempts before."""
+    calls: dict[int, _Recorded] = field(default_factory=dict)
+    """By number."""
+
+
+class EpisodeDriver:
+    """Runs a program on rows until they have an outcome, with further attempts after failures."""
+
+    def __init__(
+        self,
+        workers: AgentWorkers,
+        generator: Generator,
+        config: EnvironmentConfig,
+        rewards: RewardConfig,
+    ) -> None:
+        """`rewards` are the functions and limits of the run."""
+        self.workers = workers
+        self.config = config
+        self.rewards = rewards
+        self._generator = generator
+        self._num_attempts = 0
+        self._attempts: dict[int, _Attempt] = {}
+        """By number among all attempts of the run."""
+        self._calls: dict[int, tuple[int, _Recorded]] = {}
+        """By request id: the attempt and the call."""
+        self._held: list[CallRequest] = []
+        """Calls that wait until requests are submitted again."""
+
+    def start(
+        self, rows: Sequence[ConversationRow], sampling: SamplingParams, max_total_tokens: int
+    ) -> None:
+        """Run the program on each of `rows`, which consist of their prompts."""
+        self._start([_Attempt(row, sampling, max_total_tokens) for row in rows])
+
+    def add_completions(self, request_ids: Sequence[int], completions: Completions) -> None:
+        """Answer the calls with these requests."""
+        answers = []
+        for position, request_id in enumerate(request_ids):
+            number, call = self._calls.pop(request_id)
+            call.completion = completions.take(np.array([position]))
+            answers.append(
+                CallAnswer(
+                    episode=number,
+                    number=call.request.number,
+                    token_ids=call.completion.token_ids[0],
+                    finish_reason=call.completion.finish_reasons[0],
+                )
+            )
+        self.workers.answer(answers)
+
+    def advance(self, *, submits: bool) -> list[ConversationRow]:
+        """Request the answers to new calls, unless not `submits`; return the rows that have ended.
+
+        Raises WorkerFailure, and RewardError after a failure with `environment.on_error` `stop`.
+        """
+        ended = []
+        for event in self.workers.collect():
+            if isinstance(event, CallRequest):
+                self._held.append(event)
+            elif isinstance(event, CallCancel):
+                self._cancel(event)
+            else:
+                row = self._end(event)
+                if row is not None:
+                    ended.append(row)
+        if submits:
+            self._submit()
+        return ended
+
+    def problem(self, outcome: EpisodeOutcome) -> RewardProblem:
+        """Return the problem of a failed episode."""
+        config = self.config
+        name = "environment" if config.path is not None else "command"
+        kind = "ended" if outcome.status is Status.FAILED_INFRA else "raised"
+        text = f"failed: {outcome.problem}"
+        what = config.path or " ".join(config.command)
+        return RewardProblem(name, what, kind, text, section="environment")
+
+    def _start(self, attempts: Sequence[_Attempt]) -> None:
+        starts = []
+        for attempt in attempts:
+            row = attempt.row
+            starts.append(
+                EpisodeStart(
+                    episode=self._num_attempts,
+                    row=row.prompt.row,
+                    seed=attempt_seed(row.seed, attempt.number),
+                    max_total_tokens=attempt.max_total_tokens,
+                )
+            )
+            row.num_started += 1
+            self._attempts[self._num_attempts] = attempt
+            self._num_attempts += 1
+        self.workers.start(starts)
+
+    def _submit(self) -> None:
+        """Request the answers to the calls that wait; those of equal options together."""
+        groups: dict[tuple[SamplingParams, int], list[CallRequest]] = {}
+        for request in self._held:
+            attempt = self._attempts[request.episode]
+            run = attempt.sampling
+            sampling = replace(
+                run,
+                max_new_tokens=min(request.max_tokens or run.max_new_tokens, run.max_new_tokens),
+                stop_strings=(*run.stop_strings, *request.stop),
+            )
+            groups.setdefault((sampling, attempt.max_total_tokens), []).append(request)
+        self._held = []
+        for (sampling, max_total_tokens), requests in groups.items():
+            calls = []
+            for request in requests:
+                known = self._attempts[request.episode].calls
+                parent = None if request.parent is None else known[request.parent]
+                known[request.number] = _Recorded(request, parent)
+                calls.append(known[request.number])
+            request_ids = self._generator.submit(
+                Jagged.from_rows([call.prompt_ids for call in calls], np.int32),
+                np.array([request.seed for request in requests], dtype=np.uint64),
+                sampling,
+                max_total_length=max_total_tokens,
+                affinity=[self._attempts[each.episode].row.episode for each in requests],
+            )
+            for request_id, call in zip(request_ids, calls, strict=True):
+                call.request_id = request_id
+                self._calls[request_id] = (call.request.episode, call)
+
+    def _cancel(self, event: CallCancel) -> None:
+        """Discard the request of a call for which nobody waits."""
+        attempt = self._attempts.get(event.episode)
+        if attempt is None:
+            # Its end has cancelled all calls.
+            return
+        key = (event.episode, event.number)
+        self._held = [each for each in self._held if (each.episode, each.number) != key]
+        call = attempt.calls.get(event.number)
+        if call is not None and self._calls.pop(call.request_id, None):
+            self._generator.cancel([call.request_id])
+
+    def _end(self, end: EpisodeEnd) -> ConversationRow | None:
+        """Return the row of an episode that has ended; None if it is tried again.
+
+        Raises RewardError if a failure stops the run.
+        """
+        attempt = self._attempts.pop(end.episode)
+        self._held = [each for each in self._held if each.episode != end.episode]
+        # Of a lost worker; another one has cancelled them.
+        running = [call.request_id for call in attempt.calls.values()]
+        running = [each for each in running if self._calls.pop(each, None)]
+        self._generator.cancel(running)
+        has_functions = any(weight != 0 for weight in self.rewards.weights.values())
+        if end.status is Status.DONE and end.rewards is None and not has_functions:
+            # No reward is not a reward of 0.
+            problem = "it has no reward: return a number, send one to the path /reward of its"
+            problem += " endpoint, or set reward.functions"
+            end = replace(end, status=Status.FAILED_PROGRAM, problem=problem)
+        result = outcome_of(
+            end.status,
+            attempt.number,
+            retries=self.config.retries,
+            on_failure=self.config.failures,
+            on_limit=self.config.on_limit,
+        )
+        if result == "retry":
+            logger.info("an episode is tried again: %s", end.problem)
+            self._start([replace(attempt, number=attempt.number + 1, calls={})])
+            return None
+        row = attempt.row
+        row.outcome = EpisodeOutcome(
+            status=end.status,
+            is_dropped=result == "drop",
+            num_attempts=attempt.number + 1,
+            num_calls=end.num_calls,
+            reasons=end.reasons,
+            seconds=end.seconds,
+            problem=end.problem,
+        )
+        if result == "stop":
+            raise RewardError(
+                f"{self.problem(row.outcome)}, on the row {shown_value(dict(row.prompt.row))};"
+                " environment.on_error=drop or zero continues a run in spite of such episodes"
+            )
+        if result == "train":
+            for name, value in (end.rewards or {}).items():
+                # A number without a name has this one.
+                own = ENVIRONMENT if name == "reward" else f"{ENVIRONMENT}_{name}"
+                row.rewards[own] = value
+        row.messages = list(end.messages)
+        _add_rows(attempt, end)
+        return row
+
+
+def _add_rows(attempt: _Attempt, end: EpisodeEnd) -> None:
+    """Set the training rows of an episode; the row of the attempt becomes that of the last call."""
+    base = attempt.row
+    rows = []
+    for index, (numbers, is_trained) in enumerate(end.rows):
+        row = base if index == end.last_row else replace(base, messages=[], rows=())
+        row.segments, row.is_trained = [], is_trained
+        row.logprobs, row.weight_versions, row.routed_experts = [], [], []
+        for number in numbers:
+            call = attempt.calls[number]
+            assert call.completion is not None
+            row.segments.append(call.request.given)
+            row.add_sampled(call.completion, 0)
+        if end.status is Status.LIMIT_TOKENS:
+            row.finish_reason = "length"
+        rows.append(row)
+    base.rows = rows or [base]
+
+
+def episode_metrics(rollout: Rollout, trained_groups: np.ndarray) -> Metrics:
+    """Return the counts of episodes by what became of them, and their calls and rows.
+
+    `trained_groups` int64 [n] are the groups that were not dropped by dynamic sampling. Raises
+    RuntimeError unless every attempt that was started is trained, dropped, cancelled or replaced by
+    another one, and only one of them.
+    """
+    first_rows = rollout.first_rows
+    outcomes = []
+    for row in first_rows.tolist():
+        outcome = rollout.conversations[row].outcome
+        assert outcome is not None, "the episode has ended"
+        outcomes.append(outcome)
+    statuses = Counter(each.status for each in outcomes)
+    is_kept = np.isin(rollout.batch["group"][first_rows], trained_groups)
+    is_trained = is_kept & rollout.batch["reward_mask"][first_rows]
+    is_cancelled = np.array([each.status is Status.CANCELLED for each in outcomes])
+    has_problem = np.array([rollout.reward_problems[row] is not None for row in first_rows])
+    is_dropped = np.array([each.is_dropped for each in outcomes]) | has_problem | ~is_kept
+    counts = {
+        "episodes/trained": int(is_trained.sum()),
+        "episodes/dropped": int((is_dropped & ~is_trained & ~is_cancelled).sum()),
+        "episodes/cancelled": int(is_cancelled.sum()),
+        "episodes/replaced": sum(each.num_attempts - 1 for each in outcomes),
+    }
+    if sum(counts.values()) != rollout.num_started:
+        raise RuntimeError(
+            f"{rollout.num_started} episodes were started, but the sum of {counts} differs"
+        )
+    metrics: Metrics = {name: Sum(float(each)) for name, each in counts.items()}
+    metrics["episodes/started"] = Sum(float(rollout.num_started))
+    for status in Status:
+        metrics[f"episodes/num_{status.value}"] = Sum(float(statuses[status]))
+    num_calls = [each.num_calls for each in outcomes]
+    seconds = [each.seconds for each in outcomes]
+    reasons: Counter[str] = Counter()
+    for each in outcomes:
+        reasons.update(each.reasons)
+    for reason in get_args(Reason):
+        metrics[f"episodes/num_calls_{reason}"] = Sum(float(reasons[reason]))
+    metrics |= {
+        "episodes/calls_mean": Mean(float(sum(num_calls)), len(outcomes)),
+        "episodes/rows_mean": Mean(float(len(rollout.conversations)), len(outcomes)),
+        "episodes/seconds_mean": Mean(sum(seconds), len(outcomes)),
+        "episodes/seconds_max": Max(max(seconds)),
+    }
+    return metrics

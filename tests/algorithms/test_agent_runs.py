@@ -1,0 +1,97 @@
+"""Complete runs whose rollouts are programs with the `openai` client: resumed in this process, and
+asynchronously on Ray with programs that fail.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_like.algorithms.grpo.loop import run_grpo
+from nemo_like.cli import main
+from tests.algorithms.test_runs import interrupt_at, read_metrics
+from tests.recipe import Recipe
+
+PROGRAM = (
+    "environment.kind=program",
+    "environment.path=tests.algorithms.agent_programs.converses",
+    "grpo.max_num_steps=2",
+    "grpo.num_prompts_per_step=2",
+    "policy.train_global_batch_size=8",
+    "policy.max_total_sequence_length=128",
+    "checkpointing.save_period=1",
+    "checkpointing.keep_latest=5",
+)
+
+
+def _rollout(run: Path, step: int) -> list[dict]:
+    path = run / "rollouts" / f"step_{step}.jsonl"
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def test_a_resumed_run_of_programs_continues_a_straight_one(recipe: Recipe) -> None:
+    options = (*PROGRAM, "data.max_validation_rows=2")
+    run = run_grpo(recipe.grpo(*options)).directory.path
+    expected = read_metrics(run)
+    assert "validation/environment_mean" in expected[0]
+    for line in expected[1:]:
+        assert line["episodes/started"] == line["episodes/trained"] == 8
+        assert line["policy/grad_norm"] > 0
+        # The ids of the rows are those that the generator has seen.
+        assert line["mismatch/logprob_diff_max"] < 1e-4
+        # The reward of the program and that of a function.
+        parts = line["reward/environment_mean"] + line["reward/digits_mean"]
+        assert line["reward/mean"] == pytest.approx(parts)
+    records = _rollout(run, 2)
+    assert [each["episode"] for each in records] == list(range(8))
+    for record in records:
+        roles = [message["role"] for message in record["messages"]]
+        assert roles == ["user", "assistant", "user", "assistant"]
+        assert record["completion"] == record["messages"][-1]["content"]
+        assert (record["status"], record["attempts"], record["num_turns"]) == ("done", 1, 2)
+    interrupt_at(run, 1)
+    run_grpo(recipe.grpo(*options, "resume=true"))
+    # Log-probs depend in their last bits on the batches, and so on time; texts do not.
+    resumed = _rollout(run, 2)
+    assert [each["messages"] for each in resumed] == [each["messages"] for each in records]
+    found = read_metrics(run)[2]["policy/grad_norm"]
+    assert found == pytest.approx(expected[2]["policy/grad_norm"], rel=1e-3)
+
+
+def test_an_asynchronous_run_on_ray_replaces_failed_episodes(
+    recipe: Recipe, joined_ray: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    markers = recipe.folder / "markers"
+    markers.mkdir()
+    options = [
+        *PROGRAM[2:],
+        "environment.kind=program",
+        "environment.path=tests.algorithms.agent_programs.fails_sometimes",
+        "environment.retries=1",
+        f"cluster.env={{NEMO_LIKE_TEST_MARKERS: {markers}}}",
+        "cluster.backend=ray",
+        "cluster.cpus_per_worker=0.5",
+        "~reward.functions.digits",
+        "grpo.max_num_steps=3",
+        "grpo.max_staleness=1",
+        "grpo.weight_update=in_flight",
+        "grpo.val_period=0",
+        "grpo.val_at_start=false",
+        "data.validation_path=null",
+    ]
+    recipe.grpo(*options)
+    code = main(["grpo", "--config", str(recipe.folder / "grpo.yaml"), *options])
+    output, errors = capfd.readouterr()
+    assert code == 0, output[-3000:] + errors[-3000:]
+    lines = read_metrics(recipe.folder / "grpo")
+    for line in lines:
+        counts = ("trained", "dropped", "cancelled", "replaced")
+        assert line["episodes/started"] == sum(line[f"episodes/{name}"] for name in counts)
+        assert line["episodes/trained"] == 8
+    # Later steps are sampled with older weights.
+    assert lines[0]["mismatch/logprob_diff_max"] < 1e-4
+    # The first attempts at some rows fail.
+    assert len(list(markers.iterdir())) > 0
+    assert sum(line["episodes/replaced"] for line in lines) >= len(list(markers.iterdir()))
