@@ -9,6 +9,7 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from nemo_like.algorithms.registry import ALGORITHMS, detect_kind, job_schema, load_config
 from nemo_like.cli import main
-from nemo_like.commands.choices import Machine, Task, choose
+from nemo_like.commands.choices import Chosen, Machine, Task, choose
 from nemo_like.commands.init import example_configs
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.parallel import policy_layout
@@ -115,12 +116,17 @@ def test_the_device_decides_precision_and_backend():
     assert (on_node.cluster.backend, on_node.cluster.gpus_per_node) == ("ray", 8)
 
 
+def sections(chosen: Chosen) -> Any:
+    """The configuration, whose sections depend on the job."""
+    return chosen.config
+
+
 def test_the_epochs_are_kept_on_every_cpu_and_the_estimate_names_the_key_that_shortens_the_run():
     # 300 rows, 16 per step: 19 steps per epoch.
     minutes = []
     for num_cores in (1, 2, 64):
         chosen = choose(task(machine=replace(LAPTOP, num_cores=num_cores)))
-        assert chosen.num_steps == 57 and chosen.config.sft.max_num_steps is None
+        assert chosen.num_steps == 57 and sections(chosen).sft.max_num_steps is None
         *_, length, validation = chosen.lines()
         found = re.fullmatch(
             r"57 steps, about (\d+) minutes? on (\d+) CPU cores?;"
@@ -147,13 +153,13 @@ def test_the_epochs_are_kept_on_every_cpu_and_the_estimate_names_the_key_that_sh
 def test_a_validation_file_is_used_during_the_run():
     given_file = ("data.validation_path=held_out.jsonl",)
     chosen = choose(task(overrides=given_file))
-    assert chosen.config.sft.val_period == 57 // 5
+    assert sections(chosen).sft.val_period == 57 // 5
     assert not any("validation is off" in line for line in chosen.lines())
-    assert choose(task(overrides=(*given_file, "sft.val_period=7"))).config.sft.val_period == 7
-    assert choose(task("grpo", overrides=given_file)).config.grpo.val_period == 20
+    assert sections(choose(task(overrides=(*given_file, "sft.val_period=7")))).sft.val_period == 7
+    assert sections(choose(task("grpo", overrides=given_file))).grpo.val_period == 20
     # A run of fewer steps than validations validates after each of them.
     short = choose(task(overrides=(*given_file, "sft.max_num_steps=3")))
-    assert short.config.sft.val_period == 1
+    assert sections(short).sft.val_period == 1
 
 
 def test_nearly_all_steps_fit_into_one_microbatch_of_the_chosen_budget():

@@ -104,7 +104,7 @@ def test_a_language_model_may_have_keys_of_the_model_that_it_was_part_of(
     path = model_of_type("llama") / "config.json"
     vision = {"vision_config": {"hidden_size": 8}}
     path.write_text(json.dumps(json.loads(path.read_text()) | vision))
-    open_model_config(recipe.sft(f"policy.model_name={path.parent}"))
+    open_config(recipe.sft(f"policy.model_name={path.parent}"))
 
 
 def test_the_language_model_of_a_composite_is_no_reward_model(

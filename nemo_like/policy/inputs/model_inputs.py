@@ -232,7 +232,7 @@ def build_inputs(
         cp_size=spec.cp_size,
         exchange=None if keys is None else _exchange(tensors, keys),
         routed_experts=tensors.get(ROUTED_EXPERTS),
-        vision=None if images is None else images.inputs(tensors, grids),
+        vision=None if images is None or grids is None else images.inputs(tensors, grids),
     )
 
 
