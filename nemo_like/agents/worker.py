@@ -12,7 +12,6 @@ import copy
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -228,11 +227,11 @@ def _rewards(session: Session, end: ProgramEnd) -> dict[str, float] | None:
     """Return the sums of what requests and program gave, by name; None if that is nothing."""
     if end.rewards is None and not session.rewards:
         return None
-    rewards: Counter[str] = Counter(end.rewards or {})
+    rewards = dict(end.rewards or {})
     for event in session.rewards:
         for name, value in event.values.items():
-            rewards[name] += value
-    return dict(rewards)
+            rewards[name] = rewards.get(name, 0.0) + value
+    return rewards
 
 
 def _problem(session: Session, end: ProgramEnd) -> str:

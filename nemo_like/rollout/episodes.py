@@ -49,7 +49,7 @@ class _Recorded:
     @property
     def path(self) -> list[_Recorded]:
         """The calls that this one continues, and itself."""
-        calls = [self]
+        calls: list[_Recorded] = [self]
         while (parent := calls[-1].parent) is not None:
             calls.append(parent)
         return calls[::-1]

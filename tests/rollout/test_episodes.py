@@ -49,8 +49,8 @@ class LoggingWorker(HFGenerationWorker):
             self.prompts[request_id] = requests.prompt_ids[row].copy()
         super().submit(requests)
 
-    def poll(self, *args: Any) -> GenerationProgress:
-        found = super().poll(*args)
+    def poll(self, max_seconds: float, min_seconds: float | None = None) -> GenerationProgress:
+        found = super().poll(max_seconds, min_seconds)
         for row, request_id in enumerate(found.request_ids.tolist()):
             completions = found.completions
             sampled = completions.token_ids[row].copy(), completions.logprobs[row].copy()
