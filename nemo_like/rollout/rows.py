@@ -89,6 +89,9 @@ class Rollout:
 
         Training on such tokens would be off-policy by more than the run allows, without an error.
         """
+        if not any(len(turn) for row in self.conversations for turn in row.weight_versions):
+            # Programs may call no model.
+            return
         low, high = self.versions
         if low < oldest or high > newest:
             allowed = f"{newest}" if oldest == newest else f"{oldest} to {newest}"

@@ -11,6 +11,7 @@ import pytest
 
 from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.cli import main
+from nemo_like.commands.validate import validate
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.recipe import Recipe
 
@@ -19,7 +20,7 @@ PROGRAM = (
     "environment.path=tests.algorithms.agent_programs.converses",
     "grpo.max_num_steps=2",
     "grpo.num_prompts_per_step=2",
-    "policy.train_global_batch_size=8",
+    "policy.train_global_batch_size=4",
     "policy.max_total_sequence_length=128",
     "checkpointing.save_period=1",
     "checkpointing.keep_latest=5",
@@ -58,6 +59,17 @@ def test_a_resumed_run_of_programs_continues_a_straight_one(recipe: Recipe) -> N
     assert [each["messages"] for each in resumed] == [each["messages"] for each in records]
     found = read_metrics(run)[2]["policy/grad_norm"]
     assert found == pytest.approx(expected[2]["policy/grad_norm"], rel=1e-3)
+
+
+def test_a_program_that_cannot_be_started_is_a_problem(recipe: Recipe) -> None:
+    assert "can be started" in str(validate(recipe.grpo(*PROGRAM)))
+    missing = validate(recipe.grpo(*PROGRAM, "environment.path=tests.no_module.solve"))
+    (problem,) = missing.problems
+    assert "environment.path is 'tests.no_module.solve'" in problem
+    assert "No module named 'tests.no_module'" in problem
+    options = (*PROGRAM, "environment.path=null", "environment.command=[no_such_program]")
+    (problem,) = validate(recipe.grpo(*options)).problems
+    assert "environment.command: 'no_such_program' is not a program on PATH" in problem
 
 
 def test_an_asynchronous_run_on_ray_replaces_failed_episodes(

@@ -168,6 +168,17 @@ def test_failures_and_limits_end_no_rollout(collector: RolloutCollector) -> None
         episode_metrics(broken, rollout.batch["group"])
 
 
+def test_tokens_of_too_old_weights_cancel_their_episode(collector: RolloutCollector) -> None:
+    rollout = rollout_of(collector, "branch", "silent")
+    assert rollout.drop_stale(0, 1) == 0
+    assert rollout.drop_stale(1, 2) == 1
+    # An episode without tokens has none that are too old.
+    assert rollout.batch["reward_mask"].tolist() == [False] * 4 + [True]
+    values = metric_values(episode_metrics(rollout, rollout.batch["group"]))
+    assert values["episodes/cancelled"] == values["episodes/trained"] == 1
+    assert rollout_of(collector, "silent").drop_stale(3, 3) == 0
+
+
 class DyingGroup(LocalGroup):
     """Its process dies at the first call with an answer."""
 
