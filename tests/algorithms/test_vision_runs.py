@@ -172,9 +172,10 @@ def test_a_resumed_run_equals_a_straight_one_and_exports_every_tensor(
     assert read_metrics(straight.directory.path) == expected
     assert [file.read_bytes() for file in files] == contents
     assert contents[1] == (tmp_path / "model" / PROCESSOR_FILE).read_bytes()
-    exported, info = AutoModelForImageTextToText.from_pretrained(
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(
         straight.directory.hf, output_loading_info=True
     )
+    exported, info = loaded
     assert not any(info.values())
     moved = {
         name for name, value in exported.state_dict().items() if not torch.equal(value, start[name])

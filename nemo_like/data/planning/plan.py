@@ -380,7 +380,7 @@ class BatchPlan:
         if self.image_tokens is None:
             return np.zeros(self.num_microbatches, dtype=bool)
         by_rank = self._bins.loads(self._by_row(self.image_tokens))
-        return by_rank.reshape(self.spec.num_ranks, -1).any(axis=0)
+        return np.asarray(by_rank.reshape(self.spec.num_ranks, -1).any(axis=0))
 
     def _by_row(self, values: np.ndarray) -> np.ndarray:
         """Reorder values [n] of `rows` into an array over row ids [num_rows]."""
