@@ -40,13 +40,6 @@ class ConfigFields:
         if text_config is not None:
             self._config = text_config
 
-    @classmethod
-    def of_composite(cls, config: Mapping[str, Any] | object) -> ConfigFields:
-        """Read the outer values of a configuration that nests the language model."""
-        fields = cls(config, "")
-        fields._config = config
-        return fields
-
     def get(self, *names: str, default: Any = _REQUIRED) -> Any:
         """The first of `names` that is set, else `default`. Raises ConfigError without either."""
         for name in names:

@@ -21,7 +21,7 @@ from nemo_like.config.schema import OutputHead
 from nemo_like.models.config_fields import ConfigFields
 from nemo_like.models.family_traits import COUNTED_TYPES, SAME_LAYERS, TRAITS, FamilyTraits
 from nemo_like.models.linear_attention import linear_attention_layers, linear_attention_params
-from nemo_like.models.vision import VISION_TYPES, VisionSpec
+from nemo_like.models.vision import VisionSpec
 
 SCORE_WEIGHT = "score.weight"
 """Name of the score head of a reward model, [1, hidden size]."""
@@ -143,12 +143,8 @@ class ModelSpec:
         fields = ConfigFields(config, name)
         try:
             spec = cls._from_fields(fields)
-            model_type = ConfigFields.of_composite(config).get("model_type", default=None)
-            if model_type not in VISION_TYPES:
-                return spec
-            # The language model alone does not name them.
-            is_tied = ConfigFields.of_composite(config).get("tie_word_embeddings", default=False)
-            return replace(spec, vision=VisionSpec.from_config(config, name), is_tied=bool(is_tied))
+            vision = VisionSpec.of_composite(config, name)
+            return spec if vision is None else replace(spec, vision=vision, is_tied=vision.is_tied)
         except ConfigError:
             raise
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -262,10 +258,8 @@ class ModelSpec:
             num_idle = self.moe.num_experts - self.moe.num_active_experts
             expert_params = self._mlp_params(self.moe.expert_size)
             idle_experts = self.num_sparse_layers * num_idle * expert_params
-        vision = 0 if self.vision is None else self.vision.num_params
-        return (
-            self.num_active_params + input_embedding + self._vector_params + idle_experts + vision
-        )
+        used = self.num_active_params + input_embedding + self.vision_params
+        return used + self._vector_params + idle_experts
 
     @property
     def embedding_params(self) -> int:
@@ -281,10 +275,13 @@ class ModelSpec:
     def layer_params(self) -> int:
         """Parameters of one layer, on average."""
         input_embedding = 0 if self.is_tied else self.embedding_params
-        outside_layers = input_embedding + self.head_params + self.hidden_size
-        if self.vision is not None:
-            outside_layers += self.vision.num_params
+        outside_layers = input_embedding + self.head_params + self.hidden_size + self.vision_params
         return (self.num_params - outside_layers) // self.num_layers
+
+    @property
+    def vision_params(self) -> int:
+        """Parameters of the vision tower."""
+        return 0 if self.vision is None else self.vision.num_params
 
     @property
     def attention_width(self) -> int:

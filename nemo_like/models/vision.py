@@ -63,6 +63,8 @@ class VisionSpec:
     num_positions: int
     """Learned positions of patches; 0 without."""
     image_token_id: int
+    is_tied: bool
+    """The language model's input embedding is its output projection."""
 
     @classmethod
     def from_config(cls, config: Any, name: str = "") -> VisionSpec:
@@ -102,7 +104,15 @@ class VisionSpec:
             num_deepstack=len(fields.get("deepstack_visual_indexes", default=())),
             num_positions=fields.get("num_position_embeddings", default=0),
             image_token_id=values["image_token_id"],
+            is_tied=bool(values.get("tie_word_embeddings")),
         )
+
+    @classmethod
+    def of_composite(cls, config: Any, name: str = "") -> VisionSpec | None:
+        """Return the tower of a configuration, see `from_config`; None of another model type."""
+        is_mapping = isinstance(config, Mapping)
+        model_type = config.get("model_type") if is_mapping else getattr(config, "model_type", None)
+        return cls.from_config(config, name) if model_type in VISION_TYPES else None
 
     @property
     def num_mlp_matrices(self) -> int:

@@ -16,6 +16,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
 )
 
 from nemo_like.config.errors import ConfigError
+from nemo_like.models.spec import ModelSpec
 from nemo_like.models.vision import ImageSettings, VisionSpec, planner_sizes
 from tests.vision import FAMILIES, tiny_vision_model
 
@@ -52,6 +53,16 @@ def test_patches_are_those_of_the_image_processor(model_type: str) -> None:
         number = processor.get_number_of_image_patches(height, width)
         assert frames == 1 and rows * columns == number
     assert 0 < num_extreme < 1500
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_parameters_are_those_of_transformers(model_type: str) -> None:
+    model = tiny_vision_model(model_type)
+    spec = ModelSpec.from_config(model.config)
+    assert spec.num_params == sum(each.numel() for each in model.parameters())
+    assert spec.vision_params == sum(each.numel() for each in model.model.visual.parameters())
+    layer = model.model.language_model.layers[0]
+    assert spec.layer_params == sum(each.numel() for each in layer.parameters())
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -338,7 +338,8 @@ def decoder_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
     """
     names = set(causal_lm._no_split_modules or [])
     is_composite = vision.is_composite(causal_lm)
-    model: Any = causal_lm.base_model.language_model if is_composite else causal_lm
+    backbone: Any = causal_lm.base_model
+    model: nn.Module = backbone.language_model if is_composite else causal_lm
     layers = []
     for module in model.modules():
         # FSDP makes the class of a unit a subclass of it.

@@ -193,7 +193,7 @@ def build_inputs(
     label_positions = np.flatnonzero(has_label)
     keys = None if shared is None else shared.keys
     image_arrays = {} if images is None else images.arrays(grid)
-    grids = image_arrays.pop("image_grids", None)
+    grids = image_arrays.pop("image_grids", np.empty((0, 3), np.int64))
     tensors = to_device(
         {
             **_position_arrays(grid, shard["input_ids"], pad_token_id, keys),
