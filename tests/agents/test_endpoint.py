@@ -350,11 +350,11 @@ def test_an_answer_for_which_nobody_waits_is_cancelled() -> None:
 
 def test_heartbeats_keep_impatient_clients() -> None:
     async def slowly(model: ScriptedModel, call: Call) -> Sampled:
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(2.2)
         return model.sample(call)
 
     async def run() -> None:
-        async with served(sample=slowly, timeout=0.5, heartbeat_s=0.1) as each:
+        async with served(sample=slowly, timeout=1.0, heartbeat_s=0.1) as each:
             completion = await each.chat()
             assert completion.choices[0].message.content == "four"
             stream = await each.chat([USER, USER], stream=True)

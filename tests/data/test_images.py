@@ -143,7 +143,7 @@ def test_pixels_of_a_damaged_file_are_an_error_that_names_it(tmp_path: Path) -> 
         with pytest.raises(ConfigError, match=r"photo\.jpg' cannot be read: it is none of JPEG"):
             image_size(ref)
     with pytest.raises(ConfigError, match=r"does not exist \(did you mean .*photo\.jpg"):
-        image_size(image_ref("foto.jpg", tmp_path))
+        image_size(image_ref("picture.jpg", tmp_path))
     with pytest.raises(ConfigError, match="cannot be read: "):
         image_size(image_ref(".", tmp_path))
 
