@@ -41,11 +41,11 @@ def run(arguments: argparse.Namespace) -> int:
     result = train(config)
     if isinstance(result, int):
         return result
-    say("next: " + "\n      ".join(_next_commands(config, result)))
+    say("next: " + "\n      ".join(next_commands(config, result)))
     return 0
 
 
-def _next_commands(config: RunConfig, result: RunResult) -> Iterator[str]:
+def next_commands(config: RunConfig, result: RunResult) -> Iterator[str]:
     """Yield commands that use the run and work as they are, except for DIR and FILE."""
     run = shown_path(result.directory.path)
     yield f"nemo-like report {run}"

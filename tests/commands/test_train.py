@@ -9,7 +9,7 @@ import pytest
 
 from nemo_like.algorithms.registry import job_schema
 from nemo_like.commands.choices import nested
-from nemo_like.commands.train import _next_commands
+from nemo_like.commands.train import next_commands
 from nemo_like.config.load import load_values
 from nemo_like.config.schema import RunConfig
 from nemo_like.run.directory import RunDirectory
@@ -33,7 +33,7 @@ def config_of(kind: str, **values: Any) -> RunConfig:
 def next_commands(config: RunConfig, *, exports: bool = True) -> list[str]:
     run = Path("runs/mine")
     result = RunResult(RunDirectory(run), 1, {}, {}, run / "hf" if exports else None)
-    return list(_next_commands(config, result))
+    return list(next_commands(config, result))
 
 
 @pytest.mark.parametrize(

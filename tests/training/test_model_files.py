@@ -75,8 +75,6 @@ def model_of_type(recipe: Recipe, tmp_path: Path) -> Callable[[str], Path]:
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("qwen2_5_vl", "has vision_config beside its language model"),
-        ("qwen3_vl", "has vision_config beside its language model"),
         ("smolvlm", "has vision_config beside its language model"),
         ("gemma3", "has vision_config beside its language model"),
         ("llama4", "has vision_config beside its language model"),
