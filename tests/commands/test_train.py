@@ -30,7 +30,7 @@ def config_of(kind: str, **values: Any) -> RunConfig:
     return load_values(job_schema(kind), nested(named | values), [])
 
 
-def next_commands(config: RunConfig, *, exports: bool = True) -> list[str]:
+def printed_commands(config: RunConfig, *, exports: bool = True) -> list[str]:
     run = Path("runs/mine")
     result = RunResult(RunDirectory(run), 1, {}, {}, run / "hf" if exports else None)
     return list(next_commands(config, result))
@@ -54,10 +54,10 @@ def next_commands(config: RunConfig, *, exports: bool = True) -> list[str]:
 def test_commands_that_work_for_the_job(
     kind: str, values: dict[str, Any], expected: list[str]
 ) -> None:
-    commands = next_commands(config_of(kind, **values))
+    commands = printed_commands(config_of(kind, **values))
     assert commands == ["nemo-like report runs/mine", *expected]
 
 
 def test_a_run_without_an_export() -> None:
-    commands = next_commands(config_of("sft"), exports=False)
+    commands = printed_commands(config_of("sft"), exports=False)
     assert commands == ["nemo-like report runs/mine", "nemo-like export runs/mine --out DIR"]
