@@ -74,16 +74,17 @@ def train(config: RunConfig) -> RunResult | int:
     The message of a failure is printed.
     """
     # Imported here: it imports torch, which takes seconds, and the config is checked before.
+    from nemo_like.algorithms.restart import run_with_restarts
     from nemo_like.training.stopping import RunStopped, stop_requests
 
     directory = Path(config.output_dir) / config.run_name
     try:
-        with stop_requests(config.cluster.time_limit):
+        with stop_requests(config.cluster.time_limit) as stop:
             run_job = ALGORITHMS[config.kind].import_run()
             # Of an earlier run of this process that failed.
             start_timers.pop()
             start_timers.add("start_imports", process_age_s())
-            result = run_job(config)
+            result = run_with_restarts(run_job, config, stop)
     except (Exception, KeyboardInterrupt, RunStopped) as error:  # noqa: BLE001 (one message each)
         return report_failure(error, directory)
     write_at_end(directory)

@@ -498,6 +498,26 @@ class EpochLoopConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RestartConfig:
+    """Automatic restart of a run that lost a policy worker, a node or a connection between workers.
+    It continues from the latest checkpoint. A failure that would repeat ends the run: wrong input,
+    an exception of the model or of user code, a failure before the first step, and the same failure
+    after the same step.
+    """
+
+    max_restarts: Annotated[int, Ge(0)] = 3
+    """Max restarts within `window_s`; 0 turns them off."""
+    window_s: Annotated[float, Gt(0)] = 3600.0
+    """Seconds after which a restart no longer counts for `max_restarts`."""
+    backoff_s: Annotated[float, Ge(0)] = 10.0
+    """Seconds before a restart; each restart within `window_s` doubles it."""
+    min_nodes: Annotated[int | None, Ge(1)] = None
+    """Continue with fewer than `cluster.num_nodes` nodes, but at least so many, if
+    `cluster.placement_timeout_s` passes at a restart; when nodes return, the run saves a checkpoint
+    and continues with all. null waits for all nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """Workers and the resources they request from Ray."""
 
@@ -527,6 +547,8 @@ class ClusterConfig:
     """Max restarts in a run of workers without state of the training, whose process died or hung:
     replicas of the generator, processes of the environment, and workers of each reward model. The
     next failure of the same kind stops the run."""
+    restart: RestartConfig = field(default_factory=RestartConfig)
+    """Automatic restart of the run."""
     env: dict[str, str | None] = field(default_factory=dict)
     """Environment variables of all workers, e.g. `{NCCL_IB_HCA: mlx5_0}`; null takes the driver's
     value, which keeps a secret out of config files. `NCCL_*`, `GLOO_*` and `HF_*` of the driver are

@@ -11,6 +11,9 @@ from nemo_like.config.errors import counted, error_text
 class ClusterError(RuntimeError):
     """The cluster cannot be reached, or has not the resources that `cluster.*` requests."""
 
+    num_nodes: int | None = None
+    """Nodes of the cluster that have the resources of one node of the run; None if unknown."""
+
 
 class WorkerFailure(RuntimeError):
     """A worker of a group failed and the other workers were stopped. `str()` is for the user.

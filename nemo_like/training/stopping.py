@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -25,6 +26,8 @@ EXIT_INTERRUPTED = 130
 EXIT_UNHEALTHY = 3
 """The same command would fail again: a key must be changed first."""
 
+_NODE_CHECK_S = 5.0
+"""Seconds between two checks for nodes that have returned."""
 _exit_now = os._exit
 
 
@@ -52,6 +55,22 @@ class StopRequests:
         """The health rule that ends the run."""
         self.raised: BaseException | None = None
         """The exception that a signal outside a step has raised."""
+        self.has_returned_nodes = False
+        """True if the run ends because it can have more nodes."""
+        self._nodes_return: Callable[[], bool] | None = None
+        self._next_check_s = 0.0
+
+    def watch_nodes(self, have_returned: Callable[[], bool] | None) -> None:
+        """End the run after a step at which `have_returned` is True; None for no such check."""
+        self._nodes_return = have_returned
+        self.has_returned_nodes = False
+        self._next_check_s = time.monotonic() + _NODE_CHECK_S
+
+    def _check_nodes(self) -> None:
+        now = time.monotonic()
+        if self._nodes_return is not None and now >= self._next_check_s:
+            self._next_check_s = now + _NODE_CHECK_S
+            self.has_returned_nodes = self._nodes_return()
 
     @property
     def reason(self) -> str | None:
@@ -62,7 +81,9 @@ class StopRequests:
             return f"health rule {self.unhealthy}"
         if self._limit_s is not None and process_age_s() >= self._limit_s:
             return f"cluster.time_limit {self._limit}"
-        return None
+        if not self.has_returned_nodes:
+            self._check_nodes()
+        return "returned nodes" if self.has_returned_nodes else None
 
     @property
     def exit_code(self) -> int:

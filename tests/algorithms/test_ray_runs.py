@@ -37,6 +37,7 @@ def config(recipe: Recipe) -> Path:
                 "grpo.max_num_steps=6",
                 "grpo.val_period=0",
                 "grpo.val_at_start=false",
+                "cluster.restart.max_restarts=0",
             )
         )
     )
@@ -177,3 +178,41 @@ def test_more_workers_than_the_cluster_has_is_one_message(
     assert main(["grpo", "--config", str(config), *too_many, "run_name=crowded"]) == 2
     errors = capfd.readouterr().err
     assert "cluster.workers_per_node" in errors and "Traceback" not in errors
+
+
+RESTARTS = (
+    "cluster.backend=ray",
+    "cluster.cpus_per_worker=0.5",
+    "cluster.restart.max_restarts=3",
+    "cluster.restart.backoff_s=0.1",
+    "sft.val_period=0",
+    "sft.val_at_start=false",
+    "checkpointing.save_period=2",
+    "checkpointing.export_hf=false",
+    "logger.tensorboard=false",
+)
+
+
+def test_a_run_whose_worker_was_killed_ends_with_the_metrics_of_an_undisturbed_run(
+    recipe: Recipe, joined_ray: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = recipe.folder / "config.yaml"
+    options = ("cluster.workers_per_node=2", "sft.max_num_steps=12")
+    config.write_text(to_yaml(recipe.sft(*RESTARTS, *options)))
+
+    def kill_worker() -> None:
+        wait_for_step(recipe.folder / "killed", 3)
+        os.kill(worker_pids(recipe.folder / "killed", "policy")[1], signal.SIGKILL)
+
+    with ThreadPoolExecutor() as threads:
+        kill = threads.submit(kill_worker)
+        code = main(["sft", "--config", str(config), "run_name=killed"])
+        kill.result()
+    errors = capfd.readouterr().err
+    assert code == 0, errors
+    assert "The run continues from step_" in errors and "restart 1 of at most 3" in errors
+    assert main(["sft", "--config", str(config), "run_name=straight"]) == 0
+    losses = {}
+    for name in ("killed", "straight"):
+        losses[name] = [line["policy/loss"] for line in read_metrics(recipe.folder / name)]
+    assert losses["killed"] == losses["straight"]

@@ -230,10 +230,12 @@ class RayVirtualCluster:
         )
 
     def _resources_error(self, reason: str, nodes: list[Node]) -> ClusterError:
-        return ClusterError(
+        error = ClusterError(
             f"not enough resources for the workers: {reason}; {self._request.describe(nodes)}."
             f" {self._request.advise(nodes)}"
         )
+        error.num_nodes = sum(node.total.fits(self._request.per_node) for node in nodes)
+        return error
 
 
 def _list_nodes() -> list[Node]:
@@ -252,6 +254,12 @@ def _list_nodes() -> list[Node]:
             )
         )
     return nodes
+
+
+def num_free_nodes(config: ClusterConfig) -> int:
+    """Return the nodes of the connected cluster that have room for the policy workers of a node."""
+    per_node = ResourceRequest.from_config(config, generates=False).per_node
+    return sum(node.free.fits(per_node) for node in _list_nodes())
 
 
 def _nodes_of(group: PlacementGroup) -> list[str]:

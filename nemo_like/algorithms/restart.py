@@ -1,0 +1,115 @@
+"""Runs a job, and starts it again from its latest checkpoint after a lost worker or node."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from nemo_like.config.errors import counted
+from nemo_like.config.schema import ClusterConfig, RunConfig
+from nemo_like.console import say_error
+from nemo_like.metrics import start_timers
+from nemo_like.run.directory import RunDirectory
+from nemo_like.training.restart import Restart, RestartPolicy, last_step
+from nemo_like.training.run import RunResult
+from nemo_like.training.stopping import RunStopped, StopRequests
+
+logger = logging.getLogger(__name__)
+
+
+def run_with_restarts(
+    run_job: Callable[[RunConfig], RunResult], config: RunConfig, stop: StopRequests
+) -> RunResult:
+    """Return the result of `run_job`, after the restarts that `cluster.restart` allows.
+
+    With `cluster.restart.min_nodes` a restart may have fewer nodes; the run then ends at a step
+    and starts again when the others have returned. Raises what a final failure raises.
+    """
+    policy = RestartPolicy(config.cluster)
+    directory = RunDirectory(Path(config.output_dir) / config.run_name)
+    while True:
+        started = time.time()
+        num_nodes = config.cluster.num_nodes
+        stop.watch_nodes(_returned_nodes(policy.cluster, num_nodes))
+        try:
+            return run_job(config)
+        except RunStopped:
+            if not stop.has_returned_nodes:
+                raise
+            restart = Restart(0.0, policy.cluster.num_nodes, 0)
+            _report(f"nodes have returned: the run continues on {restart.num_nodes}")
+        except Exception as error:
+            if stop.reason is not None:
+                raise
+            step, written = last_step(directory.metrics)
+            found = policy.next_start(
+                error, step=step, has_new_steps=written >= started, num_nodes=num_nodes
+            )
+            if found is None:
+                raise
+            restart = found
+            _report(_failure_text(error, directory, step, restart, policy.cluster))
+        # The exception is gone here, and with it what its frames kept alive.
+        _wait(restart.delay_s, stop)
+        cluster = replace(config.cluster, num_nodes=restart.num_nodes)
+        config = replace(config, resume=True, cluster=cluster)
+
+
+def _wait(delay_s: float, stop: StopRequests) -> None:
+    """Wait before a restart; a signal ends the wait and the run."""
+    failed = time.monotonic()
+    stop.finish_steps(enabled=False)
+    time.sleep(delay_s)
+    start_timers.pop()  # of the start that failed
+    start_timers.add("start_restart_wait", time.monotonic() - failed)
+
+
+def _returned_nodes(cluster: ClusterConfig, num_nodes: int) -> Callable[[], bool] | None:
+    """Return a check for the nodes that a run on `num_nodes` lacks; None if it lacks none."""
+    num_missing = cluster.num_nodes - num_nodes
+    if num_missing <= 0:
+        return None
+
+    def has_returned() -> bool:
+        # Imported on demand: a run without Ray does not need it.
+        from nemo_like.distributed.ray.virtual_cluster import num_free_nodes
+
+        return num_free_nodes(cluster) >= num_missing
+
+    return has_returned
+
+
+def _failure_text(
+    error: Exception, directory: RunDirectory, step: int, restart: Restart, cluster: ClusterConfig
+) -> str:
+    """Return the line about a failure and the restart that follows."""
+    name = _latest(directory.path)
+    if name is None:
+        start = f"step 0 again ({counted(step, 'step')} lost)"
+    else:
+        saved = int(name.rpartition("_")[2])
+        start = f"{name} ({counted(max(0, step - saved), 'step')} repeated)"
+    nodes = ""
+    if restart.num_nodes != cluster.num_nodes:
+        nodes = f" on {restart.num_nodes} of {cluster.num_nodes} nodes"
+    return (
+        f"failed after step {step}: {error}\nThe run continues from {start}{nodes} in"
+        f" {restart.delay_s:g} s (restart {restart.number} of at most"
+        f" {cluster.restart.max_restarts} in {cluster.restart.window_s:g} s; cluster.restart)."
+    )
+
+
+def _latest(run: Path) -> str | None:
+    """Return the name of the newest complete checkpoint, `step_<N>`."""
+    try:
+        return (run / "latest").read_text(encoding="utf-8").strip().rpartition("/")[2]
+    except OSError:
+        return None
+
+
+def _report(text: str) -> None:
+    """Print a message; the log of the run has the failure already."""
+    say_error(text)

@@ -1,0 +1,54 @@
+"""A run on Ray that loses a node and continues without a person."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from nemo_like.config.load import to_yaml
+from tests.algorithms.test_ray_runs import RESTARTS, wait_for, wait_for_step
+from tests.algorithms.test_runs import read_metrics
+from tests.distributed.ray_cluster import cluster_of
+from tests.recipe import Recipe
+
+
+@pytest.mark.exhaustive
+def test_a_run_continues_with_fewer_nodes_and_with_all_when_they_return(recipe: Recipe) -> None:
+    config = recipe.folder / "config.yaml"
+    options = (
+        "cluster.num_nodes=2",
+        "cluster.restart.min_nodes=1",
+        "cluster.placement_timeout_s=3",
+        "sft.max_num_steps=4000",
+        "checkpointing.save_period=5",
+    )
+    config.write_text(to_yaml(recipe.sft(*RESTARTS, *options)))
+    run = recipe.folder / "sft"
+    command = [sys.executable, "-m", "nemo_like", "sft", "--config", str(config)]
+
+    def wait_for_workers(number: int) -> None:
+        wait_for(
+            run / "logs" / "driver.log",
+            lambda text: text.count("of the policy group: pid") >= number,
+        )
+
+    with cluster_of({"num_cpus": 1}, {"num_cpus": 1}) as cluster:
+        environment = os.environ | {"RAY_ADDRESS": str(cluster.address)}
+        driver = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        wait_for_step(run, 6)
+        cluster.remove_node(cluster.list_all_nodes()[1], allow_graceful=False)
+        wait_for_workers(3)
+        cluster.add_node(num_cpus=1)
+        wait_for_workers(5)
+        returned = len(read_metrics(run))
+        wait_for_step(run, returned + 2)
+        driver.send_signal(signal.SIGTERM)
+        errors = driver.communicate()[1]
+    assert driver.returncode == 75, errors
+    assert "on 1 of 2 nodes" in errors and "nodes have returned" in errors
+    steps = [line["step"] for line in read_metrics(run)]
+    assert steps == list(range(1, len(steps) + 1))
