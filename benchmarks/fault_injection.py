@@ -64,7 +64,8 @@ policy:
   scheduler: {{kind: cosine, warmup_steps: 2}}
   generation: {{max_new_tokens: 16}}
   parity_check: false
-cluster: {{backend: ray, workers_per_node: {workers}, cpus_per_worker: 0.5, restart: {{max_restarts: 0}}}}
+cluster:
+  {{backend: ray, workers_per_node: {workers}, cpus_per_worker: 0.5, restart: {{max_restarts: 0}}}}
 checkpointing: {{save_period: 1, keep_latest: 2}}
 logger: {{num_samples_shown: 0}}
 """

@@ -267,6 +267,13 @@ def _cluster(cluster: ClusterConfig) -> Iterator[Problem]:
                     f"cluster.{key} is {value}, but cluster.backend local is one worker in this"
                     f" process: set it to {limit}, or use ray",
                 )
+    min_nodes = cluster.restart.min_nodes
+    if min_nodes is not None and min_nodes > cluster.num_nodes:
+        yield Problem(
+            ("cluster.restart.min_nodes", "cluster.num_nodes"),
+            f"cluster.restart.min_nodes is {min_nodes}, but the run has cluster.num_nodes"
+            f" {cluster.num_nodes}: set it to at most {cluster.num_nodes}",
+        )
 
 
 def _environment(cluster: ClusterConfig) -> Iterator[Problem]:

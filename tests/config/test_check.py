@@ -53,6 +53,14 @@ def texts(config: RunConfig) -> list[str]:
     return [problem.text for problem in found or find_problems(config)]
 
 
+def test_a_restart_cannot_need_more_nodes_than_the_run_has() -> None:
+    assert problems(SFT, cluster__num_nodes=2, cluster__restart__min_nodes=2) == []
+    (text,) = problems(SFT, cluster__num_nodes=2, cluster__restart__min_nodes=3)
+    assert text == (
+        "cluster.restart.min_nodes is 3, but the run has cluster.num_nodes 2: set it to at most 2"
+    )
+
+
 @pytest.mark.parametrize("name", ["LD_PRELOAD", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "A-B"])
 def test_variables_that_workers_cannot_set_are_refused_without_their_value(name: str) -> None:
     (text,) = problems(SFT, cluster__env={name: "secret", "MY_VARIABLE": "1"})
