@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nemo_like.config.build import to_dict
+from nemo_like.config.plain import to_dict
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.loader import BatchLoader

@@ -26,10 +26,10 @@ from nemo_like.algorithms.grpo.loop import answer_sampling
 from nemo_like.algorithms.registry import load_any_config
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.commands.start import model_of
-from nemo_like.config.build import to_dict
 from nemo_like.config.errors import ConfigError, counted, shown_path
 from nemo_like.config.needs import BatchNeeds, RolloutNeeds, RunNeeds
 from nemo_like.config.paths import resolve_paths
+from nemo_like.config.plain import to_dict
 from nemo_like.config.rollout import RewardConfig
 from nemo_like.config.schema import (
     ClusterConfig,

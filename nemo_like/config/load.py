@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from nemo_like.config.build import build_config, resolve_interpolations, shown_yaml, to_dict
+from nemo_like.config.build import build_config, resolve_interpolations, shown_yaml
 from nemo_like.config.check import find_problems
 from nemo_like.config.errors import (
     ConfigError,
@@ -48,6 +48,7 @@ from nemo_like.config.keys import (
     type_at,
     without_none,
 )
+from nemo_like.config.plain import to_dict
 from nemo_like.config.schema import RunConfig
 
 COMMAND_LINE = Location("the command line")
@@ -385,9 +386,6 @@ def _remove(tree: dict[str, Any], path: str) -> None:
         inner = inner.get(section) if isinstance(inner, dict) else None
     if isinstance(inner, dict):
         inner.pop(name, None)
-
-
-__all__ = ["JobSchema", "detect_kind", "load_config", "to_dict", "to_yaml"]
 
 
 def load_config(job: JobSchema, path: Path, overrides: Sequence[str] = ()) -> RunConfig:

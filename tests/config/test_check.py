@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.batching import StreamableDataConfig as DataConfig
-from nemo_like.config.build import build_config, to_dict
+from nemo_like.config.build import build_config
 from nemo_like.config.check import batching_section, derivation, find_problems
 from nemo_like.config.loss import CorrectionKind
 from nemo_like.config.parallel import num_policy_workers, policy_layout
+from nemo_like.config.plain import to_dict
 from nemo_like.config.rollout import RewardConfig, RewardFunctionConfig, RewardModelConfig
 from nemo_like.config.schema import AdapterConfig, ClusterConfig, PolicyConfig, RunConfig
 from tests.recipe import Recipe
