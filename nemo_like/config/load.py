@@ -493,17 +493,16 @@ def _own_sections(jobs: Mapping[str, type[RunConfig]]) -> dict[str, str]:
 
 def to_yaml(config: RunConfig) -> str:
     """Return the complete resolved config as YAML; loading the text gives an equal config."""
-    text = _dumped(config, allow_unicode=True)
+    plain = to_dict(config)
+    text = _dumped(plain, allow_unicode=True)
     # YAML reads these line breaks as spaces unless they are escaped.
     if re.search("[\x85\u2028\u2029]", text):
-        text = _dumped(config, allow_unicode=False)
+        text = _dumped(plain, allow_unicode=False)
     return text
 
 
-def _dumped(config: RunConfig, *, allow_unicode: bool) -> str:
-    return yaml.dump(
-        to_dict(config), Dumper=YamlDumper, sort_keys=False, allow_unicode=allow_unicode
-    )
+def _dumped(plain: dict[str, Any], *, allow_unicode: bool) -> str:
+    return yaml.dump(plain, Dumper=YamlDumper, sort_keys=False, allow_unicode=allow_unicode)
 
 
 def _raise_foreign(tree: Mapping[str, Any], job: JobSchema, path: Path, num_unknown: int) -> None:

@@ -109,13 +109,10 @@ def open_stream(
     )
     return StreamLoader(
         source.rows,
+        source.order(open_curriculum(config.data.curriculum, source)),
         stream_spec(batching, plan),
         _row_numbers,
         num_epochs=None if batching.tail == "wrap" else config.sft.max_num_epochs,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        curriculum=open_curriculum(config.data.curriculum, source),
-        mixture=source.data.train.mixture,
     )
 
 
