@@ -32,7 +32,7 @@ _MULTIPLE = 64
 _UNSEEN = 1.25
 """Largest length of a row that was not sampled, over the largest of the sampled ones."""
 _CPU_TOKENS = 2048
-"""Token budget from which a larger microbatch is no faster on a CPU."""
+"""Token budget above which a larger microbatch is not faster on a CPU."""
 _MARGIN = 3
 """Standard deviations of the tokens of a step that its token budget has above their mean."""
 _NUM_VALIDATIONS = 5

@@ -141,7 +141,7 @@ def _source(part: Any, place: str, root: Path) -> ImageRef | None:
     for name in ("image_url", "image"):
         if part.get(name) is not None:
             return _reference(part[name], place, root)
-    # The keys of a struct may be those of the part.
+    # A part may itself be the struct.
     has_source = any(part.get(name) is not None for name in ("url", "path", "bytes"))
     return _reference(part, place, root) if has_source else None
 

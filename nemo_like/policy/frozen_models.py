@@ -254,7 +254,7 @@ def _inputs(
 ) -> Iterable[ModelInputs]:
     """Yield the inputs of each microbatch, with `head`."""
     for microbatch in microbatches:
-        # The experts are those of the student.
+        # The recorded experts belong to the student.
         yield dataclasses.replace(rows.inputs(microbatch), head=head, routed_experts=None)
 
 

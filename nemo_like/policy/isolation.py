@@ -40,7 +40,7 @@ _SHARED = (0, 9, 0, 2)
 """Leading tokens that each row of `_measure_shared` has in common with the row before it."""
 
 _CHANGES = ((2, (0, 1), "a prefix"), (12, (1,), "a row after its prefix"), (1, (2, 3), "a prefix"))
-"""(Position of the changed token, rows that have it, what it is a part of)."""
+"""(Position of the changed token, rows that have it, the part that contains it)."""
 
 
 class IsolationError(ValueError):

@@ -228,7 +228,7 @@ class Progress:
             lines = [
                 shortened(text.removesuffix("\n"), _MAX_CELL).replace("\n", " ↵ ") for text in texts
             ]
-            # As `Text`, in which square brackets are no markup.
+            # As `Text`, which does not read square brackets as markup.
             table.add_row(*[Text(self._printable(line)) for line in lines])
         self._console.print(table, soft_wrap=False)
         self._printed_at = time.monotonic()

@@ -121,7 +121,7 @@ class OnlineBatchesMixin(_Base):
             )
         if self.args.auto_find_batch_size:
             raise ValueError(
-                "auto_find_batch_size reduces the number of rows, which is no limit of a microbatch"
+                "auto_find_batch_size reduces the number of rows, which does not limit a microbatch"
                 " here; set it to False and reduce max_tokens if the memory does not suffice"
             )
         if self.label_smoother and getattr(self.data_collator, "shift_labels", False):

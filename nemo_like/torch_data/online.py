@@ -47,7 +47,7 @@ _MAX_DUMMY_SHARE = 0.1
 """Share of dummies in an epoch above which a warning tells that ranks wait for each other.
 """
 _MIN_DUMMIES = 10
-"""Dummies of the last steps of any epoch, which are no reason for a warning."""
+"""Dummies of the last steps of any epoch, which do not need a warning."""
 
 
 @dataclass(frozen=True, eq=False)

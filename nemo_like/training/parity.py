@@ -211,9 +211,8 @@ def tiny_run(
         max_total_sequence_length=max(_LENGTHS),
         logprob_chunk_size=32,
         # Adam's first moment is then the gradient itself, which the checkpoint has under Hugging
-        # Face names.
-        # A gradient that is zero up to rounding, such as that of the bias of keys without rotary
-        # embedding, must not become a complete step of Adam.
+        # Face names. A gradient that is zero up to rounding, such as the gradient of the bias of
+        # keys without rotary embedding, must not become a complete step of Adam.
         optimizer=OptimizerConfig(lr=_LR, weight_decay=0.1, beta1=0.0, eps=_EPSILON),
         scheduler=SchedulerConfig(),
         max_grad_norm=0.0,

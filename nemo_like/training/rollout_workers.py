@@ -283,7 +283,7 @@ def start_reward_models(
 
 
 class RolloutStarter:
-    """Starts the workers of a run that samples completions, while those of the policy start."""
+    """Starts the workers that sample completions, while the policy's workers start."""
 
     def __init__(
         self,

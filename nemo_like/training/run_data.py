@@ -45,7 +45,7 @@ def named_metrics(name: str, metrics: Metrics) -> Metrics:
 def load_validation(
     data: DataConfig, schema: RowSchema, images: ImageEncoder | None = None
 ) -> dict[str, Rows]:
-    """Read the rows of every validation set, by name; `images` places those of a row.
+    """Read the rows of every validation set, by name; `images` places the images of a row.
 
     Raises ConfigError for a missing or empty file, or a bad line.
     """

@@ -167,7 +167,7 @@ def token_advantages(
 ) -> np.ndarray:
     """Return the advantage of each token, float64 [T]: A_t = A - penalty * sum over s >= t of KL_s.
 
-    `advantages` float [B] are those of the rows, `lengths` int [B] their tokens, and `kl_sums`
+    `advantages` float [B] and `lengths` int [B] have one entry per row, and `kl_sums`
     float64 [T] the second result of `kl_to_go`, None for no penalty. This is the reward-to-go of
     REINFORCE++ without discount: its token reward is R at the last token minus penalty * KL_t at
     every token. A baseline or a division by a standard deviation applies to R only.
@@ -220,7 +220,7 @@ def _std_of_others(
     """Return the sample standard deviation of the group's other rewards, float64 [B].
 
     `rewards` and `group_of_row` are [B]; `means`, `std` and `sizes` have one entry per group. The
-    squared deviations of the others from their own mean are those of the group minus
+    squared deviations of the others from their own mean equal the group's minus
     G / (G-1) * (R - mean(R))^2. The result is exactly 0 where the others are equal.
     """
     size = sizes[group_of_row]

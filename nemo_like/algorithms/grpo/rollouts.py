@@ -174,7 +174,7 @@ class RolloutPipeline:
             generator.restart_unfinished()
 
     def _next_prompts(self, num_prompts: int | None = None) -> list[Prompt] | None:
-        """Return the next prompts, by default those of a step, or None if they have a bad row.
+        """Return the next prompts, by default for a step, or None if one of them is a bad row.
 
         A number of prompts is for a refill, which may have fewer at the end of the epoch.
         """

@@ -91,7 +91,7 @@ def open_stream(
 ) -> StreamLoader[EncodedRow]:
     """Return the loader of streamed rows, which also plans them.
 
-    `model` gives the work of a row; without it, that of a dense 7B model is used.
+    `model` gives the work of a row; the default is the work in a dense 7B model.
     Raises ConfigError for values of `data.batching` that do not fit together.
     """
     batching = config.data.batching
