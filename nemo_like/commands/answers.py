@@ -203,7 +203,7 @@ def _declared_sampling(model: Path) -> dict[str, Any]:
 
 
 def _without_training(base: RunConfig) -> AnswerSettings:
-    """Return the keys that matter for answers; those of training have their defaults."""
+    """Return the keys that matter for answers; keys of training have their defaults."""
     base = resolve_paths(base)
     # An exported model contains its adapters.
     policy = PolicyConfig(**{name: getattr(base.policy, name) for name in (*_SETTINGS, *_BATCHES)})

@@ -339,7 +339,7 @@ def _step_tokens(config: RunConfig, task: Task) -> float:
 
 
 def _expected_lengths(config: RunConfig, task: Task) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of the sampled rows and those with loss, int [N] each.
+    """Return the tokens and the tokens with loss of the sampled rows, int [N] each.
 
     A completion to be sampled has half of its limit.
     """

@@ -526,7 +526,7 @@ def _config_file(path: Path) -> Path:
     if not is_possible_path(str(path)) or not path.is_file():
         raise ConfigError(f"config file {missing_file_text(path)}")
     if path.suffix != ".yaml":
-        other = "" if path.suffix == ".yml" else "; `nemo-like migrate` reads those of other tools"
+        other = "" if path.suffix == ".yml" else "; `nemo-like migrate` reads files of other tools"
         raise ConfigError(f"config file {shown_path(path)} must be named .yaml{other}")
     return path
 

@@ -193,7 +193,7 @@ class EncodedRows:
                         self._store_all(pool.map(_encode_in_process, _chunks(missing)), advance)
 
     def _missing(self, rows: np.ndarray) -> np.ndarray:
-        """Return those of `rows` int64 [n] that are not encoded yet, int64 [at most n]."""
+        """Return the `rows` int64 [n] that are not encoded yet, int64 [at most n]."""
         return rows[self._lengths[rows] == _TODO]
 
     def _encode_chunk(self, rows: Sequence[int] | np.ndarray) -> list[tuple[int, Result]]:

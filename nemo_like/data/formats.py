@@ -231,7 +231,7 @@ def _check_sft(row: Row, columns: tuple[str, ...]) -> None:
 
 
 def _other_job(row: Row, formats: Sequence[tuple[str, ...]]) -> str:
-    """Return the command for a row of another job than that of `formats`, else nothing."""
+    """Return the command for a row of a job other than the job of `formats`, else nothing."""
     if row.get("chosen") is not None and row.get("rejected") is not None:
         return (
             "The columns chosen and rejected are for `nemo-like dpo` and `nemo-like rm`;"

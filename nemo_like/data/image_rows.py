@@ -58,7 +58,7 @@ def place_images(
 ) -> ImageMessages:
     """Return the messages of a column with image parts, and the references of the images.
 
-    `values` are those of `column_images`; paths are relative to `root`. Raises ConfigError that
+    `values` come from `column_images`; paths are relative to `root`. Raises ConfigError that
     names message and part, without the location of the row, for a bad part or reference and for
     numbers that differ.
     """

@@ -78,7 +78,7 @@ class ReferenceModel:
 
 
 class SharedReference:
-    """The policy without its adapters, or with those of `policy.lora.adapter_path`.
+    """The policy without its adapters, or with the adapters of `policy.lora.adapter_path`.
 
     It never changes and needs no engine of its own.
     """

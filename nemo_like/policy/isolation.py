@@ -178,7 +178,7 @@ def _measure_shared(engine: Engine, vocab_size: int, precision: str) -> str:
             if row not in changed_rows and not difference <= limit:
                 return f"a token of {place} changed the log-probs of row {row} without it"
     if together and not _mean_difference(alone, together) <= _MAX_MEAN_DIFFERENCE[precision]:
-        return "log-probs of rows that share prefixes differ from those of each row alone"
+        return "log-probs of rows that share prefixes differ from the log-probs of each row alone"
     return ""
 
 

@@ -250,7 +250,7 @@ class _TrainerBatches:
 def _column_lengths(dataset: Any, is_packed: bool) -> Sequence[int] | None:
     """Return the lengths of `input_ids` of a dataset of the library `datasets`; else None.
 
-    If rows `is_packed`, those of what the attention mask keeps.
+    If rows `is_packed`, of what the attention mask keeps.
     """
     columns = getattr(dataset, "column_names", None) or ()
     if "input_ids" not in columns or not hasattr(dataset, "__len__"):

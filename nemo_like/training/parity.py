@@ -174,7 +174,7 @@ class Reference:
     def compare(self, mode: str, what: str, found: Trained) -> Comparison:
         """Compare one of `_QUANTITIES`; where it differs in float32, both sides with float64.
 
-        A difference is rounding if the error of `found` is at most twice that of transformers.
+        A difference is rounding if the error of `found` is at most twice the error of transformers.
         """
         select = _QUANTITIES[what]
         difference, name = worst(select(found), select(self.single))
@@ -225,7 +225,7 @@ def tiny_run(
 
 
 def in_mode(policy: PolicyConfig, mode: str) -> PolicyConfig:
-    """Return `policy` with the microbatches of `packed` or `dynamic`, or those of neither."""
+    """Return `policy` with microbatches that are `packed`, `dynamic` or neither."""
     budgets: dict[str, int] = {"train_mb_tokens": _BUDGET, "logprob_mb_tokens": _BUDGET}
     packing = replace(policy.sequence_packing, **budgets, enabled=mode == "packed")
     dynamic = replace(policy.dynamic_batching, **budgets, enabled=mode == "dynamic")
@@ -468,7 +468,7 @@ def differences(found: _Selected, expected: _Selected) -> dict[str, float]:
 
 
 def _relative(found: Any, expected: Any) -> float:
-    """Return the L2 norm of the difference over that of `expected`.
+    """Return the L2 norm of the difference divided by the norm of `expected`.
 
     It is infinite for different shapes and for values that are not finite. Both sides have the same
     shape, [n] or a weight's.

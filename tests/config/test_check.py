@@ -525,7 +525,7 @@ def test_adapters_need_target_modules() -> None:
     assert "vLLM has adapters up to rank 512: lower policy.lora.rank" in rank
     quantized = {"policy__lora__enabled": True, "policy__lora__quantization": "nf4"}
     (sync,) = problems(GRPO, **quantized, policy__lora__weight_sync="adapter")
-    assert "the policy those in 4 bits. Set policy.lora.weight_sync to merged" in sync
+    assert "the policy the weights in 4 bits. Set policy.lora.weight_sync to merged" in sync
     assert problems(GRPO, **quantized, policy__precision="bfloat16") == []
     assert problems(SFT, policy__lora__enabled=True) == []
     (disabled,) = problems(SFT, policy__lora__quantization="nf4")

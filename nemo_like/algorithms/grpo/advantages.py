@@ -45,7 +45,7 @@ def group_advantages(
     * `group_std` divides A by the standard deviation plus eps.
     * `leave_one_out_std` divides A by the standard deviation of the other completions plus eps, and
       does not divide where that is 0 (as NeMo RL does with a leave-one-out baseline).
-    * `batch_std` divides A by the standard deviation of all rewards plus eps, also those of
+    * `batch_std` divides A by the standard deviation of all rewards plus eps, including
       groups that are too small.
 
     With a baseline, a group whose rewards are all equal gets exactly 0. Raises ValueError for a
@@ -126,8 +126,8 @@ def separate_advantages(
 def whitened(values: np.ndarray, weights: np.ndarray, eps: float) -> np.ndarray:
     """Return (values - mean) / (std + eps), float32 [N], from float `values` [N].
 
-    Mean and population standard deviation are those of values that occur `weights` (float [N],
-    at least 0) times each: 1 for a trained token and 0 for another, or the number of trained tokens
+    Mean and population standard deviation count each value `weights` times (float [N],
+    at least 0): 1 for a trained token and 0 for another, or the number of trained tokens
     of a row. Values without spread become exactly 0.
     """
     values = values.astype(np.float64)
@@ -372,7 +372,7 @@ def _row_advantages(config: GrpoRunConfig, rollout: Rollout, metrics: Metrics) -
 def _policy_logprobs(batch: BatchedDataDict, logprobs: Mapping[str, Jagged]) -> Jagged:
     """Return the log-probs of the policy that sampled the tokens, float32 [T].
 
-    They are those that the loss takes as previous log-probs: with
+    The loss takes them as previous log-probs: with
     `loss_fn.importance_correction.kind=bypass` the generator's.
     """
     return logprobs.get("prev_logprobs", batch["generation_logprobs"])

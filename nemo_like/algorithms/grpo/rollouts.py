@@ -85,7 +85,7 @@ class RolloutPipeline:
                 self._fetched = next(self._loader)
 
     def start(self, step: int) -> None:
-        """Start the rollouts that may run while `step` trains, that of `step` included.
+        """Start the rollouts that may run while `step` trains, including its own.
 
         Stops before a bad row, which `fetch` reports when its step comes.
         """
@@ -235,7 +235,7 @@ class StepRollout:
     locations: list[str]
     """File and line of each prompt."""
     sampled: Rollout | None = None
-    """With dynamic sampling all completions of the step, those of dropped groups included."""
+    """With dynamic sampling all completions of the step, including dropped groups."""
     sampled_locations: list[str] = field(default_factory=list)
     """File and line of each prompt of `sampled`."""
     sampling_metrics: Metrics = field(default_factory=dict)
@@ -308,7 +308,7 @@ class KeptGroups:
     def add(self, rollout: Rollout, locations: list[str]) -> None:
         """Add a rollout of the prompts at `locations`; its groups with equal rewards are dropped.
 
-        The rewards are those of reward functions and models, without penalties. With separate
+        The rewards come from reward functions and models, without penalties. With separate
         components a group is kept if one of them is unequal, also where their sum is equal.
         """
         # The index of a prompt among all prompts of the step.

@@ -158,7 +158,7 @@ def microbatch_limits(
     The first j microbatches hold at most j * R * max_tokens tokens and at most j * R rows above
     half the limit. So the largest rows that exceed either number are not all in them, and the
     max-loaded bin of microbatch j has at least the work of the last of these rows. The maximum work
-    is that of the rows with the most work per token, the last one taken in part. If work grows
+    is reached by the rows with the most work per token, the last one taken in part. If work grows
     faster than length, rows above half the limit come first, one per bin, then the others.
     """
     lengths = np.asarray(lengths, dtype=np.int64)

@@ -88,7 +88,7 @@ class SharedPrefixes:
 
         `first` and `last` are int64 [n], `first < last`.
         """
-        # The minimum over (first, last] is that of two windows of a power of two.
+        # The minimum over (first, last] is the minimum of two windows of a power of two.
         width_exponent = np.log2(last - first).astype(np.int64)
         level = np.minimum(width_exponent, len(self._minima) - 1)
         return np.minimum(

@@ -147,7 +147,7 @@ class RowImages:
         settings: ImageSettings,
         cache: PatchCache,
     ) -> None:
-        """`images` are those of each row, `input_ids` [T] its tokens."""
+        """`images` has the images of each row, `input_ids` [T] its tokens."""
         self._images = images
         self._spec = spec
         self._settings = settings

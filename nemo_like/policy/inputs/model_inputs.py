@@ -108,7 +108,7 @@ class ModelInputs:
     row_columns: dict[str, Tensor]
     """[R, ...] row columns. A dummy has one row of zeros, so that `row_ids` are valid indices."""
     host_row_columns: dict[str, np.ndarray]
-    """The values of `row_columns` in host memory, but for those that were given as tensors."""
+    """The values of `row_columns` in host memory, except values that were given as tensors."""
     lengths: tuple[int, ...]
     padded_lengths: tuple[int, ...]
     num_tokens: int
