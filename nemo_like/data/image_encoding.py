@@ -50,7 +50,7 @@ class ImageEncoder:
         if isinstance(content, str):
             content = [{"role": "user", "content": content}]
         is_plain = values is None and not _has_image_part(content)
-        # The format refuses a column that is not a list of messages.
+        # The format refuses a column that is no list of messages.
         if is_plain or (column is not None and not _are_messages(content)):
             return row
         if column is None or not isinstance(content, list):

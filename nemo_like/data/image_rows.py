@@ -58,7 +58,7 @@ def place_images(
 ) -> ImageMessages:
     """Return the messages of a column with image parts, and the references of the images.
 
-    `values` come from `column_images`; paths are relative to `root`. Raises ConfigError that
+    `values` are those of `column_images`; paths are relative to `root`. Raises ConfigError that
     names message and part, without the location of the row, for a bad part or reference and for
     numbers that differ.
     """
@@ -141,7 +141,7 @@ def _source(part: Any, place: str, root: Path) -> ImageRef | None:
     for name in ("image_url", "image"):
         if part.get(name) is not None:
             return _reference(part[name], place, root)
-    # A part may itself be the struct.
+    # The keys of a struct may be those of the part.
     has_source = any(part.get(name) is not None for name in ("url", "path", "bytes"))
     return _reference(part, place, root) if has_source else None
 

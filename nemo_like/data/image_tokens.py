@@ -1,8 +1,8 @@
 """Image tokens in token ids: expansion, truncation, and positions in three dimensions.
 
 A chat template writes one image token per image, which is repeated once per feature of the tower.
-The first image tokens of a row belong to its images; later ones were sampled, and are tokens like
-any other. Grids are int64 [n, 3], see `models.vision`.
+The first image tokens of a row are those of its images; later ones were sampled, and are tokens
+like any other. Grids are int64 [n, 3], see `models.vision`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def image_spans(
             return starts, starts + sizes
     raise ValueError(
         f"{len(positions)} image tokens (id {image_token}) of the row are not consecutive runs of"
-        f" {sizes.tolist()} tokens, one run per image"
+        f" {sizes.tolist()} tokens, those of its images"
     )
 
 

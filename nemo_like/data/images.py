@@ -151,7 +151,7 @@ def _decoded_uri(uri: str) -> bytes:
     except (ValueError, binascii.Error) as error:
         shown = shortened(uri, _MAX_SHOWN)
         raise ConfigError(
-            f"the image {shown!r} of {len(uri):,} characters is not a data: URI ({error}); write"
+            f"the image {shown!r} of {len(uri):,} characters is no data: URI ({error}); write"
             " data:image/png;base64,... with all of the file"
         ) from error
 
@@ -254,7 +254,7 @@ def _naming(ref: ImageRef) -> Iterator[None]:
     except Exception as error:
         text = str(error) or type(error).__name__
         if type(error).__name__ == "UnidentifiedImageError":
-            text = f"its format is not one of {', '.join(FORMATS)}"
+            text = f"it is none of {', '.join(FORMATS)}"
         raise ConfigError(
             f"{ref} cannot be read: {shortened(text, 3 * _MAX_SHOWN)}; replace the file, or remove"
             " the row (data.on_bad_row=skip leaves it out)"

@@ -188,7 +188,7 @@ def _squares(lengths: np.ndarray, window: int | None) -> np.ndarray:
 def planner_sizes(lengths: np.ndarray, image_tokens: np.ndarray, weight: float) -> np.ndarray:
     """Return the size of each row for a limit on tokens, int64 [B]: `lengths + weight * images`.
 
-    `weight` is the activation memory of the tower per image token, divided by the language model's
+    `weight` is the activation memory of the tower per image token over that of the language model
     per token; 0 for a frozen tower, which keeps none. Rounded up. Example: 100 tokens, 60 of them
     of images, with a weight of 1.5 have size 190.
     """
@@ -243,7 +243,7 @@ class ImageSettings:
                     raise ValueError(f"{name} is {values[name]}, and only {value} is supported")
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"{shown_path(path)} is not a usable configuration of an image processor"
+                f"{shown_path(path)} is no usable configuration of an image processor"
                 f" ({type(error).__name__}: {error}): copy the file from the original model"
             ) from error
         return cls(

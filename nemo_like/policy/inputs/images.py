@@ -147,7 +147,7 @@ class RowImages:
         settings: ImageSettings,
         cache: PatchCache,
     ) -> None:
-        """`images` has the images of each row, `input_ids` [T] its tokens."""
+        """`images` are those of each row, `input_ids` [T] its tokens."""
         self._images = images
         self._spec = spec
         self._settings = settings
@@ -174,8 +174,8 @@ class RowImages:
         """Return the arrays of a microbatch by the names of `MICROBATCH_ARRAYS`.
 
         `position_ids` are int64 [3, *shape], `image_positions` and `image_features` int64 [F],
-        `image_patches` uint8 [N, ...] and `image_grids` int64 [n, 3]. Without an image they are the
-        patches of an empty image, whose features are not used. Raises ConfigError for an image that
+        `image_patches` uint8 [N, ...] and `image_grids` int64 [n, 3]. Without an image they are
+        those of an empty one, whose features have no place. Raises ConfigError for an image that
         cannot be read, or is another than the one that was encoded.
         """
         is_real = grid.position < grid.length
