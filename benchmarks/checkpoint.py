@@ -8,8 +8,8 @@ without a save, a save in the background, and the step after it, at whose end th
 finished; the first round is not counted. The last save is synchronous, for comparison. Columns:
 seconds of the call that saves (the copy), of the two steps with the processor time of all threads,
 from the end of the copy until the files are durable, and the ratios of the steps. Where other load
-disturbs the wall time, the ratio of the processor times bounds that of the steps on busy cores.
-The files are on the disk of `--folder`.
+disturbs the wall time, the ratio of the processor times bounds the ratio of the steps on busy
+cores. The files are on the disk of `--folder`.
 """
 
 from __future__ import annotations

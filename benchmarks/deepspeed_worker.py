@@ -36,7 +36,7 @@ def batch(request: dict[str, Any]) -> None:
 
 
 def sort(request: dict[str, Any]) -> None:
-    """Sort the rows of this rank with those of the others, and save the resulting rows.
+    """Sort the rows of all ranks together, and save the resulting rows of this one.
 
     `request["rows"]` is an int64 [n, 2] file of this rank.
     """

@@ -2,11 +2,11 @@
 
     python benchmarks/driver_calls.py --ranks 8 64 512 4096
 
-Policy and group are those of a run on Ray; the workers compute nothing, and two processes answer
-for all ranks. A step of GRPO plans, shards and trains with advantages, and fetches the log-probs of
-the training pass for the rollout records; a step of SFT only plans, shards and trains. CPU seconds
-are user and system time of all threads of the driver, the median of `--repeats` steps after one
-that does not count. Weight updates are in `weight_sync.py`.
+Policy and group are the same as in a run on Ray; the workers compute nothing, and two processes
+answer for all ranks. A step of GRPO plans, shards and trains with advantages, and fetches the
+log-probs of the training pass for the rollout records; a step of SFT only plans, shards and trains.
+CPU seconds are user and system time of all threads of the driver, the median of `--repeats` steps
+after one that does not count. Weight updates are in `weight_sync.py`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ process per second, `busy` the share of the time in which the replicas had a pol
 
 `tokens` takes `--prompts` x `--group-size` completions of `--mean-tokens` on average (lognormal, at
 most four times the mean) through the driver: collection, rewards, the rows of the batch, metrics,
-plan, shards of 8 ranks and records. The tokens are those of a text, repeated. `peak` is the highest
+plan, shards of 8 ranks and records. The tokens come from a text, repeated. `peak` is the highest
 memory of the process, with the shared memory of Ray's object store that it has mapped.
 
 The replicas, and the ranks that get shards, are coroutines of one actor; reward workers are

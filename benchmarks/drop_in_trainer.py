@@ -170,7 +170,7 @@ def mean_loss(model: nn.Module, rows: list[list[int]]) -> float:
 def run(variant: str, task: Task, initial: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Run:
     """Train a copy of `initial` on all rows of `task`.
 
-    Raises RuntimeError if the tokens that the model received are not those of the rows.
+    Raises RuntimeError if the model received other tokens than the rows have.
     """
     model: Any = copy.deepcopy(initial).to(task.device)
     has_budget = variant.startswith("online")
@@ -352,7 +352,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lengths", type=Path, help="CSV: time, tokens of context, of answer")
     parser.add_argument("--layers", type=int, help="keep this many layers of the model")
     parser.add_argument("--rows", type=int, default=160, help="training rows of GSM8K")
-    parser.add_argument("--long-rows", type=int, default=64, help="those of the mixture")
+    parser.add_argument("--long-rows", type=int, default=64, help="long rows of the mixture")
     parser.add_argument("--long-share", type=float, default=0.25)
     parser.add_argument("--max-length", type=int, default=2048, help="longer rows are cut")
     parser.add_argument("--validation-rows", type=int, default=32)

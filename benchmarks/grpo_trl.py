@@ -4,7 +4,7 @@ r"""GRPO here and in TRL: the same model, prompts and settings, alternating in o
     /tmp/trl/bin/pip install torch==2.13.0 transformers==5.19.0 trl==1.16.0
     python -m benchmarks.grpo_trl --trl-python /tmp/trl/bin/python \
         --model models/SmolLM2-135M-Instruct --data data/gsm8k/train.jsonl --json result.json
-    # Reward curves. The model is that of the demo after SFT:
+    # Reward curves. The model is the demo's after SFT:
     python -m nemo_like.demo --prepare-only
     nemo-like sft --config examples/configs/demo_sft.yaml
     python -m benchmarks.grpo_trl --task demo --trl-python /tmp/trl/bin/python \

@@ -111,7 +111,7 @@ def write_endless_model(model: Path, folder: Path, end_token: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     end_id = tokenizer.get_vocab().get(end_token)
     if end_id is None:
-        raise ValueError(f"end_token is {end_token!r}, which is no token of the model {model}")
+        raise ValueError(f"end_token is {end_token!r}, which is not a token of the model {model}")
     folder.mkdir(parents=True)
     for path in model.glob("*.safetensors*"):
         (folder / path.name).symlink_to(path.resolve())

@@ -9,7 +9,7 @@
 Each run is a process of its own: a random Llama with one layer of 16, in the driver's process
 (`cluster.backend=local`). `memory` is the maximum of the resident set above that after the imports,
 which includes model, optimizer and batches. `first step` counts from the call of the job to the
-first line of metrics.jsonl, so it includes reading the file; its CPU time is that of the driver
+first line of metrics.jsonl, so it includes reading the file; its CPU time is the driver's
 since its start, imports included. After the checkpoint of `--resume-at` rows the run continues to
 `--steps` steps; then the checkpoints after it are removed, and a resumed run must log the same
 metrics and row lengths. With `--mixture` three files are mixed by 0.5, 0.3 and 0.2, and the rows

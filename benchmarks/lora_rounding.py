@@ -6,7 +6,7 @@ A is uniform in +-1/sqrt(inputs), as at the start of training, and B is random w
 deviation `std of B`; AdamW changes a value by up to the learning rate in each step. Of the layers
 that have an adapter by default:
 
-    changed   share of the weights that differ from those of the base model after merging
+    changed   share of the weights that differ from the base model's after merging
     error     norm of (merged - W - scale B A) over the norm of scale B A
 """
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     errors = dict.fromkeys(_STDS, 0.0)
     updates = dict.fromkeys(_STDS, 0.0)
     with safe_open(arguments.model / "model.safetensors", "pt") as file:
-        for name in file.keys():  # noqa: SIM118 (it is no dictionary)
+        for name in file.keys():  # noqa: SIM118 (it is not a dictionary)
             if not lora.is_target(name.removesuffix(".weight")):
                 continue
             weight = file.get_tensor(name).bfloat16()

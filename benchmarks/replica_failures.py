@@ -157,7 +157,7 @@ def rollout_problems(config: GrpoRunConfig, run: Path) -> list[str]:
         rows = [json.loads(line) for line in path.read_bytes().splitlines()]
         expected = [prompt for prompt in prompts for _ in range(group_size)]
         if [row["prompt"] for row in rows] != expected:
-            problems.append(f"step {step} has {len(rows)} rows that are not those of its prompts")
+            problems.append(f"step {step} has {len(rows)} rows that do not belong to its prompts")
         if any(row["completion_tokens"] == 0 for row in rows):
             problems.append(f"step {step} has prompts without a completion")
         oldest = max(0, step - 1 - config.grpo.max_staleness)

@@ -13,7 +13,7 @@ oracles know all lengths in advance and use as few microbatches as possible. `pl
 of the planner in the time of a step.
 
 Part `planning`: rows per second of the planner alone, for a stream of many rows.
-Part `pool`: CPU time of `LoadBalancedDataset` over that of a plain loop with the same rule, which
+Part `pool`: CPU time of `LoadBalancedDataset` over a plain loop's with the same rule, which
 compares all rows of the pool for each choice.
 Part `exchange`: time of one all-gather of the alignment, with gloo processes.
 """

@@ -112,7 +112,7 @@ class SharedGroup(RayWorkerGroup):
     """A group of many ranks that the processes of another group answer for."""
 
     def __init__(self, processes: RayWorkerGroup, num_ranks: int, counts: Counts) -> None:
-        # All the rest, such as the monitor of progress, is that of the processes.
+        # All the rest, such as the monitor of progress, is CPU time of the processes.
         self.__dict__.update(processes.__dict__)
         self.parallel_layout = ParallelLayout(dp=num_ranks)
         self._watched = set()

@@ -56,7 +56,7 @@ _STYLES = re.compile(rb"\x1b\[[0-9;]*m")
 class _ConsoleFile(io.FileIO):
     """A descriptor of the console; after a failed write /dev/null takes its place.
 
-    Colors, such as those of Ray's prefixes, are removed unless it is a terminal.
+    Colors, for example in Ray's prefixes, are removed unless it is a terminal.
     """
 
     def __init__(self, descriptor: int, name: str) -> None:

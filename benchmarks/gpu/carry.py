@@ -6,7 +6,7 @@
 The machine has Python, torch, transformers, numba, safetensors, jinja2, PyYAML, rich, pytest,
 pytest-xdist and hypothesis. The folder gets wheels of hydra-core, omegaconf, pydantic, math-verify
 and Megatron-Core; Ray without what a run does not use; and the FlashAttention 3 of xformers, built
-for torch's stable ABI. Versions are those of constraints.txt where it has them.
+for torch's stable ABI. Versions come from constraints.txt where it has them.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from benchmarks.gpu.sizes import Size
 from benchmarks.gpu.training_steps import synchronize
 from nemo_like.algorithms.grpo.advantages import group_advantages
 from nemo_like.algorithms.grpo.config import GrpoConfig, GrpoRunConfig
+from nemo_like.algorithms.run import workers_start
 from nemo_like.config.rollout import HFGenerationConfig, RewardConfig, RewardFunctionConfig
 from nemo_like.config.schema import ClusterConfig, DataConfig, GenerationConfig
 from nemo_like.environments.reward import RewardSample
@@ -28,7 +29,6 @@ from nemo_like.rollout.collector import RolloutCollector
 from nemo_like.rollout.conversations import Prompt
 from nemo_like.rollout.rows import Rollout, row_seeds
 from nemo_like.run.progress import Progress
-from nemo_like.training.groups import WorkersStart
 from nemo_like.training.weights import GeneratorWeights
 from nemo_like.training.workers import RunWorkers, start_workers
 
@@ -63,16 +63,7 @@ def time_grpo_steps(
         require_modules("vllm")
     config = grpo_config(folder, device, size, backend)
     start = time.perf_counter()
-    # Not `algorithms.run`, which imports packages that a machine with a bare PyTorch image lacks.
-    settings = WorkersStart(
-        policy=config.policy,
-        parallel=config.parallel,
-        cluster=config.cluster,
-        data=config.data,
-        needs=config.needs,
-        seed=config.seed,
-    )
-    with start_workers(settings, Progress()) as workers:
+    with start_workers(workers_start(config), Progress()) as workers:
         start_s = time.perf_counter() - start
         step = _GrpoStep(config, workers, device, size)
         results = [step.run(index) for index in range(num_steps)]

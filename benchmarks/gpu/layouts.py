@@ -29,7 +29,7 @@ _COMPLETION_SIGMA = 0.25
 
 
 def short_lengths(num_tokens: int, mean: int, longest: int) -> np.ndarray:
-    """Return lengths like those of questions with answers in GSM8K, int64 [B].
+    """Return lengths like questions with answers in GSM8K have, int64 [B].
 
     Their coefficient of variation is about 0.45.
     """

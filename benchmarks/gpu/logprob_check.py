@@ -14,7 +14,7 @@ from nemo_like.policy.heads.logprobs import token_logprobs
 from nemo_like.policy.outputs import LogitOptions, OutputEmbedding, TokenDistribution
 
 _LOGIT_STD = 4.0
-"""Standard deviation of the logits: a peaked distribution, as that of a trained model."""
+"""Standard deviation of the logits: a peaked distribution, as a trained model has."""
 _LIMITS = {
     "bfloat16": {"max log-prob error": 0.15, "max entropy error": 0.15, "gradient error": 2e-2},
     "float32": {"max log-prob error": 1e-3, "max entropy error": 1e-3, "gradient error": 1e-4},

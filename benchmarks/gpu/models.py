@@ -41,7 +41,7 @@ def new_model(settings: Mapping[str, Any], dtype: torch.dtype, device: str) -> A
 def write_reproducible_model(folder: Path, settings: Mapping[str, Any], seed: int) -> None:
     """Write a float32 model whose weights are the same with every version of torch and NumPy."""
     model = new_model(settings, torch.float32, "cpu")
-    # The stream of RandomState is frozen, unlike those of torch and of the newer generators.
+    # The stream of RandomState is frozen, unlike the streams of torch and of newer generators.
     generator = np.random.RandomState(seed)
     with torch.no_grad():
         for weight in model.parameters():

@@ -54,7 +54,7 @@ def full_lengths(num_tokens: int, longest: int) -> np.ndarray:
 def random_rows(lengths: np.ndarray, vocab_size: int, seed: int = 0) -> BatchedDataDict:
     """Return rows of random tokens, all of them trained; `lengths` is int64 [B].
 
-    The columns `generation_logprobs` and `advantages` are those that a policy-gradient loss reads.
+    The columns `generation_logprobs` and `advantages` are read by a policy-gradient loss.
     """
     rng = np.random.default_rng(seed)
     num_tokens = int(lengths.sum())

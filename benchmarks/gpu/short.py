@@ -62,7 +62,7 @@ def make_fa3_cells(arguments: PartArguments) -> tuple[Iterator[Cell], Callable[[
 
 
 class _Short:
-    """The cells of both parts. Seconds are those of an H200."""
+    """The cells of both parts. Seconds were measured on an H200."""
 
     def __init__(self, arguments: PartArguments, holder: PolicyHolder) -> None:
         self._arguments = arguments

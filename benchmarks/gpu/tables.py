@@ -61,7 +61,7 @@ def read_records(directory: Path) -> dict[str, Record]:
 
 
 def refusal(records: Mapping[str, Record]) -> str:
-    """Return why the records are no results of a GPU; an empty string if they are."""
+    """Return why the records are not from a GPU; an empty string if they are."""
     for part, record in records.items():
         if record["machine"]["device"] == "cpu" or record["size"] != "full":
             return (

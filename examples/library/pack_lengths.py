@@ -19,7 +19,7 @@ from nemo_like.data.planning.plan import BatchPlan, PlanSpec, plan_batch
 
 
 def sample_lengths(num_rows: int, max_length: int, seed: int) -> np.ndarray:
-    """Return row lengths with a long tail, as those of RL completions are: int64 [num_rows]."""
+    """Return row lengths with a long tail, like RL completions: int64 [num_rows]."""
     generator = np.random.default_rng(seed)
     lengths = generator.lognormal(np.log(1200), 0.95, num_rows)
     return np.clip(lengths, 1, max_length).astype(np.int64)
@@ -53,7 +53,7 @@ def compare_plans(lengths: np.ndarray, capacity: int, num_ranks: int) -> list[Ba
     specs = {"bins assigned round-robin": round_robin, "packed and balanced": balanced}
     for name, spec in specs.items():
         plan = plan_batch(lengths, spec)
-        # The default cost model is that of a dense 7B model; see `CostModel.from_spec`.
+        # The default cost model is a dense 7B model; see `CostModel.from_spec`.
         imbalance = plan.metrics()["packing/rank_imbalance_flops"]
         count = plan.num_microbatches
         balance = f"slowest rank {imbalance:.4f} x the mean"

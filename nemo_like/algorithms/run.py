@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nemo_like.config.build import to_dict
+from nemo_like.config.plain import to_dict
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.loader import BatchLoader
@@ -148,7 +148,7 @@ def open_epochs(config: RunConfig, data: RunData, loader: BatchLoader) -> OpenRu
 
 @dataclass(frozen=True, kw_only=True)
 class _Opening:
-    """A run whose directory is locked, and whose files are those of an earlier run, if any."""
+    """A run whose directory is locked, and still has the files of an earlier run, if any."""
 
     config: RunConfig
     plain: dict[str, Any]
@@ -176,7 +176,7 @@ class _Opening:
     def find_checkpoint(self, identities: Mapping[str, str]) -> Checkpoint | None:
         """Return the checkpoint to continue, if the run is a resume and there is one.
 
-        `identities` are those of the frozen models, which must be the checkpoint's. Raises
+        `identities` identify the frozen models, and must equal the checkpoint's. Raises
         ConfigError and CheckpointError.
         """
         config = self.config

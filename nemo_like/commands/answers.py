@@ -26,10 +26,10 @@ from nemo_like.algorithms.grpo.loop import answer_sampling
 from nemo_like.algorithms.registry import load_any_config
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.commands.start import model_of
-from nemo_like.config.build import to_dict
 from nemo_like.config.errors import ConfigError, counted, shown_path
 from nemo_like.config.needs import BatchNeeds, RolloutNeeds, RunNeeds
 from nemo_like.config.paths import resolve_paths
+from nemo_like.config.plain import to_dict
 from nemo_like.config.rollout import RewardConfig
 from nemo_like.config.schema import (
     ClusterConfig,
@@ -203,7 +203,7 @@ def _declared_sampling(model: Path) -> dict[str, Any]:
 
 
 def _without_training(base: RunConfig) -> AnswerSettings:
-    """Return the keys that matter for answers; those of training have their defaults."""
+    """Return the keys that matter for answers; keys of training have their defaults."""
     base = resolve_paths(base)
     # An exported model contains its adapters.
     policy = PolicyConfig(**{name: getattr(base.policy, name) for name in (*_SETTINGS, *_BATCHES)})

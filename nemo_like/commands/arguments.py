@@ -97,7 +97,7 @@ def add_init(parser: argparse.ArgumentParser) -> None:
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `nemo-like plan`."""
-    text = "a run's YAML; without it the keys are those of SFT of a 7B model on one GPU"
+    text = "a run's YAML; without it the keys are for SFT of a 7B model on one GPU"
     parser.add_argument("--config", type=Path, metavar="FILE", help=text)
     add_start(parser)
     add_kind(parser)

@@ -201,7 +201,7 @@ class TypeCheck:
         return f"difference of {_described(first)}"
 
     def _check_export(self) -> str:
-        """Compare the logits of a loaded export with those of the model to the bit."""
+        """Compare the logits of a loaded export bit for bit with the model's."""
         policy = self.tiny_run(Layout()).policy
         (context,) = contexts(1, self.directory / "export.rendezvous")
         worker = policy_backend(policy).worker()(context, config=policy)

@@ -16,8 +16,9 @@ from nemo_like.config.check import batching_section
 from nemo_like.config.errors import ConfigError, counted
 from nemo_like.config.keys import JobSchema
 from nemo_like.config.load import Composition, load_values, merged, with_overrides
+from nemo_like.config.needs import RunNeeds
 from nemo_like.config.parallel import policy_layout
-from nemo_like.config.schema import RunConfig
+from nemo_like.config.schema import PolicyConfig, RunConfig
 from nemo_like.data.planning.spec import CostModel
 from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.integer_math import ceil_div, round_up
@@ -31,7 +32,7 @@ _MULTIPLE = 64
 _UNSEEN = 1.25
 """Largest length of a row that was not sampled, over the largest of the sampled ones."""
 _CPU_TOKENS = 2048
-"""Token budget from which a larger microbatch is no faster on a CPU."""
+"""Token budget above which a larger microbatch is not faster on a CPU."""
 _MARGIN = 3
 """Standard deviations of the tokens of a step that its token budget has above their mean."""
 _NUM_VALIDATIONS = 5
@@ -285,7 +286,7 @@ def _choose_memory(
     more, *others = attempts
     config = _draft(choices, task.spec.max_positions or 0, **more)
     memory = _memory(config, task)
-    usable = _usable_bytes(config, task)
+    usable = _usable_bytes(config.policy, config.needs, task)
     needed = round_up(
         config.needs.batch.rows_per_example * config.policy.max_total_sequence_length, _MULTIPLE
     )
@@ -338,7 +339,7 @@ def _step_tokens(config: RunConfig, task: Task) -> float:
 
 
 def _expected_lengths(config: RunConfig, task: Task) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of the sampled rows and those with loss, int [N] each.
+    """Return the tokens and the tokens with loss of the sampled rows, int [N] each.
 
     A completion to be sampled has half of its limit.
     """
@@ -350,13 +351,12 @@ def _expected_lengths(config: RunConfig, task: Task) -> tuple[np.ndarray, np.nda
     return lengths - trained + completions, completions
 
 
-def _usable_bytes(config: RunConfig, task: Task) -> float:
+def _usable_bytes(policy: PolicyConfig, needs: RunNeeds, task: Task) -> float:
     """Return the memory that training may use."""
     usable = usable_bytes(task.machine.memory_gib)
-    if config.needs.rollouts and not task.machine.num_gpus:
+    if needs.rollouts and not task.machine.num_gpus:
         # On GPUs the generator moves to host memory while the policy trains.
-        backend = generation_backend(config.policy)
-        usable -= backend.peak_bytes(config.policy, task.spec, usable)
+        usable -= generation_backend(policy).peak_bytes(policy, task.spec, usable)
     return max(usable, 0.0)
 
 

@@ -77,7 +77,7 @@ def _is_below(key: str, ancestor: str) -> bool:
     wanted = ancestor.split(".")
     if len(wanted) > len(names):
         return False
-    # The names after those of the ancestor are free, hence not strict.
+    # Names below the ancestor are free, hence not strict.
     pairs = zip(names, wanted, strict=False)
     return all(name in (other, USER_NAME) for name, other in pairs)
 

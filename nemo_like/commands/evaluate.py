@@ -27,8 +27,8 @@ from nemo_like.commands.answers import (
     prompt_record,
     weight_files,
 )
-from nemo_like.config.build import to_dict
 from nemo_like.config.errors import ConfigError, counted
+from nemo_like.config.plain import to_dict
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.console import say
 from nemo_like.data.encoded_rows import EncodedRows

@@ -111,7 +111,7 @@ def formula_lines(config: GrpoRunConfig) -> Iterator[str]:
 
 
 def _bounded(formula: str, bounds: tuple[float | None, float | None]) -> str:
-    """Return a formula with the bounds of its ratio; None is no bound."""
+    """Return a formula with the bounds of its ratio; None means no bound."""
     low, high = ("none" if bound is None else f"{bound:g}" for bound in bounds)
     return formula.replace("LOW", low).replace("HIGH", high)
 

@@ -66,9 +66,9 @@ def export_checkpoint(
 ) -> Path:
     """Write the model of `source` to the new directory `target`; return the step folder.
 
-    `source` is a run directory (its latest checkpoint is exported, or that of `step`: a number or
-    `best`) or a step folder. With `ema` the weights are their averages. `overrides` change keys of
-    the run's config, e.g. `policy.model_name` if the model has moved. With `adapter_only` only
+    `source` is a run directory (its latest checkpoint is exported, or the one of `step`: a number
+    or `best`) or a step folder. With `ema` the weights are their averages. `overrides` change keys
+    of the run's config, e.g. `policy.model_name` if the model has moved. With `adapter_only` only
     the adapter is written.
 
     Raises ConfigError if `source` is neither, for an incomplete checkpoint, for a `target` that

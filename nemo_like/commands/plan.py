@@ -13,6 +13,7 @@ from nemo_like.commands.report import write_output
 from nemo_like.commands.start import open_config
 from nemo_like.config.batching import StreamableDataConfig
 from nemo_like.config.errors import ConfigError, raise_problems
+from nemo_like.config.needs import RunNeeds
 from nemo_like.config.parallel import located_problems, policy_layout
 from nemo_like.config.schema import RunConfig
 from nemo_like.console import say
@@ -31,7 +32,7 @@ from nemo_like.run.progress import Progress
 from nemo_like.training.images import open_images
 from nemo_like.training.model_files import open_encoder
 from nemo_like.training.run_data import RunData, load_training
-from nemo_like.training_engines import ENGINES
+from nemo_like.training_engines import ENGINES, EngineName
 
 _DEFAULTS = Path(__file__).with_name("plan.yaml")
 """The config without --config."""
@@ -117,7 +118,11 @@ def plan_request(arguments: argparse.Namespace) -> PlanRequest:
         memory_gib=arguments.memory_gb,
         shared_prefix=shared_prefix,
         logged={} if past is None else past.compare(spec, shared_prefix),
-        notes=(*notes, *_notes(config), *model.estimate_warnings),
+        notes=(
+            *notes,
+            *_notes(config.policy.engine, config.parallel.expert, config.needs),
+            *model.estimate_warnings,
+        ),
     )
 
 
@@ -227,22 +232,21 @@ def _stream_spec(config: RunConfig, spec: PlanSpec) -> StreamSpec | None:
     return stream_spec(data.batching, spec)
 
 
-def _notes(config: RunConfig) -> tuple[str, ...]:
+def _notes(engine: EngineName, expert: int, needs: RunNeeds) -> tuple[str, ...]:
     """Return what the prediction leaves out."""
     notes = []
-    shards_weights = ENGINES[config.policy.engine].shards_weights
-    if config.parallel.expert > 1 and not shards_weights:
+    if expert > 1 and not ENGINES[engine].shards_weights:
         notes.append(
-            f"parallel.expert is {config.parallel.expert}, but the memory counts every expert"
+            f"parallel.expert is {expert}, but the memory counts every expert"
             " on every worker: it is an upper bound"
         )
-    batch = config.needs.batch
+    batch = needs.batch
     if batch.rows_per_example > 1:
         notes.append(
             f"the {batch.rows_per_example} rows of a {batch.example} are planned independently;"
             " a run keeps them in one microbatch, with slightly more padding"
         )
-    if config.needs.reward_models:
-        names = ", ".join(config.needs.reward_models)
+    if needs.reward_models:
+        names = ", ".join(needs.reward_models)
         notes.append(f"the reward models ({names}) are not part of the predicted memory")
     return tuple(notes)

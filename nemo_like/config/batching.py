@@ -48,7 +48,7 @@ class BatchingConfig:
     256."""
     window_tokens: Annotated[int | None, Ge(0)] = None
     """Tokens per data-parallel rank from which a microbatch is formed although fewer than
-    `window_rows` wait; 0 is no such limit. null is 0 for `pool`, else 4 x `train_mb_tokens` with
+    `window_rows` wait; 0 means no such limit. null is 0 for `pool`, else 4 x `train_mb_tokens` with
     packing and 16 x with dynamic batching."""
     strategy: Literal["prefer_closest", "prefer_first"] = "prefer_closest"
     """`pool` with dynamic batching: among rows that add equal padding, take the one of the closest
@@ -57,7 +57,7 @@ class BatchingConfig:
     """Treatment of rows at the end of an epoch that do not fill a step (not `fixed`): a smaller
     step, left out, or filled with rows of the next epoch."""
     max_rows: Annotated[int | None, Ge(1)] = None
-    """Max rows of a microbatch (not `fixed`); null is no limit."""
+    """Max rows of a microbatch (not `fixed`); null means no limit."""
     count_mode: Literal["total", "effective"] = "total"
     """`dyn_bsz`: tokens that count for the budget, all or those with loss."""
     physical_overflow_ratio: Annotated[float, Ge(1)] = 1.5

@@ -1,4 +1,4 @@
-"""Conversion between plain nested values and the config dataclasses; pydantic checks every value.
+"""Conversion of plain nested values to the config dataclasses; pydantic checks every value.
 
 Besides the type itself these are accepted: an integer for a float; a number in quotes, because
 environment variables are text; and a number for a text. Interpolations are resolved before:
@@ -8,7 +8,6 @@ NeMo RL uses; arguments may be nested.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import math
 import operator
@@ -52,13 +51,6 @@ def build_config(
             path = _path(details["loc"])
             problems.append(Problem((path,), _text(section, path, details), locate(path)))
         return None, problems
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """Return a config as the plain nested values of a YAML file, which loads to an equal config."""
-    return {
-        field.name: _to_plain(getattr(config, field.name)) for field in dataclasses.fields(config)
-    }
 
 
 @cache
@@ -125,25 +117,6 @@ def shown_yaml(value: Any) -> str:
     """Return the value in YAML notation: `null`, `true`, 'text', 3."""
     words = {None: "null", True: "true", False: "false"}
     return words[value] if value is None or isinstance(value, bool) else shown_value(value)
-
-
-def _to_plain(value: Any) -> Any:
-    if child_types(type(value)) is not None:
-        return to_dict(value)
-    if isinstance(value, Mapping):
-        return {name: _to_plain(inner) for name, inner in value.items()}
-    # YAML has lists, and no tuples.
-    if isinstance(value, list | tuple):
-        return [_to_plain(item) for item in value]
-    return _escaped(value) if isinstance(value, str) else value
-
-
-def _escaped(text: str) -> str:
-    r"""Escape `${`, which starts an interpolation, so that OmegaConf reads the text back unchanged.
-
-    OmegaConf also interprets backslashes in front of `${`, so these are doubled.
-    """
-    return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", text)
 
 
 Number = int | float

@@ -135,7 +135,7 @@ def _weight_sync(policy: PolicyConfig) -> Iterator[Problem]:
             ("policy.lora.weight_sync", "policy.lora.quantization"),
             "policy.lora.weight_sync is adapter, but policy.lora.quantization is"
             f" {lora.quantization}: the generator has the weights of the model files, and the"
-            " policy those in 4 bits. Set policy.lora.weight_sync to merged, or"
+            " policy the weights in 4 bits. Set policy.lora.weight_sync to merged, or"
             " policy.lora.quantization to none",
         )
     max_rank = policy.generation.engine.max_adapter_rank

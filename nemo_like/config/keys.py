@@ -309,7 +309,7 @@ class Tool:
     """Key of the schema -> key of the tool -> why the user must set the first where the second is
     on."""
     hub: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
-    """`config` and `split` of a data set of the hub -> keys beside that of its name."""
+    """`config` and `split` of a data set of the hub -> keys beside the key of its name."""
 
 
 @cache

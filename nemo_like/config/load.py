@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from nemo_like.config.build import build_config, resolve_interpolations, shown_yaml, to_dict
+from nemo_like.config.build import build_config, resolve_interpolations, shown_yaml
 from nemo_like.config.check import find_problems
 from nemo_like.config.errors import (
     ConfigError,
@@ -48,6 +48,7 @@ from nemo_like.config.keys import (
     type_at,
     without_none,
 )
+from nemo_like.config.plain import to_dict
 from nemo_like.config.schema import RunConfig
 
 COMMAND_LINE = Location("the command line")
@@ -387,9 +388,6 @@ def _remove(tree: dict[str, Any], path: str) -> None:
         inner.pop(name, None)
 
 
-__all__ = ["JobSchema", "detect_kind", "load_config", "to_dict", "to_yaml"]
-
-
 def load_config(job: JobSchema, path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Compose the file and the overrides over the schema's defaults, check and build the config.
 
@@ -495,17 +493,16 @@ def _own_sections(jobs: Mapping[str, type[RunConfig]]) -> dict[str, str]:
 
 def to_yaml(config: RunConfig) -> str:
     """Return the complete resolved config as YAML; loading the text gives an equal config."""
-    text = _dumped(config, allow_unicode=True)
+    plain = to_dict(config)
+    text = _dumped(plain, allow_unicode=True)
     # YAML reads these line breaks as spaces unless they are escaped.
     if re.search("[\x85\u2028\u2029]", text):
-        text = _dumped(config, allow_unicode=False)
+        text = _dumped(plain, allow_unicode=False)
     return text
 
 
-def _dumped(config: RunConfig, *, allow_unicode: bool) -> str:
-    return yaml.dump(
-        to_dict(config), Dumper=YamlDumper, sort_keys=False, allow_unicode=allow_unicode
-    )
+def _dumped(plain: dict[str, Any], *, allow_unicode: bool) -> str:
+    return yaml.dump(plain, Dumper=YamlDumper, sort_keys=False, allow_unicode=allow_unicode)
 
 
 def _raise_foreign(tree: Mapping[str, Any], job: JobSchema, path: Path, num_unknown: int) -> None:
@@ -529,7 +526,7 @@ def _config_file(path: Path) -> Path:
     if not is_possible_path(str(path)) or not path.is_file():
         raise ConfigError(f"config file {missing_file_text(path)}")
     if path.suffix != ".yaml":
-        other = "" if path.suffix == ".yml" else "; `nemo-like migrate` reads those of other tools"
+        other = "" if path.suffix == ".yml" else "; `nemo-like migrate` reads files of other tools"
         raise ConfigError(f"config file {shown_path(path)} must be named .yaml{other}")
     return path
 

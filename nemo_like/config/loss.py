@@ -46,7 +46,7 @@ class ImportanceCorrectionConfig:
 
     @property
     def bounds(self) -> tuple[float | None, float | None]:
-        """(lower, upper) with the defaults of `kind`; None is no bound."""
+        """(lower, upper) with the defaults of `kind`; None means no bound."""
         lower, upper = _DEFAULT_BOUNDS[self.kind]
         if self.lower is not None:
             lower = self.lower
@@ -99,9 +99,9 @@ _DEFAULT_CLIPS: dict[Surrogate, tuple[float | None, float | None]] = {
     "cispo": (None, 4.0),
     "reinforce": (None, None),
 }
-"""Default (`ratio_clip_min`, `ratio_clip_max`); None is no bound. PPO (Schulman et al. 2017), GSPO
-(Zheng et al. 2025, section 5.1), CISPO with an upper bound only (MiniMax-M1), at 5 as in ScaleRL
-(Khatri et al. 2025).
+"""Default (`ratio_clip_min`, `ratio_clip_max`); None means no bound. PPO (Schulman et al. 2017),
+GSPO (Zheng et al. 2025, section 5.1), CISPO with an upper bound only (MiniMax-M1), at 5 as in
+ScaleRL (Khatri et al. 2025).
 """
 MAX_ROW_RATIO_CLIP = 0.1
 """Max clip of a row's ratio: as the geometric mean of its tokens' ratios it never reaches more in
@@ -150,9 +150,9 @@ class PolicyGradientLossConfig:
     """Weight of the entropy bonus. Above 0 the exact entropy over the vocabulary is computed and
     logged as `policy/entropy`, which takes about three more passes over the logits."""
     path: Annotated[str | None, IMPORT_PATH] = None
-    """Import path of a custom loss, e.g. `my_package.losses.MyLoss`; null is the built-in loss.
-    Excludes the other keys of `loss_fn` but `options`, `logprobs` and those of a KL penalty in the
-    reward."""
+    """Import path of a custom loss, e.g. `my_package.losses.MyLoss`; null means the built-in loss.
+    Excludes the other keys of `loss_fn` but `options`, `logprobs` and the keys of a KL penalty in
+    the reward."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class or function at `loss_fn.path`."""
     logprobs: Annotated[tuple[str, ...], subset_of(LOGPROB_NAMES)] = ()
@@ -173,7 +173,7 @@ class PolicyGradientLossConfig:
 
     @property
     def ratio_bounds(self) -> tuple[float | None, float | None]:
-        """(lowest, highest) value of the clipped ratio; None is no bound. Example: (0.8, 1.28)."""
+        """(lowest, highest) clipped ratio; None means no bound. Example: (0.8, 1.28)."""
         lower, upper = self.clips
         lowest = None if lower is None else 1.0 - lower
         highest = None if upper is None else 1.0 + upper

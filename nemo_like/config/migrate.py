@@ -66,7 +66,7 @@ def migrate(
 
     `text` is a command in place of the content of the file. `num_processes` is the number of
     processes of the original run, for tools that count rows per process. Raises ConfigError for a
-    file that is no config of a known tool.
+    file that is not a config of a known tool.
     """
     any_job = JobSchema(next(iter(jobs)), jobs)
     source = read_source(any_job, path, text)

@@ -171,7 +171,7 @@ def _download(
         # They depend on the network library below huggingface_hub.
         if commit is None and not isinstance(error, GatedRepoError):
             # The name may as well be a mistyped path.
-            subject += f", which is no directory{_nearby_text(Path(repository).absolute())}"
+            subject += f", which is not a directory{_nearby_text(Path(repository).absolute())}"
         text = hub_error_text(unreachable or error, repository)
         raise ConfigError(f"{subject}; {text}") from error
     return path

@@ -28,7 +28,7 @@ class HFGenerationConfig:
 
     @property
     def max_adapter_rank(self) -> int | None:
-        """Largest rank of an adapter; None is no limit."""
+        """Largest rank of an adapter; None means no limit."""
         return None
 
 
@@ -124,7 +124,7 @@ class EnvironmentConfig:
     command: Annotated[tuple[str, ...], NO_EMPTY_TEXTS] = ()
     """Command and arguments of a program, e.g. `[python, agent.py]`."""
     python: Annotated[str | None, NOT_EMPTY] = None
-    """Interpreter that imports the function of a program; null is that of the run."""
+    """Interpreter that imports the function of a program; null means the interpreter of the run."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class."""
     max_turns: Annotated[int, Ge(1)] = 8

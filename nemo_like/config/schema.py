@@ -428,7 +428,7 @@ class DataConfig:
     """`columns` of single sets in its place: `train`, `validation`, and the names of `train_sets`
     and `validation_sets`. Example: `{validation: {}}` if only the training file has other names."""
     image_root: str | None = None
-    """Directory of relative paths of images; null: that of the data file."""
+    """Directory that relative paths of images start from; null means the data file's directory."""
     on_bad_row: Literal["error", "skip"] = "error"
     """Treatment of rows that cannot be read, have another format, or that the chat template
     refuses: `error` stops before the first step, `skip` leaves them out and counts them."""
@@ -555,7 +555,7 @@ class ClusterConfig:
     always passed on."""
     time_limit: Annotated[str | None, DURATION] = None
     """Time since the start of the process after which the run finishes the current step, saves a
-    checkpoint and exits with code 75; null is no limit."""
+    checkpoint and exits with code 75; null means no limit."""
 
     @property
     def collective_timeout_s(self) -> float:

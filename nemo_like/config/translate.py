@@ -78,7 +78,7 @@ class Migration:
             self.reasons.setdefault(key, reason)
 
     def put(self, key: str, value: Any, origin: str) -> str:
-        """Set a key and return it, or that of a further set; empty if it has another value."""
+        """Set a key and return it, or its key in a further set; empty if it has another value."""
         value = _fitting(type_at(self.job.run_config, key), value)
         if key in _SETS and isinstance(value, str) and not _FILE.fullmatch(value):
             # The name of a data set of the hub.
@@ -255,7 +255,7 @@ def _carry(
 
 
 def _hub_path(result: Migration, tree: Mapping[str, Any], path: str, target: str, name: str) -> str:
-    """Return the path of a data set of the hub, with the keys beside that of its name."""
+    """Return the path of a data set of the hub; set the keys beside its name as well."""
     section = path.rpartition(".")[0]
     query = {"split": "train" if target == "data.train_path" else "test"}
     for part, names in result.tool.hub.items():

@@ -208,7 +208,7 @@ class Frame:
         limits = [*(start - len(self.header) for start in headers[1:]), len(full)]
         for header_end, limit in zip(headers, limits[: len(headers)], strict=True):
             start = header_end
-            # The generation prompt has this text already, so it is no part of the answer.
+            # The generation prompt has this text already, so it is not part of the answer.
             if self.rest and full.startswith(self.rest, start):
                 start += len(self.rest)
             end = full.find(self.end, start)

@@ -1,4 +1,4 @@
-"""Names of columns: those with a meaning, `data.columns`, and guesses for the names of a file."""
+"""Names of columns: names with a meaning, `data.columns`, and guesses for the names of a file."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class EncodedRows:
         """
         self.digests = rows.digests
         self.skipped = BadRows()
-        """The bad rows that were left out here, without those of an earlier run's encoding."""
+        """The bad rows that were left out here, without the ones an earlier run left out."""
         self._rows = rows
         self._encode = encode
         self._num_processes = num_processes
@@ -193,7 +193,7 @@ class EncodedRows:
                         self._store_all(pool.map(_encode_in_process, _chunks(missing)), advance)
 
     def _missing(self, rows: np.ndarray) -> np.ndarray:
-        """Return those of `rows` int64 [n] that are not encoded yet, int64 [at most n]."""
+        """Return the `rows` int64 [n] that are not encoded yet, int64 [at most n]."""
         return rows[self._lengths[rows] == _TODO]
 
     def _encode_chunk(self, rows: Sequence[int] | np.ndarray) -> list[tuple[int, Result]]:
@@ -276,9 +276,9 @@ class EncodedRows:
         mask = np.frombuffer(data, np.uint8, length, offset=4 * length)
         if not num_images:
             return EncodedRow(ids, mask)
-        # A copy: the offset is no multiple of the size of an item.
+        # A copy: the offset is not a multiple of the size of an item.
         values = np.frombuffer(data[_BYTES_PER_TOKEN * length :], np.int32).reshape(-1, 5).tolist()
-        # The references are those of the row, of which the end may be cut off.
+        # The references come from the row, whose end may be cut off.
         references = stored_images(self._rows[row])[:num_images]
         images = zip(references, values, strict=True)
         return EncodedRow(

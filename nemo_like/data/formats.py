@@ -145,7 +145,7 @@ class RowSchema:
         for column in (*columns, "tools"):
             if not is_unicode(row.get(column)):
                 raise ConfigError(
-                    f"column {column!r} has half of a surrogate pair, which is no text; remove it"
+                    f"column {column!r} has half of a surrogate pair, which is not text; remove it"
                 )
         self.check_format(row, columns)
 
@@ -231,7 +231,7 @@ def _check_sft(row: Row, columns: tuple[str, ...]) -> None:
 
 
 def _other_job(row: Row, formats: Sequence[tuple[str, ...]]) -> str:
-    """Return the command for a row of another job than that of `formats`, else nothing."""
+    """Return the command for a row of a job other than the job of `formats`, else nothing."""
     if row.get("chosen") is not None and row.get("rejected") is not None:
         return (
             "The columns chosen and rejected are for `nemo-like dpo` and `nemo-like rm`;"
@@ -335,7 +335,7 @@ def _check_tokens(row: Row) -> None:
 
 
 def _check_mask(ids: list[int], values: Any, column: str) -> None:
-    """Raise ConfigError for the first entry that is no label or mask of its token."""
+    """Raise ConfigError for the first entry that is neither the label nor the mask of its token."""
     if not isinstance(values, list) or len(values) != len(ids):
         raise ConfigError(
             f"column {column!r} is {shown_json(values)}, not a list of {len(ids)} numbers"

@@ -1,4 +1,4 @@
-"""Rows with the columns of this project, made from those of other tools.
+"""Rows with the columns of this project, made from rows of other tools.
 
 `data.columns` renames columns, ShareGPT's `conversations` become `messages`, and Alpaca's
 `instruction`, `input` and `output` become `prompt` and `completion`. The columns `system` and

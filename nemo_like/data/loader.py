@@ -15,7 +15,7 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError, plural
 from nemo_like.data.planning.plan import BatchPlan
-from nemo_like.data.row_order import Curriculum, Mixture, RowOrder
+from nemo_like.data.row_order import Mixture, RowOrder
 from nemo_like.integer_math import ceil_div
 
 Out = TypeVar("Out")
@@ -60,24 +60,9 @@ class BatchLoader(ABC, Generic[Out]):
     plan: BatchPlan | None = None
     """Plan of the last batch, if it was planned when its rows were chosen."""
 
-    def __init__(
-        self,
-        rows: FetchableRows[Out],
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        curriculum: Curriculum | None = None,
-        mixture: Mixture | None = None,
-    ) -> None:
+    def __init__(self, rows: FetchableRows[Out], order: RowOrder) -> None:
         self.rows = rows
-        self.order = RowOrder(
-            len(rows),
-            rows.digests,
-            seed=seed,
-            shuffle=shuffle,
-            curriculum=curriculum,
-            mixture=mixture,
-        )
+        self.order = order
         self.batch_rows: Sequence[int] = ()
         """Indices of the rows of the last batch."""
         self.num_dropped = 0
@@ -175,20 +160,14 @@ class RowLoader(BatchLoader[Out]):
     def __init__(
         self,
         rows: FetchableRows[Out],
+        order: RowOrder,
         *,
         batch_size: int,
-        seed: int = 0,
-        shuffle: bool = True,
         last_batch: LastBatch = "keep",
-        curriculum: Curriculum | None = None,
-        mixture: Mixture | None = None,
     ) -> None:
-        if len(rows) < 1 or batch_size < 1:
-            raise ValueError(
-                f"a loader needs rows and a batch size, got {len(rows)} rows and"
-                f" batch_size={batch_size}"
-            )
-        super().__init__(rows, seed=seed, shuffle=shuffle, curriculum=curriculum, mixture=mixture)
+        if batch_size < 1:
+            raise ValueError(f"a loader needs a batch size of at least 1, got {batch_size}")
+        super().__init__(rows, order)
         self.batch_size = batch_size
         self.last_batch: LastBatch = last_batch
         self.batch_epoch = 0

@@ -35,7 +35,7 @@ def _dtype(num_experts: int) -> type[np.unsignedinteger]:
 def join_experts(parts: Sequence[np.ndarray], num_tokens: int) -> np.ndarray:
     """Concatenate the parts of a row, [n, layers, k] each, to [num_tokens, layers, k].
 
-    The tokens after those of the parts have no experts.
+    Tokens after the parts have no experts.
     """
     known = np.concatenate(parts)
     result = np.full((num_tokens, *known.shape[1:]), np.iinfo(known.dtype).max, known.dtype)

@@ -129,7 +129,7 @@ def data_files(path: Path, key: str) -> list[Path]:
 
 
 def _plain_suffix(path: Path) -> str:
-    """Return the suffix that names the format, without that of a compression."""
+    """Return the suffix that names the format, without the suffix of a compression."""
     return Path(path.stem).suffix if path.suffix in _COMPRESSIONS else path.suffix
 
 

@@ -260,10 +260,10 @@ def load_rows(
 ) -> Rows:
     """Load the first `max_rows` rows (default all) and check each against `schema`.
 
-    `columns` are those of the set `set_name` (`data.columns`); `selection` leaves out some of the
-    `max_rows`, `images` places the images of rows. `advance` is called with the number of rows read
-    since its last call. Raises ConfigError that names `key` and the path, or the file, the line and
-    the problem of the first bad rows; with `skips_bad` only if no other row is left.
+    `columns` are the entries of `data.columns` for the set `set_name`; `selection` leaves out some
+    of the `max_rows`, `images` places the images of rows. `advance` is called with the number of
+    rows read since its last call. Raises ConfigError that names `key` and the path, or the file,
+    the line and the problem of the first bad rows; with `skips_bad` only if no other row is left.
     """
     file = _local_path(path, key)
     is_csv = any(".csv" in format_suffix(each) for each in data_files(file, key))

@@ -1,7 +1,7 @@
 """`nemo-like demo`: trains a tiny model on arithmetic from scratch, by SFT, then by GRPO, on Ray.
 
 It writes under `runs/`, needs no network and no GPU, and prints the accuracies at the end. The
-configs are those in `examples/configs`, without `policy.parity_check`. The model and the data of
+configs come from `examples/configs`, without `policy.parity_check`. The model and the data of
 the example configs that `nemo-like init` writes come from `--prepare-only`. `python -m
 nemo_like.demo` is the same.
 """

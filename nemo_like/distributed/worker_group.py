@@ -83,7 +83,7 @@ class WorkerGroup(Protocol):
         """Call a method with data that is sharded over the data-parallel ranks.
 
         Every positional argument has one item, or handle, per dp rank; all replicas of a dp rank
-        get the same item. Returns one result per dp rank, from its output rank, or those of the
+        get the same item. Returns one result per dp rank, from its output rank, or only for the
         first `num_results` dp ranks; the results of the other ranks are not sent.
         """
         ...

@@ -146,8 +146,8 @@ def importance_weights(
     """Compute the factor of each token's surrogate loss from the log-probs, float32 [T] each.
 
     The factor is 0 for a token whose w is not finite. It is 0 for all tokens of its row in the
-    sequence kinds, and with `bypass` where the ratio is one of the row. Counts are those of all
-    trained tokens and rows: a masked token stays in the denominator of the loss.
+    sequence kinds, and with `bypass` if the ratio is per row. Counts include all trained tokens and
+    rows: a masked token stays in the denominator of the loss.
     """
     config = loss.importance_correction
     log_weight, is_finite = log_weights(prev_logprobs, generation_logprobs, inputs.token_mask)

@@ -1,6 +1,6 @@
 """Negative log-likelihood, the loss of SFT; and the loss of distillation, a divergence per token.
 
-The divergence is that of a student's next-token distribution p from a teacher's q, with the mixture
+The divergence is between a student's next-token distribution p and a teacher's q, with the mixture
 m = beta q + (1 - beta) p:
 
     reverse_kl   KL(p || q) = sum p (log p - log q)

@@ -41,7 +41,7 @@ from nemo_like.losses.reduce import (
 )
 
 Bounds = tuple[float | None, float | None]
-"""(lowest, highest) value of a clipped ratio; None is no bound."""
+"""(lowest, highest) value of a clipped ratio; None means no bound."""
 
 _MAX_KL = 10.0
 """Limit of the magnitude of a token's KL estimate, and separately of its derivative."""
@@ -85,8 +85,8 @@ def row_log_ratio(inputs: LossInputs, log_ratio: Tensor) -> Tensor:
     to 1 if each is 1/n. d f(s) / d l_t is f'(s) s / n, and so is the derivative of 1/n f(s_t). So
     each context-parallel rank needs the sum of the row only, and no gradient of other ranks.
 
-    Each row of an episode has a ratio of its own: n is that of the row, and its loss has the weight
-    n / (trained tokens of the episode).
+    Each row of an episode has a ratio of its own: n counts its trained tokens, and its loss has
+    the weight n / (trained tokens of the episode).
     """
     sums = inputs.sum_over_row(log_ratio.detach())
     means = sums / inputs.row_num_tokens.clamp(min=1.0)
@@ -420,7 +420,7 @@ def load_custom_loss(path: str, options: Mapping[str, Any]) -> Loss:
     """Import the class or function at `path`, call it with `options` as keyword arguments.
 
     Raises ConfigError that begins with `loss_fn.path` if the import or the call fails, or if the
-    result is no `Loss`.
+    result is not a `Loss`.
     """
     example = "my_package.losses.MyLoss"
     argument = "keyword argument for each key of loss_fn.options"

@@ -189,7 +189,7 @@ class LossInputs:
     def sum_over_row(self, values: Tensor) -> Tensor:
         """Sum `values` [T] over the trained tokens of each row, [R], over all cp ranks.
 
-        The sum is that of the row also where an episode has several rows: ratios and importance
+        The sum is over the row even if its episode has several rows: ratios and importance
         weights of sequences (GSPO, sequence masks) belong to the row, not to the episode, and so
         depend on how an episode is split. Divide it by `row_num_tokens` for the mean.
 

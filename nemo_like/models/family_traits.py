@@ -72,4 +72,4 @@ _COUNTED = """
     seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
 """
 COUNTED_TYPES = frozenset(_COUNTED.split())
-"""Types whose FLOPs and parameters a test compares with those that torch counts."""
+"""Types whose FLOPs and parameters a test compares with the counts of torch."""

@@ -108,8 +108,8 @@ class RouterReplay:
             if not chosen.is_used:
                 raise ConfigError(
                     f"{type(self.routers[index]).__name__} does not choose experts by a top-k over"
-                    f" [tokens, {self._num_experts}] scores, so it cannot use those of the"
-                    " generator: set policy.router_replay to false"
+                    f" [tokens, {self._num_experts}] scores, so it cannot use the experts"
+                    " of the generator: set policy.router_replay to false"
                 )
             return output
 

@@ -220,7 +220,7 @@ class ModelSpec:
     def estimate_warnings(self) -> tuple[str, ...]:
         """Text about a model type whose FLOPs and parameters no test compares; empty for others."""
         text = (
-            f"FLOPs and parameters of model type {self.model_type} are estimated as those of a"
+            f"FLOPs and parameters of model type {self.model_type} are estimated as for a"
             " Llama of the same sizes: MFU, predicted memory and the balance of ranks may be"
             " inaccurate"
         )
@@ -532,7 +532,7 @@ def load_spec(model: str, key: str = "--model") -> ModelSpec:
     if path.is_file():
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
-        # A file of weights given by mistake is no text at all.
+        # A file of weights, given by mistake, is not text.
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ConfigError(f"{shown_path(path)} is not JSON: {error}") from error
         if not isinstance(config, dict):

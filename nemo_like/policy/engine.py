@@ -366,7 +366,7 @@ class Engine(ABC, Generic[OptimizerT]):
         """Restore in place what `save` wrote, in any layout and by either engine.
 
         A checkpoint without moments restarts the optimizer. Raises CheckpointError for a directory
-        that is no such checkpoint, ConfigError for one of another model.
+        that is not such a checkpoint, ConfigError for one of another model.
         """
         with open_checkpoint(directory) as reader:
             reader.check_model(self.saved_shapes())

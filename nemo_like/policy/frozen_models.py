@@ -78,7 +78,7 @@ class ReferenceModel:
 
 
 class SharedReference:
-    """The policy without its adapters, or with those of `policy.lora.adapter_path`.
+    """The policy without its adapters, or with the adapters of `policy.lora.adapter_path`.
 
     It never changes and needs no engine of its own.
     """
@@ -254,7 +254,7 @@ def _inputs(
 ) -> Iterable[ModelInputs]:
     """Yield the inputs of each microbatch, with `head`."""
     for microbatch in microbatches:
-        # The experts are those of the student.
+        # The recorded experts belong to the student.
         yield dataclasses.replace(rows.inputs(microbatch), head=head, routed_experts=None)
 
 

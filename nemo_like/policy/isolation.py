@@ -40,7 +40,7 @@ _SHARED = (0, 9, 0, 2)
 """Leading tokens that each row of `_measure_shared` has in common with the row before it."""
 
 _CHANGES = ((2, (0, 1), "a prefix"), (12, (1,), "a row after its prefix"), (1, (2, 3), "a prefix"))
-"""(Position of the changed token, rows that have it, what it is a part of)."""
+"""(Position of the changed token, rows that have it, the part that contains it)."""
 
 
 class IsolationError(ValueError):
@@ -178,7 +178,7 @@ def _measure_shared(engine: Engine, vocab_size: int, precision: str) -> str:
             if row not in changed_rows and not difference <= limit:
                 return f"a token of {place} changed the log-probs of row {row} without it"
     if together and not _mean_difference(alone, together) <= _MAX_MEAN_DIFFERENCE[precision]:
-        return "log-probs of rows that share prefixes differ from those of each row alone"
+        return "log-probs of rows that share prefixes differ from the log-probs of each row alone"
     return ""
 
 

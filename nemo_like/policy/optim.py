@@ -137,7 +137,7 @@ def adamw_options(
 ) -> dict[str, Any]:
     """Return the arguments of an AdamW with weight decay on matrices only.
 
-    Norms and biases are not decayed; those of stacked experts, [experts, size], by their names.
+    Norms and biases are not decayed; in stacked experts, [experts, size], they are known by name.
     """
     matrices = []
     vectors = []

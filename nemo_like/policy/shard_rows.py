@@ -64,8 +64,8 @@ class ShardRows:
     def with_episodes(self, microbatches: Iterable[Microbatch], ranks: RankGroups) -> ShardRows:
         """Return the rows with `EPISODE_TRAINED`, counted over all dp ranks, which call this.
 
-        `microbatches` are those of all optimizer steps. Without the column `episode`, int [n],
-        which is equal for the rows of an episode, the rows are returned unchanged.
+        `microbatches` has the microbatches of all optimizer steps. Without the column `episode`,
+        int [n], which is equal for the rows of an episode, the rows are returned unchanged.
         """
         if "episode" not in self.columns:
             return self

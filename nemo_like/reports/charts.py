@@ -219,19 +219,15 @@ def rank_timeline(
     *,
     waits: bool,
     note: str = "",
-    unit: float | None = None,
     end: float | None = None,
 ) -> Chart:
     """Return a step over time with one bar per rank: work on tokens, on padding, and idle time.
 
-    `work` and `real` float64 [R, M] are the work of each microbatch with and without padding. With
-    `waits` a microbatch starts when the slowest rank has finished the one before. `unit` is the
-    work of time 1, by default the real work spread evenly; the time axis ends at `end`.
+    `work` and `real` float64 [R, M] are the time of each microbatch with and without padding, in
+    units of the time axis, which ends at `end`, by default with the last microbatch. With `waits` a
+    microbatch starts when the slowest rank has finished the one before.
     """
-    unit = unit or float(real.sum()) / len(real)
-    starts = microbatch_starts(work, waits=waits) / unit
-    work = work / unit
-    real = real / unit
+    starts = microbatch_starts(work, waits=waits)
     # A sample of the ranks, evenly spaced, if there are more than bars.
     ranks = np.linspace(0, len(work) - 1, min(len(work), _MAX_RANKS)).round().astype(int)
     drawing = _figure(height=64 + min(12 + 16 * len(ranks), 260), tools="hover")
@@ -247,7 +243,7 @@ def rank_timeline(
     last = float((starts + work).max())
     marks = {"mean rank": float(work.sum()) / len(work), "end": last}
     drawing.hover.tooltips = [("rank", "@rank"), ("time", "@left{0.000} to @right{0.000}")]
-    drawing.x_range.update(start=0, end=1.01 * (end / unit if end else last))
+    drawing.x_range.update(start=0, end=1.01 * (end or last))
     drawing.yaxis.visible = False
     drawing.ygrid.visible = False
     _draw_marks(drawing, marks)

@@ -117,9 +117,10 @@ def _timelines(outcomes: list[Outcome], waits: bool) -> Iterator[Chart]:
     """
     # The values [R, M] of the microbatches of the first optimizer step.
     sizes = [outcome.plan.step_offsets[1] for outcome in outcomes]
-    work = [each.work[:, :size] for each, size in zip(outcomes, sizes, strict=True)]
-    real = [each.real_work[:, :size] for each, size in zip(outcomes, sizes, strict=True)]
-    unit = float(real[-1].sum()) / len(real[-1])
+    last = outcomes[-1].real_work[:, : sizes[-1]]
+    unit = float(last.sum()) / len(last)
+    work = [each.work[:, :size] / unit for each, size in zip(outcomes, sizes, strict=True)]
+    real = [each.real_work[:, :size] / unit for each, size in zip(outcomes, sizes, strict=True)]
     end = max(float((microbatch_starts(each, waits=waits) + each).max()) for each in work)
     for outcome, work_of, real_of in zip(outcomes, work, real, strict=True):
         note = (
@@ -127,7 +128,7 @@ def _timelines(outcomes: list[Outcome], waits: bool) -> Iterator[Chart]:
             f" all steps {outcome.step_time:.3f}"
         )
         title = outcome.strategy.title
-        yield rank_timeline(title, work_of, real_of, waits=waits, note=note, unit=unit, end=end)
+        yield rank_timeline(title, work_of, real_of, waits=waits, note=note, end=end)
 
 
 def _memory_chart(report: PlanReport) -> Chart:

@@ -17,7 +17,7 @@ from nemo_like.rollout.records import ENGINE_LOGPROBS, RolloutRecord
 from nemo_like.run.files import read_json_lines
 
 _NUM_STEPS = 4
-"""Steps that are shown, and as many again of those with token ids."""
+"""Steps that are shown, and as many again with token ids."""
 _NUM_ROWS = 6
 _MAX_CHARACTERS = 6000
 _MAX_TOKENS = 400
@@ -48,7 +48,7 @@ class Row:
     """(role, text) of each message."""
     tokens: Sequence[Token]
     num_left_out: int
-    """Tokens after those in `tokens`."""
+    """Tokens after `tokens`."""
 
 
 @dataclass(frozen=True)

@@ -164,10 +164,13 @@ def rank_chart(run: RunFiles) -> Chart | None:
     outcome = Outcome(Strategy("", "", plan.spec), plan, plan.spec.max_tokens or 0)
     waits = plan.spec.sync == "microbatch"
     size = plan.step_offsets[1]
+    real = outcome.real_work[:, :size]
+    # Time 1 is the real work spread evenly over the ranks.
+    unit = float(real.sum()) / len(real)
     return rank_timeline(
         "first optimizer step of the run",
-        outcome.work[:, :size],
-        outcome.real_work[:, :size],
+        outcome.work[:, :size] / unit,
+        real / unit,
         waits=waits,
         note=f"{plan}; ranks synchronize once per {plan.spec.sync}",
     )

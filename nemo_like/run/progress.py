@@ -135,7 +135,7 @@ class Progress:
     def __init__(
         self, stream: TextIO | None = None, *, interval_s: float = 10.0, verbose: bool = False
     ) -> None:
-        # No highlighting and no wrapping: lines in a log must be those that were printed.
+        # No highlighting and no wrapping: lines in a log must equal the printed ones.
         self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._interval_s = interval_s
         self._printed_at = -interval_s
@@ -228,7 +228,7 @@ class Progress:
             lines = [
                 shortened(text.removesuffix("\n"), _MAX_CELL).replace("\n", " ↵ ") for text in texts
             ]
-            # As `Text`, in which square brackets are no markup.
+            # As `Text`, which does not read square brackets as markup.
             table.add_row(*[Text(self._printable(line)) for line in lines])
         self._console.print(table, soft_wrap=False)
         self._printed_at = time.monotonic()

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _DTYPES = (torch.int64, torch.float64)
 _NO_PROBLEM, _NOT_ROWS, _HAS_NAN = range(3)
 _PROBLEMS = {
-    _NOT_ROWS: "gave rows that are no [n, columns] tensor of int64 or float64",
+    _NOT_ROWS: "gave rows that are not an [n, columns] tensor of int64 or float64",
     _HAS_NAN: "gave rows with NaN, which have no order",
 }
 

@@ -121,7 +121,7 @@ class OnlineBatchesMixin(_Base):
             )
         if self.args.auto_find_batch_size:
             raise ValueError(
-                "auto_find_batch_size reduces the number of rows, which is no limit of a microbatch"
+                "auto_find_batch_size reduces the number of rows, which does not limit a microbatch"
                 " here; set it to False and reduce max_tokens if the memory does not suffice"
             )
         if self.label_smoother and getattr(self.data_collator, "shift_labels", False):
@@ -250,7 +250,7 @@ class _TrainerBatches:
 def _column_lengths(dataset: Any, is_packed: bool) -> Sequence[int] | None:
     """Return the lengths of `input_ids` of a dataset of the library `datasets`; else None.
 
-    If rows `is_packed`, those of what the attention mask keeps.
+    If rows `is_packed`, of what the attention mask keeps.
     """
     columns = getattr(dataset, "column_names", None) or ()
     if "input_ids" not in columns or not hasattr(dataset, "__len__"):

@@ -47,7 +47,7 @@ _MAX_DUMMY_SHARE = 0.1
 """Share of dummies in an epoch above which a warning tells that ranks wait for each other.
 """
 _MIN_DUMMIES = 10
-"""Dummies of the last steps of any epoch, which are no reason for a warning."""
+"""Dummies of the last steps of any epoch, which do not need a warning."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,7 +238,7 @@ class OnlineBatchLoader(Generic[Sample, Batch]):
         ]
         if num_ranks > 1 and any(map(_has_own_ranks, orders)):
             raise TypeError(
-                "the sampler divides its rows over ranks; those of others are not known"
+                "the sampler divides its rows over ranks; the rows of other ranks are not known"
             )
         num_before = 0
         # The token limit of a warmup depends on the steps of the epochs before.

@@ -74,7 +74,7 @@ def pad_packed_input(
     position embeddings: `length` must not exceed their number by more than the rows fill.
 
     Raises ValueError for a batch longer than `length` if `overflow` is "error", a [1, T] column
-    without a padding value, a slice of a sequence, and a `length` that is no multiple of
+    without a padding value, a slice of a sequence, and a `length` that is not a multiple of
     `multiple`.
     """
     check_target(length, multiple, overflow)

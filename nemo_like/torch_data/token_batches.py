@@ -154,7 +154,7 @@ def batch_by_tokens(
         min_rows: rows that a microbatch should have. The limit of tokens has precedence: a
             microbatch that cannot get so many rows is formed with fewer, listed in
             `below_min_rows` and logged. No row is dropped for it.
-        max_rows: the maximum number of rows of a microbatch; None is no limit.
+        max_rows: the maximum number of rows of a microbatch; None means no limit.
         microbatches_per_step: microbatches of a step, over all ranks; the last may have fewer.
         same_shape: all microbatches of a step get the same number of rows and the same padded
             length, as a pipeline schedule requires. A step is a run of consecutive rows of the

@@ -83,9 +83,9 @@ def group_starter(
 ) -> StartGroup:
     """Return `start(placement, worker_class, **kwargs)`, which starts a group.
 
-    `rollouts` are those of a run with a generator. Every group is stopped with `closing`. After a
-    failure the logs of a Ray started here are copied to `logs`. Raises ClusterError if the cluster
-    has too few resources.
+    `rollouts` are the needs of a run with a generator. Every group is stopped with `closing`. After
+    a failure the logs of a Ray started here are copied to `logs`. Raises ClusterError if the
+    cluster has too few resources.
     """
     if cluster.backend == "local":
         return _local_starter(cluster, rollouts, closing)

@@ -70,7 +70,7 @@ class Window:
 
     @property
     def reward_rises(self) -> bool:
-        """True if the mean reward of the later half is above that of the earlier half."""
+        """True if the mean reward is higher in the later half than in the earlier half."""
         rewards = self.values("reward/mean")
         if len(rewards) < 2:
             return False
@@ -130,7 +130,7 @@ def _length_explosion(window: Window) -> str | None:
 def _truncated(window: Window) -> str | None:
     share = window.mean("generation/truncated_share")
     if share is None:
-        # A mean over a validation set is no chance of one step.
+        # A mean over a validation set does not depend on the rows of a single step.
         share = next(reversed(window.values("validation/generation_truncated_share")), None)
     if share is None or share <= window.limits.max_truncated:
         return None

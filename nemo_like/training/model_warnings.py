@@ -86,7 +86,7 @@ def model_warnings(policy: PolicyConfig, *, needs_reference: bool) -> Iterator[s
 def rate_warnings(policy: PolicyConfig, num_params: int) -> Iterator[str]:
     """Warn of learning rates far outside of the usual range, which grows for small models.
 
-    The rate of Muon is scaled so that those of AdamW can be kept.
+    The rate of Muon is scaled so that a rate for AdamW can be kept.
     """
     factor = _LORA_FACTOR if policy.adapter is not None else 1.0
     small = min(max(_LARGE_MODEL / num_params, 1.0) ** 0.5, _MAX_SMALL_FACTOR)

@@ -174,7 +174,7 @@ class Reference:
     def compare(self, mode: str, what: str, found: Trained) -> Comparison:
         """Compare one of `_QUANTITIES`; where it differs in float32, both sides with float64.
 
-        A difference is rounding if the error of `found` is at most twice that of transformers.
+        A difference is rounding if the error of `found` is at most twice the error of transformers.
         """
         select = _QUANTITIES[what]
         difference, name = worst(select(found), select(self.single))
@@ -211,9 +211,8 @@ def tiny_run(
         max_total_sequence_length=max(_LENGTHS),
         logprob_chunk_size=32,
         # Adam's first moment is then the gradient itself, which the checkpoint has under Hugging
-        # Face names.
-        # A gradient that is zero up to rounding, such as that of the bias of keys without rotary
-        # embedding, must not become a complete step of Adam.
+        # Face names. A gradient that is zero up to rounding, such as the gradient of the bias of
+        # keys without rotary embedding, must not become a complete step of Adam.
         optimizer=OptimizerConfig(lr=_LR, weight_decay=0.1, beta1=0.0, eps=_EPSILON),
         scheduler=SchedulerConfig(),
         max_grad_norm=0.0,
@@ -226,7 +225,7 @@ def tiny_run(
 
 
 def in_mode(policy: PolicyConfig, mode: str) -> PolicyConfig:
-    """Return `policy` with the microbatches of `packed` or `dynamic`, or those of neither."""
+    """Return `policy` with microbatches that are `packed`, `dynamic` or neither."""
     budgets: dict[str, int] = {"train_mb_tokens": _BUDGET, "logprob_mb_tokens": _BUDGET}
     packing = replace(policy.sequence_packing, **budgets, enabled=mode == "packed")
     dynamic = replace(policy.dynamic_batching, **budgets, enabled=mode == "dynamic")
@@ -469,7 +468,7 @@ def differences(found: _Selected, expected: _Selected) -> dict[str, float]:
 
 
 def _relative(found: Any, expected: Any) -> float:
-    """Return the L2 norm of the difference over that of `expected`.
+    """Return the L2 norm of the difference divided by the norm of `expected`.
 
     It is infinite for different shapes and for values that are not finite. Both sides have the same
     shape, [n] or a weight's.

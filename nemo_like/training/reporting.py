@@ -190,7 +190,7 @@ def header_lines(
 ) -> Iterator[str]:
     """Yield the lines that describe a run before its workers start.
 
-    `num_examples` are those of the training files; `num_steps` is None if it is not known.
+    `num_examples` counts the training files; `num_steps` is None if it is not known.
     """
     sizes = f"{model.num_params:,} parameters"
     if policy.freeze:

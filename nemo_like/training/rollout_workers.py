@@ -106,8 +106,8 @@ def start_generator(
     worker_class, kwargs = settings.worker()
     generation = settings.policy.generation
     workers_per_replica = generation.engine.workers_per_replica
-    # A replica with resources of its own has one bundle, a colocated one those of several workers.
-    # It is one process, which starts its tensor-parallel ranks itself.
+    # A replica with resources of its own has one bundle, a colocated one the bundles of its
+    # workers. It is one process, which starts its tensor-parallel ranks itself.
     bundles_per_replica = 1 if cluster.generation_workers else workers_per_replica
 
     def start_replica(index: int) -> WorkerGroup:
@@ -283,7 +283,7 @@ def start_reward_models(
 
 
 class RolloutStarter:
-    """Starts the workers of a run that samples completions, while those of the policy start."""
+    """Starts the workers that sample completions, while the policy's workers start."""
 
     def __init__(
         self,

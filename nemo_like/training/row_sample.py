@@ -76,7 +76,7 @@ def length_lines(
 ) -> Iterator[str]:
     """Yield a histogram of the tokens per row, and shares of all rows, of an encoded sample.
 
-    `lengths` is row index -> tokens, and `num_trained` those of them with loss.
+    `lengths` is row index -> tokens, and `num_trained` row index -> tokens with loss.
     """
     weights: dict[int, float] = {}
     for indices in rows.sources.values():

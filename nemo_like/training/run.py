@@ -68,7 +68,7 @@ class TrainingRun:
     progress: Progress
     stop: StopRequests
     step: int
-    """Steps that were done when the run was opened: those of the checkpoint that it continues."""
+    """Steps done when the run was opened: the step of the checkpoint that it continues."""
     sampling: RolloutRun | None
     """None in a run that samples no completions."""
     num_skipped_in_a_row: int = 0

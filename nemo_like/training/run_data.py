@@ -21,7 +21,7 @@ from nemo_like.data.formats import RowSchema
 from nemo_like.data.image_encoding import ImageEncoder
 from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.loader import BatchLoader, RowLoader, no_batch_text, num_batches
-from nemo_like.data.row_order import Curriculum, Mixture
+from nemo_like.data.row_order import Curriculum, Mixture, RowOrder
 from nemo_like.data.rows import BadRows, PassRateFilter, Rows, load_rows
 from nemo_like.metrics import Mean, Metrics, Sum
 from nemo_like.run.checkpoint import Checkpoint, CheckpointError
@@ -45,7 +45,7 @@ def named_metrics(name: str, metrics: Metrics) -> Metrics:
 def load_validation(
     data: DataConfig, schema: RowSchema, images: ImageEncoder | None = None
 ) -> dict[str, Rows]:
-    """Read the rows of every validation set, by name; `images` places those of a row.
+    """Read the rows of every validation set, by name; `images` places the images of a row.
 
     Raises ConfigError for a missing or empty file, or a bad line.
     """
@@ -224,13 +224,20 @@ class ExampleSource(Generic[ExampleT]):
 
     def loader(self, curriculum: Curriculum | None = None) -> RowLoader[ExampleT]:
         """Return an endless loader; a batch has the examples of one step."""
-        data = self.settings.data
         return RowLoader(
             self._to_examples(self.data.train, self.rows),
+            self.order(curriculum),
             batch_size=self.settings.batch.num_examples,
+            last_batch=self.settings.data.last_batch,
+        )
+
+    def order(self, curriculum: Curriculum | None = None) -> RowOrder:
+        """Return the order in which a run visits the training rows."""
+        return RowOrder(
+            len(self.rows),
+            self.rows.digests,
             seed=self.settings.seed,
-            shuffle=data.shuffle,
-            last_batch=data.last_batch,
+            shuffle=self.settings.data.shuffle,
             curriculum=curriculum,
             mixture=self.data.train.mixture,
         )

@@ -125,8 +125,8 @@ def export_model(
 ) -> Path:
     """Write the Hugging Face model and return its directory. Raises WriteError.
 
-    With `with_ema` the model with averaged weights is written as well; without it that of an
-    earlier start of the run is removed, as it would not belong to the new one.
+    With `with_ema` the model with averaged weights is written as well; without it an averaged
+    model from an earlier start of the run is removed, because it does not match the new weights.
     """
     _export(directory.hf, workers, progress, ema=False)
     if with_ema:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from nemo_like.metrics import Metrics, Sum, Timers, metric_values, start_timers
+from nemo_like.metrics import Metrics, Sum, Timers, merge_metrics, metric_values, start_timers
 from nemo_like.run.progress import Progress
 from nemo_like.run.sinks import Media
 from nemo_like.run.tracking import RunLog, Tracker
@@ -36,8 +36,11 @@ class StepLog:
     """The last value of every metric."""
 
     def add(self, metrics: Metrics) -> None:
-        """Add metrics to the record of the step that is written next."""
-        self.pending |= metrics
+        """Merge metrics into the record of the step that is written next.
+
+        A step with refills or validation adds some metrics several times.
+        """
+        self.pending = merge_metrics([self.pending, metrics])
 
     def report_start(self) -> None:
         """Add and print the phases from the command to the end of the first step; once."""

@@ -285,7 +285,7 @@ class _Update:
     def add(
         self, sent: Sequence[SentWeights], loaded: Mapping[int, Sequence[Sequence[LoadedBucket]]]
     ) -> None:
-        """Add the results of the policy's ranks, and by replica and rank those of each bucket."""
+        """Add the results of the policy's ranks, and of each bucket by replica and rank."""
         self.note_broken([each.broken for each in sent])
         self.gather_s = sent[0].gather_s
         self.buffer_bytes = max(each.buffer_bytes for each in sent)

@@ -4,15 +4,12 @@ asynchronously on Ray with programs that fail.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.cli import main
 from nemo_like.commands.validate import validate
-from tests.algorithms.test_runs import interrupt_at, read_metrics
+from tests.algorithms.test_runs import interrupt_at, read_metrics, read_rollout
 from tests.recipe import Recipe
 
 PROGRAM = (
@@ -25,11 +22,6 @@ PROGRAM = (
     "checkpointing.save_period=1",
     "checkpointing.keep_latest=5",
 )
-
-
-def _rollout(run: Path, step: int) -> list[dict]:
-    path = run / "rollouts" / f"step_{step}.jsonl"
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def test_a_resumed_run_of_programs_continues_a_straight_one(recipe: Recipe) -> None:
@@ -45,7 +37,7 @@ def test_a_resumed_run_of_programs_continues_a_straight_one(recipe: Recipe) -> N
         # The reward of the program and that of a function.
         parts = line["reward/environment_mean"] + line["reward/digits_mean"]
         assert line["reward/mean"] == pytest.approx(parts)
-    records = _rollout(run, 2)
+    records = read_rollout(run, 2)
     assert [each["episode"] for each in records] == list(range(8))
     for record in records:
         roles = [message["role"] for message in record["messages"]]
@@ -55,7 +47,7 @@ def test_a_resumed_run_of_programs_continues_a_straight_one(recipe: Recipe) -> N
     interrupt_at(run, 1)
     run_grpo(recipe.grpo(*options, "resume=true"))
     # Log-probs depend in their last bits on the batches, and so on time; texts do not.
-    resumed = _rollout(run, 2)
+    resumed = read_rollout(run, 2)
     assert [each["messages"] for each in resumed] == [each["messages"] for each in records]
     found = read_metrics(run)[2]["policy/grad_norm"]
     assert found == pytest.approx(expected[2]["policy/grad_norm"], rel=1e-3)

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +20,7 @@ from nemo_like.algorithms.registry import load_config
 from nemo_like.cli import main
 from nemo_like.config.errors import ConfigError
 from nemo_like.metrics import Timers, metric_values
+from tests.algorithms.test_runs import read_rollout
 from tests.recipe import Recipe
 from tests.rollout.test_rollout import rollout_of
 
@@ -34,11 +34,6 @@ ON_RAY = (
     "data.validation_path=null",
     "checkpointing.keep_latest=9",
 )
-
-
-def _rollout(run: Path, step: int) -> list[dict]:
-    path = run / "rollouts" / f"step_{step}.jsonl"
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def _in_thread(function: Callable[[], object]) -> threading.Thread:
@@ -86,7 +81,7 @@ def test_a_lost_replica_stops_the_run_and_a_resume_repeats_no_prompt(
     # The first rollout of each process has no earlier weights; every later one is one behind.
     first = (1, saved + 1)
     assert gaps == {step: (0.0, 0.0) if step in first else (1.0, 1.0) for step in steps}
-    versions = [_rollout(run, step)[0]["weight_versions"] for step in steps]
+    versions = [read_rollout(run, step)[0]["weight_versions"] for step in steps]
     assert versions == [[step - 1 if step in first else step - 2] for step in steps]
 
 

@@ -14,7 +14,7 @@ from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.cli import main
 from nemo_like.commands.validate import validate
 from nemo_like.environments.reward import RewardError
-from tests.algorithms.test_runs import interrupt_at, read_metrics
+from tests.algorithms.test_runs import interrupt_at, read_metrics, read_rollout
 from tests.recipe import Recipe
 
 GAME = (
@@ -23,11 +23,6 @@ GAME = (
     "environment.max_turns=3",
     "policy.generation.max_new_tokens=12",
 )
-
-
-def _rollout(run: Path, step: int) -> list[dict]:
-    path = run / "rollouts" / f"step_{step}.jsonl"
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def _check_records(records: list[dict]) -> None:
@@ -58,16 +53,16 @@ def test_a_resumed_run_of_conversations_continues_a_straight_one(recipe: Recipe)
         assert "reward/environment_mean" in line and "reward/digits_mean" in line
     assert "validation/environment_mean" in expected[0]
     for step in (1, 2):
-        records = _rollout(run, step)
+        records = read_rollout(run, step)
         _check_records(records)
         num_turns = sum(each["num_turns"] for each in records)
         assert num_turns / len(records) == expected[step]["conversation/turns_mean"]
     interrupt_at(run, 1)
-    records = _rollout(run, 2)
+    records = read_rollout(run, 2)
     run_grpo(recipe.grpo(*options, "resume=true"))
     # The batches in which turns are decoded depend on the time of steps, and log-probs in their
     # last bits on the batch; texts do not.
-    resumed = _rollout(run, 2)
+    resumed = read_rollout(run, 2)
     assert [each["messages"] for each in resumed] == [each["messages"] for each in records]
     found = read_metrics(run)[2]["policy/grad_norm"]
     assert found == pytest.approx(expected[2]["policy/grad_norm"], rel=1e-3)
@@ -105,7 +100,7 @@ def test_an_asynchronous_run_on_ray_survives_failures_of_the_environment(
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     for line in steps:
-        _check_records(_rollout(run, line["step"]))
+        _check_records(read_rollout(run, line["step"]))
         _check_failures(run, line, is_dropped=True)
         assert line["staleness/max"] <= 1
 
@@ -145,7 +140,7 @@ def test_a_run_goes_on_without_the_conversations_whose_environment_failed(
 
 def _check_failures(run: Path, metrics: dict[str, float], *, is_dropped: bool) -> None:
     """Of `Flaky` in one step: by the texts of the records, and their rewards by definition."""
-    records = _rollout(run, int(metrics["step"]))
+    records = read_rollout(run, int(metrics["step"]))
     rewards = []
     num_failed = 0
     for record in records:

@@ -9,6 +9,7 @@ import re
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +33,12 @@ def read_metrics(run: Path) -> list[dict[str, float]]:
         {name: value for name, value in line.items() if not name.startswith(_CLOCKS)}
         for line in lines
     ]
+
+
+def read_rollout(run: Path, step: int) -> list[dict[str, Any]]:
+    """Every record of the rollout that `step` trained."""
+    path = run / "rollouts" / f"step_{step}.jsonl"
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def interrupt_at(run: Path, step: int) -> None:

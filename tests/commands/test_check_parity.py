@@ -5,6 +5,7 @@ what matters of a model.
 from __future__ import annotations
 
 import math
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,20 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from nemo_like.cli import main
+from nemo_like.algorithms.registry import load_any_config
+from nemo_like.cli import build_parser, main
 from nemo_like.commands import check_parity
 from nemo_like.commands.check_parity import MODES, ParityReport
+from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
+from nemo_like.demo.task import build_model
+from nemo_like.models.layout_check import model_problems
+from nemo_like.models.spec import ModelSpec
 from nemo_like.models.tiny import save_tiny_copy, tiny_config
 from nemo_like.training import parity
 from nemo_like.training.parity import Comparison
 from tests.recipe import Recipe
+from tests.test_docs import PAGE_NAMES, ROOT, commands
 
 LAYOUT = (
     "cluster.backend=ray",
@@ -42,6 +49,20 @@ def test_a_right_layout_is_equal_in_everything(recipe: Recipe, capsys: pytest.Ca
     printed = capsys.readouterr().out
     assert "dtensor on pp 1 x dp 1 x cp 1 x tp 2, sequence parallel" in printed
     assert printed.count(" equal") - printed.count("all equal") == 7 * len(MODES)
+
+
+def test_the_layouts_that_the_documentation_checks_fit_the_model_of_the_demo():
+    spec = ModelSpec.from_config(build_model(0).config, "runs/demo_sft/hf")
+    num_checked = 0
+    for words in chain.from_iterable(map(commands, PAGE_NAMES)):
+        if words[:2] != ["check", "parity"] or "--config" not in words:
+            continue
+        arguments = build_parser().parse_args(words)
+        config = load_any_config(ROOT / arguments.config, arguments.overrides, arguments.kind)
+        layout = policy_layout(config.parallel, config.cluster)
+        assert list(model_problems(layout, config.policy.engine, spec)) == [], words
+        num_checked += 1
+    assert num_checked >= 4
 
 
 def test_a_wrong_step_is_found(

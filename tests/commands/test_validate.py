@@ -414,7 +414,7 @@ def test_a_model_of_the_hub_is_checked_without_its_weights(
     model: Path, write: Write, hub: Hub
 ) -> None:
     (problem,) = validate(sft("room/tiny", write(ROWS))).problems
-    assert "policy.model_name is 'room/tiny', which is no directory; the hub" in problem
+    assert "policy.model_name is 'room/tiny', which is not a directory; the hub" in problem
     files = {path.name: path.read_bytes() for path in model.iterdir()}
     hub.repositories["models/room/tiny"] = Repository(files)
     config = sft("room/tiny", write(ROWS), tokenizer_name="room/tiny")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.registry import job_schema
 from nemo_like.algorithms.sft.config import SftRunConfig
-from nemo_like.config.build import build_config, resolve_interpolations, to_dict
+from nemo_like.config.build import build_config, resolve_interpolations
 from nemo_like.config.constraints import Rule
 from nemo_like.config.keys import (
     field_constraints,
@@ -27,6 +27,7 @@ from nemo_like.config.keys import (
     without_none,
 )
 from nemo_like.config.load import compose_files, to_yaml
+from nemo_like.config.plain import to_dict
 from nemo_like.config.rollout import RewardFunctionConfig
 from nemo_like.config.schema import RunConfig
 

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.batching import StreamableDataConfig as DataConfig
-from nemo_like.config.build import build_config, to_dict
+from nemo_like.config.build import build_config
 from nemo_like.config.check import batching_section, derivation, find_problems
 from nemo_like.config.loss import CorrectionKind
 from nemo_like.config.parallel import num_policy_workers, policy_layout
+from nemo_like.config.plain import to_dict
 from nemo_like.config.rollout import RewardConfig, RewardFunctionConfig, RewardModelConfig
 from nemo_like.config.schema import AdapterConfig, ClusterConfig, PolicyConfig, RunConfig
 from tests.recipe import Recipe
@@ -532,7 +533,7 @@ def test_adapters_need_target_modules() -> None:
     assert "vLLM has adapters up to rank 512: lower policy.lora.rank" in rank
     quantized = {"policy__lora__enabled": True, "policy__lora__quantization": "nf4"}
     (sync,) = problems(GRPO, **quantized, policy__lora__weight_sync="adapter")
-    assert "the policy those in 4 bits. Set policy.lora.weight_sync to merged" in sync
+    assert "the policy the weights in 4 bits. Set policy.lora.weight_sync to merged" in sync
     assert problems(GRPO, **quantized, policy__precision="bfloat16") == []
     assert problems(SFT, policy__lora__enabled=True) == []
     (disabled,) = problems(SFT, policy__lora__quantization="nf4")

@@ -82,7 +82,7 @@ def test_files_of_an_interrupted_download_are_kept(tiny: Repository, hub: Hub) -
     content = tiny.files.pop(WEIGHTS[1])
     # The listing has the file, and the server does not.
     tiny.unavailable[WEIGHTS[1]] = len(content)
-    with pytest.raises(ConfigError, match="'room/tiny', which is no directory; it cannot be"):
+    with pytest.raises(ConfigError, match="'room/tiny', which is not a directory; it cannot be"):
         model_directory(KEY, NAME, weights=True)
     del tiny.unavailable[WEIGHTS[1]]
     tiny.files[WEIGHTS[1]] = content

@@ -18,6 +18,7 @@ from nemo_like.data.formats import SFT_ROWS, conversation, question
 from nemo_like.data.jagged import EncodedRow, collate
 from nemo_like.data.loader import RowLoader
 from nemo_like.data.messages import Message
+from nemo_like.data.row_order import RowOrder
 from nemo_like.data.rows import load_rows
 from tests.data.lazy_rows import LazyRows
 from tests.data.tiny_tokenizer import (
@@ -321,7 +322,7 @@ def test_real_gsm8k_from_file_to_batch() -> None:
     rows = load_rows(Path(folder) / "gsm8k" / "train.jsonl", SFT_ROWS, max_rows=64)
     encoder = ChatEncoder(tiny_tokenizer(NO_END_OF_TURN))
     encoded = LazyRows(rows, lambda row: encoder.encode_sft(conversation(row)))
-    loader = RowLoader(encoded, batch_size=16, seed=1)
+    loader = RowLoader(encoded, RowOrder(len(encoded), seed=1), batch_size=16)
     for _ in range(4):
         batch: list[EncodedRow] = next(loader)
         columns = collate(batch)

@@ -19,7 +19,10 @@ from tests.data.lazy_rows import LazyRows
 
 
 def loader_of(rows: Any, batch_size: int, encode: Any = str, **options: Any) -> RowLoader[str]:
-    return RowLoader(LazyRows(list(rows), encode), batch_size=batch_size, **options)
+    source = LazyRows(list(rows), encode)
+    last_batch = options.pop("last_batch", "keep")
+    order = RowOrder(len(source), source.digests, **options)
+    return RowLoader(source, order, batch_size=batch_size, last_batch=last_batch)
 
 
 @settings(deadline=None)
@@ -212,7 +215,7 @@ def test_rows_are_encoded_when_requested() -> None:
         encoded.append(row)
         return row * 10
 
-    loader = RowLoader(LazyRows(range(100), encode), batch_size=4, shuffle=False)
+    loader = RowLoader(LazyRows(range(100), encode), RowOrder(100, shuffle=False), batch_size=4)
     assert encoded == []
     assert next(loader) == [0, 10, 20, 30]
     assert encoded == [0, 1, 2, 3]
@@ -228,9 +231,11 @@ def test_an_error_names_the_location_of_the_row() -> None:
         next(loader_of(range(5), 2, encode, shuffle=False))
 
 
-def test_a_loader_needs_rows() -> None:
-    with pytest.raises(ValueError, match="got 0 rows and batch_size=2"):
+def test_a_loader_needs_rows_and_a_batch_size() -> None:
+    with pytest.raises(ValueError, match="an order needs at least one row"):
         loader_of([], 2)
+    with pytest.raises(ValueError, match="a batch size of at least 1, got 0"):
+        loader_of(range(5), 0)
 
 
 def test_collate_example() -> None:

@@ -116,7 +116,13 @@ def test_three_sources_over_10_000_rows_also_after_a_resume() -> None:
     """The shares 0.5, 0.3 and 0.2 hold for every prefix, and a resumed run has the same rows."""
     mixture = Mixture(("web", "code", "math"), (9000, 700, 300), (0.5, 0.3, 0.2))
     ends = np.cumsum(mixture.sizes)
-    run = RowLoader(NumberedRows(10_000, 3), batch_size=32, seed=7, mixture=mixture)
+
+    def loader() -> RowLoader[int]:
+        rows = NumberedRows(10_000, 3)
+        order = RowOrder(len(rows), rows.digests, seed=7, mixture=mixture)
+        return RowLoader(rows, order, batch_size=32)
+
+    run = loader()
     visited: list[int] = []
     states = []
     while len(visited) < 10_000:
@@ -124,7 +130,7 @@ def test_three_sources_over_10_000_rows_also_after_a_resume() -> None:
         visited += next(run)
     assert_shares(np.searchsorted(ends, visited, side="right"), [0.5, 0.3, 0.2])
     for step in (1, 100, 200, len(states) - 1):
-        resumed = RowLoader(NumberedRows(10_000, 3), batch_size=32, seed=7, mixture=mixture)
+        resumed = loader()
         resumed.load_state_dict(states[step])
         again = visited[: 32 * step]
         while len(again) < 10_000:
@@ -183,7 +189,8 @@ def test_the_number_of_batches_left_is_exact(
     mixture = Mixture(names, tuple(sizes), tuple(range(1, len(sizes) + 1)))
     rows = NumberedRows(sum(sizes), len(sizes), drop_every)
     is_kept = np.array([not rows.is_dropped(row) for row in range(sum(sizes))])
-    loader = RowLoader(rows, batch_size=batch_size, last_batch=last_batch, mixture=mixture)
+    order = RowOrder(len(rows), rows.digests, mixture=mixture)
+    loader = RowLoader(rows, order, batch_size=batch_size, last_batch=last_batch)
     try:
         for _ in range(num_taken):
             next(loader)

@@ -11,7 +11,7 @@ from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.health import HEALTH_RULES
-from nemo_like.config.load import to_dict
+from nemo_like.config.plain import to_dict
 from nemo_like.config.schema import RunConfig
 from nemo_like.training.health import RULES, Finding, Health
 from nemo_like.training.stopping import EXIT_UNHEALTHY, RunStopped

@@ -32,7 +32,7 @@ from nemo_like.data.encoded_rows import CACHE_VARIABLE
 from nemo_like.policy.dtensor import model as dtensor_model
 from nemo_like.policy.inputs import attention
 from nemo_like.run.progress import Progress
-from nemo_like.training import parity_check
+from nemo_like.training import parity_check, parity_process
 from nemo_like.training.parity_check import ParityCheck, checked_run
 from tests.exhaustive import usually
 from tests.recipe import Recipe
@@ -98,7 +98,7 @@ def compare(
 
 def compare_with_fault(folder: Path, fault: Callable[[], None]) -> None:
     fault()
-    parity_check.main(folder)
+    parity_process.main(folder)
 
 
 FAULTS: dict[str, tuple[Callable[[], None], ParallelConfig, ActivationCheckpointing, str]] = {
@@ -170,7 +170,7 @@ class Started:
             "def write(kind, text=''):\n"
             "    path = pathlib.Path(sys.orig_argv[-1], 'outcome.json')\n"
             "    path.write_text(json.dumps([kind, text]))\n"
-            "if 'nemo_like.training.parity_check' in sys.orig_argv:\n"
+            "if 'nemo_like.training.parity_process' in sys.orig_argv:\n"
             f"    with open({str(self._folder / 'pids')!r}, 'a') as file:\n"
             "        print(os.getpid(), os.environ['CUDA_VISIBLE_DEVICES'] == '', file=file)\n"
             f"    {code}\n"
@@ -301,7 +301,7 @@ def test_a_run_compares_in_the_background_and_ends_with_the_cause(
     monkeypatch.setattr(parity_check, "LIMIT_S", 600.0)
     started.does(
         "import tests.training.test_parity_check as each; each.packed_scale();"
-        " from nemo_like.training.parity_check import main;"
+        " from nemo_like.training.parity_process import main;"
         " main(pathlib.Path(sys.orig_argv[-1]))"
     )
     recipe.sft()

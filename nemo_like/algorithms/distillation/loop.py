@@ -132,7 +132,7 @@ def _step(
         batch = _batch(rows)
     plan, sharded = run.plan_and_shard(batch, step)
     trained = TrainedBatch(step=step + 1, batch=batch, locations=locations, columns={})
-    # Completions of the student are no examples to imitate.
+    # The student must not imitate its own completions.
     loss = DistillationLoss(sft_weight=0.0 if is_sampled else config.distill.sft_weight)
     with run.workers.policy_onloaded():
         with run.log.timers("teacher"):

@@ -45,7 +45,7 @@ def group_advantages(
     * `group_std` divides A by the standard deviation plus eps.
     * `leave_one_out_std` divides A by the standard deviation of the other completions plus eps, and
       does not divide where that is 0 (as NeMo RL does with a leave-one-out baseline).
-    * `batch_std` divides A by the standard deviation of all rewards plus eps, also those of
+    * `batch_std` divides A by the standard deviation of all rewards plus eps, including
       groups that are too small.
 
     With a baseline, a group whose rewards are all equal gets exactly 0. Raises ValueError for a
@@ -126,8 +126,8 @@ def separate_advantages(
 def whitened(values: np.ndarray, weights: np.ndarray, eps: float) -> np.ndarray:
     """Return (values - mean) / (std + eps), float32 [N], from float `values` [N].
 
-    Mean and population standard deviation are those of values that occur `weights` (float [N],
-    at least 0) times each: 1 for a trained token and 0 for another, or the number of trained tokens
+    Mean and population standard deviation count each value `weights` times (float [N],
+    at least 0): 1 for a trained token and 0 for another, or the number of trained tokens
     of a row. Values without spread become exactly 0.
     """
     values = values.astype(np.float64)
@@ -167,7 +167,7 @@ def token_advantages(
 ) -> np.ndarray:
     """Return the advantage of each token, float64 [T]: A_t = A - penalty * sum over s >= t of KL_s.
 
-    `advantages` float [B] are those of the rows, `lengths` int [B] their tokens, and `kl_sums`
+    `advantages` float [B] and `lengths` int [B] have one entry per row, and `kl_sums`
     float64 [T] the second result of `kl_to_go`, None for no penalty. This is the reward-to-go of
     REINFORCE++ without discount: its token reward is R at the last token minus penalty * KL_t at
     every token. A baseline or a division by a standard deviation applies to R only.
@@ -220,7 +220,7 @@ def _std_of_others(
     """Return the sample standard deviation of the group's other rewards, float64 [B].
 
     `rewards` and `group_of_row` are [B]; `means`, `std` and `sizes` have one entry per group. The
-    squared deviations of the others from their own mean are those of the group minus
+    squared deviations of the others from their own mean equal the group's minus
     G / (G-1) * (R - mean(R))^2. The result is exactly 0 where the others are equal.
     """
     size = sizes[group_of_row]
@@ -372,7 +372,7 @@ def _row_advantages(config: GrpoRunConfig, rollout: Rollout, metrics: Metrics) -
 def _policy_logprobs(batch: BatchedDataDict, logprobs: Mapping[str, Jagged]) -> Jagged:
     """Return the log-probs of the policy that sampled the tokens, float32 [T].
 
-    They are those that the loss takes as previous log-probs: with
+    The loss takes them as previous log-probs: with
     `loss_fn.importance_correction.kind=bypass` the generator's.
     """
     return logprobs.get("prev_logprobs", batch["generation_logprobs"])

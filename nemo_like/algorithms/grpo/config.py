@@ -191,8 +191,8 @@ class GrpoRunConfig(RunConfig):
     def computes_prev_logprobs(self) -> bool:
         """True if the policy's log-probs are computed before the first optimizer step of a rollout.
 
-        With one optimizer step they are those of the training pass, unless the reward needs them,
-        with `loss_fn.importance_correction.kind=bypass` the generator's are used, and
+        With one optimizer step the training pass computes them, unless the reward needs them
+        before; with `loss_fn.importance_correction.kind=bypass` the generator's are used, and
         `loss_fn.surrogate=reinforce` has no ratio.
         """
         is_single_step = not self.has_many_optimizer_steps

@@ -194,7 +194,7 @@ def train_on_rollout(
             if num_epochs > 1 or config.has_kl_in_reward:
                 fetched = run.policy.fetch_logprobs(logprobs)
     advantages = rollout_advantages(config, rollout, fetched)
-    # Rows are prompt-major: those of a prompt are consecutive.
+    # Rows are prompt-major: the rows of a prompt are consecutive.
     locations = np.array(taken.locations)[np.unique(batch["group"], return_inverse=True)[1]]
     trained = TrainedBatch(
         step=step + 1,

@@ -17,7 +17,8 @@ import yaml
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.config.errors import ConfigError, shown_path
-from nemo_like.config.load import JobSchema, load_config
+from nemo_like.config.keys import JobSchema
+from nemo_like.config.load import load_config
 from nemo_like.config.loss import LogprobName
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.paths import resolve_paths

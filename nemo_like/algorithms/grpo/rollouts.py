@@ -18,7 +18,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.data.loader import RowLoader
 from nemo_like.data.row_order import RowOrder
 from nemo_like.generation.requests import SamplingParams
-from nemo_like.metrics import Mean, Metrics, Sum, merge_metrics
+from nemo_like.metrics import Mean, Metrics, Sum
 from nemo_like.rollout.collector import RolloutJob
 from nemo_like.rollout.conversations import Prompt
 from nemo_like.rollout.episodes import episode_metrics
@@ -81,10 +81,11 @@ class RolloutPipeline:
         that it shares with the policy.
         """
         if self._next_step == step and self._fetched is None:
-            self._fetched = self._run.next_rows(self._loader)
+            with self._run.log.timers("data_wait"):
+                self._fetched = next(self._loader)
 
     def start(self, step: int) -> None:
-        """Start the rollouts that may run while `step` trains, that of `step` included.
+        """Start the rollouts that may run while `step` trains, including its own.
 
         Stops before a bad row, which `fetch` reports when its step comes.
         """
@@ -108,12 +109,12 @@ class RolloutPipeline:
         assert started.step == step, "rollouts are taken in the order of the steps"
         rollout = self._finish_rollout(started.job, step)
         self._count_rewards(rollout, started.sources)
-        self._run.log.add(started.metrics)
         self.position = started.position
         if self._config.grpo.max_staleness > 0:
             rollout.batch["version_gap"] = rollout.version_gaps(step)
         if self._config.grpo.dynamic_sampling.enabled:
             return self._with_refills(started, rollout)
+        self._run.log.add(started.metrics)
         return StepRollout(rollout, started.locations)
 
     def _with_refills(self, started: _Started, rollout: Rollout) -> StepRollout:
@@ -145,9 +146,8 @@ class RolloutPipeline:
             self._count_rewards(refilled, sources)
             kept.add(refilled, locations)
         self.position = self._loader.order.copy()
-        self._run.log.add(
-            {"data/epoch": Mean(self._loader.epoch), "data/num_dropped": Sum(num_dropped)}
-        )
+        data = {"data/epoch": Mean(self._loader.epoch), "data/num_dropped": Sum(num_dropped)}
+        self._run.log.add(started.metrics | data)
         if kept.num_missing > 0:
             logger.info(
                 "step %d lacks %d of %d groups with unequal rewards",
@@ -161,9 +161,7 @@ class RolloutPipeline:
         """Add the rewards of each training set to the metrics of the step; see `source_rewards`."""
         mixture = self._loader.mixture
         if sources is not None and mixture is not None:
-            rewards = source_rewards(rollout, sources, mixture.names)
-            # With those of the rollouts before in this step.
-            self._run.log.add(merge_metrics([self._run.log.pending, rewards]))
+            self._run.log.add(source_rewards(rollout, sources, mixture.names))
 
     def prepare_update(self) -> None:
         """Finish or discard completions that may not continue with other weights."""
@@ -176,7 +174,7 @@ class RolloutPipeline:
             generator.restart_unfinished()
 
     def _next_prompts(self, num_prompts: int | None = None) -> list[Prompt] | None:
-        """Return the next prompts, by default those of a step, or None if they have a bad row.
+        """Return the next prompts, by default for a step, or None if one of them is a bad row.
 
         A number of prompts is for a refill, which may have fewer at the end of the epoch.
         """
@@ -222,8 +220,7 @@ class RolloutPipeline:
             rollout = self._run.rollouts.finish(job)
         num_stale = rollout.drop_stale(step - self._config.grpo.max_staleness, step)
         if self._config.grpo.max_staleness > 0:
-            dropped: Metrics = {"staleness/num_dropped": Sum(float(num_stale))}
-            self._run.log.add(merge_metrics([self._run.log.pending, dropped]))
+            self._run.log.add({"staleness/num_dropped": Sum(float(num_stale))})
         self._run.log.timers.add("generation", job.generation_s)
         self._run.log.timers.add("reward", job.reward_s)
         return rollout
@@ -238,7 +235,7 @@ class StepRollout:
     locations: list[str]
     """File and line of each prompt."""
     sampled: Rollout | None = None
-    """With dynamic sampling all completions of the step, those of dropped groups included."""
+    """With dynamic sampling all completions of the step, including dropped groups."""
     sampled_locations: list[str] = field(default_factory=list)
     """File and line of each prompt of `sampled`."""
     sampling_metrics: Metrics = field(default_factory=dict)
@@ -311,7 +308,7 @@ class KeptGroups:
     def add(self, rollout: Rollout, locations: list[str]) -> None:
         """Add a rollout of the prompts at `locations`; its groups with equal rewards are dropped.
 
-        The rewards are those of reward functions and models, without penalties. With separate
+        The rewards come from reward functions and models, without penalties. With separate
         components a group is kept if one of them is unequal, also where their sum is equal.
         """
         # The index of a prompt among all prompts of the step.

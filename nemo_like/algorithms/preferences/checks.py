@@ -52,7 +52,7 @@ def check_rows(config: PreferenceRunConfig, data: RunData, checks: RowChecks) ->
 def first_lengths(
     config: PreferenceRunConfig, data: RunData, num_steps: int, progress: Progress
 ) -> RowLengths:
-    """Return the row lengths of the first steps, those of a pair next to each other."""
+    """Return the row lengths of the first steps, with the two rows of a pair next to each other."""
     source = open_source(config, data)
     pairs = source.first_examples(min(num_steps, source.num_steps(config.loop)), progress)
     description = f"{training_name(config.data)}, two rows per pair"

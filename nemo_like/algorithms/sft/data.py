@@ -91,7 +91,7 @@ def open_stream(
 ) -> StreamLoader[EncodedRow]:
     """Return the loader of streamed rows, which also plans them.
 
-    `model` gives the work of a row; without it, that of a dense 7B model is used.
+    `model` gives the work of a row; the default is the work in a dense 7B model.
     Raises ConfigError for values of `data.batching` that do not fit together.
     """
     batching = config.data.batching
@@ -109,13 +109,10 @@ def open_stream(
     )
     return StreamLoader(
         source.rows,
+        source.order(open_curriculum(config.data.curriculum, source)),
         stream_spec(batching, plan),
         _row_numbers,
         num_epochs=None if batching.tail == "wrap" else config.sft.max_num_epochs,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        curriculum=open_curriculum(config.data.curriculum, source),
-        mixture=source.data.train.mixture,
     )
 
 

@@ -158,7 +158,7 @@ def microbatch_limits(
     The first j microbatches hold at most j * R * max_tokens tokens and at most j * R rows above
     half the limit. So the largest rows that exceed either number are not all in them, and the
     max-loaded bin of microbatch j has at least the work of the last of these rows. The maximum work
-    is that of the rows with the most work per token, the last one taken in part. If work grows
+    is reached by the rows with the most work per token, the last one taken in part. If work grows
     faster than length, rows above half the limit come first, one per bin, then the others.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
@@ -235,10 +235,10 @@ def shared_bound(
 
     Tree t of float64 [T] trees has `union_work` if it is computed once; `prefix_work` is that of
     the tokens that all of its rows have in common, which every piece of it computes again;
-    `row_work` is that of its most expensive row with all tokens. k pieces have at least the work
-    union + (k - 1) * prefix. If no rank has more than W, then k >= (union - prefix) / (W - prefix),
-    and all pieces together have at most `num_ranks * W`. The bound is the smallest W, at least the
-    most expensive row, for which this can hold, found by bisection to 1e-9.
+    `row_work` is the work of its most expensive row with all tokens. k pieces have at least the
+    work union + (k - 1) * prefix. If no rank has more than W, then k >= (union - prefix) / (W -
+    prefix), and all pieces together have at most `num_ranks * W`. The bound is the smallest W, at
+    least the most expensive row, for which this can hold, found by bisection to 1e-9.
     """
     if len(union_work) == 0:
         return 0.0

@@ -126,8 +126,8 @@ def bin_stats(
     """Compute the statistics of `PackingMetrics` from bin loads, int [K]; all zero without bins.
 
     A bin above the capacity (one row that exceeds it) counts as full. `theoretical_min_bins`
-    overrides ceil(total / capacity) for rows that cannot share bins freely, as those of different
-    optimizer steps.
+    overrides ceil(total / capacity) for rows that cannot share bins freely, such as rows of
+    different optimizer steps.
     """
     if len(loads) == 0:
         return dict.fromkeys(_NAMES, 0.0)

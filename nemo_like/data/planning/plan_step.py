@@ -186,7 +186,7 @@ def _with_images(
 ) -> Items:
     """Return items that are `rows` int64 [n] with the sizes and the work of their images.
 
-    `sizes` int64 [B] and `image_work` float64 [B] are those of all rows of the batch.
+    `sizes` int64 [B] and `image_work` float64 [B] have one entry per row of the batch.
     """
     work = items.work
     if work is not None and image_work is not None:

@@ -68,8 +68,8 @@ class SharedPrefixes:
         starts = np.flatnonzero(np.diff(first_of[order], prepend=-1))
         shared = np.zeros(len(order), dtype=np.int64)
         for start, stop in pairwise([*starts.tolist(), len(order)]):
-            # Bytes are compared without conversion. Their order differs from that of the ids, but
-            # rows with the same start are adjacent in either. One group at a time, for memory.
+            # Bytes are compared without conversion. Their order differs from the order of the ids,
+            # but rows with the same start are adjacent in either. One group at a time, for memory.
             keys = {row: input_ids[row].tobytes() for row in order[start:stop].tolist()}
             order[start:stop] = sorted(keys, key=keys.__getitem__)
             for j in range(start + 1, stop):
@@ -88,7 +88,7 @@ class SharedPrefixes:
 
         `first` and `last` are int64 [n], `first < last`.
         """
-        # The minimum over (first, last] is that of two windows of a power of two.
+        # The minimum over (first, last] is the minimum of two windows of a power of two.
         width_exponent = np.log2(last - first).astype(np.int64)
         level = np.minimum(width_exponent, len(self._minima) - 1)
         return np.minimum(

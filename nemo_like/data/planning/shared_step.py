@@ -1,8 +1,8 @@
 """Planning of one optimizer step whose rows have common leading tokens.
 
 The units, rows or groups of rows that must stay together, are sorted depth-first. A piece is a run
-of consecutive units of one tree; its tokens and its work are those of its union. Pieces are planned
-like rows. Bins that got several pieces of a tree need less than their sum, never more.
+of consecutive units of one tree; its tokens and its work are counted for its union. Pieces are
+planned like rows. Bins that got several pieces of a tree need less than their sum, never more.
 """
 
 from __future__ import annotations

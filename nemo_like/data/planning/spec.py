@@ -172,7 +172,7 @@ class Microbatch:
     """
     shared: tuple[int, ...] = ()
     """Leading tokens that each row has in common with the row before it, which are computed there:
-    the positions of a row are those of its other tokens. Empty: all rows are complete.
+    a row has positions for its other tokens only. Empty: all rows are complete.
     """
     has_images: bool = False
     """A row of this microbatch, or of one that another rank computes at the same time, has an
@@ -205,8 +205,9 @@ class PlanSpec:
     """
     algorithm: PackingAlgorithm | str = PackingAlgorithm.BALANCED
     """Packed layout: `balanced` packs rows and assigns them to ranks jointly. The bins of any other
-    algorithm are assigned to ranks by work. Where their number is no multiple of the ranks (and of
-    `microbatch_multiple`), the fullest ones, up to all of them, are first repacked into more bins.
+    algorithm are assigned to ranks by work. Where their number is not a multiple of the ranks (and
+    of `microbatch_multiple`), the fullest ones, up to all of them, are first repacked into more
+    bins.
     """
     balance: Balance = "flops"
     """Measure of work by which ranks are balanced. `none` assigns bins round-robin: bin b to rank

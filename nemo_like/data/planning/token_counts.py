@@ -16,7 +16,7 @@ from nemo_like.data.planning.prefixes import SharedPrefixes
 
 @dataclass(frozen=True, eq=False)
 class TokenCounts:
-    """Tokens of B rows: all, those with loss, and those that rows have in common.
+    """Tokens of B rows: all tokens, tokens with loss, and tokens that rows have in common.
 
     Example: `TokenCounts(np.array([8, 5]), num_trained=np.array([3, 2]))`. `plan_batch` also takes
     plain lengths.

@@ -67,8 +67,8 @@ _NUM_VALUES = 8
 
 _MIN_LEAD = 0.7
 """A rank defers rows if it needs less than this share of the steps of the slowest rank. Smaller
-differences are chance: to even them out would make every step as small as that of the rank which
-happens to have the longest rows in it.
+differences are chance: to even them out would make every step as small as the step of the rank
+that happens to have the longest rows.
 """
 _LEAD = 0.95
 """Share of the steps of the slowest rank over which such a rank distributes its rows. The rest is

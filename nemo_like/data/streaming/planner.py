@@ -22,7 +22,7 @@ from nemo_like.data.planning.plan import BatchPlan, join_steps
 from nemo_like.data.planning.plan_step import on_ranks
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.data.planning.token_counts import TokenCounts
-from nemo_like.data.row_order import Curriculum, Mixture
+from nemo_like.data.row_order import RowOrder
 from nemo_like.data.streaming.former import Bin, MicrobatchFormer, split_bins
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.integer_math import round_up
@@ -205,22 +205,19 @@ class StreamLoader(BatchLoader[Out]):
     def __init__(
         self,
         rows: FetchableRows[Out],
+        order: RowOrder,
         spec: StreamSpec,
         numbers_of: Callable[[Out], RowNumbers],
         *,
         num_epochs: int | None = None,
-        seed: int = 0,
-        shuffle: bool = True,
-        curriculum: Curriculum | None = None,
-        mixture: Mixture | None = None,
     ) -> None:
-        """Visit `rows` for `num_epochs` epochs, by default without end.
+        """Visit `rows` in `order` for `num_epochs` epochs, by default without end.
 
-        Raises ValueError for no rows, and for `tail="wrap"` with a number of epochs.
+        Raises ValueError for `tail="wrap"` with a number of epochs.
         """
         if spec.tail == "wrap" and num_epochs is not None:
             raise ValueError("tail is wrap, so epochs have no end: num_epochs must be None")
-        super().__init__(rows, seed=seed, shuffle=shuffle, curriculum=curriculum, mixture=mixture)
+        super().__init__(rows, order)
         self.spec = spec
         self._numbers_of = numbers_of
         self._num_epochs = num_epochs

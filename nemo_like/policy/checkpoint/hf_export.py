@@ -124,7 +124,7 @@ def _unloaded(skeleton: PreTrainedModel, model_name: str) -> list[StoredTensor]:
 
     Layers for multi-token prediction are such, which config.json announces to other tools, and the
     other parts of a composite model. Left out are frequencies of rotary embeddings, which are
-    computed, and for a model without an output embedding that of the language model that it was.
+    computed, and the output embedding of a language model that became a reward model.
     """
     with open_model(model_name, skeleton) as files:
         found = files.unloaded(skeleton)

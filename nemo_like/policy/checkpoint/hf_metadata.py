@@ -110,8 +110,8 @@ def write_tokenizer(
     """Write the files of `tokenizer`, which was loaded from the directory `source`.
 
     The files of `source` are copied, because training does not change a tokenizer. With
-    `replaces_template` the chat template of `tokenizer` replaces that of the source; `pad_token`
-    replaces its padding token.
+    `replaces_template` the chat template of `tokenizer` replaces the template of the source;
+    `pad_token` replaces its padding token.
     """
     tokenizer.save_pretrained(directory)
     _copy(_TOKENIZER_FILES, source, directory)

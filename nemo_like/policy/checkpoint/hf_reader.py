@@ -187,7 +187,7 @@ class ModelFiles:
             target.copy_(self.read(name, offset, tuple(target.shape)))
 
     def unloaded(self, model: PreTrainedModel) -> list[StoredTensor]:
-        """Return the tensors that are no parameter and no buffer of `model`."""
+        """Return the tensors that are neither parameters nor buffers of `model`."""
         weights = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
         loaded = set()
         for name, weight in weights:
@@ -352,8 +352,8 @@ def _weight_files(model_name: str) -> list[Path]:
 def convert_gguf(source: Path, target: Path) -> Path:
     """Dequantise `source` to float32 safetensors, tokenizer and chat template in `target`.
 
-    Raises ConfigError if `source` is no GGUF file, if `target` exists or cannot be written, or if
-    the `gguf` package is missing.
+    Raises ConfigError if `source` is not a GGUF file, if `target` exists or cannot be written, or
+    if the `gguf` package is missing.
     """
     if not source.is_file() or source.suffix != ".gguf":
         raise ConfigError(f"{source} is not a .gguf file; give the path of one")

@@ -77,7 +77,7 @@ def _gather_in_order(engine: Engine, inputs: ModelInputs, values: Tensor) -> Ten
     if inputs.cp_size == 1:
         return values
     if inputs.exchange is not None:
-        # Every rank has all tokens of the rows, with 0 for those of other ranks.
+        # Every rank has all tokens of the rows, with 0 for the tokens of other ranks.
         return engine.ranks.sum_over_cp(values)
     # Context parallelism splits each segment, trailing padding included, in zig-zag order.
     segments = segment_lengths(inputs.padded_lengths, inputs.num_tokens)

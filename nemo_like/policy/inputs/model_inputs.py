@@ -7,7 +7,7 @@ Everything is aligned on the predicting position: position i of a row has the la
 of each token column, the value of token i+1. A row's last real token and all padding predict
 nothing. Segments are the rows in the microbatch's order, each with its own padding after its real
 tokens (causal attention does not see it), and then segments of trailing padding where the total is
-rounded up. Position ids start at 0 in every segment; those of a dummy are 0.
+rounded up. Position ids start at 0 in every segment, and are all 0 in a dummy.
 
 Context parallelism (`cp_size` c > 1): each segment is split into 2c chunks, rank r has chunks r and
 2c-1-r in this order (zig-zag), which balances the work of causal attention. These shares are
@@ -108,7 +108,7 @@ class ModelInputs:
     row_columns: dict[str, Tensor]
     """[R, ...] row columns. A dummy has one row of zeros, so that `row_ids` are valid indices."""
     host_row_columns: dict[str, np.ndarray]
-    """The values of `row_columns` in host memory, but for those that were given as tensors."""
+    """The values of `row_columns` in host memory, except values that were given as tensors."""
     lengths: tuple[int, ...]
     padded_lengths: tuple[int, ...]
     num_tokens: int
@@ -175,8 +175,8 @@ def build_inputs(
 
     `num_trained`, int64 [R] ([1] for a dummy), are the trained tokens of each row over all
     context-parallel ranks. With it only trained tokens have a label: those with `token_mask` in
-    rows that have some. The counts become the row column `NUM_TRAINED`, float32 [R]. `images` are
-    those of the rows of the shard.
+    rows that have some. The counts become the row column `NUM_TRAINED`, float32 [R]. `images` has
+    the images of the rows of the shard.
 
     The host does not wait for the device.
     """
@@ -312,9 +312,9 @@ def _expert_arrays(
 ) -> dict[str, np.ndarray]:
     """Return the experts of the T positions, int16 [T, layers, top-k]; none without a column.
 
-    With shared prefixes a shared token has those of the row that computes it, or of another row
-    that contains it where that row has none: the last token of a row, which was never computed in
-    the rollout, may be followed by tokens of other rows.
+    With shared prefixes a shared token has the values of the row that computes it, or of another
+    row that contains it if that row has no values for it: the last token of a row, which was never
+    computed in the rollout, may be followed by tokens of other rows.
     """
     if column is None:
         return {}

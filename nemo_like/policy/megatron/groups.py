@@ -192,7 +192,7 @@ def _on_cpu(factory: Any) -> Any:
 class Groups(RankGroups):
     """Process groups of this rank, named by the axes along which their ranks differ.
 
-    Megatron-Core has each of them, even those of one rank.
+    Megatron-Core has each of them, even groups of one rank.
     """
 
     tp: ProcessGroup

@@ -230,7 +230,7 @@ class PackedModel(GPTModel):
         return rotary.squeeze(0)[:, None]
 
     def _local_experts(self, experts: Tensor | None) -> Tensor | None:
-        """Return those of `experts` [T, layers, top-k] that the routers of this rank choose."""
+        """Return the part of `experts` [T, layers, top-k] that the routers of this rank choose."""
         if experts is None or not self.config.sequence_parallel:
             return experts
         group = self.pg_collection.tp

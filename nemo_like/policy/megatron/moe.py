@@ -190,7 +190,7 @@ class Router(TopKRouter):
         self._experts: Tensor | None = None
 
     def choose(self, experts: Tensor | None) -> None:
-        """Choose those of this layer of `experts`, see `Segments`, until the next call."""
+        """Choose this layer's part of `experts`, see `Segments`, until the next call."""
         # Megatron-Core calls `get_replay_topk` of this attribute if it is set.
         self.router_replay: Any = None
         if experts is None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.planning.spec import PlanSpec
+from nemo_like.data.row_order import RowOrder
 from nemo_like.data.streaming.planner import RowNumbers, StreamLoader
 from nemo_like.data.streaming.spec import StreamSpec
 
@@ -56,7 +57,9 @@ def loader(
         tail=tail,  # pyright: ignore[reportArgumentType]
     )
     numbers = lambda length: RowNumbers(length, length)  # noqa: E731
-    return StreamLoader(rows, spec, numbers, num_epochs=num_epochs, seed=3)
+    return StreamLoader(
+        rows, RowOrder(len(rows), rows.digests, seed=3), spec, numbers, num_epochs=num_epochs
+    )
 
 
 def drain(stream: StreamLoader[int], max_steps: int = 10_000) -> list[tuple[int, ...]]:
