@@ -116,6 +116,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=positive_integer, metavar="N", help=text)
     text = "memory of one GPU (GiB): recommends a token budget"
     parser.add_argument("--memory-gb", type=_positive_size, metavar="N", help=text)
+    text = (
+        "search for activation checkpointing, layout and token budget for N GPUs, in nodes of 8,"
+        " with --memory-gb; keys that are set are kept"
+    )
+    parser.add_argument("--gpus", type=positive_integer, metavar="N", help=text)
     text = "JSON to FILE; with - to the output, instead of the table"
     parser.add_argument("--json", metavar="FILE", help=text)
     text = "one self-contained page with charts"
