@@ -91,6 +91,8 @@ def add_init(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="DIR | KEY=VALUE", help=text)
     add_start(parser)
     add_kind(parser)
+    text = "copy ray_jobs/ and examples/ into a directory, and nothing else"
+    parser.add_argument("--scripts", type=Path, metavar="DIR", help=text)
     text = "the config to write; default KIND.yaml"
     parser.add_argument("--out", type=Path, metavar="FILE", help=text)
 
