@@ -1,4 +1,4 @@
-"""`nemo-like init`: writes a config for a model and a data file, the example configs, or scripts."""
+"""`nemo-like init`: writes a config for a model and a data file, or copies examples and scripts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nemo_like.run.files import write_text
 
 _PACKAGE = Path(__file__).parents[1]
 _ROOTS = (_PACKAGE / "scripts", _PACKAGE.parent)
-"""Where `examples` and `ray_jobs` are in an installed wheel (`force-include` of pyproject.toml), and
+"""Where `examples` and `ray_jobs` are in a wheel (`force-include` of pyproject.toml), and
 in a checkout of the repository.
 """
 
