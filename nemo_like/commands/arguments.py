@@ -60,8 +60,11 @@ def add_start(parser: argparse.ArgumentParser, kind: str | None = None) -> None:
     parser.add_argument("--model", metavar="DIR", help=text)
     text = "without --config: the training file, whose format is detected"
     parser.add_argument("--data", metavar="FILE", help=text)
-    text = "grpo: import path of a reward function; default: compares with the answers of the data"
-    _add_option_of_job(parser, "reward", "PACKAGE.FUNCTION", text, kind)
+    text = (
+        "grpo: a reward function, package.module.function or FILE.py:function; default: compares"
+        " with the answers of the data"
+    )
+    _add_option_of_job(parser, "reward", "FUNCTION", text, kind)
     _add_option_of_job(parser, "teacher", "DIR", "distill: the model to learn from", kind)
 
 
