@@ -548,4 +548,4 @@ def test_limits_of_microbatches_hold() -> None:
 
 def test_a_step_is_printed_without_its_tensors() -> None:
     step = next(iter(make(Rows([3, 2]))))
-    assert "num_trained" in repr(step) and "microbatches" not in repr(step)
+    assert "num_trained" in repr(step) and "microbatches=" not in repr(step)
