@@ -137,6 +137,7 @@ _COMMANDS = {
   nemo-like init --model models/SmolLM2-135M-Instruct --data problems.jsonl --kind grpo \\
       --out math.yaml grpo.max_num_steps=50
   nemo-like init configs
+  nemo-like init --scripts cluster      ray_jobs/ and examples/
 """,
     ),
     "migrate": _Command(

@@ -84,10 +84,10 @@ A Ray head runs at $address, its dashboard and job API at $api.
 To run something:
   RAY_API_SERVER_ADDRESS=$api $root/ray_jobs/submit.sh grpo examples/configs/grpo_gsm8k_smollm2.yaml
 To see its nodes and what they have free:
-  RAY_AUTH_MODE=token $root/.venv/bin/ray status --address $address
+  RAY_AUTH_MODE=token $(command -v ray) status --address $address
 To add a machine, with the same files at $root and the same ~/.ray/auth_token (mode 600):
   mkdir -p -m 700 $directory && cd $root && \\
-    RAY_AUTH_MODE=token .venv/bin/ray start --disable-usage-stats --address $address
+    RAY_AUTH_MODE=token $(command -v ray) start --disable-usage-stats --address $address
 To stop this head, and no other Ray of this user:
   $root/ray_jobs/stop_head.sh $port
 Logs of each node: $temp/session_latest/logs

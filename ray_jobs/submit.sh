@@ -52,6 +52,8 @@ cd "$root"
 [ -f "$config" ] || fail "no config file $config in $root"
 
 PATH=$root/.venv/bin:$PATH
+# The same interpreter on every node: that of this directory, or the one in use.
+python=$(command -v python)
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
 # In a file that only this user reads: a command line is visible to all, and Ray prints that of a job.
 runtime_env=$(mktemp --suffix .json)
@@ -62,5 +64,5 @@ submit=(ray job submit --address "$address" --runtime-env "$runtime_env")
 if $upload; then
   "${submit[@]}" --working-dir . -- python -m nemo_like "$command" --config "$config" "$@"
 else
-  "${submit[@]}" -- env --chdir="$root" .venv/bin/python -m nemo_like "$command" --config "$config" "$@"
+  "${submit[@]}" -- env --chdir="$root" "$python" -m nemo_like "$command" --config "$config" "$@"
 fi

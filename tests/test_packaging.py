@@ -226,7 +226,7 @@ def test_a_wheel_can_be_built_from_the_sdist_and_has_the_example_configs() -> No
     included = targets["sdist"]["include"]
     for source, target in targets["wheel"]["force-include"].items():
         assert Path(source).parts[0] in included and (ROOT / source).is_dir()
-        assert ROOT / target == ROOT / "nemo_like" / "example_configs"
+        assert target == f"nemo_like/scripts/{source}"
     for path in included:
         assert (ROOT / path).exists()
 

@@ -60,8 +60,11 @@ def add_start(parser: argparse.ArgumentParser, kind: str | None = None) -> None:
     parser.add_argument("--model", metavar="DIR", help=text)
     text = "without --config: the training file, whose format is detected"
     parser.add_argument("--data", metavar="FILE", help=text)
-    text = "grpo: import path of a reward function; default: compares with the answers of the data"
-    _add_option_of_job(parser, "reward", "PACKAGE.FUNCTION", text, kind)
+    text = (
+        "grpo: a reward function, package.module.function or FILE.py:function; default: compares"
+        " with the answers of the data"
+    )
+    _add_option_of_job(parser, "reward", "FUNCTION", text, kind)
     _add_option_of_job(parser, "teacher", "DIR", "distill: the model to learn from", kind)
 
 
@@ -91,6 +94,8 @@ def add_init(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="DIR | KEY=VALUE", help=text)
     add_start(parser)
     add_kind(parser)
+    text = "copy ray_jobs/ and examples/ into a directory, and nothing else"
+    parser.add_argument("--scripts", type=Path, metavar="DIR", help=text)
     text = "the config to write; default KIND.yaml"
     parser.add_argument("--out", type=Path, metavar="FILE", help=text)
 
@@ -116,6 +121,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=positive_integer, metavar="N", help=text)
     text = "memory of one GPU (GiB): recommends a token budget"
     parser.add_argument("--memory-gb", type=_positive_size, metavar="N", help=text)
+    text = (
+        "search for activation checkpointing, layout and token budget for N GPUs, in nodes of 8,"
+        " with --memory-gb; keys that are set are kept"
+    )
+    parser.add_argument("--gpus", type=positive_integer, metavar="N", help=text)
     text = "JSON to FILE; with - to the output, instead of the table"
     parser.add_argument("--json", metavar="FILE", help=text)
     text = "one self-contained page with charts"

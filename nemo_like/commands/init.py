@@ -1,4 +1,4 @@
-"""`nemo-like init`: writes a config for a model and a data file, or the example configs."""
+"""`nemo-like init`: writes a config for a model and a data file, or copies examples and scripts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from nemo_like.console import say
 from nemo_like.run.files import write_text
 
 _PACKAGE = Path(__file__).parents[1]
-_EXAMPLES = (_PACKAGE / "example_configs", _PACKAGE.parent / "examples" / "configs")
-"""The example configs in an installed wheel (`force-include` of pyproject.toml), and in a checkout
-of the repository."""
+_ROOTS = (_PACKAGE / "scripts", _PACKAGE.parent)
+"""Where `examples` and `ray_jobs` are in a wheel (`force-include` of pyproject.toml), and
+in a checkout of the repository.
+"""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the config or the examples; return the exit code. Raises ConfigError."""
+    if arguments.scripts is not None:
+        return write_scripts(arguments.scripts)
     if arguments.model is None and arguments.data is None:
         if len(arguments.overrides) != 1:
             raise ConfigError(
@@ -48,31 +51,44 @@ def write_examples(directory: Path) -> int:
     """
     configs = example_configs()
     examples = [*configs, configs[0].with_name("README.md")]
-    targets = [directory / example.name for example in examples]
+    _copy_files({directory / example.name: example for example in examples})
+    say(f"wrote {len(configs)} example configs to {directory}; README.md has their variants")
+    return 0
+
+
+def write_scripts(directory: Path) -> int:
+    """Copy `ray_jobs` and `examples` into a directory, as `write_examples` does."""
+    root = example_configs()[0].parents[2]
+    files = [path for name in ("ray_jobs", "examples") for path in (root / name).rglob("*")]
+    files = [path for path in files if path.is_file() and path.suffix != ".pyc"]
+    _copy_files({directory / path.relative_to(root): path for path in files})
+    say(f"wrote {len(files)} files to {directory}; ray_jobs/README.md describes the scripts")
+    return 0
+
+
+def _copy_files(sources: dict[Path, Path]) -> None:
+    """Copy each source to its target. Raises ConfigError, see `write_examples`."""
     # A broken link does not exist, and writing to it would create a file elsewhere.
-    existing = [target for target in targets if target.exists() or target.is_symlink()]
+    existing = [target for target in sources if target.exists() or target.is_symlink()]
     if existing:
         others = f" and {len(existing) - 1} more" if len(existing) > 1 else ""
         raise ConfigError(
             f"{existing[0]}{others} exists already; nothing was written: choose another directory,"
             " or move the existing files"
         )
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for example, target in zip(examples, targets, strict=True):
-            shutil.copyfile(example, target)
-    except OSError as error:
-        raise ConfigError(
-            f"the example configs cannot be written to {directory}: {error.strerror}"
-        ) from error
-    say(f"wrote {len(configs)} example configs to {directory}; README.md has their variants")
-    return 0
+    for target, source in sources.items():
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # With the permission to execute.
+            shutil.copy(source, target)
+        except OSError as error:
+            raise ConfigError(f"{target} cannot be written: {error.strerror}") from error
 
 
 def example_configs() -> list[Path]:
     """Return the example YAML files of this installation, sorted by name."""
-    for folder in _EXAMPLES:
-        files = sorted(folder.glob("*.yaml"))
+    for root in _ROOTS:
+        files = sorted((root / "examples" / "configs").glob("*.yaml"))
         if files:
             return files
     raise ConfigError(

@@ -96,6 +96,8 @@ def report_lines(result: Migration, source: str, target: str) -> Iterator[str]:
             ("What you must set", _must_set(result)),
         ]
     )
+    if any(one.group == "unsupported" for one in result.dropped):
+        yield "docs/limits.md lists what has no counterpart at all"
     settings = "".join(f" {key}=..." for key in result.missing)
     yield f"next: nemo-like validate --config {target}{settings}"
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 from nemo_like.algorithms.registry import ALGORITHMS
@@ -14,7 +15,7 @@ from nemo_like.commands.start import open_config
 from nemo_like.config.batching import StreamableDataConfig
 from nemo_like.config.errors import ConfigError, raise_problems
 from nemo_like.config.needs import RunNeeds
-from nemo_like.config.parallel import located_problems, policy_layout
+from nemo_like.config.parallel import located_problems, parallel_problems, policy_layout
 from nemo_like.config.schema import RunConfig
 from nemo_like.console import say
 from nemo_like.data.planning.spec import PlanSpec
@@ -27,7 +28,8 @@ from nemo_like.policy.batching import plan_spec, shared_prefix_mode, stream_spec
 from nemo_like.prediction.lengths import PastRun, RowLengths, read_lengths, read_run
 from nemo_like.prediction.placement import policy_placement
 from nemo_like.prediction.plan_report import PlanRequest, make_plan
-from nemo_like.prediction.table import show, to_record
+from nemo_like.prediction.search import KEYS, Candidate, Setting, all_settings, search
+from nemo_like.prediction.table import overrides_text, search_record, show, to_record
 from nemo_like.run.progress import Progress
 from nemo_like.training.images import open_images
 from nemo_like.training.model_files import open_encoder
@@ -41,6 +43,8 @@ _ROW_KEYS = (_BUDGET_KEY, "policy.oversize_rows", "policy.max_total_sequence_len
 """Keys that say what becomes of rows above the budget."""
 _BUDGET_MULTIPLE = 256
 """A budget that is raised to the longest row is a multiple of this."""
+_NODE_GPUS = 8
+"""GPUs of a node with `--gpus`."""
 _MAX_ROWS = 65_536
 """Rows of a file of lengths that are planned without --limit."""
 _NUM_STEPS = 16
@@ -49,20 +53,25 @@ _NUM_STEPS = 16
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the plan, print or write it, and return the exit code. Raises ConfigError."""
-    report = make_plan(plan_request(arguments))
+    inputs = _open_inputs(arguments)
+    found = [] if arguments.gpus is None else _search(arguments, inputs)
+    # The search plans the first rows only.
+    request = replace(found[0].request, rows=inputs.rows) if found else inputs.request()
+    report = make_plan(request)
     if arguments.html is not None:
         # Imported here: Bokeh and jinja2 are needed for the page only.
         from nemo_like.reports.plan_page import plan_page
 
-        write_output(arguments.html, plan_page(report), "--html")
+        write_output(arguments.html, plan_page(report, found), "--html")
+    record = to_record(report) | ({"search": search_record(found)} if found else {})
+    text = json.dumps(record, indent=1)
     # JSON on the standard output must not be mixed with the table.
     if arguments.json == "-":
-        print(json.dumps(to_record(report), indent=1))
+        print(text)
         return 0
     if arguments.json is not None:
-        text = json.dumps(to_record(report), indent=1)
         write_output(Path(arguments.json), f"{text}\n", "--json")
-    show(report)
+    show(report, found)
     for name, path in (("page", arguments.html), ("JSON", arguments.json)):
         if path is not None:
             say(f"{name}: {path}")
@@ -71,7 +80,74 @@ def run(arguments: argparse.Namespace) -> int:
 
 def plan_request(arguments: argparse.Namespace) -> PlanRequest:
     """Return the request that the arguments describe. Raises ConfigError for wrong input."""
+    return _open_inputs(arguments).request()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Inputs:
+    """The config that is planned, its rows and its model."""
+
+    config: RunConfig
+    rows: RowLengths
+    model: ModelSpec
+    teachers: tuple[ModelSpec, ...]
+    past: PastRun | None
+    memory_gib: float | None
+    notes: tuple[str, ...]
+
+    def request(self) -> PlanRequest:
+        """Return the request for the config. Raises ConfigError, LayoutError among them."""
+        config = self.config
+        policy = config.policy
+        layout = policy_layout(config.parallel, config.cluster)
+        shared_prefix = shared_prefix_mode(policy, self.model)
+        problems = model_problems(layout, policy.engine, self.model)
+        raise_problems(located_problems(problems, config.cluster))
+        spec = plan_spec(
+            policy.in_rows(config.needs.batch.rows_per_example),
+            purpose="train",
+            parallel_layout=layout,
+            model=self.model,
+            seed=config.seed,
+        )
+        max_tokens, budget_name = spec.max_tokens, spec.budget_key
+        if max_tokens is None:
+            # Without a token budget the largest possible microbatch takes its place.
+            max_tokens = (spec.max_rows or 1) * policy.max_total_sequence_length
+            budget_name = "policy.train_micro_batch_size x policy.max_total_sequence_length"
+        return PlanRequest(
+            rows=self.rows,
+            spec=spec,
+            max_tokens=max_tokens,
+            model=self.model,
+            placement=policy_placement(
+                policy,
+                layout,
+                needs_reference=config.needs.reference,
+                teachers=self.teachers,
+                keeps_teacher_embeddings=config.needs.keeps_teacher_embeddings,
+            ),
+            oversize=policy.oversize_rows,
+            budget_name=budget_name,
+            stream=_stream_spec(config, spec),
+            memory_gib=self.memory_gib,
+            num_gpus=layout.world_size if config.cluster.gpus_per_node else 0,
+            shared_prefix=shared_prefix,
+            logged={} if self.past is None else self.past.compare(spec, shared_prefix),
+            notes=(
+                *self.notes,
+                *_notes(policy.engine, config.parallel.expert, config.needs),
+                *self.model.estimate_warnings,
+            ),
+        )
+
+
+def _open_inputs(arguments: argparse.Namespace) -> _Inputs:
+    """Return what the arguments name. Raises ConfigError for wrong input."""
+    _name_run(arguments)
     _check_sources(arguments)
+    if arguments.gpus is not None:
+        _set_cluster(arguments)
     past = None if arguments.metrics is None else read_run(arguments.metrics)
     is_default = arguments.config is None and past is None
     if arguments.model is None and arguments.data is None:
@@ -79,51 +155,97 @@ def plan_request(arguments: argparse.Namespace) -> PlanRequest:
     config = open_config(arguments, prints=arguments.json != "-")
     rows = _row_lengths(config, past, arguments)
     notes: tuple[str, ...] = ()
-    if is_default and arguments.config is not None:
+    if is_default and arguments.config is not None and arguments.gpus is None:
         notes = _raise_budget(arguments, config, rows)
         config = open_config(arguments, prints=False)
     model = _open_spec("policy.model_name", config.policy.model_name)
-    model = model.with_output_head(config.needs.head)
-    layout = policy_layout(config.parallel, config.cluster)
-    shared_prefix = shared_prefix_mode(config.policy, model)
-    problems = model_problems(layout, config.policy.engine, model)
-    raise_problems(located_problems(problems, config.cluster))
-    spec = plan_spec(
-        config.policy.in_rows(config.needs.batch.rows_per_example),
-        purpose="train",
-        parallel_layout=layout,
-        model=model,
-        seed=config.seed,
-    )
-    max_tokens, budget_name = spec.max_tokens, spec.budget_key
-    if max_tokens is None:
-        # Without a token budget the largest possible microbatch takes its place.
-        max_tokens = (spec.max_rows or 1) * config.policy.max_total_sequence_length
-        budget_name = "policy.train_micro_batch_size x policy.max_total_sequence_length"
-    return PlanRequest(
+    return _Inputs(
+        config=config,
         rows=rows,
-        spec=spec,
-        max_tokens=max_tokens,
-        model=model,
-        placement=policy_placement(
-            config.policy,
-            layout,
-            needs_reference=config.needs.reference,
-            teachers=tuple(_open_spec(*each) for each in config.needs.teachers.items()),
-            keeps_teacher_embeddings=config.needs.keeps_teacher_embeddings,
-        ),
-        oversize=config.policy.oversize_rows,
-        budget_name=budget_name,
-        stream=_stream_spec(config, spec),
+        model=model.with_output_head(config.needs.head),
+        teachers=tuple(_open_spec(*each) for each in config.needs.teachers.items()),
+        past=past,
         memory_gib=arguments.memory_gb,
-        shared_prefix=shared_prefix,
-        logged={} if past is None else past.compare(spec, shared_prefix),
-        notes=(
-            *notes,
-            *_notes(config.policy.engine, config.parallel.expert, config.needs),
-            *model.estimate_warnings,
-        ),
+        notes=notes,
     )
+
+
+def _name_run(arguments: argparse.Namespace) -> None:
+    """Read the directory of a run, given in place of an override, as the source of `--metrics`."""
+    for text in arguments.overrides:
+        if "=" not in text and (Path(text) / "plan").is_dir():
+            arguments.metrics = Path(text)
+            arguments.overrides.remove(text)
+            return
+
+
+def _set_cluster(arguments: argparse.Namespace) -> None:
+    """Add the cluster of `--gpus` to the overrides. Raises ConfigError without a memory."""
+    if arguments.memory_gb is None:
+        raise ConfigError("--gpus searches for what fits; give --memory-gb GIB of one GPU as well")
+    per_node = min(arguments.gpus, _NODE_GPUS)
+    if arguments.gpus % per_node:
+        raise ConfigError(
+            f"--gpus {arguments.gpus}: nodes have {_NODE_GPUS} GPUs; give a multiple of"
+            f" {_NODE_GPUS}, or fewer"
+        )
+    keys = {
+        "cluster.backend": "ray",
+        "cluster.num_nodes": arguments.gpus // per_node,
+        "cluster.gpus_per_node": per_node,
+        "policy.precision": "bfloat16",
+    }
+    arguments.overrides = [*(f"{key}={value}" for key, value in keys.items()), *arguments.overrides]
+
+
+def _search(arguments: argparse.Namespace, inputs: _Inputs) -> list[Candidate]:
+    """Return the candidates of `--gpus`, the fastest first. Raises ConfigError if none fits."""
+    config = inputs.config
+    if not config.policy.sequence_packing.enabled:
+        raise ConfigError("--gpus searches with policy.sequence_packing.enabled=true; set it")
+    given = {text.partition("=")[0].strip("+") for text in arguments.overrides}
+    fixed = {key: attrgetter(key)(config) for key in (*KEYS, "policy.engine") if key in given}
+
+    def request_of(setting: Setting) -> PlanRequest | None:
+        engine = config.policy.engine
+        if setting.pipeline > 1 and "policy.engine" not in fixed:
+            engine = "megatron"
+        policy = replace(
+            config.policy, engine=engine, activation_checkpointing=setting.checkpointing
+        )
+        parallel = replace(
+            config.parallel,
+            tensor=setting.tensor,
+            context=setting.context,
+            pipeline=setting.pipeline,
+            expert=setting.expert,
+            sequence=setting.tensor > 1,
+        )
+        num_ranks = arguments.gpus // (setting.tensor * setting.context * setting.pipeline)
+        is_small = num_ranks > policy.train_global_batch_size
+        if is_small or parallel_problems(parallel, config.cluster, engine):
+            return None
+        candidate = replace(inputs, config=replace(config, policy=policy, parallel=parallel))
+        try:
+            return candidate.request()
+        except ConfigError:
+            return None
+
+    has_experts = inputs.model.moe is not None
+    found = search(all_settings(arguments.gpus, has_experts=has_experts, fixed=fixed), request_of)
+    if not found:
+        raise ConfigError(
+            f"--gpus {arguments.gpus}: no layout suits {inputs.model.name} and"
+            f" policy.train_global_batch_size {config.policy.train_global_batch_size}; raise the"
+            " latter, or leave out keys of parallel"
+        )
+    if not found[0].fits:
+        raise ConfigError(
+            f"nothing fits into {arguments.memory_gb:g} GiB on {arguments.gpus} GPUs: the least"
+            f" peak of the longest row is {found[0].peak_gib:.1f} GiB"
+            f" ({overrides_text(found[0])}); use more GPUs, or policy.lora.enabled=true"
+        )
+    return found
 
 
 def _check_sources(arguments: argparse.Namespace) -> None:
@@ -189,7 +311,11 @@ def first_lengths(config: RunConfig, num_rows: int | None, num_steps: int) -> Ro
     data = RunData(encoder, load_training(config.data, schema, progress, images))
     if num_rows is not None:
         num_steps = num_rows // config.needs.batch.num_rows
-    return algorithm.import_checks().first_lengths(config, data, num_steps, progress)
+    rows = algorithm.import_checks().first_lengths(config, data, num_steps, progress)
+    num_different = len(data.train) * config.needs.batch.rows_per_example
+    if len(rows.values) > num_different and config.needs.rollouts is None:
+        rows = replace(rows, source=f"{rows.source} (several epochs of {num_different:,})")
+    return rows
 
 
 def _raise_budget(

@@ -83,6 +83,9 @@ def open_config(
                 raise ConfigError(
                     f"--{option} belongs to --model and --data; with --config set {key}"
                 )
+        if (arguments.config / "config.yaml").is_file():
+            # The directory of a run.
+            arguments.config /= "config.yaml"
         kind = kind or _detected_kind(arguments)
         return load_config(kind, arguments.config, arguments.overrides)
     if arguments.config is not None:

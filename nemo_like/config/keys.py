@@ -175,7 +175,11 @@ def unknown_key_text(job: JobSchema, path: str) -> str:
         nearest.append(full_key if type_at(root, full_key) is not None else key)
     if nearest:
         return f"unknown key {path}; did you mean {' or '.join(nearest)}?"
-    parent = unknown.rpartition(".")[0]
+    parent, _, name = unknown.rpartition(".")
+    for other in (name, f"{parent.rpartition('.')[2]}_{name}"):
+        entry = all_entries().get(other)
+        if entry is not None and entry.kind != "renamed":
+            return f"unknown key {path}, which other tools have; remove it: {entry.note}"
     siblings = child_types(type_at(root, parent))
     if not siblings:
         return f"unknown key {path}"

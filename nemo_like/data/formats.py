@@ -219,6 +219,8 @@ def _check_sft(row: Row, columns: tuple[str, ...]) -> None:
     roles = [turn["role"] for turn in flagged_conversation(row)]
     if "assistant" in roles:
         return
+    if "completion" in row and columns == ("prompt",):
+        raise ConfigError("column 'completion' is null; write the completion, or remove the row")
     text = f"there is no assistant turn to learn from in {' + '.join(columns)}"
     unknown = unknown_roles(roles)
     if unknown:

@@ -218,7 +218,8 @@ def job_of_row(row: Row, columns: Mapping[str, str]) -> str:
         return possible[0]
     if PREFERENCE_ROWS.guess(row) is not None:
         return "dpo"
-    return "sft" if "completion" in (SFT_ROWS.guess(row) or {}) else (*possible, "sft")[0]
+    has_completion = "completion" in {*row, *(SFT_ROWS.guess(row) or {})}
+    return "sft" if has_completion else (*possible, "sft")[0]
 
 
 def _is_usable(row: Row, columns: Mapping[str, str], schema: RowSchema) -> bool:

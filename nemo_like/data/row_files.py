@@ -184,6 +184,11 @@ def _read_jsonl(path: Path) -> Iterator[LocatedRow]:
             if not text:
                 continue
             location = Location(prefix, number)
+            if number == 1 and text.removeprefix(b"\xef\xbb\xbf").startswith(b"["):
+                raise ConfigError(
+                    f"{location}: the file begins with '[', so it is a list and not one object per"
+                    f" line; give it as {path.name.partition('.')[0]}.json"
+                )
             row: Row | ConfigError
             try:
                 row = _object(_parse(line, location), location)
@@ -269,6 +274,11 @@ def _read_csv(path: Path) -> Iterator[LocatedRow]:
                 continue
             if names is None:
                 names = values
+                if len(names) == 1 and (marks := re.search("[;\t]", names[0])):
+                    raise ConfigError(
+                        f"{location}: the only column is {names[0]!r}; columns are separated by"
+                        f" commas, not by {marks[0]!r}: write the file with commas"
+                    )
                 continue
             if len(values) != len(names):
                 raise ConfigError(

@@ -26,8 +26,6 @@ from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.data.streaming.planner import plan_stream
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.integer_math import ceil_div, round_up
-from nemo_like.prediction.placement import Placement
-from nemo_like.training_engines import ENGINES
 
 Method = Literal["padded batches", "ranks in turn", "ranks before microbatches"]
 """Simple ways to form batches, with which those of this system are compared: rows in the given
@@ -47,11 +45,6 @@ _BY_WORK: tuple[tuple[PackingAlgorithm, Balance], ...] = (
     (PackingAlgorithm.BALANCED, "flops"),
 )
 """Packers whose bins are assigned to ranks by work, and the measure of work."""
-ACHIEVED_FLOPS = 400e12
-ACHIEVED_BYTES_PER_S = 300e9
-"""Achieved rates of one GPU of an H100 node: dense bf16 FLOP/s, and bytes/s of collectives within
-the node. Only their ratio matters.
-"""
 
 
 @dataclass(frozen=True)
@@ -103,6 +96,8 @@ class Outcome:
     """Idle time of a stage in each step, see `PlanSpec.bubble_microbatches`."""
     min_work: float = 0.0
     """Lower limit of the work of a microbatch, because of FSDP communication."""
+    token_work: float = 0.0
+    """Work that takes as long as the collectives of a token within a data-parallel rank."""
 
     @cached_property
     def work(self) -> np.ndarray:
@@ -152,10 +147,16 @@ class Outcome:
     @cached_property
     def step_time(self) -> float:
         """Step time over the time of the complete rows without padding and idle time."""
-        times = step_times(self.work, self.plan, bubble=self.bubble, min_work=self.min_work)
         ideal = ideal_times(self.plan, self.plan.spec.cost)
         # A quotient of sums: a mean of ratios would weight short steps too much.
-        return float(times.sum() / ideal.sum())
+        return float(self.total_work / ideal.sum())
+
+    @cached_property
+    def total_work(self) -> float:
+        """Time of all steps in units of work, communication and idle time included."""
+        work = self.work + self.token_work * self.plan.num_tokens
+        times = step_times(work, self.plan, bubble=self.bubble, min_work=self.min_work)
+        return float(times.sum())
 
     @property
     def above_ideal(self) -> float:
@@ -310,6 +311,7 @@ def compare(
     stream: StreamSpec | None = None,
     bubble: float = 0.0,
     min_work: float = 0.0,
+    token_work: float = 0.0,
 ) -> Comparison:
     """Plan rows in batches of `spec.global_batch_size` with every strategy.
 
@@ -330,7 +332,7 @@ def compare(
             plan = strategy.plan(counts)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        outcomes.append(Outcome(strategy, plan, max_tokens, bubble, min_work))
+        outcomes.append(Outcome(strategy, plan, max_tokens, bubble, min_work, token_work))
         if not chosen_key and strategy.plans_as(spec, stream):
             chosen_key = strategy.key
         is_enough = shared_prefix is True or plan.shared_work_share >= MIN_SHARED_WORK
@@ -371,45 +373,6 @@ def plan_ranks_first(counts: TokenCounts, spec: PlanSpec) -> BatchPlan:
         rank_bins = [form_rank(start + own[own >= 0], fitted, spec) for own in by_rank]
         steps.append(join_ranks(rank_bins, spec.microbatch_multiple))
     return join_steps(spec, fitted, steps)
-
-
-def train_passes(placement: Placement) -> int:
-    """Return the FLOPs of forward and backward pass in units of one forward pass.
-
-    The backward pass computes the gradients of inputs and of weights. With adapters the weights
-    are frozen, and the adapters are small beside them. Full recomputation is one more forward pass.
-    """
-    num_passes = 2 if placement.has_adapters else 3
-    return num_passes + (placement.activation_checkpointing == "full")
-
-
-def comm_bound_tokens(placement: Placement) -> float:
-    """Return the tokens of a microbatch whose compute takes as long as its FSDP communication.
-
-    Weights are all-gathered for forward and backward, float32 gradients are reduce-scattered:
-    2 c + 4 bytes per parameter with c bytes per value, with adapters 2 c, against 2 FLOPs per
-    parameter, token and pass. The number of parameters cancels.
-    """
-    flops = 2 * train_passes(placement)
-    num_bytes = 2 * placement.compute_bytes + (0 if placement.has_adapters else 4)
-    flops_per_byte = ACHIEVED_FLOPS / ACHIEVED_BYTES_PER_S
-    return num_bytes / flops * flops_per_byte
-
-
-def min_microbatch_tokens(placement: Placement, num_params: int) -> float:
-    """Return the microbatch size below which FSDP communication takes longer than compute.
-
-    It is 0 if weights are not communicated in every microbatch. Weights in 4 bits never are, and
-    what remains, adapters and embeddings, is neglected.
-    """
-    if placement.has_quantized_weights:
-        return 0.0
-    layout = placement.parallel_layout
-    is_unsharded = layout.keeps_unsharded(placement.engine, num_params)
-    shards_weights = ENGINES[placement.engine].shards_weights
-    if not shards_weights or is_unsharded or placement.num_shards == 1:
-        return 0.0
-    return comm_bound_tokens(placement) * layout.cp
 
 
 def microbatch_work(plan: BatchPlan, cost: CostModel) -> np.ndarray:

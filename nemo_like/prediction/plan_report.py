@@ -21,18 +21,13 @@ from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.integer_math import ceil_div, round_up
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import Oversize
-from nemo_like.prediction.comparison import (
-    Comparison,
-    Outcome,
-    compare,
-    min_microbatch_tokens,
-    packed_spec,
-)
+from nemo_like.prediction.comparison import Comparison, Outcome, Strategy, compare, packed_spec
+from nemo_like.prediction.duration import StepDuration
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.prediction.memory import GIB, MemoryModel, usable_bytes
 from nemo_like.prediction.placement import Placement
 
-_BUDGET_MULTIPLE = 256
+BUDGET_MULTIPLE = 256
 """Recommended token budgets are multiples of this."""
 
 
@@ -57,6 +52,8 @@ class PlanRequest:
     """Settings of the streaming planner that forms the steps; None: fixed batches."""
     memory_gib: float | None = None
     """Memory of one GPU; None: no budget is recommended."""
+    num_gpus: int = 0
+    """GPUs of the run; 0 on a CPU, whose time is not predicted."""
     logged: dict[str, tuple[float, float]] = field(default_factory=dict)
     """For a past run: metric -> (logged value, value predicted from the lengths)."""
     notes: tuple[str, ...] = ()
@@ -67,14 +64,29 @@ class PlanRequest:
         return self.spec.global_batch_size or len(self.rows.counts.lengths)
 
     @property
-    def min_microbatch_tokens(self) -> float:
-        """See `step_time.min_microbatch_tokens`."""
-        return min_microbatch_tokens(self.placement, self.model.num_params)
+    def duration(self) -> StepDuration:
+        """Rates of the model."""
+        return StepDuration(self.model, self.placement)
+
+    @property
+    def has_seconds(self) -> bool:
+        """True if the time in seconds is predicted: the rates are of GPUs in bfloat16."""
+        return self.num_gpus > 0 and self.placement.precision == "bfloat16"
+
+    @property
+    def overheads(self) -> dict[str, float]:
+        """What `Outcome` adds to the work of rows: pipeline bubble and communication."""
+        linear = self.spec.cost.linear
+        return {
+            "bubble": self.spec.bubble_microbatches,
+            "min_work": linear * self.duration.min_tokens,
+            "token_work": linear * self.duration.token_share,
+        }
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The largest token budget whose predicted peak fits."""
+    """The largest token budget whose predicted peak fits and which makes a difference."""
 
     max_tokens: int
     """A multiple of 256 and of what cp and tp need; 0 if nothing fits."""
@@ -82,9 +94,7 @@ class Recommendation:
     max_useful_tokens: int
     """With this budget a step is one microbatch per rank; a larger budget has no effect."""
     outcome: Outcome | None
-    """The chosen strategy with the smaller of the two budgets; None if the longest row does not
-    fit.
-    """
+    """The chosen strategy with `max_tokens`; None if the longest row does not fit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,16 +120,14 @@ class PlanReport:
         memory = self.memory
         if request.memory_gib is None:
             return None
-        multiple = math.lcm(_BUDGET_MULTIPLE, self.spec.total_multiple)
+        multiple = math.lcm(BUDGET_MULTIPLE, self.spec.total_multiple)
         usable = usable_bytes(request.memory_gib)
-        budget = memory.largest_budget(usable, multiple)
-        # A larger budget than the useful one changes nothing, so its effect is the effect of the
-        # latter.
         useful = max_useful_tokens(self.lengths, request.spec, multiple)
-        planned = min(budget, useful)
+        # A larger budget than the useful one changes nothing.
+        budget = min(memory.largest_budget(usable, multiple), useful)
         outcome = None
-        if planned >= round_up(int(self.lengths.max()), self.spec.row_multiple):
-            outcome = _outcome_with(self.comparison.chosen, planned)
+        if budget >= round_up(int(self.lengths.max()), self.spec.row_multiple):
+            outcome = _outcome_with(self.comparison.chosen, budget)
         return Recommendation(budget, usable / GIB, useful, outcome)
 
     def peak_bytes(self, outcome: Outcome) -> float:
@@ -130,11 +138,7 @@ class PlanReport:
 
 def make_plan(request: PlanRequest) -> PlanReport:
     """Plan the rows with every strategy. Raises ConfigError if they cannot be planned."""
-    counts, notes = _global_batches(request)
-    counts, more_notes = _apply_oversize(request, counts)
-    # Truncation and dropping were applied to the lengths.
-    oversize = "singleton" if request.oversize == "singleton" else "error"
-    spec = replace(request.spec, oversize=oversize)
+    counts, spec, notes = _prepared(request)
     with warnings.catch_warnings():
         # Every stream would warn; the notes of the report mention the rows once.
         warnings.simplefilter("ignore", OversizeWarning)
@@ -144,16 +148,43 @@ def make_plan(request: PlanRequest) -> PlanReport:
             request.max_tokens,
             shared_prefix=request.shared_prefix,
             stream=request.stream,
-            bubble=spec.bubble_microbatches,
-            min_work=spec.cost.linear * request.min_microbatch_tokens,
+            **request.overheads,
         )
     return PlanReport(
         request=request,
         lengths=counts.lengths,
         comparison=comparison,
         memory=MemoryModel(request.model, request.placement, comparison.chosen.keys_per_token),
-        notes=(*request.notes, *notes, *more_notes),
+        notes=(*request.notes, *notes),
     )
+
+
+def plan_configured(request: PlanRequest) -> Outcome:
+    """Plan the rows as the config does, in fixed batches. Raises ConfigError if that fails."""
+    counts, spec, _ = _prepared(request)
+    strategy = Strategy("configured", "as configured", spec)
+    try:
+        plan = strategy.plan(counts)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return Outcome(strategy, plan, request.max_tokens, **request.overheads)
+
+
+def _prepared(request: PlanRequest) -> tuple[TokenCounts, PlanSpec, list[str]]:
+    """Return the rows in full batches and within the budget, the spec for them, and notes."""
+    counts, notes = _global_batches(request)
+    counts, more_notes = _apply_oversize(request, counts)
+    # Truncation and dropping were applied to the lengths.
+    oversize = "singleton" if request.oversize == "singleton" else "error"
+    return counts, replace(request.spec, oversize=oversize), [*notes, *more_notes]
+
+
+def seconds_per_step(request: PlanRequest, outcome: Outcome) -> float:
+    """Return the mean predicted seconds of the training steps of an outcome."""
+    duration = request.duration
+    # The work of a spec may have another unit than FLOPs.
+    num_flops = outcome.total_work / request.spec.cost.linear * duration.token_flops
+    return num_flops / duration.flops_per_s / outcome.plan.num_steps
 
 
 def max_useful_tokens(lengths: np.ndarray, spec: PlanSpec, multiple: int) -> int:

@@ -15,9 +15,11 @@ from rich.text import Text
 
 from nemo_like.config.errors import counted, printable
 from nemo_like.prediction.comparison import Outcome
+from nemo_like.prediction.duration import BYTES_PER_S
 from nemo_like.prediction.lengths import BUBBLE
 from nemo_like.prediction.memory import GIB, usable_bytes
-from nemo_like.prediction.plan_report import PlanReport
+from nemo_like.prediction.plan_report import PlanReport, seconds_per_step
+from nemo_like.prediction.search import KEYS, Candidate, alternatives
 
 FORMAT = 4
 """Format of the JSON record; within one value no key is renamed or removed."""
@@ -51,8 +53,8 @@ class TextTable:
     """The row that is emphasized."""
 
 
-def show(report: PlanReport) -> None:
-    """Print the report."""
+def show(report: PlanReport, found: list[Candidate]) -> None:
+    """Print the report of the best candidate of a search, or of a config if there are none."""
     console = Console(highlight=False)
     # Rich assumes 80 columns for a pipe, in which the tables do not fit.
     if not console.is_terminal:
@@ -61,11 +63,16 @@ def show(report: PlanReport) -> None:
         _say(console, line)
     for note in report.notes:
         _say(console, f"note: {note}")
+    if found:
+        console.print(_rich(search_table(found)))
+        _say(console, f"recommended: {overrides_text(found[0])}")
     # Narrow columns, so that all fit into the width of a pipe.
     console.print(_rich(strategies_table(report), padding=0))
     for line in shared_lines(report):
         _say(console, line)
     _say(console, verdict(report))
+    for line in duration_lines(report):
+        _say(console, line)
     console.print(_rich(memory_table(report)))
     for line in recommendation_lines(report):
         _say(console, line)
@@ -148,6 +155,9 @@ def verdict(report: PlanReport) -> str:
     chosen = comparison.chosen
     speeds = []
     for method, outcome in sorted(comparison.by_method.items(), key=lambda item: item[1].step_time):
+        if method == "padded batches":
+            # A few rows at a time, each padded to the longest: nobody would choose it here.
+            continue
         the_speed = "" if speeds else "the speed "
         speeds.append(f"{outcome.step_time / chosen.step_time:.3f}x {the_speed}of {method}")
     share = chosen.metrics.get(BUBBLE)
@@ -156,6 +166,84 @@ def verdict(report: PlanReport) -> str:
         f"{chosen.strategy.title}: {', '.join(speeds)} (the fastest packer of each),"
         f" {chosen.above_ideal:.1%} above a step without padding and idle time{bubble}"
     )
+
+
+def duration_lines(report: PlanReport) -> list[str]:
+    """Return the lines about the time in seconds, with what it assumes; none for a CPU."""
+    request = report.request
+    if not request.has_seconds:
+        return []
+    comparison = report.comparison
+    seconds = seconds_per_step(request, comparison.chosen)
+    num_tokens = int(report.lengths.sum())
+    total = seconds * comparison.num_steps
+    gpu_hours = total * request.num_gpus / 3600
+    kernels = "compiled" if request.duration.is_compiled else "eager"
+    time = (
+        f"{counted(request.num_gpus, 'H100 GPU')}: {seconds:.3g} s per step,"
+        f" {num_tokens / total:,.0f} tokens/s, {gpu_hours / num_tokens * 1e9:,.0f} GPU hours per"
+        f" billion tokens; these rows take {gpu_hours:.3g} GPU hours"
+    )
+    assumptions = (
+        f"assumed: {request.duration.mfu:.0%} of 989 TFLOP/s ({kernels} layers, measured on one"
+        f" H200 with 1B and 8B shapes), collectives at {BYTES_PER_S / 1e9:.0f} GB/s per GPU;"
+        " training steps alone, without loading, checkpoints and generation"
+    )
+    return [time, assumptions]
+
+
+def search_table(found: list[Candidate]) -> TextTable:
+    """Return the table with the best candidate and the best ones with other values."""
+    best = found[0]
+    rows = []
+    for each in alternatives(found):
+        layout = each.request.placement.parallel_layout
+        ratio = each.seconds / best.seconds
+        reason = "recommended" if each is best else f"{ratio:.2f}x the time"
+        if each.is_bound:
+            reason = f"at least {reason}"
+        if not each.fits:
+            reason = "the longest row does not fit"
+        rows.append(
+            (
+                each.setting.checkpointing,
+                *map(str, (*layout.shape, layout.ep)),
+                f"{each.request.max_tokens:,}" if each.fits else "-",
+                f"{each.peak_gib:.1f}",
+                f"{each.seconds:.3g}" if each.fits else "-",
+                reason,
+            )
+        )
+    heads = ("checkpointing", "pp", "dp", "cp", "tp", "ep", "tokens", "GiB", "s/step", "")
+    return TextTable(heads, tuple(rows), marked=0)
+
+
+def overrides_text(candidate: Candidate) -> str:
+    """Return the keys of a candidate as overrides of a command."""
+    request = candidate.request
+    num_nodes = max(request.num_gpus // 8, 1)
+    values = {
+        "cluster.num_nodes": num_nodes,
+        "cluster.gpus_per_node": request.num_gpus // num_nodes,
+        "policy.engine": request.placement.engine,
+        **dict(zip(KEYS, candidate.setting, strict=True)),
+        "parallel.sequence": str(candidate.setting.tensor > 1).lower(),
+        request.budget_name: request.max_tokens,
+    }
+    return " ".join(f"{key}={value}" for key, value in values.items())
+
+
+def search_record(found: list[Candidate]) -> list[dict[str, Any]]:
+    """Return every candidate, the recommended one first."""
+    return [
+        {
+            "overrides": overrides_text(each),
+            "peak_gib": each.peak_gib,
+            "seconds": each.seconds if each.fits else None,
+            "is_lower_bound": each.is_bound,
+        }
+        for each in found
+    ]
 
 
 def shared_lines(report: PlanReport) -> list[str]:
@@ -195,19 +283,20 @@ def recommendation_lines(report: PlanReport) -> list[str]:
         fitting = f"up to {recommendation.max_tokens:,} tokens per microbatch fit into {usable}"
         return [f"{fitting}, but more than {max_tokens:,} make no step faster"]
     budget = f"recommended budget: {recommendation.max_tokens:,} tokens per microbatch"
-    lines = [f"{budget}, the max whose peak fits into {usable}"]
+    reason = "the max whose peak fits into"
+    if recommendation.max_tokens == recommendation.max_useful_tokens:
+        reason = "one microbatch per rank and step; its peak fits into"
+    lines = [f"{budget}, {reason} {usable}"]
     if outcome is None:
-        lines.append(f"the longest row ({report.lengths.max():,} tokens) does not fit into it")
+        lines.append(
+            f"the longest row ({report.lengths.max():,} tokens) does not fit into it; --gpus N"
+            " searches for activation checkpointing and a layout with which it does"
+        )
     elif outcome.max_tokens != max_tokens:
         lines.append(
             f"with {outcome.max_tokens:,} tokens: {outcome.num_microbatches:.2f} instead of"
             f" {chosen.num_microbatches:.2f} microbatches per step, step time"
             f" {outcome.step_time:.3f} instead of {chosen.step_time:.3f} ({gain:+.1%} speed)"
-        )
-    if recommendation.max_tokens > recommendation.max_useful_tokens:
-        lines.append(
-            f"from {recommendation.max_useful_tokens:,} tokens on a step is one microbatch per"
-            " rank; a larger budget has no effect"
         )
     return lines
 
@@ -302,6 +391,9 @@ def to_record(report: PlanReport) -> dict[str, Any]:
         },
         # The key keeps the name it had in the first version of the format.
         "least_microbatches": comparison.min_microbatches,
+        "seconds_per_step": (
+            seconds_per_step(request, comparison.chosen) if request.has_seconds else None
+        ),
         "chosen": comparison.chosen_key,
         "baseline": comparison.baseline.strategy.key,
         "strategies": {

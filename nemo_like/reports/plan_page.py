@@ -9,14 +9,18 @@ import numpy as np
 from nemo_like.prediction.comparison import Outcome
 from nemo_like.prediction.memory import GIB
 from nemo_like.prediction.plan_report import PlanReport
+from nemo_like.prediction.search import Candidate
 from nemo_like.prediction.table import (
     FORMULAS,
+    duration_lines,
     headline,
     logged_table,
     memory_budgets,
     memory_table,
     memory_unit,
+    overrides_text,
     recommendation_lines,
+    search_table,
     shared_lines,
     strategies_table,
     verdict,
@@ -46,8 +50,8 @@ _PART_COLORS = {
 """Part of the memory -> color."""
 
 
-def plan_page(report: PlanReport) -> str:
-    """Return the HTML page."""
+def plan_page(report: PlanReport, found: list[Candidate]) -> str:
+    """Return the HTML page of a report, with the candidates of the search before it."""
     comparison = report.comparison
     # If the chosen strategy is drawn for comparison anyway, the scheduler is the fourth.
     last = comparison.chosen_key
@@ -58,7 +62,9 @@ def plan_page(report: PlanReport) -> str:
     values = {
         "headline": headline(report),
         "notes": report.notes,
-        "verdict": ". ".join([*shared_lines(report), verdict(report)]),
+        "verdict": ". ".join([*shared_lines(report), verdict(report), *duration_lines(report)]),
+        "search": search_table(found) if found else None,
+        "recommended": overrides_text(found[0]) if found else "",
         "recommendation": recommendation_lines(report),
         "num_steps": comparison.num_steps,
         "sync": "in every microbatch" if waits else "once, at the end of the step",

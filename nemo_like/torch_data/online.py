@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, get_args
 
@@ -56,7 +56,7 @@ class OnlineStep(Generic[Batch]):
 
     step: int
     """Number of steps before it, over all epochs."""
-    microbatches: tuple[Batch, ...]
+    microbatches: tuple[Batch, ...] = field(repr=False)
     """Results of `collate_fn` or `dummy`. Every rank has equally many."""
     is_dummy: tuple[bool, ...]
     """Microbatches whose loss must not count, see `scaled`."""

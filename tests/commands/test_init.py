@@ -49,7 +49,26 @@ def test_a_directory_that_cannot_be_created_is_one_message(
     assert "cannot be written" in message and len(message.splitlines()) == 1
 
 
-def test_the_wheel_contains_the_examples() -> None:
+def test_the_wheel_contains_the_examples_and_the_scripts() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    assert included == {"examples/configs": "nemo_like/example_configs"}
+    assert included == {
+        "examples": "nemo_like/scripts/examples",
+        "ray_jobs": "nemo_like/scripts/ray_jobs",
+    }
+
+
+def test_the_scripts_are_copied_and_nothing_is_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", "--scripts", str(tmp_path / "new")]) == 0
+    for name in ("ray_jobs/submit.sh", "ray_jobs/README.md", "examples/library/torch_loop.py"):
+        assert (tmp_path / "new" / name).read_bytes() == (ROOT / name).read_bytes()
+    assert (tmp_path / "new" / "ray_jobs" / "start_head.sh").stat().st_mode & 0o100
+    assert not list((tmp_path / "new").rglob("*.pyc"))
+    mine = tmp_path / "other" / "ray_jobs" / "submit.sh"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    assert main(["init", "--scripts", str(tmp_path / "other")]) == 2
+    assert f"{mine} exists already" in capsys.readouterr().err
+    assert mine.read_text() == "mine" and list(mine.parent.iterdir()) == [mine]

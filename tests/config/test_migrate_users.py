@@ -355,8 +355,20 @@ CASES: dict[str, Case] = {
             "run.toml": "[train]\ntrain_batch_per_replica = 64\n[train.train_policy]\n"
             'type = "grpo"\n[policy]\nmodel_name_or_path = "m"\n[rollout]\nn_generation = 8\n'
         },
-        {PROMPTS: 8, GROUP: 8, LENGTH: 4096, NEW: 2048, LR: 1e-6, WARMUP: 20},
+        {GROUP: 8, LENGTH: 4096, NEW: 2048, LR: 1e-6, WARMUP: 20},
+        # Each replica has a batch.
+        (STEPS, PROMPTS, ROWS),
+    ),
+    "Cosmos-RL on four replicas": Case(
+        "Cosmos-RL",
+        "grpo",
+        {
+            "run.toml": "[train]\ntrain_batch_per_replica = 64\n[train.train_policy]\n"
+            'type = "grpo"\n[policy]\nmodel_name_or_path = "m"\n[rollout]\nn_generation = 8\n'
+        },
+        {PROMPTS: 32, ROWS: 256, GROUP: 8, LENGTH: 4096, NEW: 2048, LR: 1e-6, WARMUP: 20},
         (STEPS,),
+        num_processes=4,
     ),
     "verl GSPO with a condition": Case(
         "verl",

@@ -267,7 +267,7 @@ def test_the_budget_of_load_balancing_is_that_of_the_layout() -> None:
     assert padded.values["policy.dynamic_batching.train_mb_tokens"] == 4096
     assert padded.values["data.batching.strategy"] == "prefer_first"
     assert not any(key.startswith("policy.sequence_packing") for key in padded.values)
-    assert [one.path for one in padded.dropped] == ["train.epoch"]
+    assert [one.path for one in padded.dropped] == ["train.epoch", "num_processes"]
     tree["train"]["sequence_packing"] = True
     packed = migrated(tree, "sft").values
     assert packed["policy.sequence_packing.enabled"] is True

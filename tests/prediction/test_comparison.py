@@ -19,12 +19,8 @@ from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.integer_math import round_up
 from nemo_like.models.spec import load_spec
 from nemo_like.parallel_layout import ParallelLayout
-from nemo_like.prediction.comparison import (
-    compare,
-    min_microbatch_tokens,
-    plan_ranks_first,
-    train_passes,
-)
+from nemo_like.prediction.comparison import compare, plan_ranks_first
+from nemo_like.prediction.duration import StepDuration, train_passes
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.prediction.placement import Placement
 from nemo_like.prediction.plan_report import PlanReport, PlanRequest, make_plan, max_useful_tokens
@@ -279,8 +275,9 @@ def test_frozen_weights_need_less_work_and_less_communication():
     full = sharded(2)
     lora = replace(full, adapter=AdapterConfig(enabled=True))
     # 4 bytes against 4 FLOPs, and not 8 bytes against 6.
-    tokens = min_microbatch_tokens(full, 7_000_000_000)
-    assert min_microbatch_tokens(lora, 7_000_000_000) == pytest.approx(0.75 * tokens)
+    model = load_spec("7b", "policy.model_name")
+    tokens = StepDuration(model, full).min_tokens
+    assert StepDuration(model, lora).min_tokens == pytest.approx(0.75 * tokens)
     assert [train_passes(each) for each in (full, lora)] == [3, 2]
     recomputed = replace(lora, activation_checkpointing="full")
     assert train_passes(recomputed) == 3

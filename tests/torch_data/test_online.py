@@ -544,3 +544,8 @@ def test_limits_of_microbatches_hold() -> None:
         for rows in step.rows:
             lengths = [LENGTHS[row] for row in rows]
             assert len(rows) == 1 or len(rows) * max(lengths) <= 24
+
+
+def test_a_step_is_printed_without_its_tensors() -> None:
+    step = next(iter(make(Rows([3, 2]))))
+    assert "num_trained" in repr(step) and "microbatches=" not in repr(step)

@@ -176,8 +176,7 @@ class SequencePacker:
                 rounded = f" ({padded[row]} when rounded up to a multiple of {self.pad_multiple})"
             raise ValueError(
                 f"row {row} has {lengths[row]} tokens{rounded}, above the bin capacity"
-                f" {self.bin_capacity}; "
-                "raise policy.sequence_packing.train_mb_tokens or shorten the row"
+                f" {self.bin_capacity}; raise bin_capacity or shorten the row"
             )
         return padded
 

@@ -414,3 +414,8 @@ def test_small_batches_import_no_heavy_library() -> None:
         ).stdout.strip()
         == "[]"
     )
+
+
+def test_a_row_above_the_capacity_is_named_with_the_argument() -> None:
+    with pytest.raises(ValueError, match=r"row 1 has 9 tokens.*raise bin_capacity or shorten"):
+        get_packer("concatenative", bin_capacity=8).pack([3, 9])
