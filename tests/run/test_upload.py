@@ -1,0 +1,176 @@
+"""Uploads run beside training: nothing waits for a slow or failing store before the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nemo_like.metrics import metric_values
+from nemo_like.run.checkpoint import Checkpointer
+from nemo_like.run.directory import RunDirectory
+from nemo_like.run.store import Store, restore
+from nemo_like.run.upload import Uploader
+from tests.run.uploads import Files, open_run, save, weights
+
+WAIT_S = 20.0
+
+
+class Run:
+    """A run whose store does what a function returns; see `Files`."""
+
+    def __init__(self, path: Path, before: Callable[[str, str], float]) -> None:
+        self.directory, self.checkpointer = open_run(path, keep_latest=1)
+        self.store = Store(f"memory://{uuid.uuid4().hex}", "run")
+        self.files = self.store.files
+        self.store.files = Files(self.files, before)  # pyright: ignore[reportAttributeAccessIssue]
+        self.uploader = Uploader(self.store, self.checkpointer, self.directory)
+
+    def save(self, step: int, *, best: bool = False) -> None:
+        save(self.directory, self.checkpointer, step, best=best)
+        self.uploader.submit_checkpoints()
+
+    def metrics(self) -> dict[str, float]:
+        return metric_values(self.uploader.metrics())
+
+    def await_metric(self, name: str, value: float) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while self.metrics().get(name) != value:
+            assert time.monotonic() < deadline, self.metrics()
+            time.sleep(0.01)
+
+
+def test_a_slow_store_delays_nothing_and_gets_the_newest_checkpoint(tmp_path: Path, caplog) -> None:
+    begun, released = threading.Event(), threading.Event()
+
+    def before(method: str, path: str) -> float:
+        begun.set()
+        assert released.wait(WAIT_S)
+        return 1.0
+
+    run = Run(tmp_path / "run", before)
+    run.save(1)
+    assert begun.wait(WAIT_S)
+    for step in (2, 3, 4):
+        run.save(step)
+    assert run.metrics() == {"upload/num_failed": 0.0}
+    # The one that is being uploaded stays, although the run keeps one checkpoint, and so does the
+    # one that was to be uploaded next.
+    assert run.checkpointer.saved_steps() == [1, 3, 4]
+    assert caplog.text.count("takes longer than the time between two checkpoints") == 1
+    released.set()
+    run.uploader.close(WAIT_S)
+    assert run.store.steps() == [4]
+    assert run.metrics()["upload/latest_step"] == 4.0
+    assert caplog.text.count("WARNING") == 1
+
+
+def test_a_failed_upload_is_reported_once_and_repeated_with_the_next_checkpoint(
+    tmp_path: Path, caplog
+) -> None:
+    parts = [0.0, 0.5]
+
+    def before(method: str, path: str) -> float:
+        return parts.pop(0) if parts and method == "put_file" else 1.0
+
+    run = Run(tmp_path / "run", before)
+    for step, failures in ((1, 1.0), (2, 2.0)):
+        run.save(step)
+        run.await_metric("upload/num_failed", failures)
+        assert run.store.named("latest") is None
+    run.save(3)
+    run.await_metric("upload/latest_step", 3.0)
+    run.uploader.close(WAIT_S)
+    assert run.metrics()["upload/num_failed"] == 2.0
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and "step_1" in warnings[0].message
+    assert "the store is down" in warnings[0].message
+    assert run.store.steps() == [3], "incomplete uploads are removed"
+
+
+def test_the_end_of_a_run_repeats_a_failed_upload_and_waits_no_longer_than_its_limit(
+    tmp_path: Path, caplog
+) -> None:
+    parts = [0.0]
+    run = Run(tmp_path / "a", lambda method, path: parts.pop() if parts else 1.0)
+    run.save(1)
+    run.await_metric("upload/num_failed", 1.0)
+    run.uploader.close(WAIT_S)
+    assert run.store.steps() == [1] and "not uploaded" not in caplog.text
+
+    released = threading.Event()
+
+    def wait(method: str, path: str) -> float:
+        released.wait(WAIT_S)
+        return 1.0
+
+    run = Run(tmp_path / "b", wait)
+    run.save(1)
+    run.uploader.close(0.05)
+    assert "not uploaded to" in caplog.text and "step_1;" in caplog.text
+    released.set()
+    for thread in threading.enumerate():
+        if thread.name == "upload":
+            thread.join(WAIT_S)
+    # The request that was under way is the last one.
+    assert run.store.records("step_1") == {} and run.store.named("latest") is None
+
+
+def test_the_best_checkpoint_and_exports_are_kept(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", lambda method, path: 1.0)
+    run.save(1, best=True)
+    run.await_metric("upload/latest_step", 1.0)
+    for step in (2, 3):
+        run.save(step)
+        run.await_metric("upload/latest_step", float(step))
+    run.directory.hf.mkdir()
+    (run.directory.hf / "model").write_bytes(b"model")
+    run.uploader.submit_exports((run.directory.hf, run.directory.hf_ema))
+    run.uploader.close(WAIT_S)
+    assert run.store.steps() == [3, 1]
+    assert run.store.named("latest") == "step_3" and run.store.named("best") == "step_1"
+    assert run.store.records("hf").keys() == {"model"}
+    other = RunDirectory(tmp_path / "other")
+    other.path.mkdir()
+    assert restore(run.store, other) == 3
+    restored = Checkpointer(other.path, run.checkpointer.config)
+    assert restored.saved_steps() == [1, 3]
+    assert (other.path / "checkpoints/step_1/policy/weights").read_bytes() == weights(1)
+
+
+def test_a_resume_uploads_nothing_that_the_store_has(tmp_path: Path) -> None:
+    changes: list[str] = []
+
+    def before(method: str, path: str) -> float:
+        changes.append(method)
+        return 1.0
+
+    run = Run(tmp_path / "run", before)
+    run.save(1)
+    run.uploader.close(WAIT_S)
+    changes.clear()
+    resumed = Uploader(run.store, run.checkpointer, run.directory)
+    run.store.cancelled.clear()
+    resumed.submit_checkpoints()
+    resumed.close(WAIT_S)
+    assert changes == ["pipe_file"], "the pointer alone"
+    assert metric_values(resumed.metrics()) == {"upload/latest_step": 1.0, "upload/num_failed": 0.0}
+    # Other content of the same step replaces it.
+    path = run.directory.path / "checkpoints/step_1"
+    (path / "manifest.json").write_text((path / "manifest.json").read_text() + "\n")
+    run.store.cancelled.clear()
+    again = Uploader(run.store, run.checkpointer, run.directory)
+    again.submit_checkpoints()
+    again.close(WAIT_S)
+    assert changes.count("put_file") == 2
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    names = [thread.name for thread in threading.enumerate()]
+    assert "upload" not in names
