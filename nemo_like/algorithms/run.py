@@ -245,7 +245,7 @@ class _Opening:
         files = self._open_files(saver, state, identities)
         if saver.uploader is not None:
             # A killed process may have saved the checkpoint and not uploaded it.
-            saver.uploader.submit_checkpoints()
+            saver.uploader.submit()
         log = StepLog(
             tracker=files.tracker,
             log_file=files.log_file,

@@ -5,9 +5,9 @@ and the files of the run that a resume needs, all at their paths in the run dire
 `hf_ema` have exported models. The order of an upload:
 
 1. an earlier upload of that name is removed, its `upload.json` first;
-2. all files are written, and their sizes are compared with a listing of the store;
+2. all files are written;
 3. `upload.json` is written, with size and SHA-256 of every file;
-4. `latest` and `best` are written, with the name of an upload;
+4. `latest` or `best` is written, with the name of the upload;
 5. only now are older checkpoints removed.
 
 So after an interruption at any point an upload is complete or absent.
@@ -19,12 +19,11 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from threading import Event
-from typing import NamedTuple
 
 from nemo_like.config.errors import ConfigError, error_text
 from nemo_like.run.checkpoint import MANIFEST, CheckpointError, read_json
@@ -33,200 +32,157 @@ from nemo_like.run.files import FileRecord, file_record, write_text
 
 logger = logging.getLogger(__name__)
 
-UPLOAD_MANIFEST = "upload.json"
-_FORMAT = 1
+_UPLOAD = "upload.json"
 _KEY = "checkpointing.upload_to"
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 """Protocol -> the extra with its package."""
+
+Sources = Mapping[str, tuple[Path | bytes, FileRecord]]
+"""Path in an upload -> a file, or its content if the file can change during the upload."""
 
 
 class UploadCancelled(Exception):
     """The run has ended before the upload."""
 
 
-class DamagedUpload(Exception):
-    """A file of an upload is missing or has other content. The message has the reason."""
-
-
-class Source(NamedTuple):
-    """Content of a file to upload."""
-
-    content: Path | bytes
-    """The file, or its content if it can change during the upload."""
-    record: FileRecord
-
-
-def check_store(url: str | None) -> None:
-    """Raise ConfigError, with the extra to install, unless a URL names a known store."""
-    # Imported where it is used: most runs have no store.
-    import fsspec
-
-    if url is None:
-        return
-    protocol, separator, _ = url.partition("://")
-    if not separator:
-        raise ConfigError(
-            f"{_KEY}: {url!r} is not a URL; write for example s3://bucket/prefix or file:///backup"
-        )
-    try:
-        fsspec.get_filesystem_class(protocol)
-    except ImportError as error:
-        extra = _EXTRAS.get(protocol)
-        advice = "" if extra is None else f"; run pip install 'nemo-like[{extra}]'"
-        raise ConfigError(f"{_KEY}: {url!r} needs another package: {error}{advice}") from error
-    except ValueError as error:
-        known = ", ".join(sorted(_EXTRAS))
-        raise ConfigError(
-            f"{_KEY}: {url!r}: {error}; use {known}, file or another protocol of fsspec"
-        ) from error
-
-
 class Store:
     """The uploads of one run. Methods raise the exceptions of the store's library."""
 
     def __init__(self, url: str, run_name: str) -> None:
-        """Raises ConfigError for an unknown or unusable URL."""
+        """Raises ConfigError, with the extra to install, for a URL that cannot be used."""
+        # Imported where it is used: most runs have no store.
         from fsspec.core import url_to_fs
 
-        check_store(url)
-        # Only directories of a local file system must exist before their files.
-        options = {"auto_mkdir": True} if url.startswith(("file:", "local:")) else {}
+        protocol, separator, _ = url.partition("://")
+        if not separator:
+            raise ConfigError(f"{_KEY}: {url!r} is not a URL such as s3://bucket or file:///backup")
+        # Only on a local file system a directory must exist before its files.
+        options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
         try:
             self.files, root = url_to_fs(url, **options)
         except Exception as error:  # the libraries of stores raise any type
-            raise ConfigError(f"{_KEY}: {url!r}: {error_text(error)}") from error
-        self._root = f"{root.rstrip('/')}/{run_name}"
+            advice = ""
+            if isinstance(error, ImportError) and protocol in _EXTRAS:
+                advice = f"; run pip install 'nemo-like[{_EXTRAS[protocol]}]'"
+            raise ConfigError(f"{_KEY}: {url!r}: {error_text(error)}{advice}") from error
+        self.root = f"{root.rstrip('/')}/{run_name}"
         self.address = f"{url.rstrip('/')}/{run_name}"
         self.cancelled = Event()
         """Set to end an upload of another thread before its next file."""
 
-    def _path(self, *parts: str) -> str:
-        return "/".join((self._root, *parts))
-
-    def put(self, name: str, sources: Mapping[str, Source]) -> None:
-        """Upload files, by their path below `name`; in place of an earlier upload."""
+    def put(self, name: str, sources: Sources) -> None:
+        """Upload files, in place of an earlier upload of that name."""
         self.remove(name)
-        for relative, source in sources.items():
-            self._write(self._path(name, relative), source.content)
-        self.files.invalidate_cache()
-        found = self.files.find(self._path(name), detail=True)
-        # Some file systems return their paths with a slash at the beginning.
-        sizes = {path.lstrip("/"): entry["size"] for path, entry in found.items()}
-        for relative, source in sources.items():
-            size = sizes.get(self._path(name, relative).lstrip("/"))
-            if size != source.record.size:
-                raise DamagedUpload(
-                    f"{name}/{relative} has {size} bytes where {source.record.size} were written"
-                )
-        entries = {relative: asdict(source.record) for relative, source in sources.items()}
-        text = json.dumps({"format": _FORMAT, "files": entries})
-        self._write(self._path(name, UPLOAD_MANIFEST), text.encode())
+        for relative, (content, _) in sources.items():
+            self._write(f"{name}/{relative}", content)
+        records = {relative: asdict(record) for relative, (_, record) in sources.items()}
+        self._write(f"{name}/{_UPLOAD}", json.dumps(records).encode())
 
-    def _write(self, path: str, content: Path | bytes) -> None:
+    def _write(self, relative: str, content: Path | bytes) -> None:
+        self._check()
+        if isinstance(content, bytes):
+            self.files.pipe_file(f"{self.root}/{relative}", content)
+        else:
+            self.files.put_file(str(content), f"{self.root}/{relative}")
+
+    def _check(self) -> None:
         if self.cancelled.is_set():
             raise UploadCancelled
-        if isinstance(content, bytes):
-            self.files.pipe_file(path, content)
-        else:
-            self.files.put_file(str(content), path)
 
     def remove(self, name: str) -> None:
         """Remove an upload, if it exists."""
         # Its manifest first: an interrupted removal leaves no upload that seems complete.
-        for path in (self._path(name, UPLOAD_MANIFEST), self._path(name)):
-            if self.cancelled.is_set():
-                raise UploadCancelled
+        for relative in (f"{name}/{_UPLOAD}", name):
+            self._check()
             with suppress(FileNotFoundError):
-                self.files.rm(path, recursive=True)
+                self.files.rm(f"{self.root}/{relative}", recursive=True)
 
     def point(self, pointer: str, name: str) -> None:
         """Let the file `latest` or `best` name an upload."""
-        self._write(self._path(pointer), f"{name}\n".encode())
+        self._write(pointer, f"{name}\n".encode())
 
     def named(self, pointer: str) -> str | None:
         """Return the upload that `latest` or `best` names; None without the file."""
         try:
-            return self.files.cat_file(self._path(pointer)).decode(errors="replace").strip()
+            return self.files.cat_file(f"{self.root}/{pointer}").decode(errors="replace").strip()
         except FileNotFoundError:
             return None
 
     def steps(self) -> list[int]:
-        """Return the steps of uploads, complete or not, newest first."""
+        """Return the steps of the complete and of incomplete checkpoints, newest first."""
         self.files.invalidate_cache()
         try:
-            paths = self.files.ls(self._root, detail=False)
+            paths = self.files.ls(self.root, detail=False)
         except FileNotFoundError:
             return []
-        names = [path.rstrip("/").rpartition("/")[2] for path in paths]
-        numbers = [name.removeprefix("step_") for name in names if name.startswith("step_")]
-        return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
+        names = [path.rstrip("/").rpartition("/")[2].partition("step_") for path in paths]
+        return sorted((int(step) for _, _, step in names if step.isdecimal()), reverse=True)
 
     def records(self, name: str) -> dict[str, FileRecord]:
         """Return the files of a complete upload; empty without one."""
         try:
-            manifest = json.loads(self.files.cat_file(self._path(name, UPLOAD_MANIFEST)))
-            if manifest["format"] != _FORMAT:
-                return {}
-            records = {path: FileRecord(**entry) for path, entry in manifest["files"].items()}
-        except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
+            entries = json.loads(self.files.cat_file(f"{self.root}/{name}/{_UPLOAD}"))
+            records = {path: FileRecord(**entry) for path, entry in entries.items()}
+        except (FileNotFoundError, ValueError, TypeError, AttributeError):
             return {}
         # No file of a store may lead out of the run directory.
         is_inside = [not {"..", "/"} & set(PurePosixPath(path).parts) for path in records]
         return records if all(is_inside) else {}
 
     def prune(self, step: int, keep_latest: int, best: str | None) -> None:
-        """Remove the checkpoints before `step` but the newest `keep_latest` and `best`."""
-        older = [other for other in self.steps() if other <= step]
-        complete = [f"step_{other}" for other in older if self.records(f"step_{other}")]
-        for other in older:
-            name = f"step_{other}"
-            if name not in complete[:keep_latest] and name != best:
+        """Remove the checkpoints up to `step` but the newest `keep_latest` and `best`."""
+        names = [f"step_{other}" for other in self.steps() if other <= step]
+        kept = {best, *[name for name in names if self.records(name)][:keep_latest]}
+        for name in names:
+            if name not in kept:
                 self.remove(name)
 
-    def get(self, name: str, target: Path, under: str = "") -> None:
-        """Download the files of an upload that begin with `under`. Raises DamagedUpload."""
-        records = self.records(name)
-        for relative in (path for path in records if path.startswith(under)):
+    def get(self, name: str, target: Path, under: str = "") -> str | None:
+        """Download the files of an upload that begin with `under`; return the problem, if any."""
+        for relative, record in self.records(name).items():
+            if not relative.startswith(under):
+                continue
             path = target / relative
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                self.files.get_file(self._path(name, relative), str(path))
-            except FileNotFoundError as error:
-                raise DamagedUpload(f"{relative} is missing") from error
-            if file_record(path) != records[relative]:
-                raise DamagedUpload(f"{relative} does not have the content that was uploaded")
+                self.files.get_file(f"{self.root}/{name}/{relative}", str(path))
+            except FileNotFoundError:
+                return f"{relative} is missing"
+            if file_record(path) != record:
+                return f"{relative} does not have the content that was uploaded"
+        return None
 
 
-def checkpoint_sources(directory: RunDirectory, step: int) -> dict[str, Source]:
-    """Return the files of a checkpoint and of the run, by their path in the run directory.
+def checkpoint_sources(directory: RunDirectory, step: int) -> Sources:
+    """Return the files of a checkpoint and of the run.
 
     The files of the run may have records of later steps, which a resume removes.
     """
     checkpoint = directory.path / "checkpoints" / f"step_{step}"
-    sources = {}
-    for name, entry in read_json(checkpoint / MANIFEST)["files"].items():
-        path = checkpoint / name
-        sources[path.relative_to(directory.path).as_posix()] = Source(path, FileRecord(**entry))
+    entries = read_json(checkpoint / MANIFEST)["files"]
+    sources: dict[str, tuple[Path | bytes, FileRecord]] = {
+        f"checkpoints/step_{step}/{name}": (checkpoint / name, FileRecord(**entry))
+        for name, entry in entries.items()
+    }
     for path in (checkpoint / MANIFEST, *_run_files(directory)):
         content = path.read_bytes()
         record = FileRecord(len(content), hashlib.sha256(content).hexdigest())
-        sources[path.relative_to(directory.path).as_posix()] = Source(content, record)
+        sources[path.relative_to(directory.path).as_posix()] = (content, record)
     return sources
 
 
 def _run_files(directory: RunDirectory) -> Iterator[Path]:
     """Yield the files of a run that a resume continues, config.yaml first."""
     yield directory.config
-    yield from sorted(directory.path.glob("*.jsonl"))
-    yield from sorted(directory.lengths.parent.glob("*.json*"))
-    # The ids of the runs of trackers.
-    yield from sorted(directory.logs.glob("*_run_id"))
+    # The last ones are the ids of the runs of trackers.
+    for folder, pattern in ((".", "*.jsonl"), ("plan", "*.json*"), ("logs", "*_run_id")):
+        yield from sorted((directory.path / folder).glob(pattern))
 
 
-def export_sources(export: Path) -> dict[str, Source]:
+def export_sources(export: Path) -> Sources:
     """Return the files of an exported model."""
     paths = [path for path in sorted(export.rglob("*")) if path.is_file()]
-    return {p.relative_to(export).as_posix(): Source(p, file_record(p)) for p in paths}
+    return {path.relative_to(export).as_posix(): (path, file_record(path)) for path in paths}
 
 
 def check_unused(store: Store) -> None:
@@ -245,75 +201,56 @@ def check_unused(store: Store) -> None:
 
 
 def restore(store: Store, directory: RunDirectory) -> int | None:
-    """Download the newest complete checkpoint into a run directory without checkpoints.
+    """Download the latest complete checkpoint into a run directory without the file `latest`.
 
     The checkpoint that `best` names is downloaded as well. Every file is compared with its
-    checksum. Returns the step; None if the store has no complete checkpoint, or if the directory
-    has a file `latest`. Raises CheckpointError if the store cannot be read, or if no complete
-    upload in it has the content that was uploaded.
+    checksum. Returns the step; None if there is nothing to download. Raises CheckpointError if the
+    store cannot be read, or if no complete upload has the content that was uploaded.
     """
     # Written last: a kill during an earlier download leaves a directory without it.
     if (directory.path / "latest").exists():
         return None
-    checkpoints = directory.path / "checkpoints"
     try:
-        return _restore(store, directory, checkpoints / ".writing_download")
-    except DamagedUpload as error:
-        problem, advice = str(error), "Restore one of its uploads"
-    except Exception as error:  # noqa: BLE001 (the libraries of stores raise any type)
-        problem, advice = error_text(error), "Check its address and your credentials"
-    raise CheckpointError(
-        f"no checkpoint can be downloaded from {store.address} ({problem}), and {directory.path}"
-        f" has none, so the run would start again at step 0. {advice}, or set {_KEY} to null"
-    )
+        return _restore(store, directory, directory.path / "checkpoints" / ".writing_download")
+    except Exception as error:
+        raise CheckpointError(
+            f"no checkpoint can be downloaded from {store.address} ({error_text(error)}), and"
+            f" {directory.path} has none, so the run would start again at step 0. Check the store"
+            f" and your credentials, or set {_KEY} to null"
+        ) from error
 
 
 def _restore(store: Store, directory: RunDirectory, download: Path) -> int | None:
-    steps = store.steps()
-    # The newest may be of a run that went back to an older step, as with local checkpoints.
-    steps.sort(key=lambda step: f"step_{step}" != store.named("latest"))
-    problem = None
+    # As with local checkpoints, a step after `latest` is of a run that went back.
+    latest, best = store.named("latest"), store.named("best")
+    steps = sorted(store.steps(), key=lambda step: f"step_{step}" != latest)
+    problems = []
     for step in steps:
         name = f"step_{step}"
         if not store.records(name):
             logger.warning("ignoring %s/%s: its upload was interrupted", store.address, name)
             continue
         shutil.rmtree(download, ignore_errors=True)
-        try:
-            store.get(name, download)
-        except DamagedUpload as error:
-            logger.warning("ignoring %s/%s: %s", store.address, name, error)
-            problem = DamagedUpload(f"{name}: {error}")
+        problem = store.get(name, download)
+        if problem is not None:
+            logger.warning("ignoring %s/%s: %s", store.address, name, problem)
+            problems.append(f"{name}: {problem}")
             continue
-        _restore_best(store, download, steps)
+        if best != name and best in {f"step_{each}" for each in steps}:
+            # A damaged one is found by its own manifest.
+            store.get(best, download, under=f"checkpoints/{best}/")
         _move(download, directory)
         write_text(directory.path / "latest", f"checkpoints/{name}\n")
         return step
-    if problem is not None:
-        raise problem
+    if problems:
+        raise CheckpointError("; ".join(problems))
     return None
 
 
-def _restore_best(store: Store, download: Path, steps: Collection[int]) -> None:
-    best = store.named("best")
-    is_known = best in {f"step_{step}" for step in steps}
-    if best is None or not is_known or (download / "checkpoints" / best).exists():
-        return
-    try:
-        store.get(best, download, under=f"checkpoints/{best}/")
-    except DamagedUpload as error:
-        logger.warning("the best checkpoint, %s/%s, is not used: %s", store.address, best, error)
-        shutil.rmtree(download / "checkpoints" / best, ignore_errors=True)
-
-
 def _move(download: Path, directory: RunDirectory) -> None:
-    """Move the downloaded files to their places: after a kill in between they are moved again."""
-    for path in _run_files(RunDirectory(download)):
+    for path in (*_run_files(RunDirectory(download)), *(download / "checkpoints").iterdir()):
         target = directory.path / path.relative_to(download)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        path.replace(target)
-    for path in (download / "checkpoints").iterdir():
-        target = directory.path / "checkpoints" / path.name
         shutil.rmtree(target, ignore_errors=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         path.replace(target)
     shutil.rmtree(download, ignore_errors=True)

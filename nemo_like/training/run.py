@@ -210,8 +210,8 @@ class TrainingRun:
                 with_ema=self.settings.policy.ema.enabled,
             )
             if self.files.saver.uploader is not None:
-                directory = self.files.directory
-                self.files.saver.uploader.submit_exports((directory.hf, directory.hf_ema))
+                exports = (self.files.directory.hf, self.files.directory.hf_ema)
+                self.files.saver.uploader.submit([path for path in exports if path.is_dir()])
         self.files.log_file.check()
         text = f"done: {counted(step, 'step')}, run directory {self.files.directory.path}"
         if export is not None:

@@ -83,7 +83,7 @@ class CheckpointSaver:
     def _publish(self, checkpoint: OpenCheckpoint) -> None:
         self._checkpointer.publish(checkpoint)
         if self.uploader is not None:
-            self.uploader.submit_checkpoints()
+            self.uploader.submit()
 
     def saved_steps(self) -> list[int]:
         """Return the steps of the checkpoints, the pending one included."""
