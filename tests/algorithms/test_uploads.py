@@ -67,5 +67,5 @@ def test_a_resume_without_local_files_continues_bit_for_bit(recipe: Recipe, tmp_
     shutil.rmtree(resumed.directory.path)
     for step in (2, 4):
         (tmp_path / f"store/copied/step_{step}/metrics.jsonl").write_text("")
-    with pytest.raises(CheckpointError, match="metrics.jsonl does not have the content"):
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl does not have the content"):
         run_sft(recipe.sft(*options, "resume=true"))
