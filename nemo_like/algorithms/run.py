@@ -192,7 +192,7 @@ class _Opening:
             return None
         if self.store is not None:
             with self.progress.phase(f"looking for a checkpoint in {self.store.address}"):
-                step = restore(self.store, self.directory)
+                step = restore(self.store, self.directory.path)
             if step is not None:
                 self.progress.print_line(f"downloaded step {step} from {self.store.address}")
         resumed = self.checkpointer.find_latest(
@@ -279,7 +279,7 @@ class _Opening:
     def _open_uploader(self) -> Uploader | None:
         if self.store is None:
             return None
-        uploader = Uploader(self.store, self.checkpointer, self.directory)
+        uploader = Uploader(self.store, self.checkpointer, self.directory.path)
 
         def close() -> None:
             with self.progress.phase(f"uploading to {uploader.store.address}"):

@@ -30,7 +30,8 @@ from nemo_like.run.versions import installed_versions
 
 _LIMITS = {"memlock": resource.RLIMIT_MEMLOCK, "open files": resource.RLIMIT_NOFILE}
 _MAX_LINE = 300
-_MAX_LOG_BYTES = 1_000_000
+_ARCHIVED = ("metrics.jsonl", "health.jsonl", "logs/driver.log", "logs/ray/*.log", "logs/ray/*.err")
+"""The standard output of workers is left out: code of the user may print data."""
 _REMOVED = "(removed)"
 _MIN_SECRET = 6
 """A shorter value of a secret name may be a part of ordinary words and numbers."""
@@ -98,7 +99,7 @@ def _run(files: RunFiles) -> Iterator[tuple[str, list[str]]]:
 
 
 def _steps(files: RunFiles) -> Iterator[str]:
-    """Yield times, slowest phases and slowest rank: of quarters of the run, and of its last steps."""
+    """Yield times, slowest phases and rank: of quarters of the run, and of its last steps."""
     phases = {
         name.removeprefix("timing/").removesuffix("_s"): np.nan_to_num(values)
         for name, values in files.metrics.items()
@@ -151,17 +152,13 @@ def _write_archive(path: Path, files: RunFiles | None, found: str) -> None:
     if files is not None:
         config = _redacted(yaml.safe_load(files.config_text), "", secrets)
         texts["config.yaml"] = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-        run = files.directory
-        for log in (run.metrics, run.health, *run.logs.rglob("*.log"), *run.logs.rglob("*.err")):
-            if log.is_file():
-                content = log.read_bytes()
-                content = content if log == run.metrics else content[-_MAX_LOG_BYTES:]
-                texts[log.relative_to(run.path).as_posix()] = content.decode(errors="replace")
+        run = files.directory.path
+        for log in (file for pattern in _ARCHIVED for file in sorted(run.glob(pattern))):
+            texts[log.relative_to(run).as_posix()] = log.read_text(errors="replace")
     try:
         with tarfile.open(path, "w:gz") as archive:
             for name, text in texts.items():
-                # Metrics are numbers, in which a short secret could be found.
-                content = (text if name == "metrics.jsonl" else _cleaned(text, secrets)).encode()
+                content = _cleaned(text, secrets).encode()
                 member = tarfile.TarInfo(f"doctor/{name}")
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))

@@ -19,15 +19,14 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
-from threading import Event
+from typing import Any
 
 from nemo_like.config.errors import ConfigError, error_text
-from nemo_like.run.checkpoint import MANIFEST, CheckpointError, read_json
-from nemo_like.run.directory import RunDirectory
+from nemo_like.run.checkpoint import CheckpointError
 from nemo_like.run.files import FileRecord, file_record, write_text
 
 logger = logging.getLogger(__name__)
@@ -36,9 +35,10 @@ _UPLOAD = "upload.json"
 _KEY = "checkpointing.upload_to"
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 """Protocol -> the extra with its package."""
-
-Sources = Mapping[str, tuple[Path | bytes, FileRecord]]
-"""Path in an upload -> a file, or its content if the file can change during the upload."""
+_RUN_FILES = ("config.yaml", "*.jsonl", "plan/*.json*", "logs/*_run_id")
+"""Files of a run that a resume continues; config.yaml, which marks the directory of a run, first.
+The last ones are the ids of the runs of trackers.
+"""
 
 
 class UploadCancelled(Exception):
@@ -59,7 +59,7 @@ class Store:
         # Only on a local file system a directory must exist before its files.
         options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
         try:
-            self.files, root = url_to_fs(url, **options)
+            self.file_system, root = url_to_fs(url, **options)
         except Exception as error:  # the libraries of stores raise any type
             advice = ""
             if isinstance(error, ImportError) and protocol in _EXTRAS:
@@ -67,39 +67,53 @@ class Store:
             raise ConfigError(f"{_KEY}: {url!r}: {error_text(error)}{advice}") from error
         self.root = f"{root.rstrip('/')}/{run_name}"
         self.address = f"{url.rstrip('/')}/{run_name}"
-        self.cancelled = Event()
-        """Set to end an upload of another thread before its next file."""
+        self.is_cancelled = False
+        """Set it to end an upload of another thread before its next request."""
 
-    def put(self, name: str, sources: Sources) -> None:
-        """Upload files, in place of an earlier upload of that name."""
-        self.remove(name)
-        for relative, (content, _) in sources.items():
-            self._write(f"{name}/{relative}", content)
-        records = {relative: asdict(record) for relative, (_, record) in sources.items()}
-        self._write(f"{name}/{_UPLOAD}", json.dumps(records).encode())
-
-    def _write(self, relative: str, content: Path | bytes) -> None:
-        self._check()
-        if isinstance(content, bytes):
-            self.files.pipe_file(f"{self.root}/{relative}", content)
-        else:
-            self.files.put_file(str(content), f"{self.root}/{relative}")
-
-    def _check(self) -> None:
-        if self.cancelled.is_set():
+    @property
+    def files(self) -> Any:
+        """The file system. Raises UploadCancelled."""
+        if self.is_cancelled:
             raise UploadCancelled
+        return self.file_system
+
+    def put(self, name: str, parent: Path, paths: Iterable[Path]) -> None:
+        """Upload files of the directory `parent`, in place of an earlier upload of that name."""
+        self.remove(name)
+        records = {}
+        for path in paths:
+            relative = path.relative_to(parent).as_posix()
+            if path.suffix == ".jsonl":
+                # Records may be appended during the upload; a resume removes later ones.
+                content = path.read_bytes()
+                self.files.pipe_file(f"{self.root}/{name}/{relative}", content)
+                record = FileRecord(len(content), hashlib.sha256(content).hexdigest())
+            else:
+                self.files.put_file(str(path), f"{self.root}/{name}/{relative}")
+                record = file_record(path)
+            records[relative] = asdict(record)
+        self.files.pipe_file(f"{self.root}/{name}/{_UPLOAD}", json.dumps(records).encode())
+
+    def put_checkpoint(self, run: Path, path: Path) -> bool:
+        """Upload a checkpoint and the files of its run; return False if the store has it."""
+        manifest = path / "manifest.json"
+        uploaded = self.records(path.name).get(manifest.relative_to(run).as_posix())
+        if uploaded == file_record(manifest):
+            return False
+        files = (file for file in sorted(path.rglob("*")) if file.is_file())
+        self.put(path.name, run, (*files, *_run_files(run)))
+        return True
 
     def remove(self, name: str) -> None:
         """Remove an upload, if it exists."""
         # Its manifest first: an interrupted removal leaves no upload that seems complete.
         for relative in (f"{name}/{_UPLOAD}", name):
-            self._check()
             with suppress(FileNotFoundError):
                 self.files.rm(f"{self.root}/{relative}", recursive=True)
 
     def point(self, pointer: str, name: str) -> None:
         """Let the file `latest` or `best` name an upload."""
-        self._write(pointer, f"{name}\n".encode())
+        self.files.pipe_file(f"{self.root}/{pointer}", f"{name}\n".encode())
 
     def named(self, pointer: str) -> str | None:
         """Return the upload that `latest` or `best` names; None without the file."""
@@ -153,36 +167,9 @@ class Store:
         return None
 
 
-def checkpoint_sources(directory: RunDirectory, step: int) -> Sources:
-    """Return the files of a checkpoint and of the run.
-
-    The files of the run may have records of later steps, which a resume removes.
-    """
-    checkpoint = directory.path / "checkpoints" / f"step_{step}"
-    entries = read_json(checkpoint / MANIFEST)["files"]
-    sources: dict[str, tuple[Path | bytes, FileRecord]] = {
-        f"checkpoints/step_{step}/{name}": (checkpoint / name, FileRecord(**entry))
-        for name, entry in entries.items()
-    }
-    for path in (checkpoint / MANIFEST, *_run_files(directory)):
-        content = path.read_bytes()
-        record = FileRecord(len(content), hashlib.sha256(content).hexdigest())
-        sources[path.relative_to(directory.path).as_posix()] = (content, record)
-    return sources
-
-
-def _run_files(directory: RunDirectory) -> Iterator[Path]:
-    """Yield the files of a run that a resume continues, config.yaml first."""
-    yield directory.config
-    # The last ones are the ids of the runs of trackers.
-    for folder, pattern in ((".", "*.jsonl"), ("plan", "*.json*"), ("logs", "*_run_id")):
-        yield from sorted((directory.path / folder).glob(pattern))
-
-
-def export_sources(export: Path) -> Sources:
-    """Return the files of an exported model."""
-    paths = [path for path in sorted(export.rglob("*")) if path.is_file()]
-    return {path.relative_to(export).as_posix(): (path, file_record(path)) for path in paths}
+def _run_files(run: Path) -> Iterator[Path]:
+    for pattern in _RUN_FILES:
+        yield from sorted(run.glob(pattern))
 
 
 def check_unused(store: Store) -> None:
@@ -200,7 +187,7 @@ def check_unused(store: Store) -> None:
         )
 
 
-def restore(store: Store, directory: RunDirectory) -> int | None:
+def restore(store: Store, run: Path) -> int | None:
     """Download the latest complete checkpoint into a run directory without the file `latest`.
 
     The checkpoint that `best` names is downloaded as well. Every file is compared with its
@@ -208,48 +195,46 @@ def restore(store: Store, directory: RunDirectory) -> int | None:
     store cannot be read, or if no complete upload has the content that was uploaded.
     """
     # Written last: a kill during an earlier download leaves a directory without it.
-    if (directory.path / "latest").exists():
+    if (run / "latest").exists():
         return None
     try:
-        return _restore(store, directory, directory.path / "checkpoints" / ".writing_download")
+        return _restore(store, run, run / "checkpoints" / ".writing_download")
     except Exception as error:
         raise CheckpointError(
-            f"no checkpoint can be downloaded from {store.address} ({error_text(error)}), and"
-            f" {directory.path} has none, so the run would start again at step 0. Check the store"
-            f" and your credentials, or set {_KEY} to null"
+            f"no checkpoint can be downloaded from {store.address} ({error_text(error)}), and {run}"
+            " has none, so the run would start again at step 0. Check the store and your"
+            f" credentials, or set {_KEY} to null"
         ) from error
 
 
-def _restore(store: Store, directory: RunDirectory, download: Path) -> int | None:
+def _restore(store: Store, run: Path, download: Path) -> int | None:
     # As with local checkpoints, a step after `latest` is of a run that went back.
     latest, best = store.named("latest"), store.named("best")
     steps = sorted(store.steps(), key=lambda step: f"step_{step}" != latest)
     problems = []
     for step in steps:
         name = f"step_{step}"
-        if not store.records(name):
-            logger.warning("ignoring %s/%s: its upload was interrupted", store.address, name)
-            continue
         shutil.rmtree(download, ignore_errors=True)
-        problem = store.get(name, download)
-        if problem is not None:
-            logger.warning("ignoring %s/%s: %s", store.address, name, problem)
+        is_complete = bool(store.records(name))
+        problem = store.get(name, download) if is_complete else "its upload was interrupted"
+        if problem is None:
+            if best != name and best in {f"step_{each}" for each in steps}:
+                # A damaged one is found by its own manifest.
+                store.get(best, download, under=f"checkpoints/{best}/")
+            _move(download, run)
+            write_text(run / "latest", f"checkpoints/{name}\n")
+            return step
+        logger.warning("ignoring %s/%s: %s", store.address, name, problem)
+        if is_complete:
             problems.append(f"{name}: {problem}")
-            continue
-        if best != name and best in {f"step_{each}" for each in steps}:
-            # A damaged one is found by its own manifest.
-            store.get(best, download, under=f"checkpoints/{best}/")
-        _move(download, directory)
-        write_text(directory.path / "latest", f"checkpoints/{name}\n")
-        return step
     if problems:
         raise CheckpointError("; ".join(problems))
     return None
 
 
-def _move(download: Path, directory: RunDirectory) -> None:
-    for path in (*_run_files(RunDirectory(download)), *(download / "checkpoints").iterdir()):
-        target = directory.path / path.relative_to(download)
+def _move(download: Path, run: Path) -> None:
+    for path in (*_run_files(download), *(download / "checkpoints").iterdir()):
+        target = run / path.relative_to(download)
         shutil.rmtree(target, ignore_errors=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         path.replace(target)

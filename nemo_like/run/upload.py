@@ -11,8 +11,7 @@ from pathlib import Path
 from nemo_like.config.errors import error_text
 from nemo_like.metrics import Max, Metrics
 from nemo_like.run.checkpoint import Checkpointer
-from nemo_like.run.directory import RunDirectory
-from nemo_like.run.store import Sources, Store, UploadCancelled, checkpoint_sources, export_sources
+from nemo_like.run.store import Store, UploadCancelled
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +22,14 @@ class Uploader:
     A failed upload is tried again with the next checkpoint, and once at the end of the run.
     """
 
-    def __init__(self, store: Store, checkpointer: Checkpointer, directory: RunDirectory) -> None:
+    def __init__(self, store: Store, checkpointer: Checkpointer, run: Path) -> None:
         self.store = store
         self._checkpointer = checkpointer
-        self._directory = directory
+        self._path = run
         # The thread and the driver replace these values and never change them in place.
         self._exports: tuple[Path, ...] = ()
-        self._metrics: Metrics = {"upload/num_failed": Max(0)}
+        self.metrics: Metrics = {"upload/num_failed": Max(0)}
+        """The state of the uploads."""
         self._is_due = threading.Event()
         self._is_closing = False
         self._is_failing = False
@@ -49,10 +49,6 @@ class Uploader:
             )
         self._is_due.set()
 
-    def metrics(self) -> Metrics:
-        """Return the state of the uploads."""
-        return self._metrics
-
     def close(self, wait_s: float) -> None:
         """Wait up to `wait_s` seconds until everything is uploaded, and end the thread."""
         self._is_closing = True
@@ -60,13 +56,13 @@ class Uploader:
         try:
             self._thread.join(wait_s)
         finally:
-            self.store.cancelled.set()
+            self.store.is_cancelled = True
         if self._is_failing or self._thread.is_alive():
             logger.warning(
                 "%s does not have the last files of the run; those in %s are complete, and the next"
                 " resume there uploads its checkpoint",
                 self.store.address,
-                self._directory.path,
+                self._path,
             )
 
     def _run(self) -> None:
@@ -81,38 +77,37 @@ class Uploader:
             except UploadCancelled:
                 return
             except Exception as error:  # noqa: BLE001 (the libraries of stores raise any type)
-                self._note_failure(error)
+                num_failed = self.metrics["upload/num_failed"].value + 1
+                self.metrics = self.metrics | {"upload/num_failed": Max(num_failed)}
+                logger.log(
+                    logging.INFO if self._is_failing else logging.WARNING,
+                    "the upload to %s failed: %s. Training continues, and the upload is tried again"
+                    " with the next checkpoint (reported once)",
+                    self.store.address,
+                    error_text(error),
+                )
+                self._is_failing = True
             self._checkpointer.in_use = frozenset()
 
-    def _note_failure(self, error: Exception) -> None:
-        num_failed = self._metrics["upload/num_failed"].value + 1
-        self._metrics = self._metrics | {"upload/num_failed": Max(num_failed)}
-        logger.log(
-            logging.INFO if self._is_failing else logging.WARNING,
-            "the upload to %s failed: %s. Training continues, and the upload is tried again with"
-            " the next checkpoint (reported once)",
-            self.store.address,
-            error_text(error),
-        )
-        self._is_failing = True
-
     def _upload(self) -> None:
+        started_s = time.monotonic()
         selected = self._selected()
+        is_new = bool(self._exports)
         for pointer, path in selected.items():
-            sources = checkpoint_sources(self._directory, int(path.name.removeprefix("step_")))
-            prefix = f"checkpoints/{path.name}/"
-            wanted = {name: each[1] for name, each in sources.items() if name.startswith(prefix)}
-            if not wanted.items() <= self.store.records(path.name).items():
-                self._put(path.name, sources)
+            is_new |= self.store.put_checkpoint(self._path, path)
             self.store.point(pointer, path.name)
         if "latest" in selected:
             step = int(selected["latest"].name.removeprefix("step_"))
             best = selected["best"].name if "best" in selected else None
             self.store.prune(step, self._checkpointer.config.keep_latest, best)
-            self._metrics = self._metrics | {"upload/latest_step": Max(step)}
-        for path in self._exports:
-            self._put(path.name, export_sources(path))
-            self._exports = tuple(each for each in self._exports if each != path)
+            self.metrics = self.metrics | {"upload/latest_step": Max(step)}
+        while self._exports:
+            export = self._exports[0]
+            files = (path for path in sorted(export.rglob("*")) if path.is_file())
+            self.store.put(export.name, export, files)
+            self._exports = self._exports[1:]
+        if is_new:
+            self.metrics = self.metrics | {"upload/seconds": Max(time.monotonic() - started_s)}
 
     def _selected(self) -> dict[str, Path]:
         """Return the latest and the best checkpoint, which are not removed until the upload ends.
@@ -125,8 +120,3 @@ class Uploader:
             self._checkpointer.in_use = frozenset(selected.values())
             if self._checkpointer.selected() == selected:
                 return selected
-
-    def _put(self, name: str, sources: Sources) -> None:
-        started_s = time.monotonic()
-        self.store.put(name, sources)
-        self._metrics = self._metrics | {"upload/seconds": Max(time.monotonic() - started_s)}

@@ -145,7 +145,7 @@ class TrainingRun:
         self.log.add(throughput | full_length_metrics(work, self.settings.policy))
         self.log.add(self.log.timers.pop())
         if self.files.saver.uploader is not None:
-            self.log.add(self.files.saver.uploader.metrics())
+            self.log.add(self.files.saver.uploader.metrics)
         self.log.report_start()
         self.log.write(step)
 

@@ -24,13 +24,12 @@ NUM_STEPS = 6
 PROGRAM = f"""
 import sys
 from pathlib import Path
-from nemo_like.run.directory import RunDirectory
-from nemo_like.run.store import Store, checkpoint_sources
+from nemo_like.run.store import Store
 store = Store("s3://checkpoints/prefix", "run")
-directory = RunDirectory(Path(sys.argv[1]))
+run = Path(sys.argv[1])
 print("ready", flush=True)
 for step in range(1, {NUM_STEPS + 1}):
-    store.put(f"step_{{step}}", checkpoint_sources(directory, step))
+    store.put_checkpoint(run, run / f"checkpoints/step_{{step}}")
     store.point("latest", f"step_{{step}}")
     store.prune(step, 2, None)
     print(step, flush=True)
@@ -84,7 +83,7 @@ def test_a_kill_during_an_upload_to_s3_leaves_complete_checkpoints(
         store = Store(bucket, "run")
         other = RunDirectory(tmp_path / f"other_{attempt}")
         other.path.mkdir()
-        found = restore(store, other)
+        found = restore(store, other.path)
         expected = {None, 1} if done is None else {done, done + 1}
         assert found in expected
         if found is not None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nemo_like.config.errors import ConfigError
 from nemo_like.run.checkpoint import CheckpointError, incomplete_reason
 from nemo_like.run.directory import RunDirectory
-from nemo_like.run.store import Store, check_unused, checkpoint_sources, export_sources, restore
+from nemo_like.run.store import Store, check_unused, restore
 from tests.run.uploads import Files, Interrupted, open_run, save, weights
 
 STEPS = (1, 10, 11, 100)
@@ -24,7 +24,7 @@ STEPS = (1, 10, 11, 100)
 
 
 def upload(store: Store, directory: RunDirectory, step: int, keep_latest: int = 2) -> None:
-    store.put(f"step_{step}", checkpoint_sources(directory, step))
+    store.put_checkpoint(directory.path, directory.path / f"checkpoints/step_{step}")
     store.point("latest", f"step_{step}")
     store.prune(step, keep_latest, None)
 
@@ -36,7 +36,7 @@ def new_store(root: str = "memory://") -> Store:
 def restored_step(store: Store, path: Path) -> int | None:
     """Restore into an empty directory and check everything that is there."""
     path.mkdir(exist_ok=True)
-    step = restore(store, RunDirectory(path))
+    step = restore(store, path)
     if step is None:
         assert not (path / "latest").exists()
         return None
@@ -79,7 +79,7 @@ def test_an_upload_that_is_interrupted_anywhere_is_complete_or_absent(
             left -= 1
             return 1.0 if left >= 0 else part
 
-        store.files = Files(files, before)
+        store.file_system = Files(files, before)
         done: list[int] = []
         begun = 0
         try:
@@ -88,7 +88,7 @@ def test_an_upload_that_is_interrupted_anywhere_is_complete_or_absent(
                 done.append(begun)
         except Interrupted:
             pass
-        store.files = files
+        store.file_system = files
         found = restored_step(store, Path(folder, "other"))
         last = done[-1] if done else None
         assert found in (last, begun)
@@ -152,7 +152,7 @@ def test_an_interrupted_download_is_repeated(tmp_path: Path) -> None:
     (other / "checkpoints/step_2/policy/weights").unlink()
     (other / "checkpoints/.writing_download").mkdir()
     assert restored_step(store, other) == 2
-    assert restore(store, RunDirectory(other)) is None, "local checkpoints are used as they are"
+    assert restore(store, other) is None, "local checkpoints are used as they are"
 
 
 def test_a_store_that_cannot_be_read_does_not_start_a_resume_again(tmp_path: Path, caplog) -> None:
@@ -162,9 +162,9 @@ def test_a_store_that_cannot_be_read_does_not_start_a_resume_again(tmp_path: Pat
         def __getattr__(self, name: str):
             raise PermissionError("Access Denied")
 
-    store.files = Unreachable()  # pyright: ignore[reportAttributeAccessIssue]
+    store.file_system = Unreachable()
     with pytest.raises(CheckpointError, match=r"Access Denied.*start again at step 0.*credentials"):
-        restore(store, RunDirectory(tmp_path))
+        restore(store, tmp_path)
     check_unused(store)
     assert "Access Denied" in caplog.text
 
@@ -188,7 +188,7 @@ def test_an_export_replaces_the_earlier_one(tmp_path: Path) -> None:
             path.unlink()
         for name in names:
             (export / name).write_text(name * 10)
-        store.put("hf", export_sources(export))
+        store.put("hf", export, [export / name for name in names])
         assert store.records("hf").keys() == set(names)
     names = [path.rpartition("/")[2] for path in store.files.find(store.root)]
     assert sorted(names) == ["a", "upload.json"]

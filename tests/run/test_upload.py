@@ -25,17 +25,17 @@ class Run:
 
     def __init__(self, path: Path, before: Callable[[str, str], float]) -> None:
         self.directory, self.checkpointer = open_run(path, keep_latest=1)
-        self.store = Store(f"memory://{uuid.uuid4().hex}", "run")
-        self.files = self.store.files
-        self.store.files = Files(self.files, before)  # pyright: ignore[reportAttributeAccessIssue]
-        self.uploader = Uploader(self.store, self.checkpointer, self.directory)
+        url = f"memory://{uuid.uuid4().hex}"
+        self.store, self.reader = Store(url, "run"), Store(url, "run")
+        self.store.file_system = Files(self.store.files, before)
+        self.uploader = Uploader(self.store, self.checkpointer, path)
 
     def save(self, step: int, *, best: bool = False) -> None:
         save(self.directory, self.checkpointer, step, best=best)
         self.uploader.submit()
 
     def metrics(self) -> dict[str, float]:
-        return metric_values(self.uploader.metrics())
+        return metric_values(self.uploader.metrics)
 
     def await_metric(self, name: str, value: float) -> None:
         deadline = time.monotonic() + WAIT_S
@@ -63,7 +63,7 @@ def test_a_slow_store_delays_nothing_and_gets_the_newest_checkpoint(tmp_path: Pa
     assert caplog.text.count("take longer than the time between two checkpoints") == 1
     released.set()
     run.uploader.close(WAIT_S)
-    assert run.store.steps() == [4]
+    assert run.reader.steps() == [4]
     assert run.metrics()["upload/latest_step"] == 4.0
     assert caplog.text.count("WARNING") == 1
 
@@ -80,7 +80,7 @@ def test_a_failed_upload_is_reported_once_and_repeated_with_the_next_checkpoint(
     for step, failures in ((1, 1.0), (2, 2.0)):
         run.save(step)
         run.await_metric("upload/num_failed", failures)
-        assert run.store.named("latest") is None
+        assert run.reader.named("latest") is None
     run.save(3)
     run.await_metric("upload/latest_step", 3.0)
     run.uploader.close(WAIT_S)
@@ -88,7 +88,7 @@ def test_a_failed_upload_is_reported_once_and_repeated_with_the_next_checkpoint(
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1
     assert "the store is down" in warnings[0].message
-    assert run.store.steps() == [3], "incomplete uploads are removed"
+    assert run.reader.steps() == [3], "incomplete uploads are removed"
 
 
 def test_the_end_of_a_run_repeats_a_failed_upload_and_waits_no_longer_than_its_limit(
@@ -99,7 +99,7 @@ def test_the_end_of_a_run_repeats_a_failed_upload_and_waits_no_longer_than_its_l
     run.save(1)
     run.await_metric("upload/num_failed", 1.0)
     run.uploader.close(WAIT_S)
-    assert run.store.steps() == [1] and "last files" not in caplog.text
+    assert run.reader.steps() == [1] and "last files" not in caplog.text
 
     released = threading.Event()
 
@@ -116,7 +116,7 @@ def test_the_end_of_a_run_repeats_a_failed_upload_and_waits_no_longer_than_its_l
         if thread.name == "upload":
             thread.join(WAIT_S)
     # The request that was under way is the last one.
-    assert run.store.records("step_1") == {} and run.store.named("latest") is None
+    assert run.reader.records("step_1") == {} and run.reader.named("latest") is None
 
 
 def test_the_best_checkpoint_and_exports_are_kept(tmp_path: Path) -> None:
@@ -130,12 +130,12 @@ def test_the_best_checkpoint_and_exports_are_kept(tmp_path: Path) -> None:
     (run.directory.hf / "model").write_bytes(b"model")
     run.uploader.submit([run.directory.hf])
     run.uploader.close(WAIT_S)
-    assert run.store.steps() == [3, 1]
-    assert run.store.named("latest") == "step_3" and run.store.named("best") == "step_1"
-    assert run.store.records("hf").keys() == {"model"}
+    assert run.reader.steps() == [3, 1]
+    assert run.reader.named("latest") == "step_3" and run.reader.named("best") == "step_1"
+    assert run.reader.records("hf").keys() == {"model"}
     other = RunDirectory(tmp_path / "other")
     other.path.mkdir()
-    assert restore(run.store, other) == 3
+    assert restore(run.reader, other.path) == 3
     restored = Checkpointer(other.path, run.checkpointer.config)
     assert restored.saved_steps() == [1, 3]
     assert (other.path / "checkpoints/step_1/policy/weights").read_bytes() == weights(1)
@@ -152,20 +152,20 @@ def test_a_resume_uploads_nothing_that_the_store_has(tmp_path: Path) -> None:
     run.save(1)
     run.uploader.close(WAIT_S)
     changes.clear()
-    resumed = Uploader(run.store, run.checkpointer, run.directory)
-    run.store.cancelled.clear()
+    resumed = Uploader(run.store, run.checkpointer, run.directory.path)
+    run.store.is_cancelled = False
     resumed.submit()
     resumed.close(WAIT_S)
     assert changes == ["pipe_file"], "the pointer alone"
-    assert metric_values(resumed.metrics()) == {"upload/latest_step": 1.0, "upload/num_failed": 0.0}
+    assert metric_values(resumed.metrics) == {"upload/latest_step": 1.0, "upload/num_failed": 0.0}
     # Other content of the same step replaces it.
     path = run.directory.path / "checkpoints/step_1"
     (path / "manifest.json").write_text((path / "manifest.json").read_text() + "\n")
-    run.store.cancelled.clear()
-    again = Uploader(run.store, run.checkpointer, run.directory)
+    run.store.is_cancelled = False
+    again = Uploader(run.store, run.checkpointer, run.directory.path)
     again.submit()
     again.close(WAIT_S)
-    assert changes.count("put_file") == 2
+    assert changes.count("put_file") == 4
 
 
 @pytest.fixture(autouse=True)
