@@ -113,9 +113,9 @@ def _steps(files: RunFiles) -> Iterator[str]:
             continue
         means = {name: values[part].mean() for name, values in phases.items()}
         slowest = sorted(means, key=lambda name: -means[name])[:3]
-        text = ", ".join(f"{name} {means[name]:.2f} s" for name in slowest)
+        text = ", ".join(f"{name} {means[name]:.2f} s" for name in slowest if means[name] > 0)
         if ranks is not None:
-            text += f"; slowest rank {ranks[part].mean():.2f} of the mean"
+            text += f"; slowest rank {ranks[part].mean():.2f} times the mean"
         first, last = files.steps[part[0]], files.steps[part[-1]]
         yield f"{first}{'' if first == last else f'-{last}'}: {step_s[part].mean():.2f} s: {text}"
 
@@ -142,7 +142,8 @@ def _stacks(files: RunFiles) -> dict[str, str]:
 def _innermost(stack: str) -> str:
     """Return the innermost call of the main thread, or the first line."""
     frames = stack.partition('"MainThread"')[2] or stack
-    return shortened(frames.strip().partition("\n")[0], _MAX_LINE)
+    call = re.search(r"^ +(\S.*)$", frames, re.MULTILINE)
+    return shortened(call[1] if call else stack.partition("\n")[0], _MAX_LINE)
 
 
 def _write_archive(path: Path, files: RunFiles | None, found: str) -> None:

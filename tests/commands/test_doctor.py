@@ -85,10 +85,10 @@ def test_the_steps_and_the_end_of_a_run_are_shown_on_one_screen(run: Path, capsy
     assert len(output.splitlines()) <= 24
     assert "failed" in output and "worker 1 of the policy group died" in output
     # Means of quarters of steps 1-8, by hand, then single steps.
-    assert "1-2: 2.50 s: rollout_wait 1.50 s, train 1.00 s" in output
+    assert "1-2: 2.50 s: rollout_wait 1.50 s, train 1.00 s; slowest rank" in output
     assert "7-8: 8.50 s: rollout_wait 7.50 s" in output
     assert "12: 13.00 s: checkpoint 50.00 s, rollout_wait 12.00 s, train 1.00 s; slowest" in output
-    assert "slowest rank 1.25 of the mean" in output and "start_ray" not in output
+    assert "slowest rank 1.25 times the mean" in output and "start_ray" not in output
     for name in ("torch", "GiB free", "/dev/shm", "memlock", "open files", "RAY_ADDRESS"):
         assert name in output
     assert "stacks" not in output, "the run has ended"
