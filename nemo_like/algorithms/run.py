@@ -29,7 +29,7 @@ from nemo_like.run.directory import (
 )
 from nemo_like.run.files import AppendedFile
 from nemo_like.run.progress import Progress
-from nemo_like.run.store import Store, check_unused, restore
+from nemo_like.run.store import Store, check_unused, open_store, restore
 from nemo_like.run.tracking import RunLog, Tracker, check_logger, run_log
 from nemo_like.run.upload import Uploader
 from nemo_like.training.epochs import OpenRun
@@ -94,7 +94,6 @@ def open_training_run(
         ExitStack() as closing,
     ):
         log_file.note_start()
-        url = config.checkpointing.upload_to
         opening = _Opening(
             config=config,
             plain=plain,
@@ -105,7 +104,7 @@ def open_training_run(
             stop=stop,
             num_steps=num_steps,
             closing=closing,
-            store=None if url is None else Store(url, config.run_name),
+            store=open_store(config.checkpointing.upload_to, config.run_name),
         )
         check_logger(config.logger)
         for warning in start_warnings(

@@ -103,7 +103,7 @@ def _steps(files: RunFiles) -> Iterator[str]:
     phases = {
         name.removeprefix("timing/").removesuffix("_s"): np.nan_to_num(values)
         for name, values in files.metrics.items()
-        if name.startswith("timing/") and not name.startswith("timing/start_")
+        if re.match("timing/(?!start_)", name)
     }
     step_s = phases.pop("step", np.zeros(len(files.steps)))
     ranks = files.metrics.get("policy/rank_time_worst_over_mean")

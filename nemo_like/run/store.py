@@ -167,6 +167,11 @@ class Store:
         return None
 
 
+def open_store(url: str | None, run_name: str) -> Store | None:
+    """Return the store of `checkpointing.upload_to`; None without one. Raises ConfigError."""
+    return None if url is None else Store(url, run_name)
+
+
 def _run_files(run: Path) -> Iterator[Path]:
     for pattern in _RUN_FILES:
         yield from sorted(run.glob(pattern))
