@@ -34,6 +34,7 @@ class Uploader:
         self._is_closing = False
         self._is_failing = False
         self._is_slow = False
+        self._is_checked = False
         self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
         self._thread.start()
 
@@ -92,6 +93,11 @@ class Uploader:
     def _upload(self) -> None:
         started_s = time.monotonic()
         selected = self._selected()
+        if "latest" in selected and not self._is_checked:
+            is_behind = self._is_behind(selected["latest"])
+            self._is_checked = True
+            if is_behind:
+                return
         is_new = bool(self._exports)
         for pointer, path in selected.items():
             is_new |= self.store.put_checkpoint(self._path, path)
@@ -108,6 +114,22 @@ class Uploader:
             self._exports = self._exports[1:]
         if is_new:
             self.metrics = self.metrics | {"upload/seconds": Max(time.monotonic() - started_s)}
+
+    def _is_behind(self, latest: Path) -> bool:
+        """Return whether the store has a later step, with a warning; for the start of a resume."""
+        named = self.store.named("latest")
+        step = int(latest.name.removeprefix("step_"))
+        is_behind = named in {f"step_{other}" for other in self.store.steps() if other > step}
+        if is_behind:
+            logger.warning(
+                "%s has %s, and this run continues from its local %s, whose next checkpoint becomes"
+                " the latest there. To continue from the store, stop the run, remove %s and resume",
+                self.store.address,
+                named,
+                latest.name,
+                self._path / "latest",
+            )
+        return is_behind
 
     def _selected(self) -> dict[str, Path]:
         """Return the latest and the best checkpoint, which are not removed until the upload ends.

@@ -69,3 +69,8 @@ def test_a_resume_without_local_files_continues_bit_for_bit(recipe: Recipe, tmp_
         (tmp_path / f"store/copied/step_{step}/metrics.jsonl").write_text("")
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl does not have the content"):
         run_sft(recipe.sft(*options, "resume=true"))
+
+
+def test_a_wrong_url_is_an_error_before_the_workers_start(recipe: Recipe) -> None:
+    with pytest.raises(ConfigError, match=r"checkpointing\.upload_to: 'bucket' is not a URL"):
+        run_sft(recipe.sft("checkpointing.upload_to=bucket"))

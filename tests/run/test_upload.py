@@ -168,6 +168,29 @@ def test_a_resume_uploads_nothing_that_the_store_has(tmp_path: Path) -> None:
     assert changes.count("put_file") == 4
 
 
+def test_a_resume_behind_the_store_warns_before_it_replaces_the_latest(
+    tmp_path: Path, caplog
+) -> None:
+    run = Run(tmp_path / "run", lambda method, path: 1.0)
+    run.save(3)
+    run.uploader.close(WAIT_S)
+    other = Run(tmp_path / "other", lambda method, path: 1.0)
+    other.store.root = run.store.root
+    # Its files are of an earlier step than those in the store.
+    save(other.directory, other.checkpointer, 1)
+    other.uploader.submit()
+    deadline = time.monotonic() + WAIT_S
+    while "has step_3, and this run continues from its local step_1" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    reader = run.reader
+    assert reader.named("latest") == "step_3" and reader.steps() == [3]
+    other.save(2)
+    other.uploader.close(WAIT_S)
+    assert reader.named("latest") == "step_2" and reader.steps() == [3, 2]
+    assert caplog.text.count("WARNING") == 1
+
+
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
     yield
