@@ -26,7 +26,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from nemo_like.config.errors import ConfigError, error_text
-from nemo_like.run.checkpoint import CheckpointError
+from nemo_like.run.checkpoint import MANIFEST, CheckpointError
 from nemo_like.run.files import FileRecord, file_record, write_text
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class Store:
 
     def put_checkpoint(self, run: Path, path: Path) -> bool:
         """Upload a checkpoint and the files of its run; return False if the store has it."""
-        manifest = path / "manifest.json"
+        manifest = path / MANIFEST
         uploaded = self.records(path.name).get(manifest.relative_to(run).as_posix())
         if uploaded == file_record(manifest):
             return False
