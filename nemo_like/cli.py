@@ -172,6 +172,17 @@ _COMMANDS = {
   nemo-like report runs/seed_0 runs/seed_1 --out comparison.html
 """,
     ),
+    "doctor": _Command(
+        "show versions, devices, Ray, disks and limits of this machine, and the last steps, end and"
+        " stacks of a run; write an archive for a bug report",
+        "doctor.run",
+        command_arguments.add_doctor,
+        """examples:
+  nemo-like doctor
+  nemo-like doctor runs/demo_grpo
+  nemo-like doctor runs/demo_grpo --archive report.tar.gz
+""",
+    ),
     "replay": _Command(
         "repeat an optimizer step of a GRPO run from its record, also with another loss or packer,"
         " and compare loss and gradient norm",

@@ -59,6 +59,7 @@ LIBRARY_PLACES = {
     "math_verify": ("environments/expressions.py",),
     "pint": ("environments/expressions.py",),
     "bokeh": ("reports/charts.py",),
+    "fsspec": ("run/store.py",),
     "PIL": ("data/images.py",),
 }
 """Where each heavy library may be imported, as the beginnings of paths in the package."""

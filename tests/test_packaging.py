@@ -99,6 +99,8 @@ def test_the_promised_extras_exist() -> None:
         "flash-attn",
         "wandb",
         "mlflow",
+        "s3",
+        "gcs",
         "gguf",
         "speed",
         "optim",

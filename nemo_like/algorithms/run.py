@@ -29,7 +29,9 @@ from nemo_like.run.directory import (
 )
 from nemo_like.run.files import AppendedFile
 from nemo_like.run.progress import Progress
+from nemo_like.run.store import Store, check_unused, open_store, restore
 from nemo_like.run.tracking import RunLog, Tracker, check_logger, run_log
+from nemo_like.run.upload import Uploader
 from nemo_like.training.epochs import OpenRun
 from nemo_like.training.files import RunFiles
 from nemo_like.training.groups import WorkersStart
@@ -102,6 +104,7 @@ def open_training_run(
             stop=stop,
             num_steps=num_steps,
             closing=closing,
+            store=open_store(config.checkpointing.upload_to, config.run_name),
         )
         check_logger(config.logger)
         for warning in start_warnings(
@@ -161,6 +164,7 @@ class _Opening:
     num_steps: int | None
     closing: ExitStack
     """Closes the files of the run."""
+    store: Store | None
     opened_s: float = field(default_factory=time.monotonic)
 
     def print_header(self, num_examples: int) -> None:
@@ -181,8 +185,15 @@ class _Opening:
         """
         config = self.config
         if not config.resume:
+            if self.store is not None:
+                check_unused(self.store)
             write_config(self.directory, self.plain)
             return None
+        if self.store is not None:
+            with self.progress.phase(f"looking for a checkpoint in {self.store.address}"):
+                step = restore(self.store, self.directory.path)
+            if step is not None:
+                self.progress.print_line(f"downloaded step {step} from {self.store.address}")
         resumed = self.checkpointer.find_latest(
             lambda path: checkpoint_problem(policy_directory(path))
         )
@@ -229,9 +240,11 @@ class _Opening:
     ) -> TrainingRun:
         """Open the files of the run and return it; `state` is None without a checkpoint."""
         timers = Timers()
-        files = self._open_files(
-            CheckpointSaver(self.checkpointer, workers, timers), state, identities
-        )
+        saver = CheckpointSaver(self.checkpointer, workers, timers, self._open_uploader())
+        files = self._open_files(saver, state, identities)
+        if saver.uploader is not None:
+            # A killed process may have saved the checkpoint and not uploaded it.
+            saver.uploader.submit()
         log = StepLog(
             tracker=files.tracker,
             log_file=files.log_file,
@@ -261,6 +274,18 @@ class _Opening:
             step=0 if state is None else state.step,
             sampling=sampling,
         )
+
+    def _open_uploader(self) -> Uploader | None:
+        if self.store is None:
+            return None
+        uploader = Uploader(self.store, self.checkpointer, self.directory.path)
+
+        def close() -> None:
+            with self.progress.phase(f"uploading to {uploader.store.address}"):
+                uploader.close(self.config.checkpointing.upload_wait_s)
+
+        self.closing.callback(close)
+        return uploader
 
     def _open_files(
         self, saver: CheckpointSaver, state: TrainingState | None, identities: Mapping[str, str]

@@ -247,6 +247,15 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=0, metavar="N", help=text)
 
 
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `nemo-like doctor`."""
+    text = "the directory of a run, also of a live one"
+    parser.add_argument("source", nargs="?", type=Path, metavar="RUN", help=text)
+    text = "write what is found, with config, metrics and logs of the run, for a bug report"
+    parser.add_argument("--archive", type=Path, metavar="FILE.tar.gz", help=text)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
 def add_replay(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `nemo-like replay`."""
     _add_step(parser)

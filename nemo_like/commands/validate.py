@@ -46,6 +46,7 @@ from nemo_like.models.pretrained import import_transformers_without_torch
 from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.memory import GIB
 from nemo_like.run.progress import Progress
+from nemo_like.run.store import open_store
 from nemo_like.run.tracking import check_logger
 from nemo_like.training.diagnostics import Diagnostics, Report
 from nemo_like.training.generation_backends import generation_backend
@@ -127,6 +128,7 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
     for name, rows in validation.items():
         _describe_rows(config.data.validation_files[name], rows, diagnostics)
     diagnostics.check(lambda: check_logger(config.logger))
+    diagnostics.check(lambda: open_store(config.checkpointing.upload_to, config.run_name))
     rewarded = None
     if needs.scored_rows == "train":
         rewarded = train

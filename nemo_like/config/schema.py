@@ -620,6 +620,13 @@ class CheckpointingConfig:
     """Whether a larger or a smaller value of `keep_best` is better."""
     export_hf: bool = True
     """Write a Hugging Face model to `<output_dir>/<run_name>/hf` at the end."""
+    upload_to: Annotated[str | None, NOT_EMPTY] = None
+    """URL of a store, e.g. `s3://bucket/prefix`, `gs://bucket` or `file:///backup`, to which the
+    latest and the best checkpoint and the exported model are copied while training continues. With
+    `resume` a machine without the files of the run downloads them. Credentials come from the
+    environment, as for the AWS and Google tools. null is no copy."""
+    upload_wait_s: Annotated[float, Ge(0)] = 600.0
+    """Max seconds that a run waits at its end for uploads."""
 
 
 @dataclass(frozen=True, kw_only=True)

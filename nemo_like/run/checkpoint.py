@@ -97,12 +97,19 @@ class Checkpointer:
         self.path = run_path / "checkpoints"
         self.latest_path = run_path / "latest"
         self.best_path = run_path / "best"
+        self.in_use: frozenset[Path] = frozenset()
+        """Checkpoints that are not removed, because they are being uploaded."""
         self._verified_step: int | None = None
 
     def saved_steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, in order."""
         steps = reversed(self._steps())
         return [step for step in steps if (self._directory(step) / MANIFEST).exists()]
+
+    def selected(self) -> dict[str, Path]:
+        """Return the checkpoints that the files `latest` and `best` name, by the file."""
+        named = {path.name: self._named_step(path) for path in (self.latest_path, self.best_path)}
+        return {name: self._directory(step) for name, step in named.items() if step is not None}
 
     def should_save(self, step: int, *, is_last: bool = False, is_best: bool = False) -> bool:
         """Return True every `save_period` steps, at the end, and for the best step so far.
@@ -312,7 +319,8 @@ class Checkpointer:
         kept = [
             other for other in kept if other == best or other in kept[: self.config.keep_latest]
         ]
-        self._remove(self._directory(other) for other in steps if other not in kept)
+        removed = [self._directory(other) for other in steps if other not in kept]
+        self._remove(directory for directory in removed if directory not in self.in_use)
 
     def _remove(self, directories: Iterable[Path]) -> None:
         for directory in list(directories):

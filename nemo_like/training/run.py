@@ -144,6 +144,8 @@ class TrainingRun:
         )
         self.log.add(throughput | full_length_metrics(work, self.settings.policy))
         self.log.add(self.log.timers.pop())
+        if self.files.saver.uploader is not None:
+            self.log.add(self.files.saver.uploader.metrics)
         self.log.report_start()
         self.log.write(step)
 
@@ -207,6 +209,9 @@ class TrainingRun:
                 self.progress,
                 with_ema=self.settings.policy.ema.enabled,
             )
+            if self.files.saver.uploader is not None:
+                exports = (self.files.directory.hf, self.files.directory.hf_ema)
+                self.files.saver.uploader.submit([path for path in exports if path.is_dir()])
         self.files.log_file.check()
         text = f"done: {counted(step, 'step')}, run directory {self.files.directory.path}"
         if export is not None:

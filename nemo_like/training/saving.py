@@ -20,6 +20,7 @@ from nemo_like.run.checkpoint import Checkpointer, CheckpointError, OpenCheckpoi
 from nemo_like.run.directory import RunDirectory
 from nemo_like.run.files import WriteError, remove_link, reporting_write_errors
 from nemo_like.run.progress import Progress
+from nemo_like.run.upload import Uploader
 from nemo_like.training.workers import RunWorkers
 
 logger = logging.getLogger(__name__)
@@ -37,10 +38,17 @@ def policy_directory(checkpoint: Path) -> Path:
 class CheckpointSaver:
     """Saves the checkpoints of a run. At most one is being written at a time."""
 
-    def __init__(self, checkpointer: Checkpointer, workers: RunWorkers, timers: Timers) -> None:
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        workers: RunWorkers,
+        timers: Timers,
+        uploader: Uploader | None = None,
+    ) -> None:
         self._checkpointer = checkpointer
         self._workers = workers
         self.timers = timers
+        self.uploader = uploader
         self._pending: OpenCheckpoint | None = None
         """A checkpoint that the policy's workers write while training continues."""
 
@@ -70,7 +78,12 @@ class CheckpointSaver:
             if in_background:
                 self._pending = checkpoint
             else:
-                self._checkpointer.publish(checkpoint)
+                self._publish(checkpoint)
+
+    def _publish(self, checkpoint: OpenCheckpoint) -> None:
+        self._checkpointer.publish(checkpoint)
+        if self.uploader is not None:
+            self.uploader.submit()
 
     def saved_steps(self) -> list[int]:
         """Return the steps of the checkpoints, the pending one included."""
@@ -96,7 +109,7 @@ class CheckpointSaver:
         self._pending = None
         with self._checkpointer.discarding(pending):
             pending.add(_POLICY, self._workers.policy.finish_save())
-        self._checkpointer.publish(pending)
+        self._publish(pending)
 
     def finish_after_error(self, error: Exception) -> None:
         """Publish the pending checkpoint if the workers still can; the run ends with `error`.

@@ -67,6 +67,16 @@ def connect(logs: Path | None) -> SessionDirectory | None:
     return None
 
 
+def connection_problem() -> str | None:
+    """Join the cluster of RAY_ADDRESS and leave it; return the problem, if any."""
+    try:
+        connect(None)
+    except ClusterError as error:
+        return str(error)
+    disconnect()
+    return None
+
+
 def disconnect() -> None:
     """Disconnect this process from Ray."""
     with _keep_signal_handlers():
