@@ -1,0 +1,282 @@
+"""Prompt selection: the selector alone, and in complete runs that are resumed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.grpo.loop import run_grpo
+from nemo_like.algorithms.grpo.rollouts import prompt_selector
+from nemo_like.algorithms.grpo.selection import PromptSelector, step_weights
+from nemo_like.config.errors import ConfigError
+from nemo_like.data.loader import RowLoader
+from nemo_like.metrics import metric_values
+from tests.algorithms.test_grpo_options import rollout_of
+from tests.algorithms.test_runs import interrupt_at, read_metrics
+from tests.recipe import Recipe
+
+
+class Numbers:
+    """The rows 0 to n - 1, encoded as themselves; rows of `dropped` are dropped."""
+
+    def __init__(self, num_rows: int, dropped: frozenset[int] = frozenset()) -> None:
+        self._num_rows = num_rows
+        self._dropped = dropped
+        self.digests = (f"{num_rows} numbers",)
+        self.num_skipped = 0
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def fetch(self, rows: list[int]) -> list[int | None]:
+        return [None if row in self._dropped else row for row in rows]
+
+    def location(self, row: int) -> str:
+        return str(row)
+
+
+def make_selector(**changes: float) -> PromptSelector:
+    settings = {"decay": 0.5, "exploration": 0.1, "seed": 3, "lag": 0, **changes}
+    return PromptSelector(**settings)  # type: ignore[arg-type]
+
+
+def make_loader(selector: PromptSelector, num_rows: int, **options: object) -> RowLoader[int]:
+    loader: RowLoader[int] = RowLoader(Numbers(num_rows), **options)  # type: ignore[arg-type]
+    loader.selector = selector
+    return loader
+
+
+def run_steps(
+    loader: RowLoader[int],
+    selector: PromptSelector,
+    is_informative: Callable[[int, int], bool],
+    steps: range,
+    lag: int = 0,
+) -> tuple[dict[int, list[int]], dict[int, dict]]:
+    """Rows and positions of `steps`, whose batches are chosen up to `lag` steps ahead."""
+    rows: dict[int, list[int]] = {}
+    orders = {}
+    positions = {}
+    for step in steps:
+        for ahead in range(step, min(step + lag + 1, steps.stop)):
+            if ahead not in rows:
+                selector.begin(ahead)
+                rows[ahead] = next(loader)
+                orders[ahead] = loader.position
+        outcomes = [(row, is_informative(row, step)) for row in rows[step]]
+        selector.record(step, outcomes, 0)
+        positions[step] = json.loads(json.dumps(orders[step].state_dict()))
+    return rows, positions
+
+
+def test_the_probability_of_a_prompt_falls_with_its_uninformative_visits() -> None:
+    selector = make_selector()
+    seen = [selector.probability(7)]
+    for step, is_informative in enumerate([False, False, False, False, True, False]):
+        selector.record(step, [(7, is_informative), (8, True)], 0)
+        selector.begin(step + 1)
+        seen.append(selector.probability(7))
+        assert selector.probability(8) == 1
+    assert seen == [1, 0.5, 0.25, 0.125, 0.1, 1, 0.5]
+
+
+def test_the_weighted_sum_over_sampled_visits_is_unbiased() -> None:
+    """By the probabilities that are returned, and by the frequency of the draws."""
+    selector = make_selector()
+    rng = np.random.default_rng(0)
+    rows = np.arange(40)
+    for step in range(4):
+        selector.record(step, [(row, bool(rng.random() < row / 40)) for row in range(40)], 0)
+    selector.begin(4)
+    values = rng.normal(size=40)
+    num_sampled = np.zeros(40)
+    estimates = []
+    for epoch in range(4000):
+        is_sampled, probabilities = selector.choose(rows.tolist(), epoch, 0)
+        expected = [max(0.1, 0.5 ** selector.streak(row)) for row in range(40)]
+        assert probabilities.tolist() == expected
+        num_sampled += is_sampled
+        estimates.append(values[is_sampled] @ (1 / probabilities[is_sampled]))
+    errors = num_sampled / 4000 - np.array(expected)
+    assert np.abs(errors).max() < 4 * np.sqrt(0.25 / 4000)
+    assert (num_sampled[np.array(expected) == 1] == 4000).all()
+    spread = np.std(estimates) / np.sqrt(len(estimates))
+    assert spread > 0
+    assert abs(np.mean(estimates) - values.sum()) < 4 * spread
+
+
+def test_draws_do_not_depend_on_how_the_visits_are_divided() -> None:
+    selector = make_selector()
+    selector.record(0, [(row, False) for row in range(64)], 0)
+    selector.begin(1)
+    rows = list(range(64))
+    together, _ = selector.choose(rows, 2, 5)
+    parts = [selector.choose(rows[i : i + 7], 2, 5 + i)[0] for i in range(0, 64, 7)]
+    assert together.tolist() == np.concatenate(parts).tolist()
+    assert together.tolist() != selector.choose(rows, 3, 5)[0].tolist()
+    other = make_selector(seed=4)
+    other.load_state_dict(selector.state_dict())
+    assert together.tolist() != other.choose(rows, 2, 5)[0].tolist()
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+@pytest.mark.parametrize("stop", [1, 4, 9])
+def test_a_resumed_selection_equals_a_straight_one(lag: int, stop: int) -> None:
+    """Also where batches are chosen ahead of the outcomes of earlier ones."""
+
+    def is_informative(row: int, step: int) -> bool:
+        return (row + step // 5) % 3 == 0
+
+    def start() -> tuple[RowLoader[int], PromptSelector]:
+        selector = make_selector(lag=lag)
+        return make_loader(selector, 23, batch_size=4, seed=1), selector
+
+    straight, positions = run_steps(*start(), is_informative, range(20), lag)
+    loader, selector = start()
+    assert loader.load_state_dict(positions[stop])
+    resumed, later = run_steps(loader, selector, is_informative, range(stop + 1, 20), lag)
+    assert resumed == {step: straight[step] for step in range(stop + 1, 20)}
+    assert later[19] == positions[19]
+
+
+def test_an_epoch_visits_each_prompt_at_most_once_and_none_is_lost() -> None:
+    """Random outcomes and sizes: over many epochs every prompt is sampled."""
+    rng = np.random.default_rng(5)
+    for trial in range(20):
+        num_rows, batch_size = int(rng.integers(1, 30)), int(rng.integers(1, 9))
+        if trial % 2 and batch_size > num_rows:
+            batch_size = num_rows
+        selector = make_selector(seed=trial)
+        last_batch = "drop" if trial % 2 else "keep"
+        loader = make_loader(selector, num_rows, batch_size=batch_size, last_batch=last_batch)
+        informative = set(np.flatnonzero(rng.random(num_rows) < 0.3).tolist())
+        by_epoch: dict[int, Counter[int]] = {}
+        for step in range(300):
+            selector.begin(step)
+            rows = next(loader)
+            assert len(loader.batch_rows) == len(loader.batch_probabilities) == len(rows) > 0
+            if last_batch == "drop":
+                assert len(rows) == batch_size
+            by_epoch.setdefault(loader.batch_epoch, Counter()).update(rows)
+            selector.record(step, [(row, row in informative) for row in rows], loader.num_skipped)
+        assert max(max(count.values()) for count in by_epoch.values()) == 1
+        assert set().union(*by_epoch.values()) == set(range(num_rows))
+        # Those that always are informative are never skipped.
+        last = max(by_epoch) - 1
+        if last_batch == "keep" and last > 0:
+            assert informative <= set(by_epoch[last])
+
+
+def test_the_number_of_prompts_follows_the_measured_yield() -> None:
+    selector = make_selector()
+    assert selector.num_prompts(8, 32) == 8, "without history as many as are needed"
+    for step in range(60):
+        metrics = selector.record(step, [(row, row < 2) for row in range(8)], 24)
+    assert selector.expected_yield == pytest.approx(0.25, abs=0.01)
+    values = metric_values(metrics)
+    assert values["selection/skipped_share"] == 0.75
+    assert values["selection/uninformative_share"] == 0.75
+    assert selector.num_prompts(2, 32) in (8, 9)
+    assert selector.num_prompts(8, 20) == 20
+    for step in range(60, 200):
+        selector.record(step, [(row, False) for row in range(8)], 0)
+    assert selector.num_prompts(1, 10**6) <= 8 * 10 + 1, "no yield is 0"
+
+
+def test_a_loader_with_changed_rows_begins_without_history(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    selector = make_selector()
+    loader = make_loader(selector, 8, batch_size=8)
+    next(loader)
+    selector.record(0, [(0, False)], 0)
+    state = loader.state_dict()
+    other = make_selector()
+    changed = make_loader(other, 9, batch_size=8)
+    assert not changed.load_state_dict(state, allow_changed_rows=True)
+    assert other.probability(0) == 1
+    assert "begins without history" in caplog.text
+    # A run that did not select has no history, and one that selects no more does not read it.
+    selector = make_selector()
+    plain: RowLoader[int] = RowLoader(Numbers(8), batch_size=8)  # type: ignore[arg-type]
+    assert plain.load_state_dict(state)
+    assert make_loader(selector, 8, batch_size=8).load_state_dict(plain.state_dict())
+    assert selector.probability(0) == 1
+
+
+def test_weights_have_a_mean_of_one_over_trained_rows() -> None:
+    weights = np.array([1, 4, 10, 1], dtype=np.float32)
+    mask = np.array([True, True, False, True])
+    assert step_weights(weights, mask).tolist() == [0.5, 2, 5, 0.5]
+    assert step_weights(weights, np.zeros(4, dtype=bool)).tolist() == weights.tolist()
+
+
+RUN = (
+    "grpo.prompt_selection.enabled=true",
+    "grpo.num_prompts_per_step=4",
+    "grpo.max_num_steps=10",
+    "grpo.val_period=0",
+    "grpo.val_at_start=false",
+    "data.validation_path=null",
+    "data.max_train_rows=12",
+    "checkpointing.keep_latest=9",
+    "checkpointing.export_hf=false",
+    "loss_fn.reference_policy_kl_penalty=0",
+    "policy.generation.max_new_tokens=4",
+    "reward.functions.digits.path=tests.algorithms.test_grpo_options.rarely_unequal",
+)
+
+
+def prompts_of(run: Path, num_steps: int) -> list[list[dict]]:
+    return [rollout_of(run, step) for step in range(1, num_steps + 1)]
+
+
+@pytest.mark.parametrize("samples_dynamically", [False, True])
+def test_a_run_that_was_killed_and_resumed_equals_a_straight_one(
+    recipe: Recipe, samples_dynamically: bool
+) -> None:
+    options = (*RUN, f"grpo.dynamic_sampling.enabled={str(samples_dynamically).lower()}")
+    run = run_grpo(recipe.grpo(*options)).directory.path
+    metrics, rows = read_metrics(run), prompts_of(run, 10)
+    state = (run / "checkpoints/step_10/training_state.json").read_bytes()
+    weights = (run / "checkpoints/step_10/policy/rank_00000_000.safetensors").read_bytes()
+    interrupt_at(run, 4)
+    run_grpo(recipe.grpo(*options, "resume=true"))
+    assert read_metrics(run) == metrics
+    assert prompts_of(run, 10) == rows
+    assert (run / "checkpoints/step_10/training_state.json").read_bytes() == state
+    resumed = run / "checkpoints/step_10/policy/rank_00000_000.safetensors"
+    assert resumed.read_bytes() == weights
+
+    assert sum(line["selection/skipped_share"] for line in metrics) > 0
+    streaks: dict[str, int] = {}
+    for line, step in zip(metrics, rows, strict=True):
+        groups: dict[int, list[dict]] = {}
+        for row in step:
+            groups.setdefault(row["group"], []).append(row)
+        equal = [len({row["reward"] for row in group}) == 1 for group in groups.values()]
+        assert line["selection/uninformative_share"] == pytest.approx(np.mean(equal))
+        for group, is_equal in zip(groups.values(), equal, strict=True):
+            source = group[0]["source"]
+            streaks[source] = streaks.get(source, 0) + 1 if is_equal else 0
+    history = json.loads(state)["loader"]["selection"]
+    by_source = {
+        f"{recipe.demo}/grpo_train.jsonl:{row + 1}": streak
+        for row, streak in zip(history["rows"], history["streaks"], strict=True)
+    }
+    assert by_source == streaks
+    if samples_dynamically:
+        assert all(line["policy/num_rows"] <= 16 for line in metrics if "policy/num_rows" in line)
+        surplus = sum(line["selection/num_surplus_groups"] for line in metrics)
+        kept = [row for step in rows for row in step if row.get("kept", True)]
+        spread = [
+            line["dynamic_sampling/kept_share"] * line["dynamic_sampling/num_sampled_groups"]
+            for line in metrics
+        ]
+        assert surplus == pytest.approx(sum(spread) - len(kept) / 4)
