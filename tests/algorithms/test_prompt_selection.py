@@ -10,13 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.grpo.advantages import rollout_advantages
 from nemo_like.algorithms.grpo.loop import run_grpo
-from nemo_like.algorithms.grpo.rollouts import prompt_selector
-from nemo_like.algorithms.grpo.selection import PromptSelector, step_weights
-from nemo_like.config.errors import ConfigError
+from nemo_like.algorithms.grpo.selection import WEIGHT, PromptSelector, step_weights
+from nemo_like.data.jagged import Jagged
 from nemo_like.data.loader import RowLoader
+from nemo_like.generation.requests import Completions
 from nemo_like.metrics import metric_values
+from nemo_like.rollout.conversations import ConversationRow, Prompt
+from nemo_like.rollout.rows import Rollout, build_rollout
 from tests.algorithms.test_grpo_options import rollout_of
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.recipe import Recipe
@@ -44,6 +46,17 @@ class Numbers:
 def make_selector(**changes: float) -> PromptSelector:
     settings = {"decay": 0.5, "exploration": 0.1, "seed": 3, "lag": 0, **changes}
     return PromptSelector(**settings)  # type: ignore[arg-type]
+
+
+def make_rollout(rewards: list[float]) -> Rollout:
+    """Groups of two rows, each of a prompt token and two completion tokens."""
+    prompt = Prompt(token_ids=np.array([5], dtype=np.int32), text="", answer=None)
+    rows = []
+    for _ in rewards:
+        row = ConversationRow.start(prompt, 0)
+        row.add_turn(Completions.from_rows([[5, 5]], [[-1.0, -1.0]], [[0, 0]], ["stop"]), 0)
+        rows.append(row)
+    return build_rollout(rows, 2, np.array(rewards, dtype=np.float64), {})
 
 
 def make_loader(selector: PromptSelector, num_rows: int, **options: object) -> RowLoader[int]:
@@ -280,3 +293,56 @@ def test_a_run_that_was_killed_and_resumed_equals_a_straight_one(
             for line in metrics
         ]
         assert surplus == pytest.approx(sum(spread) - len(kept) / 4)
+
+
+@pytest.mark.parametrize("reward_kl", [False, True])
+def test_advantages_are_divided_by_the_probabilities(recipe: Recipe, reward_kl: bool) -> None:
+    """Of two groups of two; the first was sampled with probability 1/4."""
+    changes = ["loss_fn.reference_policy_kl_in=reward"] if reward_kl else []
+    config = recipe.grpo("grpo.advantage.normalize=none", *changes)
+    rollout = make_rollout([1, 0, 3, 0])
+    tokens = rollout.batch["input_ids"]
+    zeros = Jagged(np.zeros(len(tokens.values), dtype=np.float32), tokens.offsets)
+    logprobs = {"prev_logprobs": zeros, "reference_logprobs": zeros}
+    plain = rollout_advantages(config, rollout, logprobs)
+    assert plain.rows.tolist() == [0.5, -0.5, 1.5, -1.5]
+    rollout.batch[WEIGHT] = np.array([4, 4, 1, 1], dtype=np.float32)
+    weighted = rollout_advantages(config, rollout, logprobs)
+    # Divided by the mean weight 2.5.
+    np.testing.assert_allclose(weighted.rows, [0.8, -0.8, 0.6, -0.6], rtol=1e-6)
+    if reward_kl:
+        assert isinstance(weighted.column, Jagged)
+        for row, tokens_of_row in enumerate(np.split(weighted.column.values, 4)):
+            assert tokens_of_row[1:] == pytest.approx(weighted.rows[row])
+    assert (rollout.batch["reward"] == [1, 0, 3, 0]).all(), "rewards are not changed"
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_a_run_trains_with_the_weights(recipe: Recipe, weighted: bool) -> None:
+    options = [*RUN, "grpo.advantage.normalize=none", "policy.train_global_batch_size=16"]
+    options.append(f"grpo.prompt_selection.importance_weights={str(weighted).lower()}")
+    run = run_grpo(recipe.grpo(*options, "grpo.max_num_steps=8")).directory.path
+    streaks: dict[str, int] = {}
+    has_differed = False
+    for step in prompts_of(run, 8):
+        groups = [step[start : start + 4] for start in range(0, len(step), 4)]
+        # By default a prompt is sampled with 0.5 per uninformative visit, and at least 0.2.
+        weights = [1 / max(0.2, 0.5 ** streaks.get(each[0]["source"], 0)) for each in groups]
+        if not weighted:
+            weights = [1.0] * len(groups)
+        for group, weight in zip(groups, weights, strict=True):
+            rewards = np.array([row["reward"] for row in group])
+            expected = (rewards - rewards.mean()) * weight / np.mean(weights)
+            np.testing.assert_allclose([row["advantage"] for row in group], expected, atol=1e-6)
+            source = group[0]["source"]
+            streaks[source] = streaks.get(source, 0) + 1 if np.ptp(rewards) == 0 else 0
+            has_differed |= np.ptp(rewards) > 0 and weight != np.mean(weights)
+    assert has_differed == weighted
+
+
+def test_a_run_of_one_epoch_is_warned_about(recipe: Recipe) -> None:
+    config = recipe.grpo("grpo.prompt_selection.enabled=true")
+    (warning,) = config.grpo.prompt_selection.warnings(32, 32)
+    assert "the run samples 32 prompts of 32, and prompts are skipped from their second" in warning
+    assert config.grpo.prompt_selection.warnings(33, 32) == []
+    assert recipe.grpo().grpo.prompt_selection.warnings(32, 32) == []
