@@ -343,6 +343,6 @@ def test_a_run_trains_with_the_weights(recipe: Recipe, weighted: bool) -> None:
 def test_a_run_of_one_epoch_is_warned_about(recipe: Recipe) -> None:
     config = recipe.grpo("grpo.prompt_selection.enabled=true")
     (warning,) = config.grpo.prompt_selection.warnings(32, 32)
-    assert "the run samples 32 prompts of 32, and prompts are skipped from their second" in warning
+    assert "at most 32 prompts of 32, and prompts are skipped from their second" in warning
     assert config.grpo.prompt_selection.warnings(33, 32) == []
     assert recipe.grpo().grpo.prompt_selection.warnings(32, 32) == []

@@ -93,7 +93,7 @@ def _train(
         num_steps=total,
         num_optimizer_steps=num_optimizer_steps(config, source),
     ) as run:
-        num_visits = total * config.grpo.num_prompts_per_step
+        num_visits = total * config.grpo.max_prompts_per_step
         warnings = config.grpo.prompt_selection.warnings(num_visits, len(loader))
         for warning in asynchronous_warnings(config) + warnings:
             logger.warning(warning)

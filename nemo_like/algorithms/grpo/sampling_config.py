@@ -59,12 +59,12 @@ class PromptSelectionConfig:
             )
 
     def warnings(self, num_visits: int, num_rows: int) -> list[str]:
-        """Return a warning if `num_visits` prompts of `num_rows` are none a second time."""
+        """Return a warning if `num_visits` visits of `num_rows` prompts are all first ones."""
         if not self.enabled or num_visits > num_rows:
             return []
         text = (
-            f"grpo.prompt_selection.enabled is true, but the run samples {num_visits:,} prompts of"
-            f" {num_rows:,}, and prompts are skipped from their second epoch on: raise"
-            " grpo.max_num_steps, or set prompt selection to false"
+            f"grpo.prompt_selection.enabled is true, but the run samples at most"
+            f" {num_visits:,} prompts of {num_rows:,}, and prompts are skipped from their second"
+            " epoch on: raise grpo.max_num_steps, or set prompt selection to false"
         )
         return [text]
