@@ -82,7 +82,7 @@ def run_steps(
                 selector.begin(ahead)
                 rows[ahead] = next(loader)
                 orders[ahead] = loader.position
-        outcomes = [(row, is_informative(row, step)) for row in rows[step]]
+        outcomes = [(row, is_informative(row, step), row) for row in rows[step]]
         selector.record(step, outcomes, 0)
         positions[step] = json.loads(json.dumps(orders[step].state_dict()))
     return rows, positions
@@ -92,7 +92,7 @@ def test_the_probability_of_a_prompt_falls_with_its_uninformative_visits() -> No
     selector = make_selector()
     seen = [selector.probability(7)]
     for step, is_informative in enumerate([False, False, False, False, True, False]):
-        selector.record(step, [(7, is_informative), (8, True)], 0)
+        selector.record(step, [(7, is_informative, 5), (8, True, 5)], 0)
         selector.begin(step + 1)
         seen.append(selector.probability(7))
         assert selector.probability(8) == 1
@@ -105,7 +105,8 @@ def test_the_weighted_sum_over_sampled_visits_is_unbiased() -> None:
     rng = np.random.default_rng(0)
     rows = np.arange(40)
     for step in range(4):
-        selector.record(step, [(row, bool(rng.random() < row / 40)) for row in range(40)], 0)
+        is_informative = rng.random(40) < rows / 40
+        selector.record(step, [(row, bool(is_informative[row]), 1) for row in range(40)], 0)
     selector.begin(4)
     values = rng.normal(size=40)
     num_sampled = np.zeros(40)
@@ -126,7 +127,7 @@ def test_the_weighted_sum_over_sampled_visits_is_unbiased() -> None:
 
 def test_draws_do_not_depend_on_how_the_visits_are_divided() -> None:
     selector = make_selector()
-    selector.record(0, [(row, False) for row in range(64)], 0)
+    selector.record(0, [(row, False, 1) for row in range(64)], 0)
     selector.begin(1)
     rows = list(range(64))
     together, _ = selector.choose(rows, 2, 5)
@@ -177,7 +178,9 @@ def test_an_epoch_visits_each_prompt_at_most_once_and_none_is_lost() -> None:
             if last_batch == "drop":
                 assert len(rows) == batch_size
             by_epoch.setdefault(loader.batch_epoch, Counter()).update(rows)
-            selector.record(step, [(row, row in informative) for row in rows], loader.num_skipped)
+            selector.record(
+                step, [(row, row in informative, 1) for row in rows], loader.num_skipped
+            )
         assert max(max(count.values()) for count in by_epoch.values()) == 1
         assert set().union(*by_epoch.values()) == set(range(num_rows))
         # Those that always are informative are never skipped.
@@ -190,7 +193,7 @@ def test_the_number_of_prompts_follows_the_measured_yield() -> None:
     selector = make_selector()
     assert selector.num_prompts(8, 32) == 8, "without history as many as are needed"
     for step in range(60):
-        metrics = selector.record(step, [(row, row < 2) for row in range(8)], 24)
+        metrics = selector.record(step, [(row, row < 2, 1) for row in range(8)], 24)
     assert selector.expected_yield == pytest.approx(0.25, abs=0.01)
     values = metric_values(metrics)
     assert values["selection/skipped_share"] == 0.75
@@ -198,8 +201,17 @@ def test_the_number_of_prompts_follows_the_measured_yield() -> None:
     assert selector.num_prompts(2, 32) in (8, 9)
     assert selector.num_prompts(8, 20) == 20
     for step in range(60, 200):
-        selector.record(step, [(row, False) for row in range(8)], 0)
+        selector.record(step, [(row, False, 1) for row in range(8)], 0)
     assert selector.num_prompts(1, 10**6) <= 8 * 10 + 1, "no yield is 0"
+
+
+def test_lengths_are_predicted_from_the_last_visit() -> None:
+    selector = make_selector()
+    assert selector.lengths([1, 2]) is None
+    selector.record(0, [(1, True, 30), (2, False, 10)], 0)
+    selector.record(1, [(2, False, 20)], 0)
+    predicted = selector.lengths([2, 1, 7])
+    assert predicted is not None and predicted.tolist() == [20, 30, 25]
 
 
 def test_a_loader_with_changed_rows_begins_without_history(
@@ -208,7 +220,7 @@ def test_a_loader_with_changed_rows_begins_without_history(
     selector = make_selector()
     loader = make_loader(selector, 8, batch_size=8)
     next(loader)
-    selector.record(0, [(0, False)], 0)
+    selector.record(0, [(0, False, 1)], 0)
     state = loader.state_dict()
     other = make_selector()
     changed = make_loader(other, 9, batch_size=8)
@@ -284,6 +296,10 @@ def test_a_run_that_was_killed_and_resumed_equals_a_straight_one(
         for row, streak in zip(history["rows"], history["streaks"], strict=True)
     }
     assert by_source == streaks
+    lengths = dict(zip(history["rows"], history["lengths"], strict=True))
+    last = groups[max(groups)]
+    row = int(last[0]["source"].rpartition(":")[2]) - 1
+    assert lengths[row] == round(np.mean([each["completion_tokens"] for each in last]))
     if samples_dynamically:
         assert all(line["policy/num_rows"] <= 16 for line in metrics if "policy/num_rows" in line)
         surplus = sum(line["selection/num_surplus_groups"] for line in metrics)

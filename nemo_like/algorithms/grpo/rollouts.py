@@ -168,8 +168,9 @@ class RolloutPipeline:
         num_rewards = np.bincount(groups[first_rows], weights=has_reward)
         # A group whose rewards failed or whose rows are stale tells nothing about its prompt.
         for group in np.flatnonzero(num_rewards > 1).tolist():
-            outcome = bool(is_informative[groups == group].any())
-            observed.outcomes.append((choice.rows[group], outcome))
+            is_unequal = bool(is_informative[groups == group].any())
+            length = round(rollout.episode_lengths[groups[first_rows] == group].mean())
+            observed.outcomes.append((choice.rows[group], is_unequal, length))
         observed.num_skipped += choice.num_skipped
         if self._config.grpo.prompt_selection.importance_weights:
             rollout.batch[WEIGHT] = choice.weights[groups]
@@ -274,6 +275,9 @@ class RolloutPipeline:
         self, prompts: list[Prompt], step: int, refill: int = 0, earlier: Sequence[RolloutJob] = ()
     ) -> RolloutJob:
         group_size = self._config.grpo.num_generations_per_prompt
+        lengths = None
+        if self._selector is not None and self._config.grpo.max_staleness == 0:
+            lengths = self._selector.lengths(self._loader.batch_rows)
         return self._run.rollouts.collector.start(
             prompts,
             group_size=group_size,
@@ -281,6 +285,7 @@ class RolloutPipeline:
             max_total_length=self._config.policy.max_total_sequence_length,
             seeds=row_seeds(self._config.seed, step, len(prompts) * group_size, refill),
             earlier=tuple(earlier),
+            lengths=lengths,
         )
 
     def _finish_rollout(self, job: RolloutJob, step: int) -> Rollout:

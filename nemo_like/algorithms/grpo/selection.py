@@ -37,8 +37,9 @@ _STREAM = 0x5E1EC7
 _MEMORY = 0.9
 """Factor of the weight of a group in the expected yield, per step since it was sampled."""
 
-Outcome = tuple[int, bool]
-"""A row of the data set, and whether the rewards of its group were unequal."""
+Outcome = tuple[int, bool, int]
+"""A row of the data set, whether the rewards of its group were unequal, and the mean number of
+tokens of its completions."""
 
 
 class PromptSelector:
@@ -56,6 +57,8 @@ class PromptSelector:
         self._lag = lag
         self._streaks: dict[int, int] = {}
         """Uninformative visits of each row since its last informative one."""
+        self._lengths: dict[int, int] = {}
+        """Mean tokens of a completion of each row at its last visit."""
         self._recent: list[tuple[int, list[Outcome]]] = []
         """Steps and outcomes that are not in `_streaks`, as a step without them may be chosen."""
         self._visible: dict[int, int] = {}
@@ -92,6 +95,16 @@ class PromptSelector:
             is_sampled[index] = rng.random() < probabilities[index]
         return is_sampled, probabilities
 
+    def lengths(self, rows: Sequence[int]) -> np.ndarray | None:
+        """Predict the tokens of a completion of each row, float64 [n]; None without history.
+
+        It is the mean of the last visit, and the mean of all rows with history for other rows.
+        """
+        if not self._lengths:
+            return None
+        mean = sum(self._lengths.values()) / len(self._lengths)
+        return np.array([self._lengths.get(row, mean) for row in rows])
+
     @property
     def expected_yield(self) -> float:
         """Share of informative groups of recent steps; 1 before the first, never 0."""
@@ -110,7 +123,7 @@ class PromptSelector:
         `num_skipped` visits of the step were not sampled.
         """
         num_sampled = len(outcomes)
-        num_informative = sum(is_informative for _, is_informative in outcomes)
+        num_informative = sum(is_informative for _, is_informative, _ in outcomes)
         num_visits = float(num_sampled + num_skipped)
         metrics: Metrics = {
             "selection/skipped_share": Mean(float(num_skipped), num_visits),
@@ -123,11 +136,13 @@ class PromptSelector:
         self._num_sampled = _MEMORY * self._num_sampled + num_sampled
         self._recent.append((step, list(outcomes)))
         while self._recent and self._recent[0][0] <= step - self._lag:
-            self._add(self._streaks, self._recent.pop(0)[1])
+            shown = self._recent.pop(0)[1]
+            self._add(self._streaks, shown)
+            self._lengths.update((row, length) for row, _, length in shown)
         return metrics
 
     def _add(self, streaks: dict[int, int], outcomes: Sequence[Outcome]) -> None:
-        for row, is_informative in outcomes:
+        for row, is_informative, _ in outcomes:
             before = streaks.get(row, self._streaks.get(row, 0))
             streaks[row] = 0 if is_informative else before + 1
 
@@ -136,6 +151,7 @@ class PromptSelector:
         return {
             "rows": list(self._streaks),
             "streaks": list(self._streaks.values()),
+            "lengths": list(self._lengths.values()),
             "recent": [[step, *map(list, outcomes)] for step, outcomes in self._recent],
             "num_informative": self._num_informative,
             "num_sampled": self._num_sampled,
@@ -144,9 +160,10 @@ class PromptSelector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the history of `state`."""
         self._streaks = dict(zip(state["rows"], state["streaks"], strict=True))
+        self._lengths = dict(zip(state["rows"], state["lengths"], strict=True))
         self._recent = []
         for step, *outcomes in state["recent"]:
-            self._recent.append((step, [(row, is_informative) for row, is_informative in outcomes]))
+            self._recent.append((step, [(row, spread, size) for row, spread, size in outcomes]))
         self._num_informative = state["num_informative"]
         self._num_sampled = state["num_sampled"]
 
