@@ -382,8 +382,8 @@ class Generator:
             lengths = np.array([self._lengths[unit[0]] for unit in units])
         plan = plan_rollout(np.array(costs, dtype=np.int64), outstanding, lengths)
         for index, (replica, request_ids) in enumerate(zip(ready, ids, strict=True)):
-            planned = [units[unit] for unit in plan.units_of(index)]
-            self._send(replica, sum(planned, start=request_ids))
+            planned = [each for unit in plan.units_of(index) for each in units[unit]]
+            self._send(replica, request_ids + planned)
 
     def _place_episodes(
         self, ready: Sequence[Replica], ids: Sequence[list[int]], outstanding: np.ndarray

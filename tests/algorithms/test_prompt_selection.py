@@ -6,19 +6,23 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from nemo_like.algorithms.grpo.advantages import rollout_advantages
 from nemo_like.algorithms.grpo.loop import run_grpo
+from nemo_like.algorithms.grpo.rollouts import RolloutPipeline, prompt_selector
 from nemo_like.algorithms.grpo.selection import WEIGHT, PromptSelector, step_weights
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.loader import RowLoader
 from nemo_like.generation.requests import Completions
-from nemo_like.metrics import metric_values
+from nemo_like.metrics import Timers, metric_values
 from nemo_like.rollout.conversations import ConversationRow, Prompt
 from nemo_like.rollout.rows import Rollout, build_rollout
+from tests.algorithms.test_asynchronous import ON_RAY
 from tests.algorithms.test_grpo_options import rollout_of
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.recipe import Recipe
@@ -48,13 +52,13 @@ def make_selector(**changes: float) -> PromptSelector:
     return PromptSelector(**settings)  # type: ignore[arg-type]
 
 
-def make_rollout(rewards: list[float]) -> Rollout:
+def make_rollout(rewards: list[float], version: int = 0) -> Rollout:
     """Groups of two rows, each of a prompt token and two completion tokens."""
     prompt = Prompt(token_ids=np.array([5], dtype=np.int32), text="", answer=None)
     rows = []
     for _ in rewards:
         row = ConversationRow.start(prompt, 0)
-        row.add_turn(Completions.from_rows([[5, 5]], [[-1.0, -1.0]], [[0, 0]], ["stop"]), 0)
+        row.add_turn(Completions.from_rows([[5, 5]], [[-1.0, -1.0]], [[version] * 2], ["stop"]), 0)
         rows.append(row)
     return build_rollout(rows, 2, np.array(rewards, dtype=np.float64), {})
 
@@ -111,15 +115,15 @@ def test_the_weighted_sum_over_sampled_visits_is_unbiased() -> None:
     values = rng.normal(size=40)
     num_sampled = np.zeros(40)
     estimates = []
-    for epoch in range(4000):
+    for epoch in range(800):
         is_sampled, probabilities = selector.choose(rows.tolist(), epoch, 0)
         expected = [max(0.1, 0.5 ** selector.streak(row)) for row in range(40)]
         assert probabilities.tolist() == expected
         num_sampled += is_sampled
         estimates.append(values[is_sampled] @ (1 / probabilities[is_sampled]))
-    errors = num_sampled / 4000 - np.array(expected)
-    assert np.abs(errors).max() < 4 * np.sqrt(0.25 / 4000)
-    assert (num_sampled[np.array(expected) == 1] == 4000).all()
+    errors = num_sampled / 800 - np.array(expected)
+    assert np.abs(errors).max() < 4 * np.sqrt(0.25 / 800)
+    assert (num_sampled[np.array(expected) == 1] == 800).all()
     spread = np.std(estimates) / np.sqrt(len(estimates))
     assert spread > 0
     assert abs(np.mean(estimates) - values.sum()) < 4 * spread
@@ -162,7 +166,7 @@ def test_a_resumed_selection_equals_a_straight_one(lag: int, stop: int) -> None:
 def test_an_epoch_visits_each_prompt_at_most_once_and_none_is_lost() -> None:
     """Random outcomes and sizes: over many epochs every prompt is sampled."""
     rng = np.random.default_rng(5)
-    for trial in range(20):
+    for trial in range(10):
         num_rows, batch_size = int(rng.integers(1, 30)), int(rng.integers(1, 9))
         if trial % 2 and batch_size > num_rows:
             batch_size = num_rows
@@ -171,7 +175,7 @@ def test_an_epoch_visits_each_prompt_at_most_once_and_none_is_lost() -> None:
         loader = make_loader(selector, num_rows, batch_size=batch_size, last_batch=last_batch)
         informative = set(np.flatnonzero(rng.random(num_rows) < 0.3).tolist())
         by_epoch: dict[int, Counter[int]] = {}
-        for step in range(300):
+        for step in range(120):
             selector.begin(step)
             rows = next(loader)
             assert len(loader.batch_rows) == len(loader.batch_probabilities) == len(rows) > 0
@@ -342,8 +346,8 @@ def test_a_run_trains_with_the_weights(recipe: Recipe, weighted: bool) -> None:
     has_differed = False
     for step in prompts_of(run, 8):
         groups = [step[start : start + 4] for start in range(0, len(step), 4)]
-        # By default a prompt is sampled with 0.5 per uninformative visit, and at least 0.2.
-        weights = [1 / max(0.2, 0.5 ** streaks.get(each[0]["source"], 0)) for each in groups]
+        # By default a prompt is sampled with 0.5 per uninformative visit, and at least 0.1.
+        weights = [1 / max(0.1, 0.5 ** streaks.get(each[0]["source"], 0)) for each in groups]
         if not weighted:
             weights = [1.0] * len(groups)
         for group, weight in zip(groups, weights, strict=True):
@@ -354,6 +358,54 @@ def test_a_run_trains_with_the_weights(recipe: Recipe, weighted: bool) -> None:
             streaks[source] = streaks.get(source, 0) + 1 if np.ptp(rewards) == 0 else 0
             has_differed |= np.ptp(rewards) > 0 and weight != np.mean(weights)
     assert has_differed == weighted
+
+
+def test_an_asynchronous_pipeline_resumes_with_the_same_prompts(recipe: Recipe) -> None:
+    """Rollouts start one step ahead of training, those after a resume again."""
+    config = recipe.grpo(
+        *(*ON_RAY, "cluster.generation_workers=1", "grpo.max_staleness=1"),
+        *("grpo.prompt_selection.enabled=true", "grpo.num_prompts_per_step=4"),
+        *("grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=8"),
+        "grpo.max_num_steps=16",
+    )
+
+    def run_from(first: int, position: dict | None) -> tuple[dict, dict]:
+        loader = make_loader(prompt_selector(config), 11, batch_size=4, seed=1)
+        if position is not None:
+            assert loader.load_state_dict(position)
+        rows: dict[int, list[int]] = {}
+
+        def start(prompts: list[int], **_: object) -> SimpleNamespace:
+            step = first + len(rows)
+            rows[step] = prompts
+            return SimpleNamespace(step=step, generation_s=0.0, reward_s=0.0)
+
+        def finish(job: SimpleNamespace) -> Rollout:
+            rewards = []
+            for row in rows[job.step]:
+                rewards += [1.0, 0.0] if (row + job.step // 4) % 4 == 0 else [1.0, 1.0]
+            return make_rollout(rewards, job.step)
+
+        pending: dict[str, Any] = {}
+        log = SimpleNamespace(timers=Timers(), pending=pending, add=pending.update)
+        rollouts = SimpleNamespace(collector=SimpleNamespace(start=start), finish=finish)
+        run: Any = SimpleNamespace(log=log, rollouts=rollouts)
+        pipeline = RolloutPipeline(run, config, loader, first)  # type: ignore[arg-type]
+        positions = {}
+        for step in range(first, 16):
+            pipeline.start(step)
+            taken = pipeline.take(step)
+            assert WEIGHT in taken.rollout.batch
+            positions[step] = json.loads(json.dumps(pipeline.position.state_dict()))
+        return rows, positions
+
+    straight, positions = run_from(0, None)
+    assert sum(map(len, straight.values())) < 16 * 4, "short batches at the end of epochs"
+    assert any(position["epoch"] > 6 for position in positions.values()), "rows were skipped"
+    for stop in (2, 7, 12):
+        resumed, later = run_from(stop + 1, positions[stop])
+        assert resumed == {step: straight[step] for step in range(stop + 1, 16)}
+        assert later[15] == positions[15]
 
 
 def test_a_run_of_one_epoch_is_warned_about(recipe: Recipe) -> None:

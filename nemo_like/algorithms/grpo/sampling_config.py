@@ -40,7 +40,7 @@ class PromptSelectionConfig:
     decay: Annotated[float, Gt(0), Le(1)] = 0.5
     """A prompt is sampled with the probability `decay` to the power of the number of its last
     visits whose rewards were all equal."""
-    exploration: Annotated[float, Gt(0), Le(1)] = 0.2
+    exploration: Annotated[float, Gt(0), Le(1)] = 0.1
     """Lower limit of that probability."""
     importance_weights: bool = True
     """Divide the advantages of a group by the probability with which its prompt was sampled, and
