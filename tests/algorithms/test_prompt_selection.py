@@ -19,7 +19,7 @@ from nemo_like.algorithms.grpo.selection import WEIGHT, PromptSelector, step_wei
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.loader import RowLoader
 from nemo_like.generation.requests import Completions
-from nemo_like.metrics import Timers, metric_values
+from nemo_like.metrics import Metrics, Timers, metric_values
 from nemo_like.rollout.conversations import ConversationRow, Prompt
 from nemo_like.rollout.rows import Rollout, build_rollout
 from tests.algorithms.test_asynchronous import ON_RAY
@@ -115,9 +115,9 @@ def test_the_weighted_sum_over_sampled_visits_is_unbiased() -> None:
     values = rng.normal(size=40)
     num_sampled = np.zeros(40)
     estimates = []
+    expected = [max(0.1, 0.5 ** selector.streak(row)) for row in range(40)]
     for epoch in range(800):
         is_sampled, probabilities = selector.choose(rows.tolist(), epoch, 0)
-        expected = [max(0.1, 0.5 ** selector.streak(row)) for row in range(40)]
         assert probabilities.tolist() == expected
         num_sampled += is_sampled
         estimates.append(values[is_sampled] @ (1 / probabilities[is_sampled]))
@@ -196,6 +196,7 @@ def test_an_epoch_visits_each_prompt_at_most_once_and_none_is_lost() -> None:
 def test_the_number_of_prompts_follows_the_measured_yield() -> None:
     selector = make_selector()
     assert selector.num_prompts(8, 32) == 8, "without history as many as are needed"
+    metrics: Metrics = {}
     for step in range(60):
         metrics = selector.record(step, [(row, row < 2, 1) for row in range(8)], 24)
     assert selector.expected_yield == pytest.approx(0.25, abs=0.01)
@@ -285,8 +286,9 @@ def test_a_run_that_was_killed_and_resumed_equals_a_straight_one(
 
     assert sum(line["selection/skipped_share"] for line in metrics) > 0
     streaks: dict[str, int] = {}
+    groups: dict[int, list[dict]] = {}
     for line, step in zip(metrics, rows, strict=True):
-        groups: dict[int, list[dict]] = {}
+        groups = {}
         for row in step:
             groups.setdefault(row["group"], []).append(row)
         equal = [len({row["reward"] for row in group}) == 1 for group in groups.values()]
