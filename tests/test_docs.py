@@ -41,7 +41,7 @@ AREAS = (
     "packing", "policy", "mismatch", "reward", "generation", "validation", "timing", "performance",
     "conversation", "environment",
     "progress", "data", "rewards", "logprobs", "importance", "staleness",
-    "weight_sync", "dynamic_sampling", "upload", "rm", "reward_model", "episodes",
+    "weight_sync", "dynamic_sampling", "selection", "upload", "rm", "reward_model", "episodes",
 )  # fmt: skip
 """First parts of metric names."""
 

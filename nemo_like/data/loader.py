@@ -7,8 +7,10 @@ takes the next row instead.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 import numpy as np
@@ -20,6 +22,10 @@ from nemo_like.integer_math import ceil_div
 
 Out = TypeVar("Out")
 LastBatch = Literal["keep", "drop"]
+_SELECTION = "selection"
+"""Key of the state of the selector in a position."""
+
+logger = logging.getLogger(__name__)
 
 
 class FetchableRows(Protocol[Out]):
@@ -52,6 +58,39 @@ class Position(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON values."""
         ...
+
+
+class RowSelector(Protocol):
+    """Decides which visited rows a batch has; its state is part of the position."""
+
+    def choose(
+        self, rows: Sequence[int], epoch: int, position: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Decide about the visits of `rows`, the first at `position` of the epoch.
+
+        Returns whether each is taken, bool [n], and with which probability, float64 [n].
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with a state."""
+        ...
+
+
+@dataclass(frozen=True)
+class SelectedPosition:
+    """A position among rows that a selector chooses from, with the selector's present state."""
+
+    order: RowOrder
+    selector: RowSelector
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Position.state_dict`."""
+        return {**self.order.state_dict(), _SELECTION: self.selector.state_dict()}
 
 
 class BatchLoader(ABC, Generic[Out]):
@@ -170,11 +209,25 @@ class RowLoader(BatchLoader[Out]):
         super().__init__(rows, order)
         self.batch_size = batch_size
         self.last_batch: LastBatch = last_batch
+        self.next_size = batch_size
+        """Number of rows of the next batch."""
         self.batch_epoch = 0
         """Epoch of the rows of the last batch; `epoch` is the next one after its last batch."""
+        self.selector: RowSelector | None = None
+        """Leaves rows out before they are encoded; None takes all."""
+        self.num_skipped = 0
+        """Number of visited rows that the selector left out of the last batch."""
+        self.batch_probabilities: list[float] = []
+        """With a selector: the probability with which each row of the last batch was taken."""
 
     def __next__(self) -> list[Out]:
-        return self.take(self.batch_size)
+        return self.take(self.next_size)
+
+    @property
+    def position(self) -> Position:
+        """The position after the last batch, which does not change with further batches."""
+        order = self.order.copy()
+        return order if self.selector is None else SelectedPosition(order, self.selector)
 
     def take(self, num_rows: int, *, in_epoch: bool = False) -> list[Out]:
         """Return a batch of at most `num_rows` rows, which may be fewer than `batch_size`.
@@ -193,33 +246,54 @@ class RowLoader(BatchLoader[Out]):
         """Form the next batch and begin the next epoch if this one has no further batch."""
         first_epoch = self.epoch
         self.num_dropped = 0
+        self.num_skipped = 0
         batch: list[Out] = []
         batch_rows: list[int] = []
         self.batch_rows = batch_rows
+        self.batch_probabilities = []
+        # An epoch without a batch ends a run, so after one that was skipped all rows are taken.
+        last_selected = first_epoch if self.selector is None else first_epoch + 1
         while len(batch) < batch_size:
             self.batch_epoch = self.epoch
-            taken = self.order.take(batch_size - len(batch)).tolist()
-            for index, row in zip(taken, self.rows.fetch(taken), strict=True):
+            taken, probabilities = self._visit(batch_size - len(batch), last_selected)
+            rows = self.rows.fetch(taken)
+            for index, row, probability in zip(taken, rows, probabilities, strict=True):
                 if row is None:
                     self.num_dropped += 1
                 else:
                     batch.append(row)
                     batch_rows.append(index)
+                    self.batch_probabilities.append(probability)
             is_full = len(batch) == batch_size
             # A rest that does not fill a batch is left out.
             is_rest_dropped = self.last_batch == "drop" and self.order.num_left < self.batch_size
             if self.order.num_left and not (is_full and is_rest_dropped):
                 continue
             self.order.start_epoch()
-            if is_full or in_epoch or (batch and self.last_batch == "keep"):
+            is_enough = len(batch) >= self.batch_size or self.last_batch == "keep"
+            if is_full or in_epoch or (batch and is_enough):
                 return batch
             # The first epoch may have begun in the middle, so only a complete second one without a
             # batch is an error.
-            if self.epoch - first_epoch > 1:
+            if self.epoch - last_selected > 1:
                 raise ConfigError(no_batch_text(len(batch), batch_size))
             batch.clear()
             batch_rows.clear()
+            self.batch_probabilities.clear()
         return batch
+
+    def _visit(self, num_rows: int, last_selected: int) -> tuple[list[int], list[float]]:
+        """Visit `num_rows` rows; return those taken, and their probabilities.
+
+        Rows are selected in the epochs up to `last_selected`.
+        """
+        position = len(self.order) - self.order.num_left
+        rows = self.order.take(num_rows)
+        if self.selector is None or self.epoch > last_selected:
+            return rows.tolist(), [1.0] * len(rows)
+        is_taken, probabilities = self.selector.choose(rows.tolist(), self.epoch, position)
+        self.num_skipped += int(len(rows) - is_taken.sum())
+        return rows[is_taken].tolist(), probabilities[is_taken].tolist()
 
     def rows_of_batches(self, num_batches: int | None) -> np.ndarray:
         """Return the rows of the next batches in the order of their first visit, int64 [n]."""
@@ -243,7 +317,7 @@ class RowLoader(BatchLoader[Out]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values; see `RowOrder.state_dict`."""
-        return self.order.state_dict()
+        return self.position.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], *, allow_changed_rows: bool = False) -> bool:
         """Continue after the row of `state`; see `RowOrder.load_state_dict`.
@@ -255,7 +329,13 @@ class RowLoader(BatchLoader[Out]):
                 "resume: the checkpoint was written with another data.batching.kind than fixed, so"
                 " rows wait for their step; resume with that kind, or start a new run"
             )
-        return self.order.load_state_dict(state, allow_changed_rows=allow_changed_rows)
+        is_same = self.order.load_state_dict(state, allow_changed_rows=allow_changed_rows)
+        if self.selector is not None and _SELECTION in state:
+            if is_same:
+                self.selector.load_state_dict(state[_SELECTION])
+            else:
+                logger.warning("the rows changed, so the selection of rows begins without history")
+        return is_same
 
 
 def num_batches(num_rows: int, batch_size: int, last_batch: LastBatch) -> int:

@@ -16,13 +16,7 @@ import numpy as np
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.errors import WorkerFailure
 from nemo_like.distributed.worker_group import Handle
-from nemo_like.generation.replicas import (
-    Replica,
-    ReplicaSet,
-    StartReplica,
-    assign_units,
-    poll_seconds,
-)
+from nemo_like.generation.replicas import Replica, ReplicaSet, StartReplica, poll_seconds
 from nemo_like.generation.requests import (
     Completions,
     GenerationProgress,
@@ -31,6 +25,7 @@ from nemo_like.generation.requests import (
     SamplingParams,
     check_room,
 )
+from nemo_like.generation.rollout_plan import plan_rollout
 from nemo_like.metrics import Mean, Metrics, Sum
 
 logger = logging.getLogger(__name__)
@@ -68,6 +63,8 @@ class Generator:
         """Unfinished requests: id to the call of `submit`, the row in it, and the episode."""
         self._last_replica: dict[int, Replica] = {}
         """By episode: the replica that computed its last request with the current weights."""
+        self._lengths: dict[int, float] = {}
+        """Predicted tokens of the completions of requests of this rollout."""
         self._waiting: list[int] = []
         """Unfinished requests that no replica has, without those that a replica just lost."""
         self._num_requests = 0
@@ -110,13 +107,16 @@ class Generator:
         seeds: np.ndarray,
         sampling: SamplingParams,
         *,
+        lengths: np.ndarray | None = None,
         max_total_length: int,
         affinity: Sequence[int] | None = None,
     ) -> list[int]:
         """Request one completion for each row of `prompt_ids` (int32, B rows); return their ids.
 
         `seeds` is uint64 [B]; row i draws from the random stream of `seeds[i]`. Consecutive rows
-        with the same prompt go to one replica, which computes the prompt once. Prompt and
+        with the same prompt go to one replica, which computes the prompt once. With `lengths`,
+        float [B], the predicted tokens of the completions, these are what `plan_rollout` balances
+        and orders, instead of the token limits. Prompt and
         completion together have at most `max_total_length` tokens. `affinity` has the number of the
         episode of each row: it goes to the replica of the last request of its episode, which has
         the beginning of the prompt in its cache, unless the outstanding tokens of that replica
@@ -132,6 +132,8 @@ class Generator:
         check_room(requests)
         self._num_requests += len(requests)
         ids = request_ids.tolist()
+        if lengths is not None:
+            self._lengths.update(zip(ids, lengths.tolist(), strict=True))
         episodes = [None] * len(ids) if affinity is None else affinity
         for row, (request_id, episode) in enumerate(zip(ids, episodes, strict=True)):
             self._requests[request_id] = (requests, row, episode)
@@ -221,6 +223,7 @@ class Generator:
     def start_rollout(self) -> None:
         """Make the next requests independent of earlier ones; see `GenerationWorkerProtocol`."""
         self._forget_episodes()
+        self._lengths = {}
         for replica in self.live_replicas:
             if not replica.costs:
                 with self._set.replacing(replica):
@@ -374,11 +377,13 @@ class Generator:
         costs = []
         for unit in units:
             costs.append(sum(self._cost(request_id) for request_id in unit))
-        replica_of_unit = assign_units(np.array(costs, dtype=np.int64), outstanding)
-        for unit, owner in zip(units, replica_of_unit.tolist(), strict=True):
-            ids[owner] += unit
-        for replica, request_ids in zip(ready, ids, strict=True):
-            self._send(replica, request_ids)
+        lengths = None
+        if waiting and all(request_id in self._lengths for request_id in waiting):
+            lengths = np.array([self._lengths[unit[0]] for unit in units])
+        plan = plan_rollout(np.array(costs, dtype=np.int64), outstanding, lengths)
+        for index, (replica, request_ids) in enumerate(zip(ready, ids, strict=True)):
+            planned = [each for unit in plan.units_of(index) for each in units[unit]]
+            self._send(replica, request_ids + planned)
 
     def _place_episodes(
         self, ready: Sequence[Replica], ids: Sequence[list[int]], outstanding: np.ndarray
@@ -455,7 +460,9 @@ class Generator:
         yield from by_call.values()
 
     def _cost(self, request_id: int) -> int:
-        """Return the max number of tokens of a request, prompt included."""
+        """Return the predicted number of tokens of a request, prompt included, or else the max."""
         requests, row, _ = self._requests[request_id]
         length = int(requests.prompt_ids.lengths[row])
+        if request_id in self._lengths:
+            return length + round(self._lengths[request_id])
         return min(length + requests.sampling.max_new_tokens, requests.max_total_length)

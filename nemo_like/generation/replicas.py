@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import numpy as np
-
 from nemo_like.distributed.errors import (
     ClusterError,
     Restarts,
@@ -181,22 +179,6 @@ def poll_seconds(num_replicas: int, *, has_turns: bool) -> tuple[float, float | 
     if has_turns:
         return max(_TURN_POLL_SHARE * POLL_S, min_seconds), min_seconds
     return max(POLL_S, min_seconds), None
-
-
-def assign_units(unit_costs: np.ndarray, outstanding: np.ndarray) -> np.ndarray:
-    """Assign each unit of work to the replica with the least outstanding work, int64 [U].
-
-    `unit_costs` is int64 [U], `outstanding` int64 [R], the work that each replica has already.
-    Units are assigned in order of decreasing cost (longest processing time first), ties in the
-    order of the units and of the replicas, so the result depends on the arguments only.
-    """
-    loads = np.array(outstanding, dtype=np.int64)
-    replica_of_unit = np.zeros(len(unit_costs), dtype=np.int64)
-    for unit in np.argsort(-unit_costs, kind="stable"):
-        replica = int(loads.argmin())
-        replica_of_unit[unit] = replica
-        loads[replica] += unit_costs[unit]
-    return replica_of_unit
 
 
 class ReplicaSet:

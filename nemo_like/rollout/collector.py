@@ -60,6 +60,8 @@ class RolloutJob:
     """Those of these rows that are left out of training."""
     earlier: Sequence[RolloutJob] = ()
     """Jobs of the same step, which count for the share of rows with a problem."""
+    lengths: np.ndarray | None = None
+    """Predicted tokens of the completion of each row, float [B]; None without a prediction."""
     scored_rows: list[int] = field(default_factory=list)
     """Rows that are complete with their reward, in the order in which they got it."""
     started_s: float = field(default_factory=time.monotonic)
@@ -176,10 +178,12 @@ class RolloutCollector:
         max_total_length: int,
         seeds: np.ndarray,
         earlier: Sequence[RolloutJob] = (),
+        lengths: np.ndarray | None = None,
     ) -> RolloutJob:
         """Request `group_size` completions per prompt; `seeds` is uint64 [P x G].
 
-        `earlier` are other jobs of the same step; see `RolloutJob.earlier`.
+        `earlier` are other jobs of the same step; see `RolloutJob.earlier`. `lengths` float [P] are
+        the predicted tokens of a completion of each prompt, by which the replicas are assigned.
         Raises ConfigError for a prompt that leaves no room in a conversation of at most
         `max_total_length` tokens.
         """
@@ -190,6 +194,8 @@ class RolloutCollector:
         job = RolloutJob(
             repeated, group_size, sampling, max_total_length=max_total_length, earlier=earlier
         )
+        if lengths is not None:
+            job.lengths = np.repeat(lengths, group_size)
         if self._conversations is not None:
             check_prompt_lengths(prompts, max_total_length)
         for index, (prompt, seed) in enumerate(zip(repeated, seeds, strict=True)):
@@ -350,6 +356,8 @@ class RolloutCollector:
             Jagged.from_rows([np.concatenate(each.segments) for each in conversations], np.int32),
             np.array(seeds, dtype=np.uint64),
             job.sampling,
+            # Of a conversation they are predicted for all turns together.
+            lengths=None if job.lengths is None or has_turns else job.lengths[list(rows)],
             max_total_length=job.max_total_length,
             affinity=[each.episode for each in conversations] if has_turns else None,
         )

@@ -131,7 +131,7 @@ class _Loader:
     epoch = batch_epoch = num_dropped = 0
     rows = SimpleNamespace(num_skipped=0)
     mixture = None
-    order = SimpleNamespace(copy=dict)
+    position = selector = None
 
     def __next__(self) -> list[None]:
         return [None, None]

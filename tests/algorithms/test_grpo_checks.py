@@ -29,6 +29,15 @@ REJECTED = [
         ],
         "so there is no reason to drop it",
     ),
+    (
+        [
+            "grpo.prompt_selection.enabled=true",
+            "grpo.advantage.baseline=none",
+            "grpo.advantage.normalize=none",
+        ],
+        "so there is no reason to skip its prompt",
+    ),
+    (["grpo.prompt_selection.exploration=0"], "grpo.prompt_selection.exploration"),
     (["grpo.overlong.penalty_buffer=24"], "so every completion would get a penalty"),
     (
         ["grpo.reference_update_period=2", "loss_fn.reference_policy_kl_penalty=0"],

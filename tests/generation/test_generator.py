@@ -23,7 +23,7 @@ from nemo_like.distributed.worker_group import Handle
 from nemo_like.generation import replicas as replica_module
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
-from nemo_like.generation.replicas import Replica, assign_units
+from nemo_like.generation.replicas import Replica
 from nemo_like.generation.requests import (
     Completions,
     GenerationProgress,
@@ -62,21 +62,29 @@ def generators(model_directory: Path) -> list[Generator]:
     return [_generator(model_directory, 2, batch_size=2), _generator(model_directory, 1)]
 
 
-@settings(max_examples=100)
-@given(
-    costs=st.lists(st.integers(1, 500), max_size=60),
-    outstanding=st.lists(st.integers(0, 2000), min_size=1, max_size=5),
-)
-def test_units_go_to_the_replica_with_the_lowest_load(
-    costs: list[int], outstanding: list[int]
-) -> None:
-    unit_costs, before = np.array(costs, dtype=np.int64), np.array(outstanding, dtype=np.int64)
-    owners = assign_units(unit_costs, before)
-    after = before + np.bincount(owners, weights=unit_costs, minlength=len(before)).astype(int)
-    for replica in set(owners.tolist()):
-        # Without its smallest unit, which came last, it had at most the work of every other.
-        smallest = unit_costs[owners == replica].min()
-        assert after[replica] - smallest <= after.min()
+def test_predicted_lengths_decide_about_replica_and_order(model_directory: Path) -> None:
+    """Four prompts of one length with two completions each."""
+    prompts = Jagged.from_rows([[4 + row // 2] * 3 for row in range(8)], np.int32)
+    seeds = np.arange(8, dtype=np.uint64)
+    sampling = SamplingParams(max_new_tokens=4)
+    generator = _generator(model_directory, 2)
+    with generator.onloaded():
+        generator.start_rollout()
+        lengths = np.repeat([50.0, 10, 30, 15], 2)
+        generator.submit(prompts, seeds, sampling, max_total_length=16, lengths=lengths)
+        assert [list(each.costs) for each in generator.replicas] == [[0, 1], [4, 5, 6, 7, 2, 3]]
+        finished: list[int] = []
+        while generator.num_unfinished:
+            finished += generator.collect(1.0)[0]
+        assert sorted(finished) == list(range(8))
+        # The next rollout has no predictions, and so the order of its prompts.
+        generator.start_rollout()
+        generator.submit(prompts, seeds, sampling, max_total_length=16)
+        assert [list(each.costs) for each in generator.replicas] == [
+            [8, 9, 12, 13],
+            [10, 11, 14, 15],
+        ]
+        generator.cancel(list(range(8, 16)))
 
 
 def test_results_are_in_the_order_of_the_prompts_for_any_number_of_replicas(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nemo_like.algorithms.grpo.config import AdvantageConfig, GrpoRunConfig
+from nemo_like.algorithms.grpo.selection import WEIGHT, step_weights
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.metrics import Mean, Metrics, Sum
@@ -287,8 +288,9 @@ def rollout_advantages(
     and division of R per group give A (`group_advantages`; per component `separate_advantages`).
     With `loss_fn.reference_policy_kl_in` `reward` the advantage of token t is
     A_t = A - penalty * sum over s >= t of KL_s (`token_advantages`), where KL_s is the k1 estimate
-    l_prev - l_ref from `logprobs` (float32 [T] each by name) and has no gradient. Whitening is the
-    last step; only trained tokens and rows count for it.
+    l_prev - l_ref from `logprobs` (float32 [T] each by name) and has no gradient. After that follow
+    whitening, for which only trained tokens and rows count, and the weights of the prompts with
+    `grpo.prompt_selection.importance_weights` (`step_weights`).
     """
     batch = rollout.batch
     metrics: Metrics = {}
@@ -306,6 +308,9 @@ def rollout_advantages(
             num_per_episode = np.bincount(rollout.episodes, weights=num_trained)
             weights[rollout.first_rows] = num_per_episode > 0
             advantages = whitened(advantages, weights, EPS)
+        if WEIGHT in batch:
+            weights = step_weights(batch[WEIGHT], batch["row_mask"])
+            advantages = (advantages * weights).astype(np.float32)
         is_effective = (advantages != 0) & (num_trained > 0)
         metrics["reward/num_effective_rows"] = Sum(float(is_effective.sum()))
         return RolloutAdvantages(advantages, advantages, metrics)
@@ -319,6 +324,8 @@ def rollout_advantages(
     )
     if advantage.whiten == "tokens":
         per_token = whitened(per_token, trained.astype(np.float64), EPS)
+    if WEIGHT in batch:
+        per_token = per_token * step_weights(batch[WEIGHT], batch["row_mask"])[row_of_token]
     per_token = np.where(trained, per_token, 0.0).astype(np.float32)
     row_sums = np.bincount(row_of_token, weights=per_token, minlength=batch.size)
     row_means = row_sums / np.maximum(num_trained, 1.0)

@@ -34,6 +34,8 @@ def check_rows(config: GrpoRunConfig, data: RunData, checks: RowChecks) -> None:
         diagnostics.add_lines("data", epoch)
     num_steps = config.grpo.max_num_steps * updates_per_step(config, num_prompts)
     diagnostics.warnings += asynchronous_warnings(config)
+    num_visits = config.grpo.max_num_steps * config.grpo.max_prompts_per_step
+    diagnostics.warnings += config.grpo.prompt_selection.warnings(num_visits, len(data.train))
     loss_path = config.loss_fn.path
     if loss_path is not None:
         # Without the import, because a loss imports torch.

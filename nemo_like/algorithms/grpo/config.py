@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
+from nemo_like.algorithms.grpo.sampling_config import DynamicSamplingConfig, PromptSelectionConfig
 from nemo_like.config.check import batching_section
 from nemo_like.config.constraints import Ge, Gt, Le
 from nemo_like.config.errors import Problem, counted, either, quotient
@@ -17,19 +18,6 @@ from nemo_like.config.parallel import is_colocated, policy_layout
 from nemo_like.config.rollout import EnvironmentConfig, GenerationConfig, RewardConfig
 from nemo_like.config.schema import RunConfig
 from nemo_like.integer_math import nearest_multiples
-
-
-@dataclass(frozen=True, kw_only=True)
-class DynamicSamplingConfig:
-    """Groups whose rewards are all equal do not train the policy; they can be replaced (DAPO)."""
-
-    enabled: bool = False
-    """Drop groups whose rewards are all equal, and sample completions for the following prompts of
-    the epoch in their place. With `grpo.advantage.components=separate` the values of every reward
-    function must be equal. Needs `grpo.max_staleness=0`."""
-    max_refills: Annotated[int, Ge(0)] = 3
-    """Max times that a step samples for further prompts. After that the step trains on the groups
-    it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +112,7 @@ class GrpoConfig:
     initial policy. Checkpoints then have the reference as well."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    prompt_selection: PromptSelectionConfig = field(default_factory=PromptSelectionConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     max_staleness: Annotated[int, Ge(0)] = 0
     """Max number of weight updates between the sampling of a token and the step that trains on it.
@@ -152,6 +141,11 @@ class GrpoConfig:
     `grpo.val_temperature` above 0."""
     val_pass_reward: float = 1.0
     """Reward from which a validation answer counts as correct, for avg@n and pass@k."""
+
+    @property
+    def max_prompts_per_step(self) -> int:
+        """Max number of prompts that a step samples, refills of dynamic sampling included."""
+        return self.num_prompts_per_step * self.dynamic_sampling.max_tries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +219,7 @@ class GrpoRunConfig(RunConfig):
         yield from overlong_problems(self)
         yield from reward_name_problems(self.reward, self.environment)
         yield from dynamic_sampling_problems(self.grpo)
+        yield from self.grpo.prompt_selection.problems(self.grpo.advantage.baseline)
         yield from epoch_problems(self)
         yield from reference_problems(self)
         yield from _reward_problems(self.reward, self.environment)
@@ -260,7 +255,7 @@ def _batch_lines(config: GrpoRunConfig) -> list[str]:
         f" {counted(steps * rows, 'row')}"
     )
     if config.grpo.dynamic_sampling.enabled:
-        tries = 1 + config.grpo.dynamic_sampling.max_refills
+        tries = config.grpo.dynamic_sampling.max_tries
         lines.append(
             f"dynamic sampling: up to {tries} x {counted(prompts, 'prompt')} per step; a step"
             " that stays short has fewer optimizer steps"

@@ -31,9 +31,10 @@ def open_source(config: GrpoRunConfig, data: RunData | None = None) -> ExampleSo
 def num_optimizer_steps(config: GrpoRunConfig, source: ExampleSource[Prompt]) -> int:
     """Return the optimizer steps of the run.
 
-    With dynamic sampling it is the number without short steps, which cannot be known in advance.
+    With dynamic sampling and prompt selection it is the number without short steps, which cannot be
+    known in advance.
     """
-    if config.grpo.dynamic_sampling.enabled:
+    if config.grpo.dynamic_sampling.enabled or config.grpo.prompt_selection.enabled:
         return config.grpo.max_num_steps * updates_per_step(
             config, config.grpo.num_prompts_per_step
         )

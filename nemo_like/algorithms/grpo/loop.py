@@ -15,7 +15,7 @@ import numpy as np
 from nemo_like.algorithms.grpo.advantages import rollout_advantages, without_truncated
 from nemo_like.algorithms.grpo.config import GrpoConfig, GrpoRunConfig, asynchronous_warnings
 from nemo_like.algorithms.grpo.data import num_optimizer_steps, open_source
-from nemo_like.algorithms.grpo.rollouts import RolloutPipeline, StepRollout
+from nemo_like.algorithms.grpo.rollouts import RolloutPipeline, StepRollout, prompt_selector
 from nemo_like.algorithms.run import open_training_run
 from nemo_like.config.loss import LogprobName
 from nemo_like.config.paths import resolve_paths
@@ -52,6 +52,8 @@ def run_grpo(config: GrpoRunConfig) -> RunResult:
     config = resolve_paths(config)
     source = open_source(config)
     loader = source.loader()
+    if config.grpo.prompt_selection.enabled:
+        loader.selector = prompt_selector(config)
     source.encode_ahead(loader.order.upcoming(_max_num_prompts(config.grpo)))
     return _train(config, source, loader)
 
@@ -69,11 +71,11 @@ def answer_sampling(config: GrpoConfig) -> AnswerSampling:
 
 
 def _max_num_prompts(grpo: GrpoConfig) -> int:
-    """Return the number of prompts that a run may need."""
-    tries = 1
-    if grpo.dynamic_sampling.enabled:
-        tries += grpo.dynamic_sampling.max_refills
-    return grpo.max_num_steps * grpo.num_prompts_per_step * tries
+    """Return the number of prompts that a run may need; with selection those that it expects."""
+    num_prompts = grpo.max_num_steps * grpo.max_prompts_per_step
+    if grpo.prompt_selection.enabled:
+        num_prompts = round(num_prompts / grpo.prompt_selection.exploration)
+    return num_prompts
 
 
 def _train(
@@ -91,7 +93,9 @@ def _train(
         num_steps=total,
         num_optimizer_steps=num_optimizer_steps(config, source),
     ) as run:
-        for warning in asynchronous_warnings(config):
+        num_visits = total * config.grpo.max_prompts_per_step
+        warnings = config.grpo.prompt_selection.warnings(num_visits, len(loader))
+        for warning in asynchronous_warnings(config) + warnings:
             logger.warning(warning)
         step = run.step
         if step > 0:

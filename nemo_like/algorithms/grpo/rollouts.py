@@ -1,7 +1,8 @@
 """The rollouts of coming steps, started at most `grpo.max_staleness` steps ahead of training.
 
 With dynamic sampling (DAPO, arXiv 2503.14476) groups with equal rewards are replaced by further
-prompts.
+prompts. With prompt selection (`selection`) the outcomes of the groups decide which prompts of
+later steps are sampled.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.grpo.selection import WEIGHT, Outcome, PromptSelector
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.loader import RowLoader
-from nemo_like.data.row_order import RowOrder
+from nemo_like.data.loader import Position, RowLoader
 from nemo_like.generation.requests import SamplingParams
 from nemo_like.metrics import Mean, Metrics, Sum
 from nemo_like.rollout.collector import RolloutJob
@@ -42,7 +43,7 @@ class _Started:
     step: int
     job: RolloutJob
     locations: list[str]
-    position: RowOrder
+    position: Position
     """Position of the loader after the prompts of this step."""
     epoch: int
     """Epoch of the prompts."""
@@ -50,6 +51,20 @@ class _Started:
     """Metrics of the loader."""
     sources: np.ndarray | None
     """Index of the training set of each prompt, int64 [P]; None with one set."""
+    choice: Choice | None
+    """None without prompt selection."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The last batch of a loader with a selector."""
+
+    rows: list[int]
+    """Rows of the data set, [P]."""
+    weights: np.ndarray
+    """float32 [P]: 1 / probability with which each row was chosen."""
+    num_skipped: int
+    """Rows that were skipped."""
 
 
 class RolloutPipeline:
@@ -71,7 +86,8 @@ class RolloutPipeline:
         self._fetched: list[Prompt] | None = None
         """Prompts of `_next_step`, if they were fetched already."""
         self._sampling = SamplingParams.from_config(config.policy.generation)
-        self.position = loader.order.copy()
+        self._selector = loader.selector if isinstance(loader.selector, PromptSelector) else None
+        self.position = loader.position
         """Position of the loader after the prompts of the last step that was taken."""
 
     def fetch(self, step: int) -> None:
@@ -81,6 +97,7 @@ class RolloutPipeline:
         that it shares with the policy.
         """
         if self._next_step == step and self._fetched is None:
+            self._begin_choice(step)
             with self._run.log.timers("data_wait"):
                 self._fetched = next(self._loader)
 
@@ -94,10 +111,28 @@ class RolloutPipeline:
             prompts = self._fetched
             self._fetched = None
             if prompts is None:
+                self._begin_choice(self._next_step)
                 prompts = self._next_prompts()
             if prompts is None:
                 return
             self._start_next(prompts)
+
+    def _begin_choice(self, step: int) -> None:
+        """Let the loader choose the prompts of `step`."""
+        if self._selector is not None:
+            self._selector.begin(step)
+            grpo = self._config.grpo
+            if grpo.dynamic_sampling.enabled:
+                num_wanted = grpo.num_prompts_per_step
+                limit = grpo.max_prompts_per_step
+                self._loader.next_size = self._selector.num_prompts(num_wanted, limit)
+
+    def _choice(self) -> Choice | None:
+        """Return the choice of the last batch; None without prompt selection."""
+        if self._selector is None:
+            return None
+        weights = (1 / np.array(self._loader.batch_probabilities)).astype(np.float32)
+        return Choice(list(self._loader.batch_rows), weights, self._loader.num_skipped)
 
     def take(self, step: int) -> StepRollout:
         """Wait for the rollout of `step`. Call `fetch` and `start` before.
@@ -112,12 +147,39 @@ class RolloutPipeline:
         self.position = started.position
         if self._config.grpo.max_staleness > 0:
             rollout.batch["version_gap"] = rollout.version_gaps(step)
+        observed = _Observed()
+        self._observe(rollout, started.choice, observed)
+        taken = StepRollout(rollout, started.locations)
         if self._config.grpo.dynamic_sampling.enabled:
-            return self._with_refills(started, rollout)
-        self._run.log.add(started.metrics)
-        return StepRollout(rollout, started.locations)
+            taken = self._with_refills(started, rollout, observed)
+        else:
+            self._run.log.add(started.metrics)
+        if self._selector is not None:
+            metrics = self._selector.record(step, observed.outcomes, observed.num_skipped)
+            self._run.log.add(metrics)
+        return taken
 
-    def _with_refills(self, started: _Started, rollout: Rollout) -> StepRollout:
+    def _observe(self, rollout: Rollout, choice: Choice | None, observed: _Observed) -> None:
+        """Add the outcomes of a rollout of chosen prompts, and the weights of its rows."""
+        if choice is None:
+            return
+        groups = rollout.batch["group"]
+        is_informative = informative_rows(self._config, rollout)
+        first_rows = rollout.first_rows
+        has_reward = rollout.batch["reward_mask"][first_rows]
+        num_rewards = np.bincount(groups[first_rows], weights=has_reward)
+        # A group whose rewards failed or whose rows are stale tells nothing about its prompt.
+        for group in np.flatnonzero(num_rewards > 1).tolist():
+            is_unequal = bool(is_informative[groups == group].any())
+            length = round(rollout.episode_lengths[groups[first_rows] == group].mean())
+            observed.outcomes.append((choice.rows[group], is_unequal, length))
+        observed.num_skipped += choice.num_skipped
+        if self._config.grpo.prompt_selection.importance_weights:
+            rollout.batch[WEIGHT] = choice.weights[groups]
+
+    def _with_refills(
+        self, started: _Started, rollout: Rollout, observed: _Observed
+    ) -> StepRollout:
         """Return the groups with unequal rewards, of the rollout and of further prompts.
 
         No rollout of a later step has started, so the loader is at the prompts after those of this
@@ -130,9 +192,13 @@ class RolloutPipeline:
         num_dropped = self._loader.num_dropped
         jobs = [started.job]
         for refill in range(1, config.dynamic_sampling.max_refills + 1):
-            if kept.num_missing == 0 or self._loader.epoch != started.epoch:
+            num_prompts = kept.num_missing
+            if self._selector is not None:
+                limit = config.max_prompts_per_step - kept.num_sampled
+                num_prompts = self._selector.num_prompts(num_prompts, limit)
+            if num_prompts <= 0 or self._loader.epoch != started.epoch:
                 break
-            prompts = self._next_prompts(kept.num_missing)
+            prompts = self._next_prompts(num_prompts)
             if prompts is None:
                 break
             num_dropped += self._loader.num_dropped
@@ -140,12 +206,14 @@ class RolloutPipeline:
                 break
             locations = self._loader.batch_locations()
             sources = self._loader.batch_sources()
+            choice = self._choice()
             job = self._start_rollout(prompts, started.step, refill, jobs)
             jobs.append(job)
             refilled = self._finish_rollout(job, started.step)
             self._count_rewards(refilled, sources)
+            self._observe(refilled, choice, observed)
             kept.add(refilled, locations)
-        self.position = self._loader.order.copy()
+        self.position = self._loader.position
         data = {"data/epoch": Mean(self._loader.epoch), "data/num_dropped": Sum(num_dropped)}
         self._run.log.add(started.metrics | data)
         if kept.num_missing > 0:
@@ -193,10 +261,11 @@ class RolloutPipeline:
                 self._next_step,
                 self._start_rollout(prompts, self._next_step),
                 self._loader.batch_locations(),
-                self._loader.order.copy(),
+                self._loader.position,
                 self._loader.batch_epoch,
                 loader_metrics(self._loader),
                 self._loader.batch_sources(),
+                self._choice(),
             )
         )
         self._next_step += 1
@@ -205,6 +274,9 @@ class RolloutPipeline:
         self, prompts: list[Prompt], step: int, refill: int = 0, earlier: Sequence[RolloutJob] = ()
     ) -> RolloutJob:
         group_size = self._config.grpo.num_generations_per_prompt
+        lengths = None
+        if self._selector is not None and self._config.grpo.max_staleness == 0:
+            lengths = self._selector.lengths(self._loader.batch_rows)
         return self._run.rollouts.collector.start(
             prompts,
             group_size=group_size,
@@ -212,6 +284,7 @@ class RolloutPipeline:
             max_total_length=self._config.policy.max_total_sequence_length,
             seeds=row_seeds(self._config.seed, step, len(prompts) * group_size, refill),
             earlier=tuple(earlier),
+            lengths=lengths,
         )
 
     def _finish_rollout(self, job: RolloutJob, step: int) -> Rollout:
@@ -224,6 +297,25 @@ class RolloutPipeline:
         self._run.log.timers.add("generation", job.generation_s)
         self._run.log.timers.add("reward", job.reward_s)
         return rollout
+
+
+@dataclass
+class _Observed:
+    """What a step adds to the history of prompt selection."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    num_skipped: int = 0
+
+
+def prompt_selector(config: GrpoRunConfig) -> PromptSelector:
+    """Return the selector of `grpo.prompt_selection`, without history."""
+    selection = config.grpo.prompt_selection
+    return PromptSelector(
+        decay=selection.decay,
+        exploration=selection.exploration,
+        seed=config.seed,
+        lag=config.grpo.max_staleness,
+    )
 
 
 @dataclass(frozen=True)
@@ -285,6 +377,27 @@ def source_rewards(rollout: Rollout, sources: np.ndarray, names: Sequence[str]) 
     return metrics
 
 
+def informative_rows(config: GrpoRunConfig, rollout: Rollout) -> np.ndarray:
+    """Return True for rows of groups with unequal rewards, bool [B].
+
+    The rewards are those of reward functions and models, without penalties. With separate
+    components a group counts if one of them is unequal, also where their sum is equal.
+    """
+    groups = rollout.batch["group"]
+    # The rewards that have an advantage of their own, float [B] each.
+    compared = [rollout.batch["reward"]]
+    if config.grpo.advantage.components == "separate":
+        weights = config.reward.weights
+        for name, values in rollout.components.items():
+            if weights.get(name, 1.0) != 0:
+                compared.append(values)
+    is_informative = np.zeros(len(groups), dtype=bool)
+    for values in compared:
+        mask = rollout.batch["reward_mask"] & ~np.isnan(values)
+        is_informative |= rows_with_spread(np.nan_to_num(values), groups, mask)
+    return is_informative
+
+
 class KeptGroups:
     """The groups of one step that have unequal rewards, from one rollout and its refills."""
 
@@ -299,52 +412,47 @@ class KeptGroups:
     @property
     def num_missing(self) -> int:
         """Groups that the step still lacks."""
-        return self._num_groups - len(self._kept_groups)
+        return max(self._num_groups - len(self._kept_groups), 0)
 
     @property
-    def _num_sampled(self) -> int:
+    def num_sampled(self) -> int:
+        """Groups that were sampled."""
         return len(self._sampled_locations)
 
     def add(self, rollout: Rollout, locations: list[str]) -> None:
-        """Add a rollout of the prompts at `locations`; its groups with equal rewards are dropped.
-
-        The rewards come from reward functions and models, without penalties. With separate
-        components a group is kept if one of them is unequal, also where their sum is equal.
-        """
+        """Add a rollout of the prompts at `locations`, without its groups with equal rewards."""
         # The index of a prompt among all prompts of the step.
-        rollout.batch["group"] = rollout.batch["group"] + self._num_sampled
-        groups = rollout.batch["group"]
-        is_kept = np.zeros(len(groups), dtype=bool)
-        for values in self._compared_rewards(rollout):
-            mask = rollout.batch["reward_mask"] & ~np.isnan(values)
-            is_kept |= rows_with_spread(np.nan_to_num(values), groups, mask)
+        groups = rollout.batch["group"] + self.num_sampled
+        rollout.batch["group"] = groups
+        is_kept = informative_rows(self._config, rollout)
         self._sampled.append(rollout)
         self._kept.append(select_rows(rollout, np.flatnonzero(is_kept)))
         self._sampled_locations += locations
         self._kept_groups += np.unique(groups[is_kept]).tolist()
 
-    def _compared_rewards(self, rollout: Rollout) -> list[np.ndarray]:
-        """Return the rewards that have an advantage of their own, float [B] each."""
-        compared = [rollout.batch["reward"]]
-        if self._config.grpo.advantage.components == "separate":
-            weights = self._config.reward.weights
-            for name, values in rollout.components.items():
-                if weights.get(name, 1.0) != 0:
-                    compared.append(values)
-        return compared
-
     def result(self) -> StepRollout:
-        """Return the kept groups as the rollout of the step; it may have none."""
+        """Return the kept groups as the rollout of the step; it may have none.
+
+        They are the first in the order of the prompts: which of them end first, and their rewards,
+        have no influence.
+        """
+        trained = self._kept_groups[: self._num_groups]
+        rollout = concat_rollouts(self._kept)
+        if len(trained) < len(self._kept_groups):
+            is_trained = np.isin(rollout.batch["group"], trained)
+            rollout = select_rows(rollout, np.flatnonzero(is_trained))
         num_kept = len(self._kept_groups)
         metrics: Metrics = {
             "dynamic_sampling/num_refills": Sum(float(len(self._sampled) - 1)),
-            "dynamic_sampling/num_sampled_groups": Sum(float(self._num_sampled)),
-            "dynamic_sampling/kept_share": Mean(float(num_kept), float(self._num_sampled)),
+            "dynamic_sampling/num_sampled_groups": Sum(float(self.num_sampled)),
+            "dynamic_sampling/kept_share": Mean(float(num_kept), float(self.num_sampled)),
             "dynamic_sampling/num_missing_groups": Sum(float(self.num_missing)),
         }
+        if self._config.grpo.prompt_selection.enabled:
+            metrics["selection/num_surplus_groups"] = Sum(float(num_kept - len(trained)))
         return StepRollout(
-            concat_rollouts(self._kept),
-            [self._sampled_locations[group] for group in self._kept_groups],
+            rollout,
+            [self._sampled_locations[group] for group in trained],
             sampled=concat_rollouts(self._sampled),
             sampled_locations=self._sampled_locations,
             sampling_metrics=metrics,

@@ -1,0 +1,106 @@
+"""Dynamic sampling with and without `grpo.prompt_selection` on sums of the demo.
+
+    python -m benchmarks.prompt_selection --model runs/demo_sft/hf --seeds 0 1 2
+
+The prompts are 24 sums of one digit, 16 of two and 24 of four from `runs/demo`, so that some are
+too easy and some too hard for the model. Prints per variant the share of groups with equal rewards,
+sampled and trained tokens, and both per 0.01 of gain in the mean reward of greedy answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+
+from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.grpo.loop import run_grpo
+from nemo_like.algorithms.registry import load_config
+
+CONFIG = Path(__file__).parents[1] / "examples/configs/demo_grpo.yaml"
+NUM_ROWS = {1: 24, 2: 16, 4: 24}
+"""Rows by the number of digits of the larger summand."""
+GROUP = 4
+OPTIONS = (
+    "cluster.backend=local", "cluster.workers_per_node=1", "checkpointing.enabled=false",
+    "checkpointing.export_hf=false", "policy.parity_check=false", "logger.save_rollouts=false",
+    "grpo.val_at_start=true", "grpo.val_period=0", "policy.generation.max_new_tokens=8",
+    "grpo.num_prompts_per_step=4", f"grpo.num_generations_per_prompt={GROUP}",
+    "policy.optimizer.lr=5e-4", "policy.train_global_batch_size=16",
+    "grpo.dynamic_sampling.enabled=true",
+)  # fmt: skip
+ENABLED = "grpo.prompt_selection.enabled=true"
+VARIANTS = {
+    "dynamic sampling": (),
+    "+ selection": (ENABLED,),
+    "+ selection, no weights": (ENABLED, "grpo.prompt_selection.importance_weights=false"),
+}
+
+
+def write_rows(source: Path, paths: list[Path], rng: np.random.Generator) -> None:
+    """Write `NUM_ROWS` random rows of `source` by their number of digits, other ones per path."""
+    lines = source.read_text().splitlines()
+    digits = [max(map(len, json.loads(line)["prompt"].split("+"))) for line in lines]
+    chosen: dict[Path, list[str]] = {path: [] for path in paths}
+    for number, count in NUM_ROWS.items():
+        rows = [line for line, each in zip(lines, digits, strict=True) if each == number]
+        parts = np.split(rng.permutation(rows)[: count * len(paths)], len(paths))
+        for path, part in zip(paths, parts, strict=True):
+            chosen[path] += part.tolist()
+    for path, rows in chosen.items():
+        path.write_text("\n".join(rows) + "\n")
+
+
+def measure(options: list[str]) -> dict[str, float]:
+    """Run GRPO; return shares, tokens and the gain in reward."""
+    result = run_grpo(load_config(GrpoRunConfig, CONFIG, options))
+    lines = [json.loads(line) for line in result.directory.metrics.read_bytes().splitlines()]
+    steps = [line for line in lines if "dynamic_sampling/kept_share" in line]
+    groups = np.array([line["dynamic_sampling/num_sampled_groups"] for line in steps])
+    kept = np.array([line["dynamic_sampling/kept_share"] for line in steps])
+    lengths = np.array([line["generation/completion_length_mean"] for line in steps])
+    skipped = [line.get("selection/skipped_share", 0.0) for line in steps]
+    refills = [line["dynamic_sampling/num_refills"] for line in steps]
+    first, last = (result_of["validation/reward_mean"] for result_of in (result.first, result.last))
+    return {
+        "uninformative": 1 - (kept * groups).sum() / groups.sum(),
+        "skipped": float(np.mean(skipped)),
+        "refills/step": float(np.mean(refills)),
+        "missing": sum(line["dynamic_sampling/num_missing_groups"] for line in steps),
+        "sampled tokens": (lengths * groups).sum() * GROUP,
+        "trained tokens": steps[-1]["progress/num_tokens"],
+        "reward": last,
+        "gain": last - first,
+    }
+
+
+def main() -> None:
+    """Run all variants and seeds; print the means over seeds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="runs/demo_sft/hf")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--folder", type=Path, default=Path("runs/prompt_selection"))
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    options = [*OPTIONS, f"grpo.max_num_steps={arguments.steps}"]
+    options += [f"policy.model_name={arguments.model}", f"output_dir={arguments.folder}"]
+    paths = [arguments.folder / f"{name}.jsonl" for name in ("train", "validation")]
+    write_rows(Path("runs/demo/grpo_train.jsonl"), paths, np.random.default_rng(0))
+    options += [f"data.{path.stem}_path={path}" for path in paths]
+    for number, (variant, changes) in enumerate(VARIANTS.items()):
+        results = []
+        for seed in arguments.seeds:
+            run = [*options, *changes, f"seed={seed}", f"run_name=variant_{number}_seed_{seed}"]
+            results.append(measure(run))
+            print(variant, seed, json.dumps(results[-1]), flush=True)
+        mean = {key: float(np.mean([each[key] for each in results])) for key in results[0]}
+        for kind in ("sampled", "trained"):
+            mean[f"{kind} per 0.01"] = mean[f"{kind} tokens"] / max(mean["gain"] * 100, 1e-9)
+        print(variant, "mean", json.dumps({key: round(value, 3) for key, value in mean.items()}))
+
+
+if __name__ == "__main__":
+    main()
