@@ -113,6 +113,11 @@ class ConversationRow:
     """Attempts of the episode of a program."""
     outcome: EpisodeOutcome | None = None
     """Of the episode of a program, once it has ended."""
+    calls: Sequence[int] | None = None
+    """Of a row of a program: number of each of its turns among the calls of the episode, in the
+    order of their answers. None: its turns are all turns of the episode."""
+    turn_rewards: Sequence[float] = ()
+    """What each turn of the episode was given while it ran; the last turns may be left out."""
 
     @classmethod
     def start(
@@ -217,12 +222,13 @@ class ConversationRow:
         self.step_s += outcome.seconds
         for name, value in outcome.rewards.items():
             self.rewards[name] = self.rewards.get(name, 0.0) + value
+        self.turn_rewards = [*self.turn_rewards, sum(outcome.rewards.values())]
         for name, value in outcome.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
         if outcome.failure is not None:
             self.ended_by = "error"
             # Also that of earlier turns: it is not the reward of the conversation.
-            self.rewards = {}
+            self.rewards, self.turn_rewards = {}, ()
         elif outcome.is_timeout:
             self.ended_by = "timeout"
         elif outcome.done:

@@ -78,6 +78,12 @@ class AdvantageConfig:
     components: Literal["sum", "separate"] = "sum"
     """`sum` computes the advantage of the weighted sum of reward functions and models. `separate`
     computes one advantage for each of them and adds these with their weights (GDPO)."""
+    turns: Literal["none", "return_to_go"] = "none"
+    """`return_to_go` gives each turn of a conversation or episode the rewards from this turn on,
+    minus the mean return of the group's others. Turns have the rewards of `step`, or of requests to
+    `reward`; all others are those of the last turn. `none` gives all turns one advantage."""
+    turn_discount: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Discount of a reward per turn in `return_to_go`; exact is 1."""
 
     def problems(self, group_size: int) -> Iterator[Problem]:
         """Yield combinations that are not defined for `group_size` completions per prompt."""
@@ -223,6 +229,7 @@ class GrpoRunConfig(RunConfig):
         yield from _group_problems(self)
         yield from self.grpo.advantage.problems(self.grpo.num_generations_per_prompt)
         yield from overlong_problems(self)
+        yield from turn_problems(self)
         yield from reward_name_problems(self.reward, self.environment)
         yield from dynamic_sampling_problems(self.grpo)
         yield from epoch_problems(self)
@@ -445,6 +452,56 @@ def overlong_problems(config: GrpoRunConfig) -> Iterator[Problem]:
             f"grpo.overlong.penalty_buffer is {config.grpo.overlong.penalty_buffer}, but with"
             " environment.path a completion has several turns, and"
             " policy.generation.max_new_tokens limits each of them: set penalty_buffer to 0",
+        )
+
+
+def turn_problems(config: GrpoRunConfig) -> Iterator[Problem]:
+    """Yield keys with which turns cannot have advantages of their own."""
+    advantage = config.grpo.advantage
+    key = f"{_KEY}.turns"
+    if advantage.turns == "none":
+        if advantage.turn_discount != 1:
+            yield Problem(
+                (f"{_KEY}.turn_discount", key),
+                f"{_KEY}.turn_discount is {advantage.turn_discount:g}, but {key} is none, which has"
+                f" no discount: set {key} to return_to_go, or remove the discount",
+            )
+        return
+    if not config.environment.is_used:
+        yield Problem(
+            (key, "environment.path"),
+            f"{key} is return_to_go, but without environment.path a completion is one turn: set"
+            f" {key} to none",
+        )
+    for name, value, needed in (
+        (f"{_KEY}.baseline", advantage.baseline, "leave_one_out"),
+        (f"{_KEY}.normalize", advantage.normalize, "none"),
+        (f"{_KEY}.components", advantage.components, "sum"),
+    ):
+        if value != needed:
+            yield Problem(
+                (name, key),
+                f"{name} is {value}, but {key} return_to_go is defined for {needed} only: set"
+                f" {name} to {needed}",
+            )
+    if advantage.whiten == "rows":
+        yield Problem(
+            (f"{_KEY}.whiten", key),
+            f"{_KEY}.whiten is rows, but with {key} return_to_go each token has its own advantage:"
+            " set whiten to tokens or none",
+        )
+    if config.loss_fn.surrogate == "gspo":
+        yield Problem(
+            (key, "loss_fn.surrogate"),
+            f"{key} is return_to_go, so that each token has its own advantage, but"
+            " loss_fn.surrogate gspo has one loss per row: set the surrogate to gspo_token",
+        )
+    if config.grpo.dynamic_sampling.enabled:
+        yield Problem(
+            ("grpo.dynamic_sampling.enabled", key),
+            f"grpo.dynamic_sampling.enabled is true and {key} return_to_go: groups with equal"
+            " rewards, which would be dropped, have turns with advantages. Set dynamic sampling to"
+            " false",
         )
 
 
