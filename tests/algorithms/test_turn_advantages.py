@@ -61,6 +61,9 @@ def expected_of(rewards: list[list[float]], groups: list[int]) -> list[list[floa
             for number, each in enumerate(rewards)
             if number != episode and groups[number] == groups[episode]
         ]
+        if not others:
+            expected.append([0.0] * len(turns))
+            continue
         baseline = sum(others) / len(others)
         expected.append([to_go(turns, start) - baseline for start in range(len(turns))])
     return expected
