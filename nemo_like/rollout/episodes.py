@@ -231,7 +231,7 @@ class EpisodeDriver:
             end.status,
             attempt.number,
             retries=self.config.retries,
-            on_failure=self.config.failures,
+            on_failure=self.config.on_error,
             on_limit=self.config.on_limit,
         )
         if result == "retry":
