@@ -21,7 +21,7 @@ from nemo_like.algorithms.grpo.advantages import (
     separate_advantages,
     whitened,
 )
-from nemo_like.algorithms.grpo.config import AdvantageConfig
+from nemo_like.algorithms.grpo.advantage_config import AdvantageConfig
 from nemo_like.algorithms.grpo.rollouts import KeptGroups, rows_with_spread
 from nemo_like.data.jagged import Jagged
 from tests.recipe import Recipe

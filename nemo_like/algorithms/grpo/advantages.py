@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nemo_like.agents.credit import return_to_go
-from nemo_like.algorithms.grpo.config import AdvantageConfig, GrpoRunConfig
+from nemo_like.algorithms.grpo.advantage_config import AdvantageConfig
+from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.metrics import Mean, Metrics, Sum
