@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from nemo_like.generation.requests import Completions, FinishReason
 
+T = TypeVar("T")
 EndReason = Literal["done", "turns", "tokens", "timeout", "error"]
 """`done`: the environment ended the conversation. `turns`, `tokens` and `timeout` are its limits:
 `environment.max_turns`, `policy.max_total_sequence_length` and `environment.timeout_s`. `error`:
@@ -145,6 +146,13 @@ class ConversationRow:
         return text
 
     @property
+    def segment_texts(self) -> list[str]:
+        """Texts of prompt, turn of the model, observation, ..., with special tokens."""
+        if self.tokenizer is None:
+            return []
+        return [str(self.tokenizer.decode(segment.tolist())) for segment in self.segments]
+
+    @property
     def last_turn(self) -> np.ndarray:
         """Token ids of the last turn of the model, int32 [L]."""
         return self.segments[2 * self.num_turns - 1] if self.num_turns else _NO_IDS
@@ -169,8 +177,8 @@ class ConversationRow:
         """Tokens of all turns of the model that the row trains."""
         return sum(map(len, self.trained(self.segments[1::2])))
 
-    def trained(self, turns: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return those of the row's turns of the model, [L, ...] each, that are trained."""
+    def trained(self, turns: Sequence[T]) -> list[T]:
+        """Return those of the row's turns of the model that are trained."""
         if self.is_trained is None:
             return list(turns)
         return [turn for turn, is_trained in zip(turns, self.is_trained, strict=True) if is_trained]

@@ -207,7 +207,12 @@ class Rollout:
             if conversation.outcome is not None:
                 if conversation.messages:
                     record["messages"] = conversation.messages
+                else:
+                    record["segments"] = conversation.segment_texts
+                calls = conversation.calls or []
                 record |= {
+                    "calls": list(calls),
+                    "trained_calls": conversation.trained(calls),
                     "num_turns": conversation.num_turns,
                     "episode": int(self.batch[EPISODE][i]),
                     "status": conversation.outcome.status.value,

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_like.algorithms.grpo.advantage_config import AdvantageConfig
 from nemo_like.algorithms.grpo.advantages import (
     EPS,
     group_advantages,
@@ -21,7 +22,6 @@ from nemo_like.algorithms.grpo.advantages import (
     separate_advantages,
     whitened,
 )
-from nemo_like.algorithms.grpo.advantage_config import AdvantageConfig
 from nemo_like.algorithms.grpo.rollouts import KeptGroups, rows_with_spread
 from nemo_like.data.jagged import Jagged
 from tests.recipe import Recipe

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from nemo_like.algorithms.grpo.loop import run_grpo
+from nemo_like.cli import main
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.jagged import Jagged
+from nemo_like.reports.rollouts import read_rollouts
+from nemo_like.reports.run_files import RunFiles
 from nemo_like.rollout.records import RolloutRecord
 from tests.algorithms.test_agent_runs import PROGRAM
 from tests.algorithms.test_environment_runs import FLAKY
@@ -69,7 +72,9 @@ def expected_of(rewards: list[list[float]], groups: list[int]) -> list[list[floa
     return expected
 
 
-def test_turns_of_programs_have_the_rewards_that_follow_them(recipe: Recipe) -> None:
+def test_turns_of_programs_have_the_rewards_that_follow_them(
+    recipe: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = [each for each in PROGRAM if "save_period" not in each and "keep" not in each]
     path = "environment.path=tests.algorithms.agent_programs.rewards_turns"
     records, spans = run_of(recipe, *options, path)
@@ -94,6 +99,30 @@ def test_turns_of_programs_have_the_rewards_that_follow_them(recipe: Recipe) -> 
     for parts, each in zip(found, expected_of(rewards, groups), strict=True):
         for part, value in zip(parts, each, strict=True):
             assert len(part) > 0 and part == pytest.approx(value, abs=1e-6)
+    assert "  episodes 8 done  " in capsys.readouterr().out
+    _check_shown(recipe.folder / "grpo", records, capsys)
+
+
+def _check_shown(
+    run: Path, records: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every row of the first episode, with its calls, rewards and the texts of its branch."""
+    rows = [index for index, each in enumerate(records) if each["episode"] == 0]
+    assert main(["show", str(run), "--rows", ",".join(map(str, rows))]) == 0
+    shown = capsys.readouterr().out
+    assert "step 1: 8 episodes: 8 done" in shown
+    assert "episode 0, row 1/2" in shown and "episode 0, row 2/2" in shown
+    (branch,) = [records[row] for row in rows if "segments" in records[row]]
+    (main_row,) = [records[row] for row in rows if "messages" in records[row]]
+    assert (branch["calls"], main_row["calls"]) == ([1], [0, 2])
+    assert "7+1" in branch["segments"][0] and branch["completion"] in branch["segments"][1]
+    rewards = " ".join(f"{each:.4g}" for each in main_row["turn_rewards"])
+    notes = [row.notes for step in read_rollouts(RunFiles(run)).steps for row in step.rows]
+    assert all(each["status"] == "done" for each in notes)
+    assert {"0 2", "1"} >= {each["calls"] for each in notes}
+    plain = " ".join(shown.replace("│", " ").split())
+    for text in ("calls 0 2", "calls 1", "status done", f"rewards per turn {rewards}"):
+        assert text in plain
 
 
 def test_turns_of_conversations_have_the_rewards_of_their_steps(recipe: Recipe) -> None:
