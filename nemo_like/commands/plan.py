@@ -101,7 +101,7 @@ def plan_request(arguments: argparse.Namespace) -> PlanRequest:
         budget_name = "policy.train_micro_batch_size x policy.max_total_sequence_length"
     return PlanRequest(
         rows=rows,
-        spec=spec,
+        spec=spec if past is None else past.spec_of_rows(spec),
         max_tokens=max_tokens,
         model=model,
         placement=policy_placement(

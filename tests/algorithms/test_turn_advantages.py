@@ -13,6 +13,7 @@ from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.cli import main
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.jagged import Jagged
+from nemo_like.prediction.lengths import read_run
 from nemo_like.reports.rollouts import read_rollouts
 from nemo_like.reports.run_files import RunFiles
 from nemo_like.rollout.records import RolloutRecord
@@ -82,25 +83,34 @@ def test_turns_of_programs_have_the_rewards_that_follow_them(
     rewards, groups, found = [], [], []
     for episode in episodes:
         rows = [index for index, each in enumerate(records) if each["episode"] == episode]
-        (main,) = [index for index in rows if "messages" in records[index]]
-        (other,) = [index for index in rows if index != main]
+        (row,) = [index for index in rows if "messages" in records[index]]
+        (other,) = [index for index in rows if index != row]
         first, last = [
             len(each["content"]) / 10
-            for each in records[main]["messages"]
+            for each in records[row]["messages"]
             if each["role"] == "assistant"
         ]
         rewards.append([first, len(records[other]["completion"]) / 10, last + 1.0])
-        assert records[main]["turn_rewards"] == pytest.approx(rewards[-1])
-        assert records[main]["reward"] == pytest.approx(sum(rewards[-1]))
-        groups.append(records[main]["group"])
+        assert records[row]["turn_rewards"] == pytest.approx(rewards[-1])
+        assert records[row]["reward"] == pytest.approx(sum(rewards[-1]))
+        groups.append(records[row]["group"])
         # In the order of time: the other conversation is between the two turns.
-        found.append([spans[main][0], spans[other][0], spans[main][1]])
+        found.append([spans[row][0], spans[other][0], spans[row][1]])
     assert len(episodes) == 8
     for parts, each in zip(found, expected_of(rewards, groups), strict=True):
         for part, value in zip(parts, each, strict=True):
             assert len(part) > 0 and part == pytest.approx(value, abs=1e-6)
     assert "  episodes 8 done  " in capsys.readouterr().out
     _check_shown(recipe.folder / "grpo", records, capsys)
+    # The steps of a past run are divided by episodes.
+    past = read_run(recipe.folder / "grpo")
+    assert past.episodes[1].tolist() == [each["episode"] for each in records]
+    assert main(["plan", "--metrics", str(recipe.folder / "grpo"), "--json", "-"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["setting"]["batch_size"] == 4 * len(records) / 8
+    assert planned["logged"]
+    for each in planned["logged"].values():
+        assert each["planned"] == pytest.approx(each["logged"])
 
 
 def _check_shown(
