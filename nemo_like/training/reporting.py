@@ -22,7 +22,7 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.prediction.placement import frozen_share
 from nemo_like.training.model_files import adapter_line
-from nemo_like.training.model_warnings import encoder_warnings, model_warnings
+from nemo_like.training.model_warnings import encoder_warnings, history_warnings, model_warnings
 from nemo_like.training.run_data import training_name
 
 _LARGE_SHARE = 0.1
@@ -332,6 +332,8 @@ def start_warnings(
     yield from config_warnings(policy, needs, layout)
     yield from model_warnings(policy, needs_reference=needs.reference)
     yield from encoder_warnings(policy, encoder)
+    if needs.rollouts is not None:
+        yield from history_warnings(needs.rollouts.environment, encoder)
     if num_steps is not None:
         yield from step_warnings(policy, num_steps)
     if needs.rollouts is None:
