@@ -10,6 +10,8 @@ import numpy as np
 from nemo_like.config.errors import ConfigError, shown_value
 from nemo_like.environments.reward import finite_number
 
+_TOLERANCE = 1e-12
+
 
 def named_rewards(value: Any) -> dict[str, float]:
     """Return the rewards in a JSON value: a number, or numbers by name. Raises ConfigError."""
@@ -54,5 +56,8 @@ def return_to_go(
         others[episode] = False
         if not others.any():
             raise ValueError("a group of one episode has no others for its baseline")
-        advantages.append(returns - totals[others].mean())
+        values = returns - totals[others].mean()
+        # Of equal returns the differences are rounding errors.
+        is_zero = np.abs(values) <= _TOLERANCE * np.maximum(1.0, np.abs(returns))
+        advantages.append(np.where(is_zero, 0.0, values))
     return advantages

@@ -125,17 +125,12 @@ class Session:
         """Answers that are being sampled."""
         return sum(not answer.task.done() for answer in self.answers)
 
-    def call_rewards(self, default: float = 0.0) -> list[float]:
-        """Return the sum of rewards of each call; `default` is added to the last call.
-
-        An episode without calls has none.
-        """
-        if not self.episode.calls:
-            return []
+    def call_rewards(self) -> list[float]:
+        """Return the sum of the rewards of each call; an episode without calls has none."""
         totals = [0.0] * len(self.episode.calls)
-        for event in self.rewards:
+        for event in self.rewards if totals else ():
+            # No call has caused one before the first, so that its place has no effect on average.
             totals[max(event.call, 0)] += sum(event.values.values())
-        totals[-1] += default
         return totals
 
 

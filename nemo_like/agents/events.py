@@ -74,10 +74,12 @@ class EpisodeEnd:
     """Training rows: the numbers of their calls, and which of them the row trains."""
     last_row: int = -1
     """Index of the row with the last call; -1 without rows."""
+    answered: Sequence[int] = ()
+    """Numbers of the answered calls, in the order of their answers."""
+    call_rewards: Sequence[float] = ()
+    """What requests gave to each answered call."""
     messages: Sequence[Message] = ()
     """Messages and reply of the last call."""
-    num_calls: int = 0
-    """Answered calls."""
     reasons: Mapping[Reason, int] = field(default_factory=dict)
     """Number of calls that continue no other, by reason."""
     seconds: float = 0.0

@@ -203,8 +203,9 @@ class AgentWorker:
             rewards=_rewards(session, program_end),
             rows=rows,
             last_row=order.index(max(order)) if order else -1,
+            answered=[numbers[call] for call in episode.calls],
+            call_rewards=session.call_rewards(),
             messages=episode.messages,
-            num_calls=len(episode.calls),
             reasons=dict(episode.reasons),
             seconds=time.monotonic() - started_s,
         )

@@ -117,7 +117,7 @@ class _Inputs:
             budget_name = "policy.train_micro_batch_size x policy.max_total_sequence_length"
         return PlanRequest(
             rows=self.rows,
-            spec=spec,
+            spec=spec if self.past is None else self.past.spec_of_rows(spec),
             max_tokens=max_tokens,
             model=self.model,
             placement=policy_placement(

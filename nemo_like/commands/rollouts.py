@@ -8,6 +8,7 @@ import argparse
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,12 @@ _DETAILS = {
     "logprob_difference_max": "max log-prob difference",
     "weight_versions": "weight versions",
     "source": "source",
+    "status": "status",
+    "attempts": "attempts",
+    "calls": "calls",
+    "trained_calls": "trained calls",
+    "turn_rewards": "rewards per turn",
+    "error": "error",
     "kept": "kept by dynamic sampling",
 }
 """Values of a record that are shown besides its rewards, with their labels."""
@@ -66,11 +73,21 @@ def show(arguments: argparse.Namespace) -> int:
     members: dict[Any, list[int]] = {}
     for row, record in enumerate(records):
         members.setdefault(record["group"], []).append(row)
+    statuses = {record["episode"]: record["status"] for record in records if "episode" in record}
+    if statuses:
+        counts = Counter(statuses.values()).most_common()
+        parts = ", ".join(f"{count} {status}" for status, count in counts)
+        say(f"step {step}: {counted(len(statuses), 'episode')}: {parts}")
     shown_prompt = None
     for row, sample in zip(chosen, samples, strict=True):
         group = records[row]["group"]
         rows = members[group]
         heading = f"step {step}, prompt {group}, completion {rows.index(row) + 1}/{len(rows)}"
+        if "episode" in records[row]:
+            episode = records[row]["episode"]
+            rows = [each for each in rows if records[each]["episode"] == episode]
+            heading = f"step {step}, prompt {group}, episode {episode}, row {rows.index(row) + 1}"
+            heading += f"/{len(rows)}"
         # The prompt of completions that follow one another is shown once.
         segments = sample.segments
         if shown_prompt == (group, sample.prompt):
@@ -139,6 +156,8 @@ def _sample(record: Mapping[str, Any], row: int) -> Sample:
         value = record.get(name)
         if isinstance(value, float):
             notes[label] = f"{value:.4g}"
+        elif isinstance(value, list):
+            notes[label] = " ".join(f"{each:.4g}" for each in value) or "none"
         elif value is not None:
             notes[label] = str(value)
     return Sample(sample.segments, reward=sample.reward, notes=notes)

@@ -41,6 +41,7 @@ from nemo_like.data.preferences import job_of_row
 from nemo_like.data.rows import first_row
 from nemo_like.models.pretrained import import_transformers_without_torch
 from nemo_like.models.spec import ModelSpec
+from nemo_like.run.directory import is_unused
 from nemo_like.run.progress import Progress
 from nemo_like.training.model_files import load_checked_config, open_encoder
 from nemo_like.training.run_data import RunData, load_training
@@ -192,7 +193,7 @@ def _named_values(
     output_dir = Path(given.get("output_dir", "runs"))
     name = f"{job.kind}_{stem.strip('_-') or 'data'}"
     names = (name if number == 1 else f"{name}_{number}" for number in count(1))
-    free = next(each for each in names if not (output_dir / each).exists())
+    free = next(each for each in names if is_unused(output_dir / each))
     named = {
         "run_name": (free, f"directory {output_dir / free}"),
         "policy.model_name": (model_of(arguments.model), "--model"),

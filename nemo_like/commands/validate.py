@@ -59,7 +59,12 @@ from nemo_like.training.model_files import (
     open_reward_model,
     policy_memory,
 )
-from nemo_like.training.model_warnings import check_new_tokens, encoder_warnings, model_warnings
+from nemo_like.training.model_warnings import (
+    check_new_tokens,
+    encoder_warnings,
+    history_warnings,
+    model_warnings,
+)
 from nemo_like.training.reporting import config_warnings, device_line, no_gpu_text, rows_warnings
 from nemo_like.training.row_checks import RowChecks
 from nemo_like.training.run_data import (
@@ -153,6 +158,8 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
         if encoder is not None:
             diagnostics.check(partial(check_new_tokens, config.policy, encoder))
             diagnostics.warnings += encoder_warnings(policy, encoder)
+            if needs.rollouts is not None:
+                diagnostics.warnings += history_warnings(needs.rollouts.environment, encoder)
     if encoder is not None and train is not None:
         data = RunData(encoder, train, validation)
         checks = RowChecks(

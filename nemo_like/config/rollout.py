@@ -137,12 +137,12 @@ class EnvironmentConfig:
     num_workers: Annotated[int, Ge(1)] = 1
     """Processes that run the environment; each runs the steps of many conversations, or the
     programs of many episodes, at the same time."""
-    on_error: OnError | None = None
+    on_error: OnError = "drop"
     """A failure: an exception in `reset` or `step`, or an invalid result; a program that ends with
     an error or without a reward, after its `retries`. `stop` ends the run with the conversation.
     The others end the conversation only: `zero` takes 0 as the reward of the environment, `drop`
-    leaves the row out of training and of the statistics of its group. null is `stop` for a class
-    and `drop` for a program. `reward.max_error_share` limits the share of such rows."""
+    leaves the row out of training and of the statistics of its group. `reward.max_error_share`
+    limits the share of such rows."""
     retries: Annotated[int, Ge(0)] = 2
     """Further attempts after an episode of a program has failed, each with another seed."""
     on_limit: Literal["score", "drop", "zero"] = "score"
@@ -169,11 +169,6 @@ class EnvironmentConfig:
         if self.path is not None:
             return f"environment.path {self.path}"
         return f"environment.command {shlex.join(self.command)}"
-
-    @property
-    def failures(self) -> OnError:
-        """`on_error`, or its default for the kind."""
-        return self.on_error or ("drop" if self.kind == "program" else "stop")
 
 
 def environment_problems(

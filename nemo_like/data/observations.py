@@ -22,6 +22,7 @@ from nemo_like.data.messages import Message
 _USER: Message = {"role": "user", "content": "qzuserzq"}
 PROBE_ANSWERS = ("qzfirstzq", "Another, longer qzsecondzq")
 """Probe answers; texts that no template contains."""
+_NO_NAME = "qznamezq"
 _CHARACTERS_PER_TOKEN = 16
 """More than texts have on average."""
 _MARGIN = 64
@@ -43,6 +44,8 @@ class ObservationEncoder:
         self._template = encoder.template
         self._checked: dict[tuple[int, tuple[str, ...]], bool] = {}
         """Whether the probe has the calls, by number of calls and roles of messages."""
+        self._need_calls: set[tuple[str, ...]] = set()
+        """Roles of messages that the template renders after tool calls only."""
 
     def encode(
         self,
@@ -58,10 +61,14 @@ class ObservationEncoder:
         messages, so that an observation cannot end its own turn or begin one of the model. Of
         observations with many more than `max_tokens` tokens only the beginning is encoded, which
         has more than `max_tokens` as well. `calls` are the tool calls of the turn: some templates
-        refuse a result without the call, or write the name of its function. Raises ConfigError if
-        the template has no fixed text between two turns, or refuses or drops the messages.
+        refuse a result without the call, or write the name of its function. Without them such a
+        template gets calls with the `name` and `tool_call_id` of the results; nothing of them is
+        encoded. Raises ConfigError if the template has no fixed text between two turns, or refuses
+        or drops the messages.
         """
         calls = self.without_control_texts(list(calls))
+        if not calls and self._needs_calls(messages):
+            messages, calls = _with_calls(messages)
         calls = calls if self.check(messages, calls) else []
         if max_tokens is not None:
             # Encoding megabytes, which nobody would use, takes minutes.
@@ -79,9 +86,30 @@ class ObservationEncoder:
     ) -> np.ndarray:
         plain = self.without_control_texts(list(messages))
         text = self._after_turn(plain, PROBE_ANSWERS[0], calls, num_exchanges=1)
+        if _NO_NAME in text:
+            raise ConfigError(
+                f"the chat template of {self._encoder.tokenizer.name_or_path!r} writes the name of"
+                " the function before its result: give observations of role tool a name"
+            )
         if last_token_id in self._template.end_token_ids:
             text = self._without_end(text)
         return self._encoder.encode_continuation(text)
+
+    def _needs_calls(self, messages: Sequence[Message]) -> bool:
+        """Return whether the messages are rendered after tool calls, and not without them."""
+        roles = tuple(str(message["role"]) for message in messages)
+        if "tool" in roles and (0, roles) not in self._checked and roles not in self._need_calls:
+            try:
+                self.check(messages)
+            except ConfigError as error:
+                with_ids, calls = _with_calls(messages)
+                try:
+                    self._check(with_ids, calls)
+                except ConfigError:
+                    # It explains more than that of calls which nobody gave.
+                    raise error from None
+                self._need_calls.add(roles)
+        return roles in self._need_calls
 
     def check(self, messages: Sequence[Message], calls: Sequence[Mapping[str, Any]] = ()) -> bool:
         """Return whether results are rendered after a turn with `calls`; False without results.
@@ -190,6 +218,22 @@ class ObservationEncoder:
         while num_removed:
             value, num_removed = self._control_texts.subn("", value)
         return value
+
+
+def _with_calls(messages: Sequence[Message]) -> tuple[list[Message], list[dict[str, Any]]]:
+    """Return messages whose results have ids, and a call for each result."""
+    with_ids: list[Message] = []
+    calls = []
+    for message in messages:
+        with_id = message
+        if message["role"] == "tool":
+            # Nine characters, which some chat templates require.
+            call_id = message.get("tool_call_id") or f"{len(calls):09d}"
+            with_id = {**message, "tool_call_id": call_id}
+            function = {"name": message.get("name") or _NO_NAME, "arguments": {}}
+            calls.append({"id": call_id, "type": "function", "function": function})
+        with_ids.append(with_id)
+    return with_ids, calls
 
 
 def _beginning(messages: Sequence[Message], max_characters: int) -> list[Message]:

@@ -87,9 +87,9 @@ class Environment(Protocol):
     def step(self, conversation: Conversation) -> StepResult | Awaitable[StepResult]:
         """Answer the model's last turn.
 
-        An exception stops the run with a message that names the row, unless `environment.on_error`
-        is `zero` or `drop`. A turn that the environment does not understand is the model's mistake,
-        so answer it with an observation or a reward.
+        An exception ends the conversation as `environment.on_error` decides, and the run above the
+        share `reward.max_error_share`. A turn that the environment does not understand is the
+        model's mistake, so answer it with an observation or a reward.
         """
         ...
 
@@ -128,7 +128,7 @@ class StepOutcome:
     is_timeout: bool = False
     """The time of the conversation was over before the step ended; it has no reward then."""
     failure: EnvironmentFailure | None = None
-    """Why the step has no result, where `environment.on_error` is `zero` or `drop`."""
+    """Why the step has no result, unless `environment.on_error` is `stop`."""
     seconds: float = 0.0
     """Time of the step."""
 
@@ -184,7 +184,7 @@ def failure(
     problem = RewardProblem(ENVIRONMENT, path, kind, text, section="environment")
     advice = (
         "A mistake of the model should be answered with an observation or a reward; any other"
-        " exception stops the run unless environment.on_error is zero or drop"
+        " exception ends the conversation, and with environment.on_error stop the run"
     )
     lines = [
         f"{problem}. {advice}. The conversation:",

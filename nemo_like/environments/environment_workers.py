@@ -14,9 +14,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import isawaitable, iscoroutinefunction
@@ -26,8 +26,9 @@ from nemo_like.config.errors import ConfigError, error_text
 from nemo_like.config.import_path import import_class, user_error_text
 from nemo_like.config.rollout import EnvironmentConfig
 from nemo_like.distributed import activity
-from nemo_like.distributed.errors import Restarts, WorkerDied, WorkerFailure, WorkerHung
-from nemo_like.distributed.worker_group import Handle, WorkerContext, WorkerGroup, submit_one
+from nemo_like.distributed.errors import WorkerFailure
+from nemo_like.distributed.worker_group import Handle, WorkerContext, submit_one
+from nemo_like.distributed.worker_pool import PooledWorker, StartWorker, WorkerPool
 from nemo_like.environments.environment import (
     BadStep,
     Conversation,
@@ -47,8 +48,6 @@ ResultT = TypeVar("ResultT")
 _EXAMPLE = "nemo_like.environments.included.Calculator"
 _CLOSE_S = 5.0
 _NUM_CALLS_SHOWN = 5
-_POLL_S = 0.02
-"""Max seconds that a worker waits for the end of a step in one call; calls behind it wait too."""
 
 
 def load_environment(config: EnvironmentConfig) -> Environment:
@@ -84,7 +83,7 @@ class EnvironmentWorker:
         `margin_s` more.
         """
         self._path = config.path or ""
-        self._on_error = config.failures
+        self._on_error = config.on_error
         self._environment = load_environment(config)
         self._is_plain = not iscoroutinefunction(self._environment.step)
         """`step` runs in a thread."""
@@ -262,26 +261,18 @@ def _read_exception(step: asyncio.Future[Any]) -> None:
         step.exception()
 
 
-StartWorker = Callable[[int], WorkerGroup]
-"""Starts a group of one `EnvironmentWorker`, given its index."""
-
-
 @dataclass(eq=False)
-class _Worker:
-    """One process, as the driver sees it."""
+class _Worker(PooledWorker):
+    """One process."""
 
-    index: int
-    group: WorkerGroup
     tasks: dict[int, StepTask] = field(default_factory=dict)
     """Unfinished tasks by key."""
     new_tasks: list[StepTask] = field(default_factory=list)
     """Unfinished tasks that the process does not have yet."""
-    call: Handle | None = None
-    """The running call of `advance`."""
 
 
-class EnvironmentWorkers:
-    """Runs steps on a number of worker processes. Not thread-safe: one thread at a time."""
+class EnvironmentWorkers(WorkerPool[_Worker]):
+    """Runs steps on a number of worker processes."""
 
     def __init__(
         self,
@@ -291,23 +282,21 @@ class EnvironmentWorkers:
         max_restarts: int = 0,
         report: Callable[[str], None] = logger.warning,
     ) -> None:
-        """Start all workers, in parallel.
+        """Start all workers; `start_worker` starts a group of one `EnvironmentWorker`.
 
-        `report` gets a line about each restart, and the first failure of each kind that does not
-        stop the run.
+        `report` also gets the first failure of each kind that does not stop the run.
         """
-        self._start_worker = start_worker
+        super().__init__(
+            "the environment",
+            _Worker,
+            start_worker,
+            num_workers,
+            max_restarts=max_restarts,
+            report=report,
+        )
         self._report = report
         self._reported: set[str] = set()
         """Kinds of failures that were reported."""
-        self._restarts = Restarts(max_restarts, report)
-        if num_workers == 1:
-            # In this thread, which a group in this process needs.
-            groups = [start_worker(0)]
-        else:
-            with ThreadPoolExecutor(num_workers) as pool:
-                groups = list(pool.map(start_worker, range(num_workers)))
-        self._workers = [_Worker(index, group) for index, group in enumerate(groups)]
 
     @property
     def num_unfinished(self) -> int:
@@ -322,18 +311,6 @@ class EnvironmentWorkers:
             worker.new_tasks.append(task)
         self.start_calls(is_idle=False)
 
-    def start_calls(self, *, is_idle: bool) -> list[Handle]:
-        """Ask workers with unfinished steps for outcomes; return the calls that run.
-
-        A call ends with the first step, or after a short time. A worker in this process waits for
-        steps only if the driver `is_idle`: nothing is decoded meanwhile.
-        """
-        for worker in self._workers:
-            with self._replacing(worker):
-                waits = is_idle or not worker.group.is_local
-                self._advance(worker, _POLL_S if waits else 0.0)
-        return [worker.call for worker in self._workers if worker.call is not None]
-
     def collect(self, timeout_s: float) -> list[StepOutcome]:
         """Return the outcomes of the steps that ended since the last call.
 
@@ -345,35 +322,23 @@ class EnvironmentWorkers:
             return []
         self._workers[0].group.wait_any(calls, timeout_s)
         outcomes: list[StepOutcome] = []
-        for worker in self._workers:
-            with self._replacing(worker):
-                outcomes += self._read(worker)
+        for worker, results in self._results():
+            for outcome in results:
+                del worker.tasks[outcome.key]
+                if outcome.failure is not None:
+                    self._report_failure(outcome.failure)
+            outcomes += results
         return outcomes
 
-    def shutdown(self) -> None:
-        """Stop the workers."""
-        for worker in self._workers:
-            worker.group.shutdown()
+    def _advance(self, worker: _Worker, max_seconds: float) -> Handle | None:
+        if not worker.tasks:
+            return None
+        tasks, worker.new_tasks = worker.new_tasks, []
+        return submit_one(worker.group, 0, EnvironmentWorker.advance, tasks, max_seconds)
 
-    def _advance(self, worker: _Worker, max_seconds: float) -> None:
-        """Give a worker its new tasks, unless a call of it runs, and ask for outcomes."""
-        if worker.call is None and worker.tasks:
-            worker.call = submit_one(
-                worker.group, 0, EnvironmentWorker.advance, worker.new_tasks, max_seconds
-            )
-            worker.new_tasks = []
-
-    def _read(self, worker: _Worker) -> list[StepOutcome]:
-        """Return the outcomes of the worker's call if it is done."""
-        if worker.call is None or not worker.group.is_done([worker.call]):
-            return []
-        outcomes: list[StepOutcome] = worker.group.get([worker.call])[0]
-        worker.call = None
-        for outcome in outcomes:
-            del worker.tasks[outcome.key]
-            if outcome.failure is not None:
-                self._report_failure(outcome.failure)
-        return outcomes
+    def _restarted(self, worker: _Worker, failure: WorkerFailure) -> None:
+        del failure
+        worker.new_tasks = list(worker.tasks.values())
 
     def _report_failure(self, failure: EnvironmentFailure) -> None:
         # Example: `step raised KeyError`.
@@ -381,19 +346,3 @@ class EnvironmentWorkers:
         if kind not in self._reported:
             self._reported.add(kind)
             self._report(f"warning: {failure}\n  Further failures of this kind are only counted.")
-
-    @contextmanager
-    def _replacing(self, worker: _Worker) -> Iterator[None]:
-        """Restart a worker whose process turns out to have failed in the block."""
-        try:
-            yield
-        except (WorkerDied, WorkerHung) as failure:
-            self._restart(worker, failure)
-
-    def _restart(self, worker: _Worker, failure: WorkerFailure) -> None:
-        """Start another process for the worker's tasks. Raises WorkerFailure beyond the limit."""
-        name = f"worker {worker.index} of the environment"
-        self._restarts.add(name, failure, group=failure.group)
-        worker.group = self._start_worker(worker.index)
-        worker.call = None
-        worker.new_tasks = list(worker.tasks.values())

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -175,6 +175,8 @@ class PastRun:
     """Step -> counts of its rows, in the order they were planned."""
     metrics: dict[int, dict[str, float]]
     """Step -> metric -> value, from metrics.jsonl."""
+    episodes: dict[int, np.ndarray] = field(default_factory=dict)
+    """Step -> episode of each row, int64 [B], of a run of programs."""
 
     @property
     def config(self) -> Path:
@@ -185,13 +187,27 @@ class PastRun:
 
         The last step of an epoch may have fewer rows; it would not be a typical batch.
         """
-        max_rows = max(len(counts.lengths) for counts in self.steps.values())
-        full = [counts for counts in self.steps.values() if len(counts.lengths) == max_rows]
+        sizes = {step: self._size(step) for step in self.steps}
+        full = [self.steps[step] for step in self.steps if sizes[step] == max(sizes.values())]
         source = f"{counted(len(full), 'step')} of the run {shown_path(self.path)}"
         counts = TokenCounts.concat(full)
         return RowLengths(
             counts.take(np.arange(len(counts.lengths))[:limit]), source, is_ordered=True
         )
+
+    def _size(self, step: int) -> int:
+        """Return the number of rows of a step, or of its episodes."""
+        rows = self.episodes.get(step)
+        return len(self.steps[step].lengths) if rows is None else len(np.unique(rows))
+
+    def spec_of_rows(self, spec: PlanSpec) -> PlanSpec:
+        """Return `spec` with a batch of as many rows as its episodes have had on average."""
+        num_rows = sum(len(self.steps[step].lengths) for step in self.episodes)
+        if spec.global_batch_size is None or num_rows == 0:
+            return spec
+        num_episodes = sum(self._size(step) for step in self.episodes)
+        mean_rows = round(spec.global_batch_size * num_rows / num_episodes)
+        return replace(spec, global_batch_size=max(mean_rows, 1))
 
     def compare(
         self, spec: PlanSpec, shared_prefix: SharedPrefixMode
@@ -207,7 +223,10 @@ class PastRun:
             # A run that was killed may have planned a step without logging it.
             if metrics.keys() >= set(COMPARED):
                 logged.append(metrics)
-                plan = plan_batch(counts, spec, shared_prefix=shared_prefix, warn=False)
+                episodes = self.episodes.get(step)
+                plan = plan_batch(
+                    counts, spec, episodes=episodes, shared_prefix=shared_prefix, warn=False
+                )
                 planned.append(plan.metrics())
         if not logged:
             return {}
@@ -226,13 +245,16 @@ def read_run(path: Path) -> PastRun:
     folder = path if path.is_dir() else path.parent
     recorded = folder / "plan" / "lengths.jsonl"
     steps: dict[int, TokenCounts] = {}
+    episodes: dict[int, np.ndarray] = {}
     for line in read_json_lines(recorded):
         # A resumed run plans some steps again; the last record counts.
         steps[int(line["step"])] = TokenCounts.from_dict(line)
+        if "episode" in line:
+            episodes[int(line["step"])] = np.array(line["episode"], dtype=np.int64)
     if not any(len(counts.lengths) for counts in steps.values()):
         raise ConfigError(
             f"{shown_path(folder)} has no row lengths in {shown_path(recorded)}; give the"
             " metrics.jsonl in the directory of a run that trained a step"
         )
     metrics = {int(line["step"]): line for line in read_json_lines(folder / "metrics.jsonl")}
-    return PastRun(folder, dict(sorted(steps.items())), metrics)
+    return PastRun(folder, dict(sorted(steps.items())), metrics, episodes)

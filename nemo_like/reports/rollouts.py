@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,7 +185,18 @@ def _notes(record: dict[str, Any]) -> dict[str, str]:
     for name, value in record.items():
         if name.startswith("reward_"):
             notes[name.removeprefix("reward_")] = _shown(value)
-    names = ("advantage", "answer", "completion_tokens", "finish_reason", "ended_by", "error")
+    for name in ("calls", "turn_rewards"):
+        if name in record:
+            notes[name.replace("_", " ")] = " ".join(f"{each:.4g}" for each in record[name])
+    names = (
+        "status",
+        "advantage",
+        "answer",
+        "completion_tokens",
+        "finish_reason",
+        "ended_by",
+        "error",
+    )
     for name in (*names, "logprob_difference_max", "source"):
         if record.get(name) is not None:
             notes[name.replace("_", " ")] = _shown(record[name])
@@ -198,6 +210,9 @@ def _shown(value: object) -> str:
 def _turns(record: dict[str, Any]) -> list[tuple[str, str]]:
     """Return (role, text) of each message, or of prompt and completion."""
     turns = [("prompt", record["prompt"]), ("completion", record["completion"])]
+    if "segments" in record:
+        roles = itertools.cycle(("given", "assistant"))
+        turns = list(zip(roles, record["segments"], strict=False))
     if "messages" in record:
         turns = [(each["role"], each.get("content") or "") for each in record["messages"]]
     return [(str(role), _limited(str(text))) for role, text in turns]

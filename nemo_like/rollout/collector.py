@@ -309,7 +309,7 @@ class RolloutCollector:
             job, row = self._jobs[outcome.key]
             self._conversations.add_outcome(job.rows[row], outcome, job.max_total_length)
             if outcome.failure is not None and outcome.failure.problem is not None:
-                limits, on_error = self._conversations.rewards, self._conversations.config.failures
+                limits, on_error = self._conversations.rewards, self._conversations.config.on_error
                 job.add_problem(row, outcome.failure.problem, limits, on_error)
             if job.rows[row].ended_by is None:
                 self._next_turns.append(outcome.key)
@@ -330,7 +330,7 @@ class RolloutCollector:
             if outcome.is_dropped:
                 job.dropped_rows.add(index)
             if outcome.status.is_failure:
-                problem, on_error = self._episodes.problem(outcome), self._episodes.config.failures
+                problem, on_error = self._episodes.problem(outcome), self._episodes.config.on_error
                 job.add_problem(index, problem, self._episodes.rewards, on_error)
             keys.append(row.episode)
         self._end_rows(keys)

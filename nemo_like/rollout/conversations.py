@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from nemo_like.generation.requests import Completions, FinishReason
 
+T = TypeVar("T")
 EndReason = Literal["done", "turns", "tokens", "timeout", "error"]
 """`done`: the environment ended the conversation. `turns`, `tokens` and `timeout` are its limits:
 `environment.max_turns`, `policy.max_total_sequence_length` and `environment.timeout_s`. `error`:
@@ -113,6 +114,11 @@ class ConversationRow:
     """Attempts of the episode of a program."""
     outcome: EpisodeOutcome | None = None
     """Of the episode of a program, once it has ended."""
+    calls: Sequence[int] | None = None
+    """Of a row of a program: number of each of its turns among the calls of the episode, in the
+    order of their answers. None: its turns are all turns of the episode."""
+    turn_rewards: Sequence[float] = ()
+    """What each turn of the episode was given while it ran; the last turns may be left out."""
 
     @classmethod
     def start(
@@ -140,6 +146,13 @@ class ConversationRow:
         return text
 
     @property
+    def segment_texts(self) -> list[str]:
+        """Texts of prompt, turn of the model, observation, ..., with special tokens."""
+        if self.tokenizer is None:
+            return []
+        return [str(self.tokenizer.decode(segment.tolist())) for segment in self.segments]
+
+    @property
     def last_turn(self) -> np.ndarray:
         """Token ids of the last turn of the model, int32 [L]."""
         return self.segments[2 * self.num_turns - 1] if self.num_turns else _NO_IDS
@@ -164,8 +177,8 @@ class ConversationRow:
         """Tokens of all turns of the model that the row trains."""
         return sum(map(len, self.trained(self.segments[1::2])))
 
-    def trained(self, turns: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return those of the row's turns of the model, [L, ...] each, that are trained."""
+    def trained(self, turns: Sequence[T]) -> list[T]:
+        """Return those of the row's turns of the model that are trained."""
         if self.is_trained is None:
             return list(turns)
         return [turn for turn, is_trained in zip(turns, self.is_trained, strict=True) if is_trained]
@@ -217,12 +230,13 @@ class ConversationRow:
         self.step_s += outcome.seconds
         for name, value in outcome.rewards.items():
             self.rewards[name] = self.rewards.get(name, 0.0) + value
+        self.turn_rewards = [*self.turn_rewards, sum(outcome.rewards.values())]
         for name, value in outcome.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
         if outcome.failure is not None:
             self.ended_by = "error"
             # Also that of earlier turns: it is not the reward of the conversation.
-            self.rewards = {}
+            self.rewards, self.turn_rewards = {}, ()
         elif outcome.is_timeout:
             self.ended_by = "timeout"
         elif outcome.done:

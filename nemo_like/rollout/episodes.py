@@ -231,7 +231,7 @@ class EpisodeDriver:
             end.status,
             attempt.number,
             retries=self.config.retries,
-            on_failure=self.config.failures,
+            on_failure=self.config.on_error,
             on_limit=self.config.on_limit,
         )
         if result == "retry":
@@ -243,7 +243,7 @@ class EpisodeDriver:
             status=end.status,
             is_dropped=result == "drop",
             num_attempts=attempt.number + 1,
-            num_calls=end.num_calls,
+            num_calls=len(end.answered),
             reasons=end.reasons,
             seconds=end.seconds,
             problem=end.problem,
@@ -258,6 +258,7 @@ class EpisodeDriver:
                 # A number without a name has this one.
                 own = ENVIRONMENT if name == "reward" else f"{ENVIRONMENT}_{name}"
                 row.rewards[own] = value
+            row.turn_rewards = end.call_rewards
         row.messages = list(end.messages)
         _add_rows(attempt, end)
         return row
@@ -270,6 +271,7 @@ def _add_rows(attempt: _Attempt, end: EpisodeEnd) -> None:
     for index, (numbers, is_trained) in enumerate(end.rows):
         row = base if index == end.last_row else replace(base, messages=[], rows=())
         row.segments, row.is_trained = [], is_trained
+        row.calls = [end.answered.index(number) for number in numbers]
         row.logprobs, row.weight_versions, row.routed_experts = [], [], []
         for number in numbers:
             call = attempt.calls[number]

@@ -196,13 +196,19 @@ def record_sample(record: Mapping[str, Any], *, marks_roles: bool = False) -> Sa
     ]
     segments: list[tuple[str, bool]] = []
     # The text of each turn, on separate lines.
-    for message in record.get("messages", messages):
+    for message in () if "segments" in record else record.get("messages", messages):
         if segments:
             segments.append(("\n", False))
         if marks_roles:
             segments.append((f"[{message['role']}] ", False))
         text = str(message.get("content") or "")
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            text += f"\n[call] {function['name']} {json.dumps(function['arguments'])}"
         segments.append((text, message["role"] == "assistant"))
+    # A branch: tokens that were given, and turns of the model.
+    for index, text in enumerate(record.get("segments", ())):
+        segments.append((text, index % 2 == 1))
     return Sample(tuple(segments), reward=record["reward"], notes=notes)
 
 

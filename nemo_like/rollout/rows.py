@@ -65,6 +65,22 @@ class Rollout:
         lengths = np.bincount(self.batch[EPISODE], weights=self.completion_lengths)
         return lengths.astype(np.int64)
 
+    def turn_rewards(self, row: int) -> np.ndarray:
+        """Return the reward of each turn of the episode of a row, float64 [K]; their sum is its
+        reward.
+
+        What came when the episode had ended is part of the last turn. An episode without a turn has
+        its reward as one.
+        """
+        conversation = self.conversations[row]
+        num_turns = conversation.num_turns
+        if conversation.outcome is not None:
+            num_turns = conversation.outcome.num_calls
+        rewards = np.zeros(max(num_turns, 1))
+        rewards[: len(conversation.turn_rewards)] = conversation.turn_rewards
+        rewards[-1] += self.batch["reward"][row] - rewards.sum()
+        return rewards
+
     @property
     def completion_lengths(self) -> np.ndarray:
         """Tokens of the model in each row, in a conversation of all its turns: int64 [B]."""
@@ -191,16 +207,23 @@ class Rollout:
             if conversation.outcome is not None:
                 if conversation.messages:
                     record["messages"] = conversation.messages
+                else:
+                    record["segments"] = conversation.segment_texts
+                calls = conversation.calls or []
                 record |= {
+                    "calls": list(calls),
+                    "trained_calls": conversation.trained(calls),
                     "num_turns": conversation.num_turns,
                     "episode": int(self.batch[EPISODE][i]),
                     "status": conversation.outcome.status.value,
                     "attempts": conversation.outcome.num_attempts,
+                    "turn_rewards": self.turn_rewards(i).tolist(),
                 }
             elif conversation.messages:
                 record |= {
                     "messages": conversation.messages,
                     "num_turns": conversation.num_turns,
+                    "turn_rewards": self.turn_rewards(i).tolist(),
                     "ended_by": conversation.ended_by,
                     "environment_metrics": conversation.metrics,
                 }

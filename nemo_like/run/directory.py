@@ -247,6 +247,19 @@ def _refuse_other_directory(directory: RunDirectory) -> None:
         )
 
 
+def is_unused(path: Path) -> bool:
+    """Return whether a new run may have `path`: it does not exist, or a run could not start there.
+
+    Such a run has left its log only, as config.yaml is written after every check.
+    """
+    if not path.exists():
+        return True
+    if not path.is_dir() or any((path / name).exists() for name in ("config.yaml", LOCK_NAME)):
+        return False
+    files = [each for each in path.rglob("*") if not each.is_dir()]
+    return all(each.is_relative_to(path / "logs") for each in files)
+
+
 def _refuse_results(directory: RunDirectory) -> None:
     """Raise ConfigError if the directory has results; a run that wrote none may start again."""
     has_metrics = directory.metrics.exists() and directory.metrics.stat().st_size > 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_like.config.errors import ConfigError, counted
+from nemo_like.config.rollout import EnvironmentConfig
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.models.pretrained import load_model_config, load_tokenizer
@@ -111,6 +113,23 @@ def encoder_warnings(policy: PolicyConfig, encoder: ChatEncoder) -> Iterator[str
             " the turns of a conversation are only separated by line breaks or end tokens, and"
             " nemo-like chat refuses the model; set policy.chat_template=FILE"
         )
+
+
+def history_warnings(environment: EnvironmentConfig, encoder: ChatEncoder) -> Iterator[str]:
+    """Warn of prompts of programs that a chat server without a record would not send."""
+    if not environment.is_program or environment.history != "exact":
+        return
+    thought, answer = "<think>\nqzthought\n</think>\n\n", "qzanswer"
+    turns = [("user", "qzuser"), ("assistant", thought + answer), ("user", "qzuser")]
+    with suppress(ConfigError):
+        text = encoder.render_prompt([{"role": role, "content": each} for role, each in turns])
+        if answer in text and "qzthought" not in text:
+            yield (
+                "environment.history is exact, but the chat template removes the reasoning of"
+                f" earlier turns: a chat server shows {answer!r} where the model is trained after"
+                f" {thought + answer!r}. Set environment.history to template to train the prompts"
+                " of such a server"
+            )
 
 
 def _ties_embeddings(directory: Path, model_config: PretrainedConfig) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nemo_like.agents.statuses import Status
 from nemo_like.config.errors import ConfigError, counted
 from nemo_like.config.needs import RunNeeds
 from nemo_like.config.parallel import num_policy_workers
@@ -21,7 +22,7 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.prediction.placement import frozen_share
 from nemo_like.training.model_files import adapter_line
-from nemo_like.training.model_warnings import encoder_warnings, model_warnings
+from nemo_like.training.model_warnings import encoder_warnings, history_warnings, model_warnings
 from nemo_like.training.run_data import training_name
 
 _LARGE_SHARE = 0.1
@@ -241,7 +242,7 @@ def step_line(kind: str, step: int, num_steps: int | None, metrics: Mapping[str,
         # The loss of GRPO is about 0 in every step, because the mean advantage is.
         if name in metrics and (kind, name) != ("grpo", "policy/loss"):
             rewards = _rewards_shown(metrics) if name == "reward/mean" else ""
-            parts.append(form.format(metrics[name]) + rewards)
+            parts.append(form.format(metrics[name]) + rewards + _ends_shown(name, metrics))
     lines = ["  ".join([start, *parts])] if parts else []
     # Validation metrics depend on the sets and the rewards, so they are not listed by name.
     prefix = "validation/"
@@ -253,6 +254,16 @@ def step_line(kind: str, step: int, num_steps: int | None, metrics: Mapping[str,
     if validation:
         lines.append(f"{start}  validation: {', '.join(validation)}")
     return "\n".join(lines)
+
+
+def _ends_shown(name: str, metrics: Mapping[str, float]) -> str:
+    """Return how episodes have ended, behind the metrics of the reward; empty without programs."""
+    if name != "reward/mean" or "episodes/started" not in metrics:
+        return ""
+    counts = {each.value: metrics[f"episodes/num_{each.value}"] for each in Status}
+    counts["replaced"] = metrics["episodes/replaced"]
+    parts = [f"{count:.0f} {status}" for status, count in counts.items() if count]
+    return f"  episodes {', '.join(parts)}"
 
 
 def start_line(phases: Mapping[str, float]) -> str:
@@ -321,6 +332,8 @@ def start_warnings(
     yield from config_warnings(policy, needs, layout)
     yield from model_warnings(policy, needs_reference=needs.reference)
     yield from encoder_warnings(policy, encoder)
+    if needs.rollouts is not None:
+        yield from history_warnings(needs.rollouts.environment, encoder)
     if num_steps is not None:
         yield from step_warnings(policy, num_steps)
     if needs.rollouts is None:

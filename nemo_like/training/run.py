@@ -104,6 +104,8 @@ class TrainingRun:
         # For `nemo-like plan --metrics`, which plans the steps of a past run again.
         counts = replace(TokenCounts.of_batch(batch, with_prefixes=False), prefixes=plan.prefixes)
         record = {"step": step + 1, **counts.to_dict()}
+        if "episode" in batch:
+            record["episode"] = batch["episode"].tolist()
         self.files.lengths.append_json(record, f"the row lengths of step {step + 1}")
         with self.log.timers("shard"):
             sharded = self.policy.shard(batch, plan)

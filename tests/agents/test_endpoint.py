@@ -577,7 +577,7 @@ def test_rewards_belong_to_calls() -> None:
             await each.chat([USER, USER])
             assert (await raw_post(url, {"reward": {"a": 2, "b": 0.5}})).status_code == 200
             assert (await raw_post(url, {"reward": 4, "call": first.id})).status_code == 200
-            assert each.session.call_rewards(default=8) == [5, 10.5]
+            assert each.session.call_rewards() == [5, 2.5]
             bad = ("x", None, [1], {"a": "x"}, 1e300)
             for body in [b"{", b"3", {}, *({"reward": value} for value in bad)]:
                 assert (await raw_post(url, body)).status_code == 400

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,16 @@ import openai
 import pytest
 
 from nemo_like.agents.calls import Episode
+from nemo_like.agents.codec import ChatCodec
+from nemo_like.config.rollout import EnvironmentConfig
+from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.prefixes import SharedPrefixes
+from nemo_like.training.model_warnings import history_warnings
 from tests.agents.scripted import END, Conversation, assert_exact, codec_of
 from tests.agents.test_endpoint import USER, raw_post, served
+from tests.data.chat_templates import QWEN
+from tests.data.tiny_tokenizer import CHATML, tiny_tokenizer
 
 
 def test_a_program_that_compacts_when_there_is_no_room_has_two_rows() -> None:
@@ -55,6 +62,22 @@ def test_a_program_that_rewrites_its_history_has_a_row_for_each_call() -> None:
     input_ids = Jagged.from_rows([row.token_ids for row in rows], np.int32)
     shared = SharedPrefixes.of_tokens([0] * 5, input_ids).shared.sum()
     assert shared > 0.7 * len(input_ids.values)
+
+
+@pytest.mark.parametrize("template", [QWEN, CHATML])
+def test_a_run_warns_of_prompts_that_a_chat_server_would_not_send(template: str) -> None:
+    """The warning is there exactly where a rendering of the messages lacks the reasoning."""
+    codec = ChatCodec(ChatEncoder(tiny_tokenizer(template)))
+    reply = {"role": "assistant", "content": "<think>\nI add.\n</think>\n\n4"}
+    text = codec.full_text(codec.prompt_ids([USER, reply, USER], None))
+    is_different = "I add." not in text
+    assert is_different == (template == QWEN)
+    encoder = ChatEncoder(tiny_tokenizer(template))
+    program = EnvironmentConfig(kind="program", path="my_agent.solve")
+    warnings = list(history_warnings(program, encoder))
+    assert [("removes the reasoning" in each) for each in warnings] == [True] * is_different
+    for other in (replace(program, history="template"), EnvironmentConfig()):
+        assert list(history_warnings(other, encoder)) == []
 
 
 def test_requests_with_random_keys_record_nothing() -> None:

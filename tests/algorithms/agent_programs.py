@@ -27,6 +27,23 @@ def converses(task: Any, num_turns: int = 2) -> float:
     return sum(character.isdigit() for character in text) / max(len(text), 1)
 
 
+def rewards_turns(task: Any) -> float:
+    """Two turns, and a call of another conversation between them, each with a reward."""
+    messages: list[Any] = [{"role": "user", "content": task.row["prompt"]}]
+    with OpenAI() as client:
+
+        def call(given: list[Any]) -> str:
+            reply = client.chat.completions.create(model="policy", messages=given, max_tokens=8)
+            text = reply.choices[0].message.content or ""
+            client.post("/reward", body={"reward": len(text) / 10}, cast_to=object)
+            return text
+
+        messages.append({"role": "assistant", "content": call(messages)})
+        call([{"role": "user", "content": "7+1"}])
+        call([*messages, {"role": "user", "content": "1+2"}])
+    return 1.0
+
+
 def fails_sometimes(task: Any) -> float:
     """The first attempts at some rows crash or are killed after a call."""
     kind = sum(map(ord, task.row["prompt"])) % 3

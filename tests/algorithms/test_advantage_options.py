@@ -13,16 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_like.algorithms.grpo.advantage_config import AdvantageConfig
 from nemo_like.algorithms.grpo.advantages import (
     EPS,
     group_advantages,
     kl_to_go,
     overlong_penalty,
     separate_advantages,
-    token_advantages,
     whitened,
 )
-from nemo_like.algorithms.grpo.config import AdvantageConfig
 from nemo_like.algorithms.grpo.rollouts import KeptGroups, rows_with_spread
 from nemo_like.data.jagged import Jagged
 from tests.recipe import Recipe
@@ -98,7 +97,7 @@ def test_the_advantage_of_a_token_is_its_reward_to_go(rows, penalty) -> None:
     trained = np.array([token[2] for row in rows for token in row])
     advantages = np.arange(len(rows)) - 0.5
     k1, sums = kl_to_go(policy, reference, trained)
-    found = token_advantages(advantages, sums, kl_penalty=penalty, lengths=lengths)
+    found = np.repeat(advantages, lengths) - penalty * sums
     position = 0
     for row, reward in zip(rows, advantages, strict=True):
         kl = []

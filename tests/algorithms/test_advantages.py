@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_like.algorithms.grpo.advantage_config import AdvantageConfig
 from nemo_like.algorithms.grpo.advantages import EPS, group_advantages
-from nemo_like.algorithms.grpo.config import AdvantageConfig
 from nemo_like.metrics import metric_values
 from nemo_like.rollout.rows import reward_metrics
 

@@ -121,7 +121,9 @@ FLAKY = (
 def test_a_run_goes_on_without_the_conversations_whose_environment_failed(
     recipe: Recipe, on_error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = run_grpo(recipe.grpo(*FLAKY, f"environment.on_error={on_error}"))
+    # `drop` is the default.
+    options = [] if on_error == "drop" else ["environment.on_error=zero"]
+    result = run_grpo(recipe.grpo(*FLAKY, *options))
     (line,) = read_metrics(result.directory.path)
     _check_failures(result.directory.path, line, is_dropped=on_error == "drop")
     output = capsys.readouterr().out

@@ -305,6 +305,9 @@ def test_init_writes_a_config_with_reasons_that_validates(started, capsys, kind:
 def test_a_run_names_the_next_commands_which_accept_its_directory(started, capsys, monkeypatch):
     model, folder = started
     arguments = ["--model", model, "--data", "sft.jsonl", "sft.max_num_steps=1"]
+    # A start that has failed after its directory was made.
+    Path("runs/sft_sft/logs").mkdir(parents=True)
+    Path("runs/sft_sft/logs/driver.log").write_text("it failed")
     overrides = ["logger.num_samples_shown=0", "policy.parity_check=false"]
     overrides += ["data.validation_path=sft.jsonl", "data.max_validation_rows=2"]
     assert main(["sft", *arguments, *overrides]) == 0

@@ -130,8 +130,19 @@ def _has_fixed_text(template: str, calls: list[dict[str, object]]) -> bool:
 )
 def test_a_result_follows_the_calls_of_the_turn(template: str) -> None:
     assert _has_fixed_text(template, [CALL])
-    if template in (RESULT_NEEDS_CALL, RESULT_NAMES_CALL):
-        assert not _has_fixed_text(template, [])
+    # An environment that runs the calls of a text gives none.
+    assert _has_fixed_text(template, [])
+
+
+def test_a_result_without_the_name_that_the_template_writes_is_an_error() -> None:
+    encoder = ObservationEncoder(ChatEncoder(tiny_tokenizer(RESULT_NAMES_CALL)))
+    unnamed = {"role": "tool", "content": "84"}
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="give observations of role tool a name"):
+            encoder.encode([unnamed], 0)
+    needs = ObservationEncoder(ChatEncoder(tiny_tokenizer(RESULT_NEEDS_CALL)))
+    named = needs.encode([RESULT], 0, calls=[CALL])
+    assert needs.encode([unnamed], 0).tolist() == named.tolist()
 
 
 @pytest.mark.parametrize("template", [RESULT_NEEDS_CALL, QWEN])

@@ -112,7 +112,7 @@ def test_a_step_that_does_not_end_ends_its_own_conversation(kind: str) -> None:
     ],
 )
 def test_a_failure_names_key_problem_and_conversation(do: str, message: str) -> None:
-    workers = _local(_config("Misbehaving"))
+    workers = _local(replace(_config("Misbehaving"), on_error="stop"))
     with pytest.raises(WorkerError, match=message) as caught:
         _outcomes(workers, [_task(0, "my answer", do=do)])
     failure = caught.value.cause

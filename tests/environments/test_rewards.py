@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_like.algorithms.grpo.advantage_config import AdvantageConfig
 from nemo_like.algorithms.grpo.advantages import group_advantages
-from nemo_like.algorithms.grpo.config import AdvantageConfig
 from nemo_like.algorithms.grpo.rollouts import rows_with_spread
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.rollout import RewardConfig, RewardFunctionConfig

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nemo_like.algorithms.grpo.config import AdvantageConfig, GrpoRunConfig
+from nemo_like.agents.credit import return_to_go
+from nemo_like.algorithms.grpo.advantage_config import AdvantageConfig
+from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.grpo.selection import WEIGHT, step_weights
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
@@ -163,20 +165,29 @@ def kl_to_go(
     return k1, row_end - before[:-1]
 
 
-def token_advantages(
-    advantages: np.ndarray, kl_sums: np.ndarray | None, *, kl_penalty: float, lengths: np.ndarray
-) -> np.ndarray:
-    """Return the advantage of each token, float64 [T]: A_t = A - penalty * sum over s >= t of KL_s.
+def turn_advantages(rollout: Rollout, discount: float) -> np.ndarray:
+    """Return the advantage of the turn of each token, float64 [T] over the tokens of the rows.
 
-    `advantages` float [B] and `lengths` int [B] have one entry per row, and `kl_sums`
-    float64 [T] the second result of `kl_to_go`, None for no penalty. This is the reward-to-go of
-    REINFORCE++ without discount: its token reward is R at the last token minus penalty * KL_t at
-    every token. A baseline or a division by a standard deviation applies to R only.
+    See `return_to_go`. It is 0 on tokens that were not sampled, and in episodes without a reward or
+    without others in their group. Episodes with equal rewards in all turns get exactly 0.
     """
-    values = np.repeat(advantages.astype(np.float64), lengths)
-    if kl_sums is None:
-        return values
-    return values - kl_penalty * kl_sums
+    batch = rollout.batch
+    first_rows = rollout.first_rows
+    groups = batch["group"][first_rows]
+    mask = batch["reward_mask"][first_rows]
+    episodes = _rows_of_large_groups(groups, mask, AdvantageConfig(baseline="leave_one_out"))
+    rewards = [rollout.turn_rewards(int(first_rows[each])) for each in episodes]
+    returns = return_to_go(rewards, groups[episodes], discount)
+    found = dict(zip(episodes.tolist(), returns, strict=True))
+    values = np.zeros(len(batch["input_ids"].values))
+    stop = 0
+    for row, episode in zip(rollout.conversations, rollout.episodes.tolist(), strict=True):
+        turns = range(row.num_turns) if row.calls is None else row.calls
+        for index, segment in enumerate(row.segments):
+            start, stop = stop, stop + len(segment)
+            if index % 2 and episode in found:
+                values[start:stop] = found[episode][turns[index // 2]]
+    return values
 
 
 def _rows_of_large_groups(
@@ -273,7 +284,8 @@ class RolloutAdvantages:
     """Advantages of the B rows of a rollout."""
 
     column: np.ndarray | Jagged
-    """What the loss reads: float32 [B] per row, or Jagged [T] per token with a KL in the reward."""
+    """What the loss reads: float32 [B] per row, or Jagged [T] per token with a KL in the reward or
+    advantages of turns."""
     rows: np.ndarray
     """float32 [B]: of each row the mean over its trained tokens."""
     metrics: Metrics
@@ -287,10 +299,12 @@ def rollout_advantages(
     With R the weighted sum of reward functions and models plus the soft overlong penalty: baseline
     and division of R per group give A (`group_advantages`; per component `separate_advantages`).
     With `loss_fn.reference_policy_kl_in` `reward` the advantage of token t is
-    A_t = A - penalty * sum over s >= t of KL_s (`token_advantages`), where KL_s is the k1 estimate
-    l_prev - l_ref from `logprobs` (float32 [T] each by name) and has no gradient. After that follow
-    whitening, for which only trained tokens and rows count, and the weights of the prompts with
-    `grpo.prompt_selection.importance_weights` (`step_weights`).
+    A_t = A - penalty * sum over s >= t of KL_s, where KL_s is the k1 estimate l_prev - l_ref from
+    `logprobs` (float32 [T] each by name) and has no gradient. This is the reward-to-go of
+    REINFORCE++ without discount: its token reward is R at the last token minus penalty * KL_t at
+    every token. With `grpo.advantage.turns` A is that of the turn of the token (`turn_advantages`).
+    After that follow whitening, for which only trained tokens and rows count, and the weights of
+    the prompts with `grpo.prompt_selection.importance_weights` (`step_weights`).
     """
     batch = rollout.batch
     metrics: Metrics = {}
@@ -299,7 +313,7 @@ def rollout_advantages(
     row_of_token = np.repeat(np.arange(batch.size), batch["length"])
     num_trained = np.bincount(row_of_token, weights=trained, minlength=batch.size)
     advantage = config.grpo.advantage
-    if not config.has_kl_in_reward:
+    if not config.has_kl_in_reward and advantage.turns == "none":
         if advantage.whiten == "tokens":
             advantages = whitened(advantages, num_trained, EPS)
         elif advantage.whiten == "rows":
@@ -314,14 +328,14 @@ def rollout_advantages(
         is_effective = (advantages != 0) & (num_trained > 0)
         metrics["reward/num_effective_rows"] = Sum(float(is_effective.sum()))
         return RolloutAdvantages(advantages, advantages, metrics)
-    k1, kl_sums = kl_to_go(_policy_logprobs(batch, logprobs), _reference(logprobs), trained)
-    metrics["policy/reference_kl_k1"] = Mean(float(k1.sum()), float(trained.sum()))
-    per_token = token_advantages(
-        advantages,
-        kl_sums,
-        kl_penalty=config.loss_fn.reference_policy_kl_penalty,
-        lengths=batch["length"],
-    )
+    if advantage.turns == "none":
+        per_token = np.repeat(advantages.astype(np.float64), batch["length"])
+    else:
+        per_token = turn_advantages(rollout, advantage.turn_discount)
+    if config.has_kl_in_reward:
+        k1, kl_sums = kl_to_go(_policy_logprobs(batch, logprobs), _reference(logprobs), trained)
+        metrics["policy/reference_kl_k1"] = Mean(float(k1.sum()), float(trained.sum()))
+        per_token -= config.loss_fn.reference_policy_kl_penalty * kl_sums
     if advantage.whiten == "tokens":
         per_token = whitened(per_token, trained.astype(np.float64), EPS)
     if WEIGHT in batch:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
+from nemo_like.algorithms.grpo.advantage_config import AdvantageConfig
 from nemo_like.algorithms.grpo.sampling_config import DynamicSamplingConfig, PromptSelectionConfig
 from nemo_like.config.check import batching_section
 from nemo_like.config.constraints import Ge, Gt, Le
@@ -43,52 +44,6 @@ class OverlongConfig:
                 f" policy.generation.max_new_tokens {max_new_tokens}, so every completion would get"
                 f" a penalty: set {key}.penalty_buffer below {max_new_tokens}, e.g. to"
                 f" {max(max_new_tokens // 4, 0)}",
-            )
-
-
-_KEY = "grpo.advantage"
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdvantageConfig:
-    """Advantages from the rewards of one prompt's completions."""
-
-    baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
-    """Value that is subtracted from the reward: the mean of the group, the mean of the group's
-    other completions (RLOO), or nothing (REINFORCE++ without a baseline; set
-    `grpo.advantage.whiten`)."""
-    normalize: Literal["group_std", "leave_one_out_std", "batch_std", "none"] = "group_std"
-    """Divisor of the advantage: sample standard deviation of the group, of the group's other
-    completions, or of all rewards of the step, or `none` (Dr. GRPO)."""
-    whiten: Literal["none", "tokens", "rows"] = "none"
-    """Subtract the mean and divide by the standard deviation of the advantages of the step, over
-    all trained `tokens` (REINFORCE++), or over its `rows` (GDPO)."""
-    components: Literal["sum", "separate"] = "sum"
-    """`sum` computes the advantage of the weighted sum of reward functions and models. `separate`
-    computes one advantage for each of them and adds these with their weights (GDPO)."""
-
-    def problems(self, group_size: int) -> Iterator[Problem]:
-        """Yield combinations that are not defined for `group_size` completions per prompt."""
-        if self.baseline == "none" and self.normalize != "none":
-            yield Problem(
-                (f"{_KEY}.normalize", f"{_KEY}.baseline"),
-                f"{_KEY}.normalize is {self.normalize}, but {_KEY}.baseline is none: a reward that"
-                " is not centred would be divided by a standard deviation that may be 0. Set"
-                f" normalize to none, and {_KEY}.whiten to tokens",
-            )
-        key = "grpo.num_generations_per_prompt"
-        if group_size < 2 and self.baseline != "none":
-            yield Problem(
-                (key, f"{_KEY}.baseline"),
-                f"{key} is {group_size}; it must be at least 2 (the advantage compares the"
-                f" completions of one prompt), unless {_KEY}.baseline is none",
-            )
-        elif group_size < 3 and self.normalize == "leave_one_out_std":
-            yield Problem(
-                (key, f"{_KEY}.normalize"),
-                f"{key} is {group_size}, so the standard deviation of the other completions"
-                f" ({_KEY}.normalize leave_one_out_std) is not defined: set it to at least 3, or"
-                f" {_KEY}.normalize to group_std or none",
             )
 
 
@@ -217,9 +172,16 @@ class GrpoRunConfig(RunConfig):
         yield from _group_problems(self)
         yield from self.grpo.advantage.problems(self.grpo.num_generations_per_prompt)
         yield from overlong_problems(self)
+        yield from self.grpo.advantage.turn_problems(
+            has_turns=self.environment.is_used,
+            surrogate=self.loss_fn.surrogate,
+            drops_groups=self.grpo.dynamic_sampling.enabled,
+        )
         yield from reward_name_problems(self.reward, self.environment)
         yield from dynamic_sampling_problems(self.grpo)
-        yield from self.grpo.prompt_selection.problems(self.grpo.advantage.baseline)
+        yield from self.grpo.prompt_selection.problems(
+            baseline=self.grpo.advantage.baseline, turns=self.grpo.advantage.turns
+        )
         yield from epoch_problems(self)
         yield from reference_problems(self)
         yield from _reward_problems(self.reward, self.environment)

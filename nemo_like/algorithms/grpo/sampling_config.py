@@ -47,8 +47,8 @@ class PromptSelectionConfig:
     all advantages of the step by the mean of these weights, so that prompts count as they do
     without selection. Without it often skipped prompts count less."""
 
-    def problems(self, baseline: str) -> Iterator[Problem]:
-        """Yield a baseline with which a group with equal rewards trains the policy."""
+    def problems(self, *, baseline: str, turns: str) -> Iterator[Problem]:
+        """Yield advantages with which a group with equal rewards trains the policy."""
         key = "grpo.prompt_selection.enabled"
         if self.enabled and baseline == "none":
             yield Problem(
@@ -56,6 +56,13 @@ class PromptSelectionConfig:
                 f"{key} is true and grpo.advantage.baseline none: without a baseline a group with"
                 " equal rewards has advantages and trains the policy, so there is no reason to skip"
                 " its prompt. Set baseline to group_mean, or prompt selection to false",
+            )
+        if self.enabled and turns != "none":
+            yield Problem(
+                (key, "grpo.advantage.turns"),
+                f"{key} is true and grpo.advantage.turns {turns}: the turns of a group with equal"
+                " rewards have advantages, so there is no reason to skip its prompt. Set prompt"
+                " selection to false",
             )
 
     def warnings(self, num_visits: int, num_rows: int) -> list[str]:
