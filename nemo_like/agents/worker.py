@@ -220,7 +220,12 @@ class AgentWorker:
 
 def program_of(config: EnvironmentConfig) -> Program:
     """Return the program of a section `environment`."""
-    return Program(path=config.path, command=config.command, python=config.python or sys.executable)
+    return Program(
+        path=config.path,
+        options=config.options,
+        command=config.command,
+        python=config.python or sys.executable,
+    )
 
 
 def _rewards(session: Session, end: ProgramEnd) -> dict[str, float] | None:

@@ -124,3 +124,7 @@ def answers_anything(task: Any) -> float:
     body = {"model": "m", "messages": [{"role": "user", "content": task.row["prompt"]}]}
     _post(task, "chat/completions", body)
     return 1.0
+
+
+def has_options(task: Any, *, scale: float, names: list[str]) -> dict[str, float]:
+    return {name: scale * task.row["value"] for name in names}

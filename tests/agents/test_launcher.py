@@ -60,6 +60,16 @@ def test_a_function_returns_its_reward() -> None:
     assert end.rewards is None and "not a finite number" in end.problem and KEY not in end.problem
 
 
+def test_a_function_has_options() -> None:
+    options = {"scale": 2.5, "names": ["a", "b"]}
+    end = run(program("has_options", options=options), {"value": 2})
+    assert end.rewards == {"a": 5.0, "b": 5.0}, end
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'size'"):
+        Launcher(program("has_options", options={**options, "size": 1}))
+    with pytest.raises(ConfigError, match="missing a required .*argument: 'names'"):
+        Launcher(program("has_options", options={"scale": 1.0}))
+
+
 def test_programs_of_one_launcher_draw_the_numbers_of_their_seeds() -> None:
     async def draw() -> list[Any]:
         with contextlib.closing(Launcher(program("draws"))) as launcher:
