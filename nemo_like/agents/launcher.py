@@ -74,7 +74,10 @@ class ProgramEnd:
     """Why it has no result."""
 
     def episode_status(self, session: Session) -> Status:
-        """Return the status of the episode. A program may fail because a limit was reached."""
+        """Return the status of the episode. A program may fail because a limit was reached.
+
+        Some clients raise an exception for an answer that is cut.
+        """
         if session.failure is not None:
             return session.failure
         if self.reason == "lost":
@@ -86,7 +89,10 @@ class ProgramEnd:
         if session.limit is not None:
             return session.limit
         is_done = self.reason == "ended" and self.status == 0 and not self.problem
-        return Status.DONE if is_done else Status.FAILED_PROGRAM
+        if is_done:
+            return Status.DONE
+        is_cut = session.is_cut and self.reason == "ended"
+        return Status.LIMIT_TOKENS if is_cut else Status.FAILED_PROGRAM
 
 
 class Launcher:

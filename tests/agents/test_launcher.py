@@ -7,6 +7,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_a_function_has_options() -> None:
     assert end.rewards == {"a": 5.0, "b": 5.0}, end
     with pytest.raises(ConfigError, match="unexpected keyword argument 'size'"):
         Launcher(program("has_options", options={**options, "size": 1}))
-    with pytest.raises(ConfigError, match="missing a required .*argument: 'names'"):
+    with pytest.raises(ConfigError, match=r"missing a required .*argument: 'names'"):
         Launcher(program("has_options", options={"scale": 1.0}))
 
 
@@ -208,6 +209,9 @@ def test_statuses_of_episodes() -> None:
         del model, call
         raise RuntimeError
 
+    async def cut(model: ScriptedModel, call: Call) -> Sampled:
+        return replace(model.sample(call), finish_reason="length")
+
     def status_of(name: str, *arguments: Any, **limits: Any) -> Status:
         return asyncio.run(episode(program(name), *arguments, **limits))[0]
 
@@ -216,6 +220,9 @@ def test_statuses_of_episodes() -> None:
     assert status_of("calls_until_refused", None, 1.0, max_turns=10**6) is Status.LIMIT_TIME
     # The time of the generator is not that of the program.
     assert status_of("answers", slowly, 5.0) is Status.DONE
+    assert status_of("fails_after_answer") is Status.FAILED_PROGRAM
+    assert status_of("fails_after_answer", cut) is Status.LIMIT_TOKENS
+    assert status_of("answers", cut) is Status.DONE
     assert status_of("answers", fail) is Status.FAILED_INFRA
     assert status_of("kills_itself") is Status.FAILED_PROGRAM
     assert status_of("gives_text") is Status.FAILED_PROGRAM

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nemo_like.agents.calls import Call, Episode, Sampled
+from nemo_like.agents.codec import ChatCodec
 from nemo_like.agents.endpoint import AgentEndpoint, EndpointLimits, Session
 from nemo_like.agents.launcher import Launcher, Program, ProgramEnd, run_episode
 from nemo_like.agents.statuses import Status
@@ -46,13 +47,25 @@ def run_scripted(
         await asyncio.sleep(0)
         return model.sample(call)
 
+    session, status, end = run_sampled(program, codec, sample, row)
+    return session, model, status, end
+
+
+def run_sampled(
+    program: Program,
+    codec: ChatCodec,
+    sample: Callable[[Call], Awaitable[Sampled]],
+    row: dict[str, Any],
+    max_total_tokens: int = 100_000,
+) -> tuple[Session, Status, ProgramEnd]:
+    """One episode."""
+
     async def run() -> tuple[Session, Status, ProgramEnd]:
         endpoint = AgentEndpoint(sample, limits=EndpointLimits(max_turns=8))
         async with endpoint.serving():
-            session = endpoint.start(Episode(codec, 1, max_total_tokens=100_000))
+            session = endpoint.start(Episode(codec, 1, max_total_tokens=max_total_tokens))
             with contextlib.closing(Launcher(program)) as launcher:
                 status, end = await run_episode(endpoint, launcher, session, row, timeout_s=100)
         return session, status, end
 
-    session, status, end = asyncio.run(run())
-    return session, model, status, end
+    return asyncio.run(run())

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from nemo_like.agents.launcher import Program
 from nemo_like.agents.statuses import Status
-from nemo_like.data.planning.prefixes import SharedPrefixes
 from tests.agents.scripted import END, assert_exact
 from tests.agents.sdks.running import PROGRAMS, call_text, interpreter, run_scripted
 

@@ -12,9 +12,9 @@ os.environ.update(
     LITELLM_LOCAL_MODEL_COST_MAP="True",
 )
 
-from minisweagent.agents.default import DefaultAgent  # noqa: E402
-from minisweagent.environments.local import LocalEnvironment  # noqa: E402
-from minisweagent.models.litellm_model import LitellmModel  # noqa: E402
+from minisweagent.agents.default import DefaultAgent
+from minisweagent.environments.local import LocalEnvironment
+from minisweagent.models.litellm_model import LitellmModel
 
 question = json.loads(Path(os.environ["NEMO_LIKE_TASK"]).read_text())["prompt"]
 model = LitellmModel(model_name="openai/m", cost_tracking="ignore_errors")
