@@ -17,7 +17,7 @@ def calculate(expression: str) -> str:
     """Return the value of an expression of two integers, for example 12*7."""
     parts = re.fullmatch(r"\s*(\d{1,9})\s*([-+*])\s*(\d{1,9})\s*", expression)
     if parts is None:
-        raise ValueError("not an expression of two integers")
+        return "error: not an expression of two integers"
     left, name, right = parts.groups()
     return str(OPERATORS[name](int(left), int(right)))
 

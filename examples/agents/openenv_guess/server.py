@@ -1,4 +1,4 @@
-"""An OpenEnv server with a guessing game: `python -m openenv_guess 8000`."""
+"""An OpenEnv server with a guessing game: `python server.py 8000`."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Game(Environment):
         self._state = State()
         self._number = 0
 
-    def reset(self, seed: Any = None, episode_id: Any = None, number: int = 7, **_: Any) -> Hint:
+    def reset(self, seed: Any = None, episode_id: Any = None, number: int | str = 7, **_: Any) -> Hint:
         """Begin a game with a number from 1 to 16."""
-        self._number = number
+        self._number = int(number)
         return Hint(text="1-16")
 
     def step(self, action: Guess, timeout_s: Any = None, **_: Any) -> Hint:

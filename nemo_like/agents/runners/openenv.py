@@ -6,8 +6,7 @@
       python: <interpreter with openenv and openai>
       options: {url: "http://127.0.0.1:8000", action: number, observation: text}
 
-The server runs already, with room for as many sessions as there are episodes at a time. A row's
-column `reset` has the arguments of the environment's reset, if any.
+The server runs already, with room for as many sessions as there are episodes at a time.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ async def solve(
     url: str,
     action: str | None = None,
     observation: str | None = None,
+    reset: dict[str, str] | None = None,
     system_prompt: str | None = None,
     max_turns: int = 8,
     invalid_text: str = "The reply is not a valid action.",
@@ -33,7 +33,8 @@ async def solve(
 
     Each reply is an action: a JSON object, or with `action` the value of its field of that name.
     The observation, or its field `observation`, is the next message. The first message is the row's
-    `prompt`, or the observation after reset without one. A reply that the environment refuses is
+    `prompt`, or the observation after reset without one. `reset` has the columns of the row that are
+    arguments of the reset, by the names of the arguments. A reply that the environment refuses is
     answered with `invalid_text`. `max_turns` limits the replies.
     """
     messages: list[Any] = []
@@ -41,7 +42,8 @@ async def solve(
         messages.append({"role": "system", "content": system_prompt})
     total = 0.0
     async with AsyncOpenAI() as model, GenericEnvClient(base_url=url) as environment:
-        result = await environment.reset(**task.row.get("reset", {}))
+        columns = (reset or {}).items()
+        result = await environment.reset(**{name: task.row[key] for name, key in columns})
         text = task.row.get("prompt") or _text(result.observation, observation)
         for _ in range(max_turns):
             messages.append({"role": "user", "content": text})

@@ -6,24 +6,18 @@
       python: <interpreter with verifiers>
       options: {taskset: {id: my_taskset}}     # as the section `env` of verifiers
 
-A row of the data has the data of its task in the column `task`; `tasks` returns such rows.
+The column `task` of a row has the data of its task: `task.data.model_dump(mode="json")` of a task
+of the taskset.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import verifiers.v1 as vf
 from verifiers.v1.clients import ModelContext
 from verifiers.v1.configs.agent import agent_config_fields
-from verifiers.v1.utils.loaders import load_environment, load_taskset, resolve_env_config
-
-
-def tasks(**env: Any) -> Iterator[dict[str, Any]]:
-    """Yield rows with `prompt` and `task`; `env` is the section of the config."""
-    for task in load_taskset(resolve_env_config(env).taskset):
-        yield {"prompt": task.data.prompt_text, "task": task.data.model_dump(mode="json")}
+from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 
 async def solve(task: Any, **env: Any) -> dict[str, float]:
@@ -40,7 +34,7 @@ async def solve(task: Any, **env: Any) -> dict[str, float]:
     environment = load_environment(config)
     task_class = type(environment.taskset).task_type()
     if "task" not in task.row:
-        raise ValueError("the row has no column 'task'; see nemo_like.agents.runners.verifiers")
+        raise ValueError("the row has no column 'task' with the data of a task")
     data = task_class.data_type().model_validate(task.row["task"])
     client = vf.EvalClientConfig(base_url=task.base_url, api_key_var="OPENAI_API_KEY")
     async with environment.serving():

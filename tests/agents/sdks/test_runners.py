@@ -73,7 +73,7 @@ def test_tools_of_an_mcp_server_over_stdio() -> None:
     assert end.rewards is None
     messages = session.episode.messages
     results = [each["content"] for each in messages if each["role"] == "tool"]
-    assert results[0] == "84" and "Error executing tool calculate" in results[1]
+    assert results[0] == "84" and results[1] == "error: not an expression of two integers"
     assert results[2] == "error: there is no tool 'compute'"
     assert messages[-1]["content"] == "It is 84."
     assert len(session.episode.rows()) == 1
@@ -92,9 +92,10 @@ def test_tools_of_an_mcp_server_over_http() -> None:
 def test_a_game_of_openenv() -> None:
     with serving(interpreter("openenv"), "openenv_guess/server.py") as port:
         options = {"action": "number", "observation": "text", "max_turns": 5}
+        options["reset"] = {"number": "answer"}
         played = program("openenv", "openenv", url=f"http://127.0.0.1:{port}", **options)
         script = [f"{text}{END}" for text in ("3", "a", "9", "5")]
-        session, model, status, end = run_scripted(played, script, {"reset": {"number": 5}})
+        session, model, status, end = run_scripted(played, script, {"answer": "5"})
     assert status is Status.DONE, end.output[-3000:]
     assert end.rewards == {"reward": 1.0}
     contents = [each["content"] for each in session.episode.messages]
@@ -103,19 +104,14 @@ def test_a_game_of_openenv() -> None:
     assert_exact(session.episode, model.log)
 
 
-ENV = {"taskset": {"id": "verifiers_sums", "num_tasks": 3}}
+ENV = {"taskset": {"id": "verifiers_sums"}}
 
 
 def test_an_environment_of_verifiers() -> None:
     python = interpreter("verifiers")
-    code = (
-        "import json, sys; sys.path.append(sys.argv[1])\n"
-        "from nemo_like.agents.runners.verifiers import tasks\n"
-        f"print(json.dumps(list(tasks(**{ENV}))))"
-    )
-    command = [python, "-c", code, str(ROOT)]
+    command = [python, "-m", "verifiers_sums", "3", "0"]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    rows = json.loads(output.splitlines()[-1])
+    rows = [json.loads(line) for line in output.splitlines()]
     assert len(rows) == 3
     left, right = rows[1]["prompt"].split("+")
     answer = str(int(left) + int(right))
