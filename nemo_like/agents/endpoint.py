@@ -94,6 +94,8 @@ class Session:
     rewards: list[RewardEvent] = field(default_factory=list)
     limit: Status | None = None
     """The limit that the last request met."""
+    is_cut: bool = False
+    """Whether the last answer ended at `max_tokens`."""
     failure: Status | None = None
     problem: str = ""
     """What failed; empty without a failure."""
@@ -334,6 +336,7 @@ class AgentEndpoint:
         try:
             with session.waiting():
                 sampled = await asyncio.gather(*map(self._sample, calls))
+            session.is_cut = any(each.finish_reason == "length" for each in sampled)
             answer_id = _call_id(len(session.episode.calls))
             for call, each in zip(calls, sampled, strict=True):
                 session.episode.answer(call, each)

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +45,8 @@ class Program:
     path: str | None = None
     """Import path of a plain or async function of a task; see `nemo_like.agents.zygote.Task`. It
     returns a number, numbers by name, or None."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function, as JSON has them."""
     command: tuple[str, ...] = ()
     """It may write its result as JSON to the file `NEMO_LIKE_RESULT`."""
     python: str = sys.executable
@@ -72,7 +74,10 @@ class ProgramEnd:
     """Why it has no result."""
 
     def episode_status(self, session: Session) -> Status:
-        """Return the status of the episode. A program may fail because a limit was reached."""
+        """Return the status of the episode. A program may fail because a limit was reached.
+
+        Some clients raise an exception for an answer that is cut.
+        """
         if session.failure is not None:
             return session.failure
         if self.reason == "lost":
@@ -84,7 +89,10 @@ class ProgramEnd:
         if session.limit is not None:
             return session.limit
         is_done = self.reason == "ended" and self.status == 0 and not self.problem
-        return Status.DONE if is_done else Status.FAILED_PROGRAM
+        if is_done:
+            return Status.DONE
+        is_cut = session.is_cut and self.reason == "ended"
+        return Status.LIMIT_TOKENS if is_cut else Status.FAILED_PROGRAM
 
 
 class Launcher:
@@ -112,7 +120,8 @@ class Launcher:
         self._connection.settimeout(_START_LIMIT_S)
         reply = b""
         with contextlib.suppress(OSError):
-            self._connection.send(json.dumps({"path": program.path}).encode())
+            start = {"path": program.path, "options": program.options}
+            self._connection.send(json.dumps(start).encode())
             reply = self._connection.recv(_MAX_RESULT_BYTES)
         self._connection.settimeout(None)
         problem = json.loads(reply)["error"] if reply else "its process ended"

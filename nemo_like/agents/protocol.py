@@ -213,6 +213,8 @@ def answer_body(
 
 def stream_chunks(request: ApiRequest, body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the chunks of a stream, which together are the answer `body`."""
+    if request.dialect == "responses":
+        return responses.stream_events(body)
     head = {name: body[name] for name in ("id", "created", "model", "object")}
     chunks = []
     if request.dialect == "chat":

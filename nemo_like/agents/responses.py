@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from openai.types.responses import Response
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from nemo_like.agents.calls import Call
 from nemo_like.agents.codec import request_messages, with_text_arguments
@@ -15,8 +16,6 @@ from nemo_like.data.messages import Message, Tool, row_tools
 
 def messages_and_tools(values: Mapping[str, Any]) -> tuple[list[Message], list[Tool] | None]:
     """Convert instructions, items and tools. Raises ConfigError for what has no counterpart."""
-    if values.get("stream"):
-        raise ConfigError("stream is not supported for responses; remove it")
     items = values.get("input", [])
     messages: list[Message] = []
     if "instructions" in values:
@@ -91,3 +90,42 @@ def answer_body(
         },
     }
     return Response.model_validate(body).model_dump(mode="json", exclude_unset=True)
+
+
+def stream_events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the events of a stream, which together are the answer `body`."""
+    started = {**body, "output": [], "status": "in_progress", "incomplete_details": None}
+    del started["usage"]
+    events: list[dict[str, Any]] = [
+        {"type": "response.created", "response": started},
+        {"type": "response.in_progress", "response": started},
+    ]
+    for index, item in enumerate(body["output"]):
+        events += _item_events(item, {"output_index": index, "item_id": item["id"]})
+    events.append({"type": f"response.{body['status']}", "response": body})
+    numbered = [{**event, "sequence_number": number} for number, event in enumerate(events)]
+    checked = TypeAdapter(list[ResponseStreamEvent]).validate_python(numbered)
+    return [event.model_dump(mode="json", exclude_unset=True) for event in checked]
+
+
+def _item_events(item: Mapping[str, Any], place: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the events of one item of the output; `place` has its index and id."""
+    name = "arguments" if item["type"] == "function_call" else "content"
+    empty = {**item, "status": "in_progress", name: "" if name == "arguments" else []}
+    index = {"output_index": place["output_index"]}
+    events = [{"type": "response.output_item.added", "item": empty, **index}]
+    if name == "arguments":
+        kind = "response.function_call_arguments"
+        text = item["arguments"]
+        events.append({"type": f"{kind}.delta", "delta": text, **place})
+        events.append({"type": f"{kind}.done", "arguments": text, "name": item["name"], **place})
+    for number, part in enumerate(item[name] if name == "content" else ()):
+        where = {**place, "content_index": number}
+        text = part["text"]
+        added = {"part": {**part, "text": ""}, **where}
+        events.append({"type": "response.content_part.added", **added})
+        kind = "response.output_text"
+        events.append({"type": f"{kind}.delta", "delta": text, "logprobs": [], **where})
+        events.append({"type": f"{kind}.done", "text": text, "logprobs": [], **where})
+        events.append({"type": "response.content_part.done", "part": part, **where})
+    return [*events, {"type": "response.output_item.done", "item": item, **index}]

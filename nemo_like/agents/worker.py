@@ -221,7 +221,12 @@ class AgentWorker:
 
 def program_of(config: EnvironmentConfig) -> Program:
     """Return the program of a section `environment`."""
-    return Program(path=config.path, command=config.command, python=config.python or sys.executable)
+    return Program(
+        path=config.path,
+        options=config.options,
+        command=config.command,
+        python=config.python or sys.executable,
+    )
 
 
 def _rewards(session: Session, end: ProgramEnd) -> dict[str, float] | None:
@@ -243,5 +248,6 @@ def _problem(session: Session, end: ProgramEnd) -> str:
         return end.problem
     if end.reason != "ended":
         return {"lost": "its supervisor was lost", "output": "its output is too long"}[end.reason]
-    lines = end.output.strip().splitlines()
+    # Tracebacks of exception groups are in boxes.
+    lines = list(filter(None, (line.strip(" |+-") for line in end.output.splitlines())))
     return shortened(f"exit status {end.status}: {lines[-1] if lines else 'no output'}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import importlib
 import inspect
@@ -57,7 +58,7 @@ def main() -> None:
     os.dup2(devnull, 0)
     start = json.loads(connection.recv(_MAX_REQUEST_BYTES))
     try:
-        program = _imported(start["path"]) if start["path"] else None
+        program = _imported(start["path"], start["options"]) if start["path"] else None
     except BaseException:  # noqa: BLE001 (an import can fail in any way)
         _send(connection, {"error": traceback.format_exc()})
         return
@@ -77,13 +78,14 @@ def main() -> None:
         os.close(episode)
 
 
-def _imported(path: str) -> Callable[[Any], Any]:
-    """Import `module.function`."""
+def _imported(path: str, options: dict[str, Any]) -> Callable[[Any], Any]:
+    """Import `module.function`, and set keyword arguments. Raises TypeError if it has not these."""
     module_name, _, name = path.rpartition(".")
     program = getattr(importlib.import_module(module_name), name)
     if not callable(program):
         raise TypeError(f"{path} is a {type(program).__name__}, not a function")
-    return program
+    inspect.signature(program).bind(None, **options)
+    return functools.partial(program, **options)
 
 
 def _supervise(

@@ -126,7 +126,7 @@ class EnvironmentConfig:
     python: Annotated[str | None, NOT_EMPTY] = None
     """Interpreter that imports the function of a program; null means the interpreter of the run."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the class."""
+    """Keyword arguments of the class, or of the function of a program."""
     max_turns: Annotated[int, Ge(1)] = 8
     """Max turns of the model in one conversation, or calls of a program in one episode.
     `policy.generation.max_new_tokens` limits each turn, and `policy.max_total_sequence_length` all
@@ -205,11 +205,11 @@ def environment_problems(
             "reward.models is set, but reward models score no episodes of programs"
             " (environment.kind): remove it, and call the model in the program",
         )
-    if config.options:
+    if config.options and config.command:
         yield Problem(
-            ("environment.options", "environment.kind"),
-            "environment.options is set, but programs (environment.kind) have no arguments beside"
-            " the row of the data file: remove it",
+            ("environment.options", "environment.command"),
+            "environment.options is set, but they are for functions (environment.path): write them"
+            " as arguments into environment.command",
         )
 
 

@@ -124,3 +124,12 @@ def answers_anything(task: Any) -> float:
     body = {"model": "m", "messages": [{"role": "user", "content": task.row["prompt"]}]}
     _post(task, "chat/completions", body)
     return 1.0
+
+
+def has_options(task: Any, *, scale: float, names: list[str]) -> dict[str, float]:
+    return dict.fromkeys(names, scale * task.row["value"])
+
+
+def fails_after_answer(task: Any) -> None:
+    answers(task)
+    raise ValueError("the answer is not complete")

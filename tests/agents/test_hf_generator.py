@@ -29,8 +29,9 @@ NUM_TURNS = 4
 class Sampler:
     """Gives one request at a time to a generation worker."""
 
-    def __init__(self, worker: HFGenerationWorker) -> None:
+    def __init__(self, worker: HFGenerationWorker, max_tokens: int = MAX_TOKENS) -> None:
         self._worker = worker
+        self._max_tokens = max_tokens
         self.log: list[tuple[np.ndarray, np.ndarray]] = []
 
     async def sample(self, call: Call) -> Sampled:
@@ -42,7 +43,7 @@ class Sampler:
         prompts = Jagged.from_rows([call.prompt_ids], np.int32)
         seeds = np.array([call.seed], dtype=np.uint64)
         self._worker.submit(
-            GenerationRequests(np.zeros(1, np.int64), prompts, seeds, options, MAX_TOKENS)
+            GenerationRequests(np.zeros(1, np.int64), prompts, seeds, options, self._max_tokens)
         )
         found = self._worker.poll(60).completions
         self.log.append((call.prompt_ids, found.token_ids[0]))

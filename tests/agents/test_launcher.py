@@ -7,6 +7,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,16 @@ def test_a_function_returns_its_reward() -> None:
     assert end.rewards is None and end.problem == ""
     end = run(program("gives_text"))
     assert end.rewards is None and "not a finite number" in end.problem and KEY not in end.problem
+
+
+def test_a_function_has_options() -> None:
+    options = {"scale": 2.5, "names": ["a", "b"]}
+    end = run(program("has_options", options=options), {"value": 2})
+    assert end.rewards == {"a": 5.0, "b": 5.0}, end
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'size'"):
+        Launcher(program("has_options", options={**options, "size": 1}))
+    with pytest.raises(ConfigError, match=r"missing a required .*argument: 'names'"):
+        Launcher(program("has_options", options={"scale": 1.0}))
 
 
 def test_programs_of_one_launcher_draw_the_numbers_of_their_seeds() -> None:
@@ -198,6 +209,9 @@ def test_statuses_of_episodes() -> None:
         del model, call
         raise RuntimeError
 
+    async def cut(model: ScriptedModel, call: Call) -> Sampled:
+        return replace(model.sample(call), finish_reason="length")
+
     def status_of(name: str, *arguments: Any, **limits: Any) -> Status:
         return asyncio.run(episode(program(name), *arguments, **limits))[0]
 
@@ -206,6 +220,9 @@ def test_statuses_of_episodes() -> None:
     assert status_of("calls_until_refused", None, 1.0, max_turns=10**6) is Status.LIMIT_TIME
     # The time of the generator is not that of the program.
     assert status_of("answers", slowly, 5.0) is Status.DONE
+    assert status_of("fails_after_answer") is Status.FAILED_PROGRAM
+    assert status_of("fails_after_answer", cut) is Status.LIMIT_TOKENS
+    assert status_of("answers", cut) is Status.DONE
     assert status_of("answers", fail) is Status.FAILED_INFRA
     assert status_of("kills_itself") is Status.FAILED_PROGRAM
     assert status_of("gives_text") is Status.FAILED_PROGRAM

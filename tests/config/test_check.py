@@ -89,7 +89,8 @@ def test_a_program_is_a_function_or_a_command() -> None:
     assert text.endswith("both are set")
     (text,) = found(command=command)
     assert "environment.command is set, but environment.kind is class" in text
-    (text,) = found(kind="program", path=path, options={"a": 1})
+    assert found(kind="program", path=path, options={"a": 1}) == []
+    (text,) = found(kind="program", command=command, options={"a": 1})
     assert text.startswith("environment.options is set")
     (text,) = problems(SFT, environment__kind="program", environment__command=command)
     assert text.startswith("environment.command is python agent.py, which has no effect")
