@@ -54,7 +54,6 @@ def check_trains_images(
         f"the job {needs.job}": not needs.trains_images,
         "generation (sft.val_generate)": needs.rollouts is not None,
         "adapters (policy.lora)": policy.adapter is not None,
-        "tensor parallelism (parallel.tensor)": layout.tp > 1,
         "pipeline parallelism (parallel.pipeline)": layout.pp > 1,
         "padded rows: set policy.sequence_packing.enabled=true": (
             not policy.sequence_packing.enabled

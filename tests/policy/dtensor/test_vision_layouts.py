@@ -27,6 +27,7 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
+from tests.exhaustive import usually
 from tests.policy.dtensor.test_layouts import Rank, gradients
 from tests.policy.planned import planned
 from tests.policy.tiny import context, relative_error, run_ranks
@@ -52,6 +53,9 @@ LAYOUTS = {
     "dp 2": (2, ParallelConfig()),
     "cp 2": (2, ParallelConfig(context=2)),
     "dp 2 x cp 2": (4, ParallelConfig(context=2)),
+    "tp 2": (2, ParallelConfig(tensor=2)),
+    "tp 2, sequence": (2, ParallelConfig(tensor=2, sequence=True)),
+    "dp 2 x tp 2, sequence": (4, ParallelConfig(tensor=2, sequence=True)),
 }
 
 
@@ -177,7 +181,7 @@ def test_one_rank_has_the_gradient_of_transformers(models, model_type: str) -> N
     assert_gradients(program(context(), directory, ParallelConfig()), expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", usually(LAYOUTS, "dp 2 x cp 2", "tp 2, sequence"))
 def test_layouts_have_the_gradient_of_transformers(
     models, rank_pool, meeting: Path, layout: str
 ) -> None:
