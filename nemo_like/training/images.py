@@ -53,7 +53,10 @@ def check_trains_images(
         "policy.engine=megatron": policy.engine != "dtensor",
         f"the job {needs.job}": not needs.trains_images,
         "generation (sft.val_generate)": needs.rollouts is not None,
-        "adapters (policy.lora)": policy.adapter is not None,
+        f"policy.vision.train={policy.vision.train} and adapters (policy.lora.enabled=true): set"
+        " policy.vision.train=frozen": (
+            policy.adapter is not None and policy.vision.train != "frozen"
+        ),
         "pipeline parallelism (parallel.pipeline)": layout.pp > 1,
         "padded rows: set policy.sequence_packing.enabled=true": (
             not policy.sequence_packing.enabled

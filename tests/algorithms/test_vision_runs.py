@@ -226,17 +226,17 @@ def test_validate_lists_bad_images_with_row_and_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "text"),
+    ("overrides", "text"),
     [
-        ("policy.sequence_packing.enabled=false", "policy.sequence_packing.enabled=true"),
-        ("policy.lora.enabled=true", "adapters"),
-        ("policy.engine=megatron", "megatron"),
+        (("policy.sequence_packing.enabled=false",), "policy.sequence_packing.enabled=true"),
+        (("policy.lora.enabled=true", "policy.vision.train=all"), "policy.vision.train=frozen"),
+        (("policy.engine=megatron",), "megatron"),
     ],
 )
 def test_runs_that_cannot_train_with_images_are_refused(
-    tmp_path: Path, override: str, text: str
+    tmp_path: Path, overrides: tuple[str, ...], text: str
 ) -> None:
     save_tiny_vision_model("qwen3_vl", tmp_path / "model")
     write_data(tmp_path)
     with pytest.raises(ConfigError, match=text):
-        run_sft(config(tmp_path, override))
+        run_sft(config(tmp_path, *overrides))
