@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import PeftModel
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
@@ -184,6 +185,27 @@ def test_a_resumed_run_equals_a_straight_one_and_exports_every_tensor(
     # The features of rows with images are added to a text.
     assert moved - tower == start.keys() - tower
     assert moved & tower == {name for name in tower if "merger" in name and train == "projector"}
+
+
+def test_an_adapter_leaves_the_tower_and_loads_in_peft(tmp_path: Path) -> None:
+    start = save_tiny_vision_model("qwen2_5_vl", tmp_path / "model").state_dict()
+    write_data(tmp_path)
+    # Layers of the tower have these names as well.
+    lora = "policy.lora={enabled: true, rank: 4, target_modules: [gate_proj, o_proj]}"
+    result = run_sft(config(tmp_path, lora, "sft.max_num_steps=2"))
+    adapter = result.directory.hf / "adapter"
+    exported: Any = AutoModelForImageTextToText.from_pretrained(result.directory.hf)
+    base = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
+    merged: Any = PeftModel.from_pretrained(base, adapter)
+    merged = merged.merge_and_unload()
+    for name, value in merged.state_dict().items():
+        torch.testing.assert_close(exported.state_dict()[name], value, msg=name)
+        has_adapter = name.endswith(("gate_proj.weight", "o_proj.weight"))
+        is_moved = has_adapter and "visual." not in name
+        assert torch.equal(value, start[name]) != is_moved, name
+    again = run_sft(config(tmp_path, lora, f"policy.lora.adapter_path={adapter}", "run_name=two"))
+    first = read_metrics(again.directory.path)[0]["policy/loss"]
+    assert first < read_metrics(result.directory.path)[0]["policy/loss"] - 0.01
 
 
 def test_rows_without_images_keep_the_tower(tmp_path: Path) -> None:
