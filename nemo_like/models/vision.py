@@ -195,6 +195,17 @@ def planner_sizes(lengths: np.ndarray, image_tokens: np.ndarray, weight: float) 
     return lengths + np.ceil(weight * image_tokens).astype(np.int64)
 
 
+def unshared_images(
+    image_tokens: np.ndarray, lengths: np.ndarray, shared: np.ndarray
+) -> np.ndarray:
+    """Return at most how many image tokens a row adds to rows that compute its first tokens.
+
+    All arrays are int64 [B]: of rows of `lengths`, `shared` leading tokens are computed by others.
+    Images are in the prompt, so that this is few where a prompt is shared.
+    """
+    return np.minimum(image_tokens, lengths - shared)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings:
     """Settings of an image processor: sizes of resized images, and their normalization."""
@@ -214,6 +225,26 @@ class ImageSettings:
                 f" fit: min_pixels is above 0 and at most max_pixels, and max_pixels at least"
                 f" {self.factor**2}, the pixels of one image token"
             )
+
+    @classmethod
+    def of_sizes(cls, spec: VisionSpec, max_tokens: int = 64) -> ImageSettings:
+        """Return settings for images of 1 to `max_tokens` image tokens."""
+        factor = spec.patch_size * spec.merge_size
+        return cls(min_pixels=factor**2, max_pixels=max_tokens * factor**2, factor=factor)
+
+    def save(self, directory: Path, spec: VisionSpec) -> None:
+        """Write the file that `load` reads."""
+        values = {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "min_pixels": self.min_pixels,
+            "max_pixels": self.max_pixels,
+            "image_mean": self.mean,
+            "image_std": self.std,
+            "patch_size": spec.patch_size,
+            "temporal_patch_size": spec.temporal_patch_size,
+            "merge_size": spec.merge_size,
+        }
+        (directory / PROCESSOR_FILE).write_text(json.dumps(values), encoding="utf-8")
 
     @classmethod
     def load(

@@ -53,8 +53,10 @@ def check_trains_images(
         "policy.engine=megatron": policy.engine != "dtensor",
         f"the job {needs.job}": not needs.trains_images,
         "generation (sft.val_generate)": needs.rollouts is not None,
-        "adapters (policy.lora)": policy.adapter is not None,
-        "tensor parallelism (parallel.tensor)": layout.tp > 1,
+        f"policy.vision.train={policy.vision.train} and adapters (policy.lora.enabled=true): set"
+        " policy.vision.train=frozen": (
+            policy.adapter is not None and policy.vision.train != "frozen"
+        ),
         "pipeline parallelism (parallel.pipeline)": layout.pp > 1,
         "padded rows: set policy.sequence_packing.enabled=true": (
             not policy.sequence_packing.enabled
@@ -63,6 +65,6 @@ def check_trains_images(
     for text, is_refused in refused.items():
         if is_refused:
             raise ConfigError(
-                f"{subject}: models with a vision tower are trained by `nemo-like sft` with FSDP2"
-                f" (policy.engine=dtensor), not with {text}"
+                f"{subject}: models with a vision tower are trained by `nemo-like sft` and"
+                f" `nemo-like dpo` with packed rows on the DTensor engine, not with {text}"
             )
