@@ -352,6 +352,7 @@ class RolloutCollector:
             job.sampling,
             max_total_length=job.max_total_length,
             affinity=[each.episode for each in conversations] if has_turns else None,
+            images=[each.prompt.images for each in conversations],
         )
         for request_id, row in zip(request_ids, rows, strict=True):
             self._jobs[request_id] = (job, row)

@@ -52,7 +52,12 @@ def check_trains_images(
     refused = {
         "policy.engine=megatron": policy.engine != "dtensor",
         f"the job {needs.job}": not needs.trains_images,
-        "generation (sft.val_generate)": needs.rollouts is not None,
+        "policy.generation.backend=vllm: set it to hf": (
+            needs.rollouts is not None and needs.rollouts.generation.backend != "hf"
+        ),
+        "programs (environment.kind=program)": (
+            needs.rollouts is not None and needs.rollouts.environment.is_program
+        ),
         "adapters (policy.lora)": policy.adapter is not None,
         "tensor parallelism (parallel.tensor)": layout.tp > 1,
         "pipeline parallelism (parallel.pipeline)": layout.pp > 1,
@@ -63,6 +68,6 @@ def check_trains_images(
     for text, is_refused in refused.items():
         if is_refused:
             raise ConfigError(
-                f"{subject}: models with a vision tower are trained by `nemo-like sft` with FSDP2"
-                f" (policy.engine=dtensor), not with {text}"
+                f"{subject}: models with a vision tower are trained by `nemo-like sft` and"
+                f" `nemo-like grpo` with FSDP2 (policy.engine=dtensor), not with {text}"
             )

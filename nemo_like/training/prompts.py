@@ -9,6 +9,8 @@ from functools import partial
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.encoded_rows import EncodedRows, Examples
 from nemo_like.data.formats import question
+from nemo_like.data.image_encoding import IMAGE_TEXT
+from nemo_like.data.image_rows import PLACEHOLDER
 from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.rows import Rows
 from nemo_like.rollout.conversations import Prompt
@@ -58,5 +60,9 @@ def prompt_of(rows: Rows, row: int, encoded: EncodedRow) -> Prompt:
     """Return an encoded row of `rows` as a prompt."""
     fields = question(rows[row])
     return Prompt(
-        token_ids=encoded.input_ids, text=fields.text, answer=fields.answer, row=fields.row
+        token_ids=encoded.input_ids,
+        text=fields.text.replace(IMAGE_TEXT, PLACEHOLDER) if encoded.images else fields.text,
+        answer=fields.answer,
+        row=fields.row,
+        images=encoded.images,
     )
