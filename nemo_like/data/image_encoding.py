@@ -6,7 +6,7 @@ need not know about images. The tokenizer makes one image token of it, which is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat_template import ChatTemplate
-from nemo_like.data.image_rows import COLUMNS, IMAGE_PART, PLACEHOLDER, column_images, place_images
+from nemo_like.data.image_rows import COLUMNS, IMAGE_PART, IMAGE_TEXT, column_images, place_images
 from nemo_like.data.image_tokens import expand_images
 from nemo_like.data.images import ImageRef, RowImage, image_grid, image_ref, image_size
 from nemo_like.data.jagged import EncodedRow
@@ -23,8 +23,6 @@ from nemo_like.data.messages import Message
 from nemo_like.data.row_files import Row
 from nemo_like.models.vision import ImageSettings, VisionSpec
 
-IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
-"""What the chat templates of the supported models write for an image."""
 _PROMPTS = ("messages", "prompt", "question")
 """Columns that may have images."""
 
@@ -109,18 +107,6 @@ class ImageEncoder:
 def stored_images(row: Mapping[str, Any]) -> list[ImageRef]:
     """Return the references of a row of `ImageEncoder.placed`."""
     return [image_ref(each, Path("/")) for each in row.get("images") or ()]
-
-
-def with_placeholders(messages: Sequence[Message]) -> list[Message]:
-    """Return messages of a row of `ImageEncoder.placed` with `<image>` for each image."""
-    return [_with_placeholders(message) for message in messages]
-
-
-def _with_placeholders(message: Message) -> Message:
-    text = message.get("content")
-    if not isinstance(text, str) or IMAGE_TEXT not in text:
-        return message
-    return {**message, "content": text.replace(IMAGE_TEXT, PLACEHOLDER)}
 
 
 def _with_texts(message: Message) -> Message:

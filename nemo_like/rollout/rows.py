@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from nemo_like.data.image_encoding import with_placeholders
+from nemo_like.data.image_rows import with_placeholders
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.routed_experts import ROUTED_EXPERTS, join_experts
 from nemo_like.distributed.batched_data_dict import BatchedDataDict

@@ -9,8 +9,6 @@ from functools import partial
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.encoded_rows import EncodedRows, Examples
 from nemo_like.data.formats import question
-from nemo_like.data.image_encoding import IMAGE_TEXT
-from nemo_like.data.image_rows import PLACEHOLDER
 from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.rows import Rows
 from nemo_like.rollout.conversations import Prompt
@@ -61,7 +59,7 @@ def prompt_of(rows: Rows, row: int, encoded: EncodedRow) -> Prompt:
     fields = question(rows[row])
     return Prompt(
         token_ids=encoded.input_ids,
-        text=fields.text.replace(IMAGE_TEXT, PLACEHOLDER) if encoded.images else fields.text,
+        text=fields.text,
         answer=fields.answer,
         row=fields.row,
         images=encoded.images,
