@@ -59,7 +59,7 @@ LIBRARY_PLACES = {
     "math_verify": ("environments/expressions.py",),
     "pint": ("environments/expressions.py",),
     "bokeh": ("reports/charts.py",),
-    "PIL": ("data/images.py",),
+    "PIL": ("data/images.py", "demo/vision.py"),
 }
 """Where each heavy library may be imported, as the beginnings of paths in the package."""
 
