@@ -344,7 +344,9 @@ class BatchedDataDict(UserDict[str, Any]):
         ids = self.data[args["input_key"]]
         rows = [np.asarray(row)[:length] for row, length in zip(ids, lengths, strict=True)]
         dtype = rows[0].dtype if rows else np.int64
-        return SharedPrefixes.of_tokens(_as_int64(self.data[key]), Jagged.from_rows(rows, dtype))
+        groups = _as_int64(self.data[key])
+        images = self.data.get("images", ())
+        return SharedPrefixes.of_tokens(groups, Jagged.from_rows(rows, dtype), images)
 
     def _split_evenly(
         self, shards: int, batch_size: int, allow_uneven_shards: bool

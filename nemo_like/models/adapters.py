@@ -98,8 +98,10 @@ def can_have_adapter(layer: str, spec: ModelSpec) -> bool:
 
     In an MoE model these are the projections of attention only. PEFT maps the names of
     feed-forward layers of such a model to its experts, so adapters of its dense layers could not
-    be loaded.
+    be loaded. Layers of a vision tower have none.
     """
+    if "visual." in layer:
+        return False
     return spec.moe is None or ".self_attn." in layer
 
 
@@ -132,7 +134,8 @@ def check_adapters(policy: PolicyConfig, spec: ModelSpec, tp: int) -> None:
     if layers:
         check_targets(adapter, layers)
     if adapter.adapter_path is not None:
-        check_adapter(adapter, layers, spec.head)
+        # The files of a model with a vision tower may have older names; the workers compare.
+        check_adapter(adapter, {} if spec.vision is not None else layers, spec.head)
     if not adapter.is_quantized:
         return
     problems = list(_quantization_problems(policy, spec, tp))

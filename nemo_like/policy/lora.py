@@ -121,6 +121,7 @@ def _peft_settings(policy: PolicyConfig, names: Collection[str]) -> dict[str, ob
     """Return the contents of PEFT's `adapter_config.json`; `names` has the name of every tensor."""
     adapter = policy.lora
     has_score_head = SCORE_WEIGHT in names
+    is_composite = any(".language_model." in name for name in names)
     targets = adapter.target_modules
     if ALL_LINEAR in targets:
         # PEFT gives adapters to experts too where it reads `all-linear`.
@@ -133,6 +134,8 @@ def _peft_settings(policy: PolicyConfig, names: Collection[str]) -> dict[str, ob
         "lora_alpha": adapter.alpha,
         "use_rslora": adapter.use_rslora,
         "target_modules": list(targets),
+        # Layers of a vision tower have the same names, and no adapter.
+        "exclude_modules": r"(.*\.)?visual\..*" if is_composite else None,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -58,8 +58,10 @@ def check_trains_images(
         "programs (environment.kind=program)": (
             needs.rollouts is not None and needs.rollouts.environment.is_program
         ),
-        "adapters (policy.lora)": policy.adapter is not None,
-        "tensor parallelism (parallel.tensor)": layout.tp > 1,
+        f"policy.vision.train={policy.vision.train} and adapters (policy.lora.enabled=true): set"
+        " policy.vision.train=frozen": (
+            policy.adapter is not None and policy.vision.train != "frozen"
+        ),
         "pipeline parallelism (parallel.pipeline)": layout.pp > 1,
         "padded rows: set policy.sequence_packing.enabled=true": (
             not policy.sequence_packing.enabled

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import PeftModel
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
@@ -186,6 +187,27 @@ def test_a_resumed_run_equals_a_straight_one_and_exports_every_tensor(
     assert moved & tower == {name for name in tower if "merger" in name and train == "projector"}
 
 
+def test_an_adapter_leaves_the_tower_and_loads_in_peft(tmp_path: Path) -> None:
+    start = save_tiny_vision_model("qwen2_5_vl", tmp_path / "model").state_dict()
+    write_data(tmp_path)
+    # Layers of the tower have these names as well.
+    lora = "policy.lora={enabled: true, rank: 4, target_modules: [gate_proj, o_proj]}"
+    result = run_sft(config(tmp_path, lora, "sft.max_num_steps=2"))
+    adapter = result.directory.hf / "adapter"
+    exported: Any = AutoModelForImageTextToText.from_pretrained(result.directory.hf)
+    base = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
+    merged: Any = PeftModel.from_pretrained(base, adapter)
+    merged = merged.merge_and_unload()
+    for name, value in merged.state_dict().items():
+        torch.testing.assert_close(exported.state_dict()[name], value, msg=name)
+        has_adapter = name.endswith(("gate_proj.weight", "o_proj.weight"))
+        is_moved = has_adapter and "visual." not in name
+        assert torch.equal(value, start[name]) != is_moved, name
+    again = run_sft(config(tmp_path, lora, f"policy.lora.adapter_path={adapter}", "run_name=two"))
+    first = read_metrics(again.directory.path)[0]["policy/loss"]
+    assert first < read_metrics(result.directory.path)[0]["policy/loss"] - 0.01
+
+
 def test_rows_without_images_keep_the_tower(tmp_path: Path) -> None:
     start = save_tiny_vision_model("qwen3_vl", tmp_path / "model").state_dict()
     (tmp_path / "train.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
@@ -226,17 +248,17 @@ def test_validate_lists_bad_images_with_row_and_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "text"),
+    ("overrides", "text"),
     [
-        ("policy.sequence_packing.enabled=false", "policy.sequence_packing.enabled=true"),
-        ("policy.lora.enabled=true", "adapters"),
-        ("policy.engine=megatron", "megatron"),
+        (("policy.sequence_packing.enabled=false",), "policy.sequence_packing.enabled=true"),
+        (("policy.lora.enabled=true", "policy.vision.train=all"), "policy.vision.train=frozen"),
+        (("policy.engine=megatron",), "megatron"),
     ],
 )
 def test_runs_that_cannot_train_with_images_are_refused(
-    tmp_path: Path, override: str, text: str
+    tmp_path: Path, overrides: tuple[str, ...], text: str
 ) -> None:
     save_tiny_vision_model("qwen3_vl", tmp_path / "model")
     write_data(tmp_path)
     with pytest.raises(ConfigError, match=text):
-        run_sft(config(tmp_path, override))
+        run_sft(config(tmp_path, *overrides))

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from nemo_like.data.images import ImageRef, RowImage
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.packing.packers import Packing
 
@@ -56,11 +57,19 @@ class SharedPrefixes:
         return cls(order, np.where(is_start, 0, prefixes[order]))
 
     @classmethod
-    def of_tokens(cls, groups: Sequence[int] | np.ndarray, input_ids: Jagged) -> SharedPrefixes:
-        """Compare the token ids of rows with equal id in `groups` int [B]; exact, at any depth.
+    def of_tokens(
+        cls,
+        groups: Sequence[int] | np.ndarray,
+        input_ids: Jagged,
+        images: Sequence[Sequence[RowImage]] = (),
+    ) -> SharedPrefixes:
+        """Compare the tokens of rows with equal id in `groups` int [B]; exact, at any depth.
 
-        Rows of different groups are not compared. `input_ids` has B rows of integers.
+        Rows of different groups are not compared. `input_ids` has B rows of integers, and `images`
+        has the images of each of them, or is empty. Tokens of different images are different,
+        whatever their ids.
         """
+        input_ids = _with_image_ids(input_ids, images)
         _, first, inverse = np.unique(np.asarray(groups), return_index=True, return_inverse=True)
         first_of = first[inverse]
         # Groups by their first row, rows of a group in the order of the batch.
@@ -176,6 +185,19 @@ class SharedPrefixes:
             later = np.concatenate([last[width:], np.zeros(min(width, len(last)), last.dtype)])
             levels.append(np.minimum(last, later))
         return np.stack(levels)
+
+
+def _with_image_ids(input_ids: Jagged, images: Sequence[Sequence[RowImage]]) -> Jagged:
+    """Return ids [T] with the number of an image below 0 in the place of the ids of its tokens."""
+    if not any(images):
+        return input_ids
+    numbers: dict[tuple[ImageRef, tuple[int, int, int]], int] = {}
+    values = input_ids.values.astype(np.int64)
+    for start, row in zip(input_ids.offsets, images, strict=False):
+        for image in row:
+            number = numbers.setdefault((image.image, image.grid), -1 - len(numbers))
+            values[start + image.start : start + image.end] = number
+    return Jagged(values, input_ids.offsets)
 
 
 def _num_common(first: np.ndarray, second: np.ndarray) -> int:

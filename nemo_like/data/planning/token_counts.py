@@ -41,17 +41,18 @@ class TokenCounts:
         """Count the tokens of a batch by its columns.
 
         Read are `length` int [B], `token_mask` (for the tokens with loss), and for the prefixes
-        `input_ids` of rows with equal id in `group` int [B], or without it in `pair` int [B].
+        `input_ids` and `images` of rows with equal id in `group` int [B], or without it in `pair`
+        int [B].
         """
         # Imported here: columns may be tensors, and a plan of lengths does not need torch.
         from nemo_like.data.columns import num_trained_tokens
 
         groups = columns.get("group", columns.get("pair"))
+        images = columns.get("images", ())
         prefixes = None
         if with_prefixes and groups is not None:
-            prefixes = SharedPrefixes.of_tokens(groups, columns["input_ids"])
-        images = _image_tokens(columns.get("images", ()))
-        return cls(columns["length"], num_trained_tokens(columns), prefixes, images)
+            prefixes = SharedPrefixes.of_tokens(groups, columns["input_ids"], images)
+        return cls(columns["length"], num_trained_tokens(columns), prefixes, _image_tokens(images))
 
     def checked(self) -> TokenCounts:
         """Return the counts as int64 arrays.
@@ -152,15 +153,16 @@ def count_tokens(
     """
     lengths = [len(row.input_ids) for row in rows]
     num_trained = [row.num_trained for row in rows]
+    images = [row.images for row in rows]
     prefixes = None
     if groups is not None and rows:
         input_ids = Jagged.from_rows([row.input_ids for row in rows], np.int32)
-        prefixes = SharedPrefixes.of_tokens(groups, input_ids)
+        prefixes = SharedPrefixes.of_tokens(groups, input_ids, images)
     return TokenCounts(
         np.array(lengths, dtype=np.int64),
         np.array(num_trained, dtype=np.int64),
         prefixes,
-        _image_tokens([row.images for row in rows]),
+        _image_tokens(images),
     )
 
 

@@ -317,7 +317,12 @@ class LogprobModel(nn.Module):
             options["cp_group"] = self.groups.cp
         if self._is_composite:
             hidden = vision.hidden_states(
-                self.causal_lm, inputs.input_ids, inputs.position_ids, inputs.vision, **options
+                self.causal_lm,
+                inputs.input_ids,
+                inputs.position_ids,
+                inputs.vision,
+                tensor.rank if tensor is not None and tensor.sequence else None,
+                **options,
             )
             return self._head(hidden, inputs, distribution)
         output = backbone(self.causal_lm)(
@@ -338,10 +343,8 @@ def decoder_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
     """
     names = set(causal_lm._no_split_modules or [])
     is_composite = vision.is_composite(causal_lm)
-    backbone: Any = causal_lm.base_model
-    model: nn.Module = backbone.language_model if is_composite else causal_lm
     layers = []
-    for module in model.modules():
+    for module in (vision.language_model(causal_lm) if is_composite else causal_lm).modules():
         # FSDP makes the class of a unit a subclass of it.
         if names.intersection(each.__name__ for each in type(module).__mro__):
             layers.append(module)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3Config
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.models.layout_check import model_problems
@@ -38,6 +38,7 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import LayoutError, ParallelLayout
 from nemo_like.policy.dtensor.experts import distribute, distribute_all
 from nemo_like.policy.dtensor.parallel import ExpertParallel, ShardSpec, Specs, TensorParallel
+from nemo_like.policy.dtensor.vision import language_model
 
 _COLUMN = "colwise"
 _ROW = "rowwise"
@@ -75,7 +76,7 @@ def parallelize(
     check_sizes(layout, causal_lm, model_name)
     specs: Specs = {}
     blocks: dict[nn.Module, list[_Planned]] = {}
-    modules = dict(causal_lm.base_model.named_modules())
+    modules = dict(language_model(causal_lm).named_modules())
     for planned in _planned_modules(causal_lm, modules, model_name):
         if planned.style == _EXPERTS:
             specs |= distribute(tensor, expert, planned.module)
@@ -94,7 +95,8 @@ def parallelize(
     specs |= _shard_vocabulary(tensor, causal_lm, model_name)
     for weight in causal_lm.parameters():
         if weight not in specs:
-            # With sequence parallelism a norm sees this rank's tokens only.
+            # With sequence parallelism a norm sees this rank's tokens only, and a vision tower gets
+            # the gradient of their features.
             specs[weight] = ShardSpec(tuple(weight.shape), has_partial_grad=tensor.sequence)
     names = causal_lm.named_parameters(remove_duplicate=False)
     return {name: specs[weight] for name, weight in names}
@@ -108,7 +110,11 @@ def _planned_modules(
     The input embedding is left out: `_shard_vocabulary` shards it with the output head, whether or
     not the plan lists it.
     """
-    plan = getattr(causal_lm.base_model.config, "base_model_tp_plan", None)
+    backbone = language_model(causal_lm)
+    plan = getattr(backbone.config, "base_model_tp_plan", None)
+    if backbone.config.model_type == "qwen3_vl_text":
+        # Its layers are those of Qwen3; transformers has no plan for it.
+        plan = Qwen3Config.base_model_tp_plan
     if not plan:
         raise _unsupported(model_name, "transformers has no tensor-parallel plan for it")
     embedding = causal_lm.get_input_embeddings()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -73,6 +74,23 @@ class _PatchProjection(nn.Module):
         """Return the embeddings [N, D] of patches [N, patch size]."""
         weight = self.proj.weight.flatten(1)
         return F.linear(patches.to(weight.dtype), weight, self.proj.bias)
+
+
+def _own_places(vision: VisionInputs, rank: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return the places of image tokens among the `num_tokens` of a rank: positions, features.
+
+    The bounds are found on the host, because a search on the device waits for it.
+    """
+    first = rank * num_tokens
+    assert vision.host_positions is not None, "inputs of `build_inputs` have them"
+    start, stop = np.searchsorted(vision.host_positions, [first, first + num_tokens])
+    return vision.positions[start:stop] - first, vision.features[start:stop]
+
+
+def language_model(model: PreTrainedModel) -> Any:
+    """Return the language model of a model without its output embedding."""
+    backbone: Any = model.base_model
+    return backbone.language_model if is_composite(model) else backbone
 
 
 def is_composite(model: PreTrainedModel) -> bool:
@@ -172,26 +190,29 @@ def hidden_states(
     input_ids: Tensor,
     position_ids: Tensor,
     vision: VisionInputs | None,
+    sequence_rank: int | None = None,
     **bounds: Any,
 ) -> Tensor:
     """Return the last hidden states [1, T, D] of packed rows `input_ids` [1, T].
 
     `position_ids`, int64 [3, 1, T], are those of `image_tokens.rope_positions` per row; `bounds`
-    are the arguments of `attention_forward`. `vision` is None for rows without images.
+    are the arguments of `attention_forward`. `vision` is None for rows without images. With
+    sequence parallelism rank `sequence_rank` has the hidden states [1, T / tp, D] of its tokens.
     """
-    language: Any = model.model.language_model
+    language = language_model(model)
     embeddings = language.get_input_embeddings()(input_ids)
     options: dict[str, Any] = {}
     if vision is not None:
+        positions, features = vision.positions, vision.features
+        if sequence_rank is not None:
+            positions, features = _own_places(vision, sequence_rank, embeddings.shape[1])
         last, deep = image_features(model, vision.patches, vision.grids)
-        taken = last.index_select(0, vision.features).to(embeddings.dtype)
-        embeddings = embeddings[0].index_copy(0, vision.positions, taken)[None]
+        taken = last.index_select(0, features).to(embeddings.dtype)
+        embeddings = embeddings[0].index_copy(0, positions, taken)[None]
         if deep:
-            mask = torch.zeros_like(input_ids, dtype=torch.bool)
-            options["visual_pos_masks"] = mask.index_fill_(1, vision.positions, True)
-            options["deepstack_visual_embeds"] = [
-                each.index_select(0, vision.features) for each in deep
-            ]
+            mask = torch.zeros(embeddings.shape[:2], dtype=torch.bool, device=positions.device)
+            options["visual_pos_masks"] = mask.index_fill_(1, positions, True)
+            options["deepstack_visual_embeds"] = [each.index_select(0, features) for each in deep]
     output = language(
         inputs_embeds=embeddings, position_ids=position_ids, use_cache=False, **options, **bounds
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ class VisionInputs:
     """int64 [F], ascending: positions of image tokens in the packed rows."""
     features: Tensor
     """int64 [F]: the feature of each, counted over all images."""
+    host_positions: np.ndarray | None = None
+    """`positions` in host memory, which sequence parallelism needs."""
 
 
 class RowImages:
@@ -105,14 +108,15 @@ class RowImages:
             "image_grids": grids,
         }
 
-    def inputs(self, tensors: Mapping[str, Tensor], grids: np.ndarray) -> VisionInputs:
-        """Return the inputs of the tower from the tensors of `arrays`, int64 [n, 3] `grids`."""
+    def inputs(self, tensors: Mapping[str, Tensor], arrays: Mapping[str, Any]) -> VisionInputs:
+        """Return the inputs of the tower from `arrays` and from their tensors."""
         num_frames = self._spec.temporal_patch_size
         return VisionInputs(
             normalize(tensors["image_patches"], self._settings, num_frames),
-            torch.from_numpy(grids),
+            torch.from_numpy(arrays["image_grids"]),
             tensors["image_positions"],
             tensors["image_features"],
+            arrays["image_positions"],
         )
 
 

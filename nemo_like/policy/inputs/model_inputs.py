@@ -193,7 +193,6 @@ def build_inputs(
     label_positions = np.flatnonzero(has_label)
     keys = None if shared is None else shared.keys
     image_arrays = {} if images is None else images.arrays(grid)
-    grids = image_arrays.pop("image_grids", np.empty((0, 3), np.int64))
     tensors = to_device(
         {
             **_position_arrays(grid, shard["input_ids"], pad_token_id, keys),
@@ -232,7 +231,7 @@ def build_inputs(
         cp_size=spec.cp_size,
         exchange=None if keys is None else _exchange(tensors, keys),
         routed_experts=tensors.get(ROUTED_EXPERTS),
-        vision=None if images is None or grids is None else images.inputs(tensors, grids),
+        vision=None if images is None else images.inputs(tensors, image_arrays),
     )
 
 

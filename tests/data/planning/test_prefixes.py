@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.data.jagged import Jagged
+from nemo_like.data.images import ImageRef, RowImage
+from nemo_like.data.jagged import EncodedRow, Jagged, collate
 from nemo_like.data.packing.algorithms import PackingAlgorithm
 from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.data.planning.plan import BatchPlan, Microbatch, PlanSpec, plan_batch
 from nemo_like.data.planning.prefixes import SharedPrefixes
 from nemo_like.data.planning.shared_step import shared_work_bound
 from nemo_like.data.planning.spec import Balance, CostModel
-from nemo_like.data.planning.token_counts import TokenCounts
+from nemo_like.data.planning.token_counts import TokenCounts, count_tokens
 
 
 def forest_rows(seed: int, num_rows: int) -> list[list[int]]:
@@ -204,6 +205,38 @@ def test_a_plan_is_repeatable_restored_and_repacked(case: Case, max_tokens: int)
         for step in range(plan.num_steps):
             before = sorted(row for microbatch in own.step(step) for row in microbatch.rows)
             assert before == sorted(row for m in same.step(step) for row in m.rows)
+
+
+def test_equal_ids_of_different_images_are_different_tokens() -> None:
+    image = 5
+
+    def row(answer: int, *files: str) -> EncodedRow:
+        ids = np.array([7, *[image] * 4 * len(files), 8, answer], dtype=np.int32)
+        images = [
+            RowImage(ImageRef(file), (1, 4, 4), 1 + 4 * number, 4)
+            for number, file in enumerate(files)
+        ]
+        return EncodedRow(ids, np.ones(len(ids), dtype=np.uint8), tuple(images))
+
+    rows = [row(1, "a"), row(2, "b"), row(3, "a"), row(4, "a", "b"), row(5, "a", "c"), row(6)]
+    # The ids of an image that was sampled are tokens of a text.
+    sampled = np.array([7, *[image] * 4, 8, 9], dtype=np.int32)
+    rows.append(EncodedRow(sampled, np.ones(7, dtype=np.uint8)))
+    columns = collate(rows) | {"group": np.zeros(len(rows), dtype=np.int64)}
+    columns |= {"images": [each.images for each in rows]}
+    # "7 a 8", "7 a" and "7": what rows 0 and 2, one of them and 3, 3 and 4, and others share.
+    expected = {(0, 2): 6, (0, 3): 5, (2, 3): 5, (0, 4): 5, (2, 4): 5, (3, 4): 5}
+    for counts in (TokenCounts.of_batch(columns), count_tokens(rows, columns["group"])):
+        prefixes = counts.prefixes
+        assert prefixes is not None
+        position_of = prefixes.position_of
+        for first in range(len(rows)):
+            for last in range(first + 1, len(rows)):
+                ends = np.sort(position_of[[first, last]])
+                common = int(prefixes.common(ends[:1], ends[1:])[0])
+                assert common == expected.get((first, last), 1), (first, last)
+    without = SharedPrefixes.of_tokens(columns["group"], columns["input_ids"])
+    assert int(without.shared.sum()) > int(prefixes.shared.sum())
 
 
 def test_worked_example() -> None:

@@ -15,6 +15,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from nemo_like.config.schema import (
+    AdapterConfig,
     ParallelConfig,
     PolicyConfig,
     SequencePackingConfig,
@@ -27,6 +28,8 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
+from nemo_like.policy.dtensor.parameters import local_shard
+from tests.exhaustive import usually
 from tests.policy.dtensor.test_layouts import Rank, gradients
 from tests.policy.planned import planned
 from tests.policy.tiny import context, relative_error, run_ranks
@@ -41,6 +44,8 @@ CONFIG = PolicyConfig(
     sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=24),
     vision=VisionConfig(train="all"),
 )
+LORA = AdapterConfig(enabled=True, rank=3, alpha=6, target_modules=("gate_proj", "o_proj"))
+"""Names of layers that a tower has as well."""
 SHARED = dataclasses.replace(CONFIG, shared_prefix=True)
 GRIDS = ((4, 6), (2, 2), (6, 4), (4, 4))
 """Rows and columns of the patches of each picture; four patches are an image token."""
@@ -52,6 +57,9 @@ LAYOUTS = {
     "dp 2": (2, ParallelConfig()),
     "cp 2": (2, ParallelConfig(context=2)),
     "dp 2 x cp 2": (4, ParallelConfig(context=2)),
+    "tp 2": (2, ParallelConfig(tensor=2)),
+    "tp 2, sequence": (2, ParallelConfig(tensor=2, sequence=True)),
+    "dp 2 x tp 2, sequence": (4, ParallelConfig(tensor=2, sequence=True)),
 }
 
 
@@ -112,7 +120,7 @@ def expected_gradients(model_dir: str) -> dict[str, torch.Tensor]:
 def program(
     worker_context: WorkerContext, model: str, parallel: ParallelConfig
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Gradients of one step with complete rows, with shared prefixes, and of a frozen tower."""
+    """Gradients of one step: complete rows, shared prefixes, a frozen tower, and adapters."""
     if worker_context.world_size > 1:
         process_groups.init_process_group(worker_context)
     try:
@@ -124,6 +132,13 @@ def program(
             found[name] = gradients(worker, shard)[0]
         frozen = dataclasses.replace(CONFIG, model_name=model, vision=VisionConfig())
         found["frozen"] = gradients(rank.worker(frozen), rank.shard(CONFIG, batch()))[0]
+        with_lora = rank.worker(dataclasses.replace(frozen, lora=LORA))
+        found["lora"] = gradients(with_lora, rank.shard(CONFIG, batch()))[0]
+        engine: Any = with_lora.engine
+        found["lora weights"] = {
+            each.name: each.gather_full(local_shard(each.parameter)).numpy()
+            for each in engine.trained
+        }
         return found
     finally:
         if worker_context.world_size > 1:
@@ -142,6 +157,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Any
 
 
 def assert_gradients(found: dict[str, dict[str, np.ndarray]], expected: Any) -> None:
+    lora, weights = found.pop("lora"), found.pop("lora weights")
+    layers = {name.removesuffix(".lora_A.weight") for name in weights if "lora_A" in name}
+    assert len(layers) == 6 and all("language_model" in name for name in layers)
+    assert {name for name in lora if "visual." in name and lora[name].any()} == set()
+    for layer in layers:
+        # B is 0: the gradient of W + 2 B A is that of W times A.
+        grad = 2 * expected[f"{layer}.weight"] @ weights[f"{layer}.lora_A.weight"].T
+        difference = torch.from_numpy(lora[f"{layer}.lora_B.weight"]) - grad
+        assert difference.norm() < TOLERANCE * grad.norm(), layer
     for name, values in found.items():
         tensors = {key: torch.from_numpy(value) for key, value in values.items()}
         is_frozen = name == "frozen"
@@ -177,7 +201,7 @@ def test_one_rank_has_the_gradient_of_transformers(models, model_type: str) -> N
     assert_gradients(program(context(), directory, ParallelConfig()), expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", usually(LAYOUTS, "dp 2 x cp 2", "tp 2, sequence"))
 def test_layouts_have_the_gradient_of_transformers(
     models, rank_pool, meeting: Path, layout: str
 ) -> None:
