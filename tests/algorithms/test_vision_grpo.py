@@ -183,7 +183,7 @@ def test_a_long_prompt_with_images_is_not_cut(tmp_path: Path) -> None:
     save_tiny_vision_model("qwen3_vl", tmp_path / "model")
     write_data(tmp_path)
     options = (
-        "policy.max_total_sequence_length=60",
+        "policy.max_total_sequence_length=45",
         "policy.oversize_rows=truncate",
         "~data.validation_path",
         "grpo.val_period=0",
