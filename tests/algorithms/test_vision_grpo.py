@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.algorithms.registry import load_config
+from nemo_like.algorithms.sft.config import SftRunConfig
+from nemo_like.algorithms.sft.loop import run_sft
+from nemo_like.cli import main
 from nemo_like.commands.validate import validate
 from nemo_like.config.errors import ConfigError
 from nemo_like.rollout.records import RolloutRecord
@@ -191,3 +194,56 @@ def test_a_long_prompt_with_images_is_not_cut(tmp_path: Path) -> None:
     (problem,) = validate(config(tmp_path, *options)).problems
     assert "train.jsonl:2" in problem
     assert "without images only" in problem
+
+
+def test_generate_answers_prompts_with_images(tmp_path: Path) -> None:
+    """The tokens are those of transformers' `generate`."""
+    model = save_tiny_vision_model("qwen2_5_vl", tmp_path / "model")
+    write_data(tmp_path)
+    config(tmp_path)
+    out = tmp_path / "answers.jsonl"
+    arguments = ["generate", "--config", str(tmp_path / "grpo.yaml"), "--out", str(out)]
+    options = ["policy.generation.top_k=1", "data.max_validation_rows=2", "--token-ids"]
+    assert main([*arguments, *options]) == 0
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "model", use_fast=False)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    texts = [f"{image}how many?", f"{image}how many?{image}"]
+    for line, names, text in zip(out.read_text().splitlines(), USED, texts, strict=False):
+        pictures = [Image.open(tmp_path / name) for name in names]
+        inputs = dict(processor(images=pictures, return_tensors="pt"))
+        counts = (inputs["image_grid_thw"].prod(1) // 4).tolist()
+        prompt = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        ids: list[int] = []
+        for token in tokenizer(prompt)["input_ids"]:
+            ids += [token] * (counts.pop(0) if token == IMAGE_TOKEN else 1)
+        tokens = torch.tensor([ids])
+        expected = model.generate(
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            mm_token_type_ids=(tokens == IMAGE_TOKEN).int(),
+            max_new_tokens=6,
+            do_sample=False,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=0,
+            **inputs,
+        )[0, len(ids) :]
+        assert json.loads(line)["token_ids"] == [expected.tolist()]
+
+
+def test_sft_validates_by_answers_to_images(tmp_path: Path) -> None:
+    save_tiny_vision_model("qwen3_vl", tmp_path / "model")
+    write_data(tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    for row in lines:
+        row["messages"].append({"role": "assistant", "content": row["answer"]})
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    config(tmp_path)
+    text = (tmp_path / "grpo.yaml").read_text()
+    section = "sft: {max_num_steps: 1, val_generate: true, val_period: 1}\n"
+    path = tmp_path / "sft.yaml"
+    path.write_text(text[: text.index("grpo:")] + section + text[text.index("data:") :])
+    options = ["policy.train_global_batch_size=3"]
+    result = run_sft(load_config(SftRunConfig, path, options))
+    assert 0 <= result.last["validation/even_mean"] <= 1
