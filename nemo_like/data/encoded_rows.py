@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 CACHE_VARIABLE = "NEMO_LIKE_CACHE"
 _BYTES_PER_TOKEN = 5
 """An int32 token id and a uint8 mask."""
-_BYTES_PER_IMAGE = 20
+_BYTES_PER_IMAGE = 24
 """Its grid, the position of its first token and their number, in int32."""
 _ROWS_PER_CHUNK = 16
 _TRIAL_S = 1.0
@@ -251,7 +251,12 @@ class EncodedRows:
             if self._num_images is None:
                 self._num_images = np.zeros(len(self), dtype=np.int32)
             self._num_images[row] = len(encoded.images)
-            values = [(*image.grid, image.start, image.num_tokens) for image in encoded.images]
+            # The end of a row may be cut off, and the rows of a pair have the same images.
+            number_of = {image: n for n, image in enumerate(stored_images(self._rows[row]))}
+            values = [
+                (*image.grid, image.start, image.num_tokens, number_of[image.image])
+                for image in encoded.images
+            ]
             data += np.array(values, dtype=np.int32).tobytes()
         try:
             num_written = os.pwrite(self._file, data, self._end)
@@ -277,13 +282,13 @@ class EncodedRows:
         if not num_images:
             return EncodedRow(ids, mask)
         # A copy: the offset is no multiple of the size of an item.
-        values = np.frombuffer(data[_BYTES_PER_TOKEN * length :], np.int32).reshape(-1, 5).tolist()
-        # The references are those of the row, of which the end may be cut off.
-        references = stored_images(self._rows[row])[:num_images]
-        images = zip(references, values, strict=True)
-        return EncodedRow(
-            ids, mask, tuple(RowImage(ref, (t, h, w), *span) for ref, (t, h, w, *span) in images)
-        )
+        values = np.frombuffer(data[_BYTES_PER_TOKEN * length :], np.int32).reshape(-1, 6).tolist()
+        references = stored_images(self._rows[row])
+        images = [
+            RowImage(references[number], (frames, rows, columns), start, num_tokens)
+            for frames, rows, columns, start, num_tokens, number in values
+        ]
+        return EncodedRow(ids, mask, tuple(images))
 
     @contextmanager
     def _cached(self, advance: Advance, num_processes: int) -> Iterator[bool]:

@@ -25,6 +25,8 @@ from nemo_like.models.vision import ImageSettings, VisionSpec
 
 _PROMPTS = ("messages", "prompt", "question")
 """Columns that may have images."""
+_PAIR = ("chosen", "rejected")
+"""Columns with the prompt of a preference pair, in rows without one of the others."""
 
 
 @dataclass(frozen=True)
@@ -43,23 +45,30 @@ class ImageEncoder:
         itself. Raises ConfigError for bad images, and for images outside of a conversation.
         """
         values = column_images(row)
-        column = next((name for name in _PROMPTS if row.get(name) is not None), None)
-        content = row.get(column or "")
-        if isinstance(content, str):
-            content = [{"role": "user", "content": content}]
-        is_plain = values is None and not _has_image_part(content)
+        contents = _conversations(row)
+        is_plain = values is None and not any(map(_has_image_part, contents.values()))
         # The format refuses a column that is no list of messages.
-        if is_plain or (column is not None and not _are_messages(content)):
+        if is_plain or not all(map(_are_messages, contents.values())):
             return row
-        if column is None or not isinstance(content, list):
+        if not contents:
             raise ConfigError(
                 "the row has images, and no conversation that they are part of; write it in a"
                 " column messages, or in prompt and completion"
             )
-        placed = place_images(content, values, self.root or folder, column)
-        messages = [_with_texts(message) for message in placed.messages]
-        others = {name: value for name, value in row.items() if name not in COLUMNS}
-        return {**others, column: messages, "images": [each.stored() for each in placed.images]}
+        placed = {
+            column: place_images(content, values, self.root or folder, column)
+            for column, content in contents.items()
+        }
+        images, *more = [each.images for each in placed.values()]
+        if any(other != images for other in more):
+            raise ConfigError(
+                f"{' and '.join(placed)} have different images, but a pair compares completions of"
+                " one prompt; give both the same images"
+            )
+        row = {name: value for name, value in row.items() if name not in COLUMNS}
+        for column, each in placed.items():
+            row[column] = [_with_texts(message) for message in each.messages]
+        return {**row, "images": [each.stored() for each in images]}
 
     def check_template(self, template: ChatTemplate) -> None:
         """Raise ConfigError if a chat template does not write `IMAGE_TEXT` for an image."""
@@ -119,13 +128,24 @@ def _with_texts(message: Message) -> Message:
 
 def _num_images_before_last_answer(row: Mapping[str, Any]) -> int:
     """Return the number of images of a row of `ImageEncoder.placed` that an answer follows."""
-    column = next(name for name in _PROMPTS if row.get(name) is not None)
+    column = next(iter(_conversations(row)))
     roles = [message["role"] for message in row[column]]
     last = len(roles)
     if column == "messages" and "assistant" in roles:
         last -= roles[::-1].index("assistant")
     texts = [str(message.get("content")) for message in row[column][:last]]
     return sum(text.count(IMAGE_TEXT) for text in texts)
+
+
+def _conversations(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns that may have images, a text as a turn of the user."""
+    columns = [name for name in _PROMPTS if row.get(name) is not None][:1]
+    if not columns:
+        columns = [name for name in _PAIR if isinstance(row.get(name), list)]
+    return {
+        name: [{"role": "user", "content": row[name]}] if isinstance(row[name], str) else row[name]
+        for name in columns
+    }
 
 
 def _has_image_part(content: Any) -> bool:

@@ -7,7 +7,7 @@ with turns of `Human:` and `Assistant:`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.column_names import column_guesses, shown_columns
 from nemo_like.data.formats import PROMPT_ROWS, SFT_ROWS, RowSchema, turns
+from nemo_like.data.images import RowImage
 from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.known_rows import known_row
 from nemo_like.data.messages import Message, is_trained, row_tools, unknown_roles
@@ -104,7 +105,8 @@ def encode_preference(encoder: ChatEncoder, row: Row) -> PreferencePair:
         # are the first ones of each.
         mask = encoded.token_mask.copy()
         mask[np.flatnonzero(mask)[:num_prompt_tokens]] = 0
-        rows.append(EncodedRow(encoded.input_ids, mask))
+        encoded = EncodedRow(encoded.input_ids, mask)
+        rows.append(encoded if encoder.images is None else encoder.images.expand(encoded, row))
     return PreferencePair(*rows)
 
 
@@ -112,16 +114,24 @@ def join_pair(pair: PreferencePair) -> EncodedRow:
     """Join the two rows to one, which can be stored and sent like any other encoded row."""
     mask = np.concatenate([pair.chosen.token_mask, pair.rejected.token_mask])
     mask[len(pair.chosen.token_mask)] |= _ROW_START
-    return EncodedRow(np.concatenate([pair.chosen.input_ids, pair.rejected.input_ids]), mask)
+    ids = np.concatenate([pair.chosen.input_ids, pair.rejected.input_ids])
+    later = _moved(pair.rejected.images, len(pair.chosen.input_ids))
+    return EncodedRow(ids, mask, pair.chosen.images + later)
 
 
 def split_pair(joined: EncodedRow) -> PreferencePair:
     """Return the two rows that `join_pair` joined."""
     start = int(np.flatnonzero(joined.token_mask & _ROW_START)[0])
     mask = joined.token_mask & ~np.uint8(_ROW_START)
-    chosen = EncodedRow(joined.input_ids[:start], mask[:start])
-    rejected = EncodedRow(joined.input_ids[start:], mask[start:])
+    images = tuple(image for image in joined.images if image.start < start)
+    chosen = EncodedRow(joined.input_ids[:start], mask[:start], images)
+    later = _moved(joined.images[len(images) :], -start)
+    rejected = EncodedRow(joined.input_ids[start:], mask[start:], later)
     return PreferencePair(chosen, rejected)
+
+
+def _moved(images: Sequence[RowImage], num_tokens: int) -> tuple[RowImage, ...]:
+    return tuple(image._replace(start=image.start + num_tokens) for image in images)
 
 
 def _last_answer(messages: list[Message]) -> int | None:

@@ -195,6 +195,17 @@ def planner_sizes(lengths: np.ndarray, image_tokens: np.ndarray, weight: float) 
     return lengths + np.ceil(weight * image_tokens).astype(np.int64)
 
 
+def unshared_images(
+    image_tokens: np.ndarray, lengths: np.ndarray, shared: np.ndarray
+) -> np.ndarray:
+    """Return at most how many image tokens a row adds to rows that compute its first tokens.
+
+    All arrays are int64 [B]: of rows of `lengths`, `shared` leading tokens are computed by others.
+    Images are in the prompt, so that this is few where a prompt is shared.
+    """
+    return np.minimum(image_tokens, lengths - shared)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings:
     """Settings of an image processor: sizes of resized images, and their normalization."""

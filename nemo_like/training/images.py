@@ -71,5 +71,6 @@ def check_trains_images(
         if is_refused:
             raise ConfigError(
                 f"{subject}: models with a vision tower are trained by `nemo-like sft` and"
-                f" `nemo-like grpo` with FSDP2 (policy.engine=dtensor), not with {text}"
+                f"{subject}: models with a vision tower are trained by sft, dpo and grpo with FSDP2"
+                f" (policy.engine=dtensor), not with {text}"
             )

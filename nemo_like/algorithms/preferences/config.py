@@ -62,6 +62,7 @@ class DpoRunConfig(RunConfig):
             batch=_batch_of_pairs(self.policy),
             reference=has_reference,
             logprob_pass=has_reference,
+            trains_images=True,
         )
 
     def job_problems(self) -> Iterator[Problem]:

@@ -33,6 +33,7 @@ from nemo_like.data.planning.shared_step import form_shared_rank, form_shared_st
 from nemo_like.data.planning.spec import Microbatch, PlanSpec
 from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.integer_math import ceil_div, round_up
+from nemo_like.models.vision import unshared_images
 
 _ARRAYS = ("rows", "lengths", "padded_lengths", "offsets")
 
@@ -143,16 +144,26 @@ class BatchPlan:
     @cached_property
     def work(self) -> np.ndarray:
         """Forward work of each of `rows` by `spec.cost`, float64 [n], without its shared tokens."""
+        shared = self.shared
+        lengths = self.padded_lengths if shared is None else self.padded_lengths + shared
+        return self.spec.cost.of(lengths, self.num_trained, shared) + self._image_work
+
+    @cached_property
+    def _image_work(self) -> np.ndarray:
+        """Work of the tower for each of `rows`, float64 [n], without images of shared tokens."""
+        if self.image_work is None or self.image_tokens is None:
+            return np.zeros(len(self.rows))
         if self.shared is None:
-            work = self.spec.cost.of(self.padded_lengths, self.num_trained)
-            return work if self.image_work is None else work + self.image_work
-        return self.spec.cost.of(self.padded_lengths + self.shared, self.num_trained, self.shared)
+            return self.image_work
+        images = unshared_images(self.image_tokens, self.lengths, self.shared)
+        return self.image_work * (images / np.maximum(self.image_tokens, 1))
 
     @property
     def shared_work_share(self) -> float:
         """Share of the work of complete rows that shared prefixes save; 0 without them."""
         complete = round_up(self.lengths, self.spec.row_multiple)
         separate_work = self.spec.cost.of(complete, self.num_trained).sum()
+        separate_work += 0.0 if self.image_work is None else self.image_work.sum()
         return float(1 - self.work.sum() / (separate_work or 1.0))
 
     @cached_property
@@ -268,7 +279,7 @@ class BatchPlan:
             num_slots = max(self.num_microbatches + bubble, 1)
             optional["packing/pipeline_bubble_share"] = bubble / num_slots
         if self.image_work is not None:
-            optional["packing/rank_imbalance_vision"] = self._imbalance(self.image_work)
+            optional["packing/rank_imbalance_vision"] = self._imbalance(self._image_work)
         if self.shared is not None:
             num_row_tokens = max(self.lengths.sum(), 1)
             optional["packing/shared_token_share"] = float(1 - num_computed / num_row_tokens)

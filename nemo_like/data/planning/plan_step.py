@@ -58,7 +58,7 @@ def form_step(
     sizes = fitted.sizes(spec)
     trained = None if fitted.num_trained is None else fitted.num_trained[rows]
     items = _items(fitted.padded_lengths[rows], trained, group_rows(rows, groups), spec)
-    if fitted.image_tokens is not None and groups is None and spec.layout == "packed":
+    if fitted.image_tokens is not None and spec.layout == "packed":
         items = _with_images(items, rows, sizes, fitted.image_work)
     if len(items.lengths) == 0:
         step = empty_bins(spec.bins_multiple)
@@ -184,14 +184,14 @@ def _items(
 def _with_images(
     items: Items, rows: np.ndarray, sizes: np.ndarray, image_work: np.ndarray | None
 ) -> Items:
-    """Return items that are `rows` int64 [n] with the sizes and the work of their images.
+    """Return items of `rows` int64 [n] with the sizes and the work of their images.
 
     `sizes` int64 [B] and `image_work` float64 [B] are those of all rows of the batch.
     """
     work = items.work
     if work is not None and image_work is not None:
-        work = work + image_work[rows]
-    return replace(items, lengths=sizes[rows], work=work)
+        work = work + _sums(items.rows, image_work[rows])
+    return replace(items, lengths=_sums(items.rows, sizes[rows]), work=work)
 
 
 def _sums(groups: Packing | None, values: np.ndarray | None) -> np.ndarray | None:

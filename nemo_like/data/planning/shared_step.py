@@ -28,6 +28,7 @@ from nemo_like.data.planning.plan_step import (
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.integer_math import round_up
+from nemo_like.models.vision import planner_sizes, unshared_images
 
 _PIECE_SHARES = (1.0, 0.75, None)
 """Largest pieces to try, as shares of the mean work of a bin; None: bins filled in order."""
@@ -44,9 +45,9 @@ class _Units:
     rows: Packing
     """Row ids of each unit."""
     alone_tokens: np.ndarray
-    """int64 [U]: positions of a unit in a microbatch of its own."""
+    """int64 [U]: size of a unit in a microbatch of its own."""
     more_tokens: np.ndarray
-    """int64 [U]: positions that a unit adds to a microbatch with the unit before it."""
+    """int64 [U]: size that a unit adds to a microbatch with the unit before it."""
     alone_work: np.ndarray
     """float64 [U]: work in a microbatch of its own; zero for `balance="none"`."""
     more_work: np.ndarray
@@ -170,12 +171,18 @@ def _units_of(
 def _row_costs(
     rows: np.ndarray, shared: np.ndarray, fitted: FittedRows, spec: PlanSpec
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Positions int64 [n] and work float64 [n] of `rows` of which `shared` tokens are computed by
+    """Sizes int64 [n] and work float64 [n] of `rows` of which `shared` tokens are computed by
     other rows.
     """
     tokens = round_up(fitted.lengths[rows] - shared, spec.row_multiple)
     num_trained = None if fitted.num_trained is None else fitted.num_trained[rows]
     work = row_work(tokens, spec, num_trained, shared)
+    if fitted.image_tokens is not None:
+        counts = fitted.image_tokens[rows]
+        images = unshared_images(counts, fitted.lengths[rows], shared)
+        tokens = planner_sizes(tokens, images, spec.image_weight)
+        if work is not None and fitted.image_work is not None:
+            work = work + fitted.image_work[rows] * (images / np.maximum(counts, 1))
     return tokens, np.zeros(len(rows)) if work is None else work
 
 

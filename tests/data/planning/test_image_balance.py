@@ -6,10 +6,14 @@ import dataclasses
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from nemo_like.data.images import ImageRef, RowImage
+from nemo_like.data.jagged import EncodedRow
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec, plan_batch
 from nemo_like.data.planning.spec import CostModel
-from nemo_like.data.planning.token_counts import TokenCounts
+from nemo_like.data.planning.token_counts import TokenCounts, count_tokens
 from nemo_like.models.spec import ModelSpec
 
 QWEN2_5_VL_3B = ModelSpec.from_config(
@@ -134,3 +138,35 @@ def test_a_weighted_limit_needs_fewer_microbatches_than_tokens_that_are_safe() -
     found = plan_batch(counts, weighted).num_microbatches
     plain = dataclasses.replace(counts, image_tokens=None, image_work=None)
     assert found <= 0.7 * plan_batch(plain, safe, warn=False).num_microbatches
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.booleans(), st.booleans(), st.sampled_from([0.4, 1.6]))
+def test_the_weighted_limit_of_groups_counts_the_images_of_a_shared_prompt_once(
+    seed: int, is_shared: bool, together: bool, weight: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    rows, groups, limit = [], [], 220
+    for group in range(rng.integers(1, 8)):
+        num_image = int(rng.integers(0, 40))
+        image = RowImage(ImageRef(f"{rng.integers(3)}"), (1, 2, 2 * num_image), 2, num_image)
+        prompt = [1, 2, *[5] * num_image, 3]
+        for _ in range(rng.integers(1, 4)):
+            ids = np.array([*prompt, *rng.integers(6, 9, rng.integers(1, 20))], dtype=np.int32)
+            mask = np.ones(len(ids), dtype=np.uint8)
+            rows.append(EncodedRow(ids, mask, (image,) if num_image else ()))
+            groups.append(group)
+    counts = count_tokens(rows, groups if is_shared else None)
+    if counts.image_tokens is not None:
+        counts = dataclasses.replace(counts, image_work=counts.image_tokens * 1e9)
+    spec = PlanSpec(max_tokens=limit, num_ranks=2, image_weight=weight, oversize="singleton")
+    plan = plan_batch(counts, spec, groups if together else None, warn=False)
+    assert sorted(plan.rows.tolist()) == list(range(len(rows)))
+    for microbatch in (each for rank in plan.ranks for each in rank):
+        own = [rows[row] for row in microbatch.rows]
+        # Without sharing the images of a microbatch are computed once as well; a limit on them
+        # need not know.
+        unique = {image for row in own for image in row.images}
+        size = microbatch.num_tokens + weight * sum(image.num_tokens for image in unique)
+        is_alone = len({groups[row] for row in microbatch.rows}) == 1
+        assert size <= limit or (is_alone if together else len(own) == 1) or not own
