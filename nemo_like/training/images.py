@@ -70,7 +70,6 @@ def check_trains_images(
     for text, is_refused in refused.items():
         if is_refused:
             raise ConfigError(
-                f"{subject}: models with a vision tower are trained by `nemo-like sft` and"
-                f"{subject}: models with a vision tower are trained by sft, dpo and grpo with FSDP2"
-                f" (policy.engine=dtensor), not with {text}"
+                f"{subject}: models with a vision tower are trained by sft, dpo and grpo, with"
+                f" packed rows on the DTensor engine, not with {text}"
             )
