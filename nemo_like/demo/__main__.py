@@ -2,8 +2,9 @@
 
 It writes under `runs/`, needs no network and no GPU, and prints the accuracies at the end. The
 configs are those in `examples/configs`, without `policy.parity_check`. The model and the data of
-the example configs that `nemo-like init` writes come from `--prepare-only`. `python -m
-nemo_like.demo` is the same.
+the example configs that `nemo-like init` writes come from `--prepare-only`. With `--vision` a
+vision-language model learns to read digits, then to add them. `python -m nemo_like.demo` is the
+same.
 """
 
 from __future__ import annotations

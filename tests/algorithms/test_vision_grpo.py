@@ -247,3 +247,17 @@ def test_sft_validates_by_answers_to_images(tmp_path: Path) -> None:
     options = ["policy.train_global_batch_size=3"]
     result = run_sft(load_config(SftRunConfig, path, options))
     assert 0 <= result.last["validation/even_mean"] <= 1
+
+
+@pytest.mark.exhaustive
+def test_on_ray_two_ranks_and_the_generator_agree(tmp_path: Path) -> None:
+    """Prompts as references and as encoded bytes go to other processes."""
+    save_tiny_vision_model("qwen3_vl", tmp_path / "model")
+    write_data(tmp_path)
+    options = ["cluster.backend=ray", "cluster.workers_per_node=2", "cluster.cpus_per_worker=0.5"]
+    config(tmp_path)
+    assert main(["grpo", "--config", str(tmp_path / "grpo.yaml"), *options]) == 0
+    directory = tmp_path / "runs" / "vision"
+    steps = [each for each in read_metrics(directory) if "policy/loss" in each]
+    assert len(steps) == 2
+    assert all(each["mismatch/logprob_diff_max"] < 1e-4 for each in steps)
