@@ -60,7 +60,7 @@ LIBRARY_PLACES = {
     "pint": ("environments/expressions.py",),
     "bokeh": ("reports/charts.py",),
     "fsspec": ("run/store.py",),
-    "PIL": ("data/images.py",),
+    "PIL": ("data/images.py", "demo/vision.py"),
 }
 """Where each heavy library may be imported, as the beginnings of paths in the package."""
 

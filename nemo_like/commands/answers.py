@@ -49,6 +49,7 @@ from nemo_like.run.files import AppendedFile, reporting_write_errors, write_json
 from nemo_like.run.progress import Progress
 from nemo_like.training.encoding import RowLimits
 from nemo_like.training.groups import group_starter
+from nemo_like.training.images import open_images
 from nemo_like.training.model_files import open_encoder, open_model_config, open_model_spec
 from nemo_like.training.prompts import PromptSet, prompt_sets
 from nemo_like.training.rollout_workers import (
@@ -68,7 +69,7 @@ _WITH_GPU = ("cluster.gpus_per_node=1", "policy.precision=bfloat16")
 """Keys of the default config on a machine with a GPU."""
 _SETTINGS = (
     *("model_name", "tokenizer_name", "chat_template", "precision", "max_total_sequence_length"),
-    *("oversize_rows", "generation"),
+    *("oversize_rows", "generation", "vision"),
 )
 """Keys of `policy` that determine the answers."""
 _CHAT_SAMPLING = {"temperature": 0.7, "top_p": 0.95}
@@ -114,7 +115,7 @@ class AnswerSettings:
     def open_encoder(self) -> ChatEncoder:
         """Open the tokenizer of the model. Raises ConfigError."""
         vocab_size = open_model_spec(self.policy).vocab_size
-        return open_encoder(self.policy, self.data, vocab_size)
+        return open_encoder(self.policy, self.data, vocab_size, open_images(self.policy, self.data))
 
 
 def generate(arguments: argparse.Namespace) -> int:
@@ -271,7 +272,7 @@ class Answers:
         self._num_samples = num_samples
         self._encoder = config.open_encoder()
         limits = RowLimits.of(config.policy, config.data)
-        prompts = load_prompts(config.data, PROMPT_ROWS)
+        prompts = load_prompts(config.data, PROMPT_ROWS, self._encoder)
         self.sets = prompt_sets(self._encoder, limits, prompts)
         self.places: list[tuple[PromptSet, int]] = []
         """Set and index in it of every prompt."""
@@ -400,12 +401,12 @@ class Answers:
             )
 
 
-def load_prompts(data: DataConfig, schema: RowSchema) -> dict[str, Rows]:
+def load_prompts(data: DataConfig, schema: RowSchema, encoder: ChatEncoder) -> dict[str, Rows]:
     """Read the validation files by name. Raises ConfigError if there are none."""
     if not data.validation_files:
         raise ConfigError("there are no prompts; set data.validation_path to their file")
     check_all_columns(data)
-    return load_validation(data, schema)
+    return load_validation(data, schema, encoder.images)
 
 
 def no_short_row(config: AnswerSettings, name: str) -> ConfigError:

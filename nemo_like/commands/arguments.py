@@ -323,7 +323,9 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `nemo-like demo`."""
     text = "seed of the data, the model and both runs"
     parser.add_argument("--seed", type=int, default=0, help=text)
-    text = "only build the model and the data in runs/demo"
+    text = "train a vision-language model on handwritten digits of scikit-learn"
+    parser.add_argument("--vision", action="store_true", help=text)
+    text = "only build the model and the data in runs/demo, or runs/demo_vision"
     parser.add_argument("--prepare-only", action="store_true", help=text)
 
 

@@ -94,7 +94,7 @@ def _measure_perplexity(config: AnswerSettings) -> dict[str, Any]:
     limits = RowLimits.of(config.policy, config.data)
     sets: dict[str, Results] = {}
     encoded: dict[str, list[EncodedRow]] = {}
-    for name, rows in load_prompts(config.data, SFT_ROWS).items():
+    for name, rows in load_prompts(config.data, SFT_ROWS, encoder).items():
         found = EncodedRows(rows, partial(encode_conversation, encoder, limits))
         encoded[name] = [row for row in found.fetch(range(len(rows))) if row is not None]
         report_skipped(found.skipped, validation_key(name))

@@ -22,6 +22,7 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.column_names import column_guesses, shown_columns, shown_names
+from nemo_like.data.image_rows import with_placeholders
 from nemo_like.data.known_rows import MESSAGE_COLUMNS, known_row
 from nemo_like.data.messages import (
     ROLES_FIX,
@@ -67,7 +68,7 @@ class Question:
 
     messages: list[Message]
     text: str
-    """Content of the last user turn, as in the file."""
+    """Content of the last user turn, as in the file, with `<image>` for images."""
     answer: str | None
     row: Row
     tools: list[Tool] | None = None
@@ -196,7 +197,7 @@ def question(row: Row) -> Question:
     if columns == ("question", "answer"):
         answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
     text = ""
-    for message in messages:
+    for message in with_placeholders(messages):
         if message["role"] == "user":
             text = message.get("content", "")
     return Question(messages, text, None if answer is None else str(answer), row, row_tools(row))

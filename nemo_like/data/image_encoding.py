@@ -15,7 +15,7 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat_template import ChatTemplate
-from nemo_like.data.image_rows import COLUMNS, IMAGE_PART, column_images, place_images
+from nemo_like.data.image_rows import COLUMNS, IMAGE_PART, IMAGE_TEXT, column_images, place_images
 from nemo_like.data.image_tokens import expand_images
 from nemo_like.data.images import ImageRef, RowImage, image_grid, image_ref, image_size
 from nemo_like.data.jagged import EncodedRow
@@ -23,8 +23,6 @@ from nemo_like.data.messages import Message
 from nemo_like.data.row_files import Row
 from nemo_like.models.vision import ImageSettings, VisionSpec
 
-IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
-"""What the chat templates of the supported models write for an image."""
 _PROMPTS = ("messages", "prompt", "question")
 """Columns that may have images."""
 _PAIR = ("chosen", "rejected")

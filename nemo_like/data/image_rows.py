@@ -22,6 +22,8 @@ from nemo_like.data.row_files import Row, shown_json
 
 COLUMNS = ("images", "image")
 PLACEHOLDER = "<image>"
+IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
+"""What the chat templates of the supported models write for an image; stands for it in a row."""
 IMAGE_PART: dict[str, str] = {"type": "image"}
 """A part for the chat template."""
 
@@ -95,6 +97,18 @@ def place_images(
             ]
         result.append({**message, "content": content} if "content" in message else {**message})
     return ImageMessages(result, tuple(images))
+
+
+def with_placeholders(messages: Sequence[Message]) -> list[Message]:
+    """Return messages of a row of `ImageEncoder.placed` with `<image>` for each image."""
+    return [_with_placeholders(message) for message in messages]
+
+
+def _with_placeholders(message: Message) -> Message:
+    text = message.get("content")
+    if not isinstance(text, str) or IMAGE_TEXT not in text:
+        return message
+    return {**message, "content": text.replace(IMAGE_TEXT, PLACEHOLDER)}
 
 
 def _parts(

@@ -2,8 +2,9 @@
 
 It writes under `runs/`, needs no network and no GPU, and prints the accuracies at the end. The
 configs come from `examples/configs`, without `policy.parity_check`. The model and the data of
-the example configs that `nemo-like init` writes come from `--prepare-only`. `python -m
-nemo_like.demo` is the same.
+the example configs that `nemo-like init` writes come from `--prepare-only`. With `--vision` a
+vision-language model learns to read digits, then to add them. `python -m nemo_like.demo` is the
+same.
 """
 
 from __future__ import annotations
@@ -37,20 +38,29 @@ def run(arguments: argparse.Namespace) -> int:
     """Build the task, run both phases, print the table; `--prepare-only` stops after building."""
     transformers_logging.disable_progress_bar()
     started = time.monotonic()
-    build_demo(Path("runs/demo"), arguments.seed)
-    print("built a tiny model and an arithmetic data set in runs/demo")
+    name = "demo_vision" if arguments.vision else "demo"
+    folder = Path("runs") / name
+    if arguments.vision:
+        # Pillow is needed for images only.
+        from nemo_like.demo.vision import build_vision_demo
+
+        build_vision_demo(folder, arguments.seed)
+        print(f"built a tiny vision-language model and a data set of digits in {folder}")
+    else:
+        build_demo(folder, arguments.seed)
+        print(f"built a tiny model and an arithmetic data set in {folder}")
     if arguments.prepare_only:
         return 0
     # A run refuses to overwrite results, and the demo is meant to be repeated.
-    for name in ("demo_sft", "demo_grpo"):
-        if (Path("runs") / name).exists():
-            print(f"replacing the earlier runs/{name}")
-            shutil.rmtree(Path("runs") / name)
+    for run_name in (f"{name}_sft", f"{name}_grpo"):
+        if (Path("runs") / run_name).exists():
+            print(f"replacing the earlier runs/{run_name}")
+            shutil.rmtree(Path("runs") / run_name)
     configs = {path.stem: path for path in example_configs()}
     # The tests of this package compare this model with transformers.
     overrides = [f"seed={arguments.seed}", "policy.parity_check=false"]
-    sft_config = load_config("sft", configs["demo_sft"], overrides)
-    grpo_config = load_config("grpo", configs["demo_grpo"], overrides)
+    sft_config = load_config("sft", configs[f"{name}_sft"], overrides)
+    grpo_config = load_config("grpo", configs[f"{name}_grpo"], overrides)
     # GRPO starts from the model that the SFT run exports.
     sft = run_phase("sft", sft_config, arguments.seed)
     if isinstance(sft, int):
@@ -59,6 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
     grpo = run_phase("grpo", grpo_config, arguments.seed)
     if isinstance(grpo, int):
         return grpo
+    if arguments.vision:
+        # Its own validation is on digits; the table has the sums.
+        print(f"After SFT the model reads {sft.last[_ACCURACY]:.1%} of the held-out digits.")
+        sft.first.pop(_ACCURACY, None)
     _report(sft, grpo, sft_done - started, time.monotonic() - sft_done)
     return 0
 
@@ -67,15 +81,17 @@ def run_phase(kind: str, config: RunConfig, seed: int) -> RunResult | int:
     """Run one phase; after a failure print how to continue, and return the exit code."""
     result = train(config)
     if isinstance(result, int):
-        kept = ["the model and the data in runs/demo"]
+        name = config.run_name.removesuffix(f"_{kind}")
+        kept = [f"the model and the data in runs/{name}"]
         if kind == "grpo":
-            kept.append("the finished SFT run in runs/demo_sft, with its model in runs/demo_sft/hf")
+            sft = f"runs/{name}_sft"
+            kept.append(f"the finished SFT run in {sft}, with its model in {sft}/hf")
         latest = Path(config.output_dir, config.run_name, "latest")
         resume = " resume=true" if latest.exists() else ""
         if resume:
             kept.append(f"the last checkpoint of {latest.parent}")
         configs = shown_path(example_configs()[0].parent)
-        command = f"nemo-like {kind} --config {configs}/demo_{kind}.yaml seed={seed}{resume}"
+        command = f"nemo-like {kind} --config {configs}/{config.run_name}.yaml seed={seed}{resume}"
         print(
             f"The demo ended in its {kind.upper()} phase. Kept: {'; '.join(kept)}."
             f" To continue, fix the error above and run: {command}",

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from nemo_like.data.images import RowImage
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.errors import WorkerFailure
 from nemo_like.distributed.worker_group import Handle
@@ -110,6 +111,7 @@ class Generator:
         lengths: np.ndarray | None = None,
         max_total_length: int,
         affinity: Sequence[int] | None = None,
+        images: Sequence[Sequence[RowImage]] = (),
     ) -> list[int]:
         """Request one completion for each row of `prompt_ids` (int32, B rows); return their ids.
 
@@ -120,14 +122,19 @@ class Generator:
         completion together have at most `max_total_length` tokens. `affinity` has the number of the
         episode of each row: it goes to the replica of the last request of its episode, which has
         the beginning of the prompt in its cache, unless the outstanding tokens of that replica
-        exceed `_MAX_IMBALANCE` times the smallest by more than the prompt. Raises ValueError for a
-        prompt that leaves no room for a token.
+        exceed `_MAX_IMBALANCE` times the smallest by more than the prompt. `images` are those of
+        each prompt, or none. Raises ValueError for a prompt that leaves no room for a token.
         """
         if len(seeds) != len(prompt_ids):
             raise ValueError(f"{len(prompt_ids)} prompts need as many seeds, got {len(seeds)}")
         request_ids = np.arange(len(prompt_ids), dtype=np.int64) + self._num_requests
         requests = GenerationRequests(
-            request_ids, prompt_ids, np.asarray(seeds, dtype=np.uint64), sampling, max_total_length
+            request_ids,
+            prompt_ids,
+            np.asarray(seeds, dtype=np.uint64),
+            sampling,
+            max_total_length,
+            images if any(images) else (),
         )
         check_room(requests)
         self._num_requests += len(requests)
@@ -418,15 +425,20 @@ class Generator:
     def _units(self, request_ids: Sequence[int]) -> list[list[int]]:
         """Split requests into runs of equal prompts."""
         units: list[list[int]] = []
-        previous: np.ndarray | None = None
+        previous: tuple[np.ndarray, Sequence[RowImage]] | None = None
         for request_id in request_ids:
             requests, row, _ = self._requests[request_id]
             prompt = requests.prompt_ids[row]
-            if previous is not None and np.array_equal(prompt, previous):
+            images = requests.images[row] if requests.images else ()
+            if (
+                previous is not None
+                and np.array_equal(prompt, previous[0])
+                and images == previous[1]
+            ):
                 units[-1].append(request_id)
             else:
                 units.append([request_id])
-            previous = prompt
+            previous = prompt, images
         return units
 
     def _send(self, replica: Replica, request_ids: Sequence[int]) -> None:

@@ -12,13 +12,16 @@ import math
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from nemo_like.data.images import RowImage
 from nemo_like.data.routed_experts import pack_experts
+from nemo_like.generation.hf_images import ImageTower, PlacedImages
 from nemo_like.generation.requests import FinishReason, GenerationRequests, SamplingParams
 from nemo_like.models.routers import RouteRecorder
 from nemo_like.sampling_filter import filter_logits
@@ -102,6 +105,8 @@ class DecodedRow:
     prompt: np.ndarray
     """int32 [L]"""
     max_new_tokens: int
+    images: Sequence[RowImage] = ()
+    """Of the prompt."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
@@ -129,10 +134,11 @@ class DecodingBatch:
         end_ids: frozenset[int],
         device: torch.device,
         recorder: RouteRecorder | None = None,
+        tower: ImageTower | None = None,
     ) -> None:
         """Compute the logits after the prompts of `requests`, which all start together.
 
-        `recorder` records the experts that the model chooses.
+        `recorder` records the experts that the model chooses; `tower` computes images.
         """
         self._model = model
         self._tokenizer = tokenizer
@@ -141,14 +147,17 @@ class DecodingBatch:
         self._end_ids = end_ids
         self._device = device
         self._recorder = recorder
+        self._tower = tower
         self._slots: list[DecodedRow] = []
         limits = requests.max_new_tokens().tolist()
+        images = requests.images_of_rows
         for row, request_id in enumerate(requests.request_ids.tolist()):
             self._slots.append(
                 DecodedRow(
                     request_id=request_id,
                     prompt=requests.prompt_ids[row],
                     max_new_tokens=limits[row],
+                    images=images[row],
                 )
             )
         self._num_steps = 0
@@ -218,7 +227,13 @@ class DecodingBatch:
     def _computed(self, texts: Sequence[np.ndarray]) -> _CachedForward:
         """Compute the KV cache of `texts`, int32 [length] each, one per row."""
         forward = _CachedForward(
-            self._model, texts, self._max_total_length, self._device, self._recorder
+            self._model,
+            texts,
+            self._max_total_length,
+            self._device,
+            self._recorder,
+            self._tower,
+            [row.images for row in self._slots],
         )
         if forward.experts is not None:
             for row, text, experts in zip(self._slots, texts, forward.experts, strict=True):
@@ -292,10 +307,13 @@ class _CachedForward:
         max_total_length: int,
         device: torch.device,
         recorder: RouteRecorder | None,
+        tower: ImageTower | None,
+        images: Sequence[Sequence[RowImage]],
     ) -> None:
         """Left-pad b `prompts`, int32 [length] each, and compute the logits after them.
 
-        Positions of later tokens are limited to `max_total_length` - 1.
+        `images` are those of each prompt; `tower` is None for a model without. Positions of later
+        tokens are limited to `max_total_length` - 1.
         """
         longest = max(len(prompt) for prompt in prompts)
         shape = (len(prompts), longest)
@@ -308,6 +326,7 @@ class _CachedForward:
             attention_mask[slot, start:] = 1
         self._model = model
         self._recorder = recorder
+        self._tower = tower
         self.experts: np.ndarray | None = None
         """[b, n, layers, top-k] of the n new tokens of the last forward; None without recorder."""
         self._last_position = max_total_length - 1
@@ -316,9 +335,13 @@ class _CachedForward:
         num_tokens_before = self._attention_mask.cumsum(dim=-1) - 1
         # Padding has -1, for which a model may have no position.
         positions = num_tokens_before.clamp_(min=0)
-        # int64 [b, 1]: position of each row's last token.
-        self._positions = positions[:, -1:]
-        self.logits = self._forward(torch.from_numpy(input_ids).to(device), positions)
+        placed = None
+        if tower is not None:
+            placed = tower.place(prompts, images, longest)
+            positions = placed.positions
+        # int64 [b, 1]: position of each row's last token. A text has equal ones in all dimensions.
+        self._positions = positions[..., -1:].reshape(-1, len(prompts), 1).amax(dim=0)
+        self.logits = self._forward(torch.from_numpy(input_ids).to(device), positions, placed)
 
     def advance(self, token_ids: Tensor) -> None:
         """Append `token_ids` int64 [b] and compute the next logits."""
@@ -340,17 +363,23 @@ class _CachedForward:
         self._attention_mask = self._attention_mask[slots]
         self._positions = self._positions[slots]
 
-    def _forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Return the logits [b, V] after the last of the new tokens int64 [b, n]."""
+    def _forward(
+        self, input_ids: Tensor, position_ids: Tensor, placed: PlacedImages | None = None
+    ) -> Tensor:
+        """Return the logits [b, V] after the last of the new tokens int64 [b, n].
+
+        `position_ids` are int64 [b, n], or [3, b, n] with `placed` images.
+        """
+        options: dict[str, Any] = {
+            "attention_mask": self._attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": self._cache,
+            "use_cache": True,
+        }
+        if self._tower is not None:
+            return self._tower.logits(input_ids, placed, **options)
         with self._recorder or nullcontext():
-            output = self._model(
-                input_ids=input_ids,
-                attention_mask=self._attention_mask,
-                position_ids=position_ids,
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+            output = self._model(input_ids=input_ids, logits_to_keep=1, **options)
         if self._recorder is not None:
             experts = pack_experts(self._recorder.take(), self._recorder.num_experts)
             self.experts = experts.reshape(*input_ids.shape, *experts.shape[1:])

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from nemo_like.config.errors import ConfigError
@@ -21,6 +22,7 @@ from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.generation.adapters import Shapes, add_adapters
 from nemo_like.generation.hf_decoding import DecodedRow, DecodingBatch, declared_end_token_ids
+from nemo_like.generation.hf_images import ImageTower
 from nemo_like.generation.requests import (
     Completions,
     GenerationProgress,
@@ -28,8 +30,9 @@ from nemo_like.generation.requests import (
     GenerationStart,
     check_room,
 )
-from nemo_like.models.pretrained import load_tokenizer
+from nemo_like.models.pretrained import load_model_config, load_tokenizer
 from nemo_like.models.routers import RouteRecorder, router_modules
+from nemo_like.models.vision import VISION_TYPES
 from nemo_like.weight_sync.channel import (
     BucketMessage,
     Buckets,
@@ -59,7 +62,10 @@ class HFGenerationWorker:
         self._device = torch.device(context.device)
         self.batch_size = batch_size
         self.tokenizer = load_tokenizer(start.checked_tokenizer())
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        auto_class: Any = AutoModelForCausalLM
+        if load_model_config(start.model_name).model_type in VISION_TYPES:
+            auto_class = AutoModelForImageTextToText
+        self.model: PreTrainedModel = auto_class.from_pretrained(
             start.model_name,
             dtype=getattr(torch, start.precision),
             attn_implementation="sdpa",
@@ -71,6 +77,13 @@ class HFGenerationWorker:
         # Not the model's own `to`, which only adds checks for quantised models and has a signature
         # that type checkers reject.
         nn.Module.to(self.model, self._device)
+        self._tower = ImageTower.open(
+            self.model,
+            start.model_name,
+            self._device,
+            min_pixels=start.vision.min_pixels,
+            max_pixels=start.vision.max_pixels,
+        )
         self._adapter_shapes: Shapes = {}
         """Shapes of the adapters by name; empty without adapters."""
         if start.adapter is not None:
@@ -126,6 +139,7 @@ class HFGenerationWorker:
                     self.end_ids,
                     self._device,
                     self._recorder,
+                    self._tower,
                 )
             num_rows = len(self.batch.unfinished)
             activity.note(f"decoding {num_rows} rows")
@@ -206,6 +220,8 @@ class HFGenerationWorker:
         if self._device.type == "cuda":
             if self.batch is not None:
                 self.batch.free_cache()
+            if self._tower is not None:
+                self._tower.forget()
             self._host_weights.offload()
             torch.cuda.empty_cache()
 
@@ -231,6 +247,8 @@ class HFGenerationWorker:
     def begin_update(self, names: Sequence[str]) -> None:
         """See `BucketLoader.begin_update`."""
         self._host_weights.note_change()
+        if self._tower is not None and any("visual." in name for name in names):
+            self._tower.forget()
         adapters = self._adapter_shapes
         if any(name in adapters for name in names):
             self.coverage = UpdateCoverage(adapters, names)

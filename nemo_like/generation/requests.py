@@ -10,14 +10,15 @@ calls.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
 
 from nemo_like.config.paths import require_model_directory
 from nemo_like.config.rollout import GenerationConfig
-from nemo_like.config.schema import AdapterConfig, Switch
+from nemo_like.config.schema import AdapterConfig, Switch, VisionConfig
+from nemo_like.data.images import RowImage
 from nemo_like.data.jagged import Jagged
 from nemo_like.sampling_filter import SamplingFilter
 from nemo_like.weight_sync.channel import WeightTarget
@@ -73,6 +74,8 @@ class GenerationRequests:
     sampling: SamplingParams
     max_total_length: int
     """Max tokens of prompt and completion together."""
+    images: Sequence[Sequence[RowImage]] = ()
+    """N entries, the images of each prompt, whose ids have all tokens of them; or none."""
 
     def __len__(self) -> int:
         """Number of requests, N."""
@@ -87,6 +90,7 @@ class GenerationRequests:
             self.seeds[rows],
             self.sampling,
             self.max_total_length,
+            [self.images[row] for row in rows.tolist()] if self.images else (),
         )
 
     def joined(self, other: GenerationRequests) -> GenerationRequests | None:
@@ -100,7 +104,13 @@ class GenerationRequests:
             np.concatenate([self.seeds, other.seeds]),
             self.sampling,
             self.max_total_length,
+            [*self.images_of_rows, *other.images_of_rows] if self.images or other.images else (),
         )
+
+    @property
+    def images_of_rows(self) -> Sequence[Sequence[RowImage]]:
+        """The images of each prompt, N entries."""
+        return self.images or [()] * len(self)
 
     def max_new_tokens(self) -> np.ndarray:
         """Return the token limit of each completion, int64 [N]."""
@@ -250,6 +260,8 @@ class GenerationStart:
     """With it a weight update has either all weights or the adapters alone, which are 0 until the
     first.
     """
+    vision: VisionConfig = field(default_factory=VisionConfig)
+    """Limits on the size of images, as in the configuration."""
     router_replay: Switch = False
     """As in the configuration: the completions have the experts that the model chose."""
     seed: int = 0

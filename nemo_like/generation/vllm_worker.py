@@ -195,6 +195,11 @@ class VLLMGenerationWorker:
     def submit(self, requests: GenerationRequests) -> None:
         """See `GenerationWorkerProtocol.submit`."""
         check_room(requests)
+        if requests.images:
+            raise ConfigError(
+                "a prompt has images, which the vLLM worker does not send yet: set"
+                " policy.generation.backend to hf"
+            )
         limits = requests.max_new_tokens().tolist()
         for row, request_id in enumerate(requests.request_ids.tolist()):
             params = sampling_request(

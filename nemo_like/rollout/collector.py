@@ -360,6 +360,7 @@ class RolloutCollector:
             lengths=None if job.lengths is None or has_turns else job.lengths[list(rows)],
             max_total_length=job.max_total_length,
             affinity=[each.episode for each in conversations] if has_turns else None,
+            images=[each.prompt.images for each in conversations],
         )
         for request_id, row in zip(request_ids, rows, strict=True):
             self._jobs[request_id] = (job, row)

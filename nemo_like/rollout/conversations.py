@@ -20,6 +20,7 @@ from nemo_like.config.rollout import EnvironmentConfig, RewardConfig
 from nemo_like.config.schema import DataConfig
 from nemo_like.data.chat import prepare_messages
 from nemo_like.data.formats import question
+from nemo_like.data.images import RowImage
 from nemo_like.data.messages import Message, Tool
 from nemo_like.data.observations import ObservationEncoder
 from nemo_like.environments.environment import Conversation, State, StepOutcome, StepTask
@@ -67,6 +68,8 @@ class Prompt:
     answer: str | None
     row: dict[str, Any] = field(default_factory=dict)
     """The row of the data file, for reward functions that use other columns than the answer."""
+    images: tuple[RowImage, ...] = ()
+    """In the order of their tokens."""
 
 
 @dataclass(eq=False)

@@ -52,6 +52,9 @@ class RolloutRecord:
         """Write the file durably and atomically. Raises WriteError."""
         tensors = {}
         for name, column in self.columns.items():
+            if isinstance(column, list):
+                # References of images; the data has them.
+                continue
             if isinstance(column, Jagged):
                 tensors[name + _VALUES] = np.ascontiguousarray(column.values)
                 tensors[name + _OFFSETS] = np.ascontiguousarray(column.offsets)

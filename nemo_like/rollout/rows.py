@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from nemo_like.data.image_rows import with_placeholders
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.routed_experts import ROUTED_EXPERTS, join_experts
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
@@ -20,6 +21,8 @@ from nemo_like.rollout.conversations import ConversationRow
 
 EPISODE = "episode"
 """Column of the rows of programs, int64 [R]: the episode of each row, counted from 0."""
+IMAGES = "images"
+"""Column of prompts with images: a tuple of `RowImage` for each row; absent without any image."""
 _TOLERANCE = 1e-12
 """Rewards whose difference, relative to their size, is smaller count as equal: sums of equal
 components in another order differ by rounding errors of float64."""
@@ -206,7 +209,7 @@ class Rollout:
             record["weight_versions"] = sorted(versions)
             if conversation.outcome is not None:
                 if conversation.messages:
-                    record["messages"] = conversation.messages
+                    record["messages"] = with_placeholders(conversation.messages)
                 else:
                     record["segments"] = conversation.segment_texts
                 calls = conversation.calls or []
@@ -221,7 +224,7 @@ class Rollout:
                 }
             elif conversation.messages:
                 record |= {
-                    "messages": conversation.messages,
+                    "messages": with_placeholders(conversation.messages),
                     "num_turns": conversation.num_turns,
                     "turn_rewards": self.turn_rewards(i).tolist(),
                     "ended_by": conversation.ended_by,
@@ -313,7 +316,10 @@ def concat_rollouts(parts: Sequence[Rollout]) -> Rollout:
         if EPISODE in part.batch:
             episodes.append(part.batch[EPISODE] + num_episodes)
             num_episodes += len(part.first_rows)
-    batch = BatchedDataDict.from_batches([part.batch for part in parts])
+    batches = [part.batch for part in parts]
+    if any(IMAGES in each for each in batches):
+        batches = [BatchedDataDict({IMAGES: [()] * each.size, **each}) for each in batches]
+    batch = BatchedDataDict.from_batches(batches)
     if episodes:
         batch[EPISODE] = np.concatenate(episodes)
     return replace(
@@ -377,6 +383,8 @@ def training_rows(conversations: Sequence[ConversationRow]) -> BatchedDataDict:
         generation_logprobs=Jagged(logprobs, input_ids.offsets),
         length=input_ids.lengths,
     )
+    if any(row.prompt.images for row in conversations):
+        batch[IMAGES] = [row.prompt.images for row in conversations]
     if all(row.routed_experts for row in conversations):
         batch[ROUTED_EXPERTS] = _routed_experts(conversations)
     return batch

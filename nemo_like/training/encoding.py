@@ -143,7 +143,10 @@ def encode_question(encoder: ChatEncoder, limits: RowLimits, row: Row) -> Encode
     """
     prompt = question(row)
     token_ids = encoder.encode_prompt(prompt.messages, prompt.tools)
-    length = len(token_ids)
+    encoded = EncodedRow(token_ids, np.zeros(len(token_ids), dtype=np.uint8))
+    if encoder.images is not None:
+        encoded = encoder.images.expand(encoded, row)
+    length = len(encoded.input_ids)
     max_tokens = limits.max_prompt_tokens
     if max_tokens is not None and length > max_tokens:
         return None
@@ -151,16 +154,16 @@ def encode_question(encoder: ChatEncoder, limits: RowLimits, row: Row) -> Encode
     if length >= limit:
         if limits.oversize == "drop":
             return None
-        if limits.oversize != "truncate":
+        if limits.oversize != "truncate" or encoded.images:
             raise OversizeError(
                 f"the prompt has {length} tokens, policy.max_total_sequence_length is {limit}, so"
                 " there is no room for a completion; raise it, or set policy.oversize_rows to"
-                " truncate (remove the beginning) or drop (skip the row)"
+                " truncate (remove the beginning, without images only) or drop (skip the row)"
             )
         # The end of a prompt has the question and the opening of the assistant turn.
         num_kept = max(limit - limits.max_new_tokens, 1)
-        token_ids = token_ids[-num_kept:]
-    return EncodedRow(token_ids, np.zeros(len(token_ids), dtype=np.uint8))
+        return EncodedRow(encoded.input_ids[-num_kept:], encoded.token_mask[-num_kept:])
+    return encoded
 
 
 def encoding_settings(

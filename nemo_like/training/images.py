@@ -52,7 +52,12 @@ def check_trains_images(
     refused = {
         "policy.engine=megatron": policy.engine != "dtensor",
         f"the job {needs.job}": not needs.trains_images,
-        "generation (sft.val_generate)": needs.rollouts is not None,
+        "policy.generation.backend=vllm: set it to hf": (
+            needs.rollouts is not None and needs.rollouts.generation.backend != "hf"
+        ),
+        "programs (environment.kind=program)": (
+            needs.rollouts is not None and needs.rollouts.environment.is_program
+        ),
         f"policy.vision.train={policy.vision.train} and adapters (policy.lora.enabled=true): set"
         " policy.vision.train=frozen": (
             policy.adapter is not None and policy.vision.train != "frozen"
@@ -65,6 +70,6 @@ def check_trains_images(
     for text, is_refused in refused.items():
         if is_refused:
             raise ConfigError(
-                f"{subject}: models with a vision tower are trained by `nemo-like sft` and"
-                f" `nemo-like dpo` with packed rows on the DTensor engine, not with {text}"
+                f"{subject}: models with a vision tower are trained by sft, dpo and grpo, with"
+                f" packed rows on the DTensor engine, not with {text}"
             )

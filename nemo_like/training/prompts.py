@@ -58,5 +58,9 @@ def prompt_of(rows: Rows, row: int, encoded: EncodedRow) -> Prompt:
     """Return an encoded row of `rows` as a prompt."""
     fields = question(rows[row])
     return Prompt(
-        token_ids=encoded.input_ids, text=fields.text, answer=fields.answer, row=fields.row
+        token_ids=encoded.input_ids,
+        text=fields.text,
+        answer=fields.answer,
+        row=fields.row,
+        images=encoded.images,
     )

@@ -89,6 +89,7 @@ class GeneratorStart:
             model_name=policy.model_name,
             tokenizer_name=policy.tokenizer_name,
             precision=policy.precision,
+            vision=policy.vision,
             end_token_ids=(*self.end_token_ids, *policy.generation.stop_token_ids),
             router_replay=self.router_replay,
             adapter=policy.adapter if policy.sends_adapters else None,

@@ -23,6 +23,18 @@ def digit_share_of_even_prompts(sample: RewardSample) -> float:
     return 1.0 if int(sample.prompt.split("+")[0]) % 2 else digit_share(sample)
 
 
+def share_of_even_tokens(sample: RewardSample) -> float:
+    """Differs within nearly every group; needs the columns of the row and its images."""
+    num_images = len(sample.row.get("images", ()))
+    if (
+        sample.row["extra"] != int(sample.answer or "")
+        or sample.prompt.count("<image>") != num_images
+    ):
+        raise ValueError(f"the row is {sample.row}, with the prompt {sample.prompt!r}")
+    ids = sample.completion_ids
+    return sum(int(each) % 2 == 0 for each in ids) / max(len(ids), 1)
+
+
 def broken(sample: RewardSample) -> float:
     raise KeyError("no such key in the verifier")
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from nemo_like.data.images import RowImage
 from nemo_like.data.jagged import Jagged
 from nemo_like.generation.requests import (
     Completions,
@@ -20,10 +23,12 @@ def generate(
     sampling: SamplingParams,
     max_total_length: int,
     poll_s: float = 0.0,
+    images: Sequence[Sequence[RowImage]] = (),
 ) -> Completions:
     """Completions of all prompts, in order."""
     ids = np.arange(len(prompt_ids), dtype=np.int64)
-    worker.submit(GenerationRequests(ids, prompt_ids, seeds, sampling, max_total_length))
+    requests = GenerationRequests(ids, prompt_ids, seeds, sampling, max_total_length, images)
+    worker.submit(requests)
     rows: list[int] = []
     parts = [Completions.from_rows([], [], [], [])]
     while True:

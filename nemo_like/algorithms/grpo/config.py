@@ -133,6 +133,7 @@ class GrpoRunConfig(RunConfig):
             logprob_pass=self.computes_prev_logprobs or has_reference,
             uses_experts=True,
             scored_rows="train",
+            trains_images=True,
             rollouts=rollouts,
         )
 

@@ -12,9 +12,9 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from nemo_like.config.errors import ConfigError
+from nemo_like.data.image_patches import PatchCache, normalize
 from nemo_like.data.images import ImageRef, image_grid
 from nemo_like.models.vision import ImageSettings, VisionSpec
-from nemo_like.policy.inputs.images import PatchCache, normalize
 from tests.vision import FAMILIES, tiny_vision_model
 
 SETTINGS = ImageSettings(min_pixels=64, max_pixels=4096, factor=8)
