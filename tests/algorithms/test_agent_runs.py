@@ -4,6 +4,7 @@ asynchronously on Ray with programs that fail.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.cli import main
 from nemo_like.commands.validate import validate
+from nemo_like.rollout.collector import RolloutCollector
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.recipe import Recipe
 
@@ -59,6 +61,37 @@ def test_a_resumed_run_of_programs_continues_a_straight_one(recipe: Recipe) -> N
     assert [each["messages"] for each in resumed] == [each["messages"] for each in records]
     found = read_metrics(run)[2]["policy/grad_norm"]
     assert found == pytest.approx(expected[2]["policy/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_is_stopped_in_its_rollouts_trains_every_episode_once(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = (*PROGRAM, "grpo.val_period=0", "grpo.val_at_start=false")
+    options = (*options, "data.validation_path=null", "policy.parity_check=false")
+    straight = run_grpo(recipe.grpo(*options, "run_name=straight")).directory.path
+    advance = RolloutCollector.advance
+    run = recipe.folder / "grpo"
+    for num_passes in (1, 5, 12, 25):
+        left = [num_passes]
+
+        def stopping(collector: RolloutCollector, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise RuntimeError("it is stopped")
+            advance(collector)
+
+        monkeypatch.setattr(RolloutCollector, "advance", stopping)
+        with contextlib.suppress(RuntimeError):
+            run_grpo(recipe.grpo(*options, "resume=true"))
+    monkeypatch.setattr(RolloutCollector, "advance", advance)
+    run_grpo(recipe.grpo(*options, "resume=true"))
+    assert [line["step"] for line in read_metrics(run)] == [1, 2]
+    for step in (1, 2):
+        records, expected = _rollout(run, step), _rollout(straight, step)
+        assert [each["episode"] for each in records] == list(range(8))
+        assert [each["messages"] for each in records] == [each["messages"] for each in expected]
+        assert [each["source"] for each in records] == [each["source"] for each in expected]
 
 
 def test_a_program_that_cannot_be_started_is_a_problem(recipe: Recipe) -> None:
