@@ -4,7 +4,6 @@ asynchronously on Ray with programs that fail.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.cli import main
 from nemo_like.commands.validate import validate
-from nemo_like.rollout.collector import RolloutCollector
+from nemo_like.environments.reward import RewardError
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.recipe import Recipe
 
@@ -67,24 +66,21 @@ def test_a_resumed_run_of_programs_continues_a_straight_one(recipe: Recipe) -> N
 def test_a_run_that_is_stopped_in_its_rollouts_trains_every_episode_once(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("NEMO_LIKE_TEST_MARKERS", str(recipe.folder))
     options = (*PROGRAM, "grpo.val_period=0", "grpo.val_at_start=false")
+    options = (*options, "environment.path=tests.algorithms.agent_programs.stops_the_run")
+    options = (*options, "environment.on_error=stop", "environment.retries=0")
     options = (*options, "data.validation_path=null", "policy.parity_check=false")
+    (recipe.folder / "limit").write_text("1000")
     straight = run_grpo(recipe.grpo(*options, "run_name=straight")).directory.path
-    advance = RolloutCollector.advance
     run = recipe.folder / "grpo"
-    for num_passes in (1, 5, 12, 25):
-        left = [num_passes]
-
-        def stopping(collector: RolloutCollector, left: list[int] = left) -> None:
-            left[0] -= 1
-            if left[0] < 0:
-                raise RuntimeError("it is stopped")
-            advance(collector)
-
-        monkeypatch.setattr(RolloutCollector, "advance", stopping)
-        with contextlib.suppress(RuntimeError):
+    # In the first step twice, then in the second.
+    for limit in (1, 6, 10, 3):
+        (recipe.folder / "limit").write_text(str(limit))
+        (recipe.folder / "ends").unlink()
+        with pytest.raises(RewardError, match="it stops the run"):
             run_grpo(recipe.grpo(*options, "resume=true"))
-    monkeypatch.setattr(RolloutCollector, "advance", advance)
+    (recipe.folder / "limit").write_text("1000")
     run_grpo(recipe.grpo(*options, "resume=true"))
     assert [line["step"] for line in read_metrics(run)] == [1, 2]
     for step in (1, 2):

@@ -24,7 +24,7 @@ from nemo_like.distributed.local_group import LocalGroup
 from nemo_like.distributed.worker_group import Handle
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
-from nemo_like.generation.requests import GenerationStart, SamplingParams
+from nemo_like.generation.requests import GenerationRequests, GenerationStart, SamplingParams
 from nemo_like.metrics import metric_values
 from nemo_like.rollout.collector import RolloutCollector
 from nemo_like.rollout.conversations import Prompt
@@ -53,6 +53,16 @@ class DyingReplica(LocalGroup):
         return super().submit_all(method, *args, **kwargs)
 
 
+class CountingWorker(HFGenerationWorker):
+    """Counts its requests."""
+
+    num_requests = 0
+
+    def submit(self, requests: GenerationRequests) -> None:
+        self.num_requests += len(requests.request_ids)
+        super().submit(requests)
+
+
 class DyingAgents(LocalGroup):
     """The process of the programs dies once, at the first answer."""
 
@@ -70,7 +80,7 @@ def generator_of(folder: Path, group: type[LocalGroup] = LocalGroup) -> Generato
     build_tokenizer().save_pretrained(folder)
     build_model(0).save_pretrained(folder)
     kwargs = {"start": GenerationStart(model_name=str(folder))}
-    return Generator(lambda _: group(HFGenerationWorker, kwargs, context()), max_restarts=2)
+    return Generator(lambda _: group(CountingWorker, kwargs, context()), max_restarts=2)
 
 
 def rollout_of(
@@ -262,16 +272,17 @@ def test_calls_around_a_weight_update_have_the_log_probs_of_their_weights(tmp_pa
     def update(num: int) -> None:
         """After the second of three calls, or while the third is decoded."""
         del num
-        numbers = [len(each.calls) for each in collector._episodes._attempts.values()]
-        if generator.version == 0 and max(numbers, default=0) == 3:
-            group = generator.replicas[0].group
-            assert isinstance(group, LocalGroup)
+        group = generator.replicas[0].group
+        assert isinstance(group, LocalGroup)
+        worker = group.worker
+        assert isinstance(worker, CountingWorker)
+        if generator.version == 0 and worker.num_requests == 3:
             named = list(models[1].named_parameters())
             spec = ChannelSpec(transport="in_process", layouts=(), slot_bytes=0, timeout_s=1.0)
-            assert group.worker.open_weight_channel(spec, (0,)) == ""
-            group.worker.begin_update([name for name, _ in named])
-            group.worker.load_bucket(BucketMessage(0, tuple((n, p.data) for n, p in named)))
-            group.worker.finish_update(version=1)
+            assert worker.open_weight_channel(spec, (0,)) == ""
+            worker.begin_update([name for name, _ in named])
+            worker.load_bucket(BucketMessage(0, tuple((n, p.data) for n, p in named)))
+            worker.finish_update(version=1)
             generator.set_version(generator.replicas, 1)
 
     with collector_of(generator, "tests.algorithms.agent_programs.does") as collector:
