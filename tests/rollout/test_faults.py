@@ -187,7 +187,7 @@ def test_a_program_that_ignores_signals_ends_at_its_limit(
     assert row.outcome is not None and row.outcome.status is Status.LIMIT_TIME
 
 
-@pytest.mark.parametrize("retries", [0, 1])
+@pytest.mark.parametrize("retries", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_crashes_change_no_other_episode(tmp_path: Path, retries: int) -> None:
     """A fifth of the first attempts crashes; longer ones do."""
     path = "tests.agents.faulty_programs.counts_digits"
