@@ -75,7 +75,7 @@ def show(arguments: argparse.Namespace) -> int:
         members.setdefault(record["group"], []).append(row)
     statuses = {record["episode"]: record["status"] for record in records if "episode" in record}
     if statuses:
-        counts = Counter(statuses.values()).most_common()
+        counts = Counter(statuses.values()).items()
         parts = ", ".join(f"{count} {status}" for status, count in counts)
         say(f"step {step}: {counted(len(statuses), 'episode')}: {parts}")
     shown_prompt = None

@@ -115,6 +115,8 @@ class ConversationRow:
     """All rows of the episode of a program, of which this is one; empty for another row."""
     num_started: int = 0
     """Attempts of the episode of a program."""
+    failed_calls: Sequence[int] = ()
+    """Answered calls of each attempt that failed."""
     outcome: EpisodeOutcome | None = None
     """Of the episode of a program, once it has ended."""
     calls: Sequence[int] | None = None

@@ -227,6 +227,10 @@ class EpisodeDriver:
             problem = "it has no reward: return a number, send one to the path /reward of its"
             problem += " endpoint, or set reward.functions"
             end = replace(end, status=Status.FAILED_PROGRAM, problem=problem)
+        if end.status.is_failure:
+            # The driver knows them also where the worker was lost.
+            answered = [call for call in attempt.calls.values() if call.completion is not None]
+            attempt.row.failed_calls = [*attempt.row.failed_calls, len(answered)]
         result = outcome_of(
             end.status,
             attempt.number,
@@ -319,6 +323,12 @@ def episode_metrics(rollout: Rollout, trained_groups: np.ndarray) -> Metrics:
         metrics[f"episodes/num_{status.value}"] = Sum(float(statuses[status]))
     num_calls = [each.num_calls for each in outcomes]
     seconds = [each.seconds for each in outcomes]
+    failed = [
+        calls for row in first_rows.tolist() for calls in rollout.conversations[row].failed_calls
+    ]
+    if failed:
+        # Failures that depend on the length bias what is trained.
+        metrics["episodes/failed_calls_mean"] = Mean(float(sum(failed)), len(failed))
     reasons: Counter[str] = Counter()
     for each in outcomes:
         reasons.update(each.reasons)

@@ -44,6 +44,17 @@ def rewards_turns(task: Any) -> float:
     return 1.0
 
 
+def stops_the_run(task: Any) -> float:
+    """Fails when as many programs have ended as a file allows."""
+    folder = Path(os.environ["NEMO_LIKE_TEST_MARKERS"])
+    reward = converses(task)
+    with (folder / "ends").open("a") as file:
+        file.write("x")
+    if (folder / "ends").stat().st_size >= int((folder / "limit").read_text()):
+        raise ValueError("it stops the run")
+    return reward
+
+
 def fails_sometimes(task: Any) -> float:
     """The first attempts at some rows crash or are killed after a call."""
     kind = sum(map(ord, task.row["prompt"])) % 3

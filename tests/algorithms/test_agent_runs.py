@@ -9,6 +9,7 @@ import pytest
 from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.cli import main
 from nemo_like.commands.validate import validate
+from nemo_like.environments.reward import RewardError
 from tests.algorithms.test_runs import interrupt_at, read_metrics, read_rollout
 from tests.recipe import Recipe
 
@@ -51,6 +52,34 @@ def test_a_resumed_run_of_programs_continues_a_straight_one(recipe: Recipe) -> N
     assert [each["messages"] for each in resumed] == [each["messages"] for each in records]
     found = read_metrics(run)[2]["policy/grad_norm"]
     assert found == pytest.approx(expected[2]["policy/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_is_stopped_in_its_rollouts_trains_every_episode_once(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEMO_LIKE_TEST_MARKERS", str(recipe.folder))
+    options = (*PROGRAM, "grpo.val_period=0", "grpo.val_at_start=false")
+    options = (*options, "environment.path=tests.algorithms.agent_programs.stops_the_run")
+    options = (*options, "environment.on_error=stop", "environment.retries=0")
+    options = (*options, "data.validation_path=null", "policy.parity_check=false")
+    (recipe.folder / "limit").write_text("1000")
+    straight = run_grpo(recipe.grpo(*options, "run_name=straight")).directory.path
+    run = recipe.folder / "grpo"
+    # In the first step twice, then in the second.
+    for limit in (1, 6, 10, 3):
+        (recipe.folder / "limit").write_text(str(limit))
+        (recipe.folder / "ends").unlink()
+        with pytest.raises(RewardError, match="it stops the run"):
+            run_grpo(recipe.grpo(*options, "resume=true"))
+    (recipe.folder / "limit").write_text("1000")
+    run_grpo(recipe.grpo(*options, "resume=true"))
+    assert [line["step"] for line in read_metrics(run)] == [1, 2]
+    for step in (1, 2):
+        records, expected = _rollout(run, step), _rollout(straight, step)
+        assert [each["episode"] for each in records] == list(range(8))
+        assert [each["messages"] for each in records] == [each["messages"] for each in expected]
+        assert [each["source"] for each in records] == [each["source"] for each in expected]
 
 
 def test_a_program_that_cannot_be_started_is_a_problem(recipe: Recipe) -> None:
