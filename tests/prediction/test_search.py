@@ -226,3 +226,7 @@ def test_a_run_is_planned_by_its_directory(tmp_path: Path, capsys, monkeypatch) 
     (run / "metrics.jsonl").write_text("")
     record = plan(capsys, run, "policy.model_name=1b", "policy.train_global_batch_size=2")
     assert record["rows"]["num_tokens"] == 30 and "the run" in record["rows"]["source"]
+    # Its config is also found by its directory.
+    (tmp_path / "lengths.txt").write_text("7\n")
+    keys = ("policy.model_name=1b", "--lengths", tmp_path / "lengths.txt")
+    assert plan(capsys, "--config", run, *keys)["rows"]["num_tokens"] == 7
