@@ -13,7 +13,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -187,22 +186,6 @@ def test_configs_of_commands_load_and_files_exist(
             continue
         kind = words[1] if words[1] in ALGORITHMS else detect_kind(config, arguments.overrides)
         load_config(kind, config, arguments.overrides)
-
-
-def test_the_wheel_has_the_files_that_commands_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the tree of a wheel, outside of the repository."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    package = tmp_path / "site" / "nemo_like"
-    for source, target in included.items():
-        shutil.copytree(ROOT / source, tmp_path / "site" / target)
-    monkeypatch.setattr("nemo_like.commands.init._ROOTS", (package / "scripts", tmp_path))
-    monkeypatch.chdir(tmp_path)
-    assert main(["init", "configs"]) == 0 and main(["init", "--scripts", "copied"]) == 0
-    for name in ("ray_jobs/submit.sh", "examples/rewards/brief_reward/__init__.py"):
-        assert (tmp_path / "copied" / name).is_file()
 
 
 @pytest.mark.exhaustive

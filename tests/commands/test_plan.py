@@ -269,6 +269,11 @@ def test_text_is_counted_in_the_tokenizers_tokens(demo: Path, capsys):
     )
     record = plan(capsys, *keys, "--limit", 40)
     assert record["rows"]["num_rows"] == 40 and 10 < record["rows"]["mean"] < 100
+    few = demo / "few.jsonl"
+    few.write_text("".join((demo / "sft_train.jsonl").read_text().splitlines(True)[:20]))
+    options = (f"data.train_path={few}", *keys[1:], "sft.max_num_epochs=2", "--limit", 40)
+    repeated = plan(capsys, *options)["rows"]
+    assert repeated["num_rows"] > 20 and "several epochs of 20" in repeated["source"]
     # A file of lengths takes the place of the config's own rows.
     lengths = demo / "lengths.txt"
     lengths.write_text("7\n" * 16)

@@ -92,7 +92,7 @@ def test_what_is_recommended_for_8b_on_two_nodes_fits_by_hand(lengths: Path, cap
     assert record["seconds_per_step"] == pytest.approx(best["seconds"], rel=0.05)
 
 
-def test_keys_that_are_set_are_kept(lengths: Path, capsys) -> None:
+def test_keys_that_are_set_are_kept(lengths: Path, tmp_path: Path, capsys) -> None:
     options = ("--lengths", lengths, "--gpus", 8, "--memory-gb", 80, "policy.model_name=1b")
     given = ("parallel.tensor=2", "policy.activation_checkpointing=full")
     for each in plan(capsys, *options, *given)["search"]:
@@ -100,7 +100,9 @@ def test_keys_that_are_set_are_kept(lengths: Path, capsys) -> None:
         # Megatron has a pipeline, FSDP2 has none.
         keys = keys_of(each)
         assert (keys["parallel.pipeline"] == "1") == (keys["policy.engine"] == "dtensor")
-    assert main(["plan", *map(str, options)]) == 0
+    page = tmp_path / "plan.html"
+    assert main(["plan", *map(str, options), "--html", str(page)]) == 0
+    assert "parallel.tensor=1 " in page.read_text().split("Recommended settings")[1]
     shown = capsys.readouterr().out
     assert "recommended: cluster.num_nodes=1 cluster.gpus_per_node=8" in shown
     assert "H100" in shown and "tokens/s" in shown and "GPU hours" in shown
@@ -224,3 +226,7 @@ def test_a_run_is_planned_by_its_directory(tmp_path: Path, capsys, monkeypatch) 
     (run / "metrics.jsonl").write_text("")
     record = plan(capsys, run, "policy.model_name=1b", "policy.train_global_batch_size=2")
     assert record["rows"]["num_tokens"] == 30 and "the run" in record["rows"]["source"]
+    # Its config is also found by its directory.
+    (tmp_path / "lengths.txt").write_text("7\n")
+    keys = ("policy.model_name=1b", "--lengths", tmp_path / "lengths.txt")
+    assert plan(capsys, "--config", run, *keys)["rows"]["num_tokens"] == 7
