@@ -46,7 +46,7 @@ class Game(Environment):
 
     @property
     def state(self) -> State:
-        """The state that the protocol asks for."""
+        """The state that the protocol requires."""
         return self._state
 
 
