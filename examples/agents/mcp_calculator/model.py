@@ -1,4 +1,4 @@
-"""Give the model of the variant `demo_environments_sft` calls of tools: `python model.py <run> <out>`.
+"""Give the model of `demo_environments_sft` calls of tools: `python model.py <model> <out>`.
 
 Its calls are `<tool>12*7</tool>`, and the result is the next message.
 """
