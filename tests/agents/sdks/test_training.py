@@ -40,7 +40,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(folder)
     model = build_model(0, len(tokenizer))
     model.config.max_position_embeddings = MAX_TOKENS
-    model.config.eos_token_id = tokenizer.eos_token_id
+    model.config.eos_token_id = tokenizer.convert_tokens_to_ids(str(tokenizer.eos_token))
     model.save_pretrained(folder)
     return folder
 
