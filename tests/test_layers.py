@@ -44,7 +44,7 @@ LIBRARY_PLACES = {
     "hydra": ("config/",),
     "omegaconf": ("config/",),
     "pydantic": ("config/", "agents/protocol.py", "agents/responses.py"),
-    "openai": ("agents/protocol.py", "agents/responses.py"),
+    "openai": ("agents/protocol.py", "agents/responses.py", "agents/runners/"),
     "starlette": ("agents/endpoint.py", "agents/delivery.py"),
     "uvicorn": ("agents/endpoint.py",),
     "flash_attn": ("policy/inputs/",),

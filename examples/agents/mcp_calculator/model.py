@@ -1,6 +1,7 @@
-"""Give the model of the variant `demo_environments_sft` calls of tools: `python model.py <run> <out>`.
+"""Give the model of `demo_environments_sft` calls of tools: `python model.py <model> <out>`.
 
-Its calls are `<tool>12*7</tool>`, and the result is the next message.
+Its calls are `<tool>12*7</tool>`, and the result is the next message. The names of the tools are
+new in its prompts: train it with `nemo-like sft` on rows with the column `tools` before GRPO.
 """
 
 from __future__ import annotations

@@ -33,7 +33,9 @@ class Game(Environment):
         self._state = State()
         self._number = 0
 
-    def reset(self, seed: Any = None, episode_id: Any = None, number: int | str = 7, **_: Any) -> Hint:
+    def reset(
+        self, seed: Any = None, episode_id: Any = None, number: int | str = 7, **_: Any
+    ) -> Hint:
         """Begin a game with a number from 1 to 16."""
         self._number = int(number)
         return Hint(text="1-16")
@@ -46,7 +48,7 @@ class Game(Environment):
 
     @property
     def state(self) -> State:
-        """The state that the protocol asks for."""
+        """The state that the protocol requires."""
         return self._state
 
 

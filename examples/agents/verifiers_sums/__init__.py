@@ -58,7 +58,7 @@ class ChatHarnessConfig(vf.HarnessConfig):
 
 
 class ChatHarness(vf.Harness[ChatHarnessConfig]):
-    """Asks the model once, in this process."""
+    """Calls the model once, in this process."""
 
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
@@ -74,7 +74,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
         *args: Any,
         **kwargs: Any,
     ) -> vf.ProgramResult:
-        """Ask the model the prompt of the task."""
+        """Send the prompt of the task to the model."""
         data = kwargs["data"] if "data" in kwargs else args[-1]
         _, prompt = self.resolve_prompt(data)
         async with AsyncOpenAI(base_url=endpoint, api_key=secret) as client:

@@ -40,17 +40,18 @@ async def solve(
     of a call of the model, is the result that the model gets. Raises ValueError for two tools of
     one name, and the exceptions of servers that do not answer.
     """
-    messages = list(task.row.get("messages") or [{"role": "user", "content": task.row["prompt"]}])
+    messages: list[Any] = list(
+        task.row.get("messages") or [{"role": "user", "content": task.row["prompt"]}]
+    )
     if system_prompt is not None:
         messages.insert(0, {"role": "system", "content": system_prompt})
     async with AsyncExitStack() as stack:
         clients, tools = await _connected(stack, servers)
         model = await stack.enter_async_context(AsyncOpenAI())
         for _ in range(max_turns):
-            completion = await model.chat.completions.create(
-                model="policy", messages=messages, tools=tools
-            )
-            reply = completion.choices[0].message
+            request: dict[str, Any] = {"model": "policy", "messages": messages, "tools": tools}
+            completion = await model.chat.completions.create(**request)
+            reply: Any = completion.choices[0].message
             messages.append(reply.model_dump(exclude_none=True))
             if not reply.tool_calls:
                 return
@@ -85,7 +86,7 @@ async def _connected(
             if tool.name in clients:
                 raise ValueError(f"servers.{name} has the tool {tool.name!r}, as another has")
             clients[tool.name] = client
-            function = {"name": tool.name, "description": tool.description or ""}
+            function: dict[str, Any] = {"name": tool.name, "description": tool.description or ""}
             function["parameters"] = tool.input_schema
             tools.append({"type": "function", "function": function})
     return clients, tools

@@ -33,9 +33,9 @@ async def solve(
 
     Each reply is an action: a JSON object, or with `action` the value of its field of that name.
     The observation, or its field `observation`, is the next message. The first message is the row's
-    `prompt`, or the observation after reset without one. `reset` has the columns of the row that are
-    arguments of the reset, by the names of the arguments. A reply that the environment refuses is
-    answered with `invalid_text`. `max_turns` limits the replies.
+    `prompt`, or the observation after reset without one. `reset` has the columns of the row that
+    are arguments of the reset, by the names of the arguments. A reply that the environment refuses
+    is answered with `invalid_text`. `max_turns` limits the replies.
     """
     messages: list[Any] = []
     if system_prompt is not None:
