@@ -19,7 +19,6 @@ from nemo_like.models.vision import VISION_TYPES
 from nemo_like.policy.dtensor import vision
 from nemo_like.policy.inputs.images import VisionInputs
 from nemo_like.training.parity import random_batch, transformers_loss
-from tests.exhaustive import usually
 
 COLUMNS = ("packed", "tp 2", "tp 2, sequence", "cp 2", "export", "LoRA", "padded")
 
@@ -50,10 +49,12 @@ def test_rows_have_images_and_the_loss_depends_on_them(
     transformers_loss(model, batch).backward()
     tower = [p.grad for name, p in model.named_parameters() if "visual." in name]
     assert all(grad is not None and grad.isfinite().all() for grad in tower)
-    assert float(torch.stack([grad.abs().max() for grad in tower]).max()) > 1e-4
+    largest = max(float(grad.abs().max()) for grad in tower if grad is not None)
+    assert largest > 1e-4
 
 
-@pytest.mark.parametrize("model_type", usually(VISION_TYPES, "qwen2_5_vl"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model_type", VISION_TYPES)
 def test_layouts_are_equal_to_transformers(model_type: str, pool: ProcessPoolExecutor) -> None:
     columns = COLUMNS if model_type == "qwen3_vl" else ("packed",)
     results = check_type(model_type, pool, columns)
