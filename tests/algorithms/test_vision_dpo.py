@@ -115,7 +115,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_step_equals_single_rows_in_transformers(folder: Path, index: int) -> None:
     pairs = [[PAIRS[0], PAIRS[1], PAIRS[3]], [PAIRS[2]]][index]
     loss, norm = plain_step(folder, pairs)

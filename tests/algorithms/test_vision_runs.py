@@ -21,6 +21,7 @@ from nemo_like.commands.validate import validate
 from nemo_like.config.errors import ConfigError
 from nemo_like.models.vision import PROCESSOR_FILE
 from tests.algorithms.test_runs import interrupt_at, read_metrics
+from tests.exhaustive import usually
 from tests.vision import FAMILIES, IMAGE_TOKEN, save_tiny_vision_model
 
 SIZES = {"a.png": (24, 16), "b.png": (16, 16), "c.png": (40, 24), "d.png": (9, 21)}
@@ -141,7 +142,7 @@ def plain_loss(folder: Path) -> tuple[float, float]:
     return float(loss), float(norm)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", usually(FAMILIES, "qwen2_5_vl"))
 def test_a_run_with_images_equals_single_rows_in_transformers(
     tmp_path: Path, model_type: str
 ) -> None:
@@ -156,7 +157,8 @@ def test_a_run_with_images_equals_single_rows_in_transformers(
 
 
 @pytest.mark.parametrize(
-    ("model_type", "train"), [("qwen2_5_vl", "frozen"), ("qwen3_vl", "projector")]
+    ("model_type", "train"),
+    [pytest.param("qwen2_5_vl", "frozen", marks=pytest.mark.exhaustive), ("qwen3_vl", "projector")],
 )
 def test_a_resumed_run_equals_a_straight_one_and_exports_every_tensor(
     tmp_path: Path, model_type: str, train: str

@@ -107,7 +107,7 @@ def test_a_difference_beyond_the_limit_or_not_a_number_is_no_equality():
 def test_a_difference_is_rounding_if_transformers_is_as_far_from_float64(tmp_path: Path):
     model = save_tiny_copy(LlamaConfig(), ParallelConfig(), tmp_path)
     config = parity.tiny_run(PolicyConfig(model_name=""), ParallelConfig(), 1, tmp_path)
-    reference = parity.Reference(model, parity.random_batch(model.config.vocab_size), config)
+    reference = parity.Reference(model, parity.random_batch(model.config), config)
     what = "gradient of every parameter"
     name = "model.norm.weight"
     exact = reference.double.gradients
@@ -209,5 +209,5 @@ def test_a_tiny_copy_has_rows_on_both_sides_of_the_original_length(partial: floa
     assert not torch.equal(short, long)
     scale = (1 + math.log(32) / math.log(16)) ** 0.5
     assert rotary.attention_scaling == pytest.approx(scale)
-    lengths = parity.random_batch(251)["length"]
+    lengths = parity.random_batch(model.config)["length"]
     assert min(lengths) < 16 < max(lengths)

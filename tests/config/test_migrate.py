@@ -221,6 +221,26 @@ def test_adapters_of_a_run_without_adapters_are_left_out(tmp_path: Path) -> None
     assert "finetuning_type" in [one.path for one in result.dropped]
 
 
+def test_keys_of_images_are_carried_over(tmp_path: Path) -> None:
+    path = tmp_path / "vision.yaml"
+    keys = {
+        "image_max_pixels": 262144,
+        "image_min_pixels": 1024,
+        "media_dir": "data/images",
+        "freeze_vision_tower": "false",
+        "freeze_multi_modal_projector": "false",
+    }
+    lines = "".join(f"\n{name}: {value}" for name, value in keys.items())
+    path.write_text((CONFIGS / "llama_factory.yaml").read_text() + lines + "\n")
+    result = migrate(RUN_CONFIGS, path)
+    assert result.values["policy.vision.max_pixels"] == 262144
+    assert result.values["policy.vision.min_pixels"] == 1024
+    assert result.values["data.image_root"] == "data/images"
+    assert result.values["policy.vision.train"] == "all"
+    dropped = {one.path: one.text for one in result.dropped}
+    assert "policy.vision.train" in dropped["freeze_multi_modal_projector"]
+
+
 def test_what_a_script_does_not_say_is_not_carried_over() -> None:
     result = migrated("verl_grpo.sh")
     dropped = {one.path: one.text for one in result.dropped}

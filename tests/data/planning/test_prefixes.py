@@ -235,7 +235,9 @@ def test_equal_ids_of_different_images_are_different_tokens() -> None:
                 ends = np.sort(position_of[[first, last]])
                 common = int(prefixes.common(ends[:1], ends[1:])[0])
                 assert common == expected.get((first, last), 1), (first, last)
-    without = SharedPrefixes.of_tokens(columns["group"], columns["input_ids"])
+    input_ids = columns["input_ids"]
+    assert isinstance(input_ids, Jagged)
+    without = SharedPrefixes.of_tokens([0] * len(rows), input_ids)
     assert int(without.shared.sum()) > int(prefixes.shared.sum())
 
 
