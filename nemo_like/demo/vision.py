@@ -111,14 +111,14 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
 def _supervised_rows(
     rng: np.random.Generator, labels: np.ndarray, num_rows: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield rows: 40 % digits to read, 20 % sums of numbers, 40 % sums of images."""
+    """Yield rows: 35 % digits to read, 35 % sums of numbers, 30 % sums of images."""
     images = range(NUM_TRAINING_IMAGES)
     for share in rng.random(num_rows):
         left, right = rng.integers(0, 10, 2).tolist()
-        if share < 0.4:
+        if share < 0.35:
             row = _reading(rng, labels, images)
             answer = row["answer"]
-        elif share < 0.6:
+        elif share < 0.7:
             row = {"messages": [{"role": "user", "content": f"{left}+{right}="}]}
             answer = f"{left}+{right}={left + right}"
         else:

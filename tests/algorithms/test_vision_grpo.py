@@ -261,3 +261,14 @@ def test_on_ray_two_ranks_and_the_generator_agree(tmp_path: Path) -> None:
     steps = [each for each in read_metrics(directory) if "policy/loss" in each]
     assert len(steps) == 2
     assert all(each["mismatch/logprob_diff_max"] < 1e-4 for each in steps)
+
+
+@pytest.mark.exhaustive
+def test_adapters_of_the_language_model_reach_the_generator(tmp_path: Path) -> None:
+    save_tiny_vision_model("qwen2_5_vl", tmp_path / "model")
+    write_data(tmp_path)
+    options = ("policy.vision.train=frozen", "policy.lora.enabled=true", "grpo.val_period=0")
+    result = run_grpo(config(tmp_path, *options))
+    steps = [each for each in read_metrics(result.directory.path) if "policy/loss" in each]
+    assert len(steps) == 2
+    assert all(each["mismatch/logprob_diff_max"] < 1e-4 for each in steps)
