@@ -23,12 +23,13 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from nemo_like.commands import check_parity
 from nemo_like.commands.train import FAILED
 from nemo_like.config.errors import ConfigError
+from nemo_like.config.needs import BatchNeeds, RunNeeds
 from nemo_like.config.schema import (
     ActivationCheckpointing,
     AdapterConfig,
@@ -38,11 +39,15 @@ from nemo_like.config.schema import (
 from nemo_like.console import say
 from nemo_like.distributed.errors import WorkerError
 from nemo_like.models.adapters import can_have_adapter
+from nemo_like.models.output_head import auto_class
+from nemo_like.models.pretrained import load_model_config
 from nemo_like.models.spec import ModelSpec
 from nemo_like.models.tiny import save_tiny_copy, type_config
+from nemo_like.models.vision import VISION_TYPES
 from nemo_like.parallel_layout import EngineName, LayoutError
 from nemo_like.policy.dtensor.model import decoder_layers
 from nemo_like.policy.isolation import IsolationError
+from nemo_like.training.images import check_trains_images
 from nemo_like.training.parity import (
     ISOLATION,
     LIMIT,
@@ -133,14 +138,15 @@ class TypeCheck:
         # The sizes divide by the ranks of every layout.
         self._model = save_tiny_copy(type_config(model_type), _TENSOR, self._model_dir)
         self.has_experts = ModelSpec.from_config(self._model.config).moe is not None
-        words = {f"w{index}": index for index in range(self._model.config.vocab_size)}
+        vocab_size = self._model.config.get_text_config().vocab_size
+        words = {f"w{index}": index for index in range(vocab_size)}
         self.tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")),
             unk_token="w0",
             eos_token="w1",
         )
         self.tokenizer.save_pretrained(self._model_dir)
-        self._batch = random_batch(self._model.config.vocab_size)
+        self._batch = random_batch(self._model.config)
 
     @cached_property
     def _expected(self) -> Reference:
@@ -184,6 +190,7 @@ class TypeCheck:
             layouts.append(layouts[0]._replace(parallel=layouts[0].experts))
         found: list[Comparison] = []
         for position, layout in enumerate(layouts):
+            self._check_images(layout)
             # torch does not decode the URL of a rendezvous, so its path has letters only.
             folder = self.directory / f"layout{list(LAYOUTS).index(column)}x{position}"
             folder.mkdir()
@@ -199,6 +206,14 @@ class TypeCheck:
             # A run refuses the type when it starts.
             raise IsolationError(first.detail)
         return f"difference of {_described(first)}"
+
+    def _check_images(self, layout: Layout) -> None:
+        """Raise ConfigError where a run refuses a model with a vision tower."""
+        if self._model.config.model_type in VISION_TYPES:
+            run = self.tiny_run(layout)
+            policy = in_mode(run.policy, layout.mode)
+            needs = RunNeeds(job="sft", batch=BatchNeeds.of_one_step(1), trains_images=True)
+            check_trains_images(policy, run.layout, needs, self.model_type)
 
     def _check_export(self) -> str:
         """Compare the logits of a loaded export with those of the model to the bit."""
@@ -225,7 +240,11 @@ class TypeCheck:
         if not targets:
             raise ConfigError("none of its linear layers can have an adapter")
         options = LoraConfig(
-            r=_RANK, lora_alpha=2 * _RANK, target_modules=targets, init_lora_weights=False
+            r=_RANK,
+            lora_alpha=2 * _RANK,
+            target_modules=targets,
+            exclude_modules=r".*visual\..*",
+            init_lora_weights=False,
         )
         adapted: Any = get_peft_model(model, options)
         adapted.save_pretrained(self.directory / "adapter")
@@ -262,9 +281,12 @@ def _described(comparison: Comparison) -> str:
 
 def _load(directory: Path) -> PreTrainedModel:
     """Load a model in float32 with eager attention."""
-    return AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model_config = load_model_config(str(directory))
+    return (
+        auto_class(model_config)
+        .from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+        .eval()
+    )
 
 
 def _adapted_layers(model: PreTrainedModel) -> list[str]:

@@ -17,6 +17,7 @@ from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import RunConfig
 from nemo_like.console import say
 from nemo_like.models.tiny import save_tiny_copy
+from nemo_like.models.vision import VISION_TYPES
 from nemo_like.training.model_files import open_model_config
 from nemo_like.training.parity import (
     LIMIT,
@@ -73,9 +74,10 @@ def check_parity(config: RunConfig) -> ParityReport:
     least one layer per pipeline stage. Raises ConfigError for an unsupported model or layout.
     """
     transformers_logging.disable_progress_bar()
-    model_config = open_model_config(
-        config.policy, config.parallel, config.cluster, config.needs
-    ).get_text_config()
+    model_config = open_model_config(config.policy, config.parallel, config.cluster, config.needs)
+    modes = MODES[:1]
+    if model_config.model_type not in VISION_TYPES:
+        model_config, modes = model_config.get_text_config(), MODES
     parallel = config.parallel
     with tempfile.TemporaryDirectory(prefix="nemo_like_parity_") as folder:
         model = save_tiny_copy(model_config, parallel, Path(folder) / "model")
@@ -85,7 +87,7 @@ def check_parity(config: RunConfig) -> ParityReport:
             policy_layout(config.parallel, config.cluster).dp,
             Path(folder) / "model",
         )
-        batch = random_batch(model.config.vocab_size)
+        batch = random_batch(model.config)
         expected = Reference(model, batch, tiny)
         num_workers = tiny.num_workers
         # Forked from this process, a rank would inherit the threads of torch in an undefined state.
@@ -93,7 +95,7 @@ def check_parity(config: RunConfig) -> ParityReport:
         findings: list[Comparison] = []
         # One pool for all modes: starting a process imports torch, which takes seconds.
         with ProcessPoolExecutor(num_workers, mp_context=method) as pool:
-            for mode in MODES:
+            for mode in modes:
                 findings += check_mode(tiny, mode, batch, expected, Path(folder), pool)
     layout = str(tiny.layout)
     title = (

@@ -68,6 +68,14 @@ def initial_scores(hidden_size: int, std: float, seed: int) -> Tensor:
     return torch.empty(1, hidden_size).normal_(0.0, std, generator=generator)
 
 
+def auto_class(model_config: PretrainedConfig) -> Any:
+    """Return the class of transformers that builds and loads models of a configuration."""
+    if model_config.model_type in VISION_TYPES:
+        return AutoModelForImageTextToText
+    is_causal = ModelSpec.from_config(model_config).head == "vocabulary"
+    return AutoModelForCausalLM if is_causal else AutoModelForSequenceClassification
+
+
 def meta_model(model_config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     """Build the architecture on the meta device, with tied weights where the model ties them.
 
@@ -75,12 +83,9 @@ def meta_model(model_config: PretrainedConfig, **options: Any) -> PreTrainedMode
     transformers does not have with a score head.
     """
     is_causal = ModelSpec.from_config(model_config).head == "vocabulary"
-    auto_class: Any = AutoModelForCausalLM if is_causal else AutoModelForSequenceClassification
-    if model_config.model_type in VISION_TYPES:
-        auto_class = AutoModelForImageTextToText
     with torch.device("meta"):
         try:
-            model = auto_class.from_config(model_config, **options)
+            model = auto_class(model_config).from_config(model_config, **options)
         except ValueError as error:
             if is_causal:
                 raise

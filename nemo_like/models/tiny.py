@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nemo_like.config.errors import ConfigError, error_text
 from nemo_like.config.schema import ParallelConfig
+from nemo_like.models.output_head import auto_class
 from nemo_like.models.spec import ModelSpec
+from nemo_like.models.vision import VISION_TYPES, ImageSettings, VisionSpec
 
 _HEAD_DIM = 8
 _MAX_GROUP = 4
@@ -44,6 +46,19 @@ _LATENT = {
     "v_head_dim": 1,
 }
 """Of latent attention, in units of the head size: the head sizes of keys and values differ."""
+_TOWER: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "window_size": 16,
+    "fullatt_block_indexes": [1],
+    "deepstack_visual_indexes": [0, 1],
+    "num_position_embeddings": 36,
+    "initializer_range": 0.1,
+}
+"""Of a vision tower: windows are smaller than images, and two layers have deepstack features."""
 _LINEAR = {"linear_key_head_dim": 1, "linear_value_head_dim": 1}
 """Of linear attention, in units of the head size."""
 
@@ -54,7 +69,10 @@ def type_config(model_type: str) -> PretrainedConfig:
     Raises ConfigError for a type that transformers does not have, or not as a causal model.
     """
     try:
-        config = AutoConfig.for_model(model_type).get_text_config()
+        config = AutoConfig.for_model(model_type)
+        if model_type in VISION_TYPES:
+            return config
+        config = config.get_text_config()
     except (KeyError, ValueError, StrictDataclassError) as error:
         raise ConfigError(
             f"--model {model_type}: the installed transformers has no model of this type; the types"
@@ -84,8 +102,10 @@ def save_tiny_copy(
     """
     torch.manual_seed(seed)
     try:
-        config = tiny_config(model_config, parallel, head_dim, **sizes)
-        model = AutoModelForCausalLM.from_config(
+        is_composite = model_config.model_type in VISION_TYPES
+        small = _tiny_composite if is_composite else tiny_config
+        config = small(model_config, parallel, head_dim, **sizes)
+        model = auto_class(config).from_config(
             config, dtype=torch.float32, attn_implementation="eager"
         )
         with torch.no_grad():
@@ -95,6 +115,9 @@ def save_tiny_copy(
                 if tensor.ndim == 1:
                     tensor.add_(0.1 * torch.randn_like(tensor))
         model.save_pretrained(directory)
+        if is_composite:
+            vision = VisionSpec.from_config(config)
+            ImageSettings.of_sizes(vision).save(directory, vision)
     # Classes of transformers raise errors of any kind for sizes that they do not expect.
     except Exception as error:
         raise ConfigError(
@@ -102,6 +125,26 @@ def save_tiny_copy(
             f" ({error_text(error)}), so it cannot be compared with transformers: use another type"
         ) from error
     return model.eval()
+
+
+def _tiny_composite(
+    model_config: PretrainedConfig, parallel: ParallelConfig, head_dim: int, **sizes: int
+) -> PretrainedConfig:
+    """Return the configuration of a model with a vision tower, with both parts as small."""
+    config: Any = copy.deepcopy(model_config)
+    text: Any = tiny_config(config.text_config, parallel, head_dim, **sizes)
+    half = (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads) // 2
+    text.rope_parameters["mrope_section"] = [half // 2, half // 4, half - half // 2 - half // 4]
+    tower = config.vision_config
+    tower_sizes = _TOWER | {"out_hidden_size": text.hidden_size}
+    for name, value in tower_sizes.items():
+        if hasattr(tower, name):
+            setattr(tower, name, value)
+    config.text_config = text
+    ids = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    for number, name in enumerate(ids):
+        setattr(config, name, 3 + number)
+    return config
 
 
 def _state_buffers(model: PreTrainedModel) -> list[torch.Tensor]:

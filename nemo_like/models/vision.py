@@ -227,6 +227,26 @@ class ImageSettings:
             )
 
     @classmethod
+    def of_sizes(cls, spec: VisionSpec, max_tokens: int = 64) -> ImageSettings:
+        """Return settings for images of 1 to `max_tokens` image tokens."""
+        factor = spec.patch_size * spec.merge_size
+        return cls(min_pixels=factor**2, max_pixels=max_tokens * factor**2, factor=factor)
+
+    def save(self, directory: Path, spec: VisionSpec) -> None:
+        """Write the file that `load` reads."""
+        values = {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "min_pixels": self.min_pixels,
+            "max_pixels": self.max_pixels,
+            "image_mean": self.mean,
+            "image_std": self.std,
+            "patch_size": spec.patch_size,
+            "temporal_patch_size": spec.temporal_patch_size,
+            "merge_size": spec.merge_size,
+        }
+        (directory / PROCESSOR_FILE).write_text(json.dumps(values), encoding="utf-8")
+
+    @classmethod
     def load(
         cls,
         directory: Path,

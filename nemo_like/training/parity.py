@@ -9,7 +9,7 @@ resume from the layout's checkpoint in one process.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,15 +32,19 @@ from nemo_like.config.schema import (
     ParallelConfig,
     PolicyConfig,
     SchedulerConfig,
+    VisionConfig,
 )
+from nemo_like.data.images import RowImage
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import BatchPlan, plan_batch
+from nemo_like.data.planning.token_counts import TokenCounts
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, unshard
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import metric_values
 from nemo_like.models.spec import ModelSpec
+from nemo_like.models.vision import VisionSpec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
@@ -48,6 +52,7 @@ from nemo_like.policy.engine_worker import PolicyStart
 from nemo_like.policy.isolation import IsolationError
 from nemo_like.policy.optim import build_optimizer
 from nemo_like.policy.worker import PolicyWorker
+from nemo_like.training.parity_images import transformers_images, with_images
 from nemo_like.training.policy_backends import policy_backend
 from nemo_like.training_engines import ENGINES
 
@@ -220,6 +225,7 @@ def tiny_run(
         # transformers has the gradients of all weights and no adapters.
         lora=AdapterConfig(),
         freeze=(),
+        vision=VisionConfig(train="all"),
     )
     num_workers = num_tiny_replicas * parallel.tensor * parallel.context * parallel.pipeline
     return TinyRun(policy=tiny, parallel=parallel, num_workers=num_workers)
@@ -349,14 +355,15 @@ def _plan(run: TinyRun, batch: BatchedDataDict) -> BatchPlan:
         # The split of the rows must not matter, so any work per row will do.
         model=None,
     )
-    return plan_batch(batch["length"], spec)
+    images = TokenCounts.of_batch(batch, with_prefixes=False).image_tokens
+    return plan_batch(TokenCounts(batch["length"], image_tokens=images), spec)
 
 
 def train_with_transformers(
     model: PreTrainedModel, batch: BatchedDataDict, optimizer: Optimizer, num_steps: int
 ) -> Trained:
     """Run the same steps with transformers and AdamW, one unpadded row at a time."""
-    rows = [_row_logprobs(model, ids).detach().numpy() for ids in batch["input_ids"]]
+    rows = [each.detach().numpy() for each in _logprobs(model, batch)]
     logprobs = Jagged.from_rows(rows, rows[0].dtype)
     # The workers return 0 for tokens that are not trained.
     is_trained = batch["token_mask"].values != 0
@@ -385,14 +392,21 @@ def transformers_loss(model: PreTrainedModel, batch: BatchedDataDict) -> Tensor:
     """Return the mean negative log-likelihood of the trained tokens, a float32 scalar."""
     total = torch.zeros(())
     num_tokens = 0
-    for ids, mask in zip(batch["input_ids"], batch["token_mask"], strict=True):
+    for logprobs, mask in zip(_logprobs(model, batch), batch["token_mask"], strict=True):
         is_trained = torch.from_numpy(mask.astype(bool))
-        total = total - _row_logprobs(model, ids)[is_trained].sum()
+        total = total - logprobs[is_trained].sum()
         num_tokens += int(is_trained.sum())
     return total / num_tokens
 
 
-def _row_logprobs(model: PreTrainedModel, ids: np.ndarray) -> Tensor:
+def _logprobs(model: PreTrainedModel, batch: BatchedDataDict) -> Iterator[Tensor]:
+    """Yield the log-probs of each row, float32 [L], see `_row_logprobs`."""
+    images = batch.get("images", [()] * batch.size)
+    for ids, own in zip(batch["input_ids"], images, strict=True):
+        yield _row_logprobs(model, ids, own)
+
+
+def _row_logprobs(model: PreTrainedModel, ids: np.ndarray, images: Sequence[RowImage]) -> Tensor:
     """Return the log-prob of each token of one row int [L], float32 [L]; 0 for the first token."""
     input_ids = torch.from_numpy(ids.astype(np.int64))[None]
     if ModelSpec.from_config(model.config).rope_threshold is not None:
@@ -400,26 +414,31 @@ def _row_logprobs(model: PreTrainedModel, ids: np.ndarray) -> Tensor:
         with torch.no_grad():
             model(input_ids=input_ids[:, :1], use_cache=False)
     # The logits at a position predict the next token.
-    logits = model(input_ids=input_ids, use_cache=False).logits[0, :-1]
+    options = transformers_images(model.config, input_ids, images)
+    logits = model(input_ids=input_ids, use_cache=False, **options).logits[0, :-1]
     labels = input_ids[0, 1:, None]
     logprobs = logits.log_softmax(-1).gather(1, labels).squeeze(1)
     return torch.cat([torch.zeros(1), logprobs])
 
 
-def random_batch(vocab_size: int) -> BatchedDataDict:
+def random_batch(model_config: Any) -> BatchedDataDict:
     """Return rows of random tokens, about two thirds of which are trained.
 
-    The first token of a row has no context and is never trained.
+    The first token of a row has no context and is never trained. Rows of a model with a vision
+    tower have images.
     """
+    vocab_size = model_config.get_text_config().vocab_size
     rng = np.random.default_rng(0)
     lengths = np.array(_LENGTHS, dtype=np.int64)
     token_ids = rng.integers(0, vocab_size, lengths.sum()).astype(np.int32)
     input_ids = Jagged.from_lengths(token_ids, lengths)
     mask = (rng.random(lengths.sum()) < 0.67).astype(np.uint8)
     mask[input_ids.offsets[:-1]] = 0
-    return BatchedDataDict(
+    batch = BatchedDataDict(
         input_ids=input_ids, token_mask=Jagged(mask, input_ids.offsets), length=lengths
     )
+    spec = VisionSpec.of_composite(model_config)
+    return batch if spec is None else with_images(batch, spec)
 
 
 def contexts(world_size: int, rendezvous: Path) -> list[WorkerContext]:

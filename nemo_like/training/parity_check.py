@@ -206,7 +206,7 @@ def _outcomes(run: TinyRun, folder: Path, pool: ProcessPoolExecutor) -> Iterator
     model_config = load_model_config(run.policy.model_name).get_text_config()
     model = save_tiny_copy(model_config, run.parallel, folder / "model")
     run = replace(run, policy=replace(run.policy, model_name=str(folder / "model")))
-    batch = parity.random_batch(model.config.vocab_size)
+    batch = parity.random_batch(model.config)
     expected = Reference(model, batch, run, num_steps=1)
     difference = partial(_first_difference, batch=batch, expected=expected, pool=pool)
     found = difference(run, folder=folder / "run")
