@@ -10,6 +10,7 @@ same.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import time
@@ -45,6 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
         from nemo_like.demo.vision import build_vision_demo
 
         build_vision_demo(folder, arguments.seed)
+        # Several threads would mostly wait for one another: the operations are tiny.
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
         print(f"built a tiny vision-language model and a data set of digits in {folder}")
     else:
         build_demo(folder, arguments.seed)

@@ -15,6 +15,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.grpo.loop import run_grpo
+from nemo_like.algorithms.grpo.replay import replay_step
 from nemo_like.algorithms.registry import load_config
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.algorithms.sft.loop import run_sft
@@ -125,6 +126,8 @@ def test_rollouts_and_training_have_the_log_probs_of_transformers(tmp_path: Path
     hook.remove()
     # 4 patches for each of the image tokens of a.png, b.png and c.png, in each of two steps.
     assert trained == [4 * (6 + 4 + 15)] * 2
+    with pytest.raises(ConfigError, match=r"step_1\.safetensors had images"):
+        replay_step(result.directory.path, 1)
     record = RolloutRecord.load(result.directory.rollout_tokens(1))
     mask = record.columns["token_mask"]
     for name in ("generation_logprobs", "policy_logprobs"):
