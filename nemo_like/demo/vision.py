@@ -166,7 +166,8 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 def _model(seed: int, tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGeneration:
     """Build a Qwen3-VL of 0.6 million parameters with weights drawn from `seed`."""
     hidden = 96
-    ids = dict(zip(_IMAGE_TOKENS, tokenizer.convert_tokens_to_ids([*_IMAGE_TOKENS]), strict=True))
+    vocabulary = tokenizer.get_vocab()
+    ids = {token: vocabulary[token] for token in _IMAGE_TOKENS}
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": hidden,
