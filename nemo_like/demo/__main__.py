@@ -10,6 +10,7 @@ same.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import time
@@ -45,6 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
         from nemo_like.demo.vision import build_vision_demo
 
         build_vision_demo(folder, arguments.seed)
+        # Several threads would mostly wait for one another: the operations are tiny.
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
         print(f"built a tiny vision-language model and a data set of digits in {folder}")
     else:
         build_demo(folder, arguments.seed)
@@ -62,11 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
     sft_config = load_config("sft", configs[f"{name}_sft"], overrides)
     grpo_config = load_config("grpo", configs[f"{name}_grpo"], overrides)
     # GRPO starts from the model that the SFT run exports.
-    sft = run_phase("sft", sft_config, arguments.seed)
+    sft = run_phase("sft", sft_config, arguments.seed, name)
     if isinstance(sft, int):
         return sft
     sft_done = time.monotonic()
-    grpo = run_phase("grpo", grpo_config, arguments.seed)
+    grpo = run_phase("grpo", grpo_config, arguments.seed, name)
     if isinstance(grpo, int):
         return grpo
     if arguments.vision:
@@ -77,11 +80,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_phase(kind: str, config: RunConfig, seed: int) -> RunResult | int:
-    """Run one phase; after a failure print how to continue, and return the exit code."""
+def run_phase(kind: str, config: RunConfig, seed: int, name: str = "demo") -> RunResult | int:
+    """Run one phase of the demo `name`; after a failure print how to continue, and return the exit
+    code.
+    """
     result = train(config)
     if isinstance(result, int):
-        name = config.run_name.removesuffix(f"_{kind}")
         kept = [f"the model and the data in runs/{name}"]
         if kind == "grpo":
             sft = f"runs/{name}_sft"
@@ -91,7 +95,7 @@ def run_phase(kind: str, config: RunConfig, seed: int) -> RunResult | int:
         if resume:
             kept.append(f"the last checkpoint of {latest.parent}")
         configs = shown_path(example_configs()[0].parent)
-        command = f"nemo-like {kind} --config {configs}/{config.run_name}.yaml seed={seed}{resume}"
+        command = f"nemo-like {kind} --config {configs}/{name}_{kind}.yaml seed={seed}{resume}"
         print(
             f"The demo ended in its {kind.upper()} phase. Kept: {'; '.join(kept)}."
             f" To continue, fix the error above and run: {command}",

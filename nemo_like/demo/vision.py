@@ -48,7 +48,13 @@ _CHAT_TEMPLATE = (
 )
 
 
-def build_vision_demo(directory: Path, seed: int) -> None:
+def build_vision_demo(
+    directory: Path,
+    seed: int,
+    *,
+    num_sft_rows: int = NUM_SFT_ROWS,
+    num_grpo_rows: int = NUM_GRPO_ROWS,
+) -> None:
     """Write the untrained model and the data, the same for the same seed.
 
     `model/` is a Hugging Face directory with tokenizer and image processor, `images/` has the
@@ -62,8 +68,8 @@ def build_vision_demo(directory: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     training = range(NUM_TRAINING_IMAGES)
     held_out = range(NUM_TRAINING_IMAGES, len(labels))
-    write_rows(directory / "sft_train.jsonl", _supervised_rows(rng, labels))
-    sums = [_sum(rng, labels, training) for _ in range(NUM_GRPO_ROWS)]
+    write_rows(directory / "sft_train.jsonl", _supervised_rows(rng, labels, num_sft_rows))
+    sums = [_sum(rng, labels, training) for _ in range(num_grpo_rows)]
     write_rows(directory / "grpo_train.jsonl", sums)
     count = range(NUM_VALIDATION_ROWS)
     readings = [_reading(rng, labels, held_out) for _ in count]
@@ -102,15 +108,17 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
     return images.astype(np.uint8), table[:, -1]
 
 
-def _supervised_rows(rng: np.random.Generator, labels: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Yield rows: 40 % digits to read, 20 % sums of numbers, 40 % sums of images."""
+def _supervised_rows(
+    rng: np.random.Generator, labels: np.ndarray, num_rows: int
+) -> Iterator[dict[str, Any]]:
+    """Yield rows: 35 % digits to read, 35 % sums of numbers, 30 % sums of images."""
     images = range(NUM_TRAINING_IMAGES)
-    for share in rng.random(NUM_SFT_ROWS):
+    for share in rng.random(num_rows):
         left, right = rng.integers(0, 10, 2).tolist()
-        if share < 0.4:
+        if share < 0.35:
             row = _reading(rng, labels, images)
             answer = row["answer"]
-        elif share < 0.6:
+        elif share < 0.7:
             row = {"messages": [{"role": "user", "content": f"{left}+{right}="}]}
             answer = f"{left}+{right}={left + right}"
         else:
@@ -158,7 +166,8 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 def _model(seed: int, tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGeneration:
     """Build a Qwen3-VL of 0.6 million parameters with weights drawn from `seed`."""
     hidden = 96
-    ids = dict(zip(_IMAGE_TOKENS, tokenizer.convert_tokens_to_ids([*_IMAGE_TOKENS]), strict=True))
+    vocabulary = tokenizer.get_vocab()
+    ids = {token: vocabulary[token] for token in _IMAGE_TOKENS}
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": hidden,

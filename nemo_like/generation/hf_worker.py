@@ -77,6 +77,7 @@ class HFGenerationWorker:
         # Not the model's own `to`, which only adds checks for quantised models and has a signature
         # that type checkers reject.
         nn.Module.to(self.model, self._device)
+        self._tower_changes = start.vision.train != "frozen"
         self._tower = ImageTower.open(
             self.model,
             start.model_name,
@@ -247,7 +248,7 @@ class HFGenerationWorker:
     def begin_update(self, names: Sequence[str]) -> None:
         """See `BucketLoader.begin_update`."""
         self._host_weights.note_change()
-        if self._tower is not None and any("visual." in name for name in names):
+        if self._tower is not None and self._tower_changes:
             self._tower.forget()
         adapters = self._adapter_shapes
         if any(name in adapters for name in names):

@@ -47,13 +47,14 @@ class RolloutRecord:
     """Metrics of each optimizer step by name; null for a number that is not finite."""
     columns: Mapping[str, Column]
     """By name: [B, ...] per row, Jagged [T, ...] per token."""
+    has_images: bool = False
+    """Prompts had images, which the record does not have."""
 
     def save(self, path: Path) -> None:
         """Write the file durably and atomically. Raises WriteError."""
         tensors = {}
         for name, column in self.columns.items():
-            if isinstance(column, list):
-                # References of images; the data has them.
+            if name == "images":
                 continue
             if isinstance(column, Jagged):
                 tensors[name + _VALUES] = np.ascontiguousarray(column.values)
@@ -66,6 +67,7 @@ class RolloutRecord:
             "weights_version": str(self.weights_version),
             "config": json.dumps(self.config),
             "optimizer_steps": json.dumps(self.optimizer_steps, allow_nan=False),
+            "has_images": json.dumps("images" in self.columns),
         }
         write_bytes(path, save(tensors, metadata), f"the token ids of step {self.step}")
 
@@ -84,6 +86,7 @@ class RolloutRecord:
                 config=json.loads(metadata["config"]),
                 optimizer_steps=json.loads(metadata["optimizer_steps"]),
                 columns=_columns(tensors),
+                has_images=json.loads(metadata.get("has_images", "false")),
             )
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise ConfigError(

@@ -15,6 +15,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.grpo.loop import run_grpo
+from nemo_like.algorithms.grpo.replay import replay_step
 from nemo_like.algorithms.registry import load_config
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.algorithms.sft.loop import run_sft
@@ -125,6 +126,8 @@ def test_rollouts_and_training_have_the_log_probs_of_transformers(tmp_path: Path
     hook.remove()
     # 4 patches for each of the image tokens of a.png, b.png and c.png, in each of two steps.
     assert trained == [4 * (6 + 4 + 15)] * 2
+    with pytest.raises(ConfigError, match=r"step_1\.safetensors had images"):
+        replay_step(result.directory.path, 1)
     record = RolloutRecord.load(result.directory.rollout_tokens(1))
     mask = record.columns["token_mask"]
     for name in ("generation_logprobs", "policy_logprobs"):
@@ -259,5 +262,16 @@ def test_on_ray_two_ranks_and_the_generator_agree(tmp_path: Path) -> None:
     assert main(["grpo", "--config", str(tmp_path / "grpo.yaml"), *options]) == 0
     directory = tmp_path / "runs" / "vision"
     steps = [each for each in read_metrics(directory) if "policy/loss" in each]
+    assert len(steps) == 2
+    assert all(each["mismatch/logprob_diff_max"] < 1e-4 for each in steps)
+
+
+@pytest.mark.exhaustive
+def test_adapters_of_the_language_model_reach_the_generator(tmp_path: Path) -> None:
+    save_tiny_vision_model("qwen2_5_vl", tmp_path / "model")
+    write_data(tmp_path)
+    options = ("policy.vision.train=frozen", "policy.lora.enabled=true", "grpo.val_period=0")
+    result = run_grpo(config(tmp_path, *options))
+    steps = [each for each in read_metrics(result.directory.path) if "policy/loss" in each]
     assert len(steps) == 2
     assert all(each["mismatch/logprob_diff_max"] < 1e-4 for each in steps)

@@ -52,10 +52,8 @@ def digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
 def test_the_demo_writes_rows_with_their_answers_and_a_model(
     tmp_path: Path, digits: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, count in (("SFT", 300), ("GRPO", 100), ("VALIDATION", 20)):
-        monkeypatch.setattr(vision, f"NUM_{name}_ROWS", count)
     folder = tmp_path / "runs" / "demo_vision"
-    vision.build_vision_demo(folder, 0)
+    vision.build_vision_demo(folder, 0, num_sft_rows=300, num_grpo_rows=100)
     # Found by their pixels: the order of the images is the demo's own.
     label_of = {(row[:64] * 255 // 16).astype(np.uint8).tobytes(): int(row[64]) for row in digits}
     labels = [

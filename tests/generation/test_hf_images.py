@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor
 
+from nemo_like.config.schema import VisionConfig
 from nemo_like.data.images import ImageRef, RowImage
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.local_group import local_context
@@ -61,9 +62,8 @@ def pixels_of(directory: Path, images: list[RowImage]) -> dict[str, Any]:
 def worker_of(model_type: str, directory: Path) -> tuple[HFGenerationWorker, Any]:
     model = save_tiny_vision_model(model_type, directory)
     model.generation_config.eos_token_id = None
-    return HFGenerationWorker(
-        local_context(num_threads=1), GenerationStart(model_name=str(directory))
-    ), model
+    start = GenerationStart(model_name=str(directory), vision=VisionConfig(train="all"))
+    return HFGenerationWorker(local_context(num_threads=1), start), model
 
 
 def logprobs_after(

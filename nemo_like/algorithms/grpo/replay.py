@@ -96,6 +96,11 @@ def replay_step(run: Path, step: int, overrides: Sequence[str] = ()) -> ReplayRe
             f"{shown_path(run)} has no token ids of step {step}; {_available(directory)}"
         )
     record = RolloutRecord.load(path)
+    if record.has_images:
+        raise ConfigError(
+            f"the prompts of {shown_path(path)} had images, which the file does not have, so the"
+            " step cannot be repeated; choose a run on texts"
+        )
     config = _load_config(record, moved)
     weights = _find_weights(directory, step)
     overridden = None
