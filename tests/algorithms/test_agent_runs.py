@@ -76,7 +76,7 @@ def test_a_run_that_is_stopped_in_its_rollouts_trains_every_episode_once(
     run_grpo(recipe.grpo(*options, "resume=true"))
     assert [line["step"] for line in read_metrics(run)] == [1, 2]
     for step in (1, 2):
-        records, expected = _rollout(run, step), _rollout(straight, step)
+        records, expected = read_rollout(run, step), read_rollout(straight, step)
         assert [each["episode"] for each in records] == list(range(8))
         assert [each["messages"] for each in records] == [each["messages"] for each in expected]
         assert [each["source"] for each in records] == [each["source"] for each in expected]
