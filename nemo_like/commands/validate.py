@@ -174,13 +174,23 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
         checks.check_repeated(train)
         algorithm.import_checks().check_rows(config, data, checks)
     if needs.rollouts is not None:
-        if config.environment.is_program:
-            diagnostics.check(scoring.check_program)
-        elif config.environment.is_used:
-            scoring.check_environment(encoder)
-        for name in config.reward.models:
-            diagnostics.check(partial(scoring.check_model, name))
+        _check_scoring(config, scoring, encoder, diagnostics)
     return diagnostics.report()
+
+
+def _check_scoring(
+    config: RunConfig,
+    scoring: _ScoringChecks,
+    encoder: ChatEncoder | None,
+    diagnostics: Diagnostics,
+) -> None:
+    """Call the program or environment of the rollouts, and their reward models, once."""
+    if config.environment.is_program:
+        diagnostics.check(scoring.check_program)
+    elif config.environment.is_used:
+        scoring.check_environment(encoder)
+    for name in config.reward.models:
+        diagnostics.check(partial(scoring.check_model, name))
 
 
 def _load_training(

@@ -76,7 +76,10 @@ def test_one_key_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("key", "expected"),
     [
-        ("grpo.advantage", ["baseline", "normalize", "whiten", "components"]),
+        (
+            "grpo.advantage",
+            ["baseline", "normalize", "whiten", "components", "turns", "turn_discount"],
+        ),
         ("reward.functions", ["path", "weight", "options", "grouped", "keep_special_tokens"]),
         ("reward.functions.answer.weight", ["weight"]),
     ],
