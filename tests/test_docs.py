@@ -79,7 +79,7 @@ def spans(page: str) -> list[str]:
 # Size
 
 MAX_WIDTH = 120
-MAX_WORDS = 56_500
+MAX_WORDS = 59_600
 GENERATED = ("docs/configuration.md", "docs/models.md")
 
 

@@ -127,7 +127,8 @@ def answers_anything(task: Any) -> float:
 
 
 def has_options(task: Any, *, scale: float, names: list[str]) -> dict[str, float]:
-    return dict.fromkeys(names, scale * task.row["value"])
+    value = float(task.row["value"])
+    return dict.fromkeys(names, scale * value)
 
 
 def fails_after_answer(task: Any) -> None:

@@ -1,4 +1,4 @@
-"""Episodes of environments of the package `verifiers` (0.4, `verifiers.v1`).
+"""Episodes of environments of the package verifiers, release 0.4, with its interface v1.
 
     environment:
       kind: program
