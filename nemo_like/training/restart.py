@@ -99,7 +99,7 @@ def last_step(metrics: Path) -> tuple[int, float]:
         with metrics.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _LAST_BYTES))
-            lines = file.read().split(b"\n")
+            lines = file.read(_LAST_BYTES).split(b"\n")
     except OSError:
         return 0, 0.0
     # After the last newline there is nothing, or a record that was cut off.

@@ -17,7 +17,8 @@ from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.algorithms.grpo.rollouts import RolloutPipeline, prompt_selector
 from nemo_like.algorithms.grpo.selection import WEIGHT, PromptSelector, step_weights
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.loader import RowLoader
+from nemo_like.data.loader import LastBatch, RowLoader
+from nemo_like.data.row_order import RowOrder
 from nemo_like.generation.requests import Completions
 from nemo_like.metrics import Metrics, Timers, metric_values
 from nemo_like.rollout.conversations import ConversationRow, Prompt
@@ -63,10 +64,18 @@ def make_rollout(rewards: list[float], version: int = 0) -> Rollout:
     return build_rollout(rows, 2, np.array(rewards, dtype=np.float64), {})
 
 
-def make_loader(selector: PromptSelector, num_rows: int, **options: object) -> RowLoader[int]:
-    loader: RowLoader[int] = RowLoader(Numbers(num_rows), **options)  # type: ignore[arg-type]
+def make_loader(selector: PromptSelector, num_rows: int, **options: Any) -> RowLoader[int]:
+    loader = plain_loader(num_rows, **options)
     loader.selector = selector
     return loader
+
+
+def plain_loader(
+    num_rows: int, *, seed: int = 0, batch_size: int, last_batch: LastBatch = "keep"
+) -> RowLoader[int]:
+    rows: Any = Numbers(num_rows)
+    order = RowOrder(num_rows, rows.digests, seed=seed)
+    return RowLoader(rows, order, batch_size=batch_size, last_batch=last_batch)
 
 
 def run_steps(
@@ -234,7 +243,7 @@ def test_a_loader_with_changed_rows_begins_without_history(
     assert "begins without history" in caplog.text
     # A run that did not select has no history, and one that selects no more does not read it.
     selector = make_selector()
-    plain: RowLoader[int] = RowLoader(Numbers(8), batch_size=8)  # type: ignore[arg-type]
+    plain = plain_loader(8, batch_size=8)
     assert plain.load_state_dict(state)
     assert make_loader(selector, 8, batch_size=8).load_state_dict(plain.state_dict())
     assert selector.probability(0) == 1

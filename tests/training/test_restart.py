@@ -103,5 +103,6 @@ def test_a_restart_uses_fewer_nodes_only_down_to_the_minimum() -> None:
 def test_the_last_complete_record(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert last_step(path) == (0, 0.0)
+    assert last_step(Path("/dev/zero")) == (0, 0.0), "only its end is read"
     path.write_text('{"step": 1, "unix_time_s": 5.5}\n{"step": 2, "unix_time_s": 6.0}\n{"ste')
     assert last_step(path) == (2, 6.0)
