@@ -95,7 +95,8 @@ class Session:
     limit: Status | None = None
     """The limit that the last request met."""
     is_cut: bool = False
-    """Whether the last answer ended at `max_tokens`."""
+    """Whether the last answer was a stream of the Responses API that ended at `max_tokens`, for
+    which clients raise an exception."""
     failure: Status | None = None
     problem: str = ""
     """What failed; empty without a failure."""
@@ -336,7 +337,8 @@ class AgentEndpoint:
         try:
             with session.waiting():
                 sampled = await asyncio.gather(*map(self._sample, calls))
-            session.is_cut = any(each.finish_reason == "length" for each in sampled)
+            is_stream = request.dialect == "responses" and request.is_streamed
+            session.is_cut = is_stream and any(each.finish_reason == "length" for each in sampled)
             answer_id = _call_id(len(session.episode.calls))
             for call, each in zip(calls, sampled, strict=True):
                 session.episode.answer(call, each)

@@ -76,7 +76,7 @@ class ProgramEnd:
     def episode_status(self, session: Session) -> Status:
         """Return the status of the episode. A program may fail because a limit was reached.
 
-        Some clients raise an exception for an answer that is cut.
+        The limit of tokens is one of them where clients raise an exception for a cut answer.
         """
         if session.failure is not None:
             return session.failure

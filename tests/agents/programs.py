@@ -17,6 +17,12 @@ import numpy as np
 
 def _post(task: Any, path: str, body: dict[str, Any]) -> dict[str, Any]:
     import json
+
+    return json.loads(_post_raw(task, path, body))
+
+
+def _post_raw(task: Any, path: str, body: dict[str, Any]) -> bytes:
+    import json
     import urllib.request
 
     request = urllib.request.Request(
@@ -26,7 +32,7 @@ def _post(task: Any, path: str, body: dict[str, Any]) -> dict[str, Any]:
     )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request) as response:
-        return json.loads(response.read())
+        return response.read()
 
 
 def answers(task: Any) -> dict[str, float]:
@@ -134,3 +140,8 @@ def has_options(task: Any, *, scale: float, names: list[str]) -> dict[str, float
 def fails_after_answer(task: Any) -> None:
     answers(task)
     raise ValueError("the answer is not complete")
+
+
+def fails_after_stream(task: Any) -> None:
+    _post_raw(task, "responses", {"model": "m", "input": task.row["question"], "stream": True})
+    raise ValueError("the stream is not complete")

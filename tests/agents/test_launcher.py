@@ -221,7 +221,10 @@ def test_statuses_of_episodes() -> None:
     # The time of the generator is not that of the program.
     assert status_of("answers", slowly, 5.0) is Status.DONE
     assert status_of("fails_after_answer") is Status.FAILED_PROGRAM
-    assert status_of("fails_after_answer", cut) is Status.LIMIT_TOKENS
+    assert status_of("fails_after_answer", cut) is Status.FAILED_PROGRAM
+    # Clients raise an exception for a stream of the Responses API that ends early.
+    assert status_of("fails_after_stream") is Status.FAILED_PROGRAM
+    assert status_of("fails_after_stream", cut) is Status.LIMIT_TOKENS
     assert status_of("answers", cut) is Status.DONE
     assert status_of("answers", fail) is Status.FAILED_INFRA
     assert status_of("kills_itself") is Status.FAILED_PROGRAM
