@@ -143,6 +143,9 @@ def ddp_gradients(rank: int, rendezvous: str) -> list[list[float]]:
             (loss_sum(model, batch) * scale).backward()
     (loss_sum(model, batches[-1]) * scale).backward()
     found = [gradient.flatten().tolist() for gradient in gradients(model)]
+    # The reducer must not have the last reference to the process group: its destructor holds the
+    # GIL, for which the thread of gloo that it joins may wait.
+    del model
     dist.destroy_process_group()
     return found
 

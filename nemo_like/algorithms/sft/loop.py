@@ -75,8 +75,9 @@ class _Task:
         with run.log.timers("train"), run.workers.policy_onloaded():
             metrics = train(run, sharded, trained, self._loss)
         run.log.add(metrics | _perplexity("policy/perplexity", metrics["policy/loss"]))
-        run.log.add(plan_metrics(plan))
-        run.log.add({name: Mean(value) for name, value in loader.batch_metrics().items()})
+        # A stream knows the rows that its plan does not have.
+        of_batch = {name: Mean(value) for name, value in loader.batch_metrics().items()}
+        run.log.add(plan_metrics(plan) | of_batch)
         return StepWork.of(plan)
 
     def validate(self, run: TrainingRun, step: int) -> Metrics:
