@@ -216,7 +216,7 @@ MISTAKES = {
     "a model in a directory of a similar name": Mistake(
         files={"models/SmolLM2-135M-Instruct/config.json": "{}"},
         changes=("policy.model_name=models/SmolLM2-135M",),
-        cause="no directory",
+        cause="not a directory",
         place="policy.model_name",
         fix="did you mean 'models/SmolLM2-135M-Instruct'?",
     ),

@@ -45,6 +45,9 @@ def modules_outside_ray() -> list[str]:
             continue
         if parts[1:3] == ("policy", "megatron") and not has_megatron:
             continue
+        # They run in the interpreter of the user, with packages of the user.
+        if parts[1:3] == ("agents", "runners"):
+            continue
         names.append(".".join(part for part in parts if part != "__init__"))
     return names
 
