@@ -22,7 +22,7 @@ def test_a_run_continues_with_fewer_nodes_and_with_all_when_they_return(recipe: 
     options = (
         "cluster.num_nodes=2",
         "cluster.restart.min_nodes=1",
-        "cluster.placement_timeout_s=3",
+        "cluster.placement_timeout_s=15",
         "sft.max_num_steps=4000",
         "checkpointing.save_period=5",
     )
@@ -31,14 +31,16 @@ def test_a_run_continues_with_fewer_nodes_and_with_all_when_they_return(recipe: 
     command = [sys.executable, "-m", "nemo_like", "sft", "--config", str(config)]
 
     def wait_for_workers(number: int) -> None:
-        wait_for(
-            run / "logs" / "driver.log",
-            lambda text: text.count("of the policy group: pid") >= number,
-        )
+        def has_workers(text: str) -> bool:
+            assert driver.poll() is None, text
+            return text.count("of the policy group: pid") >= number
+
+        wait_for(run / "logs" / "driver.log", has_workers)
 
     with cluster_of({"num_cpus": 1}, {"num_cpus": 1}) as cluster:
         environment = os.environ | {"RAY_ADDRESS": str(cluster.address)}
         driver = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        wait_for_workers(2)
         wait_for_step(run, 6)
         cluster.remove_node(cluster.list_all_nodes()[1], allow_graceful=False)
         wait_for_workers(3)
