@@ -193,6 +193,7 @@ RESTARTS = (
 )
 
 
+@pytest.mark.exhaustive
 def test_a_run_whose_worker_was_killed_ends_with_the_metrics_of_an_undisturbed_run(
     recipe: Recipe, joined_ray: None, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,6 +42,7 @@ def contents(run: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run)): path.read_bytes() for path in paths}
 
 
+@pytest.mark.exhaustive
 def test_a_head_that_does_not_share_the_workers_disk_refuses_and_loses_nothing(
     recipe: Recipe, address: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
