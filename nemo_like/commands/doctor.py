@@ -71,7 +71,8 @@ def _machine(runs: Path) -> Iterator[tuple[str, list[str]]]:
     yield "machine", [f"{host}, {platform.platform()}, {num_cores} cores"]
     machine = this_machine()
     devices = f"{machine.num_gpus} GPUs" if machine.num_gpus else "no GPU"
-    text = f"{devices}, {machine.memory_gib:.1f} GiB of their memory free"
+    owner = "GPU" if machine.num_gpus else "host"
+    text = f"{devices}, {machine.memory_gib:.1f} GiB of {owner} memory free"
     yield "devices", [f"{text}; {count_oom_kills()} processes were killed for lack of memory"]
     address = os.environ.get("RAY_ADDRESS", "local")
     state = "not set: a run starts its own Ray"
