@@ -95,8 +95,8 @@ class Session:
     limit: Status | None = None
     """The limit that the last request met."""
     is_cut: bool = False
-    """Whether the last answer was a stream of the Responses API that ended at `max_tokens`, for
-    which clients raise an exception."""
+    """Whether the last answer, a stream or of the Responses API, ended at `max_tokens`: clients
+    raise an exception for it."""
     failure: Status | None = None
     problem: str = ""
     """What failed; empty without a failure."""
@@ -337,8 +337,8 @@ class AgentEndpoint:
         try:
             with session.waiting():
                 sampled = await asyncio.gather(*map(self._sample, calls))
-            is_stream = request.dialect == "responses" and request.is_streamed
-            session.is_cut = is_stream and any(each.finish_reason == "length" for each in sampled)
+            may_raise = request.dialect == "responses" or request.is_streamed
+            session.is_cut = may_raise and any(each.finish_reason == "length" for each in sampled)
             answer_id = _call_id(len(session.episode.calls))
             for call, each in zip(calls, sampled, strict=True):
                 session.episode.answer(call, each)

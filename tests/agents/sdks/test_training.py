@@ -95,4 +95,6 @@ def test_an_unmodified_program_trains(name: str, model_dir: Path, recipe: Recipe
         path = run / "rollouts" / f"step_{step}.jsonl"
         records = [json.loads(text) for text in path.read_text().splitlines()]
         assert {each["status"] for each in records} <= {"done", "limit_turns", "limit_tokens"}
-        assert all(each["messages"][-1]["role"] == "assistant" for each in records)
+        # A row without the last call of its episode has texts in the place of messages.
+        ends = [each["messages"][-1]["role"] for each in records if "messages" in each]
+        assert set(ends) == {"assistant"}
