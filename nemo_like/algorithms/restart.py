@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,12 +11,11 @@ from nemo_like.config.errors import counted
 from nemo_like.config.schema import ClusterConfig, RunConfig
 from nemo_like.console import say_error
 from nemo_like.metrics import start_timers
+from nemo_like.run.checkpoint import Checkpointer
 from nemo_like.run.directory import RunDirectory
 from nemo_like.training.restart import Restart, RestartPolicy, last_step
 from nemo_like.training.run import RunResult
 from nemo_like.training.stopping import RunStopped, StopRequests
-
-logger = logging.getLogger(__name__)
 
 
 def run_with_restarts(
@@ -37,11 +35,16 @@ def run_with_restarts(
         try:
             return run_job(config)
         except RunStopped:
-            if not stop.has_returned_nodes:
+            has_returned = stop.has_returned_nodes
+            stop.watch_nodes(None)
+            # A signal in the same step ends the run.
+            if not has_returned or stop.reason is not None:
                 raise
             restart = Restart(0.0, policy.cluster.num_nodes, 0)
-            _report(f"nodes have returned: the run continues on {restart.num_nodes}")
+            say_error(f"nodes have returned: the run continues on {restart.num_nodes}")
         except Exception as error:
+            # The cluster may be gone, which a check for nodes would need.
+            stop.watch_nodes(None)
             if stop.reason is not None:
                 raise
             step, written = last_step(directory.metrics)
@@ -51,7 +54,8 @@ def run_with_restarts(
             if found is None:
                 raise
             restart = found
-            _report(_failure_text(error, directory, step, restart, policy.cluster))
+            saved = Checkpointer(directory.path, config.checkpointing).selected().get("latest")
+            say_error(_failure_text(error, step, saved, restart, policy.cluster))
         # The exception is gone here, and with it what its frames kept alive.
         _wait(restart.delay_s, stop)
         cluster = replace(config.cluster, num_nodes=restart.num_nodes)
@@ -83,15 +87,17 @@ def _returned_nodes(cluster: ClusterConfig, num_nodes: int) -> Callable[[], bool
 
 
 def _failure_text(
-    error: Exception, directory: RunDirectory, step: int, restart: Restart, cluster: ClusterConfig
+    error: Exception, step: int, saved: Path | None, restart: Restart, cluster: ClusterConfig
 ) -> str:
-    """Return the line about a failure and the restart that follows."""
-    name = _latest(directory.path)
-    if name is None:
+    """Return the line about a failure and the restart that follows.
+
+    `saved` is the latest checkpoint, `step_<N>`.
+    """
+    if saved is None:
         start = f"step 0 again ({counted(step, 'step')} lost)"
     else:
-        saved = int(name.rpartition("_")[2])
-        start = f"{name} ({counted(max(0, step - saved), 'step')} repeated)"
+        num_repeated = max(0, step - int(saved.name.rpartition("_")[2]))
+        start = f"{saved.name} ({counted(num_repeated, 'step')} repeated)"
     nodes = ""
     if restart.num_nodes != cluster.num_nodes:
         nodes = f" on {restart.num_nodes} of {cluster.num_nodes} nodes"
@@ -100,16 +106,3 @@ def _failure_text(
         f" {restart.delay_s:g} s (restart {restart.number} of at most"
         f" {cluster.restart.max_restarts} in {cluster.restart.window_s:g} s; cluster.restart)."
     )
-
-
-def _latest(run: Path) -> str | None:
-    """Return the name of the newest complete checkpoint, `step_<N>`."""
-    try:
-        return (run / "latest").read_text(encoding="utf-8").strip().rpartition("/")[2]
-    except OSError:
-        return None
-
-
-def _report(text: str) -> None:
-    """Print a message; the log of the run has the failure already."""
-    say_error(text)

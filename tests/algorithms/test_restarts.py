@@ -9,7 +9,11 @@ import sys
 
 import pytest
 
+from nemo_like.algorithms.restart import run_with_restarts
 from nemo_like.config.load import to_yaml
+from nemo_like.config.schema import RunConfig
+from nemo_like.training.run import RunResult
+from nemo_like.training.stopping import RunStopped, StopRequests
 from tests.algorithms.test_ray_runs import RESTARTS, wait_for, wait_for_step
 from tests.algorithms.test_runs import read_metrics
 from tests.distributed.ray_cluster import cluster_of
@@ -54,3 +58,21 @@ def test_a_run_continues_with_fewer_nodes_and_with_all_when_they_return(recipe: 
     assert "on 1 of 2 nodes" in errors and "nodes have returned" in errors
     steps = [line["step"] for line in read_metrics(run)]
     assert steps == list(range(1, len(steps) + 1))
+
+
+def test_a_signal_in_the_step_in_which_nodes_return_ends_the_run(recipe: Recipe) -> None:
+    stop = StopRequests(None)
+    stop.finish_steps(enabled=True)
+    starts: list[bool] = []
+
+    def run_job(config: RunConfig) -> RunResult:
+        starts.append(config.resume)
+        assert len(starts) <= 2
+        stop.has_returned_nodes = True
+        if len(starts) == 2:
+            stop.on_signal(signal.SIGTERM, None)
+        raise RunStopped(f"stopped by {stop.reason}", stop.exit_code)
+
+    with pytest.raises(RunStopped, match="SIGTERM"):
+        run_with_restarts(run_job, recipe.sft(), stop)
+    assert starts == [False, True]
