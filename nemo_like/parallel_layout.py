@@ -127,6 +127,8 @@ class ParallelLayout:
     reshard: Reshard = "auto"
     vpp: int = 1
     """Virtual stages (model chunks) of each pipeline stage, for the interleaved schedule."""
+    dynamic_context: bool = False
+    """A microbatch is divided over groups of the `cp` ranks."""
 
     def __post_init__(self) -> None:
         # Sizes below 1 first: the arithmetic of the other problems divides by them.
@@ -135,6 +137,7 @@ class ParallelLayout:
             problems = [
                 *_sequence_problems(self.tp, self.sequence_parallel),
                 *self._virtual_problems(),
+                *self._context_problems(),
                 *self._expert_problems(),
                 *self._replica_problems(),
             ]
@@ -154,6 +157,7 @@ class ParallelLayout:
         sequence_parallel: bool = False,
         num_replicas: int = 1,
         reshard: Reshard = "auto",
+        dynamic_context: bool = False,
     ) -> ParallelLayout:
         """Return the layout of `world_size` ranks; dp is what the other axes leave of them.
 
@@ -174,7 +178,9 @@ class ParallelLayout:
             keys = ("parallel.tensor", "parallel.context", "parallel.pipeline", *_WORKERS)
             problem = LayoutProblem(keys, text)
             raise LayoutError([problem, *_sequence_problems(tp, sequence_parallel)])
-        return cls(pp, dp, cp, tp, ep, sequence_parallel, num_replicas, reshard, vpp)
+        return cls(
+            pp, dp, cp, tp, ep, sequence_parallel, num_replicas, reshard, vpp, dynamic_context
+        )
 
     @property
     def shape(self) -> Coordinates:
@@ -241,6 +247,21 @@ class ParallelLayout:
             key = tuple(values[axis] for axis in fixed)
             groups.setdefault(key, []).append(self.rank(**values))
         return tuple(tuple(ranks) for ranks in groups.values())
+
+    @property
+    def context_groups(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """The process groups of each smaller context-parallel size above 1, largest first.
+
+        Empty without `dynamic_context`. Example: `ParallelLayout(dp=2, cp=4, dynamic_context=True)`
+        has one size, with the groups (0, 1), (2, 3), (4, 5), (6, 7).
+        """
+        sizes = []
+        size = self.cp
+        while self.dynamic_context and size % 2 == 0 and size > 2:
+            size //= 2
+            groups = [tuple(each) for ranks in self.groups("cp") for each in _parts(ranks, size)]
+            sizes.append(tuple(groups))
+        return tuple(sizes)
 
     def padding_multiples(
         self,
@@ -345,6 +366,17 @@ class ParallelLayout:
         )
         return [LayoutProblem(("parallel.virtual_pipeline", "parallel.pipeline"), text)]
 
+    def _context_problems(self) -> list[LayoutProblem]:
+        """Groups of context-parallel ranks need several ranks."""
+        if not self.dynamic_context or self.cp > 1:
+            return []
+        text = (
+            "parallel.dynamic_context is true, but it divides microbatches over the"
+            " context-parallel ranks and parallel.context is 1: set it to false, or"
+            " parallel.context to 2 or more"
+        )
+        return [LayoutProblem(("parallel.dynamic_context", "parallel.context"), text)]
+
     def _replica_problems(self) -> list[LayoutProblem]:
         """All copies of the weights have the same number of data-parallel ranks."""
         if self.dp % self.num_replicas == 0:
@@ -361,6 +393,8 @@ class ParallelLayout:
         text = " x ".join(sizes)
         if self.vpp > 1:
             text += f", {self.vpp} virtual stages"
+        if self.dynamic_context:
+            text += " (dynamic context)"
         if self.ep > 1:
             text += f", ep {self.ep}"
         if self.sequence_parallel:
@@ -368,6 +402,11 @@ class ParallelLayout:
         if self.num_replicas > 1:
             text += f", {self.num_replicas} replicas"
         return text
+
+
+def _parts(ranks: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
+    """Divide `ranks` into consecutive parts of `size`."""
+    return [ranks[start : start + size] for start in range(0, len(ranks), size)]
 
 
 def engine_problems(

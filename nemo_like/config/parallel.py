@@ -41,6 +41,7 @@ def build_layout(parallel: ParallelConfig, num_workers: int) -> ParallelLayout:
         sequence_parallel=parallel.sequence,
         num_replicas=parallel.replicas,
         reshard=parallel.reshard,
+        dynamic_context=parallel.dynamic_context,
     )
 
 

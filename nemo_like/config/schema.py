@@ -578,6 +578,10 @@ class ParallelConfig:
     context: Annotated[int, Ge(1)] = 1
     """Context-parallel size; each rank has 1/cp of every sequence, in zig-zag order (2 of 2 x cp
     chunks). Rows are padded to a multiple of 2 x cp tokens."""
+    dynamic_context: bool = False
+    """Context parallelism per microbatch: the rows of a packed microbatch are divided over groups
+    of the `context` ranks (all, halves, ... single ranks), each row over as few ranks as the token
+    limit and the balance of work allow. Short rows then need no exchange of keys and values."""
     pipeline: Annotated[int, Ge(1)] = 1
     """Number of pipeline stages; needs `policy.engine=megatron`."""
     virtual_pipeline: Annotated[int, Ge(1)] = 1

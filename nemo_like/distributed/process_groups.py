@@ -111,6 +111,18 @@ def build_expert_mesh(parallel_layout: ParallelLayout, device_type: str) -> Devi
     return init_device_mesh(device_type, sizes, mesh_dim_names=names)
 
 
+def context_parts(parallel_layout: ParallelLayout) -> dict[int, dist.ProcessGroup]:
+    """Create the groups of smaller context-parallel sizes: this rank's group of each size.
+
+    Every rank calls. Empty without dynamic context parallelism.
+    """
+    parts: dict[int, dist.ProcessGroup] = {}
+    for groups in parallel_layout.context_groups:
+        own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
+        parts[len(groups[0])] = own
+    return parts
+
+
 def share_timeout() -> None:
     """Give all process groups of this process the collective timeout of the default group.
 

@@ -306,7 +306,7 @@ class ClippedPolicyGradientLoss:
             "policy/loss": TensorMean(loss_sum.detach(), normalizer.count(inputs)),
             **mean_metrics(per_token, mask),
             # Every context-parallel rank counts every row, which leaves the mean as it is.
-            **mean_metrics(importance.per_row, inputs.row_num_tokens > 0),
+            **mean_metrics(importance.per_row, inputs.row_num_tokens > 0, inputs.row_weight),
         }
         metrics |= mismatch_metrics(
             engine_logprobs, generation_logprobs, mask, columns.get("version_gap")

@@ -76,16 +76,21 @@ def fetch_metrics(parts: Sequence[LossMetrics]) -> list[Metrics]:
     return fetched
 
 
-def mean_metrics(values: Mapping[str, Tensor], mask: Tensor) -> dict[str, LossMetric]:
-    """Return token means of `values`, [T] each, where `mask`, bool [T], is True."""
+def mean_metrics(
+    values: Mapping[str, Tensor], mask: Tensor, weight: float = 1.0
+) -> dict[str, LossMetric]:
+    """Return token means of `values`, [T] each, where `mask`, bool [T], is True.
+
+    Each token has the same `weight` in a mean over several ranks.
+    """
     if not values:
         return {}
-    count = mask.to(torch.float32).sum()
+    count = mask.to(torch.float32).sum() * weight
     metrics: dict[str, LossMetric] = {}
     for name, value in values.items():
         # where() and not a product: an infinity at a masked position must not become NaN.
         masked = torch.where(mask, value.detach().float(), 0.0)
-        metrics[name] = TensorMean(masked.sum(), count)
+        metrics[name] = TensorMean(masked.sum() * weight, count)
     return metrics
 
 
@@ -168,6 +173,9 @@ class LossInputs:
     `policy_logprobs` are 0 then."""
     sum_over_cp: Callable[[Tensor], Tensor] = _identity
     """All-reduces partial sums over the context-parallel ranks; the backward is the identity."""
+    row_weight: float = 1.0
+    """Weight of a row in the metrics of rows, which every context-parallel rank of the row has: 1
+    over their number where it differs between microbatches."""
 
     def per_token(self, name: str) -> Tensor:
         """Return a column as float32 [T]; the values of a row column are repeated per token."""

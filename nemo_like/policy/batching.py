@@ -71,6 +71,7 @@ def plan_spec(
             balance=packing.balance,
             sequence_length_round=packing.sequence_length_round,
             microbatch_length_round=packing.microbatch_length_round,
+            dynamic_context=parallel_layout.dynamic_context,
             **common,
         )
     if dynamic.enabled:

@@ -275,6 +275,12 @@ def _only_rows(microbatch: Microbatch, is_kept: np.ndarray, spec: PlanSpec) -> M
         padded_lengths,
         round_up(sum(padded_lengths), spec.total_multiple),
         tuple(shared[kept].tolist()) if len(shared) else (),
+        context_first=tuple(microbatch.context_first[index] for index in kept)
+        if microbatch.context_first
+        else (),
+        context_size=tuple(microbatch.context_size[index] for index in kept)
+        if microbatch.context_size
+        else (),
     )
 
 

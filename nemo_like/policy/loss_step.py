@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from nemo_like.policy.device import peak_memory_bytes
 from nemo_like.policy.engine import Engine
 from nemo_like.policy.inputs.model_inputs import NUM_TRAINED, ModelInputs
 from nemo_like.policy.outputs import TokenLogprobs
+from nemo_like.policy.rank_groups import RankGroups
 from nemo_like.policy.shard_rows import EPISODE_TRAINED
 
 
@@ -25,8 +27,7 @@ class LossStep:
 
     loss: Loss
     denominator: float
-    sum_over_cp: Callable[[Tensor], Tensor]
-    """See `LossInputs.sum_over_cp`."""
+    ranks: RankGroups
     finite: Tensor | None = None
     """bool []: True while the loss of every microbatch so far was finite; None before the first."""
 
@@ -35,13 +36,14 @@ class LossStep:
     ) -> tuple[Tensor, tuple[LossMetrics, LossInputs]]:
         """Return (loss float32 [] with gradient, (metrics, detached loss inputs [T]))."""
         activity.note(f"loss of a microbatch of {inputs.num_tokens} tokens")
+        sum_over_cp = partial(self.ranks.sum_over_cp, size=inputs.cp_size)
         entropy = outputs.entropy
         if entropy is not None and not self.loss.entropy_gradient:
             entropy = entropy.detach()
         scores = outputs.scores
         if scores is not None:
             # The last token of a row is on one context-parallel rank; all of them compute the loss.
-            scores = self.sum_over_cp(scores)
+            scores = sum_over_cp(scores)
         loss_inputs = LossInputs(
             policy_logprobs=outputs.logprobs,
             unfiltered_logprobs=outputs.unfiltered_logprobs,
@@ -57,7 +59,8 @@ class LossStep:
             entropy=entropy,
             is_argmax=outputs.is_argmax,
             row_scores=scores,
-            sum_over_cp=self.sum_over_cp,
+            sum_over_cp=sum_over_cp,
+            row_weight=1.0 / inputs.cp_size if self.ranks.layout.dynamic_context else 1.0,
         )
         terms = self.loss(loss_inputs)
         # A tensor on the device: reading it here would wait for the device in each microbatch.

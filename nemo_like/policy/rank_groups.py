@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -38,6 +39,8 @@ class RankGroups:
     cp: dist.ProcessGroup | None = None
     """Ranks with the other chunks of the same rows."""
     dp_cp: dist.ProcessGroup | None = None
+    cp_parts: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
+    """The groups of smaller context-parallel sizes above 1, of dynamic context parallelism."""
 
     @property
     def cp_rank(self) -> int:
@@ -72,16 +75,35 @@ class RankGroups:
         """Gather small Python objects of all ranks, in rank order."""
         return gather_objects(self.world, value)
 
-    def gather_over_cp(self, values: Tensor) -> Tensor:
-        """All-gather [cp x T] from this rank's `values` [T], in cp-rank order; no gradient."""
-        return values if self.cp is None else gather_rows(self.cp, values.detach())
+    def cp_group(self, size: int) -> dist.ProcessGroup | None:
+        """Return the context-parallel group of `size` ranks; None for a single rank."""
+        if size == self.layout.cp:
+            return self.cp
+        return None if size == 1 else self.cp_parts[size]
 
-    def sum_over_cp(self, values: Tensor) -> Tensor:
-        """All-reduce `values` over the context-parallel ranks; the backward is the identity.
+    def gather_over_cp(self, values: Tensor, size: int) -> Tensor:
+        """All-gather [size x T] from `values` [T] of each rank of a context-parallel group.
+
+        In cp-rank order, without gradient.
+        """
+        group = self.cp_group(size)
+        return values if group is None else gather_rows(group, values.detach())
+
+    def sum_over_cp(self, values: Tensor, size: int) -> Tensor:
+        """All-reduce `values` over a context-parallel group; the backward is the identity.
 
         The ranks' `values` and the result have the same shape.
         """
-        return values if self.cp is None else sum_over(self.cp, values)
+        group = self.cp_group(size)
+        return values if group is None else sum_over(group, values)
+
+    def join_over_cp(self, values: np.ndarray) -> np.ndarray:
+        """Sum `values` [n] over the context-parallel ranks, each of which has other elements.
+
+        The elements of the other ranks are 0.
+        """
+        tensor = torch.from_numpy(values).to(self.device)
+        return self.sum_over_cp(tensor, self.layout.cp).cpu().numpy()
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""

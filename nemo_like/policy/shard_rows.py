@@ -91,33 +91,46 @@ class ShardRows:
             counts = counts * row_mask[rows]
         return counts
 
+    def own_part(self, microbatch: Microbatch) -> tuple[Microbatch, PlanSpec, int]:
+        """Return what this rank computes of a microbatch; see `Microbatch.on_context_rank`."""
+        return microbatch.on_context_rank(self.cp_rank, self.spec)
+
     def inputs(self, microbatch: Microbatch) -> ModelInputs:
         """Build model inputs whose `label_mask` is True for trained tokens only."""
         activity.note(f"inputs of a microbatch of {len(microbatch.rows)} rows")
+        part, spec, cp_rank = self.own_part(microbatch)
         inputs = build_inputs(
             self.columns,
-            microbatch,
-            self.spec,
-            cp_rank=self.cp_rank,
+            part,
+            spec,
+            cp_rank=cp_rank,
             device=self.device,
-            num_trained=self.num_trained_tokens(microbatch),
+            num_trained=self.num_trained_tokens(part),
             images=self.images if microbatch.has_images else None,
         )
         if self.targets is None:
             return inputs
         return replace(inputs, head=self.targets.head(microbatch))
 
-    def in_shard_order(self, microbatches: Sequence[Microbatch], parts: Sequence[Jagged]) -> Jagged:
+    def in_shard_order(
+        self, microbatches: Sequence[Microbatch], parts: Sequence[Jagged], ranks: RankGroups
+    ) -> Jagged:
         """Reorder `parts`, one Jagged [T] per microbatch, to the rows of the shard: float32 [T].
 
-        Truncated tokens, which are in no microbatch, get 0.
+        Truncated tokens, which are in no microbatch, get 0. Every context-parallel rank calls.
         """
         offsets = self.columns["input_ids"].offsets
         values = np.zeros(offsets[-1], dtype=np.float32)
         for microbatch, part in zip(microbatches, parts, strict=True):
-            for row, outputs in zip(microbatch.rows, part, strict=True):
+            own, _, group_rank = self.own_part(microbatch)
+            # All ranks of a group have its complete rows.
+            if self.spec.dynamic_context and group_rank > 0:
+                continue
+            for row, outputs in zip(own.rows, part, strict=True):
                 start = offsets[row]
                 values[start : start + len(outputs)] = outputs
+        if self.spec.dynamic_context:
+            values = ranks.join_over_cp(values)
         return Jagged(values, offsets)
 
 

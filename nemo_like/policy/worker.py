@@ -150,7 +150,7 @@ class PolicyWorker:
             engine.clock.drop()
             # Pipeline stages but the last have no parts.
             if parts:
-                columns[name] = rows.in_shard_order(plan.microbatches, parts)
+                columns[name] = rows.in_shard_order(plan.microbatches, parts, self.engine.ranks)
         return self._logprobs.keep(columns, names)
 
     def compute_targets(self, shard: SlicedDataDict, settings: TargetSettings) -> LogprobHandle:
@@ -215,7 +215,9 @@ class PolicyWorker:
             steps.append(self._train_step(rows, plan.step(step), loss, step, parts))
         # Pipeline stages but the last have no parts.
         if parts:
-            self._trained_logprobs = rows.in_shard_order(plan.microbatches, parts)
+            self._trained_logprobs = rows.in_shard_order(
+                plan.microbatches, parts, self.engine.ranks
+            )
         return steps
 
     def fetch_trained_logprobs(self) -> Jagged | None:
@@ -267,7 +269,7 @@ class PolicyWorker:
         rows = self.rows({**shard, **self._kept_logprobs(shard, logprobs)}, plan.spec, logprobs)
         rows = rows.with_episodes(plan.microbatches, self.engine.ranks)
         # Only the metrics are used, so the loss is not normalized.
-        step_fn = LossStep(loss, 1.0, self.engine.ranks.sum_over_cp)
+        step_fn = LossStep(loss, 1.0, self.engine.ranks)
         inputs = map(rows.inputs, plan.microbatches)
         results = self.engine.run(inputs, step_fn, self._distribution(loss), backward=False)
         local_metrics = merge_metrics(fetch_metrics([metrics for metrics, _ in results]))
@@ -492,7 +494,7 @@ class PolicyWorker:
         self._check_finite()
         if is_skipped:
             loss_inputs = [each for _, each in results]
-            self._record_skipped(index, grad_norm, loss, microbatches, loss_inputs)
+            self._record_skipped(index, grad_norm, loss, rows, microbatches, loss_inputs)
         local_metrics = merge_metrics(fetch_metrics([metrics for metrics, _ in results]))
         if self._compilations is not None:
             local_metrics["policy/recompilations"] = Max(self._compilations.pop())
@@ -509,31 +511,32 @@ class PolicyWorker:
         sums = self.engine.ranks.sum_over_dp(rows.count(microbatches))
         # The shares of the rows of an episode add up to 1 but for rounding errors.
         counts = GlobalCounts(*(round(total, 6) for total in sums))
-        return counts, LossStep(loss, loss.denominator(counts), self.engine.ranks.sum_over_cp)
+        return counts, LossStep(loss, loss.denominator(counts), self.engine.ranks)
 
     def _record_skipped(
         self,
         index: int,
         grad_norm: float,
         loss: Loss,
+        rows: ShardRows,
         microbatches: Sequence[Microbatch],
         loss_inputs: Sequence[LossInputs],
     ) -> None:
         """Append to `skipped_steps`, with the loss of each row of this dp rank."""
         losses: dict[int, float] = {}
-        is_coupled = False
         # `loss_inputs` is empty on all pipeline stages but the last.
         for microbatch, inputs in zip(microbatches, loss_inputs, strict=bool(loss_inputs)):
-            losses |= dict(zip(microbatch.rows, row_loss_sums(loss, inputs), strict=False))
-            is_coupled |= loss.coupled_rows(inputs) is not None
+            part, _, group_rank = rows.own_part(microbatch)
+            part_losses = dict(zip(part.rows, row_loss_sums(loss, inputs), strict=False))
+            # Each context-parallel rank has the loss of its share of every row, or the loss of
+            # coupled rows in full.
+            if group_rank == 0 or loss.coupled_rows(inputs) is None:
+                losses |= part_losses
         dp_rank = self.engine.ranks.dp_rank
-        gathered = self.engine.ranks.gather_over_dp_cp((dp_rank, losses))
-        # Each context-parallel rank has the loss of its share of every row, or the loss of coupled
-        # rows in full.
-        shares = [rank_losses for rank, rank_losses in gathered if rank == dp_rank]
-        if is_coupled:
-            shares = shares[:1]
-        sums = {row: sum((share[row] for share in shares), 0.0) for row in losses}
+        sums: dict[int, float] = {}
+        for rank, shares in self.engine.ranks.gather_over_dp_cp((dp_rank, losses)):
+            if rank == dp_rank:
+                sums |= {row: sums.get(row, 0.0) + share for row, share in shares.items()}
         self._skipped.append(SkippedStep(index=index, grad_norm=grad_norm, row_losses=sums))
 
     def _check_finite(self, *, with_moments: bool = False) -> None:

@@ -104,7 +104,7 @@ def take_step(
     """Forward, backward and update; what reads numbers at the end of a step is left out."""
     assert shard.plan is not None
     rows = ShardRows(shard, shard.plan.spec, 0, engine.device, targets)
-    step = LossStep(loss, 8.0, engine.ranks.sum_over_cp)
+    step = LossStep(loss, 8.0, engine.ranks)
     inputs = inputs_of(rows, shard)
     results = engine.run(
         inputs, step, TokenDistribution(with_entropy=loss.needs_entropy), backward=True

@@ -65,11 +65,11 @@ def pair_rows(inputs: LossInputs) -> tuple[Tensor, Tensor]:
     return tensors["chosen"], tensors["rejected"]
 
 
-def pair_means(values: Mapping[str, Tensor]) -> LossMetrics:
-    """Return the means over pairs of [P] tensors."""
+def pair_means(values: Mapping[str, Tensor], weight: float) -> LossMetrics:
+    """Return the means over pairs of [P] tensors, with `weight` for each pair."""
     metrics = {}
     for name, value in values.items():
-        metrics[name] = TensorMean(value.detach().float().sum(), float(len(value)))
+        metrics[name] = TensorMean(value.detach().float().sum() * weight, len(value) * weight)
     return metrics
 
 
@@ -132,7 +132,7 @@ class PreferenceLoss(PairLoss):
             metrics["policy/chosen_nll"] = nll[chosen]
             losses = losses + self.config.sft_loss_weight * nll[chosen]
         metrics["policy/loss"] = losses
-        return LossTerms(losses.sum(), pair_means(metrics))
+        return LossTerms(losses.sum(), pair_means(metrics, inputs.row_weight))
 
     def _completion_logprobs(self, inputs: LossInputs, logprobs: Tensor) -> Tensor:
         """Return the summed (DPO) or mean log-prob of each row, [R], from `logprobs` [T]."""
@@ -206,4 +206,4 @@ class BradleyTerryLoss(PairLoss):
             "rm/chosen_score": scores[chosen],
             "rm/rejected_score": scores[rejected],
         }
-        return LossTerms(losses.sum(), pair_means(metrics))
+        return LossTerms(losses.sum(), pair_means(metrics, inputs.row_weight))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -20,6 +20,12 @@ import numpy as np
 from nemo_like.config.errors import counted
 from nemo_like.data.packing.metrics import bin_stats
 from nemo_like.data.packing.packers import Packing, checked_lengths, prefix_sums
+from nemo_like.data.planning.context_step import (
+    ContextStep,
+    form_context_step,
+    join_context_ranks,
+    join_context_steps,
+)
 from nemo_like.data.planning.oversize import (
     FittedRows,
     OversizeWarning,
@@ -36,6 +42,7 @@ from nemo_like.integer_math import ceil_div, round_up
 from nemo_like.models.vision import unshared_images
 
 _ARRAYS = ("rows", "lengths", "padded_lengths", "offsets")
+_OPTIONAL_ARRAYS = ("num_trained", "shared", "image_tokens", "context_first", "context_size")
 
 __all__ = ["BatchPlan", "Microbatch", "PlanSpec", "RankPlan", "plan_batch"]
 
@@ -115,6 +122,12 @@ class BatchPlan:
     """int64 [n]: image tokens of each of `rows`; None: no row has an image."""
     image_work: np.ndarray | None = None
     """float64 [n]: work of the vision tower of each of `rows`; None: it is not known."""
+    context_first: np.ndarray | None = None
+    """int64 [n]: first context-parallel rank of the group that computes each of `rows`; None: all
+    ranks compute all rows.
+    """
+    context_size: np.ndarray | None = None
+    """int64 [n]: the ranks of the group of each of `rows`."""
     oversize_warning: str = field(default="", compare=False)
     """Which rows were above the token limit and what happened to them; empty if none were, and for
     plans that `from_json`, `with_budget` or a stream made.
@@ -169,10 +182,61 @@ class BatchPlan:
     @cached_property
     def num_tokens(self) -> np.ndarray:
         """Positions of each microbatch, int64 [R, M]; a dummy has the smallest legal number."""
+        if self.context_size is not None:
+            return self._context_tokens
         padded_tokens = self._bins.loads(self._by_row(self.padded_lengths))
         tokens = round_up(padded_tokens, self.spec.total_multiple)
         tokens[np.diff(self.offsets) == 0] = self.spec.dummy_tokens
         return tokens.reshape(self.spec.num_ranks, -1)
+
+    @cached_property
+    def _context_tokens(self) -> np.ndarray:
+        """Positions of the groups of each microbatch and of the dummies of ranks without one."""
+        assert self.context_first is not None and self.context_size is not None
+        cp = self.spec.cp_size
+        bin_of = np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
+        keys, group_of = np.unique(bin_of * cp + self.context_first, return_inverse=True)
+        sizes = np.zeros(len(keys), dtype=np.int64)
+        sizes[group_of] = self.context_size
+        tokens = np.bincount(group_of, self.padded_lengths, minlength=len(keys)).astype(np.int64)
+        for size in self.spec.context_sizes:
+            own = sizes == size
+            tokens[own] = round_up(tokens[own], self.spec.of_context(size).total_multiple)
+        num_bins = len(self.offsets) - 1
+        num_idle = cp - np.bincount(keys // cp, sizes, minlength=num_bins).astype(np.int64)
+        filled = np.bincount(keys // cp, tokens, minlength=num_bins).astype(np.int64)
+        filled += num_idle * self.spec.of_context(1).dummy_tokens
+        return filled.reshape(self.spec.num_ranks, -1)
+
+    @cached_property
+    def _context_ranks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(Row of the plan, microbatch, context-parallel rank) of each share of a row.
+
+        int64 [S] each: a row has as many shares as ranks. The microbatch counts over all
+        data-parallel ranks.
+        """
+        assert self.context_first is not None and self.context_size is not None
+        row = np.repeat(np.arange(len(self.rows)), self.context_size)
+        starts = prefix_sums(self.context_size)[:-1]
+        rank = np.arange(len(row)) - starts[row] + self.context_first[row]
+        microbatch = np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
+        return row, microbatch[row], rank
+
+    def of_context_ranks(self, values: np.ndarray) -> np.ndarray:
+        """Sum `values` [n] of `rows` for each rank, float64 [R * cp, M]; a row is shared equally.
+
+        Without `context_size` the context-parallel ranks of a data-parallel rank are one, [R, M].
+        """
+        if self.context_size is None:
+            return self._bins.loads(self._by_row(values)).reshape(self.spec.num_ranks, -1)
+        row, microbatch, rank = self._context_ranks
+        cp = self.spec.cp_size
+        shares = np.asarray(values, dtype=np.float64)[row] / self.context_size[row]
+        size = (len(self.offsets) - 1) * cp
+        sums = np.bincount(microbatch * cp + rank, weights=shares, minlength=size)
+        # [R, M, cp] to [R, cp, M].
+        by_rank = sums.reshape(self.spec.num_ranks, -1, cp).swapaxes(1, 2)
+        return by_rank.reshape(self.spec.num_ranks * cp, -1)
 
     def rows_of_rank(self, dp_rank: int) -> np.ndarray:
         """Return the row ids of a rank in execution order, int64 [n_r]: the order of its shard."""
@@ -237,13 +301,21 @@ class BatchPlan:
         first_microbatch = np.arange(spec.num_ranks) * self.num_microbatches
         bounds = self.offsets[np.add.outer(first_microbatch, self.step_offsets)]
         form = form_rank if self.prefixes is None else form_shared_rank
+        of_one = replace(spec, num_ranks=1)
         steps = []
+        context_steps = []
         for step in range(self.num_steps):
             rank_bins = []
             for rank in range(spec.num_ranks):
                 start, stop = bounds[rank, step : step + 2]
                 rank_bins.append(form(self.rows[start:stop], fitted, spec))
-            steps.append(join_ranks(rank_bins, spec.microbatch_multiple))
+            if spec.dynamic_context:
+                ranks = [form_context_step(bins, fitted, None, of_one) for bins in rank_bins]
+                context_steps.append(join_context_ranks(ranks, spec.microbatch_multiple))
+            else:
+                steps.append(join_ranks(rank_bins, spec.microbatch_multiple))
+        if spec.dynamic_context:
+            return _join_context(spec, fitted, context_steps)
         return join_steps(spec, fitted, steps)
 
     def metrics(self) -> dict[str, float]:
@@ -273,6 +345,10 @@ class BatchPlan:
         num_padding = float(tokens.sum() - num_computed)
         positions = self.padded_lengths.astype(np.float64)
         optional = {}
+        if self.context_size is not None:
+            weight = float(num_computed) or 1.0
+            mean_size = float((self.context_size * self.computed_lengths).sum()) / weight
+            optional["packing/mean_context_size"] = mean_size
         if self.spec.pp_size > 1:
             bubble = self.num_steps * self.spec.bubble_microbatches
             # An empty plan has neither.
@@ -317,7 +393,7 @@ class BatchPlan:
     def from_json(cls, text: str) -> BatchPlan:
         """Return the plan that `to_json` wrote."""
         values = json.loads(text)
-        for name in (*_ARRAYS, "num_trained", "shared", "image_tokens"):
+        for name in (*_ARRAYS, *_OPTIONAL_ARRAYS):
             if name in values:
                 values[name] = np.asarray(values[name], dtype=np.int64)
         if "image_work" in values:
@@ -379,11 +455,11 @@ class BatchPlan:
         # Without rows there is no mean to divide by.
         if not len(work):
             return 1.0
-        by_rank = self._bins.loads(self._by_row(work)).reshape(self.spec.num_ranks, -1)
-        # [R, number of steps]
+        by_rank = self.of_context_ranks(work)
+        # [number of ranks, number of steps]
         by_step = np.add.reduceat(by_rank, self.step_offsets[:-1], axis=1)
         max_loaded = by_step.max(0).sum()
-        mean = by_step.sum() / self.spec.num_ranks
+        mean = by_step.sum() / len(by_rank)
         return float(max_loaded / mean)
 
     @cached_property
@@ -430,11 +506,23 @@ class BatchPlan:
         shared = () if self.shared is None else tuple(self.shared[start:stop].tolist())
         tokens = self.num_tokens[dp_rank].tolist()
         has_images = self._has_images.tolist()
+        first_of: tuple[int, ...] = ()
+        size_of: tuple[int, ...] = ()
+        if self.context_first is not None and self.context_size is not None:
+            first_of = tuple(self.context_first[start:stop].tolist())
+            size_of = tuple(self.context_size[start:stop].tolist())
         microbatches = []
         for m, (a, b) in enumerate(pairwise(offsets)):
             shared_of = shared[a:b] if any(shared[a:b]) else ()
             microbatch = Microbatch(
-                rows[a:b], lengths[a:b], padded_lengths[a:b], tokens[m], shared_of, has_images[m]
+                rows[a:b],
+                lengths[a:b],
+                padded_lengths[a:b],
+                tokens[m],
+                shared_of,
+                has_images[m],
+                first_of[a:b],
+                size_of[a:b],
             )
             microbatches.append(microbatch)
         return tuple(microbatches)
@@ -495,12 +583,48 @@ def _plan_counts(
     form = form_step if counts.prefixes is None else form_shared_step
     by_step = np.argsort(step_of, kind="stable")
     bounds = np.append(0, np.cumsum(np.bincount(step_of)))
-    steps = []
+    rows_of_step = []
     for start, stop in pairwise(bounds.tolist()):
         rows = by_step[start:stop]
-        rows = rows[~fitted.is_dropped[rows]]
-        steps.append(form(rows, fitted, row_groups, spec))
+        rows_of_step.append(rows[~fitted.is_dropped[rows]])
+    if spec.dynamic_context:
+        return _plan_context(spec, fitted, row_groups, rows_of_step)
+    steps = [form(rows, fitted, row_groups, spec) for rows in rows_of_step]
     return join_steps(spec, fitted, steps)
+
+
+def _plan_context(
+    spec: PlanSpec,
+    fitted: FittedRows,
+    row_groups: np.ndarray | None,
+    rows_of_step: Iterable[np.ndarray],
+) -> BatchPlan:
+    """Plan with `spec.dynamic_context`; `rows_of_step` has the row ids int64 [n] of each step."""
+    steps = []
+    for rows in rows_of_step:
+        bins = Packing(rows, np.array([0, len(rows)]))
+        if fitted.prefixes is not None:
+            # It cuts trees that are too large for one group, and rows stay together where it does.
+            bins = form_shared_step(rows, fitted, row_groups, spec)
+        steps.append(form_context_step(bins, fitted, row_groups, spec))
+    return _join_context(spec, fitted, steps)
+
+
+def _join_context(spec: PlanSpec, fitted: FittedRows, steps: list[ContextStep]) -> BatchPlan:
+    joined = join_context_steps(steps, spec.num_ranks)
+    num_microbatches = [(len(step.offsets) - 1) // spec.num_ranks for step in steps]
+    groups, _, shared = fitted.place(joined.groups, spec)
+    num_rows = np.diff(groups.offsets)
+    sizes = np.repeat(joined.size, num_rows)
+    computed = fitted.lengths[groups.perm]
+    computed = computed if shared is None else computed - shared
+    padded = np.zeros_like(computed)
+    for size in spec.context_sizes:
+        own = sizes == size
+        padded[own] = round_up(computed[own], spec.of_context(size).row_multiple)
+    bins = Packing(groups.perm, groups.offsets[joined.offsets])
+    first = np.repeat(joined.first, num_rows)
+    return _batch_plan(spec, fitted, num_microbatches, bins, padded, shared, (first, sizes))
 
 
 def join_steps(spec: PlanSpec, fitted: FittedRows, steps: list[Packing]) -> BatchPlan:
@@ -512,6 +636,22 @@ def join_steps(spec: PlanSpec, fitted: FittedRows, steps: list[Packing]) -> Batc
     if spec.layout == "padded":
         longest = longest_of(bins, fitted.padded_lengths)
         padded = np.repeat(longest, np.diff(bins.offsets))
+    return _batch_plan(spec, fitted, num_microbatches, bins, padded, shared)
+
+
+def _batch_plan(
+    spec: PlanSpec,
+    fitted: FittedRows,
+    num_microbatches: Sequence[int],
+    bins: Packing,
+    padded: np.ndarray,
+    shared: np.ndarray | None,
+    context: tuple[np.ndarray, np.ndarray] | tuple[None, None] = (None, None),
+) -> BatchPlan:
+    """Return the plan of `bins`, row ids by microbatch, rank after rank.
+
+    `num_microbatches` are those of each step, `padded`, `shared` and `context` as in `BatchPlan`.
+    """
     return BatchPlan(
         spec=spec,
         num_rows=len(fitted.lengths),
@@ -528,6 +668,8 @@ def join_steps(spec: PlanSpec, fitted: FittedRows, steps: list[Packing]) -> Batc
         prefixes=fitted.prefixes,
         image_tokens=None if fitted.image_tokens is None else fitted.image_tokens[bins.perm],
         image_work=None if fitted.image_work is None else fitted.image_work[bins.perm],
+        context_first=context[0],
+        context_size=context[1],
         oversize_warning=fitted.warning,
     )
 

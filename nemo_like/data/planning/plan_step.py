@@ -21,7 +21,7 @@ from nemo_like.data.planning.oversize import FittedRows, group_rows
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.integer_math import ceil_div, round_up
 
-_OVERHEAD_TOKENS = 512
+OVERHEAD_TOKENS = 512
 """Work of a microbatch beyond its rows, in tokens: about those for which a GPU computes as long as
 it reads the weights, and the launches of kernels."""
 _NUM_BISECTIONS = 12
@@ -242,7 +242,7 @@ def _pipeline_microbatches(work: np.ndarray, spec: PlanSpec) -> int:
     overhead = spec.cost.linear if spec.balance == "flops" else 1.0
     rank_work = float(work.sum()) / spec.num_ranks
     bubble = spec.bubble_microbatches
-    best = math.sqrt(bubble * rank_work / max(_OVERHEAD_TOKENS * overhead, 1e-9))
+    best = math.sqrt(bubble * rank_work / max(OVERHEAD_TOKENS * overhead, 1e-9))
     return max(1, min(round(best), len(work) // spec.num_ranks))
 
 

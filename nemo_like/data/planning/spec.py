@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from nemo_like.data.packing.algorithms import PackingAlgorithm
-from nemo_like.integer_math import check_integer
+from nemo_like.integer_math import check_integer, round_up
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import Oversize, PaddingMultiples, ParallelLayout, RowLayout, Sync
 
@@ -178,6 +178,38 @@ class Microbatch:
     """A row of this microbatch, or of one that another rank computes at the same time, has an
     image: all of them compute the vision tower.
     """
+    context_first: tuple[int, ...] = ()
+    """With `PlanSpec.dynamic_context` the first context-parallel rank of each row's group; the rows
+    of a group are adjacent.
+    """
+    context_size: tuple[int, ...] = ()
+    """The ranks of each row's group."""
+
+    def on_context_rank(self, rank: int, spec: PlanSpec) -> tuple[Microbatch, PlanSpec, int]:
+        """Return (the part of context-parallel rank `rank`, its spec, the rank in its group).
+
+        Without `PlanSpec.dynamic_context` that is the microbatch itself; with it the rows of one
+        group, or a dummy of one rank.
+        """
+        if not spec.dynamic_context:
+            return self, spec, rank
+        groups = zip(self.context_first, self.context_size, strict=True)
+        own = [index for index, (first, size) in enumerate(groups) if first <= rank < first + size]
+        if not own:
+            alone = spec.of_context(1)
+            return Microbatch((), (), (), alone.dummy_tokens, (), self.has_images), alone, 0
+        start, stop = own[0], own[-1] + 1
+        group_spec = spec.of_context(self.context_size[start])
+        padded_lengths = self.padded_lengths[start:stop]
+        part = Microbatch(
+            self.rows[start:stop],
+            self.lengths[start:stop],
+            padded_lengths,
+            round_up(sum(padded_lengths), group_spec.total_multiple),
+            self.shared[start:stop] if any(self.shared[start:stop]) else (),
+            self.has_images,
+        )
+        return part, group_spec, rank - self.context_first[start]
 
     @property
     def is_dummy(self) -> bool:
@@ -245,6 +277,8 @@ class PlanSpec:
     cost: CostModel = field(default_factory=CostModel)
     """Work of a row, for `balance="flops"`."""
     seed: int = 0
+    dynamic_context: bool = False
+    """Packed layout: the rows of a microbatch are divided over groups of the `cp_size` ranks."""
     image_weight: float = 0.0
     """Packed layout: the limit of a microbatch counts an image token as so many tokens more, for
     the activations of the vision tower.
@@ -263,6 +297,11 @@ class PlanSpec:
             if value is not None:
                 check_integer(name, value, 1)
         self._check_limits()
+        if self.dynamic_context and (self.layout != "packed" or self.cp_size == 1):
+            raise ValueError(
+                "dynamic_context divides packed microbatches over context-parallel ranks; got"
+                f" layout={self.layout}, cp_size={self.cp_size}"
+            )
         if self.layout == "packed" and self.balance == "none":
             self._check_round_robin()
 
@@ -360,6 +399,45 @@ class PlanSpec:
             raise ValueError("microbatches of max_rows rows have no token limit")
         return self.max_tokens
 
+    @cached_property
+    def context_sizes(self) -> tuple[int, ...]:
+        """Sizes of context-parallel groups: `cp_size`, and with `dynamic_context` its halves."""
+        sizes = [self.cp_size]
+        while self.dynamic_context and sizes[-1] % 2 == 0:
+            sizes.append(sizes[-1] // 2)
+        # A dummy of a rank without rows needs no other rank.
+        return tuple(dict.fromkeys((*sizes, 1))) if self.dynamic_context else tuple(sizes)
+
+    @cached_property
+    def _of_context(self) -> dict[int, PlanSpec]:
+        return {size: self._with_context(size) for size in self.context_sizes}
+
+    def of_context(self, size: int) -> PlanSpec:
+        """Return the spec of a context-parallel group of `size` of the `cp_size` ranks.
+
+        It has the share of the limit and of `microbatch_length_round`.
+        """
+        return self._of_context[size]
+
+    def _with_context(self, size: int) -> PlanSpec:
+        assert self.max_tokens is not None, "the packed layout has a limit"
+        length_round = max(self.microbatch_length_round * size // self.cp_size, 1)
+        # Room for at least the shortest row.
+        multiples = ParallelLayout(
+            cp=size, tp=self.tp_size, sequence_parallel=self.sequence_parallel and self.tp_size > 1
+        ).padding_multiples(
+            self.layout,
+            sequence_length_round=self.sequence_length_round,
+            microbatch_length_round=length_round,
+        )
+        return replace(
+            self,
+            cp_size=size,
+            max_tokens=max(self.max_tokens * size // self.cp_size, multiples.min_tokens),
+            microbatch_length_round=length_round,
+            dynamic_context=False,
+        )
+
     @property
     def bins_multiple(self) -> int:
         """Number that divides the number of microbatches of a step over all ranks."""
@@ -391,8 +469,10 @@ class PlanSpec:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         values = {**asdict(self), "algorithm": str(self.algorithm)}
-        if not self.image_weight:
-            del values["image_weight"]
+        # Plans without these have the bytes of earlier releases.
+        for name in ("image_weight", "dynamic_context"):
+            if not values[name]:
+                del values[name]
         return values
 
     @classmethod

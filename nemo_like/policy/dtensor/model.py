@@ -313,8 +313,9 @@ class LogprobModel(nn.Module):
             options["max_seqlen"] = inputs.max_seqlen
         if inputs.exchange is not None:
             options["exchange"] = inputs.exchange
-        if self.groups.cp is not None:
-            options["cp_group"] = self.groups.cp
+        cp_group = self.groups.cp_group(inputs.cp_size)
+        if cp_group is not None:
+            options["cp_group"] = cp_group
         if self._is_composite:
             hidden = vision.hidden_states(
                 self.causal_lm,

@@ -14,6 +14,7 @@ from nemo_like.distributed.process_groups import (
     build_device_mesh,
     build_expert_mesh,
     build_replica_mesh,
+    context_parts,
     share_timeout,
 )
 from nemo_like.parallel_layout import LayoutError, ParallelLayout, engine_problems
@@ -200,6 +201,7 @@ class Groups(RankGroups):
             expert = ExpertParallel(group, group.rank(), group.size())
             has_copies = parallel_layout.num_replicas > 1
             expert_mesh = experts["replica", "shard"] if has_copies else experts["shard"]
+        cp_parts = context_parts(parallel_layout)
         share_timeout()
         return cls(
             layout=parallel_layout,
@@ -208,6 +210,7 @@ class Groups(RankGroups):
             world=dist.group.WORLD if parallel_layout.world_size > 1 else None,
             dp=mesh.get_group("dp") if parallel_layout.dp > 1 else None,
             cp=mesh.get_group("cp") if parallel_layout.cp > 1 else None,
+            cp_parts=cp_parts,
             dp_cp=dp_cp.get_group() if has_replicas else None,
             tensor=tensor,
             fsdp_mesh=fsdp_mesh if needs_fsdp else None,

@@ -78,12 +78,12 @@ def _gather_in_order(engine: Engine, inputs: ModelInputs, values: Tensor) -> Ten
         return values
     if inputs.exchange is not None:
         # Every rank has all tokens of the rows, with 0 for the tokens of other ranks.
-        return engine.ranks.sum_over_cp(values)
+        return engine.ranks.sum_over_cp(values, inputs.cp_size)
     # Context parallelism splits each segment, trailing padding included, in zig-zag order.
     segments = segment_lengths(inputs.padded_lengths, inputs.num_tokens)
     positions = cp_gather_positions(segments, inputs.cp_size)
     index = tensor_to_device(torch.from_numpy(positions), values.device)
-    return engine.ranks.gather_over_cp(values).index_select(0, index)
+    return engine.ranks.gather_over_cp(values, inputs.cp_size).index_select(0, index)
 
 
 class SequenceShare(NamedTuple):
@@ -146,26 +146,28 @@ def shard_scores(engine: Engine, shard: SlicedDataDict, plan: RankPlan) -> np.nd
     Of the columns only `input_ids` is read. A row that `plan` does not contain gets 0. Every rank
     calls. Raises ValueError for an engine without a score head.
     """
-    cp_rank = engine.ranks.cp_rank
+    ranks = engine.ranks
     columns = {"input_ids": shard["input_ids"]}
+    own = [each.on_context_rank(ranks.cp_rank, plan.spec) for each in plan.microbatches]
 
     def inputs() -> Iterable[ModelInputs]:
-        for microbatch in plan.microbatches:
-            activity.note(f"scores of a microbatch of {len(microbatch.rows)} rows")
-            yield build_inputs(
-                columns, microbatch, plan.spec, cp_rank=cp_rank, device=engine.device
-            )
+        for part, spec, cp_rank in own:
+            activity.note(f"scores of a microbatch of {len(part.rows)} rows")
+            yield build_inputs(columns, part, spec, cp_rank=cp_rank, device=engine.device)
 
     parts = compute_row_scores(engine, inputs())
     engine.clock.drop()
     if not parts:
         return None
     scores = np.zeros(len(shard["input_ids"]), dtype=np.float32)
-    for microbatch, part in zip(plan.microbatches, parts, strict=True):
+    for (microbatch, _, rank), part in zip(own, parts, strict=True):
+        # All ranks of a context-parallel group have the scores of its rows.
+        if plan.spec.dynamic_context and rank > 0:
+            continue
         # A dummy has a score and no row.
         rows = list(microbatch.rows)
         scores[rows] = part[: len(rows)]
-    return scores
+    return ranks.join_over_cp(scores) if plan.spec.dynamic_context else scores
 
 
 def compute_row_scores(engine: Engine, microbatches: Iterable[ModelInputs]) -> list[np.ndarray]:
@@ -182,7 +184,7 @@ def compute_row_scores(engine: Engine, microbatches: Iterable[ModelInputs]) -> l
     def gathered(inputs: ModelInputs, outputs: TokenLogprobs) -> tuple[None, Tensor]:
         """Return None as loss, and the scores [R]: each is on one context-parallel rank."""
         assert outputs.scores is not None, "an engine with a score head returns scores"
-        return None, engine.ranks.sum_over_cp(outputs.scores.detach())
+        return None, engine.ranks.sum_over_cp(outputs.scores.detach(), inputs.cp_size)
 
     parts = engine.run(microbatches, gathered, backward=False)
     if not parts:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.distributed.process_groups import share_timeout
+from nemo_like.distributed.process_groups import context_parts, share_timeout
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.device import ComputeClock
 from nemo_like.policy.rank_groups import RankGroups
@@ -234,6 +234,7 @@ class Groups(RankGroups):
             distributed_timeout_minutes=math.ceil(timeout_s / 60),
             create_gloo_process_groups=False,
         )
+        cp_parts = context_parts(parallel_layout)
         # In seconds, where Megatron-Core takes minutes; and for groups to which it passes none.
         share_timeout()
         # Nothing draws random numbers: weights are read from files and dropout is off. The
@@ -247,6 +248,7 @@ class Groups(RankGroups):
             world=dist.group.WORLD,
             tp=state.get_tensor_model_parallel_group(),
             cp=state.get_context_parallel_group(),
+            cp_parts=cp_parts,
             dp=state.get_data_parallel_group(),
             dp_cp=state.get_data_parallel_group(with_context_parallel=True),
             ep=state.get_expert_model_parallel_group(),

@@ -48,7 +48,6 @@ class LatentSelfAttention(MegatronModule):
         super().__init__(config=config)
         self._latent = latent
         self._tp_group = pg_collection.tp
-        self._cp_group = pg_collection.cp
         query_key_dim = latent.nope_dim + latent.rope_dim
         self._scale = query_key_dim**-0.5 * latent.score_factor
         num_heads = config.num_attention_heads
@@ -90,7 +89,7 @@ class LatentSelfAttention(MegatronModule):
         key_rope = key_rope.expand(-1, self._num_local_heads, -1)
         query = torch.cat((query_nope, query_rope), dim=-1)
         key = torch.cat((key_nope, key_rope), dim=-1)
-        out = segments.attend(query, key, value, scale=self._scale, cp_group=self._cp_group)
+        out = segments.attend(query, key, value, scale=self._scale)
         return self.linear_proj(out)
 
     def _query(self, hidden: Tensor) -> Tensor:

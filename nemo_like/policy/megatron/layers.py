@@ -89,6 +89,8 @@ class Segments(PackedSeqParams):
     max_length: int = 0
     exchange: Any = None
     """`ModelInputs.exchange`."""
+    context_group: Any = None
+    """The context-parallel group of this microbatch; None for a single rank."""
     cos: Any = None
     """[T, 1, head_dim], for the position of each token in its row."""
     sin: Any = None
@@ -99,7 +101,7 @@ class Segments(PackedSeqParams):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """Return [T, 1, heads * value dim] for [T, heads, head_dim]; see `varlen_attention`."""
-        options["exchange"] = self.exchange
+        options.update(exchange=self.exchange, cp_group=self.context_group)
         out = varlen_attention(query, key, value, self.bounds, self.max_length, **options)
         return out.reshape(len(out), 1, -1)
 
@@ -151,7 +153,6 @@ class SegmentAttention(MegatronModule):
             self.sinks = nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
         self.scale = config.kv_channels**-0.5
         self.window = window
-        self.cp_group = pg_collection.cp if pg_collection.cp.size() > 1 else None
 
     def forward(
         self,
@@ -170,7 +171,6 @@ class SegmentAttention(MegatronModule):
             value,
             scale=self.scale,
             window=self.window,
-            cp_group=self.cp_group,
             sinks=self.sinks,
         )
 

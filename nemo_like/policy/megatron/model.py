@@ -147,6 +147,7 @@ def build_model(
             rotary,
             dtype,
             padding_id,
+            groups.cp_group,
             config=config,
             transformer_layer_spec=TransformerBlockSubmodules(
                 layer_specs=layers, layer_norm=untyped(RMSNorm)
@@ -192,12 +193,19 @@ class PackedModel(GPTModel):
     """
 
     def __init__(
-        self, rotary: nn.Module, dtype: torch.dtype, padding_id: int | None, **kwargs: Any
+        self,
+        rotary: nn.Module,
+        dtype: torch.dtype,
+        padding_id: int | None,
+        context_group: Callable[[int], Any],
+        **kwargs: Any,
     ) -> None:
+        """`context_group` returns the context-parallel group of a size."""
         super().__init__(**kwargs)
         self.rotary = rotary
         self._dtype = dtype
         self._padding_id = padding_id
+        self._context_group = context_group
         self.is_embedding_frozen = False
         """The input embedding has no gradient, but layers behind it have adapters."""
 
@@ -212,6 +220,7 @@ class PackedModel(GPTModel):
             bounds=inputs.cu_seqlens,
             max_length=inputs.max_seqlen,
             exchange=inputs.exchange,
+            context_group=self._context_group(inputs.cp_size),
             cos=self._of_heads(cos),
             sin=self._of_heads(sin),
             experts=self._local_experts(inputs.routed_experts),

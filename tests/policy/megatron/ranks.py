@@ -54,6 +54,7 @@ PARALLEL: dict[str, tuple[int, ParallelConfig]] = {
     "pp2": (2, ParallelConfig(pipeline=2)),
     "pp2 x v2": (2, ParallelConfig(pipeline=2, virtual_pipeline=2)),
     "cp2": (2, ParallelConfig(context=2)),
+    "dp2 x cp2, dynamic": (4, ParallelConfig(context=2, dynamic_context=True)),
     "ep2": (2, ParallelConfig(expert=2)),
     "tp2 x ep2 + sp": (2, ParallelConfig(tensor=2, expert=2, sequence=True)),
     "tp2 x dp2": (4, ParallelConfig(tensor=2)),
@@ -348,7 +349,8 @@ def look_around(
         place = rank.parallel_layout.coordinates(context.rank)
         seen["sum"] = engine.ranks.sum_over_dp([1.0, float(place.dp)])
         seen["gathered"] = engine.ranks.gather_over_dp_cp(context.rank)
-        seen["cp"] = engine.ranks.gather_over_cp(torch.tensor([float(place.cp), -1.0])).tolist()
+        own = torch.tensor([float(place.cp), -1.0])
+        seen["cp"] = engine.ranks.gather_over_cp(own, rank.parallel_layout.cp).tolist()
         worker.probe_isolation()
         seen["kept"] = metric_values(worker.evaluate(shard, POLICY_GRADIENT, handle))
         with_columns = rank.shard(config, worker, grouped_batch())

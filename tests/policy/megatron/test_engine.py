@@ -74,6 +74,7 @@ CASES_OF = {
     "tp2 + sp": (CASES[1], CASES[2], CASES[3], CASES[5], CASES[6]),
     "pp2": (CASES[1], CASES[2], CASES[3], CASES[5], CASES[7]),
     "cp2": (CASES[0], CASES[2], CASES[3], CASES[5], CASES[6]),
+    "dp2 x cp2, dynamic": (CASES[0], CASES[3], CASES[5], CASES[6]),
     "tp2 x cp2 + sp": (CASES[1], CASES[2], CASES[5], CASES[7]),
     "pp2 x cp2": (CASES[3], CASES[4], CASES[6]),
     "tp2 x pp2 x dp2": (CASES[0], CASES[5]),
@@ -82,7 +83,7 @@ CASES_OF = {
 """Layout -> architectures and ways of batching. Every one is computed with tensor, with pipeline
 and with context parallelism.
 """
-WITH_ENTROPY = ("dp2", "tp2", "tp2 x cp2 + sp", "pp2 x cp2")
+WITH_ENTROPY = ("dp2", "dp2 x cp2, dynamic", "tp2", "tp2 x cp2 + sp", "pp2 x cp2")
 """Layouts of a policy gradient; its reference is one rank."""
 FILTERED = ("tp2", "cp2", "pp2")
 """Layouts that train the filtered distribution, against transformers in float64."""
