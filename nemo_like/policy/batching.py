@@ -62,6 +62,11 @@ def plan_spec(
         "cost": CostModel.from_spec(model) if model else CostModel(),
         "seed": seed,
     }
+    if parallel_layout.dynamic_context and model is not None and model.vision is not None:
+        raise ConfigError(
+            "parallel.dynamic_context is true, but policy.model_name has a vision tower, whose"
+            " images every context-parallel rank needs: set it to false"
+        )
     if packing.enabled:
         if model is not None and model.vision is not None and purpose == "train":
             common["image_weight"] = image_weight(config, parallel_layout, model)
@@ -136,6 +141,12 @@ def stream_spec(batching: BatchingConfig, plan: PlanSpec) -> StreamSpec:
 
     `plan` comes from `plan_spec`. Raises ConfigError for values that do not fit together.
     """
+    if plan.dynamic_context:
+        raise ConfigError(
+            f"data.batching.kind is {batching.kind}, which forms microbatches one after the other,"
+            " and parallel.dynamic_context divides them over ranks jointly: set"
+            " data.batching.kind to fixed, or parallel.dynamic_context to false"
+        )
     window_tokens = batching.window_tokens
     if window_tokens is None and batching.kind == "pool":
         # Cosmos-RL fills its pool by rows alone.

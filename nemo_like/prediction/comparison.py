@@ -98,12 +98,22 @@ class Outcome:
     """Lower limit of the work of a microbatch, because of FSDP communication."""
     token_work: float = 0.0
     """Work that takes as long as the collectives of a token within a data-parallel rank."""
+    exchange_share: float = 0.0
+    """Share of `token_work` for keys and values of other context-parallel ranks."""
 
     @cached_property
     def work(self) -> np.ndarray:
-        """Work of each microbatch, padding included, float64 [R, M]."""
+        """Work of each microbatch, padding included, float64 [R, M].
+
+        With context-parallel groups of different sizes that is the work of the max-loaded rank
+        times the ranks.
+        """
         # A cached property, because six of the reported numbers are derived from it.
-        return microbatch_work(self.plan, self.plan.spec.cost)
+        if self.plan.context_size is None:
+            return microbatch_work(self.plan, self.plan.spec.cost)
+        spec = self.plan.spec
+        by_rank = self.plan.of_context_ranks(self.plan.work)
+        return by_rank.reshape(spec.num_ranks, spec.cp_size, -1).max(axis=1) * spec.cp_size
 
     @cached_property
     def real_work(self) -> np.ndarray:
@@ -154,7 +164,13 @@ class Outcome:
     @cached_property
     def total_work(self) -> float:
         """Time of all steps in units of work, communication and idle time included."""
-        work = self.work + self.token_work * self.plan.num_tokens
+        token_work = self.token_work
+        if self.plan.context_size is not None:
+            # A rank receives the keys and values of the other ranks of its group only.
+            others = self.metrics["packing/mean_context_size"] - 1.0
+            exchanged = others / (self.plan.spec.cp_size - 1)
+            token_work *= 1.0 - self.exchange_share * (1.0 - exchanged)
+        work = self.work + token_work * self.plan.num_tokens
         times = step_times(work, self.plan, bubble=self.bubble, min_work=self.min_work)
         return float(times.sum())
 
@@ -261,6 +277,7 @@ def packed_spec(spec: PlanSpec, max_tokens: int) -> PlanSpec:
         algorithm=PackingAlgorithm.BALANCED,
         balance="flops",
         microbatch_order="packer",
+        dynamic_context=False,
     )
 
 
@@ -298,7 +315,8 @@ def strategies(
         bins = replace(packed, algorithm=algorithm, balance=balance)
         found.append(Strategy(_key(bins), f"{algorithm} by {balance}", bins))
     if not any(each.plans_as(spec, stream) for each in found):
-        found.append(Strategy("configured", "as configured", spec, stream=stream))
+        title = "context groups" if spec.dynamic_context else "as configured"
+        found.append(Strategy("configured", title, spec, stream=stream))
     return found
 
 
@@ -312,6 +330,7 @@ def compare(
     bubble: float = 0.0,
     min_work: float = 0.0,
     token_work: float = 0.0,
+    exchange_share: float = 0.0,
 ) -> Comparison:
     """Plan rows in batches of `spec.global_batch_size` with every strategy.
 
@@ -332,7 +351,8 @@ def compare(
             plan = strategy.plan(counts)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        outcomes.append(Outcome(strategy, plan, max_tokens, bubble, min_work, token_work))
+        overheads = (bubble, min_work, token_work, exchange_share)
+        outcomes.append(Outcome(strategy, plan, max_tokens, *overheads))
         if not chosen_key and strategy.plans_as(spec, stream):
             chosen_key = strategy.key
         is_enough = shared_prefix is True or plan.shared_work_share >= MIN_SHARED_WORK

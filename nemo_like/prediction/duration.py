@@ -107,14 +107,28 @@ class StepDuration:
         model = self.model
         # A rank has 1/cp of the tokens of a microbatch.
         values = 4 * (layout.tp - 1) / layout.tp * model.hidden_size / layout.cp
-        key_width = 2 * model.num_kv_heads * model.head_dim / layout.tp
-        values += key_width * (layout.cp - 1) / layout.cp
+        values += self._exchanged_values
         if model.moe is not None:
             copies = model.moe.num_active_experts * model.num_sparse_layers / model.num_layers
             values += 2 * copies * model.hidden_size * (layout.ep - 1) / layout.ep / layout.cp
         num_passes = 2 + (self.placement.activation_checkpointing == "full")
         num_layers = model.num_layers / layout.pp
         return self._tokens(self.placement.compute_bytes * values * num_layers * num_passes)
+
+    @property
+    def _exchanged_values(self) -> float:
+        """Keys and values of a token from other context-parallel ranks, per layer and pass."""
+        layout = self.placement.parallel_layout
+        key_width = 2 * self.model.num_kv_heads * self.model.head_dim / layout.tp
+        return key_width * (layout.cp - 1) / layout.cp
+
+    @property
+    def exchange_share(self) -> float:
+        """Share of `token_share` for the exchange of keys and values; 0 without any collective."""
+        num_passes = 2 + (self.placement.activation_checkpointing == "full")
+        num_layers = self.model.num_layers / self.placement.parallel_layout.pp
+        num_bytes = self.placement.compute_bytes * self._exchanged_values * num_layers * num_passes
+        return self._tokens(num_bytes) / (self.token_share or 1.0)
 
     def _tokens(self, num_bytes: float) -> float:
         """Return the tokens whose products take as long as the transfer of bytes by each GPU."""

@@ -81,6 +81,7 @@ class PlanRequest:
             "bubble": self.spec.bubble_microbatches,
             "min_work": linear * self.duration.min_tokens,
             "token_work": linear * self.duration.token_share,
+            "exchange_share": self.duration.exchange_share,
         }
 
 
