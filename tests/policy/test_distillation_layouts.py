@@ -39,6 +39,7 @@ LAYOUTS = {
     "dp 2": (2, ParallelConfig()),
     "tp 2": (2, ParallelConfig(tensor=2)),
     "cp 2": (2, ParallelConfig(context=2)),
+    "cp 2, dynamic": (2, ParallelConfig(context=2, dynamic_context=True)),
     "tp 2 x cp 2, sequence": (4, ParallelConfig(tensor=2, context=2, sequence=True)),
 }
 LOSS = DistillationLoss(sft_weight=SFT_WEIGHT)

@@ -37,6 +37,7 @@ LAYOUTS = {
     "dp 2": (2, ParallelConfig()),
     "tp 2": (2, ParallelConfig(tensor=2)),
     "cp 2": (2, ParallelConfig(context=2)),
+    "cp 2, dynamic": (2, ParallelConfig(context=2, dynamic_context=True)),
 }
 TOLERANCE = 1e-5
 Found = dict[tuple[str, str, str], tuple[dict[str, np.ndarray], dict[str, float]]]

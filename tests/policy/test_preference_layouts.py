@@ -12,6 +12,7 @@ from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
 from tests.policy.dtensor.test_layouts import BASE, DYNAMIC, PACKED, SHARED, Rank, gradients
+from tests.exhaustive import usually
 from tests.policy.layout_losses import (
     Expected,
     Found,
@@ -34,6 +35,7 @@ LAYOUTS = {
     "dp 2": (2, ParallelConfig()),
     "tp 2": (2, ParallelConfig(tensor=2)),
     "cp 2": (2, ParallelConfig(context=2)),
+    "cp 2, dynamic": (2, ParallelConfig(context=2, dynamic_context=True)),
 }
 
 
@@ -70,7 +72,7 @@ def expected(model_dir) -> Expected:
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", usually(LAYOUTS, "one rank", "dp 2", "tp 2", "cp 2"))
 def test_a_layout_does_not_change_the_gradient_of_a_preference(
     layout, expected, model_dir, rank_pool, meeting
 ):

@@ -42,6 +42,7 @@ LAYOUTS = {
     "dp 2": (2, ParallelConfig()),
     "tp 2": (2, ParallelConfig(tensor=2)),
     "cp 2": (2, ParallelConfig(context=2)),
+    "cp 2, dynamic": (2, ParallelConfig(context=2, dynamic_context=True)),
     "tp 2 x cp 2, sequence": (4, ParallelConfig(tensor=2, context=2, sequence=True)),
 }
 MODELS = {
@@ -49,6 +50,7 @@ MODELS = {
     "dp 2": ("llama_tied",),
     "tp 2": ("qwen3",),
     "cp 2": ("llama_tied",),
+    "cp 2, dynamic": ("llama_tied",),
     "tp 2 x cp 2, sequence": ("qwen3",),
 }
 Found = dict[tuple[str, str], Any]
